@@ -67,11 +67,10 @@ def client(service, asking):
     return asking(service)
 
 
-def packed(folder, names=("injection.json", "injection.safetensors")):
+def packed(folder):
     """A tar file of an artefact."""
-
     told = io.BytesIO()
     with tarfile.open(fileobj=told, mode="w") as tar:
-        for name in names:
+        for name in ("injection.json", "injection.safetensors"):
             tar.add(folder / name, arcname=name)
     return told.getvalue()

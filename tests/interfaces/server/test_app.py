@@ -46,6 +46,8 @@ def test_texts_are_classified_in_every_shape(client, service):
     assert [one["label"] for one in told["data"]] == injection.predict(service.decoder, list(TEXTS))
     assert [one["index"] for one in told["data"]] == [*range(len(TEXTS))]
     assert {one["num_classes"] for one in told["data"]} == {2}
+    unsure = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS), "min_confidence": 1})
+    assert unsure.json()["data"] == [one | {"label": ""} for one in told["data"]]
     alone = client.post("/v1/classify", json={"model": "films", "input": TEXT}).json()
     best = alone["data"][0]["label"]
     ((first, second),) = client.post("/models/films", json={"inputs": TEXT}).json()
@@ -106,28 +108,6 @@ def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
     queued, *quiet = asyncio.run(asyncio.wait_for(first(3), 20))
     assert queued.startswith("id: 1000\nevent: queued\n")
     assert quiet == [": waiting\n\n"] * 2
-
-
-def test_a_file_is_classified(client, service):
-    body = "\n".join(json.dumps({"input": text}) for text in TEXTS)
-    reply = client.post("/v1/batches", params={"model": "films"}, content=body, headers=LINES)
-    job = reply.json()["id"]
-    assert ended(service.jobs.get(job)).status == "done"
-    out = [json.loads(line) for line in client.get(f"/v1/batches/{job}").text.splitlines()]
-    assert [one["line"] for one in out] == list(range(1, len(TEXTS) + 1))
-    assert client.delete(f"/v1/jobs/{job}").status_code == 200
-    assert error_of(client.get(f"/v1/batches/{job}")) == (404, "unknown_job")
-
-
-def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(client, service):
-    body = {"model": "films", "input": list(TEXTS)}
-    plain = client.post("/v1/classify", json=body).json()["data"]
-    least = max(max(one["probs"]) for one in plain) - 1e-9
-    found = client.post("/v1/classify", json=body | {"min_confidence": least}).json()["data"]
-    sure = [max(one["probs"]) >= least for one in plain]
-    assert sorted(set(sure)) == [False, True]
-    for before, after, kept in zip(plain, found, sure, strict=True):
-        assert after == before | {"label": before["label"] if kept else ""}
 
 
 CLASSIFY, CHAT = "/v1/classify", "/v1/chat/completions"
@@ -295,7 +275,6 @@ def test_token_files_that_are_none(tmp_path, text):
 
 
 def test_an_answer_that_nobody_waits_for_does_not_run(service):
-
     service.tasks.put("films", made(service.decoder, 0))
     go, begun = threading.Event(), threading.Event()
     service.batcher.run(lambda: (begun.set(), go.wait(20)))

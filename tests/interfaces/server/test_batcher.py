@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fitting import one_line
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server.batcher import Batcher, FitStoppedError
@@ -303,8 +302,3 @@ def test_the_end_answers_what_waits_and_stops_what_is_long(filled, task, held):
         file.done.result(0)
     with pytest.raises(RefusalError, match="stops"):
         batcher.submit(folder.queries("a", [TEXTS[0]])[1], later())
-
-
-def test_a_text_beyond_the_context_is_refused_and_not_cut(filled):
-    _, folder = filled
-    one_line("text 2 takes ", folder.queries, "a", ["short", "long " * 3000])

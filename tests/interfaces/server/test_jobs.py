@@ -51,11 +51,11 @@ def examples(task):
 
 
 def checked(service, body, model=None):
-    """What the job of a file has to know, and its lines."""
+    """What the job of a file has to know, and its files."""
     rows = io.BytesIO()
     count, names = files.read_lines(io.BytesIO(body), model, service.tasks.entry, rows)
     with service.tasks.kept(names) as digests:
-        return {"rows": count, "tasks": names, "digests": digests}, rows.getvalue()
+        return {"rows": count, "tasks": names, "digests": digests}, {files.INPUT: rows.getvalue()}
 
 
 def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
@@ -70,6 +70,7 @@ def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     assert len(last["sizes"]) == layers
     assert last["digest"] == service.tasks.entry("films").digest
     assert last["worth"]["methods"].keys() >= {"zero_shot", "few_shot", "anchored"}
+    assert not any("milliseconds_per_query" in one for one in last["worth"]["methods"].values())
     assert last["tokens"]["few_shot"] > last["tokens"]["task"]
     until(lambda: not list(job.folder.glob("input.*")))
     injection = service.tasks.injection(last["digest"])
@@ -104,7 +105,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     texts = [f"{text} {number}" for number in range(3) for text in TEXTS]
     lines = [{"input": text, "model": "ab"[at % 2], "custom_id": f"n{at}"} for at, text in enumerate(texts)]
     body = "\n".join(json.dumps(line) for line in lines).encode()
-    told, rows = checked(service, body)
+    told, held = checked(service, body)
     injections = {name: service.tasks.injection(digest) for name, digest in told["digests"].items()}
     right = [injections[line["model"]].scores(service.decoder, [line["input"]])[0] for line in lines]
     whole = service.batcher.pool.answers
@@ -118,7 +119,7 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
         return whole(rows)
 
     service.batcher.pool.answers = some
-    job = service.jobs.add("batch", told, {files.INPUT: rows})
+    job = service.jobs.add("batch", told, held)
     until(lambda: len(calls) >= 4)
     service.close()
     with (tmp_path / "tasks" / "jobs" / job.id / files.OUTPUT).open("ab") as torn:
@@ -133,16 +134,6 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
         assert (one["line"], one["custom_id"]) == (at + 1, f"n{at}")
         assert one["probs"] == pytest.approx(scores.softmax(-1).tolist(), abs=1e-5)
         assert one["label"] == one["labels"][int(scores.argmax())]
-
-
-def test_a_line_that_is_too_long_is_told_as_such(service):
-    service.tasks.put("a", made(service.decoder, 0))
-    body = "\n".join(json.dumps({"input": text}) for text in ("short", "long " * 3000, "short"))
-    told, rows = checked(service, body.encode(), "a")
-    job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
-    out = answers(job)
-    assert [one.get("label") is None for one in out] == [False, True, False]
-    assert out[1]["error"]["code"] == "text_too_long"
 
 
 def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
@@ -169,10 +160,10 @@ def lines_of(count):
     return "\n".join(json.dumps({"input": f"{TEXTS[0]} {at}"}) for at in range(count)).encode()
 
 
-def test_a_row_that_fails_costs_its_line_and_not_the_file(service, monkeypatch):
+def test_a_row_that_fails_or_is_too_long_costs_its_line_and_not_the_file(service, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
     service.tasks.put("a", made(service.decoder, 0))
-    told, rows = checked(service, lines_of(10), "a")
+    lines = lines_of(9) + b'\n{"input": "%s"}' % (b"long " * 3000)
     whole, seventh = service.batcher.pool.answers, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
 
     def fails(asked):
@@ -181,12 +172,12 @@ def test_a_row_that_fails_costs_its_line_and_not_the_file(service, monkeypatch):
         return whole(asked)
 
     monkeypatch.setattr(service.batcher.pool, "answers", fails)
-    job = ended(service.jobs.add("batch", told, {files.INPUT: rows}))
+    job = ended(service.jobs.add("batch", *checked(service, lines, "a")))
     out = answers(job)
-    assert [one["line"] for one in out if "error" in one] == [7]
-    assert out[6]["error"]["code"] == "internal"
-    assert sum("label" in one for one in out) == 9
-    assert (job.status, job.events[-1]["failed"]) == ("done", 1)
+    refused = {one["line"]: one["error"]["code"] for one in out if "error" in one}
+    assert refused == {7: "internal", 10: "text_too_long"}
+    assert sum("label" in one for one in out) == 8
+    assert (job.status, job.events[-1]["failed"]) == ("done", 2)
 
 
 @pytest.mark.parametrize("kind", ["runs", "waits"])
@@ -242,8 +233,8 @@ SPOILED = {
 def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, caplog, name, content):
     service = opened()
     digest = service.tasks.put("films", made(service.decoder, 0)).digest
-    first = ended(service.jobs.add("batch", *job_of(service, 3)))
-    second = ended(service.jobs.add("batch", *job_of(service, 3)))
+    given = checked(service, lines_of(3), "films")
+    first, second = (ended(service.jobs.add("batch", *given)) for _ in range(2))
     service.tasks.put("films", made(service.decoder, 4))  # the first version is needed by nobody known
     service.tasks._artefacts.joinpath(digest).mkdir()
     service.close()
@@ -262,15 +253,8 @@ def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, cap
             again.jobs.get(first.id)
 
 
-def job_of(service, count):
-    told, rows = checked(service, lines_of(count), "films")
-    return told, {files.INPUT: rows}
-
-
-@pytest.mark.parametrize("rows", [10, 2], ids=["other rows", "left out"])
-def test_a_fit_beside_other_work_keeps_no_time_of_a_text(service, task, rows):
-    shown = [row for label in range(2) for row in [one for one in task.train if one.label == label][:rows]]
-    job = fitted(service, replace(task, train=tuple(shown)))
+def test_a_fit_measured_by_leaving_rows_out_keeps_no_time_of_a_text(service, task):
+    job = fitted(service, replace(task, train=task.train[:4]))
     assert job.status == "done", job.events[-1]
     injection = service.tasks.injection(job.events[-1]["digest"])
     methods = injection.worth["methods"]

@@ -58,7 +58,7 @@ def around():
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": json.dumps(told).encode()})
 
-        made_one = Guard(app, Access(), lambda *_: limit, lambda *_: ("application/jsonl",), Metrics())
+        made_one = Guard(app, Access(), lambda *_: (("application/jsonl",), limit), Metrics())
         return made_one
 
     return make

@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from fitting import one_line
@@ -33,16 +32,10 @@ def replica(service, monkeypatch, tmp_path):
 
 
 def test_a_replica_answers_as_the_server(replica, service, asking):
-    class Through:
-        """What Ray does: gives a request, and sends what comes."""
+    async def through(scope, receive, send):  # as Ray: gives a request, and sends what comes
+        await (await replica(Request(scope, receive)))(scope, receive, send)
 
-        async def __call__(self, scope, receive, send):
-            from starlette.requests import Request
-
-            await (await replica(Request(scope, receive)))(scope, receive, send)
-
-    plain = asking(service)
-    ray = TestClient(Starlette(routes=[Mount("/", app=Through())]), base_url=HOST)
+    plain, ray = asking(service), TestClient(through, base_url=HOST)
     for path, body, status in (
         ("/v1/classify", {"model": "films", "input": list(TEXTS)}, 200),
         ("/models/films", {"inputs": TEXTS[0]}, 200),
@@ -79,21 +72,23 @@ def test_a_replica_answers_a_handle_and_tells_when_it_is_ill(replica):
         replica.check_health()
 
 
-def test_a_request_that_a_killed_replica_lost_is_sent_again():
-    told = [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
-    told += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
-    told += [(504, b"<html>")]
+@pytest.fixture
+def proxy():
+    """A server's address, what it is to answer (0 breaks the line), and the paths that it heard."""
+    told, heard = [], []
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self):
+            heard.append(self.path)
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, body = told.pop(0)
-            self.send_response(status)
-            for name, value in (("Content-Length", len(body)), ("Content-Type", "application/json")):
-                self.send_header(name, str(value))
-            self.send_header("Retry-After", "0")
-            self.end_headers()
-            self.wfile.write(body)
+            if status:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Retry-After", "0")
+                self.end_headers()
+                self.wfile.write(body)
 
         def do_POST(self):
             self.do_GET()
@@ -101,38 +96,34 @@ def test_a_request_that_a_killed_replica_lost_is_sent_again():
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
-        threading.Thread(target=proxy.serve_forever).start()
-        client = Client(f"http://127.0.0.1:{proxy.server_port}")
-        assert client.tasks() == [{"id": "films"}]
-        with pytest.raises(ServerError, match="please report it"):
-            client.tasks()
-        with pytest.raises(ServerError, match="status 504"):  # once: the fit may have begun
-            client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
-        proxy.shutdown()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}", told, heard
+        server.shutdown()
+
+
+def test_a_request_that_a_killed_replica_lost_is_sent_again(proxy):
+    url, told, _ = proxy
+    told += [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
+    told += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
+    told += [(504, b"<html>")]
+    client = Client(url)
+    assert client.tasks() == [{"id": "films"}]
+    with pytest.raises(ServerError, match="please report it"):
+        client.tasks()
+    with pytest.raises(ServerError, match="status 504"):  # once: the fit may have begun
+        client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
     assert not told
 
 
-def test_a_fit_is_not_begun_twice_where_the_line_breaks():
-    heard = []
-
-    class Broken(BaseHTTPRequestHandler):
-        def do_POST(self):
-            heard.append(self.path)
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.close_connection = True
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
-        threading.Thread(target=server.serve_forever).start()
-        client = Client(f"http://127.0.0.1:{server.server_port}", retries=1)
-        with pytest.raises(ServerError, match="and what it has done"):
-            client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
-        with pytest.raises(ServerError, match=r"check that it serves$"):
-            client.classify("films", ["a"])
-        server.shutdown()
+def test_a_fit_is_not_begun_twice_where_the_line_breaks(proxy):
+    url, told, heard = proxy
+    told += [(0, b"")] * 3
+    client = Client(url, retries=1)
+    with pytest.raises(ServerError, match="and what it has done"):
+        client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
+    with pytest.raises(ServerError, match=r"check that it serves$"):
+        client.classify("films", ["a"])
     assert heard == ["/v1/tasks", "/v1/classify", "/v1/classify"]
 
 

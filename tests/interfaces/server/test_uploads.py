@@ -90,15 +90,8 @@ def test_holes_are_not_filled(files, kind):
     assert (refused.value.status, refused.value.code) == (422, "bad_artefact")
 
 
-LINKS = (
-    tarfile.LNKTYPE,
-    tarfile.SYMTYPE,
-    tarfile.CHRTYPE,
-    tarfile.BLKTYPE,
-    tarfile.FIFOTYPE,
-    tarfile.CONTTYPE,
-)
-OTHERS = [*((TENSORS, kind) for kind in LINKS), ("other.txt", tarfile.REGTYPE)]
+KINDS = [getattr(tarfile, f"{kind}TYPE") for kind in ("LNK", "SYM", "CHR", "BLK", "FIFO", "CONT")]
+OTHERS = [*((TENSORS, kind) for kind in KINDS), ("other.txt", tarfile.REGTYPE)]
 OTHERS += [(f"{way}{TENSORS}", tarfile.REGTYPE) for way in ("../", "/", "a/")]
 
 

@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.guard import Access, Guard
-from i2cl.interfaces.server.refusals import RefusalError, failed
+from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import completions, management, schemas
 from i2cl.interfaces.server.service import Service, answer_request
 from i2cl.interfaces.server.uploads import most_bytes
@@ -49,16 +49,16 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
         lifespan=lifespan,
         responses={status: {"model": schemas.Problem} for status in REFUSED},
     )
-    app.state.service = service
     _refusals(app, service)
     _answers(app, service)
-    app.include_router(completions.router(service))
-    app.include_router(management.router(service))
+    completions.add_chat(app, service)
+    management.add_tasks(app, service)
+    management.add_jobs(app, service)
     _state(app, service)
     if page:
         for path, name in PAGE_FILES.items():
             app.add_api_route(path, partial(_file, PAGE / name), include_in_schema=False)
-    guard: Any = Guard(app, access, partial(_limit, service), partial(_types, app), service.metrics)
+    guard: Any = Guard(app, access, partial(_bodies, app, service), service.metrics)
     if origins:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -79,9 +79,7 @@ def _answers(app: FastAPI, service: Service) -> None:
     async def classify(
         body: schemas.Classify, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> schemas.Classification:
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        answer = await answer_request(service, request, body.model, texts, timeout)
-        response.headers["X-Task-Digest"] = answer.entry.digest
+        answer = await answer_request(service, request, response, body.model, body.input, timeout)
         return schemas.Classification.of(body, answer.entry.labels, answer.probabilities, answer.tokens)
 
     @app.post("/models/{name:path}", summary="Classify texts, as Hugging Face's clients ask")
@@ -92,10 +90,8 @@ def _answers(app: FastAPI, service: Service) -> None:
         response: Response,
         timeout: schemas.Timeout = None,
     ) -> list[list[schemas.LabelScore]]:
-        texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-        answer = await answer_request(service, request, name, texts, timeout)
-        response.headers["X-Task-Digest"] = answer.entry.digest
-        most = (body.parameters and body.parameters.top_k) or len(answer.entry.labels)
+        answer = await answer_request(service, request, response, name, body.inputs, timeout)
+        most = body.parameters.top_k if body.parameters else None
         return [
             [
                 schemas.LabelScore(label=label, score=score)
@@ -129,15 +125,16 @@ def _refusals(app: FastAPI, service: Service) -> None:
     """What is not done, as JSON with a code and a cure."""
 
     def told(refusal: RefusalError) -> JSONResponse:
-        service.metrics.refusal(refusal.code)
+        service.metrics.refusals.labels(refusal.code).inc()
         return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
 
-    async def bad(_request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, I2CLError)  # noqa: S101 - what it is registered for
+    @app.exception_handler(I2CLError)
+    @app.exception_handler(Exception)
+    async def failed(_request: Request, error: Exception) -> JSONResponse:
         return told(RefusalError.of(error))
 
-    async def invalid(_request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)  # noqa: S101
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
         problem = max(error.errors(), key=lambda one: len(one["loc"]))  # the text rather than the list of it
         parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
@@ -145,8 +142,8 @@ def _refusals(app: FastAPI, service: Service) -> None:
         cure = "see /openapi.json for what this address takes"
         return told(RefusalError(422, "bad_request", f"{message}: {cure}"))
 
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)  # noqa: S101
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
         headers = dict(error.headers or {})
         if error.status_code == 405:  # Starlette names the methods of one route of several
             path = request.url.path
@@ -156,33 +153,19 @@ def _refusals(app: FastAPI, service: Service) -> None:
         message = f"{what}: /openapi.json lists addresses and what they take"
         return told(RefusalError(error.status_code, code, message, headers=headers))
 
-    async def unexpected(_request: Request, error: Exception) -> JSONResponse:
-        return told(failed(error))
-
-    app.add_exception_handler(I2CLError, bad)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
-
 
 async def _file(path: Path) -> FileResponse:
     return FileResponse(path)
 
 
-def _limit(service: Service, method: str, path: str) -> int:
-    if method == "PUT":
-        return most_bytes(service.decoder)
-    return MOST_FILE if path == "/v1/batches" else MOST_BODY
-
-
-def _types(app: FastAPI, method: str, path: str) -> Sequence[str]:
+def _bodies(app: FastAPI, service: Service, method: str, path: str) -> tuple[Sequence[str], int]:
     if method not in {"POST", "PUT"} or not _takes(app, method, path):
-        return ()
+        return (), 0
     if method == "PUT":
-        return ("application/x-tar",)
+        return ("application/x-tar",), most_bytes(service.decoder)
     if path == "/v1/batches":
-        return ("application/jsonl", "application/x-ndjson")
-    return ("application/json", "text/csv") if path == "/v1/tasks" else ("application/json",)
+        return ("application/jsonl", "application/x-ndjson"), MOST_FILE
+    return (("application/json", "text/csv") if path == "/v1/tasks" else ("application/json",)), MOST_BODY
 
 
 def _takes(app: FastAPI, method: str, path: str) -> bool:

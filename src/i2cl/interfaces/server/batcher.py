@@ -20,7 +20,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.pool import InjectionPool, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, busy, failed, no_memory, stopping, too_late
+from i2cl.interfaces.server.refusals import RefusalError, busy, stopping
 from i2cl.models.batching import is_out_of_memory
 from i2cl.models.scoring import NotFiniteError
 
@@ -64,7 +64,7 @@ class Ticket:
 class Batcher:
     """Answers rows of many tasks, in batches that mix them."""
 
-    def __init__(self, pool: InjectionPool, bound: int, observer: Any = None) -> None:
+    def __init__(self, pool: InjectionPool, bound: int, observer: Any) -> None:
         """Start; ``observer`` has `i2cl.interfaces.server.metrics.Metrics.batch`."""
         self.pool = pool  # scores them
         self.bound = bound  # tokens of requests that may wait or run at once
@@ -90,9 +90,7 @@ class Batcher:
         return self._thread.is_alive()
 
     def require_room(self, tokens: int = 0) -> None:
-        """Refuse what exceeds the bound, at no cost. Raises RefusalError: 413 if it never has room, 429 if it
-        has none now, 503 if nothing new is taken.
-        """
+        """Refuse what never has room (413), has none now (429), or comes when nothing new is taken (503)."""
         if self.stops:
             raise stopping()
         if tokens > self.bound:
@@ -104,10 +102,8 @@ class Batcher:
             raise busy(429, f"{self.waiting} tokens wait already", seconds)
 
     def submit(self, rows: Sequence[TaskQuery], deadline: float) -> Ticket:
-        """Let a request wait for its turn.
-
-        ``rows``: at least one; ``deadline``: on `time.monotonic`, before which it has to begin. Raises
-        RefusalError, see `require_room`.
+        """Let a request of at least one row wait for its turn, which has to come before ``deadline`` on
+        `time.monotonic`. Raises RefusalError, see `require_room`.
         """
         with self._changed:
             tokens = sum(row.tokens for row in rows)
@@ -119,10 +115,8 @@ class Batcher:
         return ticket
 
     def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
-        """Let rows of a file run between requests; they do not count towards the bound.
-
-        ``rows``: at least one; ``large``: whether they wait for a slice; False for few rows that a person
-        waits for. Raises RefusalError: 503 if nothing new is taken.
+        """Let at least one row of a file run between requests, beside the bound; with ``large=False`` few
+        that a person waits for, not in slices. Raises RefusalError: 503 if nothing new is taken.
         """
         with self._changed:
             if self.stops:
@@ -189,8 +183,7 @@ class Batcher:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._single or self._large or self._work or self.stops):
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._single or self._large or self._work or self.stops)
                 work = self._work.popleft() if self._work and not self.stops else None
                 if self.stops and not (self._single or self._large):
                     for _, future in self._work:
@@ -211,30 +204,25 @@ class Batcher:
             return
         started = time.monotonic()
         rows = [row for _, part in chosen for row in part]
-        outcomes = self._answered(rows)
+        outcomes = iter(self._answered(rows))
         seconds = time.monotonic() - started
         with self._changed:
             tokens = sum(row.tokens for row in rows)
             self._rate = tokens / seconds if not self._rate else 0.8 * self._rate + 0.2 * tokens / seconds
-            start = 0
             for ticket, part in chosen:
-                self._keep(ticket, outcomes[start : start + len(part)])
-                start += len(part)
-        if self._observer is not None:
-            tasks = len({id(row.task) for row in rows})
-            waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
-            self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
+                self._keep(ticket, [next(outcomes) for _ in part])
+        tasks = len({id(row.task) for row in rows})
+        waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
+        self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
 
     def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
         if not future.set_running_or_notify_cancel():
             return
         self._fits, self._resumed = True, time.monotonic()
         try:
-            result = work()
+            future.set_result(work())
         except Exception as error:  # noqa: BLE001 - who waits for it is told
             future.set_exception(error)
-        else:
-            future.set_result(result)
         finally:
             self._fits = False
 
@@ -250,7 +238,8 @@ class Batcher:
             if ticket.done.done() or (not ticket.begun and ticket.deadline < now):
                 heapq.heappop(heap)
                 if not ticket.done.done():
-                    self._fail(ticket, too_late())
+                    message = "the time of this request was over before it ran: send it again later"
+                    self._fail(ticket, RefusalError(504, "deadline", message))
                 continue
             taken = 0
             for row in ticket.rows[ticket.begun :]:
@@ -277,7 +266,10 @@ class Batcher:
             if isinstance(error, NotFiniteError):
                 return [RefusalError(500, "not_finite", str(error))]
             full = isinstance(error, RuntimeError) and is_out_of_memory(error)
-            return [no_memory(error) if full or isinstance(error, I2CLError) else failed(error)]
+            if not (full or isinstance(error, I2CLError)):
+                return [RefusalError.of(error)]
+            why = "the model is out of memory: send it again later" if full else str(error)
+            return [RefusalError(503, "out_of_memory", why, headers={"Retry-After": "5"})]
 
     def _keep(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
         if ticket.done.done():

@@ -22,8 +22,6 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from i2cl.errors import I2CLError
 
-AGAIN = (429, 503)  # answers after which the same request may be sent again
-
 # What is not the server's own answer: that of a proxy, such as Ray Serve's for a replica that was killed.
 UNKNOWN = "unknown"
 
@@ -66,12 +64,13 @@ class Client:
         self, task: str, texts: Sequence[str], *, min_confidence: float | None = None
     ) -> list[Prediction]:
         """The labels of texts; empty where the highest probability is below ``min_confidence``."""
-        body: dict[str, Any] = {"model": task, "input": list(texts)}
-        body |= {} if min_confidence is None else {"min_confidence": min_confidence}
-        reply, headers = self._asked("POST", "/v1/classify", body)
+        more = {} if min_confidence is None else {"min_confidence": min_confidence}
+        reply, headers = self._asked("POST", "/v1/classify", {"model": task, "input": list(texts), **more})
         labels, digest = reply["labels"], headers["x-task-digest"]
-        each = [(one["label"], dict(zip(labels, one["probs"], strict=True))) for one in reply["data"]]
-        return [Prediction(label, probabilities, digest) for label, probabilities in each]
+        return [
+            Prediction(one["label"], dict(zip(labels, one["probs"], strict=True)), digest)
+            for one in reply["data"]
+        ]
 
     def tasks(self) -> list[dict[str, Any]]:
         """Every task: ``id``, ``digest``, ``created``, ``labels``."""
@@ -144,9 +143,9 @@ class Client:
         for attempt in range(self._retries + 1):
             last, sent = attempt == self._retries, False
             try:
-                if not twice:  # on a connection of its own: an old one may break after the request was heard
-                    self._drop()
                 connection = self._kept()
+                if not twice:  # on a connection of its own: an old one may break after the request was heard
+                    connection.close()
                 if connection.sock is None:
                     connection.connect()
                 sent = True
@@ -154,7 +153,7 @@ class Client:
                 reply = connection.getresponse()
                 found = reply.read()
             except (OSError, http.client.HTTPException) as error:
-                self._drop()
+                self._kept().close()
                 if last or (sent and not twice):
                     cure = "check that it serves" + ("" if twice else ", and what it has done")
                     message = f"no answer from {self._url.geturl()} ({error}): {cure}"
@@ -173,17 +172,11 @@ class Client:
         raise AssertionError  # the last attempt returns or raises
 
     def _kept(self) -> http.client.HTTPConnection:
-        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if connection is None:
+        if not hasattr(self._own, "connection"):
             kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-            connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
-            self._own.connection = connection
+            self._own.connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
+        connection: http.client.HTTPConnection = self._own.connection
         return connection
-
-    def _drop(self) -> None:
-        if (connection := getattr(self._own, "connection", None)) is not None:
-            connection.close()
-        self._own.connection = None
 
 
 class AsyncClient:
@@ -202,7 +195,7 @@ class AsyncClient:
 def _again(method: str, path: str, refused: ServerError) -> bool:
     """Whether a request that was refused may be sent again: it has done nothing, or may be done twice."""
     if refused.code != UNKNOWN or refused.status == 429:
-        return refused.status in AGAIN
+        return refused.status in {429, 503}
     return refused.status >= 500 and _may_be_done_twice(method, path)  # a proxy's answer tells nothing
 
 

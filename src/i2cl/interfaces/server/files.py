@@ -36,13 +36,11 @@ class Line(pydantic.BaseModel):
 def read_lines(
     body: IO[bytes], model: str | None, known: Callable[[str], Any], rows: IO[bytes]
 ) -> tuple[int, list[str]]:
-    """Write the lines of a file, each with its task, and return how many there are and those tasks.
+    """Write the lines of a file, each with its task, to ``rows``; how many there are, and those tasks. One
+    line is in memory at a time.
 
-    One line is in memory at a time.
-
-    ``body``: the file; ``model``: the task of lines that name none; ``known``: refuses the name of a task
-    that is not here; ``rows``: to be written. Raises RefusalError: 422 naming every line that cannot be used,
-    404 on an unknown task.
+    ``model``: the task of lines that name none; ``known``: refuses the name of a task that is not here.
+    Raises RefusalError: 422 naming every line that cannot be used, 404 on an unknown task.
     """
     count, names, refused = 0, set(), []
     read = partial(body.readline, LONGEST_LINE + 1)

@@ -42,16 +42,8 @@ class SharedDecoder(Decoder):
 
     def __init__(self, batcher: Batcher, job: Job) -> None:
         whole = batcher.pool.decoder
-        super().__init__(
-            whole.model,
-            whole.tokenizer,
-            architecture=whole.architecture,
-            name=whole.name,
-            revision=whole.revision,
-            token_budget=batcher.slice,
-        )
-        # read once for all fits
-        vars(self).update(base=whole.base, residual_identity=whole.residual_identity)
+        _ = whole.base, whole.residual_identity  # read once for all fits
+        vars(self).update(vars(whole), token_budget=batcher.slice)
         self.job = job  # that it is used for
         self.seen: Edit | None = None  # what was injected last
         self.elsewhere = 0.0  # seconds that went to requests meanwhile
@@ -123,11 +115,9 @@ def _read(request: Mapping[str, Any], folder: Path) -> Task:
 
 
 def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
-    """Do the job of a fit: what its last event tells.
-
-    It begins anew after a kill and comes to the same vectors: nothing in it is random but by its seed. Raises
-    I2CLError on examples that cannot be fitted, such as scores that are not finite; FitStoppedError if it is
-    cancelled, or the server stops.
+    """Do the job of a fit: what its last event tells. It begins anew after a kill and comes to the same
+    vectors. Raises I2CLError on examples that cannot be fitted, such as scores that are not finite;
+    FitStoppedError if it is cancelled, or the server stops.
     """
     request = job.told
     decoder = SharedDecoder(batcher, job)
@@ -141,7 +131,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             nonlocal shown
             if done == of or time.monotonic() - shown > LOOK:
                 shown = time.monotonic()
-                job.show("step", step=done, steps=of, loss=loss, **_map_of(decoder.seen))
+                job.show("step", step=done, steps=of, loss=loss, **map_of(decoder.seen))
 
         injection = method.injection(decoder, task, demonstrations, request["seed"], step)
         seconds = time.perf_counter() - started - decoder.elsewhere
@@ -161,7 +151,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     told: dict[str, Any] = {"name": entry.name, "digest": entry.digest, "labels": list(entry.labels)}
     told |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
     told |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
-    return told | map_of(injection)
+    return told | map_of(injection.edit())
 
 
 def _untimed(injection: Injection) -> Injection:
@@ -173,13 +163,10 @@ def _untimed(injection: Injection) -> Injection:
     return replace(injection, worth=injection.worth | {"methods": methods})
 
 
-def map_of(injection: Injection) -> dict[str, Any]:
-    """Coefficients [layer][writer][lambda, beta] and the size of lambda v [layer][writer], for JSON."""
-    return _map_of(injection.edit())
-
-
-def _map_of(edit: Edit | None) -> dict[str, Any]:
-    """The same of what a pass had injected; of several rows' own ones, the first."""
+def map_of(edit: Edit | None) -> dict[str, Any]:
+    """Coefficients [layer][writer][lambda, beta] and the size of lambda v [layer][writer], for JSON, of what
+    a pass injects; of several rows' own ones, the first.
+    """
     if isinstance(edit, NoisyEdit):
         edit = edit.injection
     if isinstance(edit, LinearEdit):

@@ -7,19 +7,20 @@ import ipaddress
 import json
 import logging
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any, Literal
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import Message, Scope
+
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.metrics import Metrics
-from i2cl.interfaces.server.refusals import RefusalError, busy, failed
+from i2cl.interfaces.server.refusals import RefusalError, busy
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
 Role = Literal["read", "admin"]
 
 # What needs no token: nothing there is a task's.
@@ -36,11 +37,9 @@ MOST_RUNNING = 512  # requests at once, those aside that need no token
 # In a scope: the body as a file that closes with the request; whose reading token it was.
 BODY, READER = "i2cl.body", "i2cl.reader"
 
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -113,9 +112,8 @@ class Guard:
 
     app: Any  # the program inside
     access: Access  # who may ask
-    limit: Callable[[str, str], int]  # the longest body in bytes of a method and a path
-    # of bodies that a method and a path take; none where a body is not read
-    types: Callable[[str, str], Sequence[str]]
+    # content types that a method and a path take, none where a body is not read; the longest body in bytes
+    bodies: Callable[[str, str], tuple[Sequence[str], int]]
     metrics: Metrics  # counts requests and refusals
     held: int = 0  # bytes of bodies that are here now
     running: int = 0  # requests that are here now
@@ -131,11 +129,9 @@ class Guard:
             nonlocal began, status
             if message["type"] == "http.response.start":
                 began, status = True, message["status"]
-                headers = [*message.get("headers", ())]
-                present = {name.lower() for name, _ in headers}
-                ours = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                headers += [(name, value) for name, value in ours if name not in present]
-                message = {**message, "headers": headers}
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         self.running += 1
@@ -143,26 +139,21 @@ class Guard:
         try:
             received = await self._admitted(scope, receive, ends)
             await self.app(scope, received, sent)
-        except RefusalError as refusal:
-            if not began:
-                await self._refuse(refusal, sent)
         except Exception as error:  # noqa: BLE001 - the process lives on, and the client is told
-            frames = traceback.extract_tb(error.__traceback__)[-3:]
-            places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
-            _log.error("%s at %s", type(error).__name__, places)  # not its words, which may hold a text
+            if not isinstance(error, RefusalError):
+                frames = traceback.extract_tb(error.__traceback__)[:-4:-1]
+                places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+                _log.error("%s at %s", type(error).__name__, places)  # not its words, which may hold a text
             if not began:
-                await self._refuse(failed(error), sent)
+                await self._refuse(RefusalError.of(error), sent)
         finally:
             ends.close()
             self.running -= 1
-            self.metrics.request(getattr(scope.get("route"), "path", "other"), status)
+            self.metrics.requests.labels(getattr(scope.get("route"), "path", "other"), status).inc()
 
     async def _admitted(self, scope: Scope, receive: Any, ends: ExitStack) -> Any:
         """The request's body, to be received once more by the program inside."""
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        method, path = scope["method"], scope["path"]
+        headers, method, path = Headers(scope=scope), scope["method"], scope["path"]
         self.access.require_host(headers.get("host", ""))
         if self.running > MOST_RUNNING and path not in OPEN:
             raise busy(503, f"{MOST_RUNNING} requests are here already")
@@ -173,11 +164,12 @@ class Guard:
                 challenge = {"WWW-Authenticate": "Bearer"}
                 message = "no token that is known: send Authorization: Bearer TOKEN"
                 raise RefusalError(401, "no_token", message, headers=challenge)
-            if role == "read" and _changes(method, path):
+            changes = method not in {"GET", "HEAD", "OPTIONS"} and path.startswith("/v1/tasks")
+            if role == "read" and changes:
                 raise RefusalError(403, "read_token", "this token only reads: take an admin's")
             if role == "read":
                 scope[READER] = self.access.reader(header)
-        allowed = self.types(method, path)
+        allowed, limit = self.bodies(method, path)
         if not allowed:
             return receive
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -185,7 +177,7 @@ class Guard:
             message = f"the body is no {' or '.join(allowed)}: say so in Content-Type"
             raise RefusalError(415, "content_type", message)
         body = ends.enter_context(SpooledTemporaryFile(IN_MEMORY))  # noqa: SIM115 - closes with ends
-        await self._fill(body, receive, headers.get("content-length", ""), self.limit(method, path), ends)
+        await self._fill(body, receive, headers.get("content-length", ""), limit, ends)
         body.seek(0)
         scope[BODY] = body
         whole = [body]
@@ -231,13 +223,9 @@ class Guard:
         self.held -= size
 
     async def _refuse(self, refusal: RefusalError, send: Any) -> None:
-        self.metrics.refusal(refusal.code)
+        self.metrics.refusals.labels(refusal.code).inc()
         body = json.dumps(refusal.body()).encode()
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **refusal.headers}
         fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": refusal.status, "headers": fields})
         await send({"type": "http.response.body", "body": body})
-
-
-def _changes(method: str, path: str) -> bool:
-    return method not in {"GET", "HEAD", "OPTIONS"} and path.startswith("/v1/tasks")

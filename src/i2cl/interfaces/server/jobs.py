@@ -26,9 +26,8 @@ from typing import Any, Literal
 
 import pydantic
 
-from i2cl.errors import I2CLError
 from i2cl.interfaces.server.batcher import FitStoppedError
-from i2cl.interfaces.server.refusals import RefusalError, failed, stopping
+from i2cl.interfaces.server.refusals import RefusalError, stopping
 from i2cl.storage.atomic import synced
 from i2cl.storage.journal import Journal, readable_lines
 
@@ -73,8 +72,7 @@ class Job:
     def stored(cls, folder: Path) -> "Job":
         """A folder's job; unreadable events are left out. Raises OSError or ValueError if there is none."""
         head = Head.model_validate_json((folder / "job.json").read_bytes())
-        job = cls(folder, head.kind, head.told, head.created, owner=head.owner)
-        job.cancelled = (folder / CANCELLED).exists()
+        job = cls(folder, **dict(head), cancelled=(folder / CANCELLED).exists())
         for event in readable_lines(folder / "events.jsonl"):
             at = event.get("at")
             if event.get("event") in TOLD and isinstance(at, float | int) and math.isfinite(at):
@@ -144,10 +142,7 @@ class Jobs:
     """All jobs of a server. Of each kind one runs at a time, in the order they came."""
 
     def __init__(self, root: Path, workers: Mapping[Kind, Worker]) -> None:
-        """Take up what an earlier process left.
-
-        ``root``: their folder, made if it is not there; ``workers``: what does the jobs of each kind.
-        """
+        """Take up what an earlier process left in a folder; ``workers`` do the jobs of each kind."""
         self._root = root
         self._workers = workers
         self._jobs: dict[str, Job] = {}
@@ -187,11 +182,8 @@ class Jobs:
     def add(
         self, kind: Kind, told: Mapping[str, Any], files: Mapping[str, bytes | Path], owner: str | None = None
     ) -> Job:
-        """Queue a job, which is on the disk when this returns.
-
-        ``kind``: what is to be done; ``told``: see `Job`; ``files``: what its folder holds; a path, which is
-        in a `scratch` folder, is moved there; ``owner``: see `Job`. Raises RefusalError, see `require_room`;
-        OSError if it cannot be written.
+        """Queue a job, which is on the disk when this returns, with its ``files``: a path, which is in a
+        `scratch` folder, is moved. Raises RefusalError, see `require_room`; OSError if it cannot be written.
         """
         self.require_room(kind, owner)
         folder = self._root / f"{kind}-{secrets.token_hex(8)}"
@@ -201,14 +193,14 @@ class Jobs:
         with self.scratch() as scratch:
             fresh = scratch / "job"
             fresh.mkdir()
-            own = {"job.json": head.model_dump_json(), "events.jsonl": json.dumps(queued) + "\n"}
-            for name, content in {**files, **{name: text.encode() for name, text in own.items()}}.items():
+            (fresh / "job.json").write_text(head.model_dump_json(), encoding="utf-8")
+            (fresh / "events.jsonl").write_text(json.dumps(queued) + "\n", encoding="utf-8")
+            for name, content in files.items():
                 if isinstance(content, Path):
                     content.rename(fresh / name)
                 else:
                     (fresh / name).write_bytes(content)
-                synced(fresh / name)
-            synced(fresh)
+            synced(*fresh.iterdir(), fresh)
             fresh.rename(folder)
             synced(self._root)
         job = Job(folder, kind, dict(told), created, [queued], owner=owner)
@@ -250,8 +242,7 @@ class Jobs:
             self._stops = True
             self._changed.notify_all()
         for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+            thread.join()
 
     def _read(self) -> None:
         for folder in self._root.iterdir():
@@ -262,7 +253,7 @@ class Jobs:
                 _log.warning("jobs/%s stays as it is: %s when it was read", folder.name, type(error).__name__)
                 continue
             self._jobs[job.id] = job
-        for job in sorted(self._jobs.values(), key=lambda job: job.created):
+        for job in self.all()[::-1]:
             if job.cancelled and not job.ended:
                 with suppress(OSError):  # on a full disk it ends when its turn comes
                     self._end(job, "cancelled")
@@ -274,8 +265,7 @@ class Jobs:
     def _loop(self, kind: Kind) -> None:
         while True:
             with self._changed:
-                while not (self._waiting[kind] or self._stops):
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._waiting[kind] or self._stops)
                 if self._stops:
                     return
                 job = self._waiting[kind].popleft()
@@ -290,13 +280,10 @@ class Jobs:
         except (FitStoppedError, CancelledError):
             if job.cancelled:
                 self._end(job, "cancelled")
-        except RefusalError as refusal:
+        except Exception as error:  # noqa: BLE001 - the other jobs go on
+            refusal = RefusalError.of(error)
             if refusal.code != "stopping":
                 self._end(job, "failed", **refusal.body())
-        except I2CLError as error:
-            self._end(job, "failed", **RefusalError.of(error).body())
-        except Exception as error:  # noqa: BLE001 - the other jobs go on
-            self._end(job, "failed", **failed(error).body())
 
     @staticmethod
     def _end(job: Job, event: str, **what: Any) -> None:

@@ -13,8 +13,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = own = CollectorRegistry()
-        self._requests = Counter("i2cl_requests", "Requests", ["route", "status"], registry=own)
-        self._refusals = Counter("i2cl_refusals", "Refused requests by reason", ["reason"], registry=own)
+        self.requests = Counter("i2cl_requests", "Requests", ["route", "status"], registry=own)
+        self.refusals = Counter("i2cl_refusals", "Refused requests by reason", ["reason"], registry=own)
         self._rows = Histogram("i2cl_batch_rows", "Rows of a batch", buckets=_SIZES, registry=own)
         self._tasks = Histogram("i2cl_batch_tasks", "Tasks of a batch", buckets=_SIZES, registry=own)
         self._running = Histogram("i2cl_running_seconds", "Of a batch", buckets=_SECONDS, registry=own)
@@ -24,14 +24,6 @@ class Metrics:
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Tell a figure as it is when it is asked for."""
         Gauge(name, help_text, registry=self._registry).set_function(read)
-
-    def request(self, route: str, status: int) -> None:
-        """A request was answered."""
-        self._requests.labels(route, status).inc()
-
-    def refusal(self, reason: str) -> None:
-        """A request was refused."""
-        self._refusals.labels(reason).inc()
 
     def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
         """A batch has run; ``waited``: seconds of each of its requests until their first row began."""

@@ -39,10 +39,8 @@ def listen(host: str, port: int) -> socket.socket:
 def run_server(
     app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; then take no new work, answer what runs, and return.
-
-    ``app``: an ASGI program; ``listener``: see `listen`; ``ready``: called when requests are taken;
-    ``ending``: called when the end begins.
+    """Serve an ASGI program until SIGTERM or Ctrl-C; then take no new work, answer what runs, and return.
+    ``ready`` is called when requests are taken, ``ending`` when the end begins.
     """
     config = uvicorn.Config(
         app,

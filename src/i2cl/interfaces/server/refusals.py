@@ -34,15 +34,19 @@ class RefusalError(I2CLError):
         self.headers, self.rows = headers or {}, rows
 
     @classmethod
-    def of(cls, error: I2CLError) -> "RefusalError":
-        """An error of the package as what a request is refused with."""
+    def of(cls, error: Exception) -> "RefusalError":
+        """An error as what a request is refused with: of one that nobody expected the kind alone, since its
+        words may hold a user's text.
+        """
         if isinstance(error, RefusalError):
             return error
-        if isinstance(error, WriteError):
-            return fault(error)
+        if isinstance(error, WriteError | OSError):
+            return _fault(error)
         if isinstance(error, TooLongError):
             return cls(413, "text_too_long", str(error))
-        return cls(422, "bad_input", str(error))
+        if isinstance(error, I2CLError):
+            return cls(422, "bad_input", str(error))
+        return cls(500, "internal", f"the server failed with a {type(error).__name__}: please report it")
 
     def body(self) -> dict[str, object]:
         """As OpenAI's clients and people read it."""
@@ -58,22 +62,6 @@ class RefusalError(I2CLError):
         return {"error": problem if self.rows is None else problem | {"rows": self.rows}}
 
 
-def unknown_task(name: str) -> RefusalError:
-    """There is none of that name."""
-    return RefusalError(404, "unknown_task", f"no task {name!r} is here: GET /v1/models lists those that are")
-
-
-def read_only() -> RefusalError:
-    """Nothing is written here."""
-    return RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
-
-
-def too_late() -> RefusalError:
-    """Its time was over before it ran."""
-    message = "the time of this request was over before it ran: send it again later"
-    return RefusalError(504, "deadline", message)
-
-
 def stopping() -> RefusalError:
     """No new work is taken."""
     message = "this server stops and takes nothing new: send it again"
@@ -86,20 +74,7 @@ def busy(status: int, why: str, seconds: int = 5) -> RefusalError:
     return RefusalError(status, "busy", f"{why}: send it again in {seconds} s", headers=headers)
 
 
-def no_memory(error: Exception) -> RefusalError:
-    """Not even one row alone fits."""
-    why = str(error) if isinstance(error, I2CLError) else "the model is out of memory: send it again later"
-    return RefusalError(503, "out_of_memory", why, headers={"Retry-After": "5"})
-
-
-def failed(error: Exception) -> RefusalError:
-    """What nobody expected; its words may hold a user's text, so its kind alone is told."""
-    if isinstance(error, OSError):
-        return fault(error)
-    return RefusalError(500, "internal", f"the server failed with a {type(error).__name__}: please report it")
-
-
-def fault(error: Exception) -> RefusalError:
+def _fault(error: Exception) -> RefusalError:
     """The server's disk refuses: the system's words without the path, which is nobody's business."""
     if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
         return RefusalError(507, "disk_full", "the server's disk is full: send it again when it has room")

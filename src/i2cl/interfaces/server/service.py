@@ -1,7 +1,6 @@
 """The parts of a server put together, without HTTP: texts in, answers out, tasks that come and go."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job, Jobs
 from i2cl.interfaces.server.metrics import Metrics
-from i2cl.interfaces.server.refusals import RefusalError, stopping, too_late
+from i2cl.interfaces.server.refusals import RefusalError, stopping
 from i2cl.interfaces.server.routes.schemas import require_number
 from i2cl.interfaces.server.task_store import Entry, TaskStore
 from i2cl.interfaces.server.uploads import unpack, unusable
@@ -103,14 +102,11 @@ class Service:
         timeout: float = TIMEOUT,
         gone: Callable[[], Awaitable[Any]] | None = None,
     ) -> Answer | None:
-        """Classify texts.
+        """Classify texts, all by one version of a task, whatever is loaded and replaced meanwhile.
 
-        Whatever the number of tasks that are loaded and replaced meanwhile, one version answers all texts.
-
-        ``name``: of the task; ``timeout``: seconds before which the first text has to begin; ``gone``:
-        returns when nobody waits for the answer any more: then what has not run does not, and the answer is
-        None. Raises RefusalError: 413 on too many texts, see `TaskStore.queries` and `Batcher.submit`;
-        I2CLError on an empty text.
+        ``timeout``: seconds before which the first text has to begin; ``gone``: returns when nobody waits for
+        the answer any more: then what has not run does not, and the answer is None. Raises RefusalError: 413
+        on too many texts, see `TaskStore.queries` and `Batcher.submit`; I2CLError on an empty text.
         """
         require_number(texts, "send fewer, or a file to /v1/batches")
         deadline = time.monotonic() + timeout
@@ -123,8 +119,6 @@ class Service:
             await asyncio.wait([waits, *watches], return_when=asyncio.FIRST_COMPLETED)
             if not waits.done():
                 return None
-            if waits.cancelled():
-                raise too_late()
             scores = waits.result()
         finally:
             self.batcher.cancel(ticket)
@@ -139,10 +133,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parsing, partial(work, *args, **kwargs))
 
     async def upload(self, name: str, body: bytes) -> Entry:
-        """Give a name to an artefact, once it has answered a text.
-
-        ``name``: of the task; ``body``: see `i2cl.interfaces.server.uploads.unpack`. Raises RefusalError:
-        422 on an artefact that cannot be used; see `TaskStore.put`.
+        """Give a name to an artefact in a tar file, once it has answered a text. Raises RefusalError: 422 on
+        one that cannot be used; see `TaskStore.put`.
         """
         injection = await self.parsed(unpack, body)
         rows = await self.parsed(lambda: self.tasks.loaded(injection).queries(["a"], cut=False))
@@ -151,8 +143,6 @@ class Service:
             raise RefusalError(422, "bad_artefact", f"{message}: use fewer or shorter labels")
         waits = asyncio.wrap_future(self.batcher.submit_slices(rows, large=False).done)
         await asyncio.wait([waits])
-        if waits.cancelled():
-            raise stopping()
         (outcome,) = waits.result()
         if isinstance(outcome, RefusalError):
             reasons = {"not_finite": unusable(), "internal": unusable("a text makes it fail")}
@@ -169,10 +159,10 @@ class Service:
 
 
 async def answer_request(
-    service: Service, request: Any, name: str, texts: Sequence[str], timeout: float | None
+    service: Service, request: Any, response: Any, name: str, texts: str | list[str], timeout: float | None
 ) -> Answer:
-    """`Service.classify` for a request of Starlette's, until its client goes. Raises RefusalError as that,
-    and on the name of the base model.
+    """`Service.classify` for a request of Starlette's, until its client goes; the response's headers name the
+    version. Raises RefusalError as that, and on the name of the base model.
     """
     if name == service.base:
         message = f"{name!r} is the base model, which has no labels: name a task of GET /v1/models"
@@ -182,12 +172,9 @@ async def answer_request(
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
+    texts = [texts] if isinstance(texts, str) else texts
     answer = await service.classify(name, texts, timeout=timeout or TIMEOUT, gone=gone)
     if answer is None:
         raise RefusalError(499, "gone", "the client went away: its rows did not run")
+    response.headers["X-Task-Digest"] = answer.entry.digest
     return answer
-
-
-def new_id(kind: str) -> str:
-    """A name for one answer."""
-    return f"{kind}-{secrets.token_hex(12)}"

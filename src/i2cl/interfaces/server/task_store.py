@@ -25,7 +25,7 @@ from i2cl.core.artefact import FILES
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, fault, read_only, unknown_task
+from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import refused_artefact, require_moderate
 from i2cl.storage.atomic import replaced_file, synced
 
@@ -79,7 +79,8 @@ class TaskStore:
         try:
             return _read(self._alias(name)) if self.read_only else self._named[name]
         except (OSError, LookupError, TypeError, ValueError):
-            raise unknown_task(name) from None
+            message = f"no task {name!r} is here: GET /v1/models lists those that are"
+            raise RefusalError(404, "unknown_task", message) from None
 
     def entries(self) -> list[Entry]:
         """All of them, by name."""
@@ -134,9 +135,7 @@ class TaskStore:
         return Injection.from_pretrained(folder)
 
     def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
-        """Texts, to be asked of the version that a name stands for now. Raises RefusalError: 404 if there is
-        none of that name, 413 on a text that exceeds the context; I2CLError on an empty text.
-        """
+        """Texts, to be asked of the version that a name stands for now; raises as `entry`, `of_version`."""
         while True:
             entry = self.entry(name)
             try:
@@ -162,10 +161,8 @@ class TaskStore:
     def _load(self, digest: str) -> None:
         try:
             self.pool.load(digest, self.injection(digest))
-        except RefusalError:
-            raise
-        except OSError as error:
-            raise fault(error) from None
+        except (RefusalError, OSError) as error:
+            raise RefusalError.of(error) from None
         except I2CLError:  # it was made on another model, or by a later i2cl
             message = f"version {digest} cannot be used by this server: fit it again, or ask its operator"
             raise RefusalError(500, "unusable", message) from None
@@ -194,7 +191,7 @@ class TaskStore:
     def require_writable(self) -> None:
         """Go on only where tasks may be changed. Raises RefusalError: 403 otherwise."""
         if self.read_only:
-            raise read_only()
+            raise RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
 
     def _alias(self, name: str) -> Path:
         return self._names / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"

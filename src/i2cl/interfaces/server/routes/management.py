@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Mapping
 from typing import IO, Annotated, Any
 
 import pydantic
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from i2cl.errors import first_problem
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.guard import BODY, READER
 from i2cl.interfaces.server.jobs import Job, Jobs, unknown_job
-from i2cl.interfaces.server.refusals import RefusalError, read_only
+from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry, require_name
@@ -35,36 +35,29 @@ _TAR = _body({"application/x-tar": _TEXT | {"format": "binary"}})
 _LINES = _body({"application/jsonl": _TEXT})
 
 
-def router(service: Service) -> APIRouter:
-    """All of them."""
-    routes = APIRouter()
-    _of_tasks(routes, service)
-    _of_jobs(routes, service)
-    return routes
-
-
-def _of_tasks(routes: APIRouter, service: Service) -> None:
+def add_tasks(app: FastAPI, service: Service) -> None:
+    """Routes of the base model and tasks."""
     tasks = service.tasks
 
-    @routes.get("/v1/models", summary="The base model and every task")
+    @app.get("/v1/models", summary="The base model and every task")
     def models() -> dict[str, Any]:
         base = {"id": service.base, "object": "model", "created": 0, "owned_by": "i2cl", "parent": None}
         return {"object": "list", "data": [base, *(_model(entry, service.base) for entry in tasks.entries())]}
 
-    @routes.get("/v1/models/{name:path}", summary="One of them")
+    @app.get("/v1/models/{name:path}", summary="One of them")
     def model(name: str) -> dict[str, Any]:
         return _model(tasks.entry(name), service.base)
 
-    @routes.get("/v1/tasks", summary="Every task")
+    @app.get("/v1/tasks", summary="Every task")
     def listed() -> dict[str, Any]:
         return {"object": "list", "data": [_task(entry) for entry in tasks.entries()]}
 
-    @routes.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
+    @app.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
     async def fit(request: Request) -> Response:
         body = await request.body()
         return await service.parsed(queue_fit, service, request, body)
 
-    @routes.get("/v1/tasks/{name:path}", summary="A task, its settings and figures")
+    @app.get("/v1/tasks/{name:path}", summary="A task, its settings and figures")
     def task(name: str) -> dict[str, Any]:
         entry = tasks.entry(name)
         injection = tasks.injection(entry.digest)
@@ -73,43 +66,42 @@ def _of_tasks(routes: APIRouter, service: Service) -> None:
         record |= {"settings": injection.settings, "history": list(injection.history)}
         record |= {"metrics": injection.metrics, "worth": injection.worth or None}
         record |= {"label_bias": injection.label_bias, "temperature": injection.temperature}
-        return record | fits.map_of(injection)
+        return record | fits.map_of(injection.edit())
 
-    @routes.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
+    @app.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
     async def put(name: str, request: Request) -> dict[str, Any]:
         body = await request.body()
         tasks.require_writable()
-        require_name(name)
-        require_other_name(service, name)
+        _require_name(service, name)
         return _task(await service.upload(name, body))
 
-    @routes.delete("/v1/tasks/{name:path}", summary="Remove a task")
+    @app.delete("/v1/tasks/{name:path}", summary="Remove a task")
     def delete(name: str) -> dict[str, Any]:
         tasks.delete(name)
         return {"id": name, "object": "task", "deleted": True}
 
 
-def _of_jobs(routes: APIRouter, service: Service) -> None:
-    @routes.get("/v1/jobs", summary="Fits and files, the newest first")
+def add_jobs(app: FastAPI, service: Service) -> None:
+    """Routes of fits and files."""
+
+    @app.get("/v1/jobs", summary="Fits and files, the newest first")
     async def jobs(request: Request) -> dict[str, Any]:
         records = [job.described() for job in jobs_of(service).all() if _sees(request, job)]
         for one in records:
             del one["last"]  # of a fit it holds a map of the whole model
         return {"object": "list", "data": records}
 
-    @routes.get("/v1/jobs/{identity}", summary="Where a job stands")
+    @app.get("/v1/jobs/{identity}", summary="Where a job stands")
     async def job(identity: str, request: Request) -> dict[str, Any]:
         return _own(service, request, identity).described()
 
-    @routes.delete("/v1/jobs/{identity}", summary="Cancel a job, or remove one that has ended")
+    @app.delete("/v1/jobs/{identity}", summary="Cancel a job, or remove one that has ended")
     def cancel(identity: str, request: Request) -> dict[str, Any]:
         target = _own(service, request, identity)
         jobs_of(service).cancel(target)
         return target.described()
 
-    @routes.get(
-        "/v1/jobs/{identity}/events", summary="What happens to a job", response_class=StreamingResponse
-    )
+    @app.get("/v1/jobs/{identity}/events", summary="What happens to a job", response_class=StreamingResponse)
     async def events(
         identity: str,
         request: Request,
@@ -118,7 +110,7 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
         stream = job_events(service, _own(service, request, identity), seen)
         return StreamingResponse(stream, media_type="text/event-stream")
 
-    @routes.post("/v1/batches", status_code=202, summary="Classify a file", openapi_extra=_LINES)
+    @app.post("/v1/batches", status_code=202, summary="Classify a file", openapi_extra=_LINES)
     async def batch(
         request: Request,
         model: Annotated[str | None, Query(description="Task of lines that name none.")] = None,
@@ -126,7 +118,7 @@ def _of_jobs(routes: APIRouter, service: Service) -> None:
         scope = request.scope
         return await service.parsed(queue_batch, service, scope[BODY], model, scope.get(READER))
 
-    @routes.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
+    @app.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
     def answers(identity: str, request: Request) -> FileResponse:
         job = _own(service, request, identity)
         if job.kind != "batch":
@@ -172,14 +164,17 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
         options = _valid(schemas.FitOptions, query, strict=False)  # all of a query is text
         inputs = {"input.csv": body}
     else:
-        given = _parsed(body)
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            message = f"the body is no JSON ({type(error).__name__}): correct it"
+            raise RefusalError(422, "bad_request", message) from None
         fit = _valid(schemas.Fit, given)
         options = schemas.FitOptions(**fit.model_dump(exclude={"examples", "test"}))
         inputs = {"input.json": json.dumps(given["examples"]).encode()}
         if fit.test:
             inputs["input.test.json"] = json.dumps(given["test"]).encode()
-    require_name(options.name)
-    require_other_name(service, options.name)
+    _require_name(service, options.name)
     fields = options.model_dump(exclude={"check"})
     with jobs.scratch() as folder:
         for name, content in inputs.items():
@@ -207,27 +202,19 @@ def queue_batch(service: Service, body: IO[bytes], model: str | None, owner: str
 
 def jobs_of(service: Service) -> Jobs:
     """The jobs of a server that writes; a 403 of one that does not."""
-    if service.jobs is None:
-        raise read_only()
+    service.tasks.require_writable()
+    assert service.jobs is not None  # noqa: S101 - as whatever writes has them
     return service.jobs
 
 
-def require_other_name(service: Service, name: str) -> None:
-    """Refuse (422) the name of the base model."""
+def _require_name(service: Service, name: str) -> None:
+    require_name(name)
     if name == service.base:
         raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
 
 
 def _accepted(job: Job) -> Response:
     return JSONResponse(job.described(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        message = f"the body is no JSON ({type(error).__name__}): correct it"
-        raise RefusalError(422, "bad_request", message) from None
 
 
 def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
