@@ -27,7 +27,6 @@ app = typer.Typer(
 NewFolder = Annotated[Path, Argument(help="New folder.")]
 
 
-@app.command()
 def ls(json: options.Json = False) -> None:
     """List the experiments: tables and figures of the paper, and our own.
 
@@ -56,7 +55,6 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
     return sum(cell.study != "move" for cell in cells)
 
 
-@app.command()
 @options.expanded
 def run(
     names: Annotated[str, Argument(help="Experiments with commas between, 'all', or a TOML file.")],
@@ -192,7 +190,6 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
     return watch
 
 
-@app.command()
 def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
     """Write a store as gzipped lines and a safetensors file, to keep and to share.
 
@@ -201,7 +198,6 @@ def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False)
     _rewrite(store, out, "pack", as_json=json)
 
 
-@app.command()
 def unpack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
     """Turn a packed store back into a folder of plain files.
 
@@ -215,7 +211,5 @@ def _rewrite(store: Path, out: Path, how: Literal["pack", "unpack"], *, as_json:
 
     opened = Store.open(store)
     (opened.pack if how == "pack" else opened.unpack)(out)
-    if as_json:
-        console.print_json({"store": str(out), "cells": len(opened.records)})
-    else:
-        console.say(f"{len(opened.records)} cells: {out}")
+    count = len(opened.records)
+    console.answer({"store": str(out), "cells": count}, f"{count} cells: {out}", as_json=as_json)
