@@ -142,7 +142,7 @@ def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):
     assert (code, out, err.count("error: ")) == (2, "", 1), "with nothing to show it is an error"
 
 
-def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(call, refused, monkeypatch, tmp_path):
+def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(refused, monkeypatch, tmp_path):
     asked = []
 
     def refused(url, **_options):
