@@ -114,7 +114,11 @@ def run(
     else:
         skipped = f", {tally.skipped} skipped" if tally.skipped else ""
         summary = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
-        _tell(folder, summary, failures, names)
+        console.say(f"{summary}: {folder}")
+        for one in failures:
+            console.say(f"failed: {_named(one.cell)}: {one.error}")
+        which = [] if names == "all" else ["--experiments", names]
+        console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
         for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
             console.note(f"skipped: {reason} (a new store tries it again)")
     if tally.failed:
@@ -147,15 +151,6 @@ def _cells(
     return cells, timed
 
 
-def _tell(folder: Path, summary: str, failures: "Sequence[Record]", names: str) -> None:
-    console.say(f"{summary}: {folder}")
-    for record in failures:
-        cell = record.cell
-        console.say(f"failed: {cell.task} {cell.method} seed {cell.seed}: {record.error}")
-    which = [] if names == "all" else ["--experiments", names]
-    console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
-
-
 def _execute(
     jobs: "Sequence[GroupJob]",
     *,
@@ -184,10 +179,13 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
         nonlocal failed
         failed += record.status == "failed"
         bar.advance()
-        cell = record.cell
-        bar.describe(f"{cell.task} {cell.method} seed {cell.seed}" + (f", {failed} failed" if failed else ""))
+        bar.describe(_named(record.cell) + (f", {failed} failed" if failed else ""))
 
     return watch
+
+
+def _named(cell: "Cell") -> str:
+    return f"{cell.task} {cell.method} seed {cell.seed}"
 
 
 def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:

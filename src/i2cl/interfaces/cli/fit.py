@@ -140,7 +140,7 @@ def fit(
     own = is_own(task)
     choice: Any = {"keep_back": keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
     drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
-    texts, shares = _prior_of(way.unlabelled, way.prior, rows.text_column, loaded)
+    texts, shares = _prior_of(way, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     if drawn is None:
@@ -176,24 +176,23 @@ def fit(
     _show_fit(injection, chosen.name, output, model, seconds, survey, unknown=unknown, json=json)
 
 
-def _prior_of(
-    source: Path | None, prior: str | None, column: str, task: "Task"
-) -> tuple[list[str], list[float] | None]:
+def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str], list[float] | None]:
     """The texts of a label prior, and the shares that are asked for."""
     from i2cl.injections.label_prior import require_shares
     from i2cl.tasks.rows import read_queries
 
-    if source is None:
-        if prior is not None:
+    if way.unlabelled is None:
+        if way.prior is not None:
             raise I2CLError("--prior is of texts without labels: give them with --unlabelled FILE")
         return [], None
     try:
-        shares = None if prior is None else [float(share) for share in load.split(prior)]
+        shares = None if way.prior is None else [float(share) for share in load.split(way.prior)]
     except ValueError:
-        raise I2CLError(f"--prior {prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
+        cure = "write it like 0.5,0.3,0.2"
+        raise I2CLError(f"--prior {way.prior!r} is no list of numbers: {cure}") from None
     if shares is not None:
         require_shares(shares, task.labels)
-    return [query.text for query in read_queries(str(source), column=column)], shares
+    return [query.text for query in read_queries(str(way.unlabelled), column=column)], shares
 
 
 def _measured(
