@@ -33,13 +33,11 @@ _MIXED = {
 }
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_ROUTED = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
-_GROUPED = _ROUTED | {"n_group": 2, "topk_group": 1}
-_LATENT = (
-    {name: value for name, value in _MODERN.items() if name != "num_key_value_heads"}
-    | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
-    | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-)
+_SPARSE = _HEAD | _WINDOWED | _EXPERTS | {"num_experts": 4}
+_GROUPED = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_GROUPED |= {"n_group": 2, "topk_group": 1}
+_LATENT = _MODERN | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+_LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 # As many heads that no two tokens score the same: which of them is chosen would depend on the padding.
 _INDEXED = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": WINDOW}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -71,10 +69,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT),
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT | _GROUPED),
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), _LATENT | _GROUPED | _INDEXED),
-    "afmoe": _HEAD
-    | _WINDOWED
-    | _EXPERTS
-    | {"num_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1},
+    **dict.fromkeys(("flex_olmo", "olmoe"), _MODERN | {"num_experts": 4, "num_experts_per_tok": 2}),
+    **dict.fromkeys(("mixtral", "phimoe"), _MODERN | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    **dict.fromkeys(("laguna", "mellum"), _SPARSE),
+    "afmoe": _SPARSE | {"num_dense_layers": 1, "num_shared_experts": 1},
     "aria_text": _MODERN | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "biogpt": _OLDER | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     "bloom": _CORE | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -105,12 +103,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": _MODERN
     | {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
     "exaone4": _MODERN | _MIXED,
-    "exaone_moe": _HEAD | _WINDOWED | _EXPERTS | {"num_experts": 4, "num_shared_experts": 1, "n_group": 1},
-    "falcon": _CORE
-    | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 48}
-    | {"max_position_embeddings": 1024},
-    "flex_olmo": _MODERN | {"num_experts": 4, "num_experts_per_tok": 2},
-    "flint": _HEAD | _WINDOWED | _EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2},
+    "exaone_moe": _SPARSE | {"num_shared_experts": 1, "n_group": 1},
+    "falcon": _OLDER | {"hidden_size": 32, "num_hidden_layers": 2, "ffn_hidden_size": 48},
+    "flint": _SPARSE | {"decoder_sparse_step": 2},
     "gemma2": _HEAD | _MIXED | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
     "gemma3_text": _HEAD | _MIXED | {"query_pre_attn_scalar": 8},
     "glm4_moe": _HEAD | _GROUPED,
@@ -134,14 +129,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "jetmoe": _CORE
     | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
     | {"kv_channels": 8, "num_local_experts": 4, "max_position_embeddings": 1024},
-    "kolibri1": _HEAD
-    | _WINDOWED
-    | _EXPERTS
-    | {"num_experts": 4, "shared_expert_intermediate_size": 24, "n_group": 2, "topk_group": 1},
-    "laguna": _HEAD | _WINDOWED | _EXPERTS | {"num_experts": 4},
+    "kolibri1": _SPARSE | {"shared_expert_intermediate_size": 24, "n_group": 2, "topk_group": 1},
     "llama4_text": _HEAD
     | {"num_local_experts": 4, "intermediate_size_mlp": 48, "moe_layers": [1], "no_rope_layers": [1, 0]},
-    "mellum": _HEAD | _WINDOWED | _EXPERTS | {"num_experts": 4},
     "mimo_v2_flash": _HEAD | _WINDOWED | _EXPERTS | {"n_routed_experts": 4},
     "minimax_m2": _HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "minimax_m3_vl_text": _HEAD
@@ -151,15 +141,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     | {"index_block_size": 2, "index_topk_blocks": 3},
     "ministral": _HEAD | _WINDOWED | {"layer_types": ["full_attention"] * 2},
     "mistral": _HEAD | {"sliding_window": None},
-    "mixtral": _MODERN | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "modernbert-decoder": _MODERN | _WINDOWED | {"pad_token_id": 0},
     "mpt": _CORE | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
     "olmo3": _MODERN | _MIXED,
-    "olmoe": _MODERN | {"num_experts": 4, "num_experts_per_tok": 2},
-    "opt": _CORE
-    | {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"word_embed_proj_dim": 32, "max_position_embeddings": 1024},
-    "phimoe": _MODERN | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "opt": _OLDER | {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "word_embed_proj_dim": 32},
     "qwen2_moe": _MODERN | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24},
     "qwen3_moe": _HEAD | _EXPERTS | {"num_experts": 4},
     "smollm3": _MODERN | {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
