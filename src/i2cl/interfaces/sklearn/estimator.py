@@ -304,8 +304,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "I2CLClassifier":
         """With the same model: a frozen one is shared."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        memo[id(self)] = twin = copy.copy(self)
         memo |= {id(value): value for value in vars(self).values() if isinstance(value, Decoder)}
         twin.__dict__.update(copy.deepcopy(vars(self), memo))
         return twin
