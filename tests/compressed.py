@@ -114,10 +114,8 @@ def with_compressor(name, folder):
         shapes = {"layernorm": (width,), "q_proj": (width, width), "o_proj": (width, width)}
         shapes |= {"k_proj": (narrow, ENCODER["hidden_size"]), "v_proj": (narrow, ENCODER["hidden_size"])}
         cross = {f"{start}.{name}.weight": drawn(*shape) for name, shape in shapes.items()}
-        add(
-            folder,
-            cross | {f"encoder.{name}": drawn(*own.shape) for name, own in encoder.state_dict().items()},
-        )
+        own = {f"encoder.{name}": drawn(*one.shape) for name, one in encoder.state_dict().items()}
+        add(folder, cross | own)
     if name == "icae":
         start = "icae.base_model.model.model.layers"
         pairs = {

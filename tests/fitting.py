@@ -28,6 +28,7 @@ PATHS = {  # written down here once more, so that a wrong row of the architectur
     "granite": ("model.layers", "self_attn", "mlp"),
 }
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm"]
 TASKS = (
     Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}")),
@@ -82,14 +83,12 @@ def injected(decoder, task, shown, config=None, *, extraction=None, seed=0, **mo
 
 def hooks(model):
     """How many of them a model has."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in HOOKS)
 
 
 def _state(model):
     parts = [(name, type(part), part.training) for name, part in model.named_modules()]
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    hooked = [[tuple(getattr(part, kind)) for kind in kinds] for part in model.modules()]
+    hooked = [[tuple(getattr(part, kind)) for kind in HOOKS] for part in model.modules()]
     flags = [(one.dtype, one.requires_grad, one.grad is None) for one in model.parameters()]
     return model.config.to_dict(), parts, hooked, flags
 

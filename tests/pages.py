@@ -44,9 +44,8 @@ def commands(page):
     text = page.read_text(encoding="utf-8")
     shown = "\n".join(one.text for one in blocks(page) if one.language == "console").replace("\\\n", " ")
     lines = [line for line in shown.splitlines() if re.search(r"(^|\$ |&& |--no-python )i2cl ", line)]
-    inline = re.findall(
-        r"`(i2cl [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace("\\|", "|")
-    )
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace("\\|", "|")
+    inline = re.findall(r"`(i2cl [^`]+)`", prose)
     for line in (*lines, *inline):
         for part in re.split(r" && | \| ", line):
             if found := re.search(r"(?:^|\$ |--no-python )i2cl (.*)", " ".join(part.split())):

@@ -51,8 +51,7 @@ def test_its_cells_print_what_it_shows(notebook, tmp_path, monkeypatch):
 
 
 def test_the_list_names_all_of_them_and_nothing_else():
-    named = re.findall(
-        r"^\| \[([\w.]+)\]\(\1\)", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| \[([\w.]+)\]\(\1\)", text, re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in (*SCRIPTS, *NOTEBOOKS))
     assert sorted(SAID) == [path.stem for path in SCRIPTS]

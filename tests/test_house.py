@@ -202,8 +202,7 @@ def test_the_core_names_the_subsections_of_the_paper():
 
 
 def test_torch_loads_nothing_but_weights():
-    calls = [
-        ast.unparse(node) for path in FILES for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)
-    ]
+    nodes = (node for path in FILES for node in ast.walk(parsed(path)))
+    calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
     loads = [call for call in calls if call.startswith("torch.load")]
     assert all("weights_only=True" in call for call in loads)

@@ -18,6 +18,8 @@ from i2cl.models.scoring import Questions
 FOLDER = Path(__file__).parent / "data" / "parity"
 CLOSE = {"atol": 1e-5, "rtol": 0}
 RECORD = json.loads((FOLDER / "golden.json").read_text(encoding="utf-8"))
+TASK = Task("parity", tuple(RECORD["labels"]), Template("Review: {text}\nSentiment: {label}"))
+SHOWN = [Example(**demonstration) for demonstration in RECORD["demonstrations"]]
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +33,13 @@ def decoder():
 
 
 @pytest.fixture(scope="module")
-def task():
-    return Task("parity", tuple(RECORD["labels"]), Template("Review: {text}\nSentiment: {label}"))
+def context(decoder):
+    return extract(decoder, TASK, SHOWN)
 
 
-@pytest.fixture(scope="module")
-def demonstrations():
-    return [Example(**demonstration) for demonstration in RECORD["demonstrations"]]
-
-
-@pytest.fixture(scope="module")
-def context(decoder, task, demonstrations):
-    return extract(decoder, task, demonstrations)
-
-
-@pytest.fixture(scope="module")
-def calibrated(decoder, task, demonstrations, context):
-    config = CalibrationConfig.recipe("released", epochs=8, noise=0.0)
-    batches = RECORD["calibration"]["batches"]
-    return calibrate(decoder, task, demonstrations, context, config, batches=batches)
-
-
-def logits(decoder, task, edit=None):
+def logits(decoder, edit=None):
     """Logits of the whole vocabulary after each recorded query."""
-    questions = Questions(decoder, task)
+    questions = Questions(decoder, TASK)
     texts = [query["text"] for query in RECORD["queries"]]
     queries = questions.queries(texts)
     rows = torch.empty(len(queries), decoder.model.config.vocab_size)
@@ -64,18 +49,21 @@ def logits(decoder, task, edit=None):
     return rows
 
 
-def test_context_vector_and_logits_without_it_and_with_it(context, golden, decoder, task, demonstrations):
+def test_context_vector_and_logits_without_it_and_with_it(context, golden, decoder):
     torch.testing.assert_close(context.values, golden["context_vector"], **CLOSE)
-    torch.testing.assert_close(logits(decoder, task), golden["zero_shot_logits"], **CLOSE)
-    first = calibrate(decoder, task, demonstrations, context, CalibrationConfig(epochs=0))
-    torch.testing.assert_close(logits(decoder, task, first.edit()), golden["initial_logits"], **CLOSE)
+    torch.testing.assert_close(logits(decoder), golden["zero_shot_logits"], **CLOSE)
+    first = calibrate(decoder, TASK, SHOWN, context, CalibrationConfig(epochs=0))
+    torch.testing.assert_close(logits(decoder, first.edit()), golden["initial_logits"], **CLOSE)
     assert not torch.allclose(golden["initial_logits"], golden["zero_shot_logits"], atol=1e-3)
 
 
-def test_calibrated_coefficients_and_logits(calibrated, golden, decoder, task):
+def test_calibrated_coefficients_and_logits(context, golden, decoder):
     """The recorded float32 numbers carry their own rounding over forty steps: layers in float64 differ by
     1.2e-5, and so does float32 on some processors."""
+    config = CalibrationConfig.recipe("released", epochs=8, noise=0.0)
+    batches = RECORD["calibration"]["batches"]
+    calibrated = calibrate(decoder, TASK, SHOWN, context, config, batches=batches)
     torch.testing.assert_close(calibrated.coefficients, golden["coefficients"], **CLOSE)
-    found = logits(decoder, task, calibrated.edit())
+    found = logits(decoder, calibrated.edit())
     torch.testing.assert_close(found, golden["calibrated_logits"], atol=2e-5, rtol=0)
     assert not torch.allclose(golden["calibrated_logits"], golden["initial_logits"], atol=1e-3)

@@ -2,15 +2,13 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 
 from i2cl.version import __version__
-from pages import blocks
+from pages import ROOT, blocks
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 INSTALL = ROOT / "docs" / "install.md"
 

@@ -1,32 +1,20 @@
 """A label prior kept with an injection: what it is, and that it is the one of the wrapper."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fitting import injected, one_line
-from i2cl import CalibrationConfig, Injection, with_label_prior
+from i2cl import CalibrationConfig, with_label_prior
 from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
-from i2cl.methods.base import Cost
+from i2cl.methods.calibrated.folds import injected as predictor_of
 from i2cl.methods.calibrated.label_calibration import LabelPrior
 from i2cl.tasks import Example
 
 TEXTS = ["a warm film", "dull", "one of the best of them all"]
 UNLABELLED = [f"film number {number} is {number % 7}" + " indeed" * (number % 3) for number in range(40)]
-
-
-@dataclass(frozen=True)
-class Below:
-    """An injection as the predictor that a wrapper stands on."""
-
-    injection: Injection
-    decoder: object
-    cost: Cost = field(default_factory=Cost)
-
-    def scores(self, texts, progress=None):
-        return self.injection.scores(self.decoder, texts, progress=progress)
 
 
 @pytest.fixture
@@ -36,7 +24,7 @@ def injection(decoder, task):
 
 def test_scores_are_those_of_the_wrapper(injection, decoder, task):
     rows = replace(task, train=tuple(Example(text, number % 2) for number, text in enumerate(UNLABELLED)))
-    below = Below(injection, decoder)
+    below = predictor_of(injection, decoder, task)
     wrapper = LabelPrior().over(decoder, below, rows, (), seed=0)
     found = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
     wanted = wrapper.scores(TEXTS)

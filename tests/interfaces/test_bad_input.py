@@ -119,14 +119,8 @@ WRONG = {
     "seed is a word": ([*FIT, "--seed", "x"], "--seed"),
     "a seed beyond 32 bits": ([*FIT, "--seed", str(2**32)], "--seed"),
     "unknown recipe": ([*FIT, "--recipe", "guess"], "--recipe"),
-    "no memory": (
-        ["fit", "reference", "mood-colour-1", "--memory", "1e-9", "-o", "{new}"],
-        "more memory (--memory)",
-    ),
-    "endless memory": (
-        ["fit", "reference", "mood-colour-1", "--memory", "inf", "-o", "{new}"],
-        "memory='inf'",
-    ),
+    "no memory": (["fit", "reference", SEEN, "--memory", "1e-9", *OWN], "more memory (--memory)"),
+    "endless memory": (["fit", "reference", SEEN, "--memory", "inf", *OWN], "memory='inf'"),
     "memory of another method": ([*FIT, "--memory", "1"], "has the option"),
     "a prior of no texts": ([*FIT, "--prior", "0.5,0.5"], "with --unlabelled"),
     "a prior in words": ([*UNLABELLED, "--prior", "half,half"], "write it like 0.5,0.3,0.2"),
@@ -159,10 +153,7 @@ WRONG = {
     "tasks that no experiment has": (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
     "no store": (["report", "nowhere"], "no store at"),
     "no such format": (["report", "nowhere", "--formats", "pdf"], "known are md, tex, csv, html"),
-    "an address here": (
-        ["experiment", "run", "main", "--address", "ray://x:1"],
-        "add --executor ray",
-    ),
+    "an address here": (["experiment", "run", "main", "--address", "ray://x:1"], "add --executor ray"),
     "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are called 'mood-colour-1'"),
     "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are called"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
@@ -219,47 +210,35 @@ class Bomb:
         return Path.write_text, (self.path, "boom")
 
 
-def spoiled_model(home, folder, how, tmp_path):
-    shutil.copytree(home / "model", folder)
-    weights = folder / "model.safetensors"
-    if how == "no config":
-        (folder / "config.json").unlink()
-    elif how == "broken config":
-        (folder / "config.json").write_text("{")
-    elif how == "deep config":
-        (folder / "config.json").write_text('{"model_type": ' + "[" * 5000 + "]" * 5000 + "}")
-    elif how == "other sizes":
-        shutil.copy(home / "wider" / "config.json", folder)
-    elif how == "unknown type":
-        (folder / "config.json").write_text('{"model_type": "abacus"}')
-    elif how == "no tokenizer":
-        for path in folder.glob("tokenizer*"):
-            path.unlink()
-    elif how == "truncated":
-        weights.write_bytes(weights.read_bytes()[:3000])
-    else:
-        weights.unlink()
+CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
+DEEP = '{"model_type": ' + "[" * 5000 + "]" * 5000 + "}"
+SPOILED = {  # what is done to a copy of the model, and what is said then
+    "no config": (lambda at, _: (at / CONFIG).unlink(), "it has no config.json"),
+    "broken config": (lambda at, _: (at / CONFIG).write_text("{"), "cannot load"),
+    "deep config": (lambda at, _: (at / CONFIG).write_text(DEEP), "cannot load"),
+    "other sizes": (
+        lambda at, home: shutil.copy(home / "wider" / CONFIG, at),
+        "one of the two files is of another model",
+    ),
+    "unknown type": (lambda at, _: (at / CONFIG).write_text('{"model_type": "abacus"}'), "abacus"),
+    "no tokenizer": (lambda at, _: [path.unlink() for path in at.glob("tok*")], "cannot load the tokenizer"),
+    "truncated": (lambda at, _: os.truncate(at / WEIGHTS, 3000), "damaged weights"),
+    "no weights": (lambda at, _: (at / WEIGHTS).unlink(), "holds no weights"),
+    "pickle only": (
+        lambda at, _: (at / WEIGHTS).rename(at / PICKLE),
+        "only pickle weights (pytorch_model.bin)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_models_that_cannot_be_loaded(refused, home, tmp_path, how):
+    spoil, message = SPOILED[how]
+    folder = shutil.copytree(home / "model", tmp_path / "spoiled")
+    spoil(folder, home)
     if how == "pickle only":
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "boom")))
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("no config", "it has no config.json"),
-        ("broken config", "cannot load"),
-        ("deep config", "cannot load"),
-        ("other sizes", "one of the two files is of another model"),
-        ("unknown type", "abacus"),
-        ("no tokenizer", "cannot load the tokenizer"),
-        ("truncated", "damaged weights"),
-        ("no weights", "holds no weights"),
-        ("pickle only", "only pickle weights (pytorch_model.bin)"),
-    ],
-)
-def test_models_that_cannot_be_loaded(refused, home, tmp_path, how, message):
-    spoiled_model(home, tmp_path / "spoiled", how, tmp_path)
-    assert message in refused(*fit(home, "-o", tmp_path / "new", model=tmp_path / "spoiled"))
+        (folder / PICKLE).write_bytes(pickle.dumps(Bomb(tmp_path / "boom")))
+    assert message in refused(*fit(home, "-o", tmp_path / "new", model=folder))
     assert not (tmp_path / "boom").exists()
 
 

@@ -108,11 +108,10 @@ def test_stdout_that_takes_nothing_is_one_line(home, words):
     assert program.process.exitcode == 2
 
 
-def test_no_temporary_folder_is_one_line(call, home, monkeypatch):
+def test_no_temporary_folder_is_one_line(refused, home, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
     monkeypatch.setattr(tempfile, "_get_default_tempdir", Mock(side_effect=none))
-    code, out, err = call("push", home / "mood", "someone/mood")
-    (line,) = err.splitlines()
-    assert (code, out, line.startswith("error: ")) == (2, "", True)
+    line = refused("push", home / "mood", "someone/mood")
+    assert line.startswith("error: ")
     assert "No usable temporary directory" in line

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -128,15 +129,34 @@ def makes_the_cells_that_run_here(folder, told, tmp_path):
     ],
     ids=lambda words: words[0],
 )
-def test_a_cluster_that_is_not_there(folder, tmp_path, capsys, monkeypatch, words):
+def test_a_cluster_that_is_not_there(folder, tmp_path, refused, monkeypatch, words):
     """Ray says so in such an error; it is not asked, since another test may have a cluster running."""
     none_there = ConnectionError("Could not find any running Ray instance.")
     monkeypatch.setattr("ray.init", Mock(side_effect=none_there))
     filled = [word.format(folder=folder) for word in words]
-    assert run(*filled, tmp_path / "new", "--executor", "ray", "--address", "auto") == 2
-    told = capsys.readouterr()
-    assert "ray start --head" in told.err
-    assert (told.out, list(tmp_path.iterdir())) == ("", [])
+    assert "ray start --head" in refused(*filled, tmp_path / "new", "--executor", "ray", "--address", "auto")
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def answering(answer):
+    """An address where the first client is answered, or left waiting if that is None."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            client, _ = listening.accept()
+            with client:
+                if answer is None:
+                    client.settimeout(5)
+                    client.recv(100)
+                    client.recv(1)  # until the other side gives up
+                else:
+                    client.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        server.join()
 
 
 ANSWERS = {"no word": b"", "silence": None, "HTTP/1": b"HTTP/1.1 400 Bad Request\r\n\r\n"}
@@ -147,24 +167,9 @@ ANSWERS = {"no word": b"", "silence": None, "HTTP/1": b"HTTP/1.1 400 Bad Request
 def test_an_address_where_no_ray_answers_is_refused_before_ray_waits_for_it(monkeypatch, scheme, answer):
     monkeypatch.setattr("ray.init", lambda **_options: pytest.fail("Ray would wait for minutes"))
     monkeypatch.setattr("i2cl.experiments.workers.cluster.PATIENCE", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = f"{scheme}127.0.0.1:{listening.getsockname()[1]}"
-
-        def serve():
-            client, _ = listening.accept()
-            with client:
-                if ANSWERS[answer] is None:
-                    client.settimeout(5)
-                    client.recv(100)
-                    client.recv(1)  # until the other side gives up
-                else:
-                    client.sendall(ANSWERS[answer])
-
-        server = threading.Thread(target=serve)
-        server.start()
-        with pytest.raises(I2CLError, match="no Ray cluster at"), joined(address):
-            pass
-        server.join()
+    refusal = pytest.raises(I2CLError, match="no Ray cluster at")
+    with answering(ANSWERS[answer]) as address, refusal, joined(f"{scheme}{address}"):
+        pass
 
 
 def test_an_address_of_nobody_is_refused_and_one_of_ray_is_not(monkeypatch):
@@ -173,19 +178,10 @@ def test_an_address_of_nobody_is_refused_and_one_of_ray_is_not(monkeypatch):
     with pytest.raises(I2CLError, match="refused"), joined(address):
         pass
 
-    def serve():
-        client, _ = listening.accept()
-        with client:
-            client.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
-
     def there(**options):
         raise ValueError(f"Ray was asked at {options['address']}")
 
     monkeypatch.setattr("ray.init", there)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = threading.Thread(target=serve)
-        server.start()
-        address = f"127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(I2CLError, match=f"Ray was asked at {address}"), joined(address):
-            pass
-        server.join()
+    reply = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    with answering(reply) as address, pytest.raises(I2CLError, match=f"asked at {address}"), joined(address):
+        pass

@@ -207,9 +207,8 @@ def predict(
 
 
 def _edit(rows: Sequence[Loaded]) -> RowsEdit:
-    tasks = list({id(task): task for task in rows}.values())
-    place = {id(task): number for number, task in enumerate(tasks)}
-    scaled, keep = torch.stack([task.scaled for task in tasks]), torch.stack([task.keep for task in tasks])
-    places = torch.tensor([place[id(task)] for task in rows], device=scaled.device)
+    place = {task: number for number, task in enumerate(dict.fromkeys(rows))}
+    scaled, keep = torch.stack([task.scaled for task in place]), torch.stack([task.keep for task in place])
+    places = torch.tensor([place[task] for task in rows], device=scaled.device)
     site, _, positions, seed = rows[0].kind
     return RowsEdit(scaled, keep, places, site=site, positions=positions, seed=seed)

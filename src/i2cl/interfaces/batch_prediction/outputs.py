@@ -170,9 +170,9 @@ def _write_errors(path: Path | None) -> AbstractContextManager[None]:
     return write_errors("stdout" if path is None else repr(str(path)))
 
 
-def _discard(rows_file: Path, note: Path) -> None:
-    rows_file.unlink(missing_ok=True)
-    note.unlink(missing_ok=True)
+def _discard(*files: Path) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def _has_rows(rows_file: Path) -> bool:
@@ -189,7 +189,7 @@ def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None
     except (OSError, ValueError, RecursionError):
         before = None
     known = before if isinstance(before, dict) else {}
-    if others := [name for name in settings if name not in known or known[name] != settings[name]]:
+    if others := [name for name, value in settings.items() if (name, value) not in known.items()]:
         raise I2CLError(
             f"{rows_file.name} beside the output holds rows made with another {', '.join(others)} "
             f"(see {note.name}): repeat that command, or discard them with --restart"

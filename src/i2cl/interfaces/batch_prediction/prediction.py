@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
@@ -77,15 +77,9 @@ class Scorer:
 ScorerSource = Callable[[], Callable[[list[Query]], str]]
 
 
-class Scored(NamedTuple):
-    """Finished lines of one chunk, and how many texts they are of."""
-
-    lines: str
-    rows: int
-
-
-# Chunks as they are done; to be closed by who stops early, which ends the cluster.
-ScoredStream = Generator[Scored, None, None]
+# Finished lines of each chunk as it is done, and how many texts they are of; to be closed by who stops early,
+# which ends the cluster.
+ScoredStream = Generator[tuple[str, int], None, None]
 
 
 def digest(injection: Injection) -> str:
@@ -103,7 +97,7 @@ def predict_here(source: ScorerSource, texts: Iterable[list[Query]]) -> ScoredSt
     """Score chunks here. Raises I2CLError on a model that cannot be loaded, or texts that cannot be used."""
     score = source()
     for chunk in texts:
-        yield Scored(score(chunk), len(chunk))
+        yield score(chunk), len(chunk)
 
 
 def predict_on_ray(
@@ -134,8 +128,7 @@ def predict_on_ray(
         chunks = start.flat_map(_read, fn_args=(texts,), num_cpus=0)  # or it would wait for a worker's core
         actors = ray.data.ActorPoolStrategy(size=workers or cluster.workers)
         results = chunks.map(_Worker, fn_constructor_args=(source,), compute=actors, **cluster.share)
-        for result in results.iter_rows():
-            yield _received(result)
+        yield from map(_received, results.iter_rows())
 
 
 def _read(_row: dict[str, Any], texts: Texts) -> Iterator[dict[str, Any]]:
@@ -174,14 +167,14 @@ class _Worker:
                     lines = self._score(texts)
             except I2CLError as raised:
                 error, of_rows = str(raised), isinstance(raised, RowError)
-        messages = json.loads(row["told"]) + json.loads(_ours(caught))
-        fields = {"warnings": json.dumps(messages), "error": error, "of_rows": of_rows}
-        return {"lines": lines, "rows": len(texts), **fields}
+        messages = json.dumps(json.loads(row["told"]) + json.loads(_ours(caught)))
+        told = {"warnings": messages, "error": error, "of_rows": of_rows}
+        return {"lines": lines, "rows": len(texts), **told}
 
 
-def _received(result: dict[str, Any]) -> Scored:
+def _received(result: dict[str, Any]) -> tuple[str, int]:
     for message in json.loads(result["warnings"]):
         warnings.warn(message, WorkerWarning, stacklevel=3)
     if result["error"]:
         raise (RowError if result["of_rows"] else I2CLError)(result["error"])
-    return Scored(result["lines"], result["rows"])
+    return result["lines"], result["rows"]

@@ -20,13 +20,8 @@ from i2cl.injections.confidence import sure_place
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
 
 # What a file's ending says; any other one is tab-separated.
-ENDINGS: dict[str, OutputFormat] = {
-    ".tsv": "tsv",
-    ".csv": "csv",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-}
+ENDINGS: dict[str, OutputFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+ENDINGS |= {".parquet": "parquet"}
 
 NUMBER = "row"  # what the number of a row is called
 ROW_GROUP = 50_000  # rows of a Parquet file that are held in memory at a time
@@ -70,9 +65,7 @@ class Table:
     @property
     def header(self) -> str:
         """The line before the first row."""
-        if self.waits or self.kind == "jsonl":
-            return ""
-        return self._line(self.columns)
+        return "" if self.waits or self.kind == "jsonl" else self._line(self.columns)
 
     def lines(self, rows: Sequence[Sequence[float]], kept: Sequence[Sequence[object]] | None = None) -> str:
         """A line for each row of probabilities.
@@ -118,15 +111,14 @@ class Table:
 
     def _parquet(self, rows: Iterator[list[Any]], new: Path) -> str:
         arrow: Any = import_module("pyarrow")
-        numbered = self.names[:1] == (NUMBER,)
-        kinds = [arrow.string()] * (len(self.names) + 1) + [arrow.float64()] * len(self.labels)
-        if numbered:
-            kinds[0] = arrow.int64()
+        numbered = int(self.names[:1] == (NUMBER,))
+        texts = len(self.names) + 1 - numbered
+        kinds = [arrow.int64()] * numbered + [arrow.string()] * texts + [arrow.float64()] * len(self.labels)
         schema = arrow.schema(list(zip(self.columns, kinds, strict=True)))
         with import_module("pyarrow.parquet").ParquetWriter(new, schema) as file:
             while group := list(islice(rows, ROW_GROUP)):
                 columns = [list(column) for column in zip(*group, strict=True)]
-                for place in range(int(numbered), len(self.names)):
+                for place in range(numbered, len(self.names)):
                     columns[place] = [None if cell is None else _text(cell) for cell in columns[place]]
                 arrays = [arrow.array(*pair) for pair in zip(columns, kinds, strict=True)]
                 file.write_table(arrow.Table.from_arrays(arrays, schema=schema))

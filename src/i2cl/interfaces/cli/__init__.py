@@ -58,16 +58,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-_COMMANDS: tuple[Callable[..., None], ...] = (demo.demo, fit.fit, predict.predict, evaluate.evaluate)
-_COMMANDS += (report.report, export.export, convert.convert, verify.verify, push.push, serve.serve)
-_COMMANDS += (check.check, ls.ls)
-for _callback in _COMMANDS:
-    app.command("eval" if _callback is evaluate.evaluate else None)(_callback)
 app.add_typer(experiment.app, name="experiment")
-for _prefix, _group in (("", app), ("experiment ", experiment.app)):
-    for _command in _group.registered_commands:
-        _name = str(_command.name or getattr(_command.callback, "__name__", ""))
-        _command.epilog = f"Example: {EXAMPLES[_prefix + _name]}"
+# In the order of the help.
+_COMMANDS: dict[str, Callable[..., None]] = {"demo": demo.demo, "fit": fit.fit, "predict": predict.predict}
+_COMMANDS |= {"eval": evaluate.evaluate, "report": report.report, "export": export.export}
+_COMMANDS |= {"convert": convert.convert, "verify": verify.verify, "push": push.push, "serve": serve.serve}
+_COMMANDS |= {"check": check.check, "ls": ls.ls}
+_COMMANDS |= {"experiment ls": experiment.ls, "experiment run": experiment.run}
+_COMMANDS |= {"experiment pack": experiment.pack, "experiment unpack": experiment.unpack}
+for _name, _command in _COMMANDS.items():
+    _group = experiment.app if " " in _name else app
+    _group.command(_name.split()[-1], epilog=f"Example: {EXAMPLES[_name]}")(_command)
 
 
 @app.callback(invoke_without_command=True)

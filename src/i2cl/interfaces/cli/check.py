@@ -36,10 +36,6 @@ def check(
     record |= {"layers": decoder.layers, "d_model": decoder.d_model, "context": decoder.max_length}
     record |= {"attention": decoder.architecture.attention, "mlp": decoder.architecture.mlp}
     record |= {"worst_error": identity.worst, "passed": identity.passed}
-    if json:
-        console.print_json(record)
-    else:
-        for name, value in record.items():
-            console.say(f"{name:12} {value}")
+    console.answer(record, "\n".join(f"{name:12} {value}" for name, value in record.items()), as_json=json)
     if not identity.passed:
         raise typer.Exit(1)

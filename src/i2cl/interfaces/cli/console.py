@@ -65,16 +65,18 @@ def print_json(value: Any) -> None:
         sys.stdout.flush()
 
 
-def say(text: str) -> None:
-    """Plain text on stdout."""
+def say(text: str, *, wrapped: bool = False) -> None:
+    """Plain text on stdout; ``wrapped``: in lines that end between words where the terminal does."""
     with write_errors("stdout"):
-        out.print(text, markup=False, soft_wrap=True)
+        out.print(text, markup=False, soft_wrap=not wrapped)
 
 
-def wrap(text: str) -> None:
-    """Text on stdout, in lines that end between words where the terminal does."""
-    with write_errors("stdout"):
-        out.print(text, markup=False)
+def answer(record: Any, text: str, *, as_json: bool) -> None:
+    """What a command found, on stdout: a record as JSON, or text for people."""
+    if as_json:
+        print_json(record)
+    else:
+        say(text)
 
 
 def note(text: str) -> None:

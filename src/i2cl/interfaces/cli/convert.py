@@ -22,8 +22,5 @@ def convert(
 
     files = rewrite(source, output)
     size = sum(path.stat().st_size for path in files)
-    if json:
-        console.print_json({"output": str(output), "files": len(files), "bytes": size})
-        return
-    console.say(f"Saved {output}: {size:,} bytes in {len(files)} file(s).")
-    console.say(f"Next: i2cl eval {output} TASKS")
+    done = f"Saved {output}: {size:,} bytes in {len(files)} file(s).\nNext: i2cl eval {output} TASKS"
+    console.answer({"output": str(output), "files": len(files), "bytes": size}, done, as_json=json)

@@ -30,8 +30,8 @@ def demo(
     from i2cl.models.loading import REFERENCE, SMOLLM2
     from i2cl.tasks.corpus import DEMO_TASKS
 
-    model, names = (SMOLLM2, "tickets") if real else (REFERENCE, ",".join(DEMO_TASKS))
-    tasks = load.tasks(names, model, TaskOptions())
+    model, names = (SMOLLM2, ["tickets"]) if real else (REFERENCE, DEMO_TASKS)
+    tasks = [load.task(name, TaskOptions()) for name in names]
     limit = limit or (60 if real else 100)
     where = "in word combinations that the bundled model never saw. Takes about a minute."
     if real:

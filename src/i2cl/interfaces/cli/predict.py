@@ -99,9 +99,10 @@ def predict(
         if out.kept:
             console.note(f"{out.kept} rows of an earlier run are kept")
         texts = replace(texts, skip=out.kept)
-        ray = run.executor == "ray"
-        there = (run.address, run.workers)
-        scored = predict_on_ray(load_scorer, texts, *there) if ray else predict_here(load_scorer, texts)
+        if run.executor == "ray":
+            scored = predict_on_ray(load_scorer, texts, run.address, run.workers)
+        else:
+            scored = predict_here(load_scorer, texts)
         _write(scored, out, shown=output is not None)
     if output is not None:
         before = f", {out.kept} of them from an earlier run" if out.kept else ""
@@ -129,5 +130,4 @@ def _scorer(
 ) -> "Scorer":
     from i2cl.interfaces.batch_prediction.prediction import Scorer
 
-    decoder = load.artefact_decoder(injection, model, loading)
-    return Scorer(injection, decoder, table, force)
+    return Scorer(injection, load.artefact_decoder(injection, model, loading), table, force)

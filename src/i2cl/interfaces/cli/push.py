@@ -28,8 +28,5 @@ def push(
     load.quiet()
     injection = Injection.from_pretrained(artefact)
     address = injection.push_to_hub(repository, private=private, commit_message=message, revision=branch)
-    if json:
-        console.print_json({"repository": repository, "commit": address})
-        return
-    console.say(f"Pushed {artefact} to {repository}: {address}")
-    console.say(f"Next: i2cl predict {repository} FILE")
+    done = f"Pushed {artefact} to {repository}: {address}\nNext: i2cl predict {repository} FILE"
+    console.answer({"repository": repository, "commit": address}, done, as_json=json)

@@ -35,17 +35,10 @@ def report(
     if tasks is not None and tasks != "all":
         chosen = limited(chosen, only := load.split(tasks))
         require_known(only, sorted({record.cell.task for record in records}), "no cell of this store")
-        records = [
-            one
-            for one in records
-            if one.cell.task in only and (one.cell.study != "move" or one.cell.sources[0] in only)
-        ]
+        named = [one for one in records if one.cell.task in only]
+        records = [one for one in named if one.cell.study != "move" or one.cell.sources[0] in only]
     if against is not None:
         chosen = compared_with(chosen, against)
     built = build(chosen, records, opened.vectors())
-    written = write(built, out or store / "report", wanted)
-    if json:
-        console.print_json([str(path) for path in written])
-    else:
-        for path in written:
-            console.say(str(path))
+    written = [str(path) for path in write(built, out or store / "report", wanted)]
+    console.answer(written, "\n".join(written), as_json=json)

@@ -91,9 +91,7 @@ def serve(
     app = make_app(service, Access(tokens, hosts), page=access.page, origins=access.allow_origin or ())
 
     def ready() -> None:
-        if json:
-            console.print_json({"address": address, "model": model, "tasks": len(service.tasks.entries())})
-        else:
-            console.say(f"Serving {model} at {address}")
+        record = {"address": address, "model": model, "tasks": len(service.tasks.entries())}
+        console.answer(record, f"Serving {model} at {address}", as_json=json)
 
     run_server(app, listener, ready, service.batcher.stop)

@@ -86,7 +86,8 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
         record["prompts"] = outcome.rows()
         console.print_json(record | ({"logit_bias": tokens} if tokens else {}))
         return
-    rows = sorted(outcome.rows(), key=_right)  # wrong ones first
+    rows = outcome.rows()
+    rows.sort(key=lambda row: {row["found"], row["greedy"]} <= {row["expected"], "-"})  # wrong ones first
     console.print_table("", rows[:SHOWN])
     if len(rows) > SHOWN:
         console.say(f"{SHOWN} of {len(rows)} prompts are shown, --json has all.")
@@ -104,10 +105,6 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
             f"Its tokenizer encodes {len(outcome.retokenized)} of these prompts otherwise, such as "
             f"{first!r}: send token ids."
         )
-
-
-def _right(row: Mapping[str, object]) -> bool:
-    return {row["found"], row["greedy"]} <= {row["expected"], "-"}
 
 
 def _say_greedy(outcome: "Verification") -> None:

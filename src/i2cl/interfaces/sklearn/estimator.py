@@ -140,12 +140,11 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         decoder = self._decoder()
         task = task.worded(decoder.tokenizer, chat=self.chat, instruction=self.instruction or None)
         started = time.perf_counter()
-        texts_of = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
+        unlabelled = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
 
         def make(rest: Sequence[Example]) -> Injection:
             injection = method.injection(decoder, task, rest, seed, scoring=self.scoring)
-            plain = self.unlabelled is None
-            return injection if plain else with_label_prior(injection, decoder, texts_of)
+            return with_label_prior(injection, decoder, unlabelled) if unlabelled else injection
 
         injection = make(shown)
         timed: Any = {"method": method, "seconds": time.perf_counter() - started}
@@ -305,8 +304,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "I2CLClassifier":
         """With the same model: a frozen one is shared."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        memo[id(self)] = twin = copy.copy(self)
         memo |= {id(value): value for value in vars(self).values() if isinstance(value, Decoder)}
         twin.__dict__.update(copy.deepcopy(vars(self), memo))
         return twin

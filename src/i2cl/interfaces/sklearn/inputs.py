@@ -71,8 +71,7 @@ def label_words(classes: Shaped[np.ndarray, " classes"], labels: Mapping[Any, st
         return tuple(values)
     if not isinstance(labels, Mapping):
         raise I2CLError(f"labels is a {type(labels).__name__}: give a dict from each class to its word")
-    missing = [value for value in values if value not in labels]
-    if missing:
+    if missing := [value for value in values if value not in labels]:
         raise I2CLError(f"labels has no word for class {missing[0]!r}: add it")
     if odd := [labels[value] for value in values if not isinstance(labels[value], str)]:
         raise I2CLError(f"labels has {odd[0]!r}, which is no word: give strings")

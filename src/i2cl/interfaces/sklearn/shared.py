@@ -34,8 +34,7 @@ def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) 
         decoder = shared_decoder(name, revision=revision, dtype=dtype, device=device)
     except I2CLError as error:
         raise I2CLError(f"{error} (set_params(model=...) gives it another place or a Decoder)") from None
-    difference = base.difference(decoder.base) if base else None
-    if difference:
+    if base and (difference := base.difference(decoder.base)):
         cure = "fit again, or set_params(model=...)"
         raise I2CLError(f"{name!r} is not the model it was ({difference}): {cure}")
     return decoder
