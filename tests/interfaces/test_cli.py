@@ -2,6 +2,7 @@
 
 import io
 import json
+import warnings
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from i2cl import Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
 from i2cl.interfaces.cli import console
 from i2cl.methods import METHODS
+from i2cl.models.batching import MemoryWarning
 from processes import start
 from tiny import tiny_folder
 
@@ -54,6 +56,17 @@ def parsed(out):
     header, *lines = [line.split("\t") for line in out.splitlines()]
     assert header == ["label", *LABELS]
     return [line[0] for line in lines], torch.tensor([[float(value) for value in line[1:]] for line in lines])
+
+
+@pytest.mark.parametrize("text", [r"C:\dir\[bold]x", "[red]x[/red]", "[/]", "a [1] b", "ends with \\"])
+def test_what_looks_like_markup_is_shown_as_it_is(text, capsys):
+    console.print_error(text)
+    with console.plain_warnings():
+        warnings.warn(MemoryWarning(text), stacklevel=1)
+    told = capsys.readouterr().err
+    assert told == f"error: {text}\nwarning: {text}\n"
+    console.print_table("", [{text: text}])
+    assert capsys.readouterr().out.count(text) == 2
 
 
 def test_fit_reports_what_it_saved(call, home, tmp_path):

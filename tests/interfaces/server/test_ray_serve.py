@@ -1,6 +1,8 @@
 """A replica without Ray: the answers of the plain server. `scripts/fuzz_serve.py --ray` kills one of two."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -70,6 +72,20 @@ def test_a_replica_answers_a_handle_and_tells_when_it_is_ill(replica):
     replica._service.close()
     with pytest.raises(RuntimeError, match="thread has ended"):
         replica.check_health()
+
+
+def test_a_call_that_waits_for_ever_gives_its_room_back(replica):
+    asyncio.run(replica.classify("films", list(TEXTS), timeout=float("inf")))
+    assert replica._service.batcher.waiting == 0
+
+
+def test_a_deployment_without_the_servers_packages_can_be_imported():
+    """In an interpreter where they are not."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'prometheus_client', 'starlette']))\n"
+        "from i2cl.interfaces.server import ray_serve"  # and not what it can only use with them
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from i2cl.storage.atomic import write_errors
 from i2cl.tasks.files import ReadAsWarning
@@ -86,7 +87,7 @@ def note(text: str) -> None:
 
 def print_error(message: str) -> None:
     """One line on stderr, whatever the message."""
-    err.print(f"[bold red]error:[/] {_plain(' '.join(message.split()))}", soft_wrap=True)
+    err.print(Text("error:", "bold red"), Text(" ".join(message.split())), soft_wrap=True)
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
@@ -113,9 +114,9 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
         table.width = needed
     for (name, value), width in zip(rows[0].items(), widths, strict=True):
         number = isinstance(value, int | float) or str(value)[:1].isdigit()
-        table.add_column(_plain(name), justify="right" if number else "left", width=width)
+        table.add_column(Text(name), justify="right" if number else "left", width=width)
     for row in islice(zip(*cells, strict=True), 1, None):  # the first are the names
-        table.add_row(*map(_plain, row))
+        table.add_row(*map(Text, row))
     with write_errors("stdout"):
         out.print(table, crop=False)
 
@@ -135,10 +136,11 @@ def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator[
     ``total``: where it ends; None if nobody knows; ``what``: what goes on; ``shown``: False for a block that
     writes to stdout, which a bar would capture.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    described = TextColumn("{task.description}", markup=False)
+    columns = (described, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     options: Any = {"transient": True, "disable": not (shown and err.is_terminal)}
     with Progress(*columns, console=err, speed_estimate_period=SPEED_PERIOD, **options) as bars:
-        bar = Bar(bars, bars.add_task(_plain(what), total=total), what)
+        bar = Bar(bars, bars.add_task(what, total=total), what)
         _BARS.append(bar)
         try:
             yield bar
@@ -157,7 +159,7 @@ def waiting(what: str) -> Iterator[None]:
         finally:
             bar.describe(before)
     elif err.is_terminal and parent_process() is None:  # workers would write over each other
-        with err.status(_plain(what)):
+        with err.status(Text(what)):
             yield
     else:
         yield
@@ -188,7 +190,7 @@ class Bar:
     def describe(self, what: str) -> None:
         """Say what is going on."""
         self.what = what
-        self._shown.update(self._task, description=_plain(what))
+        self._shown.update(self._task, description=what)
 
 
 @contextmanager
@@ -200,14 +202,11 @@ def plain_warnings() -> Iterator[None]:
         text = str(message)
         if category.__module__.startswith("i2cl") and text not in seen:
             seen.add(text)
-            word = "note:" if issubclass(category, ReadAsWarning) else "[yellow]warning:[/]"
-            err.print(f"{word} {_plain(text)}", soft_wrap=True)
+            note = issubclass(category, ReadAsWarning)
+            word = Text("note:") if note else Text("warning:", "yellow")
+            err.print(word, Text(text), soft_wrap=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         yield
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")  # square brackets are text here and no markup

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from i2cl.errors import needs
-from i2cl.interfaces.server.guard import Access, read_tokens
-from i2cl.interfaces.server.service import TIMEOUT, Service
 from i2cl.models.decoder import Decoder
 
 
@@ -27,17 +25,21 @@ class Replica:
         I2CLError on a file without tokens, or a folder without tasks.
         """
         from i2cl.interfaces.server.app import make_app
+        from i2cl.interfaces.server.guard import Access, read_tokens
+        from i2cl.interfaces.server.service import Service
 
         tokens = {} if token_file is None else read_tokens(Path(token_file))
         decoder = Decoder.from_pretrained(model, **options)
         self._service = Service(decoder, Path(tasks), read_only=True)
         self._app = make_app(self._service, Access(tokens), page=False)
 
-    async def classify(self, task: str, texts: list[str], timeout: float = TIMEOUT) -> dict[str, Any]:
+    async def classify(self, task: str, texts: list[str], timeout: float | None = None) -> dict[str, Any]:
         """The labels of texts: ``labels``, their ``probabilities`` for each text, the task's ``digest``.
-        Raises I2CLError on an unknown task, or texts that cannot be used.
+        They have to begin within ``timeout`` seconds, by default those of a request. Raises I2CLError on an
+        unknown task, or texts that cannot be used.
         """
-        answer = await self._service.classify(task, texts, timeout=timeout)
+        limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        answer = await self._service.classify(task, texts, **limits)
         assert answer is not None  # noqa: S101 - nobody goes who was not watched
         entry = answer.entry
         return {"labels": list(entry.labels), "probabilities": answer.probabilities, "digest": entry.digest}

@@ -25,6 +25,7 @@ from i2cl.storage.journal import only_writer
 WAITING_BATCHES = 16  # full batches that may wait where nobody says how many tokens
 RESIDENT = 1000  # tasks on the model's device where nobody says how many
 TIMEOUT = 60.0  # seconds before which a request has to begin to run, where it does not say
+LONGEST = 1e9  # seconds that any request waits: a deadline that never comes is a file's
 READERS = 2  # bodies that are parsed at once
 
 P = ParamSpec("P")
@@ -109,7 +110,7 @@ class Service:
         on too many texts, see `TaskStore.queries` and `Batcher.submit`; I2CLError on an empty text.
         """
         require_number(texts, "send fewer, or a file to /v1/batches")
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + min(timeout, LONGEST)
         self.batcher.require_room()
         entry, rows = await asyncio.to_thread(self.tasks.queries, name, texts)
         ticket = self.batcher.submit(rows, deadline)
