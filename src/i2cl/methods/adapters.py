@@ -81,7 +81,8 @@ def fit_adapter(
         train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
         state = get_peft_model_state_dict(wearing.model)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-    return AdapterPredictor(decoder, task, config, kept)
+    cost = Cost.of(*kept.values(), trained=sum(one.numel() for one in kept.values()))
+    return AdapterPredictor(decoder, task, config, kept, cost)
 
 
 @uninterrupted
@@ -143,11 +144,7 @@ class AdapterPredictor:
     task: Task
     config: "PeftConfig"
     state: dict[str, Tensor]
-
-    @property
-    def cost(self) -> Cost:
-        """All of the adapter is trained and kept."""
-        return Cost.of(*self.state.values(), trained=sum(one.numel() for one in self.state.values()))
+    cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
@@ -157,17 +154,15 @@ class AdapterPredictor:
 
 def attention_targets(decoder: Decoder) -> list[str]:
     """Names of the query and value projections, or of the fused one; raises I2CLError if none is known."""
-    names = _linear_names(decoder)
     for known in (QUERY_VALUE, *((fused,) for fused in FUSED)):
-        if all(any(_ends(name, one) for name in names) for one in known):
+        if all(_has_linear(decoder, one) for one in known):
             return list(known)
     raise I2CLError(f"no query and value projections are known in {decoder.model.config.model_type!r}")
 
 
 def feed_forward_targets(decoder: Decoder) -> list[str]:
     """Name of the last linear map of the MLP; none where experts hold it in one tensor."""
-    names = _linear_names(decoder)
-    return [known for known in FEED_FORWARD if any(_ends(name, known) for name in names)][:1]
+    return [known for known in FEED_FORWARD if _has_linear(decoder, known)][:1]
 
 
 def has_transposed_weights(decoder: Decoder) -> bool:
@@ -175,11 +170,9 @@ def has_transposed_weights(decoder: Decoder) -> bool:
     return any(isinstance(module, Conv1D) for block in decoder.blocks for module in block.modules())
 
 
-def _linear_names(decoder: Decoder) -> list[str]:
-    return [
-        name for name, module in decoder.blocks[0].named_modules() if isinstance(module, nn.Linear | Conv1D)
-    ]
-
-
-def _ends(name: str, suffix: str) -> bool:
-    return name == suffix or name.endswith(f".{suffix}")
+def _has_linear(decoder: Decoder, called: str) -> bool:
+    """Whether the first block has a linear map of this name."""
+    return any(
+        isinstance(module, nn.Linear | Conv1D) and f".{name}".endswith(f".{called}")
+        for name, module in decoder.blocks[0].named_modules()
+    )

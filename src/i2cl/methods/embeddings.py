@@ -30,7 +30,7 @@ from pydantic import Field
 from safetensors import SafetensorError
 
 from i2cl.errors import I2CLError, first_line, needs
-from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
+from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, in_parts, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
@@ -169,12 +169,8 @@ def embed(
 ) -> Float[np.ndarray, "texts d"]:
     """Vectors of unit length by a ``SentenceTransformer``, in float32. Raises I2CLError on an empty text."""
     require_texts(texts)
-    parts = []
-    for start in range(0, len(texts), AT_ONCE):
-        some = list(texts[start : start + AT_ONCE])
-        parts.append(encoder.encode(some, normalize_embeddings=True, show_progress_bar=False))
-        if progress is not None:
-            progress(len(some))
+    encode = partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
+    parts = list(in_parts(encode, list(texts), AT_ONCE, progress))
     return np.concatenate(parts) if parts else np.empty((0, 0))
 
 

@@ -22,7 +22,7 @@ from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import Questions, in_order
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -148,10 +148,8 @@ def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts laye
     front = _front(decoder)
     limit = None if decoder.max_length is None else decoder.max_length - len(front)
     ids = [front + row for row in decoder.encoder.fitted(str, texts, limit)]
-    states = torch.empty(len(ids), decoder.layers, decoder.d_model)
-    for batch, captured in decoder.run_batches(ids, partial(decoder.capture, site="hidden")):
-        states[list(batch.rows)] = captured[:, :, 0]
-    return states
+    captured = decoder.run_batches(ids, partial(decoder.capture, site="hidden"))
+    return in_order((batch.rows, states[:, :, 0]) for batch, states in captured)
 
 
 def _front(decoder: Decoder) -> Ids:

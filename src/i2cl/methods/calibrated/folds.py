@@ -11,10 +11,10 @@ from torch import Tensor
 
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
-from i2cl.methods.base import BiasedPredictor, Cost, Predictor
+from i2cl.methods.base import Cost, MendedPredictor, Predictor
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, Questions
+from i2cl.models.scoring import Progress, Questions, in_order
 from i2cl.tasks import Example, Task
 
 FOLDS = 3  # refits by default; each has not seen one part in so many of the demonstrations
@@ -80,13 +80,13 @@ class FoldPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Of demonstrations' texts alone."""
-        order = sorted(range(len(texts)), key=lambda at: self.fold_of[texts[at]])
-        parts = []
-        for fold, refit in enumerate(self.refits):
-            own = [texts[at] for at in order if self.fold_of[texts[at]] == fold]
-            if own:
-                parts.append(refit.scores(own, progress))
-        return torch.cat(parts)[torch.tensor(order).argsort()]
+        rows: dict[int, list[int]] = defaultdict(list)
+        for at, text in enumerate(texts):
+            rows[self.fold_of[text]].append(at)
+        return in_order(
+            (rows[fold], self.refits[fold].scores([texts[at] for at in rows[fold]], progress))
+            for fold in sorted(rows)
+        )
 
 
 def folded(
@@ -129,4 +129,4 @@ def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
         return below
     bias = torch.tensor(injection.label_bias)
     texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
-    return BiasedPredictor(below, bias, cost + Cost.of(bias, unlabelled=texts))
+    return MendedPredictor(below, cost + Cost.of(bias, unlabelled=texts), bias)
