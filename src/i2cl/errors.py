@@ -50,16 +50,12 @@ def needs(what: str, extra: str, *modules: str, instead: str = "") -> None:
     Raises:
         I2CLError: naming those that are lacking and the command that installs them.
     """
-    lacking = [_PACKAGES.get(name, name) for name in modules if not _installed(name)]
-    if lacking:
+    # A mere folder of that name has no origin.
+    absent = (name for name in modules if getattr(find_spec(name), "origin", None) is None)
+    if lacking := [_PACKAGES.get(name, name) for name in absent]:
         packages = ("package " if len(lacking) == 1 else "packages ") + " and ".join(lacking)
         other = f", or {instead}" if instead else ""
         raise I2CLError(f"{what} needs the {packages}: pip install 'i2cl[{extra}]'{other}")
-
-
-def _installed(module: str) -> bool:
-    found = find_spec(module)
-    return found is not None and found.origin is not None  # a mere folder of that name has no origin
 
 
 def first_problem(error: Exception) -> str:
@@ -81,9 +77,7 @@ def first_problem(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, without a colon at its end; the error's kind where it says
-    nothing.
-    """
+    """The first line of another library's error, without a colon at its end; its kind if it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(":") if lines else type(error).__name__
 

@@ -1,10 +1,5 @@
 """What a user would do without any LLM: sentence embeddings with a logistic regression, and SetFit.
 
-- `SentenceEmbeddings`: a frozen encoder's vectors. Source: Reimers and Gurevych 2019,
-  https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
-- `SetFit`: the encoder itself is trained on pairs of demonstrations first. Source: Tunstall et al. 2022,
-  https://arxiv.org/abs/2209.11055, and their library, https://huggingface.co/docs/setfit.
-
 Neither asks the decoder: they run where it does. An encoder cuts a text that exceeds its own context.
 """
 
@@ -64,7 +59,9 @@ class EmbeddingsConfig(EncoderConfig):
 
 @dataclass(frozen=True)
 class SentenceEmbeddings(Method):
-    """Vectors of unit length from a frozen encoder, then scikit-learn's logistic regression."""
+    """Vectors of unit length from a frozen encoder, then scikit-learn's logistic regression.
+    Source: Reimers and Gurevych 2019, https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
+    """
 
     name: ClassVar[str] = "sentence_embeddings"
     summary: ClassVar[str] = "logistic regression on a sentence encoder's vectors, without the model"
@@ -90,7 +87,9 @@ class SentenceEmbeddings(Method):
 
 @dataclass(frozen=True)
 class SetFit(Method):
-    """The library with the defaults that it documents; its seed is the run's."""
+    """The encoder is trained on pairs of demonstrations first; the library's own defaults, the run's seed.
+    Source: Tunstall et al. 2022, https://arxiv.org/abs/2209.11055; https://huggingface.co/docs/setfit.
+    """
 
     name: ClassVar[str] = "setfit"
     summary: ClassVar[str] = "a sentence encoder trained on pairs of demonstrations, without the model"

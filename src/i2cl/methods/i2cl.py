@@ -1,14 +1,4 @@
-"""I2CL, and its variants, which change what the vector or the coefficients come from.
-
-- `I2CL`: context vector, calibration, injection (paper, section "Methodology").
-- `Noise`: a Gaussian vector in place of the context vector (paper, "Noise Vector").
-- `I2CLUnseen`: coefficients from one set of demonstrations, context vector from another (paper, section
-  "Linear Coefficients Are Generalizable").
-- `I2CLCorrupted`: demonstrations corrupted in one of its two stages, which shows what each stage takes
-  from them (paper, section "Influencing Factors of the Context Vector Generation").
-- `I2CLOverICL`: the demonstrations stay in the prompt during calibration and prediction (paper,
-  appendix "Apply I2CL over ICL").
-"""
+"""I2CL, and its variants, which change what the vector or the coefficients come from."""
 
 import random
 from collections.abc import Sequence
@@ -116,7 +106,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class I2CL(InjectionMethod):
-    """A context vector injected with calibrated coefficients. Several seeds are calibrated together."""
+    """A context vector injected with calibrated coefficients. Several seeds are calibrated together.
+    Source: paper, section "Methodology".
+    """
 
     name: ClassVar[str] = "i2cl"
     summary: ClassVar[str] = "context vector injected with calibrated coefficients"
@@ -175,7 +167,7 @@ class I2CL(InjectionMethod):
 
 @dataclass(frozen=True)
 class Noise(I2CL):
-    """The control that tells what the context vector itself contributes."""
+    """The control that tells what the context vector itself contributes (paper, "Noise Vector")."""
 
     name: ClassVar[str] = "noise"
     summary: ClassVar[str] = "I2CL with a Gaussian vector in place of the context vector"
@@ -191,7 +183,9 @@ class Noise(I2CL):
 
 @dataclass(frozen=True)
 class I2CLUnseen(I2CL):
-    """Coefficients are calibrated on the demonstrations; as many others make the vector that is injected."""
+    """Coefficients are calibrated on the demonstrations; as many others make the vector that is injected.
+    Source: paper, section "Linear Coefficients Are Generalizable".
+    """
 
     name: ClassVar[str] = "i2cl_unseen"
     summary: ClassVar[str] = "I2CL whose injected vector comes from other demonstrations"
@@ -208,7 +202,9 @@ class I2CLUnseen(I2CL):
 
 @dataclass(frozen=True)
 class I2CLCorrupted(I2CL):
-    """Extracts from corrupted demonstrations and calibrates on intact ones, or the other way round."""
+    """Extracts from corrupted demonstrations and calibrates on intact ones, or the other way round.
+    Source: paper, section "Influencing Factors of the Context Vector Generation".
+    """
 
     name: ClassVar[str] = "i2cl_corrupted"
     summary: ClassVar[str] = "I2CL with demonstrations corrupted in one of its two stages"
@@ -225,7 +221,9 @@ class I2CLCorrupted(I2CL):
 
 @dataclass(frozen=True)
 class I2CLOverICL(InjectionMethod):
-    """Injects at every token, demonstrations included; their injected keys and values are cached once."""
+    """Injects at every token, demonstrations included; their injected keys and values are cached once.
+    Source: paper, appendix "Apply I2CL over ICL".
+    """
 
     name: ClassVar[str] = "i2cl_over_icl"
     summary: ClassVar[str] = "I2CL with the demonstrations still in the prompt"

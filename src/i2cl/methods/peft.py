@@ -1,16 +1,6 @@
 """Parameter-efficient fine-tuning on the demonstrations: four adapters of the PEFT library.
 
-Source: paper, appendix "Implementation of Baseline Methods", and of each:
-
-- `LoRA`, low-rank changes of the query and value projections: Hu et al. 2022,
-  https://arxiv.org/abs/2106.09685.
-- `IA3`, learned scales of queries, values and the feed-forward layer's inner activations: Liu et al.
-  2022, https://arxiv.org/abs/2205.05638 (there keys and values are scaled, in the paper queries and values).
-- `PromptTuning`, learned token embeddings in front of the query: Lester et al. 2021,
-  https://arxiv.org/abs/2104.08691 (the paper's 4.10K parameters are one token at width 4096).
-- `PrefixTuning`, learned keys and values of virtual tokens in every layer: Li and Liang 2021,
-  https://arxiv.org/abs/2101.00190. It is the paper's text on prompt tuning ("one extra learnable token
-  per layer"), which its parameter count contradicts.
+Source: paper, appendix "Implementation of Baseline Methods".
 """
 
 from abc import abstractmethod
@@ -87,7 +77,9 @@ class VirtualTokenSettings(TrainConfig):
 
 @dataclass(frozen=True)
 class LoRA(AdapterMethod):
-    """Where query, key and value are one projection, all three are adapted."""
+    """Where query, key and value are one projection, all three are adapted.
+    Source: Hu et al. 2022, https://arxiv.org/abs/2106.09685.
+    """
 
     name: ClassVar[str] = "lora"
     summary: ClassVar[str] = "low-rank changes of query and value projections"
@@ -110,7 +102,9 @@ class LoRA(AdapterMethod):
 
 @dataclass(frozen=True)
 class IA3(AdapterMethod):
-    """Where query, key and value are one projection, all three are scaled."""
+    """Where query, key and value are one projection, all three are scaled. Source: Liu et al. 2022,
+    https://arxiv.org/abs/2205.05638 (there keys and values are scaled, in the paper queries and values).
+    """
 
     name: ClassVar[str] = "ia3"
     summary: ClassVar[str] = "scales of query, value and feed-forward activations"
@@ -160,7 +154,9 @@ class VirtualTokenMethod(AdapterMethod):
 
 @dataclass(frozen=True)
 class PromptTuning(VirtualTokenMethod):
-    """Virtual tokens at the input only, from a random start unless a text is given."""
+    """Virtual tokens at the input only, from a random start unless a text is given. Source: Lester et al.
+    2021, https://arxiv.org/abs/2104.08691 (the paper's 4.10K parameters are one token at width 4096).
+    """
 
     name: ClassVar[str] = "prompt_tuning"
     summary: ClassVar[str] = "learned token embedding in front of the query"
@@ -188,7 +184,10 @@ class PromptTuning(VirtualTokenMethod):
 
 @dataclass(frozen=True)
 class PrefixTuning(VirtualTokenMethod):
-    """Virtual tokens in every layer, trained directly without a reparametrising network."""
+    """Virtual tokens in every layer, trained directly without a reparametrising network.
+    Source: Li and Liang 2021, https://arxiv.org/abs/2101.00190. It is the paper's text on prompt tuning ("one
+    extra learnable token per layer"), which its parameter count contradicts.
+    """
 
     name: ClassVar[str] = "prefix_tuning"
     summary: ClassVar[str] = "learned key and value of a virtual token in every layer"

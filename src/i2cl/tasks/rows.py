@@ -119,9 +119,9 @@ def _usable(row: Row | RowError, *, worded: bool) -> Row:
 
 
 def _refusal(path: Path, bad: Sequence[RowError], rows: int, *, skip: bool) -> RowError:
-    line = str(bad[0]) if len(bad) == 1 else f"{path}: {len(bad)} of {rows} rows cannot be used: "
+    line = str(bad[0])
     if len(bad) > 1:
-        line += _listed(path, bad)
+        line = f"{path}: {len(bad)} of {rows} rows cannot be used: {_listed(path, bad)}"
     if skip:
         return RowError(f"{line}; no row is left without them")
     return RowError(line if len(bad) == rows else f"{line}; or leave such rows out (--skip-bad-rows)")

@@ -1,11 +1,4 @@
-"""Calibration of another method's label probabilities: what it says of nothing, or on average, divided out.
-
-- `ContextualCalibration`: the prior is what it says about texts without content (Zhao et al. 2021,
-  https://arxiv.org/abs/2102.09690).
-- `LabelPrior`: the prior is its mean over unlabelled texts of the training split, stored: C numbers.
-- `BatchCalibration`: the prior is its mean over the queries themselves (Zhou et al. 2024,
-  https://arxiv.org/abs/2309.17249).
-"""
+"""Another method's label probabilities, with what it says of nothing, or on average, divided out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +21,9 @@ CONTENT_FREE = ("N/A", "[MASK]", "...")
 
 
 class ContextualCalibration(Wrapper):
-    """Probabilities of another method, divided by its mean ones for content-free texts."""
+    """Probabilities of another method, divided by its mean ones for content-free texts.
+    Source: Zhao et al. 2021, https://arxiv.org/abs/2102.09690.
+    """
 
     name: ClassVar[str] = "contextual_calibration"
     summary: ClassVar[str] = "another method's scores less those for content-free texts"
@@ -74,7 +69,7 @@ class LabelPrior(Wrapper):
 class BatchCalibration(Wrapper):
     """Probabilities of another method, divided by their mean over all texts scored together.
     That takes for granted that these texts belong to all classes about equally often: a text among many of
-    its own class is pushed away from it.
+    its own class is pushed away from it. Source: Zhou et al. 2024, https://arxiv.org/abs/2309.17249.
     """
 
     name: ClassVar[str] = "batch_calibration"
