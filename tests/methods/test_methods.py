@@ -119,17 +119,18 @@ def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonst
     assert not torch.allclose(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), atol=1e-3)
 
 
-PER_LAYER = [({}, 4), ({"formula": "balance"}, 4), ({"formula": "add"}, 2)]
+BARE = [({}, 4), ({"formula": "balance"}, 4), ({"formula": "add"}, 2), ({"writers": "mlp"}, 2)]
+NUMBERS = [(name, *each) for name in ("i2cl", "noise") for each in (*BARE, ({"writers": "hidden"}, 2))]
+VECTORS = [({}, 2 * WIDTH), ({"writers": "mha"}, WIDTH), ({"writers": "hidden"}, WIDTH)]
 
 
 @pytest.mark.parametrize(
-    ("options", "per_layer"), [*PER_LAYER, ({"writers": "mlp"}, 2), ({"writers": "hidden"}, 2)], ids=str
+    ("name", "options", "per_layer"), [*NUMBERS, *(("anchored", *each) for each in VECTORS)], ids=str
 )
-def test_trained_numbers(films, demonstrations, options, per_layer):
-    decoder = made("llama")
-    for name in ("i2cl", "noise"):
-        predictor = fit(name, decoder, films, demonstrations, epochs=0, **options)
-        assert predictor.cost.trained == per_layer * LAYERS
+def test_trained_numbers(films, demonstrations, name, options, per_layer):
+    short = {"steps": 1} if name == "anchored" else {"epochs": 0}
+    predictor = fit(name, made("llama"), films, demonstrations, **short, **options)
+    assert predictor.cost.trained == per_layer * LAYERS
 
 
 def test_the_noise_vector_has_unit_variance_or_the_norm_of_what_it_replaces():
@@ -300,14 +301,6 @@ def test_the_table_of_methods_is_complete_and_cannot_be_changed():
         METHODS["mine"] = METHODS["i2cl"]
 
 
-@pytest.mark.parametrize(
-    ("options", "sites", "each"), [({}, 4, 32), ({"writers": "mha"}, 2, 32), ({"writers": "hidden"}, 2, 32)]
-)
-def test_anchored_calibration_counts_the_numbers_that_it_fits(films, demonstrations, options, sites, each):
-    predictor = fit("anchored", made("llama"), films, demonstrations, **options)
-    assert predictor.cost.trained == sites * each
-
-
 def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
     recipe = RECIPES["released"]
     lora, i2cl, noise = make_methods(["lora", "i2cl", "noise+label_prior"], {}, recipe)
@@ -323,11 +316,6 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
 @pytest.mark.parametrize("value", ["inf", float("inf")])
 def test_an_option_that_json_cannot_hold_is_refused(name, option, value):
     one_line(f"option {option}='?inf'?: .*finite number", make_methods, [name], {option: value})
-
-
-def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
-    with pytest.raises(I2CLError, match="injects at every token: leave out positions=last"):
-        fit("i2cl_over_icl", made("llama"), films, demonstrations, positions="last", epochs=1)
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])

@@ -6,31 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compressed import CLOSE, LOOSE, golden
+from compressed import golden
 from fitting import one_line
-from i2cl import Decoder, I2CLError
 from i2cl.methods.compressors.icae import ICAEConfig, PutIn, auto_encoder, behind_slots
 from i2cl.models.batching import make_batch, pack_batch
 from i2cl.models.encoding import TruncationWarning
-from tiny import tiny_model, tiny_tokenizer
 
-RELEASES = {"icae-v1": LOOSE, "icae-v2": CLOSE}
 ENDS = {"icae-v1": {}, "icae-v2": {"left": "3 17 29", "right": "17 31 29"}}
 
 
-@pytest.fixture(scope="module", params=RELEASES)
+@pytest.fixture(scope="module", params=ENDS)
 def release(request):
     return golden(request.param)
-
-
-@pytest.fixture(scope="module")
-def within(release):
-    return RELEASES[release.name]
-
-
-@pytest.fixture(scope="module")
-def decoder(release):
-    return release.decoder()
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +89,8 @@ def test_scores_whatever_the_batching(decoder, release, options, within, budget)
     for form, name in (("ft", "ft"), ("lm", "lm"), ("bare", "continue")):
         if f"query_logits_{name}" in release.tensors:
             predictor = release.fitted(decoder, "icae", form=form, **options)
-            found, wanted = (
-                predictor.scores(release.record["queries"]),
-                release.expected(f"query_logits_{name}"),
-            )
-            torch.testing.assert_close(found, wanted, **within)
+            found = predictor.scores(release.record["queries"])
+            torch.testing.assert_close(found, release.expected(f"query_logits_{name}"), **within)
     assert torch.equal(logits_of(decoder, release), before)
 
 
@@ -171,7 +155,7 @@ def test_a_mistake_in_the_slots_shows(own, release, mistake):
     assert found.shape != right.shape or (found - right).abs().max() > 0.1
 
 
-def test_the_adapter_is_off_in_the_decoder_and_hooks_come_off_after_an_error(own, release):
+def test_the_adapter_is_off_in_the_decoder_and_hooks_come_off_after_an_error(own, release, within):
     parts = forms(own, release, release.queries[0])["query_logits_ft"]
     with own.adapted():
         wrong = logits(own, *parts)[-1]
@@ -179,7 +163,7 @@ def test_the_adapter_is_off_in_the_decoder_and_hooks_come_off_after_an_error(own
     with pytest.raises(IndexError):
         own.slots([(10**6,)])
     assert not any(module._forward_hooks for module in own.decoder.model.modules())
-    torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **RELEASES[release.name])
+    torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **within)
 
 
 def test_what_is_cut_is_told(own, release):
@@ -219,20 +203,16 @@ def test_a_compressor_of_another_model_is_refused(decoder, release, options, tmp
 def test_fewer_layers_and_what_cannot_be_are_told(decoder, options, tmp_path, release):
     tensors = {name: one for name, one in load_file(options["compressor"]).items() if "layers.2" not in name}
     save_file(tensors, tmp_path / "icae.safetensors")
-    with pytest.raises(I2CLError, match=r"adapts 4 projections, and .* has 6"):
-        auto_encoder(decoder, ICAEConfig(compressor=str(tmp_path / "icae.safetensors")))
-    other = Decoder(tiny_model("gpt2"), tiny_tokenizer())
-    one_line(r"icae is known for llama and mistral, not for 'gpt2'", release.fitted, other, "icae", **options)
-    with pytest.raises(I2CLError, match=r"icae needs a compressor for .*: give --set compressor=FILE or"):
-        release.fitted(decoder, "icae")
-    with pytest.raises(I2CLError, match=r"as \(11, 32\), this model needs \(10, 32\)"):
-        release.fitted(decoder, "icae", **options, memory=7)
+    config = ICAEConfig(compressor=str(tmp_path / "icae.safetensors"))
+    one_line(r"adapts 4 projections, and .* has 6", auto_encoder, decoder, config)
+    told = r"as \(11, 32\), this model needs \(10, 32\)"
+    one_line(told, release.fitted, decoder, "icae", **options, memory=7)
     short = release.decoder()
     short.max_length = 20
     one_line(r"a segment and its memory take|the memory slots take", release.fitted, short, "icae", **options)
     if "left" in options:
-        with pytest.raises(I2CLError, match="token id 28793 of the form is none of"):
-            release.fitted(decoder, "icae", compressor=options["compressor"])
+        told, given = "token id 28793 of the form is none of", {"compressor": options["compressor"]}
+        one_line(told, release.fitted, decoder, "icae", **given)
 
 
 def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, tmp_path):
