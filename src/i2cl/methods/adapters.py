@@ -3,10 +3,11 @@
 Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of that name.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.context import require_demonstrations
-from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost
+from i2cl.errors import I2CLError, needs
+from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
 from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import Progress, Questions
@@ -50,39 +51,47 @@ class AdaptedDecoder(Decoder):
         self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
 
 
-def fit_adapter(
-    decoder: Decoder,
-    task: Task,
-    demonstrations: Examples,
-    config: "PeftConfig",
-    training: TrainConfig,
-    seed: int,
-    start: dict[str, Tensor] | None = None,
-) -> "AdapterPredictor":
-    """Put an adapter on, train it to predict the demonstrations' labels after their queries, take it off.
-    ``start`` are its first tensors, in place of drawn ones. Raises I2CLError without demonstrations, on one
-    that is none, or on a loss that is not finite.
-    """
-    from peft import get_peft_model_state_dict
+class AdapterMethod(Method):
+    """Trains an adapter on the demonstrations as single queries, with the schedule of the paper."""
 
-    require_demonstrations(task, demonstrations)
-    gold, words = [example.label for example in demonstrations], training.loss == "labels"
-    with adapted(decoder, config, start, seed) as wearing:
-        questions = Questions(wearing, task)
-        queries = questions.queries([example.text for example in demonstrations])
-        labels = [questions.labels] * len(queries)
-        likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
+    needs: ClassVar[str] = "demonstrations, the package peft"
+    formula: ClassVar[str] = "as trained"
+    training: TrainConfig
 
-        def loss(chosen: Sequence[int]) -> Tensor:
-            values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
-            return -values.mean(0, keepdim=True)
+    @abstractmethod
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """The adapter for this model. Raises I2CLError if the model has nothing that it can adapt."""
 
-        parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
-        train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
-        state = get_peft_model_state_dict(wearing.model)
-        kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-    cost = Cost.of(*kept.values(), trained=sum(one.numel() for one in kept.values()))
-    return AdapterPredictor(decoder, task, config, kept, cost)
+    def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
+        """The tensors that training starts from, under PEFT's names; None for what PEFT draws."""
+        return None
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "AdapterPredictor":
+        """Train, keep the adapter's tensors, take it off again. Raises I2CLError without the package peft or
+        demonstrations, on a model that the adapter or its start does not fit, or a loss that is not finite.
+        """
+        needs(self.name, "peft", "peft")
+        from peft import get_peft_model_state_dict
+
+        config, start, training = self.config(decoder), self.start(decoder), self.training
+        require_demonstrations(task, demonstrations)
+        gold, words = [example.label for example in demonstrations], training.loss == "labels"
+        with adapted(decoder, config, start, seed) as wearing:
+            questions = Questions(wearing, task)
+            queries = questions.queries([example.text for example in demonstrations])
+            labels = [questions.labels] * len(queries)
+            likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
+
+            def loss(chosen: Sequence[int]) -> Tensor:
+                values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
+                return -values.mean(0, keepdim=True)
+
+            parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
+            train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
+            state = get_peft_model_state_dict(wearing.model)
+            kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        cost = Cost.of(*kept.values(), trained=sum(one.numel() for one in kept.values()))
+        return AdapterPredictor(decoder, task, config, kept, cost)
 
 
 @uninterrupted

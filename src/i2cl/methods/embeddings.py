@@ -99,9 +99,8 @@ class SetFit(Method):
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
-        """Train an encoder and its classifier on the demonstrations; the decoder is not asked. Raises
-        I2CLError without the extra or demonstrations of two classes, on an empty text, or if the encoder
-        cannot be loaded.
+        """Train an encoder and its classifier on the demonstrations. Raises I2CLError without the extra or
+        demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
         needs(self.name, EXTRA, "setfit", "datasets", "accelerate", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -206,9 +205,8 @@ _frozen_encoder = lru_cache(maxsize=1)(load_encoder)  # one that several fits sh
 
 
 def encoder_source(name: str) -> str:
-    """Where the encoder of a name is: a folder, or the hub id that was given. Raises I2CLError if the package
-    that holds ``minilm`` is not installed, a folder is not there or holds no encoder, or the hub does not
-    answer.
+    """Where the encoder of a name is: a folder, or the hub id that was given. Raises I2CLError without the
+    package that holds ``minilm``, on a folder that is not there or is none, or if the hub does not answer.
     """
     if name == MINILM:
         archive = _archive()

@@ -231,9 +231,8 @@ class I2CLOverICL(InjectionMethod):
     formula: ClassVar[str] = "2MDL + 2DL"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Extract, then calibrate behind the demonstrations. Raises I2CLError if not even one demonstration
-        per class fits into the context, or on positions other than all: in front of a cache nothing tells
-        which tokens are a query's first or last.
+        """Extract, then calibrate behind the demonstrations. Raises I2CLError if not one per class fits, or
+        on positions other than all: in front of a cache nothing tells a query's first or last token.
         """
         if self.calibration.positions != "all":
             cure = f"leave out positions={self.calibration.positions}"

@@ -90,8 +90,7 @@ def few_shot_prompt(
 def fitting(questions: Questions, demonstrations: Examples) -> Shown:
     """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
     Room is kept for a query as long as the longest demonstration. Warns where fewer are shown. Raises
-    I2CLError if not even one per class fits, naming tokens needed and available; or on a label or a text that
-    is none.
+    I2CLError if not one per class fits, naming tokens needed and available; or a label or text that is none.
     """
     require_labels(questions.task, demonstrations)
     task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
