@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from compressed import ALIKE, CLOSE, golden, with_compressor
 from fitting import hooks, one_line
 from i2cl import Decoder, Example
-from i2cl.methods.compressors.cepe import CrossAttention, context_encoder
+from i2cl.methods.compressors.cepe import context_encoder
 from i2cl.models.batching import make_batch, pack_batch
 from i2cl.models.encoding import TruncationWarning
 
@@ -87,49 +87,6 @@ def test_packed_padded_and_one_by_one(decoder, own, release):
     torch.testing.assert_close(packed, release["query_logits"], **CLOSE)
     torch.testing.assert_close(after(decoder, edit, release.queries), alone, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
-
-
-class BesideAttention(CrossAttention):
-    def output(self, layer, index, output, batch):
-        if index == 1 or layer not in self.layers:
-            return None
-        return output + self.attend(layer, self._residual)
-
-
-class AfterTheMLP(CrossAttention):
-    def output(self, layer, index, output, batch):
-        if layer not in self.layers:
-            return None
-        if index == 0:
-            self._residual = self._residual + output
-            return None
-        return output + self.attend(layer, self._residual + output)
-
-
-class BesideTheMLP(AfterTheMLP):
-    def output(self, layer, index, output, batch):
-        if index == 0 or layer not in self.layers:
-            return super().output(layer, index, output, batch)
-        return output + self.attend(layer, self._residual)
-
-
-@pytest.mark.parametrize("mistake", [BesideAttention, AfterTheMLP, BesideTheMLP])
-def test_cross_attention_at_another_place_shows(decoder, own, release, mistake):
-    edit = mistake(own.layers, release["encoder_states"], own.heads, own.eps)
-    found = after(decoder, edit, release.queries)
-    assert (found - release["query_logits"]).abs().max() > 0.1
-
-
-def test_the_norm_of_the_mlp_a_causal_encoder_and_joined_chunks_show(decoder, own, release):
-    norms = {number: decoder.blocks[number].post_attention_layernorm.weight for number in own.layers}
-    layers = {number: replace(layer, norm=norms[number]) for number, layer in own.layers.items()}
-    wrong = replace(own, layers=layers).edit(release["encoder_states"])
-    assert (after(decoder, wrong, release.queries) - release["query_logits"]).abs().max() > 0.1
-    with torch.no_grad():
-        causal = [own.encoder(torch.tensor([ids])).last_hidden_state[0] for ids in release.shown_ids]
-    for wrong in (torch.cat(causal), states(own, [release.context])):
-        assert (wrong - release["encoder_states"]).abs().max() > 0.1
-        assert (after(decoder, own.edit(wrong), release.queries) - release["query_logits"]).abs().max() > 0.1
 
 
 def test_the_last_tokens_of_a_long_demonstration_are_read(decoder, release):

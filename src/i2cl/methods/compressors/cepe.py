@@ -60,10 +60,7 @@ class CrossAttention(Edit):
         self.layers = layers if len(states) else {}
         self.heads, self.eps = heads, eps
         self._read = {
-            number: (
-                self._split(linear(states, own.k)[None], own),
-                self._split(linear(states, own.v)[None], own),
-            )
+            number: [self._split(linear(states, weight)[None], own) for weight in (own.k, own.v)]
             for number, own in self.layers.items()
         }
         self._residual = states
