@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import pydantic
 import torch
@@ -93,8 +93,7 @@ class InjectionMethod(Method):
         return PromptPredictor(questions, shown, prefix, injection.edit(), cost)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What one seed is calibrated on; ``injected`` is what predicts, where that is another vector."""
 
     task: Task
@@ -134,8 +133,7 @@ class I2CL(InjectionMethod):
         scoring: Scoring = "auto",
     ) -> Injection:
         """Extract and calibrate."""
-        plan = self.plan(decoder, task, demonstrations, seed)
-        seen = plan.task, plan.demonstrations, plan.context
+        seen = self.plan(decoder, task, demonstrations, seed)[:3]
         return calibrate(decoder, *seen, self.calibration, seed=seed, scoring=scoring, progress=progress)
 
     def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
@@ -155,8 +153,7 @@ class I2CL(InjectionMethod):
         questions = Questions(decoder, task)  # the real task, whatever calibration sees
         pairs = zip(demonstrations, seeds, strict=True)
         plans = [self.plan(decoder, task, shown, seed) for shown, seed in pairs]
-        parts = ("task", "demonstrations", "context")
-        tasks, shown, contexts = ([getattr(plan, part) for plan in plans] for part in parts)
+        tasks, shown, contexts = zip(*(plan[:3] for plan in plans), strict=True)
         injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
         predictors = []
         for plan, injection in zip(plans, injections, strict=True):

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
@@ -68,16 +69,13 @@ class AddPreservingNorm(Edit):
         if self.released and index == 0:
             return None
         state = output.float()  # half precision would round more than a small strength adds
-        norm = state.norm(dim=-1, keepdim=True)
-        unit = state / norm.clamp(min=1e-12)
+        unit = normalize(state, dim=-1)
         direction = self.directions[layer].to(output.device)
         added = self.strength * direction
         if self.released:
             added = added * (1 - (unit @ direction).clamp(max=0))[..., None]
-        turned = unit + added
-        turned = turned / turned.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        states: Tensor = (norm * turned).to(output.dtype)
-        return states
+        states: Tensor = state.norm(dim=-1, keepdim=True) * normalize(unit + added, dim=-1)
+        return states.to(output.dtype)
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def directions(
     else:
         first, projected = _first(joint)
         axis = first if projected.sum() >= 0 else -first
-    return torch.nn.functional.normalize(axis.view(difference.shape[1:]), dim=-1)
+    return normalize(axis.view(difference.shape[1:]), dim=-1)
 
 
 def _first(rows: Float[Tensor, "rows wide"]) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:

@@ -83,10 +83,8 @@ class FoldPredictor:
         rows: dict[int, list[int]] = defaultdict(list)
         for at, text in enumerate(texts):
             rows[self.fold_of[text]].append(at)
-        return in_order(
-            (rows[fold], self.refits[fold].scores([texts[at] for at in rows[fold]], progress))
-            for fold in sorted(rows)
-        )
+        each = ((rows[fold], self.refits[fold]) for fold in sorted(rows))
+        return in_order((own, refit.scores([texts[at] for at in own], progress)) for own, refit in each)
 
 
 def folded(
@@ -97,28 +95,15 @@ def folded(
     seed: int = 0,
     cost: Cost | None = None,
 ) -> FoldPredictor:
-    """Refit once a fold, to the demonstrations of the others, in their order; see `fold_rows`."""
+    """Refit once a fold, to the demonstrations of the others, in their order; see `fold_rows`.
+    A refit makes a predictor, such as `injected` of what a method makes of these demonstrations.
+    """
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
     refits = [
         refit(tuple(one for one in demonstrations if fold_of[one.text] != fold)) for fold in range(len(parts))
     ]
     return FoldPredictor(refits, fold_of, refits[0].cost if cost is None else cost)
-
-
-def fold_scores(
-    task: Task,
-    demonstrations: Sequence[Example],
-    refit: Refit,
-    folds: int = FOLDS,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Float[Tensor, "n labels"]:
-    """Label scores of each demonstration, from the refit that has not seen its text; see `fold_rows`.
-    A refit makes a predictor, such as `injected` of what a method makes of these demonstrations.
-    """
-    predictor = folded(task, demonstrations, refit, folds, seed)
-    return predictor.scores([example.text for example in demonstrations], progress)
 
 
 def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods.base import Cost, MendedPredictor, Predictor, Wrapper
-from i2cl.methods.calibrated.folds import FOLDS, fold_scores, unmeasurable
+from i2cl.methods.calibrated.folds import FOLDS, folded, unmeasurable
 from i2cl.models.decoder import Decoder
 from i2cl.models.training import Settings
 from i2cl.tasks import Example, Examples, Task
@@ -40,7 +40,7 @@ class Temperature(Wrapper):
         def refit(rest: tuple[Example, ...]) -> Predictor:
             return self.below.fit(decoder, task, rest, seed)
 
-        found = fold_scores(task, shown, refit, parts, seed)
+        found = folded(task, shown, refit, parts, seed).scores([example.text for example in shown])
         gold = np.array([example.label for example in shown])
         chosen = likely_temperature(found.numpy(), gold, *self.below.temperatures)
         cost = below.cost + Cost(cached_values=1, cached_bytes=8)
