@@ -11,21 +11,8 @@ import torch
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fitting import (
-    FAMILIES,
-    SHOWN,
-    TEXTS,
-    WORDS,
-    block_outputs,
-    first_tokens,
-    fit,
-    ids,
-    made,
-    one_line,
-    plain_logits,
-    replacing,
-    shown_string,
-)
+import fitting
+from fitting import FAMILIES, SHOWN, TEXTS, WORDS, block_outputs, fit, ids, made, one_line, shown_string
 from i2cl import Decoder, Task
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.methods import knn_prompting, make_methods
@@ -86,7 +73,7 @@ def masked_scores(decoder, task, kept, length, text):
         patch.setattr(torch.nn.functional, "softmax", masked_softmax)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", masked_sdpa)
         logits = decoder.model(torch.tensor([whole]), use_cache=False).logits[0, -1]
-    return logits.log_softmax(-1)[first_tokens(decoder, task)]
+    return logits.log_softmax(-1)[fitting.first_tokens(decoder, task)]
 
 
 def test_label_anchor_refuses_a_window_shorter_than_demonstrations_and_query(films, demonstrations):
@@ -113,9 +100,9 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     def last(output):
         return torch.cat([output[:, :-1], state.expand_as(output[:, -1:])], 1)
 
-    with torch.no_grad(), replacing([(decoder.blocks[layer], last)]):
-        expected = plain_logits(decoder, [films.template.query(text) for text in TEXTS])
-    expected = expected.log_softmax(-1)[:, first_tokens(decoder, films)]
+    with torch.no_grad(), fitting.replacing([(decoder.blocks[layer], last)]):
+        expected = fitting.plain_logits(decoder, [films.template.query(text) for text in TEXTS])
+    expected = expected.log_softmax(-1)[:, fitting.first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.held_out) == (decoder.d_model, 33)
 
@@ -159,9 +146,9 @@ def test_icv_turns_states_and_keeps_their_norm(model_type, variant, films, demon
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
     places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.writers]
     turned = [(place, _turned(found[layer], 0.3, variant)) for layer, place in enumerate(places)]
-    with torch.no_grad(), replacing(turned):
-        scores = plain_logits(decoder, [films.template.query(text) for text in TEXTS])
-    scores = scores.log_softmax(-1)[:, first_tokens(decoder, films)]
+    with torch.no_grad(), fitting.replacing(turned):
+        scores = fitting.plain_logits(decoder, [films.template.query(text) for text in TEXTS])
+    scores = scores.log_softmax(-1)[:, fitting.first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.scores(TEXTS), scores, atol=1e-4, rtol=1e-4)
 
 

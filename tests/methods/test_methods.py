@@ -266,10 +266,8 @@ def test_wrong_names_and_options(names, options, message):
 
 def test_the_table_of_methods_is_complete_and_cannot_be_changed():
     assert set(METHODS) >= {"zero_shot", "few_shot", "few_shot_uncached", "i2cl", "noise"}
-    for name, method in METHODS.items():
-        assert method.name == name
-        assert method.summary
-        assert method.needs
+    assert all(method.name == name for name, method in METHODS.items())
+    assert all(method.summary and method.needs for method in METHODS.values())
     with pytest.raises(TypeError):
         METHODS["mine"] = METHODS["i2cl"]
 

@@ -61,5 +61,4 @@ def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int
         for left, right in decoder.encoder.spans(prompt)
     ]
     front = len(decoder.encoder.front)
-    kept = [place for place in range(count) if place < front or not inside[place - front]]
-    return tuple(kept)
+    return tuple(place for place in range(count) if place < front or not inside[place - front])

@@ -45,9 +45,8 @@ class PromptPredictor:
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word."""
         decoder, labels = self.questions.decoder, self.questions.labels
-        prompts = encode_prompts(self.questions, self.shown, texts)
-        scores = torch.empty(len(prompts), len(labels.ids))
-        for rows, queries, prefix in self._parts(prompts):
+        scores = torch.empty(len(texts), len(labels.ids))
+        for rows, queries, prefix in self._parts(texts):
             scores[rows] = score(decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
         require_finite(scores, decoder)
         return scores
@@ -55,14 +54,14 @@ class PromptPredictor:
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Log-probability of every token behind each prompt."""
         decoder, edit = self.questions.decoder, self.edit
-        parts = self._parts(encode_prompts(self.questions, self.shown, texts))
         return in_order(
             (rows, next_token_log_probabilities(decoder, queries, edit=edit, prefix=prefix))
-            for rows, queries, prefix in parts
+            for rows, queries, prefix in self._parts(texts)
         )
 
-    def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
+    def _parts(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
+        prompts = encode_prompts(self.questions, self.shown, texts)
         shared = self.prefix.ids if self.prefix else ()
         start = len(shared)
         fits = [row for row, ids in enumerate(prompts) if ids[:start] == shared and len(ids) > start]

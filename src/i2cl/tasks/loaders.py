@@ -47,12 +47,6 @@ def list_tasks() -> list[Task]:
     return [*named, synthetic_task().without_data(), *corpus.describe()]
 
 
-def unknown_task(name: str) -> I2CLError:
-    """The error for a name that no task has, with the closest ones."""
-    hint = did_you_mean(name, (task.name for task in list_tasks()))
-    return I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
-
-
 def load_task(
     name_or_path: StrPath,
     *,
@@ -115,7 +109,8 @@ def _load_named(name: str, data_dir: StrPath | None) -> Task:
     if Path(name).is_file():
         known = ", ".join((".toml", *ROW_SUFFIXES))
         raise I2CLError(f"{name}: cannot read files ending in {Path(name).suffix!r}: use one of {known}")
-    raise unknown_task(name)
+    hint = did_you_mean(name, (task.name for task in list_tasks()))
+    raise I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
 
 
 def _load_spec(
