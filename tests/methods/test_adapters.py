@@ -96,18 +96,6 @@ def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
     assert (bare.base, bare.residual_identity) == (base, identity)
 
 
-def test_prompt_tuning_is_an_embedding_in_front(films, demonstrations):
-    decoder = made("llama")
-    predictor = fit("prompt_tuning", decoder, films, demonstrations, epochs=1)
-    (virtual,) = predictor.state.values()
-    for text, scores in zip(TEXTS, predictor.scores(TEXTS), strict=True):
-        tokens = torch.tensor([ids(decoder, films.template.query(text))])
-        with torch.no_grad():
-            embedded = torch.cat([virtual[None], decoder.model.get_input_embeddings()(tokens)], 1)
-            logits = decoder.model(inputs_embeds=embedded).logits[0, -1].log_softmax(-1)
-        torch.testing.assert_close(scores, logits[first_tokens(decoder, films)], **CLOSE)
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "bloom"])
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
 def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstrations):

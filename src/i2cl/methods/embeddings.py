@@ -33,8 +33,6 @@ from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.hub import require_reachable
 from i2cl.tasks import Examples, Task
 
-EXTRA = "embeddings"
-
 # The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers.
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM = "minilm"  # the name of the same encoder, where the package `MINILM_PACKAGE` is installed
@@ -74,7 +72,7 @@ class SentenceEmbeddings(Method):
         """Fit on the demonstrations' vectors; the decoder is not asked. Raises I2CLError without the extra or
         demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
-        needs(self.name, EXTRA, "sentence_transformers", "sklearn")
+        needs(self.name, "embeddings", "sentence_transformers", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         from sklearn.linear_model import LogisticRegression
 
@@ -102,7 +100,7 @@ class SetFit(Method):
         """Train an encoder and its classifier on the demonstrations. Raises I2CLError without the extra or
         demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
-        needs(self.name, EXTRA, "setfit", "datasets", "accelerate", "sklearn")
+        needs(self.name, "embeddings", "setfit", "datasets", "accelerate", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         require_texts([example.text for example in demonstrations])
         encoder = load_encoder(self.config.encoder, str(decoder.device))

@@ -104,9 +104,7 @@ class AutoCompressor(Method):
     name: ClassVar[str] = "autocompressor"
     summary: ClassVar[str] = "demonstrations as summary vectors of a model trained to write them"
     row: ClassVar[str] = "AutoComp."
-    needs: ClassVar[str] = (
-        "demonstrations, an AutoCompressor as MODEL (a whole model, 7B: trained on 15B tokens)"
-    )
+    needs = "demonstrations, an AutoCompressor as MODEL (a whole model, 7B: trained on 15B tokens)"
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (AutoCompressorConfig,)
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
@@ -126,7 +124,6 @@ class AutoCompressor(Method):
 def summarizer(decoder: Decoder) -> Summarizer:
     """The AutoCompressor that a model is; raises I2CLError if it is none, or its embeddings do not fit."""
     base.require_type(decoder, AutoCompressor.name, COUNTED)
-
     compressor = base.bundled(decoder, AutoCompressor.name)
     if compressor is not None:
         decoder = base.once(decoder, AutoCompressor.name, partial(_with_weights, decoder, compressor.tensors))
