@@ -17,7 +17,7 @@ from typing import Any
 
 from i2cl import Decoder, Example, Task, anchor, load_task
 from i2cl.methods import Predictor
-from i2cl.methods.calibrated.folds import FOLDS, fold_rows, fold_scores, injected
+from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected
 from i2cl.models.encoding import ScoringWarning
 
 
@@ -29,7 +29,7 @@ def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, A
         return injected(anchor(decoder, task, rest, seed=seed), decoder, task)
 
     wall, own = time.perf_counter(), time.process_time()
-    scores = fold_scores(task, demonstrations, refit, folds, seed)
+    scores = folded(task, demonstrations, refit, folds, seed).scores([one.text for one in demonstrations])
     return {
         "folds": len(fold_rows(task, demonstrations, folds, seed)),
         "gold": [one.label for one in demonstrations],

@@ -27,11 +27,7 @@ class I2CLError(ValueError):
 
 
 def require_whole(text: str, what: str) -> None:
-    """Go on only if a text can be written as UTF-8.
-
-    Raises:
-        I2CLError: otherwise, naming ``what`` it is.
-    """
+    """Go on only if a text can be written as UTF-8; else raise I2CLError naming ``what`` it is."""
     if HALF_PAIR.search(text):
         raise I2CLError(
             f"{what} {text!a} holds half a surrogate pair or is not UTF-8: rename it or correct it"
@@ -39,27 +35,16 @@ def require_whole(text: str, what: str) -> None:
 
 
 def needs(what: str, extra: str, *modules: str, instead: str = "") -> None:
-    """Go on only if the optional packages of an extra are installed.
-
-    Args:
-        what: what takes them, such as "a GGUF file".
-        extra: that installs them.
-        modules: as they are imported.
-        instead: another way out, such as "give a folder".
-
-    Raises:
-        I2CLError: naming those that are lacking and the command that installs them.
+    """Go on only if the packages of an extra are installed, which ``what`` takes, such as "a GGUF file".
+    Raises I2CLError naming those that are lacking, the command that installs them and another way out, such
+    as "give a folder". Modules are named as they are imported.
     """
-    lacking = [_PACKAGES.get(name, name) for name in modules if not _installed(name)]
-    if lacking:
+    # A mere folder of that name has no origin.
+    absent = (name for name in modules if getattr(find_spec(name), "origin", None) is None)
+    if lacking := [_PACKAGES.get(name, name) for name in absent]:
         packages = ("package " if len(lacking) == 1 else "packages ") + " and ".join(lacking)
         other = f", or {instead}" if instead else ""
         raise I2CLError(f"{what} needs the {packages}: pip install 'i2cl[{extra}]'{other}")
-
-
-def _installed(module: str) -> bool:
-    found = find_spec(module)
-    return found is not None and found.origin is not None  # a mere folder of that name has no origin
 
 
 def first_problem(error: Exception) -> str:
@@ -81,9 +66,7 @@ def first_problem(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, without a colon at its end; the error's kind where it says
-    nothing.
-    """
+    """The first line of another library's error, without a colon at its end; its kind if it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(":") if lines else type(error).__name__
 

@@ -1,11 +1,11 @@
-"""Demonstrations and texts that methods refuse, or that are none."""
+"""Demonstrations, texts, models and options that methods refuse, or that are none."""
 
 from dataclasses import replace
 
 import pytest
 
-from fitting import TEXTS, fit, made, one_line
-from i2cl import Example, I2CLError, Template
+from fitting import SHOWN, TEXTS, fit, made, one_line
+from i2cl import Example, Template
 
 ASKED = ("few_shot", "label_anchor", "icv", "linear_probe", "tfidf", "knn_prompting", "task_vector", "i2cl")
 
@@ -23,16 +23,36 @@ def test_demonstrations_that_are_none_are_named(name, wrong, message, films, dem
     one_line(message, fit, name, made("llama"), films, [*demonstrations, wrong])
 
 
-@pytest.mark.parametrize("name", ["linear_probe", "tfidf"])
-def test_a_classifier_needs_two_classes(name, films, demonstrations):
-    with pytest.raises(I2CLError, match=f"{name} needs demonstrations of at least two classes"):
-        fit(name, made("llama"), films, demonstrations[:1])
-    one_line("no demonstrations were given", fit, name, made("llama"), films, [])
+ALL = [Example(text, label) for text, label in SHOWN]
+MARKS = [Example("!!", 0), Example("??", 1)]
+CACHE = "label_anchor cannot run on {!r}, whose cache holds more"
 
 
-def test_tfidf_needs_a_word(films):
-    with pytest.raises(I2CLError, match="tfidf finds no word in any demonstration"):
-        fit("tfidf", made("llama"), films, [Example("!!", 0), Example("??", 1)])
+@pytest.mark.parametrize(
+    ("name", "case", "shown", "message"),
+    [
+        ("linear_probe", "llama", ALL[:1], "linear_probe needs demonstrations of at least two classes"),
+        ("linear_probe", "llama", [], "no demonstrations were given"),
+        ("tfidf", "llama", ALL[:1], "tfidf needs demonstrations of at least two classes"),
+        ("tfidf", "llama", [], "no demonstrations were given"),
+        ("tfidf", "llama", MARKS, "tfidf finds no word in any demonstration"),
+        ("label_anchor", "deepseek_v32", ALL, CACHE.format("deepseek_v32")),
+        ("label_anchor", "minimax_m3_vl_text", ALL, CACHE.format("minimax_m3_vl_text")),
+        ("autocompressor", "gpt2", ALL, "autocompressor is known for llama and opt, not for 'gpt2'"),
+        ("autocompressor", "llama", ALL, "'llama' holds no autocompressor compressor beside its weights"),
+        ("cepe", "mistral", ALL, "cepe is known for llama, not for 'mistral'"),
+        ("cepe", "llama", ALL, "'llama' holds no cepe compressor beside its weights: give a CEPE"),
+        ("icae", "gpt2", ALL, "icae is known for llama and mistral, not for 'gpt2'"),
+        ("icae", "llama", ALL, "icae needs a compressor for 'llama': give --set compressor=FILE or"),
+    ],
+)
+def test_a_model_or_demonstrations_that_will_not_do_are_told(name, case, shown, message, films):
+    one_line(message, fit, name, made(case), films, shown)
+
+
+def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
+    told, options = "injects at every token: leave out positions=last", {"positions": "last", "epochs": 1}
+    one_line(told, fit, "i2cl_over_icl", made("llama"), films, demonstrations, **options)
 
 
 @pytest.mark.parametrize("name", ["linear_probe", "tfidf", "knn_prompting", "few_shot"])
@@ -47,5 +67,5 @@ def test_without_anything_in_front_there_is_no_cache(name, films):
 
 
 def test_one_string_is_no_list_of_texts(decoder, films, demonstrations):
-    with pytest.raises(I2CLError, match="texts is one string: give a list of texts"):
-        fit("few_shot", decoder, films, demonstrations).scores("great")
+    predictor = fit("few_shot", decoder, films, demonstrations)
+    one_line("texts is one string: give a list of texts", predictor.scores, "great")

@@ -11,7 +11,7 @@ from fitting import fit, one_line
 from i2cl import Example, Task
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods import make_methods
-from i2cl.methods.calibrated.folds import FOLDS, fold_rows, fold_scores, injected, require_folds, unmeasurable
+from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected, require_folds, unmeasurable
 from i2cl.tasks import Template
 
 
@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_refit_without_the_text(decoder, task):
     def refit(rest):
         return injected(method.injection(decoder, task, rest, 0), decoder, task)
 
-    found = fold_scores(task, shown, refit, 3, 4)
+    found = folded(task, shown, refit, 3, 4).scores([one.text for one in shown])
     for fold in fold_rows(task, shown, 3, 4):
         rest = tuple(one for row, one in enumerate(shown) if row not in fold)
         expected = refit(rest).scores([shown[row].text for row in fold])

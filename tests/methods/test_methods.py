@@ -8,21 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+import fitting
 from compressed import with_compressor
-from fitting import FAMILIES, SHOWN, WORDS, fit, injected, left_as_found, log_probability, made, one_line
-from fitting import ids as token_ids
-from i2cl import (
-    CalibrationConfig,
-    Decoder,
-    Example,
-    ExtractConfig,
-    I2CLError,
-    Task,
-    Template,
-    calibrate,
-    extract,
-)
-from i2cl.core.context import ContextVector
+from fitting import FAMILIES, SHOWN, WORDS, fit, injected, left_as_found, made, one_line, shown_string
+from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
+from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Wrapper
@@ -35,41 +25,32 @@ TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
-def plain(decoder, task, prompts, *, full=False):
-    """Log-probability of each label after each prompt, one forward pass of the bare model each."""
-    ids = partial(token_ids, decoder)
+def plain(decoder, task, texts, shown="", *, full=False):
+    """Log-probability of each label after each text's query, one forward pass of the bare model each."""
+    ids = partial(fitting.ids, decoder)
 
     def one(prompt, word):
         start, whole = len(ids(prompt)), ids(prompt + task.template.continuation(word))
-        return log_probability(decoder, whole[:start], whole[start : None if full else start + 1])
+        return fitting.log_probability(decoder, whole[:start], whole[start : None if full else start + 1])
 
+    prompts = [shown + task.template.query(text) for text in texts]
     with torch.no_grad():
         return torch.tensor([[one(prompt, word) for word in task.labels] for prompt in prompts])
-
-
-def queries(texts):
-    return [f"Review: {text}\nSentiment:" for text in texts]
-
-
-def prompts(texts):
-    shown = "".join(f"Review: {text}\nSentiment:{WORDS[label]}\n" for text, label in SHOWN)
-    return [shown + query for query in queries(texts)]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_zero_shot_and_few_shot_are_the_bare_model_cached_or_not(model_type, films, demonstrations):
     decoder = made(model_type)
-    predictor = fit("zero_shot", decoder, films, demonstrations)
-    torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), **CLOSE)
+    predictor, alone = fit("zero_shot", decoder, films, demonstrations), plain(decoder, films, TEXTS)
+    torch.testing.assert_close(predictor.scores(TEXTS), alone, **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out) == (0, 0, 0)
-    expected = plain(decoder, films, prompts(TEXTS))
+    expected = plain(decoder, films, TEXTS, shown_string(films))
     cached = fit("few_shot", decoder, films, demonstrations)
     uncached = fit("few_shot_uncached", decoder, films, demonstrations)
     torch.testing.assert_close(uncached.scores(TEXTS), expected, **CLOSE)
     torch.testing.assert_close(cached.scores(TEXTS), expected, **CLOSE)
-    assert not torch.allclose(expected, plain(decoder, films, queries(TEXTS)), atol=1e-2)
-    text = decoder.tokenizer.decode(cached.prefix.ids)
-    assert text.startswith(prompts([""])[0].removesuffix(" \nSentiment:"))
+    assert not torch.allclose(expected, alone, atol=1e-2)
+    assert decoder.tokenizer.decode(cached.prefix.ids).startswith(f"{shown_string(films)}Review:")
     tokens = len(cached.prefix.ids)
     assert cached.cost.cached_values == 2 * LAYERS * KEY_VALUE_WIDTH[model_type] * tokens
     assert (cached.cost.trained, uncached.cost.cached_values) == (0, 0)
@@ -79,11 +60,9 @@ def test_zero_shot_and_few_shot_are_the_bare_model_cached_or_not(model_type, fil
 def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
     task = Task("films", ("poorest", "poorer"), Template("Review: {text}\nSentiment:{label}"))
     decoder = made("llama")
-    words = task.labels
-    shown = "".join(f"Review: {text}\nSentiment:{words[label]}\n" for text, label in SHOWN)
-    asked = [("" if name == "zero_shot" else shown) + query for query in queries(TEXTS)]
-    predictor = fit(name, decoder, task, demonstrations)
-    torch.testing.assert_close(predictor.scores(TEXTS), plain(decoder, task, asked, full=True), **CLOSE)
+    shown = [f"Review: {text}\nSentiment:{task.labels[label]}\n" for text, label in SHOWN]
+    expected = plain(decoder, task, TEXTS, "" if name == "zero_shot" else "".join(shown), full=True)
+    torch.testing.assert_close(fit(name, decoder, task, demonstrations).scores(TEXTS), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -94,14 +73,11 @@ def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, 
     task = Task("films", WORDS, Template("{text}\nSentiment:{label}"))
     texts = ["\n\n\nlate", "early", "\n\nlater", "\nonce"]
     shown = "".join(f"{text}\nSentiment:{WORDS[label]}\n" for text, label in SHOWN)
-    whole = [f"{shown}{text}\nSentiment:" for text in texts]
     predictor = fit("few_shot", decoder, task, demonstrations)
     start = predictor.prefix.ids
-    encoded = decoder.encoder(whole)
-    merged = [ids[: len(start)] != start for ids in encoded]
-    assert True in merged
-    assert False in merged
-    torch.testing.assert_close(predictor.scores(texts), plain(decoder, task, whole), **CLOSE)
+    encoded = decoder.encoder([f"{shown}{text}\nSentiment:" for text in texts])
+    assert {ids[: len(start)] != start for ids in encoded} == {True, False}
+    torch.testing.assert_close(predictor.scores(texts), plain(decoder, task, texts, shown), **CLOSE)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -116,20 +92,21 @@ def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonst
     injection = injected(decoder, films, demonstrations, config, extraction=extraction, seed=3)
     assert torch.equal(predictor.scores(TEXTS), injection.scores(decoder, TEXTS))
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
-    assert not torch.allclose(predictor.scores(TEXTS), plain(decoder, films, queries(TEXTS)), atol=1e-3)
+    assert not torch.allclose(predictor.scores(TEXTS), plain(decoder, films, TEXTS), atol=1e-3)
 
 
-PER_LAYER = [({}, 4), ({"formula": "balance"}, 4), ({"formula": "add"}, 2)]
+BARE = [({}, 4), ({"formula": "balance"}, 4), ({"formula": "add"}, 2), ({"writers": "mlp"}, 2)]
+NUMBERS = [(name, *each) for name in ("i2cl", "noise") for each in (*BARE, ({"writers": "hidden"}, 2))]
+VECTORS = [({}, 2 * WIDTH), ({"writers": "mha"}, WIDTH), ({"writers": "hidden"}, WIDTH)]
 
 
 @pytest.mark.parametrize(
-    ("options", "per_layer"), [*PER_LAYER, ({"writers": "mlp"}, 2), ({"writers": "hidden"}, 2)], ids=str
+    ("name", "options", "per_layer"), [*NUMBERS, *(("anchored", *each) for each in VECTORS)], ids=str
 )
-def test_trained_numbers(films, demonstrations, options, per_layer):
-    decoder = made("llama")
-    for name in ("i2cl", "noise"):
-        predictor = fit(name, decoder, films, demonstrations, epochs=0, **options)
-        assert predictor.cost.trained == per_layer * LAYERS
+def test_trained_numbers(films, demonstrations, name, options, per_layer):
+    short = {"steps": 1} if name == "anchored" else {"epochs": 0}
+    predictor = fit(name, made("llama"), films, demonstrations, **short, **options)
+    assert predictor.cost.trained == per_layer * LAYERS
 
 
 def test_the_noise_vector_has_unit_variance_or_the_norm_of_what_it_replaces():
@@ -172,11 +149,8 @@ def test_seeds_fitted_together_are_those_fitted_alone(name, decoder, rows):
 
 
 def test_what_takes_no_steps_together_is_fitted_one_by_one(decoder, rows):
-    for name, options in (
-        ("i2cl_over_icl", {"epochs": 1}),
-        ("i2cl", {"optimizer": "lbfgs"}),
-        ("few_shot", {}),
-    ):
+    alone = {"i2cl_over_icl": {"epochs": 1}, "i2cl": {"optimizer": "lbfgs"}, "few_shot": {}}
+    for name, options in alone.items():
         (method,) = make_methods([name], options)
         assert not method.joint
     found = method.fit_many(decoder, rows, [rows.sample(1, 0), rows.sample(1, 1)], (0, 1))
@@ -248,7 +222,7 @@ def test_every_method_scores_each_text_by_itself_repeats_itself_and_leaves_the_m
 
 
 def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
-    whole = prompts([SHOWN[2][0]])[0]  # all of them, and a query as long as the longest
+    whole = shown_string(films) + films.template.query(SHOWN[2][0])  # and a query as long as the longest
     needed = len(tiny_tokenizer()(whole)["input_ids"])
     decoder = Decoder(tiny_model("llama", max_position_embeddings=needed), tiny_tokenizer())
     assert len(fit("few_shot", decoder, films, demonstrations).shown) == 4
@@ -292,20 +266,10 @@ def test_wrong_names_and_options(names, options, message):
 
 def test_the_table_of_methods_is_complete_and_cannot_be_changed():
     assert set(METHODS) >= {"zero_shot", "few_shot", "few_shot_uncached", "i2cl", "noise"}
-    for name, method in METHODS.items():
-        assert method.name == name
-        assert method.summary
-        assert method.needs
+    assert all(method.name == name for name, method in METHODS.items())
+    assert all(method.summary and method.needs for method in METHODS.values())
     with pytest.raises(TypeError):
         METHODS["mine"] = METHODS["i2cl"]
-
-
-@pytest.mark.parametrize(
-    ("options", "sites", "each"), [({}, 4, 32), ({"writers": "mha"}, 2, 32), ({"writers": "hidden"}, 2, 32)]
-)
-def test_anchored_calibration_counts_the_numbers_that_it_fits(films, demonstrations, options, sites, each):
-    predictor = fit("anchored", made("llama"), films, demonstrations, **options)
-    assert predictor.cost.trained == sites * each
 
 
 def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
@@ -323,11 +287,6 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
 @pytest.mark.parametrize("value", ["inf", float("inf")])
 def test_an_option_that_json_cannot_hold_is_refused(name, option, value):
     one_line(f"option {option}='?inf'?: .*finite number", make_methods, [name], {option: value})
-
-
-def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
-    with pytest.raises(I2CLError, match="injects at every token: leave out positions=last"):
-        fit("i2cl_over_icl", made("llama"), films, demonstrations, positions="last", epochs=1)
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])

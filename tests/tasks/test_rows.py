@@ -78,12 +78,9 @@ def test_fit_and_predict_read_the_same_texts_from_every_format(tmp_path, monkeyp
     assert [query.text for query in read_queries("-", kind)] == texts
 
 
-@pytest.mark.parametrize("content", ["one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n", "\ufeffone\ntwo\n"])
-def test_lines(tmp_path, content):
-    assert texts_of(write(tmp_path, "t.txt", content)) == ["one", "two"]
-
-
-def test_a_line_keeps_its_spaces_and_separators_and_the_kind_given_wins_over_the_ending(tmp_path):
+def test_lines_keep_spaces_and_separators_and_the_kind_given_wins_over_the_ending(tmp_path):
+    for content in ("one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n", "\ufeffone\ntwo\n"):
+        assert texts_of(write(tmp_path, "t.txt", content)) == ["one", "two"]
     path = write(tmp_path, "t.txt", " one\u2028more \ntwo\tx\n")
     assert texts_of(path) == [" one\u2028more ", "two\tx"]
     assert texts_of(write(tmp_path, "t.csv", "text\none\n"), kind="lines") == ["text", "one"]

@@ -148,16 +148,9 @@ def test_every_other_class_can_be_rarer():
     assert sorted(whole.skewed(1).train, key=whole.train.index) == list(whole.train)
 
 
-QUOTAS = [([10, 10], 6, [3, 3]), ([1, 10, 10], 7, [1, 3, 3]), ([1, 2, 10], 100, [1, 2, 10])]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "total", "expected"), [*QUOTAS, ([0, 5], 4, [0, 4]), ([], 4, []), ([3, 3], 0, [0, 0])]
-)
-def test_even_quotas(sizes, total, expected):
-    assert even_quotas(sizes, total, Random(0)) == expected
-
-
-def test_the_remainder_goes_to_different_groups_by_seed():
+def test_quotas_are_even_and_the_remainder_goes_to_different_groups_by_seed():
+    known = [([10, 10], 6, [3, 3]), ([1, 10, 10], 7, [1, 3, 3]), ([1, 2, 10], 100, [1, 2, 10])]
+    for sizes, total, expected in [*known, ([0, 5], 4, [0, 4]), ([], 4, []), ([3, 3], 0, [0, 0])]:
+        assert even_quotas(sizes, total, Random(0)) == expected
     quotas = {tuple(even_quotas([9, 9, 9], 7, Random(seed))) for seed in range(30)}
     assert quotas == {(3, 2, 2), (2, 3, 2), (2, 2, 3)}

@@ -10,7 +10,9 @@ from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor, Wrapper
 from i2cl.methods.calibrated.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
 from i2cl.methods.calibrated.temperature import Temperature
-from i2cl.methods.compressors import CEPE, ICAE, AutoCompressor
+from i2cl.methods.compressors.autocompressor import AutoCompressor
+from i2cl.methods.compressors.cepe import CEPE
+from i2cl.methods.compressors.icae import ICAE
 from i2cl.methods.embeddings import SentenceEmbeddings, SetFit
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, InjectionMethod, Noise

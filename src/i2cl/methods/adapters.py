@@ -3,10 +3,11 @@
 Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of that name.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.context import require_demonstrations
-from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost
+from i2cl.errors import I2CLError, needs
+from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
 from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import Progress, Questions
@@ -50,38 +51,47 @@ class AdaptedDecoder(Decoder):
         self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
 
 
-def fit_adapter(
-    decoder: Decoder,
-    task: Task,
-    demonstrations: Examples,
-    config: "PeftConfig",
-    training: TrainConfig,
-    seed: int,
-    start: dict[str, Tensor] | None = None,
-) -> "AdapterPredictor":
-    """Put an adapter on, train it to predict the demonstrations' labels after their queries, take it off.
-    ``start`` are its first tensors, in place of drawn ones. Raises I2CLError without demonstrations, on one
-    that is none, or on a loss that is not finite.
-    """
-    from peft import get_peft_model_state_dict
+class AdapterMethod(Method):
+    """Trains an adapter on the demonstrations as single queries, with the schedule of the paper."""
 
-    require_demonstrations(task, demonstrations)
-    gold, words = [example.label for example in demonstrations], training.loss == "labels"
-    with adapted(decoder, config, start, seed) as wearing:
-        questions = Questions(wearing, task)
-        queries = questions.queries([example.text for example in demonstrations])
-        labels = [questions.labels] * len(queries)
-        likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
+    needs: ClassVar[str] = "demonstrations, the package peft"
+    formula: ClassVar[str] = "as trained"
+    training: TrainConfig
 
-        def loss(chosen: Sequence[int]) -> Tensor:
-            values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
-            return -values.mean(0, keepdim=True)
+    @abstractmethod
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """The adapter for this model. Raises I2CLError if the model has nothing that it can adapt."""
 
-        parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
-        train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
-        state = get_peft_model_state_dict(wearing.model)
-        kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-    return AdapterPredictor(decoder, task, config, kept)
+    def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
+        """The tensors that training starts from, under PEFT's names; None for what PEFT draws."""
+        return None
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "AdapterPredictor":
+        """Train, keep the adapter's tensors, take it off again. Raises I2CLError without the package peft or
+        demonstrations, on a model that the adapter or its start does not fit, or a loss that is not finite.
+        """
+        needs(self.name, "peft", "peft")
+        from peft import get_peft_model_state_dict
+
+        config, start, training = self.config(decoder), self.start(decoder), self.training
+        require_demonstrations(task, demonstrations)
+        gold, words = [example.label for example in demonstrations], training.loss == "labels"
+        with adapted(decoder, config, start, seed) as wearing:
+            questions = Questions(wearing, task)
+            queries = questions.queries([example.text for example in demonstrations])
+            labels = [questions.labels] * len(queries)
+            likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
+
+            def loss(chosen: Sequence[int]) -> Tensor:
+                values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
+                return -values.mean(0, keepdim=True)
+
+            parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
+            train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
+            state = get_peft_model_state_dict(wearing.model)
+            kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        cost = Cost.of(*kept.values(), trained=sum(one.numel() for one in kept.values()))
+        return AdapterPredictor(decoder, task, config, kept, cost)
 
 
 @uninterrupted
@@ -143,11 +153,7 @@ class AdapterPredictor:
     task: Task
     config: "PeftConfig"
     state: dict[str, Tensor]
-
-    @property
-    def cost(self) -> Cost:
-        """All of the adapter is trained and kept."""
-        return Cost.of(*self.state.values(), trained=sum(one.numel() for one in self.state.values()))
+    cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
@@ -157,17 +163,15 @@ class AdapterPredictor:
 
 def attention_targets(decoder: Decoder) -> list[str]:
     """Names of the query and value projections, or of the fused one; raises I2CLError if none is known."""
-    names = _linear_names(decoder)
     for known in (QUERY_VALUE, *((fused,) for fused in FUSED)):
-        if all(any(_ends(name, one) for name in names) for one in known):
+        if all(_has_linear(decoder, one) for one in known):
             return list(known)
     raise I2CLError(f"no query and value projections are known in {decoder.model.config.model_type!r}")
 
 
 def feed_forward_targets(decoder: Decoder) -> list[str]:
     """Name of the last linear map of the MLP; none where experts hold it in one tensor."""
-    names = _linear_names(decoder)
-    return [known for known in FEED_FORWARD if any(_ends(name, known) for name in names)][:1]
+    return [known for known in FEED_FORWARD if _has_linear(decoder, known)][:1]
 
 
 def has_transposed_weights(decoder: Decoder) -> bool:
@@ -175,11 +179,9 @@ def has_transposed_weights(decoder: Decoder) -> bool:
     return any(isinstance(module, Conv1D) for block in decoder.blocks for module in block.modules())
 
 
-def _linear_names(decoder: Decoder) -> list[str]:
-    return [
-        name for name, module in decoder.blocks[0].named_modules() if isinstance(module, nn.Linear | Conv1D)
-    ]
-
-
-def _ends(name: str, suffix: str) -> bool:
-    return name == suffix or name.endswith(f".{suffix}")
+def _has_linear(decoder: Decoder, called: str) -> bool:
+    """Whether the first block has a linear map of this name."""
+    return any(
+        isinstance(module, nn.Linear | Conv1D) and f".{name}".endswith(f".{called}")
+        for name, module in decoder.blocks[0].named_modules()
+    )

@@ -3,7 +3,6 @@
 Beyond the paper; see `i2cl.core.anchored`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Anchored(Method):
         self,
         decoder: Decoder,
         task: Task,
-        demonstrations: Sequence[Example],
+        demonstrations: Examples,
         seed: int = 0,
         progress: StepProgress | None = None,
         scoring: Scoring = "auto",
@@ -55,9 +54,7 @@ class Anchored(Method):
             decoder, task, demonstrations, self.anchoring, seed=seed, scoring=scoring, progress=progress
         )
 
-    def fit(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Example], seed: int
-    ) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Inject what `injection` finds."""
         injection = self.injection(decoder, task, demonstrations, seed)
         sites = decoder.layers * (2 if self.anchoring.writers == "both" else 1)

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, runtime_checkable
@@ -17,9 +17,10 @@ from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Progress, biased
+from i2cl.models.scoring import Progress, among
 from i2cl.tasks import Examples, Task
 
+T = TypeVar("T")
 M = TypeVar("M", bound=pydantic.BaseModel)
 C = TypeVar("C", bound="Method")
 
@@ -75,16 +76,17 @@ class Predictor(Protocol):
 
 
 @dataclass(frozen=True)
-class BiasedPredictor:
-    """Scores of the method below plus a number for each label, in nats."""
+class MendedPredictor:
+    """Scores of the method below plus a number for each label, in nats, then divided by a temperature."""
 
     below: Predictor
-    bias: Float[Tensor, " labels"]
     cost: Cost
+    bias: Float[Tensor, " labels"] | None = None
+    temperature: float = 1.0
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probabilities over the labels, calibrated and normalised again."""
-        return biased(self.below.scores(texts, progress), self.bias)
+        return among(self.below.scores(texts, progress), self.bias, self.temperature)
 
 
 class Method(ABC):
@@ -187,6 +189,17 @@ def head_cost(head: Any, *more: Float[np.ndarray, " numbers"]) -> Cost:
     return Cost.of(trained, *rest, trained=trained.numel() + rest[0].numel())
 
 
+def in_parts(
+    work: Callable[[Sequence[str]], T], texts: Sequence[str], size: int, progress: Progress | None
+) -> Iterator[T]:
+    """What ``work`` makes of so many texts at a time."""
+    for start in range(0, len(texts), size):
+        some = texts[start : start + size]
+        yield work(some)
+        if progress is not None:
+            progress(len(some))
+
+
 def right_answers(predictor: Predictor, rows: Examples) -> int:
     """How many rows a predictor answers rightly."""
     best = predictor.scores([row.text for row in rows]).argmax(-1)
@@ -227,9 +240,7 @@ class Wrapper(Method):
         return self.below.joint
 
     @abstractmethod
-    def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
-    ) -> Predictor:
+    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """What it makes of the method below once that is fitted; raises I2CLError if it lacks something."""
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:

@@ -1,10 +1,5 @@
 """What a user would do without any LLM: sentence embeddings with a logistic regression, and SetFit.
 
-- `SentenceEmbeddings`: a frozen encoder's vectors. Source: Reimers and Gurevych 2019,
-  https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
-- `SetFit`: the encoder itself is trained on pairs of demonstrations first. Source: Tunstall et al. 2022,
-  https://arxiv.org/abs/2209.11055, and their library, https://huggingface.co/docs/setfit.
-
 Neither asks the decoder: they run where it does. An encoder cuts a text that exceeds its own context.
 """
 
@@ -30,15 +25,13 @@ from pydantic import Field
 from safetensors import SafetensorError
 
 from i2cl.errors import I2CLError, first_line, needs
-from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
+from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, in_parts, require_two_classes
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
 from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.hub import require_reachable
 from i2cl.tasks import Examples, Task
-
-EXTRA = "embeddings"
 
 # The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers.
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -64,7 +57,9 @@ class EmbeddingsConfig(EncoderConfig):
 
 @dataclass(frozen=True)
 class SentenceEmbeddings(Method):
-    """Vectors of unit length from a frozen encoder, then scikit-learn's logistic regression."""
+    """Vectors of unit length from a frozen encoder, then scikit-learn's logistic regression.
+    Source: Reimers and Gurevych 2019, https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
+    """
 
     name: ClassVar[str] = "sentence_embeddings"
     summary: ClassVar[str] = "logistic regression on a sentence encoder's vectors, without the model"
@@ -77,7 +72,7 @@ class SentenceEmbeddings(Method):
         """Fit on the demonstrations' vectors; the decoder is not asked. Raises I2CLError without the extra or
         demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
-        needs(self.name, EXTRA, "sentence_transformers", "sklearn")
+        needs(self.name, "embeddings", "sentence_transformers", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         from sklearn.linear_model import LogisticRegression
 
@@ -90,7 +85,9 @@ class SentenceEmbeddings(Method):
 
 @dataclass(frozen=True)
 class SetFit(Method):
-    """The library with the defaults that it documents; its seed is the run's."""
+    """The encoder is trained on pairs of demonstrations first; the library's own defaults, the run's seed.
+    Source: Tunstall et al. 2022, https://arxiv.org/abs/2209.11055; https://huggingface.co/docs/setfit.
+    """
 
     name: ClassVar[str] = "setfit"
     summary: ClassVar[str] = "a sentence encoder trained on pairs of demonstrations, without the model"
@@ -100,11 +97,10 @@ class SetFit(Method):
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
-        """Train an encoder and its classifier on the demonstrations; the decoder is not asked. Raises
-        I2CLError without the extra or demonstrations of two classes, on an empty text, or if the encoder
-        cannot be loaded.
+        """Train an encoder and its classifier on the demonstrations. Raises I2CLError without the extra or
+        demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
         """
-        needs(self.name, EXTRA, "setfit", "datasets", "accelerate", "sklearn")
+        needs(self.name, "embeddings", "setfit", "datasets", "accelerate", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         require_texts([example.text for example in demonstrations])
         encoder = load_encoder(self.config.encoder, str(decoder.device))
@@ -169,12 +165,8 @@ def embed(
 ) -> Float[np.ndarray, "texts d"]:
     """Vectors of unit length by a ``SentenceTransformer``, in float32. Raises I2CLError on an empty text."""
     require_texts(texts)
-    parts = []
-    for start in range(0, len(texts), AT_ONCE):
-        some = list(texts[start : start + AT_ONCE])
-        parts.append(encoder.encode(some, normalize_embeddings=True, show_progress_bar=False))
-        if progress is not None:
-            progress(len(some))
+    encode = partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
+    parts = list(in_parts(encode, list(texts), AT_ONCE, progress))
     return np.concatenate(parts) if parts else np.empty((0, 0))
 
 
@@ -211,9 +203,8 @@ _frozen_encoder = lru_cache(maxsize=1)(load_encoder)  # one that several fits sh
 
 
 def encoder_source(name: str) -> str:
-    """Where the encoder of a name is: a folder, or the hub id that was given. Raises I2CLError if the package
-    that holds ``minilm`` is not installed, a folder is not there or holds no encoder, or the hub does not
-    answer.
+    """Where the encoder of a name is: a folder, or the hub id that was given. Raises I2CLError without the
+    package that holds ``minilm``, on a folder that is not there or is none, or if the hub does not answer.
     """
     if name == MINILM:
         archive = _archive()

@@ -1,20 +1,10 @@
-"""I2CL, and its variants, which change what the vector or the coefficients come from.
-
-- `I2CL`: context vector, calibration, injection (paper, section "Methodology").
-- `Noise`: a Gaussian vector in place of the context vector (paper, "Noise Vector").
-- `I2CLUnseen`: coefficients from one set of demonstrations, context vector from another (paper, section
-  "Linear Coefficients Are Generalizable").
-- `I2CLCorrupted`: demonstrations corrupted in one of its two stages, which shows what each stage takes
-  from them (paper, section "Influencing Factors of the Context Vector Generation").
-- `I2CLOverICL`: the demonstrations stay in the prompt during calibration and prediction (paper,
-  appendix "Apply I2CL over ICL").
-"""
+"""I2CL, and its variants, which change what the vector or the coefficients come from."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import pydantic
 import torch
@@ -103,8 +93,7 @@ class InjectionMethod(Method):
         return PromptPredictor(questions, shown, prefix, injection.edit(), cost)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What one seed is calibrated on; ``injected`` is what predicts, where that is another vector."""
 
     task: Task
@@ -116,7 +105,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class I2CL(InjectionMethod):
-    """A context vector injected with calibrated coefficients. Several seeds are calibrated together."""
+    """A context vector injected with calibrated coefficients. Several seeds are calibrated together.
+    Source: paper, section "Methodology".
+    """
 
     name: ClassVar[str] = "i2cl"
     summary: ClassVar[str] = "context vector injected with calibrated coefficients"
@@ -142,8 +133,7 @@ class I2CL(InjectionMethod):
         scoring: Scoring = "auto",
     ) -> Injection:
         """Extract and calibrate."""
-        plan = self.plan(decoder, task, demonstrations, seed)
-        seen = plan.task, plan.demonstrations, plan.context
+        seen = self.plan(decoder, task, demonstrations, seed)[:3]
         return calibrate(decoder, *seen, self.calibration, seed=seed, scoring=scoring, progress=progress)
 
     def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
@@ -163,8 +153,7 @@ class I2CL(InjectionMethod):
         questions = Questions(decoder, task)  # the real task, whatever calibration sees
         pairs = zip(demonstrations, seeds, strict=True)
         plans = [self.plan(decoder, task, shown, seed) for shown, seed in pairs]
-        parts = ("task", "demonstrations", "context")
-        tasks, shown, contexts = ([getattr(plan, part) for plan in plans] for part in parts)
+        tasks, shown, contexts = zip(*(plan[:3] for plan in plans), strict=True)
         injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
         predictors = []
         for plan, injection in zip(plans, injections, strict=True):
@@ -175,7 +164,7 @@ class I2CL(InjectionMethod):
 
 @dataclass(frozen=True)
 class Noise(I2CL):
-    """The control that tells what the context vector itself contributes."""
+    """The control that tells what the context vector itself contributes (paper, "Noise Vector")."""
 
     name: ClassVar[str] = "noise"
     summary: ClassVar[str] = "I2CL with a Gaussian vector in place of the context vector"
@@ -191,7 +180,9 @@ class Noise(I2CL):
 
 @dataclass(frozen=True)
 class I2CLUnseen(I2CL):
-    """Coefficients are calibrated on the demonstrations; as many others make the vector that is injected."""
+    """Coefficients are calibrated on the demonstrations; as many others make the vector that is injected.
+    Source: paper, section "Linear Coefficients Are Generalizable".
+    """
 
     name: ClassVar[str] = "i2cl_unseen"
     summary: ClassVar[str] = "I2CL whose injected vector comes from other demonstrations"
@@ -208,7 +199,9 @@ class I2CLUnseen(I2CL):
 
 @dataclass(frozen=True)
 class I2CLCorrupted(I2CL):
-    """Extracts from corrupted demonstrations and calibrates on intact ones, or the other way round."""
+    """Extracts from corrupted demonstrations and calibrates on intact ones, or the other way round.
+    Source: paper, section "Influencing Factors of the Context Vector Generation".
+    """
 
     name: ClassVar[str] = "i2cl_corrupted"
     summary: ClassVar[str] = "I2CL with demonstrations corrupted in one of its two stages"
@@ -225,7 +218,9 @@ class I2CLCorrupted(I2CL):
 
 @dataclass(frozen=True)
 class I2CLOverICL(InjectionMethod):
-    """Injects at every token, demonstrations included; their injected keys and values are cached once."""
+    """Injects at every token, demonstrations included; their injected keys and values are cached once.
+    Source: paper, appendix "Apply I2CL over ICL".
+    """
 
     name: ClassVar[str] = "i2cl_over_icl"
     summary: ClassVar[str] = "I2CL with the demonstrations still in the prompt"
@@ -233,9 +228,8 @@ class I2CLOverICL(InjectionMethod):
     formula: ClassVar[str] = "2MDL + 2DL"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Extract, then calibrate behind the demonstrations. Raises I2CLError if not even one demonstration
-        per class fits into the context, or on positions other than all: in front of a cache nothing tells
-        which tokens are a query's first or last.
+        """Extract, then calibrate behind the demonstrations. Raises I2CLError if not one per class fits, or
+        on positions other than all: in front of a cache nothing tells a query's first or last token.
         """
         if self.calibration.positions != "all":
             cure = f"leave out positions={self.calibration.positions}"

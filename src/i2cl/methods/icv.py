@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
@@ -22,7 +23,7 @@ from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import Questions, in_order
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -68,16 +69,13 @@ class AddPreservingNorm(Edit):
         if self.released and index == 0:
             return None
         state = output.float()  # half precision would round more than a small strength adds
-        norm = state.norm(dim=-1, keepdim=True)
-        unit = state / norm.clamp(min=1e-12)
+        unit = normalize(state, dim=-1)
         direction = self.directions[layer].to(output.device)
         added = self.strength * direction
         if self.released:
             added = added * (1 - (unit @ direction).clamp(max=0))[..., None]
-        turned = unit + added
-        turned = turned / turned.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        states: Tensor = (norm * turned).to(output.dtype)
-        return states
+        states: Tensor = state.norm(dim=-1, keepdim=True) * normalize(unit + added, dim=-1)
+        return states.to(output.dtype)
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def directions(
     else:
         first, projected = _first(joint)
         axis = first if projected.sum() >= 0 else -first
-    return torch.nn.functional.normalize(axis.view(difference.shape[1:]), dim=-1)
+    return normalize(axis.view(difference.shape[1:]), dim=-1)
 
 
 def _first(rows: Float[Tensor, "rows wide"]) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:
@@ -148,10 +146,8 @@ def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts laye
     front = _front(decoder)
     limit = None if decoder.max_length is None else decoder.max_length - len(front)
     ids = [front + row for row in decoder.encoder.fitted(str, texts, limit)]
-    states = torch.empty(len(ids), decoder.layers, decoder.d_model)
-    for batch, captured in decoder.run_batches(ids, partial(decoder.capture, site="hidden")):
-        states[list(batch.rows)] = captured[:, :, 0]
-    return states
+    captured = decoder.run_batches(ids, partial(decoder.capture, site="hidden"))
+    return in_order((batch.rows, states[:, :, 0]) for batch, states in captured)
 
 
 def _front(decoder: Decoder) -> Ids:

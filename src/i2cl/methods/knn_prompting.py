@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
+from i2cl.methods.base import Cost, Method, in_parts
+from i2cl.methods.prompts import PromptPredictor, few_shot_prompt
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
@@ -47,14 +47,10 @@ class KNNPrompting(Method):
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "KNNPredictor":
         """Keep each anchor's distribution. Raises I2CLError on too few examples, or too small a context."""
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
-        questions = Questions(decoder, task)
-        pairs = fitting(questions, demonstrations)
-        ids = shared_ids(questions, pairs)
-        prefix = decoder.prefix(ids) if ids else None
-        prompt = PromptPredictor(questions, pairs, prefix)
+        prompt = few_shot_prompt(Questions(decoder, task), demonstrations)
         kept = prompt.distributions([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
-        cost = Cost.of(kept, prefix, held_out=len(held_out))
+        cost = prompt.cost + Cost.of(kept, held_out=len(held_out))
         return KNNPredictor(prompt, kept, labels, self.config, cost)
 
 
@@ -70,13 +66,8 @@ class KNNPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Share of the votes, plus a tie-break smaller than one vote for the nearest anchor's label."""
-        parts = [texts[start : start + AT_ONCE] for start in range(0, len(texts), AT_ONCE)]
-        found = [torch.empty(0, len(self.prompt.questions.task.labels))]
-        for part in parts:
-            found.append(self._votes(part))
-            if progress is not None:
-                progress(len(part))
-        return torch.cat(found)
+        none = torch.empty(0, len(self.prompt.questions.task.labels))
+        return torch.cat([none, *in_parts(self._votes, texts, AT_ONCE, progress)])
 
     def _votes(self, texts: Sequence[str]) -> Float[Tensor, "texts labels"]:
         query = self.prompt.distributions(texts)

@@ -24,9 +24,8 @@ class LabelAnchor(Method):
     formula: ClassVar[str] = "2(M/K)DL"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Run all demonstrations once and keep the anchors' entries. Raises I2CLError if not even one
-        demonstration per class fits into the context, the tokenizer cannot tell where in the text a token
-        stands, or the model caches more than keys and values.
+        """Run all demonstrations once and keep the anchors' entries. Raises I2CLError if not one per class
+        fits, the tokenizer cannot tell where a token stands, or the model caches more than keys and values.
         """
         questions = Questions(decoder, task)
         pairs = fitting(questions, demonstrations)
@@ -62,5 +61,4 @@ def anchors(decoder: Decoder, task: Task, pairs: Shown, count: int) -> tuple[int
         for left, right in decoder.encoder.spans(prompt)
     ]
     front = len(decoder.encoder.front)
-    kept = [place for place in range(count) if place < front or not inside[place - front]]
-    return tuple(kept)
+    return tuple(place for place in range(count) if place < front or not inside[place - front])

@@ -132,8 +132,7 @@ def _best(
 
 def _features(states: Float[Tensor, "texts tokens d"], tokens: Tokens) -> Float[np.ndarray, "texts _"]:
     """What a classifier is given: of the query's last token, the text's mean, or both."""
-    features = {"last": states[:, 0], "mean": states[:, -1], "both": states.flatten(1)}[tokens]
-    return features.numpy()
+    return {"last": states[:, 0], "mean": states[:, -1], "both": states.flatten(1)}[tokens].numpy()
 
 
 class KeepPooled(Edit):

@@ -1,16 +1,6 @@
 """Parameter-efficient fine-tuning on the demonstrations: four adapters of the PEFT library.
 
-Source: paper, appendix "Implementation of Baseline Methods", and of each:
-
-- `LoRA`, low-rank changes of the query and value projections: Hu et al. 2022,
-  https://arxiv.org/abs/2106.09685.
-- `IA3`, learned scales of queries, values and the feed-forward layer's inner activations: Liu et al.
-  2022, https://arxiv.org/abs/2205.05638 (there keys and values are scaled, in the paper queries and values).
-- `PromptTuning`, learned token embeddings in front of the query: Lester et al. 2021,
-  https://arxiv.org/abs/2104.08691 (the paper's 4.10K parameters are one token at width 4096).
-- `PrefixTuning`, learned keys and values of virtual tokens in every layer: Li and Liang 2021,
-  https://arxiv.org/abs/2101.00190. It is the paper's text on prompt tuning ("one extra learnable token
-  per layer"), which its parameter count contradicts.
+Source: paper, appendix "Implementation of Baseline Methods".
 """
 
 from abc import abstractmethod
@@ -23,42 +13,15 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.errors import I2CLError, needs, require_whole
+from i2cl.errors import I2CLError, require_whole
 from i2cl.methods import adapters
-from i2cl.methods.adapters import AdapterPredictor
-from i2cl.methods.base import Method
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import holds_keys_alone
 from i2cl.models.training import TrainConfig
-from i2cl.tasks import Examples, Task
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-
-
-class AdapterMethod(Method):
-    """Trains an adapter on the demonstrations as single queries, with the schedule of the paper."""
-
-    needs: ClassVar[str] = "demonstrations, the package peft"
-    formula: ClassVar[str] = "as trained"
-    training: TrainConfig
-
-    @abstractmethod
-    def config(self, decoder: Decoder) -> "PeftConfig":
-        """The adapter for this model. Raises I2CLError if the model has nothing that it can adapt."""
-
-    def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
-        """The tensors that training starts from, under PEFT's names; None for what PEFT draws."""
-        return None
-
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> AdapterPredictor:
-        """Train, keep the adapter's tensors, take it off again. Raises I2CLError without the package peft, on
-        a model that the adapter or its start does not fit, or on a loss that is not finite.
-        """
-        needs(self.name, "peft", "peft")
-        config, start = self.config(decoder), self.start(decoder)
-        return adapters.fit_adapter(decoder, task, demonstrations, config, self.training, seed, start)
 
 
 class AdapterSettings(TrainConfig):
@@ -86,8 +49,10 @@ class VirtualTokenSettings(TrainConfig):
 
 
 @dataclass(frozen=True)
-class LoRA(AdapterMethod):
-    """Where query, key and value are one projection, all three are adapted."""
+class LoRA(adapters.AdapterMethod):
+    """Where query, key and value are one projection, all three are adapted.
+    Source: Hu et al. 2022, https://arxiv.org/abs/2106.09685.
+    """
 
     name: ClassVar[str] = "lora"
     summary: ClassVar[str] = "low-rank changes of query and value projections"
@@ -109,8 +74,10 @@ class LoRA(AdapterMethod):
 
 
 @dataclass(frozen=True)
-class IA3(AdapterMethod):
-    """Where query, key and value are one projection, all three are scaled."""
+class IA3(adapters.AdapterMethod):
+    """Where query, key and value are one projection, all three are scaled. Source: Liu et al. 2022,
+    https://arxiv.org/abs/2205.05638 (there keys and values are scaled, in the paper queries and values).
+    """
 
     name: ClassVar[str] = "ia3"
     summary: ClassVar[str] = "scales of query, value and feed-forward activations"
@@ -130,10 +97,34 @@ class IA3(AdapterMethod):
         )
 
 
-class VirtualTokenMethod(AdapterMethod):
+class VirtualTokenMethod(adapters.AdapterMethod):
     """Trains virtual tokens in front of the query."""
 
+    kind: ClassVar[str]
     training: VirtualTokenSettings
+
+    def config(self, decoder: Decoder) -> "PeftConfig":
+        """PEFT is told a model's sizes, whose names it does not know in every family.
+        Raises I2CLError on virtual tokens that leave a query no place, or a model that caches other things.
+        """
+        import peft
+
+        count, most = self.training.virtual_tokens, decoder.max_length
+        if most is not None and count >= most:
+            raise I2CLError(f"virtual_tokens is {count}, but the context holds {most} tokens: take fewer")
+        heads, width = self.shape(decoder)
+        config: PeftConfig = getattr(peft, self.kind)(
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=count,
+            num_layers=decoder.layers,
+            num_attention_heads=heads,
+            token_dim=heads * width,
+        )
+        return config
+
+    @abstractmethod
+    def shape(self, decoder: Decoder) -> tuple[int, int]:
+        """Heads and their width, of what is trained."""
 
     def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
         """What the tokens of `start_text` are to the model; raises I2CLError on a text without any."""
@@ -147,12 +138,6 @@ class VirtualTokenMethod(AdapterMethod):
         tokens = tuple(islice(cycle(ids), self.training.virtual_tokens))
         return {"prompt_embeddings": self.embeddings(decoder, tokens)}
 
-    def require_room(self, decoder: Decoder) -> None:
-        """Refuse virtual tokens that leave a query no place. Raises I2CLError naming both numbers."""
-        count, most = self.training.virtual_tokens, decoder.max_length
-        if most is not None and count >= most:
-            raise I2CLError(f"virtual_tokens is {count}, but the context holds {most} tokens: take fewer")
-
     @abstractmethod
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
         """The numbers that stand for these tokens."""
@@ -160,26 +145,20 @@ class VirtualTokenMethod(AdapterMethod):
 
 @dataclass(frozen=True)
 class PromptTuning(VirtualTokenMethod):
-    """Virtual tokens at the input only, from a random start unless a text is given."""
+    """Virtual tokens at the input only, from a random start unless a text is given. Source: Lester et al.
+    2021, https://arxiv.org/abs/2104.08691 (the paper's 4.10K parameters are one token at width 4096).
+    """
 
     name: ClassVar[str] = "prompt_tuning"
     summary: ClassVar[str] = "learned token embedding in front of the query"
     row: ClassVar[str] = "Soft-prompt / Prompt-tuning"
+    kind: ClassVar[str] = "PromptTuningConfig"
     settings = (VirtualTokenSettings,)
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
-    def config(self, decoder: Decoder) -> "PeftConfig":
-        """Any model will do. PEFT is told its sizes, whose names it does not know in every family."""
-        from peft import PromptTuningConfig
-
-        self.require_room(decoder)
-        return PromptTuningConfig(
-            task_type="CAUSAL_LM",
-            num_virtual_tokens=self.training.virtual_tokens,
-            num_layers=decoder.layers,
-            num_attention_heads=1,  # asked for, and not used
-            token_dim=decoder.embed((0,)).shape[-1],
-        )
+    def shape(self, decoder: Decoder) -> tuple[int, int]:
+        """Heads are asked for, and not used."""
+        return 1, decoder.embed((0,)).shape[-1]
 
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens d"]:
         """Input embeddings."""
@@ -188,32 +167,20 @@ class PromptTuning(VirtualTokenMethod):
 
 @dataclass(frozen=True)
 class PrefixTuning(VirtualTokenMethod):
-    """Virtual tokens in every layer, trained directly without a reparametrising network."""
+    """Virtual tokens in every layer, trained directly without a reparametrising network.
+    Source: Li and Liang 2021, https://arxiv.org/abs/2101.00190. It is the paper's text on prompt tuning ("one
+    extra learnable token per layer"), which its parameter count contradicts.
+    """
 
     name: ClassVar[str] = "prefix_tuning"
     summary: ClassVar[str] = "learned key and value of a virtual token in every layer"
     row: ClassVar[str] = "Prompt-tuning (as the text has it)"
+    kind: ClassVar[str] = "PrefixTuningConfig"
     settings = (VirtualTokenSettings,)
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
-    def config(self, decoder: Decoder) -> "PeftConfig":
-        """As many heads, and as wide, as the model's keys have.
-        Raises I2CLError on a model whose keys and values differ in shape, or that caches more than these.
-        """
-        from peft import PrefixTuningConfig
-
-        self.require_room(decoder)
-        heads, width = self.shape(decoder)
-        return PrefixTuningConfig(
-            task_type="CAUSAL_LM",
-            num_virtual_tokens=self.training.virtual_tokens,
-            num_layers=decoder.layers,
-            num_attention_heads=heads,
-            token_dim=heads * width,
-        )
-
     def shape(self, decoder: Decoder) -> tuple[int, int]:
-        """Heads and their width, of the keys and values of every layer."""
+        """Of the keys and values of every layer; raises I2CLError where they differ, or more is cached."""
         held = self.cached(decoder, (0,)) if holds_keys_alone(decoder.model.config) else []
         shapes = {(each.shape[0], each.shape[2]) for each in held}
         config = decoder.model.config

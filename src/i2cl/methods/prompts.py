@@ -2,10 +2,11 @@
 
 import warnings
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import torch
 from jaxtyping import Float
@@ -26,7 +27,7 @@ from i2cl.models.scoring import (
     require_finite,
     score,
 )
-from i2cl.tasks import Examples, Task
+from i2cl.tasks import Examples
 
 Shown = tuple[tuple[str, str], ...]  # demonstrations as (text, label word), in the order of a prompt
 
@@ -44,9 +45,8 @@ class PromptPredictor:
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word."""
         decoder, labels = self.questions.decoder, self.questions.labels
-        prompts = encode_prompts(self.questions, self.shown, texts)
-        scores = torch.empty(len(prompts), len(labels.ids))
-        for rows, queries, prefix in self._parts(prompts):
+        scores = torch.empty(len(texts), len(labels.ids))
+        for rows, queries, prefix in self._parts(texts):
             scores[rows] = score(decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
         require_finite(scores, decoder)
         return scores
@@ -54,16 +54,16 @@ class PromptPredictor:
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Log-probability of every token behind each prompt."""
         decoder, edit = self.questions.decoder, self.edit
-        parts = self._parts(encode_prompts(self.questions, self.shown, texts))
         return in_order(
             (rows, next_token_log_probabilities(decoder, queries, edit=edit, prefix=prefix))
-            for rows, queries, prefix in parts
+            for rows, queries, prefix in self._parts(texts)
         )
 
-    def _parts(self, prompts: list[Ids]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
+    def _parts(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
         """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
-        start = len(self.prefix.ids) if self.prefix else 0
+        prompts = encode_prompts(self.questions, self.shown, texts)
         shared = self.prefix.ids if self.prefix else ()
+        start = len(shared)
         fits = [row for row, ids in enumerate(prompts) if ids[:start] == shared and len(ids) > start]
         rest = sorted(set(range(len(prompts))) - set(fits))
         if fits:
@@ -89,22 +89,25 @@ def few_shot_prompt(
 def fitting(questions: Questions, demonstrations: Examples) -> Shown:
     """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
     Room is kept for a query as long as the longest demonstration. Warns where fewer are shown. Raises
-    I2CLError if not even one per class fits, naming tokens needed and available; or on a label or a text that
-    is none.
+    I2CLError if not one per class fits, naming tokens needed and available; or a label or text that is none.
     """
     require_labels(questions.task, demonstrations)
     task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
-    demonstrations = [replace(one, text=encoder.literal(one.text)) for one in demonstrations]
-    counts = Counter(example.label for example in demonstrations)
-    most = max(counts.values(), default=0)
-    longest = max((example.text for example in demonstrations), key=len, default="")
+    ranks: defaultdict[int, Iterator[int]] = defaultdict(partial(count, 1))  # of each label's demonstrations
+    pairs = [(encoder.literal(one.text), task.labels[one.label]) for one in demonstrations]
+    ranked = [(next(ranks[one.label]), pair) for one, pair in zip(demonstrations, pairs, strict=True)]
+    most = max((rank for rank, _ in ranked), default=0)
+    longest = max((text for text, _ in pairs), key=len, default="")
+
+    def first(per_class: int) -> Shown:
+        return tuple(pair for rank, pair in ranked if rank <= per_class)
 
     def needed(per_class: int) -> int:
-        prompt = task.template.prompt(_first_of_each(task, demonstrations, per_class), longest)
+        prompt = task.template.prompt(first(per_class), longest)
         return len(encoder([prompt])[0]) + questions.labels.room
 
     if limit is None or needed(most) <= limit:
-        return _first_of_each(task, demonstrations, most)
+        return first(most)
     fits = bisect_right(range(1, most + 1), limit, key=needed)
     if fits == 0:
         raise I2CLError(
@@ -117,17 +120,7 @@ def fitting(questions: Questions, demonstrations: Examples) -> Shown:
         TruncationWarning,
         stacklevel=3,
     )
-    return _first_of_each(task, demonstrations, fits)
-
-
-def _first_of_each(task: Task, demonstrations: Examples, per_class: int) -> Shown:
-    seen: Counter[int] = Counter()
-    chosen: list[tuple[str, str]] = []
-    for example in demonstrations:
-        seen[example.label] += 1
-        if seen[example.label] <= per_class:
-            chosen.append((example.text, task.labels[example.label]))
-    return tuple(chosen)
+    return first(fits)
 
 
 def encode_prompts(questions: Questions, demonstrations: Shown, texts: Sequence[str]) -> list[Ids]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
@@ -34,9 +34,7 @@ class ReplaceLast(Edit):
 
     def output(self, layer: int, _index: int, output: States, batch: Batch) -> States | None:
         """The replacement at one token of one layer."""
-        if layer != self.layer:
-            return None
-        return torch.where(_last(output, batch), self.state.to(output.device, output.dtype), output)
+        return _with_last(output, batch, self.state) if layer == self.layer else None
 
 
 class ReplaceEach(Edit):
@@ -50,13 +48,13 @@ class ReplaceEach(Edit):
     def output(self, layer: int, _index: int, output: States, batch: Batch) -> States:
         """The replacement at one token of those rows that run this query."""
         rows = torch.tensor([row == layer for row in batch.rows], device=output.device)
-        state = self.states[layer].to(output.device, output.dtype)
-        return torch.where(_last(output, batch) & rows[:, None, None], state, output)
+        return torch.where(rows[:, None, None], _with_last(output, batch, self.states[layer]), output)
 
 
-def _last(output: States, batch: Batch) -> Bool[Tensor, "batch tokens 1"]:
+def _with_last(output: States, batch: Batch, state: Float[Tensor, " d"]) -> States:
     tokens = torch.arange(output.shape[1], device=output.device)
-    return (tokens == batch.last.to(output.device)[:, None])[..., None]
+    last = tokens == batch.last.to(output.device)[:, None]
+    return torch.where(last[..., None], state.to(output.device, output.dtype), output)
 
 
 @dataclass(frozen=True)

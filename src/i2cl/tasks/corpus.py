@@ -6,7 +6,7 @@ alone never tells which task is meant: eight tasks share each set of label words
 held-out combination never occur in training.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
@@ -16,10 +16,7 @@ TEMPLATE = "{text}\nAnswer: {label}"
 SEPARATOR = "\n"
 HELD_OUT_MODULUS = 5
 
-TRAIN_ROWS = 2000
-TEST_ROWS = 1000
-TRAIN_SEED = 1
-TEST_SEED = 2
+SPLITS = {"train": (2000, 1), "test": (1000, 2)}  # rows, and the seed that draws them
 
 DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
 """What `i2cl demo` shows: three attributes, both sets of label words."""
@@ -127,8 +124,6 @@ def render(rng: Random, words: dict[str, str], pattern: str | None = None) -> st
 
 def examples(task: ReferenceTask, split: str, n: int, seed: int) -> list[tuple[str, int]]:
     """`n` class-balanced examples of a split: "test" has only held-out combinations, "train" none."""
-    if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
     rng = Random(f"{task.name}/{split}/{seed}")
     classes = [index % len(task.labels) for index in range(n)]
     rng.shuffle(classes)
@@ -141,26 +136,19 @@ def examples(task: ReferenceTask, split: str, n: int, seed: int) -> list[tuple[s
 
 def describe() -> list[Task]:
     """The reference model's tasks without rows."""
-    return [_task(spec) for spec in TASKS]
+    template = Template(TEMPLATE, SEPARATOR)
+    return [
+        Task(spec.name, spec.labels, template, description=spec.description, group="reference")
+        for spec in TASKS
+    ]
 
 
 @cache
 def load(name: str) -> Task | None:
     """One of them with its rows, or None. The test split has only word combinations kept out of training."""
-    spec = next((spec for spec in TASKS if spec.name == name), None)
-    if spec is None:
-        return None
-    splits = (("train", TRAIN_ROWS, TRAIN_SEED), ("test", TEST_ROWS, TEST_SEED))
-    return _task(spec, *(tuple(Example(*row) for row in examples(spec, *split)) for split in splits))
-
-
-def _task(spec: ReferenceTask, train: tuple[Example, ...] = (), test: tuple[Example, ...] = ()) -> Task:
-    return Task(
-        name=spec.name,
-        labels=spec.labels,
-        template=Template(TEMPLATE, SEPARATOR),
-        train=train,
-        test=test,
-        description=spec.description,
-        group="reference",
-    )
+    for spec, task in zip(TASKS, describe(), strict=True):
+        if spec.name == name:
+            drawn = (examples(spec, split, *size) for split, size in SPLITS.items())
+            train, test = (tuple(Example(*row) for row in rows) for rows in drawn)
+            return replace(task, train=train, test=test)
+    return None

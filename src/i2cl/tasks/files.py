@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -55,7 +56,11 @@ def encoding_of(lines: Iterable[bytes]) -> str:
         if number == 0 and line.startswith(codecs.BOM_UTF8):
             return UTF_8
         if not line.isascii():
-            return next((name for name in (UTF_8, WINDOWS) if _holds(line, name)), UTF_8)
+            for name in (UTF_8, WINDOWS):
+                with suppress(UnicodeDecodeError):
+                    line.decode(name)
+                    return name
+            break
     return UTF_8
 
 
@@ -74,14 +79,6 @@ def decoded(lines: Iterable[bytes], where: str, encoding: str = UTF_8) -> Iterat
             raise RowError(f"{what}: save the file as UTF-8") from error
         before += len(line)
         yield text.removeprefix("\ufeff") if number == 1 else text
-
-
-def _holds(line: bytes, encoding: str) -> bool:
-    try:
-        line.decode(encoding)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _of_utf_16(lines: Iterable[bytes], where: str) -> Iterator[str]:

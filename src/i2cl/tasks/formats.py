@@ -74,7 +74,11 @@ class Columns:
 def rows_or_errors(
     source: str, columns: Columns, kind: RowFormat | None = None
 ) -> Generator[Row | RowError, None, None]:
-    """As `read_rows`, but a row that cannot be read comes as its error, and the rows behind it come too."""
+    """Rows of a file, or of stdin for ``-``, one at a time, their values unchecked; or the errors of such.
+    Without a kind, the file's ending says how rows are written. Raises I2CLError if the file cannot be
+    opened, and RowError on one without rows, lines that look like another format, bytes that are no text,
+    broken CSV or JSON, a column that is not there.
+    """
     ending = Path(source).suffix.lower().removeprefix(".")
     known = kind or (ending if ending in _READERS else None)
     read = _READERS[known or "lines"]
@@ -99,7 +103,7 @@ def rows_or_errors(
         else:
             encoding = encoding_of(handle)
             handle.seek(0)
-        if encoding == WINDOWS and known in _ALWAYS_UTF_8:
+        if encoding == WINDOWS and known in {"jsonl", "json"}:  # which are always UTF-8
             encoding = UTF_8
         for row in read(lines(content, encoding), columns, _Source(where, encoding)):
             any_row = True
@@ -222,8 +226,7 @@ def _jsonl_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iter
     source.tell()
     for number, line in enumerate(lines, start=1):
         if not line.isspace():
-            place = f"{source.name} line {number}"
-            yield _or_error(_line_row, line, columns, place)
+            yield _object_row(f"{source.name} line {number}", columns, line, parse=True)
 
 
 def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row | RowError]:
@@ -236,34 +239,25 @@ def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Itera
     if not isinstance(records, list):
         raise RowError(f"{source.name}: holds a JSON {type(records).__name__}: write a list of objects")
     for number, record in enumerate(records, start=1):
-        yield _or_error(_object_row, record, columns, f"{source.name} item {number}")
+        yield _object_row(f"{source.name} item {number}", columns, record)
 
 
-def _or_error(
-    read: Callable[[Any, Columns, str], Row], given: Any, columns: Columns, place: str
-) -> Row | RowError:
+def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = False) -> Row | RowError:
     try:
-        return read(given, columns, place)
+        record = _parsed(record, place, "correct that line") if parse else record
+        if not isinstance(record, dict):
+            raise RowError.at(place, f"{shown(record)} is not an object: write {{{columns.text!r}: ...}}")
+        columns.require(list(record), place)
     except RowError as error:
         return error
+    return Row(place, tuple(record[column] for column in columns.names))
 
 
-def _line_row(line: str, columns: Columns, place: str) -> Row:
-    return _object_row(_parsed(line, place), columns, place)
-
-
-def _parsed(content: str, place: str, cure: str = "correct that line") -> Any:
+def _parsed(content: str, place: str, cure: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RowError.at(place, f"bad JSON ({error}): {cure}") from error
-
-
-def _object_row(record: object, columns: Columns, place: str) -> Row:
-    if not isinstance(record, dict):
-        raise RowError.at(place, f"{shown(record)} is not an object: write {{{columns.text!r}: ...}}")
-    columns.require(list(record), place)
-    return Row(place, tuple(record[column] for column in columns.names))
 
 
 _READERS: dict[str, Callable[[Iterator[str], Columns, _Source], Iterator[Row | RowError]]] = {
@@ -273,7 +267,6 @@ _READERS: dict[str, Callable[[Iterator[str], Columns, _Source], Iterator[Row | R
     "jsonl": _jsonl_rows,
     "json": _json_rows,
 }
-_ALWAYS_UTF_8 = ("jsonl", "json")
 
 
 def shown(value: object, *, bare: bool = False) -> str:

@@ -36,13 +36,12 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
             present = ", ".join(dataset.column_names)
             problem = f"no column {column!r}, the columns are {present}"
             raise I2CLError(f"{source.dataset} {split}: {problem}: correct the [hub] table")
-    ids = {old: new for new, old in enumerate(source.keep_labels)} if source.keep_labels is not None else None
-    lookup = LabelLookup(labels)
+    lookup, kept = LabelLookup(labels), source.keep_labels
     rows = []
     for text, label in zip(dataset[source.text], dataset[source.label], strict=True):
-        if ids is not None and label not in ids:
+        if kept is not None and label not in kept:
             continue
-        index = lookup.find(label) if ids is None else ids[label]
+        index = lookup.find(label) if kept is None else kept.index(label)
         if index is None:
             problem = f"label {label!r} is not one of {lookup.allowed()}"
             raise I2CLError(f"{source.dataset} {split}: {problem}: correct the [hub] table")

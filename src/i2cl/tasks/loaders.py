@@ -3,23 +3,24 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks import corpus
 from i2cl.tasks.formats import ROW_SUFFIXES
 from i2cl.tasks.hub import load_hub
 from i2cl.tasks.rows import read_examples, read_labelled
-from i2cl.tasks.schema import TaskSpec, read_spec
+from i2cl.tasks.schema import HubSource, TaskSpec, read_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
-from i2cl.tasks.synthetic import describe_synthetic, synthetic_task
+from i2cl.tasks.synthetic import synthetic_task
 from i2cl.tasks.task import Example, Task, Template
 from i2cl.tasks.template import DEFAULT
 
 BUILTIN = Path(__file__).parent / "builtin"
 
 DATA_DIR_VARIABLE = "I2CL_DATA_DIR"
-Split = tuple[Example, ...]
 StrPath = str | os.PathLike[str]
 
 PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
@@ -43,13 +44,7 @@ def builtin_spec(name: str) -> TaskSpec:
 def list_tasks() -> list[Task]:
     """Every known task without rows: the paper's, others of the hub, bundled ones, then made ones."""
     named = [builtin_spec(name).to_task(group=group) for group, names in GROUPS.items() for name in names]
-    return [*named, describe_synthetic(), *corpus.describe()]
-
-
-def unknown_task(name: str) -> I2CLError:
-    """The error for a name that no task has, with the closest ones."""
-    hint = did_you_mean(name, (task.name for task in list_tasks()))
-    return I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
+    return [*named, synthetic_task().without_data(), *corpus.describe()]
 
 
 def load_task(
@@ -77,10 +72,13 @@ def load_task(
     path = Path(name_or_path)
     suffix = path.suffix.lower()
     if suffix in ROW_SUFFIXES:
-        test_file = None if test_path is None else Path(test_path)
-        return _load_rows_file(
-            path, test_file, shape, labels, (text_column, label_column), skip=skip_bad_rows
-        )
+        read = partial(read_labelled, text_column=text_column, label_column=label_column, skip=skip_bad_rows)
+        train, lookup = read(path, labels)
+        if shape is None:
+            example = "'Review: {text}\\nSentiment: {label}'"
+            raise I2CLError(f"{path} needs a template: pass one such as {example}")
+        test = () if test_path is None else read(Path(test_path), lookup)[0]
+        return Task(path.stem, lookup.labels, shape, train, test, title=path.stem)
     if test_path is not None:
         raise I2CLError(f"test_path: {str(name_or_path)!r} brings its own test split: leave test_path out")
     if suffix == ".toml":
@@ -111,7 +109,8 @@ def _load_named(name: str, data_dir: StrPath | None) -> Task:
     if Path(name).is_file():
         known = ", ".join((".toml", *ROW_SUFFIXES))
         raise I2CLError(f"{name}: cannot read files ending in {Path(name).suffix!r}: use one of {known}")
-    raise unknown_task(name)
+    hint = did_you_mean(name, (task.name for task in list_tasks()))
+    raise I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
 
 
 def _load_spec(
@@ -121,18 +120,14 @@ def _load_spec(
         files, columns = spec.files, (spec.files.text, spec.files.label)
         train, lookup = read_labelled(folder / files.train, spec.labels, *columns, skip=skip)
         test = read_labelled(folder / files.test, lookup, *columns, skip=skip)[0] if files.test else ()
+    elif root := data_dir or os.environ.get(DATA_DIR_VARIABLE):
+        train, test = _from_folder(Path(root), spec)
     else:
-        root = data_dir or os.environ.get(DATA_DIR_VARIABLE)
-        if root:
-            train, test = _from_folder(Path(root), spec)
-        elif spec.hub is None:
-            raise I2CLError(f"task {spec.name!r} has no [hub] table: add one, or a [files] table")
-        else:
-            train, test = load_hub(spec.hub, spec.labels)
+        train, test = load_hub(cast("HubSource", spec.hub), spec.labels)  # the one or the other is there
     return spec.to_task(train, test, group)
 
 
-def _from_folder(root: Path, spec: TaskSpec) -> tuple[Split, Split]:
+def _from_folder(root: Path, spec: TaskSpec) -> list[tuple[Example, ...]]:
     if not root.is_dir():
         cure = f"correct data_dir (--data-dir) or {DATA_DIR_VARIABLE}"
         raise I2CLError(f"data folder {root} does not exist: {cure}")
@@ -141,35 +136,12 @@ def _from_folder(root: Path, spec: TaskSpec) -> tuple[Split, Split]:
         if not file.is_file():
             cure = "add it, or give no data folder to use the hub"
             raise I2CLError(f"task {spec.name!r}: {file} does not exist: {cure}")
-    train, test = (read_examples(file, spec.labels)[0] for file in files)
-    return train, test
-
-
-def _load_rows_file(
-    path: Path,
-    test_path: Path | None,
-    template: Template | None,
-    labels: Sequence[str] | None,
-    columns: tuple[str, str],
-    *,
-    skip: bool,
-) -> Task:
-    train, lookup = read_labelled(path, labels, *columns, skip=skip)
-    if template is None:
-        example = "'Review: {text}\\nSentiment: {label}'"
-        raise I2CLError(f"{path} needs a template: pass one such as {example}")
-    test = read_labelled(test_path, lookup, *columns, skip=skip)[0] if test_path is not None else ()
-    return Task(
-        name=path.stem, labels=lookup.labels, template=template, train=train, test=test, title=path.stem
-    )
+    return [read_examples(file, spec.labels)[0] for file in files]
 
 
 def _override(task: Task, template: Template | None, labels: Sequence[str] | None) -> Task:
     if labels is not None and len(labels) != len(task.labels):
         classes = f"{len(task.labels)} classes ({', '.join(task.labels)})"
         raise I2CLError(f"task {task.name!r} has {classes}, not {len(labels)}: give one label word per class")
-    return replace(
-        task,
-        template=task.template if template is None else template,
-        labels=task.labels if labels is None else tuple(labels),
-    )
+    words = task.labels if labels is None else tuple(labels)
+    return replace(task, template=template or task.template, labels=words)

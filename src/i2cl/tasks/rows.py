@@ -4,7 +4,7 @@ that name the row. How files are written is `i2cl.tasks.formats`.
 
 import json
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -81,22 +81,20 @@ def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
     """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one.
     What keeps `read_examples` from reading the rest is the last.
     """
-    errors: list[str] = []
     rows: list[Row | RowError] = []
     try:
         rows += rows_or_errors(str(path), Columns("text", "label"))
     except RowError as error:
-        errors.append(str(error))
+        rows.append(error)
     cells = (row.values[1] for row in rows if isinstance(row, Row))
     lookup = None if labels is None else LabelLookup.of(labels, cells)
-    for row in reversed(rows):
-        try:
-            usable = _usable(row, worded=lookup is None)
-            if lookup is not None:
-                _label(usable, lookup)
-        except RowError as error:
-            errors.insert(0, str(error))
-    return errors
+
+    def use(row: Row | RowError) -> None:
+        usable = _usable(row, worded=lookup is None)
+        if lookup is not None:
+            _label(usable, lookup)
+
+    return [str(error) for error in _parted(rows, use)[1]]
 
 
 def _parted(rows: Sequence[T], use: Callable[[T], U]) -> tuple[list[U], list[RowError]]:
@@ -121,9 +119,9 @@ def _usable(row: Row | RowError, *, worded: bool) -> Row:
 
 
 def _refusal(path: Path, bad: Sequence[RowError], rows: int, *, skip: bool) -> RowError:
-    line = str(bad[0]) if len(bad) == 1 else f"{path}: {len(bad)} of {rows} rows cannot be used: "
+    line = str(bad[0])
     if len(bad) > 1:
-        line += _listed(path, bad)
+        line = f"{path}: {len(bad)} of {rows} rows cannot be used: {_listed(path, bad)}"
     if skip:
         return RowError(f"{line}; no row is left without them")
     return RowError(line if len(bad) == rows else f"{line}; or leave such rows out (--skip-bad-rows)")
@@ -149,24 +147,14 @@ def _listed(path: Path, bad: Sequence[RowError]) -> str:
 def read_queries(
     source: str, kind: RowFormat | None = None, column: str = "text", kept: tuple[str, ...] = ()
 ) -> Iterator[Query]:
-    """Texts of a file, or of stdin for ``-``, one at a time, with what is kept of each: see `read_rows`."""
-    columns = Columns(column, kept=kept)
-    with closing(read_rows(source, columns, kind)) as rows:  # or an error keeps it half read
-        for row in rows:
-            yield Query(_text(row), _kept(row, kept))
-
-
-def read_rows(source: str, columns: Columns, kind: RowFormat | None = None) -> Generator[Row, None, None]:
-    """Rows of a file, or of stdin for ``-``, one at a time; their values are unchecked.
-    Without a kind, the file's ending says how rows are written. Raises I2CLError if the file cannot be
-    opened, and RowError on one without rows, lines that look like another format, bytes that are no text,
-    broken CSV or JSON, a column that is not there.
+    """Texts of a file, or of stdin for ``-``, one at a time, with what is kept of each.
+    Raises I2CLError as `rows_or_errors` does, and RowError on the first row that cannot be used.
     """
-    with closing(rows_or_errors(source, columns, kind)) as rows:
+    with closing(rows_or_errors(source, Columns(column, kept=kept), kind)) as rows:  # or it stays half read
         for row in rows:
             if isinstance(row, RowError):
                 raise row
-            yield row
+            yield Query(_text(row), _kept(row, kept))
 
 
 def _text(row: Row) -> str:

@@ -2,7 +2,6 @@
 
 import string
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -29,15 +28,12 @@ def synthetic_task(seed: int = 0, train_per_class: int = 100, test_per_class: in
         test += [Example(text, label) for text in texts[train_per_class:]]
     rng.shuffle(train)
     rng.shuffle(test)
-    return replace(describe_synthetic(), train=tuple(train), test=tuple(test))
-
-
-def describe_synthetic() -> Task:
-    """The synthetic task without rows."""
     return Task(
         name=NAME,
         labels=("A", "B", "C"),
         template=Template("Input: {text}\nLabel: {label}"),
+        train=tuple(train),
+        test=tuple(test),
         title="Synthetic",
         description="Random letters, special characters or digits, with labels that carry no meaning.",
         group="synthetic",

@@ -190,9 +190,7 @@ class Task:
         return replace(self, template=self.template.instructed(words))
 
     def worded(self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, instruction: str | None) -> "Task":
-        """The same task as a `chat`; else `instructed`, where an instruction is given. Raises I2CLError: see
-        `chat`.
-        """
+        """The same task as a `chat`, which may raise; else `instructed`, if an instruction is given."""
         if chat:
             return self.chat(tokenizer, instruction)
         return self if instruction is None else self.instructed(instruction)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
@@ -109,21 +110,15 @@ _FIRST, _ANSWER, _SECOND = "\ufdd1FirstText", "\ufdd2AnswerOfAll", "\ufdd3Second
 
 def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], before_text: str) -> Template:
     """Take a chat template apart by rendering two exchanges of words that it cannot hold itself."""
+    apply = partial(tokenizer.apply_chat_template, tokenize=False, enable_thinking=False)
 
     def rendered(*turns: str, ask: bool) -> str:
-        roles = ("user", "assistant", "user")
-        contents = [
-            before_text + turn if role == "user" else turn for role, turn in zip(roles, turns, strict=False)
-        ]
-        messages = [
-            {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+        messages = front + [
+            {"role": role, "content": before_text + turn if role == "user" else turn}
+            for role, turn in zip(("user", "assistant", "user"), turns, strict=False)
         ]
         try:
-            return str(
-                tokenizer.apply_chat_template(
-                    front + messages, tokenize=False, add_generation_prompt=ask, enable_thinking=False
-                )
-            )
+            return str(apply(messages, add_generation_prompt=ask))
         except (TemplateError, ValueError) as error:
             cure = "leave out chat (--chat)"
             raise I2CLError(f"the chat template refuses such turns ({error}): {cure}") from None

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
-from i2cl.methods.base import BiasedPredictor, Cost, Predictor
+from i2cl.methods.base import Cost, MendedPredictor, Predictor
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, Questions
+from i2cl.models.scoring import Progress, Questions, in_order
 from i2cl.tasks import Example, Task
 
 FOLDS = 3  # refits by default; each has not seen one part in so many of the demonstrations
@@ -80,13 +80,11 @@ class FoldPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Of demonstrations' texts alone."""
-        order = sorted(range(len(texts)), key=lambda at: self.fold_of[texts[at]])
-        parts = []
-        for fold, refit in enumerate(self.refits):
-            own = [texts[at] for at in order if self.fold_of[texts[at]] == fold]
-            if own:
-                parts.append(refit.scores(own, progress))
-        return torch.cat(parts)[torch.tensor(order).argsort()]
+        rows: dict[int, list[int]] = defaultdict(list)
+        for at, text in enumerate(texts):
+            rows[self.fold_of[text]].append(at)
+        each = ((rows[fold], self.refits[fold]) for fold in sorted(rows))
+        return in_order((own, refit.scores([texts[at] for at in own], progress)) for own, refit in each)
 
 
 def folded(
@@ -97,28 +95,15 @@ def folded(
     seed: int = 0,
     cost: Cost | None = None,
 ) -> FoldPredictor:
-    """Refit once a fold, to the demonstrations of the others, in their order; see `fold_rows`."""
+    """Refit once a fold, to the demonstrations of the others, in their order; see `fold_rows`.
+    A refit makes a predictor, such as `injected` of what a method makes of these demonstrations.
+    """
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
     refits = [
         refit(tuple(one for one in demonstrations if fold_of[one.text] != fold)) for fold in range(len(parts))
     ]
     return FoldPredictor(refits, fold_of, refits[0].cost if cost is None else cost)
-
-
-def fold_scores(
-    task: Task,
-    demonstrations: Sequence[Example],
-    refit: Refit,
-    folds: int = FOLDS,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Float[Tensor, "n labels"]:
-    """Label scores of each demonstration, from the refit that has not seen its text; see `fold_rows`.
-    A refit makes a predictor, such as `injected` of what a method makes of these demonstrations.
-    """
-    predictor = folded(task, demonstrations, refit, folds, seed)
-    return predictor.scores([example.text for example in demonstrations], progress)
 
 
 def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
@@ -129,4 +114,4 @@ def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
         return below
     bias = torch.tensor(injection.label_bias)
     texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
-    return BiasedPredictor(below, bias, cost + Cost.of(bias, unlabelled=texts))
+    return MendedPredictor(below, cost + Cost.of(bias, unlabelled=texts), bias)

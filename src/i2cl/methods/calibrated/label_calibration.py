@@ -1,11 +1,4 @@
-"""Calibration of another method's label probabilities: what it says of nothing, or on average, divided out.
-
-- `ContextualCalibration`: the prior is what it says about texts without content (Zhao et al. 2021,
-  https://arxiv.org/abs/2102.09690).
-- `LabelPrior`: the prior is its mean over unlabelled texts of the training split, stored: C numbers.
-- `BatchCalibration`: the prior is its mean over the queries themselves (Zhou et al. 2024,
-  https://arxiv.org/abs/2309.17249).
-"""
+"""Another method's label probabilities, with what it says of nothing, or on average, divided out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +10,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
-from i2cl.methods.base import BiasedPredictor, Cost, Predictor, Wrapper
+from i2cl.methods.base import Cost, MendedPredictor, Predictor, Wrapper
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, biased
 from i2cl.models.training import Settings
@@ -28,19 +21,19 @@ CONTENT_FREE = ("N/A", "[MASK]", "...")
 
 
 class ContextualCalibration(Wrapper):
-    """Probabilities of another method, divided by its mean ones for content-free texts."""
+    """Probabilities of another method, divided by its mean ones for content-free texts.
+    Source: Zhao et al. 2021, https://arxiv.org/abs/2102.09690.
+    """
 
     name: ClassVar[str] = "contextual_calibration"
     summary: ClassVar[str] = "another method's scores less those for content-free texts"
     needs: ClassVar[str] = "what the method below it needs"
     drawn: ClassVar[bool] = False
 
-    def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
-    ) -> BiasedPredictor:
+    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score the content-free texts."""
         bias = -log_mean(below.scores(CONTENT_FREE))
-        return BiasedPredictor(below, bias, below.cost + Cost.of(bias))
+        return MendedPredictor(below, below.cost + Cost.of(bias), bias)
 
 
 class LabelPriorConfig(Settings):
@@ -60,11 +53,9 @@ class LabelPrior(Wrapper):
     needs: ClassVar[str] = "what the method below it needs, and unlabelled texts"
     settings = (LabelPriorConfig,)
 
-    def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
-    ) -> BiasedPredictor:
+    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score unlabelled texts; raises I2CLError if too few remain beside the demonstrations."""
-        texts = task.unlabelled(self.config.unlabelled, demonstrations, seed)
+        texts = task.unlabelled(self.config.unlabelled, shown, seed)
         fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
         if len(texts) < fewest:
             raise I2CLError(
@@ -72,13 +63,13 @@ class LabelPrior(Wrapper):
                 f"{task.name!r} has {len(texts)}: add some, or use contextual_calibration"
             )
         bias = bias_towards(None, below.scores(texts))
-        return BiasedPredictor(below, bias, below.cost + Cost.of(bias, unlabelled=len(texts)))
+        return MendedPredictor(below, below.cost + Cost.of(bias, unlabelled=len(texts)), bias)
 
 
 class BatchCalibration(Wrapper):
     """Probabilities of another method, divided by their mean over all texts scored together.
     That takes for granted that these texts belong to all classes about equally often: a text among many of
-    its own class is pushed away from it.
+    its own class is pushed away from it. Source: Zhou et al. 2024, https://arxiv.org/abs/2309.17249.
     """
 
     name: ClassVar[str] = "batch_calibration"
@@ -87,11 +78,9 @@ class BatchCalibration(Wrapper):
     transductive: ClassVar[bool] = True
     drawn: ClassVar[bool] = False
 
-    def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
-    ) -> "BatchPredictor":
+    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Nothing more to fit: the mean is only known at prediction."""
-        return BatchPredictor(below)
+        return BatchPredictor(below, below.cost)
 
 
 @dataclass(frozen=True)
@@ -99,11 +88,7 @@ class BatchPredictor:
     """Scores of the method below less the logarithm of its mean probabilities."""
 
     below: Predictor
-
-    @property
-    def cost(self) -> Cost:
-        """That of the method below."""
-        return self.below.cost
+    cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probabilities over the labels, calibrated on these texts and normalised again. Raises I2CLError

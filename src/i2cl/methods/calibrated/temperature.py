@@ -1,19 +1,14 @@
 """Another method's label probabilities at a temperature that refits choose; its answers stay."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor
 
 from i2cl.injections.temperature import likely_temperature
-from i2cl.methods.base import Cost, Predictor, Wrapper
-from i2cl.methods.calibrated.folds import FOLDS, fold_scores, unmeasurable
+from i2cl.methods.base import Cost, MendedPredictor, Predictor, Wrapper
+from i2cl.methods.calibrated.folds import FOLDS, folded, unmeasurable
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, among
 from i2cl.models.training import Settings
 from i2cl.tasks import Example, Examples, Task
 
@@ -22,23 +17,6 @@ class TemperatureConfig(Settings):
     """How the rows are made that a temperature is chosen on."""
 
     refits: int = Field(FOLDS, ge=2)  # of the method below, each without one part of the demonstrations
-
-
-@dataclass(frozen=True)
-class TemperedPredictor:
-    """Log-probabilities among the labels of the method below, divided by a temperature."""
-
-    below: Predictor
-    temperature: float
-
-    @property
-    def cost(self) -> Cost:
-        """That of the method below, and one number."""
-        return self.below.cost + Cost(cached_values=1, cached_bytes=8)
-
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Normalised again."""
-        return among(self.below.scores(texts, progress), None, self.temperature)
 
 
 class Temperature(Wrapper):
@@ -53,18 +31,17 @@ class Temperature(Wrapper):
     needs: ClassVar[str] = "what the method below it needs, and its time again for each refit"
     settings = (TemperatureConfig,)
 
-    def over(
-        self, decoder: Decoder, below: Predictor, task: Task, demonstrations: Examples, seed: int
-    ) -> Predictor:
+    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Refit the method below, and choose."""
         parts = self.config.refits
-        if unmeasurable(task, demonstrations, parts, seed):
+        if unmeasurable(task, shown, parts, seed):
             return below
 
         def refit(rest: tuple[Example, ...]) -> Predictor:
             return self.below.fit(decoder, task, rest, seed)
 
-        found = fold_scores(task, demonstrations, refit, parts, seed)
-        gold = np.array([example.label for example in demonstrations])
-        typical, spread = self.below.temperatures
-        return TemperedPredictor(below, likely_temperature(found.numpy(), gold, typical, spread))
+        found = folded(task, shown, refit, parts, seed).scores([example.text for example in shown])
+        gold = np.array([example.label for example in shown])
+        chosen = likely_temperature(found.numpy(), gold, *self.below.temperatures)
+        cost = below.cost + Cost(cached_values=1, cached_bytes=8)
+        return MendedPredictor(below, cost, temperature=chosen)

@@ -54,11 +54,6 @@ class Summarizer:
         """Of vectors, tokens and vectors, where they do not count from 0."""
         return None if self.counted else [-1] * front + list(range(tokens)) + [-1] * behind
 
-    def room(self, front: int) -> int | None:
-        """Tokens that fit into the context behind ``front`` vectors and in front of a summary."""
-        limit = self.decoder.max_length
-        return limit if limit is None or not self.counted else limit - front - len(self.embeddings)
-
     def summaries(self, segments: Sequence[Ids]) -> Float[Tensor, "vectors d"]:
         """The vectors that stand for some segments, those of the first one first."""
         soft = self.embeddings[:0]
@@ -96,8 +91,10 @@ class Summarizer:
         return len(self.embeddings) * (segments if self.accumulate else min(segments, 1))
 
     def _fits(self, number: int, most: int) -> int:
-        room = self.room(self._vectors(number - 1))
-        return most if room is None else min(most, room)
+        """Tokens of a segment, behind the summaries of those before it and in front of its own."""
+        limit = self.decoder.max_length
+        taken = self._vectors(number - 1) + len(self.embeddings) if self.counted else 0
+        return most if limit is None else min(most, limit - taken)
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,7 @@ class AutoCompressor(Method):
     name: ClassVar[str] = "autocompressor"
     summary: ClassVar[str] = "demonstrations as summary vectors of a model trained to write them"
     row: ClassVar[str] = "AutoComp."
-    needs: ClassVar[str] = (
-        "demonstrations, an AutoCompressor as MODEL (a whole model, 7B: trained on 15B tokens)"
-    )
+    needs = "demonstrations, an AutoCompressor as MODEL (a whole model, 7B: trained on 15B tokens)"
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (AutoCompressorConfig,)
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
@@ -129,7 +124,6 @@ class AutoCompressor(Method):
 def summarizer(decoder: Decoder) -> Summarizer:
     """The AutoCompressor that a model is; raises I2CLError if it is none, or its embeddings do not fit."""
     base.require_type(decoder, AutoCompressor.name, COUNTED)
-
     compressor = base.bundled(decoder, AutoCompressor.name)
     if compressor is not None:
         decoder = base.once(decoder, AutoCompressor.name, partial(_with_weights, decoder, compressor.tensors))

@@ -43,10 +43,8 @@ class Compressor:
         if name not in self.tensors:
             raise I2CLError(f"the compressor lacks {name}: download or copy it again")
         tensor = self.tensors[name]
-        fits = len(shape) == tensor.ndim and all(
-            want in (-1, size) for want, size in zip(shape, tensor.shape, strict=True)
-        )
-        if not fits:
+        pairs = zip(shape, tensor.shape, strict=False)
+        if len(shape) != tensor.ndim or any(want not in {-1, size} for want, size in pairs):
             wanted = ", ".join("any" if size == -1 else str(size) for size in shape)
             raise I2CLError(
                 f"the compressor holds {name} as {tuple(tensor.shape)}, this model needs ({wanted}): take "

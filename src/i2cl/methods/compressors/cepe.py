@@ -60,10 +60,7 @@ class CrossAttention(Edit):
         self.layers = layers if len(states) else {}
         self.heads, self.eps = heads, eps
         self._read = {
-            number: (
-                self._split(linear(states, own.k)[None], own),
-                self._split(linear(states, own.v)[None], own),
-            )
+            number: [self._split(linear(states, weight)[None], own) for weight in (own.k, own.v)]
             for number, own in self.layers.items()
         }
         self._residual = states
@@ -132,11 +129,7 @@ class CrossPredictor:
     prompt: PromptPredictor
     own: ContextEncoder
     states: Float[Tensor, "tokens width"]
-
-    @property
-    def cost(self) -> Cost:
-        """The states are kept, and the prefix if there is one."""
-        return self.prompt.cost
+    cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word."""
@@ -169,8 +162,8 @@ class CEPE(Method):
         with torch.no_grad():
             states = own.states(chunks)
             prefix = decoder.prefix(shared_ids(questions, shown), edit=own.edit(states)) if shown else None
-        prompt = PromptPredictor(questions, shown, prefix, cost=Cost.of(states, prefix))
-        return CrossPredictor(prompt, own, states)
+        prompt = PromptPredictor(questions, shown, prefix)
+        return CrossPredictor(prompt, own, states, Cost.of(states, prefix))
 
 
 def _ends(chunks: Sequence[Ids], task: Task) -> list[Ids]:

@@ -132,9 +132,7 @@ class ICAE(Method):
     name: ClassVar[str] = "icae"
     summary: ClassVar[str] = "demonstrations as memory slots, written by the model with an adapter on"
     row: ClassVar[str] = "ICAE"
-    needs: ClassVar[str] = (
-        "demonstrations, a compressor for MODEL (adapter and memory, 0.15B to 0.2B numbers)"
-    )
+    needs = "demonstrations, a compressor for MODEL (adapter and memory, 0.15B to 0.2B numbers)"
     formula: ClassVar[str] = "2(M/K)DL"
     settings = (ICAEConfig,)
     config: ICAEConfig = field(default_factory=ICAEConfig)

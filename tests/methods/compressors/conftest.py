@@ -1,0 +1,15 @@
+"""Decoders of the released compressors in small, and how far their numbers may be off."""
+
+import pytest
+
+from compressed import CLOSE, LOOSE
+
+
+@pytest.fixture(scope="module")
+def decoder(release):
+    return release.decoder()
+
+
+@pytest.fixture(scope="module")
+def within(release):
+    return LOOSE if release.name in {"autocompressor-llama", "icae-v1"} else CLOSE
