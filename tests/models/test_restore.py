@@ -17,7 +17,7 @@ from torch import nn
 from i2cl.methods import adapters
 from i2cl.models import decoder, onednn
 from i2cl.models.batching import make_batch
-from i2cl.models.edits import Keep, edit_inputs, edit_keywords, edit_outputs
+from i2cl.models.edits import Keep, edit_inputs, edit_outputs
 from i2cl.models.restore import frozen, lock_of
 from tiny import tiny_model, tiny_tokenizer
 
@@ -96,7 +96,7 @@ def borrowed():
 
     def work():
         changes = [(part, lambda value: value) for part in model]
-        with frozen(model), edit_outputs(changes), edit_inputs(changes), edit_keywords(changes):
+        with frozen(model), edit_outputs(changes), edit_inputs(changes):
             pass
 
     return model, work
