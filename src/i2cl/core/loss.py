@@ -105,16 +105,13 @@ class Coefficients:
         first = torch.tensor([config.init_lambda, 1.0 if config.formula == "add" else config.init_beta])
         values = torch.stack([first.expand_as(fixed) if one is None else one.float().cpu() for one in starts])
         self.base = torch.where(active[..., None], values, fixed).to(device)
-        trained = active[..., None].repeat(1, 1, 2)
-        if config.formula == "add":
-            trained[..., 1] = False
+        trained = active[..., None] & torch.tensor([True, config.formula != "add"])
         self.trained = trained.expand_as(self.base).contiguous().to(device)
         self.free = torch.nn.Parameter(self.base[self.trained].clone())
 
     def linear(self) -> Float[Tensor, "runs layers sites 2"]:
         """(lambda, beta) such that every formula reads ``lambda v + beta a``."""
-        values = self.base.masked_scatter(self.trained, self.free)
-        amount, scale = values.unbind(-1)
+        amount, scale = self.base.masked_scatter(self.trained, self.free).unbind(-1)
         if self.formula == "add":
             amount = amount.relu()
         elif self.formula == "balance":
