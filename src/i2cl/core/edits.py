@@ -166,33 +166,27 @@ class NoisyEdit(Edit):
         return self.draw(signal).mul_(size.to(signal.dtype))  # the norm itself can exceed float16
 
 
-class Draw:
+def draw_together(
+    generators: Sequence[torch.Generator], alone: Sequence[Batch], shared: Batch, lengths: Sequence[int]
+) -> Callable[[Tensor], Tensor]:
     """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone. Each run
     would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in tokens.
+    Padding gets 0.
     """
+    sizes, rest = [one.input_ids.numel() for one in alone], iter(lengths)
+    runs = zip(accumulate([0, *sizes]), alone, strict=False)
+    source = torch.cat([start + _token_places(one, list(islice(rest, len(one.rows)))) for start, one in runs])
+    place = _token_places(shared, lengths)
 
-    def __init__(
-        self,
-        generators: Sequence[torch.Generator],
-        alone: Sequence[Batch],
-        shared: Batch,
-        lengths: Sequence[int],
-    ) -> None:
-        self.generators = generators
-        self.sizes = [one.input_ids.numel() for one in alone]
-        self.place = _token_places(shared, lengths)
-        runs, rest = zip(accumulate([0, *self.sizes]), alone, strict=False), iter(lengths)
-        own = [start + _token_places(one, list(islice(rest, len(one.rows)))) for start, one in runs]
-        self.source = torch.cat(own)
-
-    def __call__(self, like: States) -> States:
-        """Numbers for every token of the batch; 0 for padding."""
+    def numbers(like: Tensor) -> Tensor:
         d = like.shape[-1]
-        runs = zip(self.generators, self.sizes, strict=True)
-        drawn = torch.cat([_normal((size, d), generator, like) for generator, size in runs])
-        numbers = torch.zeros_like(like).view(-1, d)
-        numbers[self.place.to(like.device)] = drawn[self.source.to(like.device)]
-        return numbers.view(like.shape)
+        each = zip(generators, sizes, strict=True)
+        drawn = torch.cat([_normal((size, d), generator, like) for generator, size in each])
+        found = torch.zeros_like(like).view(-1, d)
+        found[place.to(like.device)] = drawn[source.to(like.device)]
+        return found.view(like.shape)
+
+    return numbers
 
 
 def draw_from(generator: torch.Generator) -> Callable[[Tensor], Tensor]:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from i2cl.core.context import ContextVector, require_demonstrations
-from i2cl.core.edits import Draw, LinearEdit, NoisyEdit, PlacedEdit, RowsEdit, draw_from
+from i2cl.core.edits import LinearEdit, NoisyEdit, PlacedEdit, RowsEdit, draw_from, draw_together
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, packing_pays, shared_front
@@ -177,7 +177,7 @@ class CalibrationLoss:
             return draw_from(self.generators[0])
         runs = {owner: list(own) for owner, own in groupby(rows, self.owners.__getitem__)}
         alone = [self._batch(own) for own in runs.values()]
-        return Draw([self.generators[owner] for owner in runs], alone, batch, self._lengths(rows))
+        return draw_together([self.generators[owner] for owner in runs], alone, batch, self._lengths(rows))
 
     def _injection(self, rows: Sequence[int]) -> PlacedEdit:
         linear = self.coefficients.linear()

@@ -51,6 +51,7 @@ class Problem:
     def __post_init__(self) -> None:
         decoder = self.questions.decoder
         self.queries = self.questions.queries([example.text for example in self.demonstrations])
+        self.every = range(len(self.queries))
         self.gold = torch.tensor([example.label for example in self.demonstrations])
         self.site = ExtractConfig(writers=self.writers).site
         active = torch.tensor(SITES[self.writers]).float()[:, None]
@@ -60,8 +61,7 @@ class Problem:
     @property
     def ends_free(self) -> bool:
         """Whether the last writer has a vector, with only the final norm and the LM head behind it."""
-        single = not self.questions.labels.full
-        return single and self.site == "writers" and bool(self.scale[-1, -1].any())
+        return not self.questions.labels.full and self.writers in {"both", "mlp"}
 
     def _columns_that_fit(self) -> int:
         labels, whole, count = len(self.questions.labels.ids), self.questions.labels.full, len(self.queries)
@@ -145,11 +145,6 @@ class Problem:
             slopes = point.jacobian.view(*point.values.shape, -1)
             _, rivals[list(anew)] = self._slopes(slopes, u, anew, competing)
         return Tangent(columns(scores, self.gold, rivals), point.jacobian, rivals, point.whole)
-
-    @property
-    def every(self) -> Sequence[int]:
-        """Places of all demonstrations."""
-        return range(len(self.queries))
 
     def _slopes(
         self,

@@ -191,13 +191,9 @@ class Decoder:
             if isinstance(error, RuntimeError) and batching.is_out_of_memory(error):
                 raise
             return False
-        size = (apart[0] - apart[1]).abs().max()
-        return bool((together - apart.to(together.device)).abs().max() <= self._same * size)
-
-    @property
-    def _same(self) -> float:
-        """Share of a logit's range that rounding may move it by."""
-        return 1e-3 if self.model.dtype == torch.float32 else 0.05
+        rounding = 1e-3 if self.model.dtype == torch.float32 else 0.05  # of a logit's range
+        size = rounding * (apart[0] - apart[1]).abs().max()
+        return bool((together - apart.to(together.device)).abs().max() <= size)
 
     def require_identity(self) -> None:
         """Refuse a model whose blocks do not simply add their writers, as a post-norm OPT (I2CLError)."""

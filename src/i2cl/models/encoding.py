@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -123,11 +123,9 @@ class Encoder:
 
     def _parts(self, prompt: str) -> list[tuple[int, str]]:
         """The prompt cut at its unmarked special tokens, with the place of each part."""
-        parts, end = [], 0
-        for found in self._special.finditer(prompt):
-            parts += [(end, prompt[end : found.start()]), (found.start(), found[0])]
-            end = found.end()
-        return [(start, part) for start, part in [*parts, (end, prompt[end:])] if part]
+        parts = re.split(f"({self._special.pattern})", prompt)
+        starts = accumulate(map(len, parts), initial=0)
+        return [(start, part) for start, part in zip(starts, parts, strict=False) if part]
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

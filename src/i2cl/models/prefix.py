@@ -65,12 +65,12 @@ class Prefix:
 
     def kept_at(self, places: tuple[int, ...]) -> "Prefix":
         """The same with only the tokens at ``places``. Needs a cache that holds all tokens."""
-        return replace(self, cache=_changed(self.cache, lambda held: held[:, :, list(places)]), kept=places)
+        return replace(self, cache=_changed(self.cache, lambda one: one[:, :, list(places)]), kept=places)
 
     @classmethod
     def of_rows(cls, cache: Cache, rows: Sequence[int], length: int) -> "Prefix":
         """The first ``length`` tokens of some rows of a cache, each for one row of a batch that takes it."""
-        return cls((), _changed(cache, lambda held: held[list(rows), :, :length]), length, length, once=True)
+        return cls((), _changed(cache, lambda one: one[list(rows), :, :length]), length, length, once=True)
 
     def in_front_of(
         self, input_ids: Int[Tensor, "batch tokens"]
