@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from fitting import free
 from i2cl.methods import adapters
 from i2cl.models import decoder, onednn
 from i2cl.models.batching import make_batch
@@ -66,21 +67,6 @@ def state(model):
     parts = [(name, type(one), one.training, sorted(vars(one))) for name, one in model.named_modules()]
     values = [(name, value.requires_grad, value.tolist()) for name, value in model.named_parameters()]
     return hooks, parts, values, signal.getsignal(signal.SIGINT)
-
-
-def free(lock):
-    """Whether another thread gets the lock."""
-    found = []
-
-    def ask():
-        found.append(lock.acquire(blocking=False))
-        if found[0]:
-            lock.release()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def pair():
