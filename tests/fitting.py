@@ -1,7 +1,8 @@
 """Methods fitted on tiny models, and what a plain model is asked to compare them with."""
 
+import threading
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -81,16 +82,35 @@ def injected(decoder, task, shown, config=None, *, extraction=None, seed=0, **mo
     return calibrate(decoder, task, shown, context, config, seed=seed, **more)
 
 
+def free(lock):
+    """Whether another thread gets the lock."""
+    found = []
+
+    def ask():
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _hooked(model):
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return [tuple(getattr(module, kind)) for module in model.modules() for kind in kinds]
+
+
 def hooks(model):
     """How many of them a model has."""
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in HOOKS)
+    return sum(map(len, _hooked(model)))
 
 
 def _state(model):
     parts = [(name, type(part), part.training) for name, part in model.named_modules()]
-    hooked = [[tuple(getattr(part, kind)) for kind in HOOKS] for part in model.modules()]
     flags = [(one.dtype, one.requires_grad, one.grad is None) for one in model.parameters()]
-    return model.config.to_dict(), parts, hooked, flags
+    return model.config.to_dict(), parts, _hooked(model), flags
 
 
 @contextmanager
@@ -155,27 +175,33 @@ def replacing(changes):
         for module, change in changes:
 
             def hook(_module, _args, output, change=change):
-                old = output[0] if isinstance(output, tuple) else output
-                new = change(old)
-                if new is None:
-                    return None
-                return (new, *output[1:]) if isinstance(output, tuple) else new
+                if not isinstance(output, tuple):
+                    return change(output)
+                new = change(output[0])
+                return None if new is None else (new, *output[1:])
 
             stack.callback(module.register_forward_hook(hook).remove)
         yield
 
 
+def raw_modules(model, case, site="writers"):
+    """The two residual writers of each block, or the block itself, as `PATHS` has them."""
+    path, *names = PATHS[case]
+    blocks = model.get_submodule(path)
+    return [
+        [block] if site == "hidden" else [block.get_submodule(name) for name in names] for block in blocks
+    ]
+
+
 def injecting(decoder, values, coefficients):
     """Every writer puts out lambda v + beta a."""
 
-    def mixing(vector, pair):
-        return lambda output: pair[0] * vector + pair[1] * output
+    def mixed(vector, pair, output):
+        return pair[0] * vector + pair[1] * output
 
-    places = [(layer, index) for layer in range(decoder.layers) for index in (0, 1)]
-    return replacing(
-        (decoder.writers[layer][index], mixing(values[layer, index], coefficients[layer, index]))
-        for layer, index in places
-    )
+    modules = [module for pair in decoder.writers for module in pair]
+    places = zip(values.flatten(0, 1), coefficients.flatten(0, 1), strict=True)
+    return replacing(zip(modules, (partial(mixed, *place) for place in places), strict=True))
 
 
 def block_outputs(decoder, text):

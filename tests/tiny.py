@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 300
-WINDOW = 8
-"""Tokens that a layer with a sliding window sees."""
+WINDOW = 8  # tokens that a layer with a sliding window sees
 
 _CORE = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 _MODERN = _CORE | {
@@ -33,46 +32,39 @@ _MIXED = {
 }
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_SPARSE = _HEAD | _WINDOWED | _EXPERTS | {"num_experts": 4}
-_GROUPED = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
-_GROUPED |= {"n_group": 2, "topk_group": 1}
+_ROUTED = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_GROUPED = _ROUTED | {"n_group": 2, "topk_group": 1}
 _LATENT = _MODERN | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
 _LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 # As many heads that no two tokens score the same: which of them is chosen would depend on the padding.
 _INDEXED = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": WINDOW}
+_SPARSE_LATENT = _LATENT | _GROUPED | _INDEXED
+_SPARSE = _HEAD | _WINDOWED | _EXPERTS
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_ROPE_LLAMA3 = _ROPE | {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 _ROPE_YARN = _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LIMIT = 24
-"""Tokens beyond which `LONGROPE` turns positions by other angles."""
+_ROPE_LLAMA3 = _ROPE_YARN | {"rope_type": "llama3", "factor": 8.0}
+_ROPE_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LIMIT = 24  # tokens beyond which `LONGROPE` turns positions by other angles
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 3.0, 6.0, 12.0]}
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": LIMIT,
-    "rope_parameters": _ROPE
-    | {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 3.0, 6.0, 12.0]},
+    "rope_parameters": _ROPE | _FACTORS | {"rope_type": "longrope"},
 }
 """Changes Phi-3 into one with a long context."""
 _OLDER = _CORE | {"num_attention_heads": 4, "max_position_embeddings": 1024}
 
-_MODERN_TYPES = "apertus arcee bitnet diffllama llama nanochat olmo olmo2 persimmon phi phi3 qwen2 stablelm"
-_HEAD_TYPES = """ernie4_5 gemma glm glm4 helium hunyuan_v1_dense internlm3 iquestcoder jais2 ministral3
-nemotron qwen3 seed_oss"""
-
-_CONFIGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(_MODERN_TYPES.split(), _MODERN),
-    **dict.fromkeys(_HEAD_TYPES.split(), _HEAD),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT),
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT | _GROUPED),
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), _LATENT | _GROUPED | _INDEXED),
-    **dict.fromkeys(("flex_olmo", "olmoe"), _MODERN | {"num_experts": 4, "num_experts_per_tok": 2}),
-    **dict.fromkeys(("mixtral", "phimoe"), _MODERN | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    **dict.fromkeys(("laguna", "mellum"), _SPARSE),
-    "afmoe": _SPARSE | {"num_dense_layers": 1, "num_shared_experts": 1},
+_ALIKE: tuple[tuple[dict[str, Any], str], ...] = (
+    (_MODERN, "apertus arcee bitnet diffllama llama nanochat olmo olmo2 persimmon phi phi3 qwen2"),
+    (_MODERN, "stablelm"),
+    (_LATENT | _GROUPED, "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite"),
+    (_SPARSE_LATENT, "axk2 deepseek_v32 glm_moe_dsa"),
+    (_HEAD, "ernie4_5 gemma glm glm4 helium hunyuan_v1_dense internlm3 iquestcoder jais2"),
+    (_HEAD, "ministral3 nemotron qwen3 seed_oss"),
+    (_MODERN | _MIXED, "exaone4 olmo3"),
+    (_GPT, "gpt2 gpt_bigcode"),
+)
+_CONFIGS = {name: config for config, names in _ALIKE for name in names.split()} | {
+    "afmoe": _SPARSE | {"num_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1},
     "aria_text": _MODERN | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "biogpt": _OLDER | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     "bloom": _CORE | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -92,9 +84,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     | {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}}
     | {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}},
     "dots1": _MODERN | _WINDOWED | _GROUPED,
-    "dots3_note_text": _LATENT
-    | _GROUPED
-    | _INDEXED
+    "dots3_note_text": _SPARSE_LATENT
     | _WINDOWED
     | {"layer_types": ["indexed_attention", "sliding_attention"], "head_dim": 12}
     | {"shared_experts_intermediate_size": 24}
@@ -102,10 +92,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_qk_nope_head_dim": 8, "swa_qk_rope_head_dim": 4},
     "ernie4_5_moe": _MODERN
     | {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
-    "exaone4": _MODERN | _MIXED,
-    "exaone_moe": _SPARSE | {"num_shared_experts": 1, "n_group": 1},
-    "falcon": _OLDER | {"hidden_size": 32, "num_hidden_layers": 2, "ffn_hidden_size": 48},
-    "flint": _SPARSE | {"decoder_sparse_step": 2},
+    "exaone_moe": _SPARSE | {"num_experts": 4, "num_shared_experts": 1, "n_group": 1},
+    "falcon": _CORE
+    | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 48}
+    | {"max_position_embeddings": 1024},
+    "flex_olmo": _MODERN | {"num_experts": 4, "num_experts_per_tok": 2},
+    "flint": _SPARSE | {"num_experts": 4, "decoder_sparse_step": 2},
     "gemma2": _HEAD | _MIXED | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
     "gemma3_text": _HEAD | _MIXED | {"query_pre_attn_scalar": 8},
     "glm4_moe": _HEAD | _GROUPED,
@@ -129,10 +121,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "jetmoe": _CORE
     | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
     | {"kv_channels": 8, "num_local_experts": 4, "max_position_embeddings": 1024},
-    "kolibri1": _SPARSE | {"shared_expert_intermediate_size": 24, "n_group": 2, "topk_group": 1},
+    "kolibri1": _SPARSE
+    | {"num_experts": 4, "shared_expert_intermediate_size": 24, "n_group": 2, "topk_group": 1},
+    "laguna": _SPARSE | {"num_experts": 4},
     "llama4_text": _HEAD
     | {"num_local_experts": 4, "intermediate_size_mlp": 48, "moe_layers": [1], "no_rope_layers": [1, 0]},
-    "mimo_v2_flash": _HEAD | _WINDOWED | _EXPERTS | {"n_routed_experts": 4},
+    "mellum": _SPARSE | {"num_experts": 4},
+    "mimo_v2_flash": _SPARSE | {"n_routed_experts": 4},
     "minimax_m2": _HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "minimax_m3_vl_text": _HEAD
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]}
@@ -141,10 +136,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     | {"index_block_size": 2, "index_topk_blocks": 3},
     "ministral": _HEAD | _WINDOWED | {"layer_types": ["full_attention"] * 2},
     "mistral": _HEAD | {"sliding_window": None},
+    "mixtral": _MODERN | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "modernbert-decoder": _MODERN | _WINDOWED | {"pad_token_id": 0},
     "mpt": _CORE | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
-    "olmo3": _MODERN | _MIXED,
-    "opt": _OLDER | {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "word_embed_proj_dim": 32},
+    "olmoe": _MODERN | {"num_experts": 4, "num_experts_per_tok": 2},
+    "opt": _CORE
+    | {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"word_embed_proj_dim": 32, "max_position_embeddings": 1024},
+    "phimoe": _MODERN | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": _MODERN | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24},
     "qwen3_moe": _HEAD | _EXPERTS | {"num_experts": 4},
     "smollm3": _MODERN | {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
@@ -156,7 +155,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
 }
 
-MODEL_TYPES = tuple(_CONFIGS)
+MODEL_TYPES = tuple(sorted(_CONFIGS))
 
 PATHS = [
     *("afmoe", "bloom", "ctrl", "dbrx", "deepseek_v3", "falcon", "gemma2", "glm4", "gpt2", "gpt_neox"),

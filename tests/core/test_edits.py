@@ -1,14 +1,15 @@
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 
-from fitting import PATHS, close, decoder_of, random_edit, replacing
+from fitting import PATHS, close, decoder_of, random_edit, raw_modules, replacing
 from i2cl.core.edits import LinearEdit, NoisyEdit, draw_from
 from i2cl.models.batching import make_batch
 from tiny import VOCABULARY
 
-FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom", "granite"]
+FAMILIES = list(PATHS)
 LENGTHS = (9, 4, 14, 1)
 GENERATOR = torch.Generator().manual_seed(0)
 ROWS = [tuple(torch.randint(1, VOCABULARY, (length,), generator=GENERATOR).tolist()) for length in LENGTHS]
@@ -21,32 +22,17 @@ def drawn(decoder, site="writers"):
     return random_edit(decoder, 1, 0.3, (0.5, 1.0), sites=1 if site == "hidden" else 2)
 
 
-def first(output):
-    return output[0] if isinstance(output, tuple) else output
-
-
-def raw_modules(model, case, site):
-    path, *names = PATHS[case]
-    blocks = model.get_submodule(path)
-    if site == "hidden":
-        return [[block] for block in blocks]
-    return [[block.get_submodule(name) for name in names] for block in blocks]
-
-
 def by_hand(decoder, case, values, coefficients, *, site="writers", mask=None):
     """Logits of every position, the equation written out in torch hooks of its own."""
 
-    def mixing(vector, pair):
-        def change(old):
-            rows = old.reshape(*BATCH.input_ids.shape, -1)
-            new = pair[0] * vector + pair[1] * rows
-            new = new if mask is None else torch.where(mask[..., None], new, rows)
-            return new.reshape(old.shape)
-
-        return change
+    def mixed(vector, pair, old):
+        rows = old.reshape(*BATCH.input_ids.shape, -1)
+        new = pair[0] * vector + pair[1] * rows
+        new = new if mask is None else torch.where(mask[..., None], new, rows)
+        return new.reshape(old.shape)
 
     changes = [
-        (module, mixing(values[layer, index], coefficients[layer, index]))
+        (module, partial(mixed, values[layer, index], coefficients[layer, index]))
         for layer, modules in enumerate(raw_modules(decoder.model, case, site))
         for index, module in enumerate(modules)
     ]
@@ -180,31 +166,23 @@ def test_no_noise_is_the_linear_edit_bit_for_bit(case, place, site, positions):
 
 def watched(decoder, case, edit):
     """Each block's input, raw writer outputs and output while ``edit`` is at work."""
-    seen = []
+    seen = {}
 
-    def keep(layer, name):
-        def look(_module, _args, output):
-            seen[layer][name] = first(output).reshape(*BATCH.input_ids.shape, -1).clone()
+    def keep(layer, place, output):
+        seen[layer, place] = output.reshape(*BATCH.input_ids.shape, -1).clone()
 
-        return look
+    def keep_input(layer, _module, args, kwargs):
+        keep(layer, 0, args[0] if args else kwargs["hidden_states"])
 
-    def keep_input(layer):
-        def look(_module, args, kwargs):
-            seen[layer]["input"] = (args[0] if args else kwargs["hidden_states"]).clone()
-
-        return look
-
-    path, *names = PATHS[case]
     with ExitStack() as stack:
-        for layer, block in enumerate(decoder.model.get_submodule(path)):
-            seen.append({})
-            handles = [block.register_forward_pre_hook(keep_input(layer), with_kwargs=True)]
-            handles += [block.get_submodule(name).register_forward_hook(keep(layer, name)) for name in names]
-            handles.append(block.register_forward_hook(keep(layer, "output")))
-            for handle in handles:
-                stack.callback(handle.remove)
+        pairs = raw_modules(decoder.model, case, "writers")
+        for layer, (block, pair) in enumerate(zip(decoder.blocks, pairs, strict=True)):
+            hook = block.register_forward_pre_hook(partial(keep_input, layer), with_kwargs=True)
+            stack.callback(hook.remove)
+            places = enumerate([*pair, block], start=1)
+            stack.enter_context(replacing((module, partial(keep, layer, place)) for place, module in places))
         edited(decoder, edit)
-    return [tuple(layer[name] for name in ("input", *names, "output")) for layer in seen]
+    return [tuple(seen[layer, place] for place in range(4)) for layer in range(decoder.layers)]
 
 
 def rms(values):

@@ -30,11 +30,6 @@ RUNS = [
 ]
 
 
-def each_the_same(*args, **options):
-    for one, other in zip(*both(*args, **options), strict=True):
-        same(one, other)
-
-
 def both(decoder, config, extraction=None, runs=RUNS, **options):
     """Injections of all runs together, and of each by itself."""
     tasks, demonstrations, seeds = zip(*runs, strict=True)
@@ -48,19 +43,19 @@ def both(decoder, config, extraction=None, runs=RUNS, **options):
 
 
 def same(together, alone):
-    torch.testing.assert_close(together.coefficients, alone.coefficients, rtol=1e-3, atol=1e-4)
-    assert together.history == pytest.approx(alone.history, rel=1e-3)
-    assert (together.task, together.base, together.seed) == (alone.task, alone.base, alone.seed)
-    assert together.settings == alone.settings
-    torch.testing.assert_close(together.context.values, alone.context.values)
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one.coefficients, other.coefficients, rtol=1e-3, atol=1e-4)
+        assert one.history == pytest.approx(other.history, rel=1e-3)
+        assert (one.task, one.base, one.seed) == (other.task, other.base, other.seed)
+        assert one.settings == other.settings
+        torch.testing.assert_close(one.context.values, other.context.values)
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "gptj", "falcon", "opt", "mixtral"])
 def test_many_end_where_each_ends_by_itself(case):
     together, alone = both(made(case), QUIET)
     assert (together[0].coefficients - together[3].coefficients).abs().max() > 1e-3  # seeds differ
-    for one, other in zip(together, alone, strict=True):
-        same(one, other)
+    same(together, alone)
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
@@ -70,18 +65,18 @@ def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     rows = RowsEdit.injected
     monkeypatch.setattr(RowsEdit, "injected", lambda *at: packed.append(at[-1].packed) or rows(*at))
-    each_the_same(made(case), QUIET)
+    same(*both(made(case), QUIET))
     assert set(packed) == {pays}
 
 
 @pytest.mark.parametrize("change", [{"formula": "add"}, {"formula": "balance"}, {"layers": (1,)}])
 @pytest.mark.parametrize("positions", ["last", "random"])
 def test_every_switch_goes_over(change, positions):
-    each_the_same(made("llama"), QUIET.model_copy(update={**change, "positions": positions}))
+    same(*both(made("llama"), QUIET.model_copy(update={**change, "positions": positions})))
 
 
 def test_block_outputs_go_together_too():
-    each_the_same(made("llama"), QUIET, ExtractConfig(writers="hidden"))
+    same(*both(made("llama"), QUIET, ExtractConfig(writers="hidden")))
 
 
 def test_a_small_budget_makes_more_groups_of_the_same():
@@ -91,8 +86,7 @@ def test_a_small_budget_makes_more_groups_of_the_same():
     decoder.token_budget = 1
     parts, _ = both(decoder, QUIET, progress=lambda *at: told.append(at))
     assert len(told) == len(RUNS) * QUIET.epochs
-    for one, other in zip(parts, whole, strict=True):
-        same(one, other)
+    same(parts, whole)
 
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
@@ -104,8 +98,8 @@ def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
     noisy = QUIET.model_copy(update={"noise": 0.05, "noise_place": place})
     together, alone = both(decoder, noisy)
     quiet, _ = both(decoder, QUIET)
-    for one, other, still in zip(together, alone, quiet, strict=True):
-        same(one, other)
+    same(together, alone)
+    for one, still in zip(together, quiet, strict=True):
         assert (one.coefficients - still.coefficients).abs().max() > 1e-3
 
 
@@ -127,8 +121,7 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, 
     decoder.token_budget = budget
     together, alone = both(decoder, config, runs=runs)
     assert groups == [*sizes, 1, 1, 1, 1]
-    for one, other in zip(together, alone, strict=True):
-        same(one, other)
+    same(together, alone)
 
 
 def test_lbfgs_takes_one_after_another():
@@ -151,8 +144,7 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
     monkeypatch.setattr(Decoder, "forward", small)
     with pytest.warns(MemoryWarning, match="out of memory with 3 calibrations together; going on with 2"):
         parts, _ = both(decoder, QUIET)
-    for one, other in zip(parts, whole, strict=True):
-        torch.testing.assert_close(one.coefficients, other.coefficients, rtol=1e-3, atol=1e-4)
+    same(parts, whole)
     monkeypatch.setattr(Decoder, "forward", Mock(side_effect=torch.OutOfMemoryError("no")))
     task, examples, _ = RUNS[0]
     context = whole[0].context

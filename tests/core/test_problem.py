@@ -47,9 +47,7 @@ def test_without_a_limit_it_is_a_quarter_of_what_is_free(free, monkeypatch):
 
 
 def test_the_limit_is_no_setting_of_the_artefact():
-    fitted = anchor(made("llama"), LETTERS, SHOWN, AnchoredConfig(steps=1, memory=1.0))
-    assert (
-        fitted.settings.keys()
-        == anchor(made("llama"), LETTERS, SHOWN, AnchoredConfig(steps=1)).settings.keys()
-    )
-    assert "memory" not in fitted.settings
+    configs = (AnchoredConfig(steps=1, memory=memory) for memory in (1.0, None))
+    limited, free = (anchor(made("llama"), LETTERS, SHOWN, config) for config in configs)
+    assert "memory" not in limited.settings
+    assert limited.settings.keys() == free.settings.keys()

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from fitting import decoder_of, one_line
 from i2cl.core.calibration import calibrate
-from i2cl.core.recipe import RELEASED, CalibrationConfig
+from i2cl.core.recipe import RECIPES, CalibrationConfig
 
 from .test_calibration import FAMILIES, SHOTS, TASK, context_of, fit
 
@@ -54,14 +54,14 @@ def test_settings_are_checked_and_cannot_be_changed(fields):
     with pytest.raises(ValidationError):
         CalibrationConfig().lr = 1.0
     with pytest.raises(TypeError):
-        RELEASED["warmup"] = 0.5
+        RECIPES["released"]["warmup"] = 0.5
 
 
 def test_recipes_by_name_are_the_paper_but_for_what_they_name():
     paper, released = CalibrationConfig(), CalibrationConfig.recipe("released")
     assert CalibrationConfig.recipe("paper") == paper
     changed = {name for name, value in released if value != getattr(paper, name)}
-    assert released.model_dump(include=changed) == dict(RELEASED)
+    assert released.model_dump(include=changed) == dict(RECIPES["released"])
     assert CalibrationConfig.recipe("released", epochs=3, warmup=0.1).warmup == 0.1
     assert (released.rounds, CalibrationConfig.recipe("fast", passes=3).rounds) == (100, 3)
     assert CalibrationConfig(layers=" 0, 3 ").layers == (0, 3)

@@ -115,15 +115,6 @@ def test_each_text_has_its_own_prompt_and_all_share_one_warning(encoder):
     assert second[:3] == encode("no ")
 
 
-def test_special_tokens_count():
-    bos = Encoder.of(with_special_tokens("<|endoftext|> $A"))
-    with pytest.warns(TruncationWarning):
-        (cut,) = bos.fitted(query, [WORDS * 30], 40)
-    assert cut[0] == 0
-    assert len(cut) <= 40
-    assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
-
-
 def test_demonstrations_are_never_cut(encoder):
     shown = "".join(query("a dull film") + " negative\n" for _ in range(3))
     needed = len(encode(shown + query("")))
@@ -138,9 +129,12 @@ def test_demonstrations_are_never_cut(encoder):
 @pytest.mark.parametrize(
     "text", ["x" * 1_000_000, WORDS * 9_000, "ä☃" * 50_000], ids=["one word", "words", "unicode"]
 )
-def test_a_very_long_text(encoder, text):
+@pytest.mark.parametrize("front", ["", "<|endoftext|> "])
+def test_a_very_long_text_is_cut_and_special_tokens_count(text, front):
+    encoder = Encoder.of(with_special_tokens(f"{front}$A"))
     with pytest.warns(TruncationWarning, match="1 of 1"):
         (cut,) = encoder.fitted(query, [text], 100)
+    assert cut[: len(encoder.front)] == encoder.front == ((0,) if front else ())
     assert 97 <= len(cut) <= 100
     assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
 

@@ -25,10 +25,6 @@ def boom(value):
 
 
 def test_outputs_are_replaced_in_the_order_given_and_seen_downstream():
-    module = nn.Identity()
-    with edit_outputs([(module, lambda value: value + 1)]):
-        assert torch.equal(module(X), X + 1)
-    assert torch.equal(module(X), X)
     module = Pair()
     with edit_outputs([(module, lambda value: value + 1)]):
         first, second = module(X)

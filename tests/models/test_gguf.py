@@ -28,7 +28,7 @@ ROWS = "text,label\na warm film,positive\ndull,negative\nfunny and warm,positive
 PROBE = "Review: 12  345 warm films,\n\n9 dull ones"
 
 
-def written(path, model=None, tokenizer=None, *, kind="F32", extra=(), fields=()):
+def written(path, model=None, tokenizer=None, *, kind="F32", extra=()):
     """A GGUF file of a Llama and a tokenizer, its matrices coded as ``kind``."""
     model, tokenizer = model or tiny_model("llama"), tokenizer or tiny_tokenizer()
     decoder = Decoder(model, tokenizer)
@@ -38,8 +38,6 @@ def written(path, model=None, tokenizer=None, *, kind="F32", extra=(), fields=()
     writer = gguf.GGUFWriter(path, "llama")
     weights.write_config(writer)
     Vocabulary.of(tokenizer, model.config.vocab_size).write(writer, gguf.TokenType)
-    for add, *values in fields:
-        getattr(writer, add)(*values)
     tensors = {name: weights.tensor(name).numpy() for name in weights.names if not name.endswith(".bias")}
     for name, values in (tensors | dict(extra)).items():
         code = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]

@@ -43,21 +43,13 @@ def by_hand(decoder, row, labels):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_query_is_scored_as_if_alone(decoder, full):
-    labels = replace(LABELS, full=full)
-    rows = [ids(length, length) for length in (2, LIMIT - 2, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 9, 70, 3)]
-    wanted = torch.stack([by_hand(decoder, row, labels) for row in rows])
-    torch.testing.assert_close(score(decoder, rows, labels), wanted, **SAME)
-
-
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("cached", [1, LIMIT - 6, LIMIT - 1, LIMIT, LIMIT + 1, 50])
-def test_cached_is_uncached(decoder, cached, full):
-    labels = replace(LABELS, full=full)
-    front = ids(cached)
-    rows = [ids(length, length) for length in (1, 3, 4, 5, 6, 7, LIMIT - 1, LIMIT, 40)]
+@pytest.mark.parametrize("cached", [0, 1, LIMIT - 6, LIMIT - 1, LIMIT, LIMIT + 1, 50])
+def test_a_query_is_scored_as_if_alone_cached_or_not(decoder, cached, full):
+    labels, front = replace(LABELS, full=full), ids(cached)
+    around = range(LIMIT - 2, LIMIT + 2)
+    rows = [ids(length, length) for length in (2, 1, 3, 4, 5, 6, 7, *around, LIMIT + 9, 40, 70)]
     wanted = torch.stack([by_hand(decoder, front + row, labels) for row in rows])
-    found = score(decoder, rows, labels, prefix=decoder.prefix(front))
+    found = score(decoder, rows, labels, prefix=decoder.prefix(front) if front else None)
     torch.testing.assert_close(found, wanted, **SAME)
 
 

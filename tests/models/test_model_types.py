@@ -4,6 +4,8 @@ Everything is compared with hooks of its own on the modules that the table names
 the right ones is the residual identity's business (`test_architectures.py`).
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -33,14 +35,12 @@ def demonstrations(decoder):
 def test_the_context_vector_is_the_mean_of_what_the_writers_put_out_last(decoder):
     wanted = torch.zeros(decoder.layers, 2, decoder.d_model)
 
-    def adding(mean):
-        def add(output):
-            mean.add_(output.detach().reshape(-1, decoder.d_model)[-1] / len(SHOTS))
-
-        return add
+    def add(mean, output):
+        mean.add_(output.detach().reshape(-1, decoder.d_model)[-1] / len(SHOTS))
 
     modules = [module for pair in decoder.writers for module in pair]
-    with torch.no_grad(), replacing(zip(modules, map(adding, wanted.flatten(0, 1)), strict=True)):
+    adding = (partial(add, mean) for mean in wanted.flatten(0, 1))
+    with torch.no_grad(), replacing(zip(modules, adding, strict=True)):
         for ids in demonstrations(decoder):
             decoder.model(input_ids=torch.tensor([ids]), use_cache=False)
     context = extract(decoder, TASK, SHOTS)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from fitting import free
 from i2cl.methods import adapters
 from i2cl.models import decoder, onednn
 from i2cl.models.batching import make_batch
-from i2cl.models.edits import Keep, edit_inputs, edit_keywords, edit_outputs
+from i2cl.models.edits import Keep, edit_inputs, edit_outputs
 from i2cl.models.restore import frozen, lock_of
 from tiny import tiny_model, tiny_tokenizer
 
@@ -68,21 +69,6 @@ def state(model):
     return hooks, parts, values, signal.getsignal(signal.SIGINT)
 
 
-def free(lock):
-    """Whether another thread gets the lock."""
-    found = []
-
-    def ask():
-        found.append(lock.acquire(blocking=False))
-        if found[0]:
-            lock.release()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 def pair():
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
     model[1].bias.requires_grad_(False)
@@ -96,7 +82,7 @@ def borrowed():
 
     def work():
         changes = [(part, lambda value: value) for part in model]
-        with frozen(model), edit_outputs(changes), edit_inputs(changes), edit_keywords(changes):
+        with frozen(model), edit_outputs(changes), edit_inputs(changes):
             pass
 
     return model, work

@@ -27,12 +27,11 @@ The last vector makes the model say a label by itself: see `i2cl.core.label_mass
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -45,28 +44,19 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import Questions
-from i2cl.models.training import StepProgress
+from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Task
 
-MOST_SEQUENCES = 4096
-"""Whole label sequences, of all demonstrations: each has a row in the kernel, whoever asks for them."""
-
-MOST_DEMONSTRATIONS = 4096
-"""The kernel has `FEWEST` rows for each, and is solved as a whole."""
-
-DAMPING = 8.0
-"""Proximal factor of every step but the first, in units of the prior, and of a step that is tried again."""
-
-STRONGEST = 1e6
-"""Proximal factor beyond which no step pays."""
-
-COMPETING = 0.01
-"""Probability from which on a label of several tokens is differentiated anew."""
+MOST_SEQUENCES = 4096  # whole label sequences, of all demonstrations: each has a row in the kernel
+MOST_DEMONSTRATIONS = 4096  # the kernel has `FEWEST` rows for each, and is solved as a whole
+DAMPING = 8.0  # proximal factor of every step but the first, in units of the prior, and of one tried again
+STRONGEST = 1e6  # proximal factor beyond which no step pays
+COMPETING = 0.01  # probability from which on a label of several tokens is differentiated anew
 
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
 
 
-class AnchoredConfig(BaseModel):
+class AnchoredConfig(Settings):
     """How far from the plain model, and in which numbers.
 
     Attributes:
@@ -86,8 +76,6 @@ class AnchoredConfig(BaseModel):
         memory: gigabytes beyond the model that derivatives may take; default: a quarter of what is free.
             Where not every label fits, the least probable ones share a column. Not stored.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     writers: Writers = "both"
     reach: Annotated[float, Field(ge=0, le=1e4)] = 30.0
@@ -131,10 +119,10 @@ def anchor(
     require_few(demonstrations)
     decoder.require_identity()
     questions = Questions(decoder, task, scoring)
-    if scoring == "auto" and questions.labels.full and len(demonstrations) * len(task.labels) > MOST_COLUMNS:
-        scoring = "keyword"
-        questions = Questions(decoder, task, scoring)
-    if questions.labels.full and len(demonstrations) * len(task.labels) > MOST_SEQUENCES:
+    sequences = len(demonstrations) * len(task.labels)
+    if scoring == "auto" and questions.labels.full and sequences > MOST_COLUMNS:
+        questions = Questions(decoder, task, "keyword")
+    if questions.labels.full and sequences > MOST_SEQUENCES:
         raise I2CLError(
             f"{len(demonstrations)} examples times {len(task.labels)} labels are more whole sequences than "
             f"the {MOST_SEQUENCES} that anchored calibration takes: leave out scoring='full'"
@@ -157,7 +145,7 @@ def anchor(
         coefficients=torch.ones(*vectors.shape[:2], 2),
         task=task.without_data(),
         base=decoder.base,
-        scoring=scoring,
+        scoring=questions.scoring,
         seed=seed,
         settings=settings,
         history=history,
@@ -165,11 +153,7 @@ def anchor(
 
 
 def require_few(demonstrations: Sequence[Example]) -> None:
-    """Refuse more demonstrations than `MOST_DEMONSTRATIONS`.
-
-    Raises:
-        I2CLError: with both numbers.
-    """
+    """Refuse more demonstrations than `MOST_DEMONSTRATIONS` (I2CLError with both numbers)."""
     if len(demonstrations) > MOST_DEMONSTRATIONS:
         most = f"{len(demonstrations)} examples are more than the {MOST_DEMONSTRATIONS}"
         labels = len({example.label for example in demonstrations})
@@ -179,31 +163,21 @@ def require_few(demonstrations: Sequence[Example]) -> None:
         raise I2CLError(f"{most} that anchored calibration takes: {cure}")
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A step that pays.
+class Step(NamedTuple):
+    """A step that pays."""
 
-    Attributes:
-        u: where it ends.
-        scores: of the labels there.
-        objective: summed loss there, with the prior.
-        factor: how much stronger than the prior the proximal term had to be.
-        loss: mean cross-entropy among the labels, in nats.
-    """
-
-    u: Float[Tensor, " parameters"]
-    scores: Float[Tensor, "n labels"]
-    objective: float
-    factor: float
-    loss: float
+    u: Float[Tensor, " parameters"]  # where it ends
+    scores: Float[Tensor, "n labels"]  # of the labels there
+    objective: float  # summed loss there, with the prior
+    factor: float  # how much stronger than the prior the proximal term had to be
+    loss: float  # mean cross-entropy among the labels, in nats
 
 
 def solved(
     problem: Problem, config: AnchoredConfig, progress: StepProgress | None = None
 ) -> tuple[Float[Tensor, " parameters"], float | None, tuple[float, ...]]:
-    """Where the fit ends, in units of the scale; tau; and the mean loss at the start and after each step.
-
-    tau is None where the reach is 0 or no site moves the scores.
+    """Where the fit ends, in units of the scale; tau, or None where the reach is 0 or no site moves the
+    scores; and the mean loss at the start and after each step.
     """
     point, scores, variance = problem.first()
     loss = cross_entropy(scores.double(), problem.gold).item()

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.context import SITES, ContextVector, ExtractConfig
 from i2cl.core.edits import Positions
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.encoding import Scoring
@@ -20,14 +20,11 @@ from i2cl.storage.card import CARD, model_card
 from i2cl.tasks import Task
 
 FORMAT_VERSION = 2
-
 BIASED_VERSION = 3  # of an artefact with a label bias: an older i2cl is to say that it has to be upgraded
 TEMPERED_VERSION = 5  # of an artefact with a temperature that is not 1, likewise
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 FILES = frozenset({TENSORS, DESCRIPTION})  # what is loaded; the card is for people
-
-
 _AS_THEY_ARE = ("positions", "scoring", "seed", "metrics", "command", "worth", "label_bias", "temperature")
 
 
@@ -63,9 +60,8 @@ class Stored(pydantic.BaseModel):
         """What an `i2cl.Injection` is made of. Raises KeyError without one, I2CLError on other shapes."""
         values, coefficients = tensors["context_vector"], tensors["coefficients"]
         base = ModelIdentity.from_dict(self.base_model)
-        sites = 1 if self.extraction.site == "hidden" else 2
-        shape = (base.layers, sites, base.d_model)
-        if values.shape != shape or coefficients.shape != (base.layers, sites, 2):
+        shape = (base.layers, len(SITES[self.extraction.writers]), base.d_model)
+        if values.shape != shape or coefficients.shape != (*shape[:2], 2):
             found = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
             raise I2CLError(
                 f"{TENSORS} holds shapes {found}, {shape} and {(*shape[:2], 2)} are described: fit it again"

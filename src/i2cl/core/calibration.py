@@ -90,9 +90,9 @@ def calibrate_many(
         tasks: of each run; the same one may be there with several seeds or demonstrations.
         demonstrations: of each run.
         contexts: the context vector of each run.
-        config: recipe and ablation switches of all of them.
-        seeds: of each run's batches, noise and ``positions="random"``; default: 0.
-        scoring: predict each label's first token or its whole sequence; see `i2cl.models.encoding`.
+        config: of all runs, as ``scoring`` is.
+        seeds: of each run; default: 0.
+        scoring: see `calibrate`.
         progress: called after each epoch, with the steps of the runs that go together.
 
     Raises:
@@ -120,9 +120,8 @@ def _fitted(
     while waiting:
         places = waiting.pop(0)
         try:
-            injections |= dict(
-                zip(places, _fit(decoder, [runs[one] for one in places], config, progress), strict=True)
-            )
+            fitted = _fit(decoder, [runs[one] for one in places], config, progress)
+            injections |= zip(places, fitted, strict=True)
             continue
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -195,7 +194,5 @@ def _steps(group: Sequence[CalibrationRun], config: CalibrationConfig) -> list[l
     """Demonstrations of every step, those of all runs counted on."""
     count = len(group[0].demonstrations)
     each = [config.batches(count, run.seed) if run.batches is None else run.batches for run in group]
-    return [
-        [place * count + row for place, rows in enumerate(step) for row in rows]
-        for step in zip(*each, strict=True)
-    ]
+    steps = zip(*each, strict=True)
+    return [[place * count + row for place, rows in enumerate(step) for row in rows] for step in steps]

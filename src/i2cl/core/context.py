@@ -24,6 +24,9 @@ from i2cl.tasks.task import group_by_label
 
 Writers = Literal["both", "mha", "mlp", "hidden"]
 
+# Which of a layer's places they are: the residual writers (mha, mlp), or its output alone.
+SITES = {"both": (True, True), "mha": (True, False), "mlp": (False, True), "hidden": (True,)}
+
 
 class ExtractConfig(Settings):
     """How demonstrations become a context vector. Defaults are the paper's.
@@ -66,17 +69,13 @@ class ContextVector:
 
     def require_base(self, decoder: Decoder) -> None:
         """Refuse a decoder other than the one that it was extracted on (I2CLError naming the difference)."""
-        sites = 1 if self.config.site == "hidden" else 2
-        shape = (decoder.layers, sites, decoder.d_model)
+        shape = (decoder.layers, len(SITES[self.config.writers]), decoder.d_model)
         if self.values.shape != shape:
             raise I2CLError(
                 f"the context vector has (layers, sites, width) {tuple(self.values.shape)}, "
                 f"the model needs {shape}: extract it on this model"
             )
-        if self.base is None:
-            return
-        difference = self.base.difference(decoder.base)
-        if difference:
+        if self.base and (difference := self.base.difference(decoder.base)):
             raise I2CLError(
                 f"the context vector was extracted on {self.base.name!r}, not {decoder.name!r} "
                 f"({difference}): extract it on this model"
@@ -115,9 +114,8 @@ class ContextVector:
             )
         for vector in vectors:
             vectors[0].require_match(vector)
-        parts = [
-            share * one.values.double() for share, one in zip(shares / shares.sum(), vectors, strict=True)
-        ]
+        pairs = zip(shares / shares.sum(), vectors, strict=True)
+        parts = [share * one.values.double() for share, one in pairs]
         return replace(
             vectors[0],
             values=torch.stack(parts).sum(0).to(vectors[0].values.dtype),
@@ -166,15 +164,14 @@ def extract(
         at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
         return decoder.capture(batch, at, site=config.site)
 
-    mean = torch.zeros(())
+    mean, seen = torch.zeros(()), 0
     kept: list[Tensor] = []
-    seen = 0
     for _, captured in decoder.run_batches(ids, captured_at):
         seen += len(captured)
         mean = mean + (captured - mean).sum(0) / seen
         if config.aggregate == "pca":
             kept.append(captured)
-    if config.aggregate == "pca":
+    if kept:
         mean = mean + _first_direction(torch.cat(kept) - mean)
     return ContextVector(mean, config, len(demonstrations), decoder.base)
 
@@ -183,8 +180,7 @@ def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
     """The model that all were extracted on, where it is known; raises I2CLError if there are two."""
     known = [vector.base for vector in vectors if vector.base is not None]
     for other in known[1:]:
-        difference = known[0].difference(other)
-        if difference:
+        if difference := known[0].difference(other):
             raise I2CLError(
                 f"context vectors of two models, {known[0].name!r} and {other.name!r} ({difference}): "
                 "extract all of them on one"
@@ -241,9 +237,7 @@ def _first_direction(
     if count < 2:
         raise I2CLError("aggregate='pca' needs at least two demonstrations")
     flat = centred.permute(2, 0, 1, 3).reshape(sites, count, layers * d)
-    _, _, directions = torch.linalg.svd(flat, full_matrices=False)
-    first = directions[:, 0]
+    first: Tensor = torch.linalg.svd(flat, full_matrices=False).Vh[:, 0]
     largest = first.abs().argmax(-1, keepdim=True)
     first = first * first.gather(-1, largest).sign()  # a direction has no sign of its own: fix one
-    shaped: Tensor = first.reshape(sites, layers, d)
-    return shaped.permute(1, 0, 2)
+    return first.reshape(sites, layers, d).permute(1, 0, 2)

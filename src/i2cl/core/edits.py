@@ -6,7 +6,7 @@ Source: paper, subsections "Context Injection" and, for the noise, "Noisy Self-c
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from i2cl.models.batching import Batch
 from i2cl.models.edits import Edit, Site, States
 
+# Injected tokens of a query ("Injection Position" ablation).
 Positions = Literal["all", "first", "last", "random"]
-"""Injected tokens of a query ("Injection Position" ablation)."""
 
 
 class PlacedEdit(Edit):
@@ -46,11 +46,9 @@ class PlacedEdit(Edit):
         return torch.where(self._chosen(batch).to(output.device), injected, output)
 
     def _chosen(self, batch: Batch) -> Bool[Tensor, "lines tokens 1"]:
-        place = batch.last
-        if self.positions == "first":
-            place = batch.first
-        elif self.positions == "random":
-            place = batch.first + self._drawn(batch)
+        place = batch.last if self.positions == "last" else batch.first
+        if self.positions == "random":
+            place = place + self._drawn(batch)
         tokens = torch.arange(batch.input_ids.shape[1], device=place.device)
         chosen: Tensor = tokens == place[:, None]
         if batch.packed:
@@ -93,8 +91,7 @@ class LinearEdit(PlacedEdit):
         """The linear combination."""
         if not self.coefficients.requires_grad:
             scaled, beta = self._ready(layer, index, output)
-            added = torch.add(scaled, output, alpha=beta)  # one operation is all an injection costs
-            return added.to(output.dtype)
+            return torch.add(scaled, output, alpha=beta).to(output.dtype)  # all that an injection costs
         amount, keep = self._pair(layer, index).to(output.device)
         vector = amount * self.values[layer, index].to(output.device)
         mixed: Tensor = torch.addcmul(vector, keep, output)
@@ -157,12 +154,11 @@ class NoisyEdit(Edit):
             return injected
         if self.residual is None:
             return injected + self._noise(injected.detach()) if active else injected
-        stream = self.residual.to(injected.device).add(injected.detach(), alpha=self.writer_scale)
+        self.residual = self.residual.to(injected.device).add(injected.detach(), alpha=self.writer_scale)
         if not active:
-            self.residual = stream
             return injected
-        noise = self._noise(stream)
-        self.residual = stream + noise
+        noise = self._noise(self.residual)
+        self.residual = self.residual + noise
         return torch.add(injected, noise, alpha=1 / self.writer_scale)
 
     def _noise(self, signal: States) -> States:
@@ -170,35 +166,27 @@ class NoisyEdit(Edit):
         return self.draw(signal).mul_(size.to(signal.dtype))  # the norm itself can exceed float16
 
 
-class Draw:
+def draw_together(
+    generators: Sequence[torch.Generator], alone: Sequence[Batch], shared: Batch, lengths: Sequence[int]
+) -> Callable[[Tensor], Tensor]:
     """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone. Each run
     would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in tokens.
+    Padding gets 0.
     """
+    sizes, rest = [one.input_ids.numel() for one in alone], iter(lengths)
+    runs = zip(accumulate([0, *sizes]), alone, strict=False)
+    source = torch.cat([start + _token_places(one, list(islice(rest, len(one.rows)))) for start, one in runs])
+    place = _token_places(shared, lengths)
 
-    def __init__(
-        self,
-        generators: Sequence[torch.Generator],
-        alone: Sequence[Batch],
-        shared: Batch,
-        lengths: Sequence[int],
-    ) -> None:
-        self.generators = generators
-        self.sizes = [one.input_ids.numel() for one in alone]
-        self.place = _token_places(shared, lengths)
-        starts, rest, own = accumulate([0, *self.sizes]), list(lengths), []
-        for start, one in zip(starts, alone, strict=False):
-            own.append(start + _token_places(one, rest[: len(one.rows)]))
-            rest = rest[len(one.rows) :]
-        self.source = torch.cat(own)
-
-    def __call__(self, like: States) -> States:
-        """Numbers for every token of the batch; 0 for padding."""
+    def numbers(like: Tensor) -> Tensor:
         d = like.shape[-1]
-        runs = zip(self.generators, self.sizes, strict=True)
-        drawn = torch.cat([_normal((size, d), generator, like) for generator, size in runs])
-        numbers = torch.zeros_like(like).view(-1, d)
-        numbers[self.place.to(like.device)] = drawn[self.source.to(like.device)]
-        return numbers.view(like.shape)
+        each = zip(generators, sizes, strict=True)
+        drawn = torch.cat([_normal((size, d), generator, like) for generator, size in each])
+        found = torch.zeros_like(like).view(-1, d)
+        found[place.to(like.device)] = drawn[source.to(like.device)]
+        return found.view(like.shape)
+
+    return numbers
 
 
 def draw_from(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
@@ -242,10 +230,9 @@ class RowsEdit(PlacedEdit):
         """Each row's own linear combination."""
         if self._batch is not batch:
             self._batch, self._rows = batch, self._owners(batch)
-        vectors = self.scaled[:, layer, index].index_select(0, self._rows)
-        keep = self.keep[:, layer, index].index_select(0, self._rows)[:, None]
         across = 0 if batch.packed else 1
-        vectors, keep = vectors.unsqueeze(across), keep.unsqueeze(across)
+        vectors = self.scaled[:, layer, index].index_select(0, self._rows).unsqueeze(across)
+        keep = self.keep[:, layer, index].index_select(0, self._rows)[:, None].unsqueeze(across)
         mixed: Tensor = torch.addcmul(vectors.to(output.device), keep.to(output.device), output)
         return mixed.to(output.dtype)
 

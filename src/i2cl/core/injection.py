@@ -28,8 +28,7 @@ from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
 
 LABEL_PRIOR = "label_prior"  # where settings tell what `i2cl.injections.label_prior` measured a label bias on
-TEMPERATURES = (0.001, 1000.0)
-"""The least and the most temperature: within them, scores that differ give probabilities that differ."""
+TEMPERATURES = (0.001, 1000.0)  # the least and the most: within them, scores that differ stay different
 
 
 class PrecisionWarning(UserWarning):
@@ -162,13 +161,9 @@ class Injection:
                 f"this injection was made on {self.base.name!r}, not {decoder.name!r} ({difference}): {cure}"
             )
         if self.base.quantization != other.quantization:
-            mine, theirs = (
-                base or "no quantization" for base in (self.base.quantization, other.quantization)
-            )
-            message = (
-                f"this injection was made with {mine} and the model is loaded with {theirs}: fit it again"
-            )
-            warnings.warn(f"{message} if answers differ", PrecisionWarning, stacklevel=3)
+            mine, theirs = (one.quantization or "no quantization" for one in (self.base, other))
+            message = f"this injection was made with {mine} and the model is loaded with {theirs}"
+            warnings.warn(f"{message}: fit it again if answers differ", PrecisionWarning, stacklevel=3)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card; all of it or, on an error, nothing.

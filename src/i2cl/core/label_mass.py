@@ -15,7 +15,7 @@ The price is one forward pass over the demonstrations, and some thirty of the fi
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -25,57 +25,39 @@ from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, Replay
+from i2cl.models.scoring import in_order
 from i2cl.models.training import Backward
 
-RIDGE = 0.001
-"""Penalty on the vector's mean square, in units of the stream's, beside a mean loss in nats."""
-
-EVALUATIONS = 60
-"""Of the loss, at most."""
-
-LEAST = 1e-3
-"""Of the stream's norm: a shorter vector that still changes an answer on the demonstrations is dropped."""
-
-ROWS = 128
-"""Run together: each has the logits of a whole vocabulary."""
+RIDGE = 0.001  # penalty on the vector's mean square, in units of the stream's, beside a mean loss in nats
+EVALUATIONS = 60  # of the loss, at most
+LEAST = 1e-3  # of the stream's norm: a shorter vector that still changes an answer is dropped
+ROWS = 128  # run together: each has the logits of a whole vocabulary
 
 
-@dataclass(frozen=True)
-class LabelMass:
-    """The vector and its effect on the demonstrations.
+class LabelMass(NamedTuple):
+    """The vector and its effect on the demonstrations."""
 
-    Attributes:
-        vector: to be added to the stream at the end of the last block; zero where none is better than none.
-        before: mean total probability of the labels' first tokens.
-        after: the same with the vector.
-    """
-
-    vector: Float[Tensor, " d"]
-    before: float
-    after: float
+    vector: Float[
+        Tensor, " d"
+    ]  # to be added at the end of the last block; zero where none is better than none
+    before: float  # mean total probability of the labels' first tokens
+    after: float  # the same with the vector
 
 
 def raise_label_mass(
     decoder: Decoder, queries: Sequence[Ids], labels: Sequence[int], edit: LinearEdit
 ) -> LabelMass:
-    """Find the vector that makes some label's first token probable after each query.
-
-    Args:
-        decoder: the model.
-        queries: token ids of the demonstrations' queries.
-        labels: the first token of each label.
-        edit: injection so far.
+    """Find the vector that makes some label's first token probable after each of the demonstrations' queries.
+    ``labels`` are the first tokens, ``edit`` is the injection so far.
     """
-    tail = _Tail(decoder, tuple(labels))
+    tail = _Tail(decoder, labels)
     with decoder.frozen():
         states = _streams(decoder, queries, edit)
         vector, before = torch.zeros_like(states[0]), tail.mass(states)
         with suppress(_NotFiniteError):
             vector = tail.vector(states, tail.apart())
-        answers = tail.answers(states)
-        while vector.any() and not torch.equal(
-            tail.answers(states + vector), answers
-        ):  # biases, a head of layers
+        answers = tail.answers(states)  # biases, or a head of layers, may change them
+        while vector.any() and not torch.equal(tail.answers(states + vector), answers):
             vector = vector / 2 if vector.norm() > LEAST * states.norm() else torch.zeros_like(vector)
         after = tail.mass(states + vector)
     if not after > before:  # or a value is not finite
@@ -92,10 +74,8 @@ def _streams(decoder: Decoder, queries: Sequence[Ids], edit: LinearEdit) -> Floa
             decoder.forward(batch, edit=watch)
         return watch.stream[torch.arange(len(batch.rows)), batch.last.to(watch.stream.device)]
 
-    kept: dict[int, Tensor] = {}
-    for batch, streams in decoder.run_batches(queries, run):
-        kept |= dict(zip(batch.rows, streams, strict=True))
-    return torch.stack([kept[row] for row in range(len(queries))]).float().to(decoder.device)
+    streams = in_order((batch.rows, ends) for batch, ends in decoder.run_batches(queries, run))
+    return streams.float().to(decoder.device)
 
 
 class _Watch(Edit):
@@ -144,7 +124,6 @@ class _Ending(Edit):
         return self.states[:, None].to(output.device, output.dtype) if layer == self.last else None
 
 
-@dataclass(frozen=True)
 class _Tail:
     """The final norm and the LM head of a model, whatever they are, and the labels' first tokens.
 
@@ -152,12 +131,9 @@ class _Tail:
     run a second time.
     """
 
-    decoder: Decoder
-    labels: Ids
-    replay: Replay = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "replay", Replay(self.decoder.blocks))
+    def __init__(self, decoder: Decoder, labels: Sequence[int]) -> None:
+        self.decoder, self.labels = decoder, list(labels)
+        self.replay = Replay(decoder.blocks)
 
     def logits(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows vocab"]:
         """Next-token logits of streams behind the last block, in float32; gradients flow if on."""
@@ -168,13 +144,12 @@ class _Tail:
     def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """Minus the logarithm of the labels' total probability."""
         logits = self.logits(states)
-        return logits.logsumexp(-1) - logits[:, list(self.labels)].logsumexp(-1)
+        return logits.logsumexp(-1) - logits[:, self.labels].logsumexp(-1)
 
     def answers(self, states: Float[Tensor, "rows d"]) -> Int[Tensor, " rows"]:
         """The most probable label of each row."""
         with torch.no_grad():
-            logits = torch.cat([self.logits(part)[:, list(self.labels)] for part in states.split(ROWS)])
-        return logits.argmax(-1)
+            return torch.cat([self.logits(part)[:, self.labels].argmax(-1) for part in states.split(ROWS)])
 
     def mass(self, states: Float[Tensor, "rows d"]) -> float:
         """Mean total probability of the labels."""
@@ -190,7 +165,7 @@ class _Tail:
         zero = torch.nn.Parameter(torch.zeros(1, self.decoder.d_model, device=self.decoder.device))
         backward = Backward([zero], self.decoder.model.dtype)
         with torch.enable_grad():
-            values = self.logits(zero)[0, list(self.labels)]
+            values = self.logits(zero)[0, self.labels]
             each = [backward.gradients(one - values[0])[0] for one in values[1:]]
         slopes = torch.stack([zero.detach()[0] if one is None else one[0] for one in each], dim=1)
         if not slopes.isfinite().all():
@@ -206,9 +181,8 @@ class _Tail:
         size = states.square().mean().sqrt()
         u = torch.nn.Parameter(torch.zeros_like(states[0]))
         backward = Backward([u], self.decoder.model.dtype)
-        optimizer = torch.optim.LBFGS(
-            [u], max_eval=EVALUATIONS, max_iter=EVALUATIONS, line_search_fn="strong_wolfe"
-        )
+        most = {"max_eval": EVALUATIONS, "max_iter": EVALUATIONS}
+        optimizer = torch.optim.LBFGS([u], **most, line_search_fn="strong_wolfe")
         best = (math.inf, torch.zeros_like(states[0]))
 
         def placed() -> Tensor:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from i2cl.core.context import ContextVector, require_demonstrations
-from i2cl.core.edits import Draw, LinearEdit, NoisyEdit, PlacedEdit, RowsEdit, draw_from
+from i2cl.core.edits import LinearEdit, NoisyEdit, PlacedEdit, RowsEdit, draw_from, draw_together
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, packing_pays, shared_front
@@ -105,16 +105,13 @@ class Coefficients:
         first = torch.tensor([config.init_lambda, 1.0 if config.formula == "add" else config.init_beta])
         values = torch.stack([first.expand_as(fixed) if one is None else one.float().cpu() for one in starts])
         self.base = torch.where(active[..., None], values, fixed).to(device)
-        trained = active[..., None].repeat(1, 1, 2)
-        if config.formula == "add":
-            trained[..., 1] = False
+        trained = active[..., None] & torch.tensor([True, config.formula != "add"])
         self.trained = trained.expand_as(self.base).contiguous().to(device)
         self.free = torch.nn.Parameter(self.base[self.trained].clone())
 
     def linear(self) -> Float[Tensor, "runs layers sites 2"]:
         """(lambda, beta) such that every formula reads ``lambda v + beta a``."""
-        values = self.base.masked_scatter(self.trained, self.free)
-        amount, scale = values.unbind(-1)
+        amount, scale = self.base.masked_scatter(self.trained, self.free).unbind(-1)
         if self.formula == "add":
             amount = amount.relu()
         elif self.formula == "balance":
@@ -180,7 +177,7 @@ class CalibrationLoss:
             return draw_from(self.generators[0])
         runs = {owner: list(own) for owner, own in groupby(rows, self.owners.__getitem__)}
         alone = [self._batch(own) for own in runs.values()]
-        return Draw([self.generators[owner] for owner in runs], alone, batch, self._lengths(rows))
+        return draw_together([self.generators[owner] for owner in runs], alone, batch, self._lengths(rows))
 
     def _injection(self, rows: Sequence[int]) -> PlacedEdit:
         linear = self.coefficients.linear()

@@ -13,27 +13,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from i2cl.core.context import ExtractConfig, Writers
+from i2cl.core.context import SITES, ExtractConfig, Writers
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.tangent import Tangent, balanced, columns, directions, rivals_of
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, MemoryWarning, free_memory
-from i2cl.models.scoring import Questions, labelled_batch, score, sequence_log_probabilities
+from i2cl.models.scoring import Questions, in_order, labelled_batch, score, sequence_log_probabilities
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
-MOST_COLUMNS = 1024
-"""Rows of the kernel, as long as each demonstration keeps `FEWEST` columns; then those."""
-
-FEWEST = 2
-"""Columns of a demonstration: the label that competes most, and all others together."""
-
-
-HELD = 1.5
-"""Memory that derivatives take at most, times their own size."""
-
-KERNELS = 5
-"""Square matrices in double precision that the solver of a step holds at once."""
+MOST_COLUMNS = 1024  # rows of the kernel, as long as each demonstration keeps `FEWEST` columns; then those
+FEWEST = 2  # columns of a demonstration: the label that competes most, and all others together
+HELD = 1.5  # memory that derivatives take at most, times their own size
+KERNELS = 5  # square matrices in double precision that the solver of a step holds at once
 
 
 def columns_kept(demonstrations: int, labels: int) -> int:
@@ -49,54 +41,41 @@ def memory_taken(demonstrations: int, columns: int, parameters: int) -> int:
 
 @dataclass(eq=False)
 class Problem:
-    """Label scores of the demonstrations as a function of u, theta in units of the scale.
-
-    Attributes:
-        questions: the task asked of the model.
-        demonstrations: labelled examples.
-        writers: which sites have a vector.
-        memory: bytes that derivatives and kernel may take; None: a quarter of what is free.
-        columns: of each demonstration; of whole sequences one for every label but its own.
-        scale: units of theta at each site; `first` sets it.
-    """
+    """Label scores of the demonstrations as a function of u, theta in units of the scale."""
 
     questions: Questions
     demonstrations: tuple[Example, ...]
-    writers: Writers
-    memory: int | None = None
+    writers: Writers  # which sites have a vector
+    memory: int | None = None  # bytes that derivatives and kernel may take; None: a quarter of what is free
 
     def __post_init__(self) -> None:
         decoder = self.questions.decoder
         self.queries = self.questions.queries([example.text for example in self.demonstrations])
+        self.every = range(len(self.queries))
         self.gold = torch.tensor([example.label for example in self.demonstrations])
         self.site = ExtractConfig(writers=self.writers).site
-        active = torch.ones(decoder.layers, 1 if self.site == "hidden" else 2, 1)
-        if self.writers in ("mha", "mlp"):
-            active[:, 1 if self.writers == "mha" else 0] = 0
-        self.scale = active.expand(-1, -1, decoder.d_model)
-        self.columns = self._columns_that_fit()
+        active = torch.tensor(SITES[self.writers]).float()[:, None]
+        self.scale = active.expand(decoder.layers, -1, decoder.d_model)  # units of theta; `first` sets them
+        self.columns = self._columns_that_fit()  # of each demonstration
 
     @property
     def ends_free(self) -> bool:
         """Whether the last writer has a vector, with only the final norm and the LM head behind it."""
-        single = not self.questions.labels.full
-        return single and self.site == "writers" and bool(self.scale[-1, -1].any())
+        return not self.questions.labels.full and self.writers in {"both", "mlp"}
 
     def _columns_that_fit(self) -> int:
         labels, whole, count = len(self.questions.labels.ids), self.questions.labels.full, len(self.queries)
         wanted = labels - 1 if whole else columns_kept(count, labels)
         fewest = wanted if whole else min(FEWEST, wanted)
         free = free_memory()
-        room = self.memory if self.memory is not None else free // 4 if free else None
-        if room is None:
+        if self.memory is None and not free:  # the system does not say
             return wanted
-
-        def taken(columns: int) -> int:
-            return memory_taken(count, columns, self.scale.numel())
-
-        kept = max((columns for columns in range(fewest, wanted + 1) if taken(columns) <= room), default=0)
+        room = free // 4 if self.memory is None else self.memory
+        each = range(fewest, wanted + 1)
+        taken = {columns: memory_taken(count, columns, self.scale.numel()) for columns in each}
+        kept = max((columns for columns, size in taken.items() if size <= room), default=0)
         if not kept:
-            sizes = f"{taken(fewest) / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
+            sizes = f"{taken[fewest] / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
             fewer = count > len(set(self.gold.tolist()))
             cure = f"give {'fewer of each class (--shots) or ' if fewer else ''}more memory (--memory)"
             raise I2CLError(f"derivatives of {count} examples take {sizes}: {cure}")
@@ -141,11 +120,7 @@ class Problem:
         return point, scores, float((spread * even.square()).sum())
 
     def point(self, u: Float[Tensor, " parameters"]) -> tuple[Tangent, Float[Tensor, "n labels"]]:
-        """The tangent at u, and the label scores there.
-
-        Raises:
-            I2CLError: on scores or derivatives that are not finite.
-        """
+        """The tangent at u, and the label scores there. Raises I2CLError on any that are not finite."""
         slopes = torch.empty(len(self.queries), self.columns, u.numel())
         scores, rivals = self._slopes(slopes, u, self.every)
         whole = rivals.shape[1] == scores.shape[1] - 1
@@ -171,11 +146,6 @@ class Problem:
             _, rivals[list(anew)] = self._slopes(slopes, u, anew, competing)
         return Tangent(columns(scores, self.gold, rivals), point.jacobian, rivals, point.whole)
 
-    @property
-    def every(self) -> Sequence[int]:
-        """Places of all demonstrations."""
-        return range(len(self.queries))
-
     def _slopes(
         self,
         into: Float[Tensor, "n columns parameters"],
@@ -187,11 +157,10 @@ class Problem:
 
         Of labels of several tokens only those are read that compete, if that is given; others score 0.
         """
-        kept = self.columns
 
         def of(values: Tensor, rows: Sequence[int]) -> Tensor:
             right = self.gold[rows]
-            return directions(values, right, rivals_of(values, right, kept))
+            return directions(values, right, rivals_of(values, right, self.columns))
 
         if self.questions.labels.full:
             scores = self._derive_sequences(into, u, chosen, competing)
@@ -199,7 +168,7 @@ class Problem:
             scores = self._derive(into, u, chosen, of)
         if not (scores.isfinite().all() and all(into[row].isfinite().all() for row in chosen)):
             raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        return scores, rivals_of(scores, self.gold[list(chosen)], kept)
+        return scores, rivals_of(scores, self.gold[list(chosen)], self.columns)
 
     def _derive(
         self,
@@ -224,10 +193,8 @@ class Problem:
                     into[rows, column] = self._in_units(slopes)
             return values.detach().cpu()
 
-        scores = torch.empty(len(chosen), len(first))
-        for batch, values in decoder.run_batches([self.queries[row] for row in chosen], run):
-            scores[list(batch.rows)] = values
-        return scores
+        parts = decoder.run_batches([self.queries[row] for row in chosen], run)
+        return in_order((batch.rows, values) for batch, values in parts)
 
     def _derive_sequences(
         self,
@@ -267,16 +234,17 @@ class Problem:
             rows, chosen, columns = zip(*[asked[place] for place in batch.rows], strict=True)
             leaf, edit = self._rows_edit(u, batch.rows, len(asked))
             targets = [labels[label] for label in chosen]
-            whole = labelled_batch([self.queries[row] for row in rows], targets, decoder.device)
+            labelled = labelled_batch([self.queries[row] for row in rows], targets, decoder.device)
             with torch.enable_grad():
-                values = sequence_log_probabilities(decoder, replace(whole, rows=batch.rows), targets, edit)
+                values = sequence_log_probabilities(
+                    decoder, replace(labelled, rows=batch.rows), targets, edit
+                )
                 decoder.pause()
                 (slopes,) = Backward([leaf], decoder.model.dtype).gradients(values.sum())
             scores[rows, chosen], into[rows, columns] = values.detach().cpu(), self._in_units(slopes)
 
-        for _ in decoder.run_batches(
-            [self.queries[row] + labels[label][:-1] for row, label, _ in asked], run
-        ):
+        whole = [self.queries[row] + labels[label][:-1] for row, label, _ in asked]
+        for _ in decoder.run_batches(whole, run):
             pass
 
     def _rows_edit(

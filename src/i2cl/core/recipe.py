@@ -3,7 +3,6 @@
 Source: paper, subsection "Noisy Self-calibration" and appendix "Reproduction Details".
 """
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -12,25 +11,21 @@ from jaxtyping import Bool
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from i2cl.core.context import Writers
+from i2cl.core.context import SITES, Writers
 from i2cl.core.edits import Positions
 from i2cl.errors import I2CLError
 from i2cl.models.training import TrainConfig
 
 Formula = Literal["linear", "add", "balance"]
 
-RELEASED: Mapping[str, object] = MappingProxyType(
-    {"draw": "step", "lr_final": 0.0, "warmup": 0.05, "noise_place": "writer"}
-)
-"""Where the recipe of the paper's released code differs from its text."""
-
-FAST: Mapping[str, object] = MappingProxyType({"optimizer": "lbfgs"})
-"""Few passes over all demonstrations at once; docs/performance.md has its speed and accuracy."""
-
-RECIPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
-    {"paper": MappingProxyType({}), "released": RELEASED, "fast": FAST}
-)
-"""What each recipe changes in the defaults, which are the paper's text."""
+# What each recipe changes in the defaults, which are the paper's text. "released" is its code, "fast" takes
+# few passes over all demonstrations at once: docs/performance.md has its speed and accuracy.
+_RECIPES: dict[str, dict[str, object]] = {
+    "paper": {},
+    "released": {"draw": "step", "lr_final": 0.0, "warmup": 0.05, "noise_place": "writer"},
+    "fast": {"optimizer": "lbfgs"},
+}
+RECIPES = MappingProxyType({name: MappingProxyType(changes) for name, changes in _RECIPES.items()})
 
 
 class CalibrationConfig(TrainConfig):
@@ -89,23 +84,18 @@ class CalibrationConfig(TrainConfig):
 
     def active(self, layers: int, writers: Writers) -> Bool[Tensor, "layers sites"]:
         """Which sites are trained; the others keep (0, 1). Raises I2CLError on no such layer, or none."""
-        third = layers // 3, 2 * layers // 3
-        named = {
-            "all": range(layers),
-            "early": range(third[0]),
-            "middle": range(*third),
-            "late": range(third[1], layers),
-        }
-        chosen = list(named[self.layers] if isinstance(self.layers, str) else self.layers)
+        ends = {"all": (0, 3), "early": (0, 1), "middle": (1, 2), "late": (2, 3)}  # in thirds
+        if isinstance(self.layers, str):
+            chosen = list(range(*(third * layers // 3 for third in ends[self.layers])))
+        else:
+            chosen = list(self.layers)
         if not chosen or not all(0 <= layer < layers for layer in chosen):
             raise I2CLError(
                 f"{self.layers!r} names no layers of this model, which has {layers} (0 to {layers - 1}): "
                 "choose others, or all"
             )
-        mask = torch.zeros(layers, 1 if writers == "hidden" else 2, dtype=torch.bool)
-        sites = {"both": [0, 1], "mha": [0], "mlp": [1], "hidden": [0]}[writers]
-        for site in sites:
-            mask[chosen, site] = True
+        mask = torch.zeros(layers, len(SITES[writers]), dtype=torch.bool)
+        mask[chosen] = torch.tensor(SITES[writers])
         return mask
 
     def parameters(self, layers: int, writers: Writers) -> int:

@@ -42,8 +42,8 @@ class Architecture:
     def blocks(self, model: PreTrainedModel) -> list[nn.Module]:
         """The decoder blocks, first layer first. Raises I2CLError if ``layers`` leads to none."""
         base: Any = model.base_model
-        wrapped = getattr(base, "language_model", None)  # where the model also sees images
-        base = wrapped if isinstance(wrapped, nn.Module) else base
+        if isinstance(getattr(base, "language_model", None), nn.Module):  # where the model also sees images
+            base = base.language_model
         stack = self._find(base, self.layers, "layers")
         if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
             raise I2CLError(
@@ -124,10 +124,8 @@ _WITHOUT_PACKING = "afmoe biogpt bloom falcon gpt_oss granitemoehybrid minimax_m
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        model_type: replace(
-            Architecture(model_type, *fields), packs=model_type not in _WITHOUT_PACKING.split()
-        )
-        for model_type, fields in sorted((name, fields) for fields, names in _ROWS for name in names.split())
+        name: replace(Architecture(name, *fields), packs=name not in _WITHOUT_PACKING.split())
+        for name, fields in sorted((name, fields) for fields, names in _ROWS for name in names.split())
     }
 )
 """Every model type that works without being told where its residual writers are. Read-only."""

@@ -146,27 +146,22 @@ def longest_first(ids: Sequence[Ids]) -> list[int]:
 
 def budget_chunks(ids: Sequence[Ids], token_budget: int) -> list[list[int]]:
     """Places of all rows, longest first, in parts of at most ``token_budget`` padded tokens, or one row."""
-    order = longest_first(ids)
-    chunks = []
-    start = 0
-    while start < len(order):
-        size = max(1, token_budget // len(ids[order[start]]))
-        chunks.append(order[start : start + size])
-        start += size
+    order, chunks = longest_first(ids), []
+    while order:
+        size = max(1, token_budget // len(ids[order[0]]))
+        chunks.append(order[:size])
+        order = order[size:]
     return chunks
 
 
+# A pass over few tokens costs as much as a full batch divided by this: the weights have to be read.
 PASSES_A_BATCH = 8
-"""A pass over few tokens costs as much as a full batch divided by this: the weights have to be read."""
 
 
 def batch_sizes(lengths: Sequence[int], most: Sequence[int], price: float) -> list[int]:
     """How many of some rows, longest first, run together, so that padding and passes cost the least.
-
-    Args:
-        lengths: tokens of each row; a batch is padded to its first.
-        most: rows that a batch with this one as its first may have, at least one.
-        price: of a pass, in tokens.
+    A batch is padded to its first row, which says how many it may have at ``most``, at least one. A pass has
+    a price in tokens.
     """
     count = len(lengths)
     best, size = [0.0] * (count + 1), [1] * count
@@ -196,13 +191,11 @@ def shared_front(rows: Sequence[Ids]) -> Ids:
     return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
 
 
+# Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it.
+# Every row gets a copy of the cached ones, which beyond a few thousand costs a CPU more than a larger batch
+# saves: docs/performance.md.
 KEPT_BUDGET = 16384
 CPU_KEPT_BUDGET = 4096
-"""Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it.
-
-Every row gets a copy of the cached ones, which beyond a few thousand costs a CPU more than a larger batch
-saves: docs/performance.md.
-"""
 
 
 class MemoryWarning(UserWarning):
@@ -234,37 +227,36 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere it is that of the whole
     process so far.
     """
-    peak = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        peak.start = torch.cuda.memory_allocated(device)
+        peak = Peak(start=torch.cuda.memory_allocated(device))
         yield peak
         peak.bytes = torch.cuda.max_memory_allocated(device)
         return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    peak.start = resident_peak()
+    peak = Peak(start=resident_peak())
     yield peak
     peak.bytes = resident_peak()
 
 
 def free_memory() -> int:
     """Bytes of the machine's memory that a program can still have; 0 where the system does not say."""
+    return _told_by("/proc/meminfo", "MemAvailable:")
+
+
+def _told_by(path: str, field: str) -> int:
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = Path(path).read_text(encoding="ascii").splitlines()
     except OSError:  # macOS and Windows have no such file
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), 0)
 
 
 def resident_peak() -> int:
     """Most bytes that this process has had resident; 0 where the system does not tell."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = status.read_text(encoding="ascii").splitlines()
-        marks = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
-        if marks:
-            return 1024 * int(marks[0])
+    if peak := _told_by("/proc/self/status", "VmHWM:"):
+        return peak
     try:
         import resource
     except ImportError:  # Windows has no such module

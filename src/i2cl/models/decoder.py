@@ -17,7 +17,7 @@ from i2cl.errors import I2CLError
 from i2cl.models import batching
 from i2cl.models.architectures import Architecture, architecture_of
 from i2cl.models.batching import CPU_KEPT_BUDGET, KEPT_BUDGET, Batch, Ids, longest_first, make_batch
-from i2cl.models.edits import Edit, Keep, Replay, Site, edit_inputs, editing
+from i2cl.models.edits import AnySite, Edit, Keep, Replay, Site, edit_inputs, editing
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
@@ -29,9 +29,9 @@ from i2cl.models.trie import Trie, forked_batch
 
 T = TypeVar("T")
 
+# Padded tokens a batch may hold by default. Beyond about 1,000 a CPU gets slower: docs/performance.md.
 BUDGET = 16384
 CPU_BUDGET = 1024
-"""Padded tokens a batch may hold by default. Beyond about 1,000 a CPU gets slower: docs/performance.md."""
 
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
 
@@ -191,13 +191,9 @@ class Decoder:
             if isinstance(error, RuntimeError) and batching.is_out_of_memory(error):
                 raise
             return False
-        size = (apart[0] - apart[1]).abs().max()
-        return bool((together - apart.to(together.device)).abs().max() <= self._same * size)
-
-    @property
-    def _same(self) -> float:
-        """Share of a logit's range that rounding may move it by."""
-        return 1e-3 if self.model.dtype == torch.float32 else 0.05
+        rounding = 1e-3 if self.model.dtype == torch.float32 else 0.05  # of a logit's range
+        size = rounding * (apart[0] - apart[1]).abs().max()
+        return bool((together - apart.to(together.device)).abs().max() <= size)
 
     def require_identity(self) -> None:
         """Refuse a model whose blocks do not simply add their writers, as a post-norm OPT (I2CLError)."""
@@ -207,8 +203,10 @@ class Decoder:
                 f"(error {self.residual_identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
             )
 
-    def sites(self, site: Site) -> list[tuple[int, int, torch.nn.Module]]:
+    def sites(self, site: AnySite) -> list[tuple[int, int, torch.nn.Module]]:
         """(layer, index, module) of everything that ``site`` names."""
+        if site == "embeddings":
+            return [(0, 0, self.model.get_input_embeddings())]
         if site == "hidden":
             return [(layer, 0, block) for layer, block in enumerate(self.blocks)]
         return [(layer, index, pair[index]) for layer, pair in enumerate(self.writers) for index in (0, 1)]
@@ -248,11 +246,9 @@ class Decoder:
         budget = self.token_budget
         room = max(budget, CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET)
         sides = [len(side) for side in reversed(self.together([length + reserve for length in lengths]))]
-        alike = [rest for side in sides for rest in range(side, 0, -1)]  # rows from here on that may share
-        most = [
-            max(1, min(budget // length, room // (length + reserve), rest))
-            for length, rest in zip(lengths, alike, strict=True)
-        ]
+        alike = (rest for side in sides for rest in range(side, 0, -1))  # rows from here on that may share
+        pairs = zip(lengths, alike, strict=True)
+        most = [max(1, min(budget // length, room // (length + reserve), rest)) for length, rest in pairs]
         return batching.batch_sizes(lengths, most, budget / batching.PASSES_A_BATCH)
 
     def together(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -295,8 +291,9 @@ class Decoder:
             batch, positions = batching.behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
         look = partial(batching.gather, positions, batch.packed)
-        kept = {} if caches is None else {"past_key_values": DynamicCache()}
-        arguments: dict[str, Any] = {"use_cache": bool(kept), **kept}
+        arguments: dict[str, Any] = {"use_cache": caches is not None}
+        if caches is not None:
+            arguments["past_key_values"] = DynamicCache()
         if batch.position_ids is not None:
             arguments["position_ids"] = batch.position_ids
         if batch.visible is not None:  # added to the attention's logits, as transformers takes it
@@ -375,14 +372,14 @@ class Decoder:
 
     def _joins(self, prefix: Prefix, width: int) -> bool:
         """Whether a prefix's keys stay in front of ``width`` more tokens: a window counts cached keys."""
-        tokens = prefix.length + width
+        tokens, why = prefix.length + width, ""
         joins = len(self.together([prefix.length, tokens])) == 1
-        short = prefix.thinned and self.window is not None and tokens > self.window
-        if short or not (joins or (prefix.ids and not prefix.thinned)):
+        if prefix.thinned and self.window is not None and tokens > self.window:
             why = f"some layers see only {self.window} at a time"
-            if not short:
-                limits = " or ".join(map(str, self.rope_limits))
-                why = f"beyond {limits} this model's rotary embedding (longrope) turns them otherwise"
+        elif not joins and (prefix.thinned or not prefix.ids):
+            limits = " or ".join(map(str, self.rope_limits))
+            why = f"beyond {limits} this model's rotary embedding (longrope) turns them otherwise"
+        if why:
             raise I2CLError(
                 f"demonstrations and query are {tokens} tokens, but {why}, which a thinned-out cache cannot "
                 "express: use fewer or shorter demonstrations"
@@ -390,4 +387,4 @@ class Decoder:
         return joins
 
     def _editing(self, edit: Edit | None, batch: Batch) -> AbstractContextManager[None]:
-        return editing(edit, self.model, self.blocks, self.sites, batch)
+        return editing(edit, self.blocks, self.sites, batch)

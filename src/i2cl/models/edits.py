@@ -20,12 +20,10 @@ from i2cl.models.restore import uninterrupted
 
 # What is to be in a tensor's place, or None to leave it (a mere look).
 Hook = Callable[[Tensor], Tensor | None]
-KeywordChange = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
-"""Takes a module and its keyword arguments and returns the ones it is to have."""
 
 
 @uninterrupted
-def _held(handles: Iterable[Any]) -> Iterator[None]:
+def held(handles: Iterable[Any]) -> Iterator[None]:
     """Hooks, from when they are registered until the block ends."""
     with ExitStack() as stack:
         for handle in handles:
@@ -38,12 +36,12 @@ def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextMa
     Modules that return a tuple (attention) have its first element replaced. The change must build a new
     tensor: editing in place would break autograd and the residual stream.
     """
-    return _held(module.register_forward_hook(partial(_with_output, change)) for module, change in changes)
+    return held(module.register_forward_hook(partial(_with_output, change)) for module, change in changes)
 
 
 def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
     """Replace the first argument of each module, or ``hidden_states``, by ``change(argument)``."""
-    return _held(
+    return held(
         module.register_forward_pre_hook(partial(_with_input, change), with_kwargs=True)
         for module, change in changes
     )
@@ -53,15 +51,7 @@ def add_to_outputs(
     changes: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]],
 ) -> AbstractContextManager[None]:
     """Add ``change(argument)`` of its first argument to what each module returns while the block runs."""
-    return _held(module.register_forward_hook(partial(_plus, change)) for module, change in changes)
-
-
-def edit_keywords(changes: Iterable[tuple[nn.Module, KeywordChange]]) -> AbstractContextManager[None]:
-    """Replace the keyword arguments of each module by ``change(module, keywords)`` while the block runs."""
-    return _held(
-        module.register_forward_pre_hook(partial(_with_keywords, change), with_kwargs=True)
-        for module, change in changes
-    )
+    return held(module.register_forward_hook(partial(_plus, change)) for module, change in changes)
 
 
 class Replay:
@@ -86,13 +76,12 @@ class Replay:
         """Keep what the blocks put out in a pass over this batch, or give what is kept in their place."""
         key = (batch.rows, tuple(batch.input_ids.shape))
         with ExitStack() as stack:
-            if key in self.kept:
-                for place, block in enumerate(self.blocks):
+            for place, block in enumerate(self.blocks):
+                if key in self.kept:
                     given = self.kept[key] if place == len(self.blocks) - 1 else None
                     block.__dict__["forward"] = partial(self._skipped, place, given)
                     stack.callback(block.__dict__.pop, "forward")
-            else:
-                for place, block in enumerate(self.blocks):
+                else:
                     handle = block.register_forward_hook(partial(self._keep, place, key))
                     stack.callback(handle.remove)
             yield
@@ -116,31 +105,26 @@ def _plus(
     return output + change(args[0])
 
 
-def _with_keywords(change: KeywordChange, module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-    return args, change(module, keywords)
-
-
 def _with_output(change: Hook, _module: nn.Module, _args: Any, output: Any) -> Any:
-    changed = change(output[0] if isinstance(output, tuple) else output)
-    if changed is None:
-        return None
-    return (changed, *output[1:]) if isinstance(output, tuple) else changed
+    if not isinstance(output, tuple):
+        return change(output)
+    changed = change(output[0])
+    return None if changed is None else (changed, *output[1:])
 
 
 def _with_input(change: Hook, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     changed = change(args[0] if args else keywords["hidden_states"])
     if changed is None:
         return None
-    if args:
-        return (changed, *args[1:]), keywords
-    return args, keywords | {"hidden_states": changed}
+    return ((changed, *args[1:]), keywords) if args else (args, keywords | {"hidden_states": changed})
 
 
 # What a layer reads or writes; a line is a row of the batch, or all of its rows where they are packed.
 States = Float[Tensor, "lines tokens d"]
 # What is captured and edited: the two residual writers of a layer, or its block output.
 Site = Literal["writers", "hidden"]
-Places = Callable[[Site], list[tuple[int, int, nn.Module]]]  # layer, index and module of what a site names
+AnySite = Site | Literal["embeddings"]
+Places = Callable[[AnySite], list[tuple[int, int, nn.Module]]]  # layer, index and module of each place
 
 
 class Edit:
@@ -154,7 +138,7 @@ class Edit:
             run in parts, the later ones behind cached keys.
     """
 
-    site: Site | Literal["embeddings"] = "writers"
+    site: AnySite = "writers"
     sees_input: bool = False
     everywhere: bool = False
 
@@ -181,23 +165,13 @@ class Keep(Edit):
 
 
 @uninterrupted
-def editing(
-    edit: Edit | None, model: Any, blocks: Sequence[nn.Module], places: Places, batch: Batch
-) -> Iterator[None]:
+def editing(edit: Edit | None, blocks: Sequence[nn.Module], places: Places, batch: Batch) -> Iterator[None]:
     """Let an edit work on a model while the block runs."""
     if edit is None:
         yield
         return
-    looks: list[tuple[nn.Module, Hook]] = []
-    changes: list[tuple[nn.Module, Hook]] = []
-    if edit.site == "embeddings":
-        changes = [(model.get_input_embeddings(), lambda vectors: edit.output(0, 0, vectors, batch))]
-    else:
-        changes = [
-            (module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.site)
-        ]
-        entries = enumerate(blocks) if edit.sees_input else ()
-        looks = [(block, partial(edit.enter, layer)) for layer, block in entries]
+    looks = [(block, partial(edit.enter, layer)) for layer, block in enumerate(blocks) if edit.sees_input]
+    changes = [(module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.site)]
     with edit_inputs(looks), edit_outputs(changes):
         yield
 

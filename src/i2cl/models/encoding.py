@@ -3,11 +3,12 @@
 import copy
 import re
 import warnings
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -17,8 +18,8 @@ from i2cl.models.batching import Ids
 from i2cl.tasks import Template
 
 _MARK = "\ufdd0"  # a noncharacter, which Unicode keeps for a program's own use
-_BROKEN, _KEPT = f"{_MARK}1", f"{_MARK}2"
-"""Stands inside what would be a control token; stands for the noncharacter itself."""
+_BROKEN = f"{_MARK}1"  # stands inside what would be a control token
+_KEPT = f"{_MARK}2"  # stands for the noncharacter itself
 
 
 class TooLongError(I2CLError):
@@ -53,16 +54,10 @@ class Encoder:
 
     def __call__(self, prompts: Sequence[str]) -> list[Ids]:
         """Token ids of each prompt, special tokens in front included."""
-        if not prompts:
-            return []
         plain = [prompt for prompt in prompts if _MARK not in prompt]
-        encoded = iter(
-            self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else ()
-        )
-        return [
-            self.front + (self._marked(prompt)[0] if _MARK in prompt else tuple(next(encoded)))
-            for prompt in prompts
-        ]
+        found = self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else ()
+        ids = map(tuple, found)
+        return [self.front + (self._marked(one)[0] if _MARK in one else next(ids)) for one in prompts]
 
     def plain(self, text: str) -> Ids:
         """Token ids of a piece of text, with nothing in front."""
@@ -77,23 +72,18 @@ class Encoder:
 
     def spans(self, prompt: str) -> list[tuple[int, int]]:
         """Where in the prompt each of its tokens stands, those in front left out; of fast tokenizers."""
-        if _MARK not in prompt:
-            encoded = self.tokenizer(
-                prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
-            return [(left, right) for left, right in encoded["offset_mapping"]]
-        return self._marked(prompt)[1]
+        if _MARK in prompt:
+            return self._marked(prompt)[1]
+        options: Any = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+        return [(left, right) for left, right in self.tokenizer(prompt, **options)["offset_mapping"]]
 
     def _marked(self, prompt: str) -> tuple[Ids, list[tuple[int, int]]]:
         """Tokens and their places; what is marked is text, other special tokens are special."""
-        ids: list[int] = []
-        spans: list[tuple[int, int]] = []
+        ids, spans = list[int](), list[tuple[int, int]]()
         vocabulary = self.tokenizer.get_vocab()
         for start, part in self._parts(prompt):
-            if self._special.fullmatch(part):
-                tokens, places = [vocabulary[part]], [(0, len(part))]
-            else:
-                tokens, places = self._text(part)
+            special = self._special.fullmatch(part)
+            tokens, places = ([vocabulary[part]], [(0, len(part))]) if special else self._text(part)
             ids += tokens
             spans += [(start + left, start + right) for left, right in places]
         return tuple(ids), spans
@@ -123,9 +113,8 @@ class Encoder:
                 break
         tokens, shift = list(whole["input_ids"][size:]), len(before)
         offsets = whole.get("offset_mapping", [(shift, shift)] * (size + len(tokens)))[size:]
-        return tokens, [
-            (places[max(0, left - shift)], places[max(0, right - shift)]) for left, right in offsets
-        ]
+        spans = [[places[max(0, end - shift)] for end in span] for span in offsets]
+        return tokens, [(left, right) for left, right in spans]
 
     def _split(self, text: str) -> Any:
         """Encode a text with no token of it special, and with the tokens' places where they are known."""
@@ -134,11 +123,9 @@ class Encoder:
 
     def _parts(self, prompt: str) -> list[tuple[int, str]]:
         """The prompt cut at its unmarked special tokens, with the place of each part."""
-        parts, end = [], 0
-        for found in self._special.finditer(prompt):
-            parts += [(end, prompt[end : found.start()]), (found.start(), found[0])]
-            end = found.end()
-        return [(start, part) for start, part in [*parts, (end, prompt[end:])] if part]
+        parts = re.split(f"({self._special.pattern})", prompt)
+        starts = accumulate(map(len, parts), initial=0)
+        return [(start, part) for start, part in zip(starts, parts, strict=False) if part]
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -200,28 +187,16 @@ class Encoder:
         fits, over = 0, 4 * limit
         while over < len(text) and len(encode(over)) <= limit:
             fits, over = over, 2 * over
-        over = min(over, len(text))
-        while over - fits > 1:
-            middle = (fits + over) // 2
-            if len(encode(middle)) <= limit:
-                fits = middle
-            else:
-                over = middle
-        return encode(fits)
+        sizes = range(min(over, len(text)) - 1, fits - 1, -1)  # the last of which fits
+        longest = bisect_left(sizes, True, hi=len(sizes) - 1, key=lambda size: len(encode(size)) <= limit)
+        return encode(sizes[longest])
 
 
 def _unmarked(part: str) -> tuple[str, list[int]]:
     """A part without its marks, and where each of its characters stood."""
-    text, places, at = [], [], 0
-    while at < len(part):
-        if part.startswith(_BROKEN, at):
-            at += len(_BROKEN)
-            continue
-        kept = part.startswith(_KEPT, at)
-        text.append(part[at])
-        places.append(at)
-        at += len(_KEPT) if kept else 1
-    return "".join(text), places
+    characters = re.finditer(f"{_BROKEN}|{_KEPT}|.", part, re.DOTALL)
+    found = [one for one in characters if one[0] != _BROKEN]
+    return "".join(one[0][0] for one in found), [one.start() for one in found]
 
 
 Scoring = Literal["auto", "first_token", "full", "keyword"]
@@ -279,9 +254,8 @@ def label_tokens(
     if len(set(found)) < len(found):
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "keyword":
-        return LabelTokens(
-            tuple((token,) for token in keywords(encoder, labels, found)), full=False, line=line
-        )
+        chosen = tuple((token,) for token in keywords(encoder, labels, found))
+        return LabelTokens(chosen, full=False, line=line)
     shared = len({ids[0] for ids in found}) < len(found)
     if shared and scoring == "first_token":
         raise I2CLError("labels share their first token: use scoring='full', or other label words")
@@ -354,11 +328,10 @@ def _ended(
     found: Sequence[Ids], ended: Sequence[Ids], encoder: Encoder, begun: Sequence[str]
 ) -> tuple[Ids, ...]:
     """Labels with the separator's first token behind them, or with EOS where that merges with one."""
-    both = list(zip(found, ended, strict=True))
-    if all(len(long) > len(short) and long[: len(short)] == short for short, long in both):
-        with_ends = tuple(long[: len(short) + 1] for short, long in both)
-        if _begun(with_ends) is None:
-            return with_ends
+    with_ends = tuple(long[: len(short) + 1] for short, long in zip(found, ended, strict=True))
+    apart = all(whole[:-1] == short for short, whole in zip(found, with_ends, strict=True))
+    if apart and _begun(with_ends) is None:
+        return with_ends
     end = encoder.tokenizer.eos_token_id
     if end is None:
         raise I2CLError(

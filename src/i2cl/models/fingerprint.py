@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError, first_problem
-from i2cl.models.checkpoint import Files, stored_weights
+from i2cl.models.checkpoint import stored_weights
 from i2cl.models.precision import dequantized, offloaded_weight, requantized
 from i2cl.storage.atomic import replaced_file
 
@@ -26,6 +27,7 @@ from i2cl.storage.atomic import replaced_file
 PART, DEVICE_PART = 2**15, 2**22
 KEPT_FROM = 2 * 10**9  # bytes in memory: reading fewer is quick enough
 SAMPLED = 4096  # values of a tensor that say whether its kept fingerprint holds
+# Fields of a configuration that do not change what a model in evaluation mode answers.
 WITHOUT_EFFECT = re.compile(
     r"dropout|pdrop|layerdrop|jitter|initializer|^init_|^lambda_std|aux_loss"  # of training
     r"|_token_ids?$|^output_|^use_cache$|^return_dict$|^is_|^add_cross_attention$|^chunk_size_feed_forward$"
@@ -34,8 +36,6 @@ WITHOUT_EFFECT = re.compile(
     r"|name_or_path|version|^architectures$|^auto_map$|^tokenizer_class$"
     r"|^tie_"  # the names of the weights tell
 )
-"""Fields of a configuration that do not change what a model in evaluation mode answers."""
-
 MOST_NAMED = 5  # differences that an error spells out
 
 
@@ -100,11 +100,9 @@ def told_config(config: PreTrainedConfig) -> dict[str, Any]:
     def telling(fields: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in fields.items() if not WITHOUT_EFFECT.search(name)}
 
-    def rounded(number: str) -> float:
-        return float(f"{float(number):.6g}")
-
+    numbers: Any = {"parse_constant": str, "parse_float": lambda number: float(f"{float(number):.6g}")}
     text = json.dumps(config.get_text_config().to_dict(), default=str)
-    fields: dict[str, Any] = json.loads(text, object_hook=telling, parse_constant=str, parse_float=rounded)
+    fields: dict[str, Any] = json.loads(text, object_hook=telling, **numbers)
     return fields
 
 
@@ -123,15 +121,15 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     files of the checkpoint have the same size and time, and `SAMPLED` values of each tensor are the same.
     """
     kept = _kept_place(model)
-    if kept is not None:
-        with suppress(OSError, ValueError):
-            held = kept.read_text(encoding="ascii")
-            if re.fullmatch(r"[0-9a-f]{16}", held):
-                return held
+    if kept is None:
+        return tensors_fingerprint(_checkpoint_weights(model))
+    with suppress(OSError, ValueError):
+        held = kept.read_text(encoding="ascii")
+        if re.fullmatch(r"[0-9a-f]{16}", held):
+            return held
     found = tensors_fingerprint(_checkpoint_weights(model))
-    if kept is not None:
-        with suppress(I2CLError):
-            replaced_file(kept, found)
+    with suppress(I2CLError):
+        replaced_file(kept, found)
     return found
 
 
@@ -140,9 +138,8 @@ def _kept_place(model: PreTrainedModel) -> Path | None:
     named = named_weights(model)
     if any(weight.is_meta or isinstance(weight, DTensor) for _, weight in named):
         return None  # what is elsewhere, or in parts, cannot be sampled
-    if sum(weight.nbytes for _, weight in named) < KEPT_FROM:
-        return None
-    stored = stored_weights(model)
+    large = sum(weight.nbytes for _, weight in named) >= KEPT_FROM
+    stored = stored_weights(model) if large else None
     if stored is None:
         return None
     digest = hashlib.sha256()
@@ -180,20 +177,17 @@ def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 def _checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Name and values of every weight, those of the checkpoint where they can be told."""
-    stored: Files | None = None
-    looked = False
+    files = cache(lambda: stored_weights(model))  # looked for where they are needed
     for name, weight in named_weights(model):
         if weight.is_meta and name in model.all_tied_weights_keys:
             continue  # in memory it is one tensor with another name
         module = model.get_submodule(name.rpartition(".")[0])
         whole, coded = _whole(module, name.rpartition(".")[2], weight)
-        if coded or whole.dtype == torch.float16:
-            if not looked:
-                stored, looked = stored_weights(model), True
-            if stored is not None and name in stored.names and stored.shape(name) == whole.shape:
-                values = stored.read(name)
-                if _gives(values, whole, weight if coded else None, model):
-                    whole = values
+        stored = files() if coded or whole.dtype == torch.float16 else None
+        if stored is not None and name in stored.names and stored.shape(name) == whole.shape:
+            values = stored.read(name)
+            if _gives(values, whole, weight if coded else None, model):
+                whole = values
         yield name, whole
 
 
@@ -214,11 +208,9 @@ def _gives(stored: Tensor, held: Tensor, codes: Tensor | None, model: PreTrained
     if codes is None:
         return torch.equal(stored.to(held.device, held.dtype), held)
     settings = model.config.quantization_config
-    for dtype in dict.fromkeys((model.dtype, stored.dtype)):  # transformers rounds first
-        again = requantized(codes, stored.to(dtype), settings)
-        if again is not None and torch.equal(again, held):
-            return True
-    return False
+    dtypes = dict.fromkeys((model.dtype, stored.dtype))  # transformers rounds first
+    again = (requantized(codes, stored.to(dtype), settings) for dtype in dtypes)
+    return any(values is not None and torch.equal(values, held) for values in again)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

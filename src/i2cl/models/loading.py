@@ -78,10 +78,11 @@ def load_model_and_tokenizer(
     if sys.flags.optimize > 1:
         raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")
     source = located(name)
-    if is_gguf(Path(source)):
+    path = Path(source)
+    if is_gguf(path):
         _require_plain(revision, quantization, device_map, offload_folder)
-    elif Path(source).exists():
-        _check_folder(Path(source))
+    elif path.exists():
+        _check_folder(path)
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
         cure = "give a folder, a GGUF file, a hub id, or 'reference'"
         raise I2CLError(f"model folder {name!r} does not exist: {cure}")
@@ -92,19 +93,14 @@ def load_model_and_tokenizer(
     config = quantization_config(quantization, wanted)
     if config is not None and device_map is None:
         device_map = {"": str(target)}  # it is quantized on its way there
-    placement = _placement(device_map, offload_folder, quantized=config is not None)
+    loading = _placement(device_map, offload_folder, quantized=config is not None) | {"dtype": wanted}
+    loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told below, in our own words
     if config is not None:  # None would undo that of a quantized checkpoint
-        placement["quantization_config"] = config
-    loading: dict[str, Any] = {
-        "dtype": wanted,
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # told below, in a line of our own
-        **placement,
-    }
-    if is_gguf(Path(source)):
-        model, info, tokenizer = _from_gguf(Path(source), loading)
+        loading["quantization_config"] = config
+    if is_gguf(path):
+        model, info, tokenizer = _from_gguf(path, loading)
     else:
-        common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        common = {"revision": revision, "trust_remote_code": trust_remote_code}
         model, info, tokenizer = _from_folder_or_hub(name, source, loading, common)
     _check_complete(name, info)
     if device_map is None:
@@ -112,9 +108,7 @@ def load_model_and_tokenizer(
     return model.eval(), tokenizer
 
 
-def _from_folder_or_hub(
-    name: str, source: str, loading: dict[str, Any], common: dict[str, Any]
-) -> tuple[Any, dict[str, Any], Any]:
+def _from_folder_or_hub(name: str, source: str, loading: dict[str, Any], common: dict[str, Any]) -> Any:
     if not Path(source).exists():
         require_reachable(source, common["revision"], NAMES)
     with _load_errors(f"the tokenizer of {name!r}"):
@@ -149,9 +143,8 @@ def _from_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, dict[str, Any]
 
 def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     """Refuse a file with more numbers than the model has: transformers leaves some out without a word."""
-    tied = model.config.get_text_config().tie_word_embeddings
     sizes = {tensor.name: int(tensor.n_elements) for tensor in file.tensors}
-    if tied:
+    if model.config.get_text_config().tie_word_embeddings:
         sizes.pop("output.weight", None)
     if sum(sizes.values()) <= sum(parameter.numel() for parameter in model.parameters()):
         return
@@ -185,10 +178,7 @@ def _read_once(path: Path, file: Any) -> Iterator[None]:
     package: Any = importlib.import_module("gguf")
     make = package.GGUFReader
 
-    def reader(source: Any, *more: Any) -> Any:
-        return file if Path(source) == path.resolve() else make(source, *more)
-
-    package.GGUFReader = reader
+    package.GGUFReader = lambda source, *more: file if Path(source) == path.resolve() else make(source, *more)
     try:
         yield
     finally:
@@ -320,8 +310,7 @@ def _check_folder(folder: Path) -> None:
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator if accelerator is not None else torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter

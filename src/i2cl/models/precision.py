@@ -13,8 +13,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from i2cl.errors import I2CLError, needs
 
+# How weights are held in memory: by bitsandbytes in 8 or 4 bits, or as a config of transformers says.
 Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
-"""How weights are held in memory: by bitsandbytes in 8 or 4 bits, or as a config of transformers says."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -41,11 +41,10 @@ def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -
 
 def quantization_of(config: PreTrainedConfig) -> str | None:
     """Method and bits of a quantized model, such as ``"bitsandbytes 4bit"``; None where it is not."""
-    settings: Any = getattr(config, "quantization_config", None)
-    if settings is None:
+    held: Any = getattr(config, "quantization_config", None)
+    if held is None:
         return None
-    if not isinstance(settings, dict):
-        settings = settings.to_dict()
+    settings = held if isinstance(held, dict) else held.to_dict()
     method = settings.get("quant_method", "unknown")
     bits = [f"{number}bit" for number in (4, 8) if settings.get(f"load_in_{number}bit")]
     return " ".join([str(getattr(method, "value", method)), *bits])
@@ -54,7 +53,7 @@ def quantization_of(config: PreTrainedConfig) -> str | None:
 def dequantized(module: Any, parameter: Any) -> Tensor | None:
     """The numbers that a parameter's codes stand for, or None where it holds numbers."""
     kind = type(parameter).__name__
-    numbers: Tensor
+    numbers: Tensor | None = None
     if kind == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 
@@ -66,8 +65,6 @@ def dequantized(module: Any, parameter: Any) -> Tensor | None:
         numbers = int8_vectorwise_dequant(parameter.data, scale)
     elif type(parameter).__module__.startswith("torchao."):
         numbers = parameter.dequantize()
-    else:
-        return None
     return numbers
 
 
@@ -79,14 +76,9 @@ def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
         state = parameter.quant_state
-        codes = quantize_4bit(
-            there.to(state.dtype),
-            blocksize=state.blocksize,
-            compress_statistics=state.nested,
-            quant_type=state.quant_type,
-            quant_storage=parameter.quant_storage,
-        )
-        decoded = dequantize_4bit(*codes)
+        how = {"blocksize": state.blocksize, "compress_statistics": state.nested}
+        how |= {"quant_type": state.quant_type, "quant_storage": parameter.quant_storage}
+        decoded = dequantize_4bit(*quantize_4bit(there.to(state.dtype), **how))
     elif kind == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
 

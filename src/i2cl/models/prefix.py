@@ -1,7 +1,8 @@
 """Keys and values of tokens, or of vectors in their place, that many queries share."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,8 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from i2cl.models.batching import Ids
-from i2cl.models.edits import edit_keywords
-from i2cl.models.restore import uninterrupted
+from i2cl.models.edits import held
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,10 @@ class Prefix:
         """A cache of its own for a batch of ``rows``; gradients flow to this one."""
         if self.once:
             return self.cache
-        cache: Any = copy.copy(self.cache)
+        cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]  # layers replace tensors, never edit them
         cache.batch_repeat_interleave(rows)
-        own: Cache = cache
-        return own
+        return cache
 
     @property
     def thinned(self) -> bool:
@@ -66,12 +65,12 @@ class Prefix:
 
     def kept_at(self, places: tuple[int, ...]) -> "Prefix":
         """The same with only the tokens at ``places``. Needs a cache that holds all tokens."""
-        return replace(self, cache=_changed(self.cache, lambda held: held[:, :, list(places)]), kept=places)
+        return replace(self, cache=_changed(self.cache, lambda one: one[:, :, list(places)]), kept=places)
 
     @classmethod
     def of_rows(cls, cache: Cache, rows: Sequence[int], length: int) -> "Prefix":
         """The first ``length`` tokens of some rows of a cache, each for one row of a batch that takes it."""
-        return cls((), _changed(cache, lambda held: held[list(rows), :, :length]), length, length, once=True)
+        return cls((), _changed(cache, lambda one: one[list(rows), :, :length]), length, length, once=True)
 
     def in_front_of(
         self, input_ids: Int[Tensor, "batch tokens"]
@@ -93,12 +92,12 @@ def holds_keys_alone(config: PreTrainedConfig) -> bool:
     return all(type(layer) in {DynamicLayer, DynamicSlidingWindowLayer} for layer in layers)
 
 
+# Fields of a config that hold a window or the size of a chunk, and what layers that have it are called.
 WINDOWS = {
     "sliding_window": "sliding_attention",
     "window_size": "local",
     "attention_chunk_size": "chunked_attention",
 }
-"""Fields of a config that hold a window or the size of a chunk, and what layers that have it are called."""
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
@@ -122,35 +121,32 @@ def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
     return changed
 
 
-@uninterrupted
-def keys_at(model: PreTrainedModel, blocks: list[nn.Module], places: Int[Tensor, " keys"]) -> Iterator[None]:
+def keys_at(
+    model: PreTrainedModel, blocks: Sequence[nn.Module], places: Int[Tensor, " keys"]
+) -> AbstractContextManager[None]:
     """Give each key, cached ones first, the bias of its place while the block runs (ALiBi alone)."""
-    kinds: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
-        "bloom": ("self_attention", _bloom),
-        "falcon": ("self_attention", _falcon),
-        "mpt": ("attn", _mpt),
-    }
-    name, change = kinds.get(model.config.model_type, ("", None))
+    name, change = _ALIBI.get(model.config.model_type, ("", None))
     if change is None or not getattr(model.config, "alibi", True):  # only Falcon has a choice
-        yield
-        return
-    with edit_keywords([(block.get_submodule(name), partial(change, places)) for block in blocks]):
-        yield
+        return nullcontext()
+    return held(
+        block.get_submodule(name).register_forward_pre_hook(partial(change, places), with_kwargs=True)
+        for block in blocks
+    )
 
 
-def _bloom(places: Int[Tensor, " keys"], _module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+def _bloom(places: Int[Tensor, " keys"], _module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
     bias: Float[Tensor, "heads 1 keys"] = keywords["alibi"]
     slope = bias[..., 1:2] - bias[..., :1]
-    return keywords | {"alibi": (slope * places.to(bias.device)).to(bias.dtype)}
+    return args, keywords | {"alibi": (slope * places.to(bias.device)).to(bias.dtype)}
 
 
-def _mpt(places: Int[Tensor, " keys"], _module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+def _mpt(places: Int[Tensor, " keys"], _module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
     bias: Float[Tensor, "heads 1 length"] = keywords["position_bias"]
     slope = bias[..., -1:] - bias[..., -2:-1]
-    return keywords | {"position_bias": slope * (places - places[-1]).to(bias.device)}
+    return args, keywords | {"position_bias": slope * (places - places[-1]).to(bias.device)}
 
 
-def _falcon(places: Int[Tensor, " keys"], module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+def _falcon(places: Int[Tensor, " keys"], module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
     """Falcon adds the scaled bias to its mask, and rounds it to bfloat16 on the way."""
     bias: Float[Tensor, "batch heads 1 keys"] = keywords["alibi"]
     mask: Float[Tensor, "batch heads queries keys"] = keywords["attention_mask"]
@@ -159,4 +155,7 @@ def _falcon(places: Int[Tensor, " keys"], module: nn.Module, keywords: dict[str,
     scale: Any = module.inv_norm_factor
     allowed = mask > torch.finfo(mask.dtype).min / 2
     shifted = torch.where(allowed, mask + (moved - bias) * scale, mask)
-    return keywords | {"alibi": moved, "attention_mask": shifted}
+    return args, keywords | {"alibi": moved, "attention_mask": shifted}
+
+
+_ALIBI = {"bloom": ("self_attention", _bloom), "falcon": ("self_attention", _falcon), "mpt": ("attn", _mpt)}

@@ -1,7 +1,7 @@
 """Does a block add what its two residual writers put out, and nothing else?"""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -70,17 +70,14 @@ def _captured(
 ) -> dict[tuple[int, str], Tensor]:
     kept: dict[tuple[int, str], Tensor] = {}
 
-    def keep(layer: int, part: str) -> Callable[[Tensor], None]:
-        def look(value: Tensor) -> None:
-            kept[layer, part] = value.detach().to("cpu", copy=True)  # Falcon adds in place
+    def keep(layer: int, part: str, value: Tensor) -> None:
+        kept[layer, part] = value.detach().to("cpu", copy=True)  # Falcon adds in place
 
-        return look
-
-    blocks = list(enumerate(architecture.blocks(model)))
-    inputs = [(block, keep(layer, "input")) for layer, block in blocks]
-    outputs = [(block, keep(layer, "output")) for layer, block in blocks]
-    for layer, (attention, mlp) in enumerate(architecture.writers(model)):
-        outputs += [(attention, keep(layer, "attention")), (mlp, keep(layer, "mlp"))]
+    blocks = architecture.blocks(model)
+    inputs = [(block, partial(keep, layer, "input")) for layer, block in enumerate(blocks)]
+    outputs = [(block, partial(keep, layer, "output")) for layer, block in enumerate(blocks)]
+    for layer, pair in enumerate(architecture.writers(model)):
+        outputs += [(pair[0], partial(keep, layer, "attention")), (pair[1], partial(keep, layer, "mlp"))]
     with torch.no_grad(), edit_inputs(inputs), edit_outputs(outputs):
         model.base_model(input_ids=input_ids, use_cache=False)
     return kept

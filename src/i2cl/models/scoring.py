@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
@@ -18,14 +18,13 @@ from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
 from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
-from i2cl.models.trie import Trie, edge_scores, fork_places, forked_batch
+from i2cl.models.trie import Trie, edge_scores, forked_batch
 from i2cl.tasks import Example, Task
 
 # Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
 
-LONGEST_FORK = 4096
-"""Tokens of a row that forks: its mask has their square."""
+LONGEST_FORK = 4096  # tokens of a row that forks: its mask has their square
 
 
 class NotFiniteError(I2CLError):
@@ -128,8 +127,9 @@ def score(
     with decoder.frozen(), torch.no_grad():
         asked = _Asked(decoder, queries, each[: len(queries)], edit, prefix)
         for way, chosen in _ways(asked).items():
-            for rows, columns, values, finished in way(asked, chosen):
-                scores[rows, columns] = values
+            for places, values, finished in way(asked, chosen):
+                rows, columns = torch.tensor(places).unbind(-1)
+                scores[rows, columns] = values.cpu()
                 if progress is not None:
                     progress(finished)
     return scores
@@ -168,7 +168,8 @@ def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
     return torch.stack([row_of[place] for place in range(len(row_of))])
 
 
-Part = tuple[Tensor, Tensor, Tensor, float]  # rows, columns, values of scores; how many queries they complete
+# Rows and columns of some scores; their values; how many queries they complete.
+Part = tuple[list[tuple[int, int]], Tensor, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,11 +185,10 @@ class _Asked:
 
 def _first(asked: _Asked, _chosen: Sequence[int]) -> Iterator[Part]:
     for batch, values in _read(asked.decoder, asked.queries, asked.edit, asked.prefix):
-        wanted = [(row, token) for row, place in enumerate(batch.rows) for token in asked.labels[place].first]
-        columns = [column for place in batch.rows for column in range(len(asked.labels[place].ids))]
-        rows, tokens = torch.tensor(wanted, device=values.device).unbind(-1)
-        places = torch.tensor(batch.rows)[rows.cpu()]
-        yield places, torch.tensor(columns), values[rows, tokens].cpu(), len(batch.rows)
+        wanted = [(line, token) for line, row in enumerate(batch.rows) for token in asked.labels[row].first]
+        lines, tokens = torch.tensor(wanted, device=values.device).unbind(-1)
+        places = [(row, column) for row in batch.rows for column in range(len(asked.labels[row].ids))]
+        yield places, values[lines, tokens], len(batch.rows)
 
 
 def _read(
@@ -202,8 +202,8 @@ def _read(
     yield from decoder.run_batches(queries, run, reserve=prefix.length if prefix else 0)
 
 
+# Reads the labels of some queries, whose places come last.
 Way = Callable[[_Asked, Sequence[int]], Iterator[Part]]
-"""Reads the labels of some queries, whose places come last."""
 
 
 def _ways(asked: _Asked) -> dict[Way, list[int]]:
@@ -233,16 +233,14 @@ def _forked(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
         own = [tries[place] for place in batch.rows]
         rows = tuple(chosen[place] for place in batch.rows)
         forked = forked_batch([asked.queries[row] for row in rows], own, asked.decoder.device)
-        logits = asked.decoder.forward(
-            replace(forked, rows=rows), at=fork_places(forked, own), edit=asked.edit
-        )
-        return edge_scores(logits, own)
+        at = _from_last(forked, 1 + max(len(trie.tokens) for trie in own))
+        return edge_scores(asked.decoder.forward(replace(forked, rows=rows), at=at, edit=asked.edit), own)
 
     whole = [asked.queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
     for batch, each in asked.decoder.run_batches(whole, run):
-        rows = [chosen[place] for place, values in zip(batch.rows, each, strict=True) for _ in values]
-        columns = [column for values in each for column in range(len(values))]
-        yield torch.tensor(rows), torch.tensor(columns), torch.cat(each).cpu(), len(batch.rows)
+        rows = zip((chosen[place] for place in batch.rows), each, strict=True)
+        places = [(row, column) for row, values in rows for column in range(len(values))]
+        yield places, torch.cat(each), len(batch.rows)
 
 
 def _shares(asked: _Asked, chosen: Sequence[int]) -> bool:
@@ -295,8 +293,7 @@ def _shared(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
         return branches, values
 
     for batch, (branches, values) in asked.decoder.run_batches([asked.queries[row] for row in chosen], run):
-        rows, columns = torch.tensor([(branch.row, branch.column) for branch in branches]).unbind(-1)
-        yield rows, columns, values.cpu(), len(batch.rows)
+        yield [(branch.row, branch.column) for branch in branches], values, len(batch.rows)
 
 
 def _groups(
@@ -329,19 +326,18 @@ def _whole(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
     pairs = [(row, label) for row in chosen for label in range(len(asked.labels[row].ids))]
     whole = [asked.queries[row] + asked.labels[row].ids[label][:-1] for row, label in pairs]  # what will run
 
-    def run(group: Batch) -> Tensor:
-        rows, columns = zip(*[pairs[place] for place in group.rows], strict=True)
-        targets = [asked.labels[row].ids[column] for row, column in zip(rows, columns, strict=True)]
-        batch = labelled_batch([asked.queries[row] for row in rows], targets, asked.decoder.device)
-        return sequence_log_probabilities(
-            asked.decoder, replace(batch, rows=rows), targets, asked.edit, asked.prefix
-        )
+    reserve = asked.prefix.length if asked.prefix else 0
 
-    for group, values in asked.decoder.run_batches(
-        whole, run, reserve=asked.prefix.length if asked.prefix else 0
-    ):
-        rows, columns = torch.tensor([pairs[place] for place in group.rows]).unbind(-1)
-        yield rows, columns, values.cpu(), sum(1 / len(asked.labels[row].ids) for row in rows.tolist())
+    def run(group: Batch) -> Tensor:
+        own = [pairs[place] for place in group.rows]
+        targets = [asked.labels[row].ids[column] for row, column in own]
+        batch = labelled_batch([asked.queries[row] for row, _ in own], targets, asked.decoder.device)
+        batch = replace(batch, rows=tuple(row for row, _ in own))
+        return sequence_log_probabilities(asked.decoder, batch, targets, asked.edit, asked.prefix)
+
+    for group, values in asked.decoder.run_batches(whole, run, reserve=reserve):
+        places = [pairs[place] for place in group.rows]
+        yield places, values, sum(1 / len(asked.labels[row].ids) for row, _ in places)
 
 
 def labelled_batch(
@@ -363,11 +359,14 @@ def sequence_log_probabilities(
 ) -> Float[Tensor, " batch"]:
     """Log-probability of each row's target tokens after its query, in nats. Gradients flow if on."""
     length = max(map(len, targets))
-    device = batch.last.device
-    padded = torch.tensor([ids + (-1,) * (length - len(ids)) for ids in targets], device=device)
-    steps = torch.arange(length, device=device)
-    at = (batch.last[:, None] + steps).clamp(max=batch.input_ids.shape[1] - 1)
-    logits = decoder.forward(batch, at=at, edit=edit, prefix=prefix)
-    padded, wide = padded.to(logits.device), logits.float()
+    logits = decoder.forward(batch, at=_from_last(batch, length), edit=edit, prefix=prefix)
+    padded = torch.tensor([ids + (-1,) * (length - len(ids)) for ids in targets], device=logits.device)
+    wide = logits.float()
     chosen = wide.gather(-1, padded.clamp(min=0)[..., None])[..., 0] - wide.logsumexp(-1)
     return chosen.where(padded >= 0, 0.0).sum(-1)
+
+
+def _from_last(batch: Batch, count: int) -> Int[Tensor, "batch positions"]:
+    """Where each query ends, and the places behind; shorter rows read padding there."""
+    steps = torch.arange(count, device=batch.last.device)
+    return (batch.last[:, None] + steps).clamp(max=batch.input_ids.shape[1] - 1)

@@ -92,7 +92,6 @@ class LabelLikelihood:
         *,
         among_labels: bool,
     ) -> None:
-        """Say what is to be learnt."""
         self.decoder, self.labels, self.gold = decoder, labels, gold
         self.whole = among_labels and any(own.full for own in labels)
         self.first = among_labels and not self.whole

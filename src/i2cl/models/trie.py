@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from i2cl.models.batching import Batch, Ids, make_batch
@@ -18,19 +18,14 @@ from i2cl.models.batching import Batch, Ids, make_batch
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """The beginnings of labels, each once; a beginning is all of a label but some last tokens.
+    """The beginnings of labels, each once; a beginning is all of a label but some last tokens."""
 
-    Attributes:
-        tokens: the last token of each beginning.
-        parents: the beginning before it, or -1 where that is the query alone; always an earlier one.
-        edges: a beginning or -1, and a token that some label has behind it; each once.
-        steps: of each label its edges, whose log-probabilities add up to its own.
-    """
-
-    tokens: Ids
-    parents: tuple[int, ...]
-    edges: tuple[tuple[int, int], ...]
-    steps: tuple[tuple[int, ...], ...]
+    tokens: Ids  # the last token of each beginning
+    parents: tuple[int, ...]  # the beginning before it, always an earlier one; -1: the query alone
+    edges: tuple[
+        tuple[int, int], ...
+    ]  # a beginning or -1, and a token that some label has behind it; each once
+    steps: tuple[tuple[int, ...], ...]  # of each label its edges, whose log-probabilities add up to its own
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -51,10 +46,7 @@ class Trie:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """How many beginnings stand before each one."""
-        found: list[int] = []
-        for parent in self.parents:
-            found.append(0 if parent < 0 else found[parent] + 1)
-        return tuple(found)
+        return tuple((self.visible.sum(1) - 1).tolist())
 
     @cached_property
     def visible(self) -> Bool[Tensor, "nodes nodes"]:
@@ -77,11 +69,11 @@ def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.de
     batch = make_batch([query + trie.tokens for query, trie in zip(queries, tries, strict=True)], device)
     lines, width = batch.input_ids.shape
     visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(lines, 1, 1)
-    places = torch.zeros(lines, width, dtype=torch.long)
+    places = torch.arange(width).repeat(lines, 1)
     for row, (query, trie) in enumerate(zip(queries, tries, strict=True)):
-        start, end = len(query), len(query) + len(trie.tokens)
-        visible[row, start:end, start:end] = trie.visible
-        places[row, :end] = torch.tensor([*range(start), *(start + depth for depth in trie.depths)])
+        branches = slice(len(query), len(query) + len(trie.tokens))
+        visible[row, branches, branches] = trie.visible
+        places[row, branches] = len(query) + torch.tensor(trie.depths)
     ends = torch.tensor([len(query) - 1 for query in queries], device=device)
     return replace(batch, last=ends, position_ids=places.to(device), visible=visible.to(device))
 
@@ -97,10 +89,3 @@ def edge_scores(
         nodes, tokens = torch.tensor(trie.edges, device=wide.device).unbind(-1)
         found.append(trie.scores(wide[nodes + 1, tokens] - whole[nodes + 1]))
     return found
-
-
-def fork_places(batch: Batch, tries: Sequence[Trie]) -> Int[Tensor, "batch positions"]:
-    """Where each query ends, and where its beginnings stand; rows of fewer read padding behind them."""
-    most = max(len(trie.tokens) for trie in tries)
-    steps = torch.arange(most + 1, device=batch.last.device)
-    return (batch.last[:, None] + steps).clamp(max=batch.input_ids.shape[1] - 1)
