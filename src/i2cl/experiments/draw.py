@@ -6,9 +6,8 @@ from math import ceil
 from random import Random
 from statistics import median_low
 
-from i2cl.core.anchored import require_few
+from i2cl.core.anchored import MOST_DEMONSTRATIONS, require_few
 from i2cl.core.problem import MOST_COLUMNS, columns_kept
-from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
@@ -103,7 +102,7 @@ def fitting(
 
     def takes(shots: int) -> bool:
         shown = up_to(task, shots, seed, keep_back)
-        return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
+        return len(shown) <= MOST_DEMONSTRATIONS and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
     shots = next(one for one in CHOICES if one == 1 or takes(one))
     shown = up_to(task, shots, seed, keep_back)
@@ -112,18 +111,10 @@ def fitting(
     more = None
     for larger in (largest, MOST_SHOTS):
         larger_draw = up_to(task, larger, seed)
-        if larger <= 2 * MOST_SHOTS and len(larger_draw) > len(shown) and _few(larger_draw):
+        if larger <= 2 * MOST_SHOTS and len(shown) < len(larger_draw) <= MOST_DEMONSTRATIONS:
             more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
     return Draw(shown, shots, len(task.train), keep_back, pace.seconds(shown), more)
-
-
-def _few(shown: Examples) -> bool:
-    try:
-        require_few(shown)
-    except I2CLError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
