@@ -10,14 +10,21 @@ import textalloc
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from i2cl.experiments.report.figures_base import (
-    COLOURS,
     MARKERS,
     OTHERS,
     OURS,
     accuracy_label,
+    colour_of,
     counted,
     new_figure,
     panels,
@@ -68,12 +75,11 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
         axes.annotate(text, (mean + spread, place), **near)
     axes.set_yticks(places, names, fontsize=10)
     axes.invert_yaxis()
-    axes.set_xlim(0, 122)  # room for the numbers behind full bars
+    axes.set(xlim=(0, 122), xlabel=accuracy_label(results))  # with room for the numbers behind full bars
     axes.set_xticks(range(0, 101, 20))
     axes.spines["bottom"].set_bounds(0, 100)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(accuracy_label(results))
     return figure
 
 
@@ -87,9 +93,8 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
         return None
     figure, (axes,) = panels(1, 8.0, 4.6)
     axes.set_xscale("log")
-    others = [colour for colour in COLOURS if colour != OURS]
     for number, row in enumerate(results.rows):
-        colour = OURS if row is results.default else others[number % len(others)]
+        colour = colour_of(results, row, number)
         lines = [line for line in results.lines if line.row is row]
         if len(row.shots) > 1:
             _curve(axes, results, lines, colour, MARKERS[number % len(MARKERS)])
@@ -102,8 +107,7 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(top=min(axes.get_ylim()[1], 101))
-    axes.set_xlabel("demonstrations per class")
-    axes.set_ylabel(accuracy_label(results))
+    axes.set(xlabel="demonstrations per class", ylabel=accuracy_label(results))
     figure.legend(loc="outside right upper")
     return figure
 
@@ -148,10 +152,9 @@ def efficiency(results: Results, _vectors: Vectors) -> Figure | None:
     time.set_ylim(low - 0.08 * (high - low) - 1, high + 0.15 * (high - low) + 1)
     time.yaxis.set_major_locator(FixedLocator([tick for tick in time.get_yticks() if tick <= 100]))
     for axes, cost in ((time, milliseconds), (memory, size)):
-        for x, y, colour in zip(cost, heights, (one.colour for one in entries), strict=True):
-            above = 4 if colour == OURS else 3  # ours on top where several coincide
-            axes.plot(x, y, "o", ms=7, color=colour, mec="white", mew=0.6, zorder=above)
-    for axes, cost in ((time, milliseconds), (memory, size)):
+        for x, y, one in zip(cost, heights, entries, strict=True):
+            above = 4 if one.colour == OURS else 3  # ours on top where several coincide
+            axes.plot(x, y, "o", ms=7, color=one.colour, mec="white", mew=0.6, zorder=above)
         _name_points(axes, cost, heights, entries)
     return figure
 
@@ -186,19 +189,12 @@ def _time_axis(axes: Axes, milliseconds: Float[np.ndarray, " rows"]) -> None:
 
 def _memory_axis(axes: Axes, size: Float[np.ndarray, " rows"]) -> None:
     """Powers of ten, and 0 for methods that keep nothing."""
-    kept = size[size > 0]
-    low = math.floor(math.log10(kept.min())) if len(kept) else 0
-    high = math.ceil(math.log10(kept.max())) if len(kept) else 1
+    kept = size[size > 0] if size.any() else np.ones(1)
+    low, high = math.floor(math.log10(kept.min())), math.ceil(math.log10(kept.max()))
     axes.set_xscale("symlog", linthresh=10**low, linscale=0.5)
-    axes.set_xlim(-(10**low) * 0.4, (kept.max() if len(kept) else 1) * 4)
+    axes.set_xlim(-(10**low) * 0.4, kept.max() * 4)
     axes.xaxis.set_major_locator(FixedLocator([0, *(10**power for power in range(low, high + 1))]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _bytes(float(x))))
+    named = EngFormatter("B")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: named(x) if x else "0"))
     axes.set_xlabel("memory kept for prediction")
-
-
-def _bytes(count: float) -> str:
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if count >= 10**power:
-            return f"{count / 10**power:g} {unit}"
-    return f"{count:g}" + (" B" if count else "")
