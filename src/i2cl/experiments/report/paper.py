@@ -27,8 +27,9 @@ class Paper:
         return (self.table.tasks if self.table else ()) or PAPER_TASKS
 
     def row(self, line: Line) -> PrintedRow | None:
-        """The paper's row of that name."""
-        return self.table.rows.get(line.row.name) if self.table is not None and line.whole else None
+        """The paper's row of that name, beside which only a whole row of ours can stand."""
+        whole = line.shots is None and line.source is None
+        return self.table.rows.get(line.row.name) if self.table is not None and whole else None
 
     @property
     def averages(self) -> bool:
@@ -57,10 +58,8 @@ class Paper:
         common = {"view": view, "row": line.name, "origin": "paper", "unit": "percent"}
         spreads = row.sd or (None,) * len(row.mean)
         tasks = self.table.tasks if view == "tasks" else ()
-        printed: list[Values] = [
-            {**common, "task": task, "mean": mean, "sd": sd}
-            for task, mean, sd in zip(tasks, row.mean, spreads, strict=False)
-        ]
+        each = zip(tasks, row.mean, spreads, strict=False)
+        printed: list[Values] = [{**common, "task": task, "mean": mean, "sd": sd} for task, mean, sd in each]
         average = {**common, "task": AVERAGE, "mean": row.average}
         return printed if row.average is None else [*printed, average]
 
@@ -69,11 +68,9 @@ class Paper:
         if self.table is None:
             return []
         marks = {sign for row in rows for cell in row for sign in cell.mark}
-        ours = [line for line in self.results.lines if self.row(line)]
-        names = {line.row.name for line in ours}
-        others = [name for name in self.table.rows if name not in names]
+        ours = {line.row.name for line in self.results.lines if self.row(line)}
         said = [f"(paper): as printed in {self.table.paper}, {self.table.model}."] if ours else []
-        if others:
+        if others := [name for name in self.table.rows if name not in ours]:
             said.append(f"Rows of {self.table.paper.split(':')[0]} without results here: {listing(others)}.")
         if OUTSIDE in marks:
             said.append(

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Bool
@@ -67,11 +66,6 @@ class Line:
     def fixed(self) -> bool:
         """Whether its one seed stands for all, since nothing of it is drawn."""
         return self.row.seeds == 1 and self.row.study == "method" and not draws(self.row.method)
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is all of its row, which alone can stand beside a row of the paper."""
-        return self.shots is None and self.source is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,26 +147,22 @@ class Results:
 
     def check_queries(self) -> None:
         """Refuse records of one task with different queries, rows, wording or weights (I2CLError)."""
-        first: dict[tuple[object, ...], Record] = {}
+        first: dict[tuple[str, str | None], tuple[object, str]] = {}
         for record in self.cells:
             task, origin = record.cell.task, record.provenance
-            asked = first.setdefault((task,), record)
-            if outcome(asked).gold != outcome(record).gold:
-                self._refuse(asked, record, "classify different queries")
+            told: dict[tuple[str, str | None], object] = {}
+            told["classify different queries", task] = outcome(record).gold
             if "wording" in origin:  # which older records do not tell
-                known = first.setdefault(("wording", task), record)
-                if known.provenance["wording"] != origin["wording"]:
-                    self._refuse(known, record, "come from different wordings (template, label words, shots)")
-            if "rows" not in origin:  # an older record, whose weights may have another hash too
-                continue
-            for part, where in (("rows", task), ("weights", origin.get("dtype"))):
-                known = first.setdefault((part, where), record)
-                if known.provenance.get(part) != origin.get(part):
-                    self._refuse(known, record, f"come from different {part}")
-
-    def _refuse(self, one: Record, other: Record, what: str) -> NoReturn:
-        cure = "keep them in stores of their own"
-        raise I2CLError(f"cells {one.key} and {other.key} {what} of task {other.cell.task!r}: {cure}")
+                what = "come from different wordings (template, label words, shots)"
+                told[what, task] = origin["wording"]
+            if "rows" in origin:  # of an older record, the weights may have another hash too
+                told["come from different rows", task] = origin["rows"]
+                told["come from different weights", origin.get("dtype")] = origin.get("weights")
+            for place, found in told.items():
+                known, key = first.setdefault(place, (found, record.key))
+                if known != found:
+                    cure = "keep them in stores of their own"
+                    raise I2CLError(f"cells {key} and {record.key} {place[0]} of task {task!r}: {cure}")
 
     def records(self, line: Line, task: str) -> Mapping[int, Record]:
         """Records of a line on a task by seed, in the order of seeds."""
@@ -184,15 +174,15 @@ class Results:
 
     def of_default(self, task: str) -> list[Record]:
         """Records of the row that others are tested against on a task, in the order of seeds."""
-        lines = [line for line in self.lines if line.row is self.default]
-        records = [record for line in lines for record in self.records(line, task).values()]
-        return sorted(records, key=lambda one: one.cell.seed)
+        lines = [self.records(line, task) for line in self.lines if line.row is self.default]
+        return sorted((one for line in lines for one in line.values()), key=lambda one: one.cell.seed)
 
     def tasks_of(self, line: Line) -> tuple[str, ...]:
         """Tasks that a line has results on."""
         return tuple(task for task in self.tasks if self.records(line, task))
 
-    def _shared_seeds(self, line: Line, tasks: Sequence[str]) -> set[int]:
+    def shared_seeds(self, line: Line, tasks: Sequence[str]) -> set[int]:
+        """Seeds that a line has on all of these tasks."""
         return set.intersection(*(set(self.records(line, task)) for task in tasks)) if tasks else set()
 
     def _right(self, line: Line, tasks: Sequence[str], seeds: set[int]) -> Right:
@@ -206,7 +196,7 @@ class Results:
         """
         tasks = (task,) if task is not None else among or self.tasks_of(line)
         if (line, tasks) not in self._accuracies:
-            seeds = self._shared_seeds(line, tasks)
+            seeds = self.shared_seeds(line, tasks)
             self._accuracies[line, tasks] = accuracy(self._right(line, tasks, seeds)) if seeds else None
         return self._accuracies[line, tasks]
 
@@ -222,8 +212,8 @@ class Results:
         absent = [task for task in self.tasks if task not in tasks]
         short = {task: n for task in tasks if (n := len(self.records(line, task))) < wanted}
         parts = [f"{len(tasks)} of {len(self.tasks)} tasks, not {listing(absent)}"] if absent else []
-        if short and len(set(short.values())) == 1 and len(short) == len(tasks):
-            parts.append(f"{next(iter(short.values()))} of {wanted} seeds")
+        if len(set(short.values())) == 1 and len(short) == len(tasks):
+            parts.append(f"{short[tasks[0]]} of {wanted} seeds")
         elif short:
             on = listing([f"{task} ({n})" for task, n in short.items()])
             parts.append(
@@ -251,7 +241,7 @@ class Results:
         """
         theirs = self.tasks_of(other)
         tasks = [one for one in self.tasks_of(line) if one in theirs and task in {None, one}]
-        seeds, other_seeds = self._shared_seeds(line, tasks), self._shared_seeds(other, tasks)
+        seeds, other_seeds = self.shared_seeds(line, tasks), self.shared_seeds(other, tasks)
         if not (line.fixed or other.fixed):
             seeds = other_seeds = seeds & other_seeds
         if not seeds or not other_seeds:
