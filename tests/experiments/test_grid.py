@@ -110,10 +110,12 @@ def test_every_file_is_listed_every_printed_row_shown_and_every_method_used():
 
 
 def test_a_users_file_and_unknown_names(tmp_path):
-    file = tmp_path / "mine.toml"
+    file = tmp_path / "my grid.toml"
     file.write_text('title = "T"\nmeasures = "M"\ntasks = ["x.csv"]\nrows = [{ name = "I2CL" }]\n')
     found = load_experiment(file)
-    assert (found.name, found.tasks, found.rows[0].method) == ("mine", ("x.csv",), "i2cl")
+    assert (found.name, found.tasks, found.rows[0].method) == ("my grid", ("x.csv",), "i2cl")
+    assert found.command == f"i2cl experiment run '{file}'"
+    assert load_experiment("real").command == "i2cl experiment run real"
     one_line("did you mean 'main'", load_experiment, "mian")
     one_line("no file", load_experiment, tmp_path / "none.toml")
 

@@ -244,12 +244,6 @@ def test_no_printed_rows_for_other_models_and_experiments(view, model, name):
     assert "(paper)" not in str((found.columns, found.rows, found.notes))
 
 
-def test_compressors_have_a_row_where_a_model_has_them_all():
-    asked = load_experiment("main")
-    made = [one for name in ("autocompressor", "icae", "cepe", "i2cl") for one in llama(name, "reference")]
-    assert list(texts(table("tasks", asked, made))) == ["AutoComp.", "ICAE", "CEPE", "I2CL"]
-
-
 def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
     asked = experiment(["I2CL"], printed="ablation-module", views=("average",))
     tasks = printed_for("main", LLAMA).tasks

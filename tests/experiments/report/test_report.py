@@ -182,11 +182,9 @@ def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
     each, best, temperatures = [], [], []
     for task in ("sst2", "agnews"):
         runs = [one.outcome for one in made if (one.cell.task, one.cell.method) == (task, "i2cl")]
-        arrays = [run.scores.array for run in runs]
-        gold = [np.array(run.gold) for run in runs]
-        answers = [np.array(run.predictions) for run in runs]
-        temperatures.append(best_temperature(np.concatenate(arrays), np.concatenate(gold)))
-        sets = [*zip(arrays, gold, answers, strict=True)]
+        sets = [(run.scores.array, np.array(run.gold), np.array(run.predictions)) for run in runs]
+        scores, gold, _ = map(np.concatenate, zip(*sets, strict=True))
+        temperatures.append(best_temperature(scores, gold))
         each.append([confidence(*one) for one in sets])
         best.append([confidence(normalised(a, temperatures[-1]), g, p) for a, g, p in sets])
     shown = [cell.text for cell in found.rows[1][1:]]
