@@ -9,6 +9,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +32,13 @@ Vectors = Mapping[str, Mapping[str, np.ndarray]]
 """By cell key: context_vector, coefficients and class_vectors, see `i2cl.experiments.studies`."""
 
 
+@dataclass
 class Store:
     """A folder of results; one process at a time writes. ``records`` has the newest of every cell."""
 
-    def __init__(self, folder: Path, records: dict[str, Record]) -> None:
-        self.folder = folder
-        self.records = records
-        self._keep: Callable[[bytes], None] | None = None
+    folder: Path
+    records: dict[str, Record]
+    keep: Callable[[bytes], None] | None = None  # adds a line for good; None where it is only read
 
     @classmethod
     def open(cls, folder: str | Path) -> "Store":
@@ -65,8 +66,7 @@ class Store:
                 busy = f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
                 stack.enter_context(only_writer(path / LOCK, busy))
                 journal = stack.enter_context(Journal.opened(path / CELLS))
-            store = cls(path, _by_key(whole_lines(path / CELLS), path))
-            store._keep = journal.append
+            store = cls(path, _by_key(whole_lines(path / CELLS), path), journal.append)
             try:
                 yield store
             finally:
@@ -77,9 +77,8 @@ class Store:
     @contextmanager
     def following(cls, folder: str | Path) -> Iterator["Store"]:
         """What a further process of a run holds: it reads, and writes nothing."""
-        store = cls(Path(folder), cls.open(folder).records if (Path(folder) / CELLS).is_file() else {})
-        store._keep = lambda _line: None
-        yield store
+        records = cls.open(folder).records if (Path(folder) / CELLS).is_file() else {}
+        yield cls(Path(folder), records, lambda _line: None)
 
     @property
     def vectors_folder(self) -> Path:
@@ -92,10 +91,10 @@ class Store:
 
     def append(self, record: Record) -> None:
         """Keep a record for good. Only inside `writing`. Raises I2CLError if it cannot be written."""
-        if self._keep is None:
+        if self.keep is None:
             raise ValueError("the store was opened for reading")
         with store_errors(self.folder):
-            self._keep(_line(record))
+            self.keep(_line(record))
         _put(self.records, record)
 
     def vectors(self) -> Vectors:

@@ -213,21 +213,21 @@ class Move(Method):
         return PromptPredictor(Questions(decoder, task), edit=edit, cost=Cost.of(edit.values))
 
 
+@dataclass(frozen=True, eq=False)
 class Transfer(Method):
     """Calibrates again from related tasks; fit seconds are those of this second calibration."""
 
     name: ClassVar[str] = "transfer"
     summary: ClassVar[str] = "calibration from the average of related tasks"
 
-    def __init__(self, first: Injection, anchors: Sequence[Injection]) -> None:
-        self.first = first
-        self.anchors = anchors
-        self.weights: dict[str, float] = {}
+    first: Injection
+    anchors: Sequence[Injection]
+    weights: dict[str, float] = field(default_factory=dict)  # of the anchors, by task, once it is fitted
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """See `i2cl.injections.transfer.transfer`."""
         made = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
-        self.weights = {self.anchors[place].task.name: weight for place, weight in made.weights}
+        self.weights.update({self.anchors[place].task.name: weight for place, weight in made.weights})
         edit = made.injection.edit()
         cost = Cost.of(edit.values, trained=edit.coefficients.numel())
         return PromptPredictor(Questions(decoder, task), edit=edit, cost=cost)
