@@ -10,7 +10,7 @@ from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.records import Record
 from i2cl.experiments.report.layout import Entry, Table
-from i2cl.experiments.report.paper import Paper, PrintedFor
+from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.printed import printed_for
 from i2cl.experiments.report.results import Results, Setting, outcome, results_of
 from i2cl.experiments.report.tables import tables_of
@@ -96,12 +96,7 @@ class Report:
 
 
 def build(
-    experiments: Sequence[Experiment],
-    records: Iterable[Record],
-    vectors: Vectors,
-    *,
-    printed: PrintedFor = printed_for,
-    figures: bool = True,
+    experiments: Sequence[Experiment], records: Iterable[Record], vectors: Vectors, *, figures: bool = True
 ) -> Report:
     """Compute every table and draw every figure."""
     records = tuple(records)
@@ -116,7 +111,7 @@ def build(
             sections.append(Section(experiment, None, anchor, missing=(hint,)))
         for results in settings:
             anchor = _anchor(experiment.name, sections)
-            made = _section(results, records, vectors, anchor, printed, draw=figures)
+            made = _section(results, records, vectors, anchor, draw=figures)
             sections.append(replace(made, missing=(*made.missing, *aside)))
             aside = []
     rows = [row for experiment in experiments for row in experiment.rows]
@@ -133,13 +128,7 @@ def _anchor(name: str, sections: Sequence[Section]) -> str:
 
 
 def _section(
-    results: Results,
-    records: Sequence[Record],
-    vectors: Vectors,
-    anchor: str,
-    printed: PrintedFor,
-    *,
-    draw: bool,
+    results: Results, records: Sequence[Record], vectors: Vectors, anchor: str, *, draw: bool
 ) -> Section:
     tables: list[Table] = []
     figures: list[tuple[View, Figure]] = []
@@ -150,7 +139,7 @@ def _section(
     try:
         results.check_queries()
         name = experiment.printed
-        paper = Paper(results, printed(name, results.setting.model) if name else None)
+        paper = Paper(results, printed_for(name, results.setting.model) if name else None)
     except I2CLError as error:
         return Section(experiment, results.setting, anchor, missing=(*missing, str(error)))
     for view in experiment.views:

@@ -80,9 +80,7 @@ class Results:
     cells: tuple[Record, ...]
     left_out: tuple[str, ...] = ()
     _accuracies: dict[tuple[Line, tuple[str, ...]], Accuracy | None] = field(default_factory=dict, init=False)
-    _differences: dict[tuple[Line, Line, str | None], Difference | None] = field(
-        default_factory=dict, init=False
-    )
+    _gaps: dict[tuple[Line, Line, str | None], Difference | None] = field(default_factory=dict, init=False)
 
     @cached_property
     def _records(self) -> dict[tuple[Line, str], dict[int, Record]]:
@@ -105,11 +103,9 @@ class Results:
 
     @cached_property
     def _sorted(self) -> list[Line]:
-        order = {task: number for number, task in enumerate(self.tasks)}
+        at = {task: number for number, task in enumerate(self.tasks)}
         lines = {line for line, _ in self._records}
-        return sorted(
-            lines, key=lambda one: (one.place, one.shots or 0, order.get(one.source or "", len(order)))
-        )
+        return sorted(lines, key=lambda one: (one.place, one.shots or 0, at.get(one.source or "", len(at))))
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -188,13 +184,11 @@ class Results:
     def _right(self, line: Line, tasks: Sequence[str], seeds: set[int]) -> Right:
         return [right([self.records(line, task)[seed] for seed in sorted(seeds)]) for task in tasks]
 
-    def accuracy(
-        self, line: Line, task: str | None = None, *, among: tuple[str, ...] = ()
-    ) -> Accuracy | None:
+    def accuracy(self, line: Line, task: str | None = None, *, over: tuple[str, ...] = ()) -> Accuracy | None:
         """Accuracy on a task; without one, over all tasks of the line, for the seeds that they share.
-        Among some tasks, only these count in the average. None where there is no seed that all tasks have.
+        Over some tasks, only these count in the average. None where there is no seed that all tasks have.
         """
-        tasks = (task,) if task is not None else among or self.tasks_of(line)
+        tasks = (task,) if task is not None else over or self.tasks_of(line)
         if (line, tasks) not in self._accuracies:
             seeds = self.shared_seeds(line, tasks)
             self._accuracies[line, tasks] = accuracy(self._right(line, tasks, seeds)) if seeds else None
@@ -211,29 +205,27 @@ class Results:
         tasks, wanted = self.tasks_of(line), min(self.most_seeds, line.row.seeds or self.most_seeds)
         absent = [task for task in self.tasks if task not in tasks]
         short = {task: n for task in tasks if (n := len(self.records(line, task))) < wanted}
-        parts = [f"{len(tasks)} of {len(self.tasks)} tasks, not {listing(absent)}"] if absent else []
+        said = [f"{len(tasks)} of {len(self.tasks)} tasks, not {listing(absent)}"] if absent else []
         if len(set(short.values())) == 1 and len(short) == len(tasks):
-            parts.append(f"{short[tasks[0]]} of {wanted} seeds")
+            said.append(f"{short[tasks[0]]} of {wanted} seeds")
         elif short:
             on = listing([f"{task} ({n})" for task, n in short.items()])
-            parts.append(
-                f"fewer than {wanted} seeds on {on}; averaged over the seeds that all its tasks have"
-            )
-        return tuple(parts)
+            said.append(f"fewer than {wanted} seeds on {on}; averaged over the seeds that all its tasks have")
+        return tuple(said)
 
     def difference(self, line: Line, other: Line, task: str | None = None) -> Difference | None:
         """Paired difference, on a task or over all tasks that both lines have; None if they share nothing."""
         if (other.place, other.shots or 0) < (line.place, line.shots or 0):  # each pair is compared once
             gap = self.difference(other, line, task)
             return gap and gap.reversed()
-        if (line, other, task) not in self._differences:
+        if (line, other, task) not in self._gaps:
             pair = self._paired(line, other, task)
             needed = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
             often = PERMUTATIONS if task is None else max(PERMUTATIONS, needed)
             drawn = not (line.fixed and other.fixed)
             gap = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
-            self._differences[line, other, task] = gap
-        return self._differences[line, other, task]
+            self._gaps[line, other, task] = gap
+        return self._gaps[line, other, task]
 
     def _paired(self, line: Line, other: Line, task: str | None) -> tuple[Right, Right]:
         """What two lines got right on each task that both have, for the seeds that both have on all of these.

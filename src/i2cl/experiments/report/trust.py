@@ -28,12 +28,9 @@ class Scored:
     answers: Int[np.ndarray, "seeds queries"]
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> "Scored | None":
-        """Runs of one task; None where one kept no scores."""
-        held = [run.scores.array for run in runs if run.scores is not None]
-        if not held or len(held) < len(runs):
-            return None
-        scores = np.stack(held)
+    def of(cls, runs: Sequence[Run]) -> "Scored":
+        """Runs of one task, all of which kept scores."""
+        scores = np.stack([run.scores.array for run in runs if run.scores is not None])
         gold, answers = np.array([run.gold for run in runs]), np.array([run.predictions for run in runs])
         return cls(best_temperature(np.concatenate(scores), gold.ravel()), scores, gold, answers)
 
@@ -51,9 +48,9 @@ def scored(results: Results, line: Line) -> dict[str, Scored]:
     """By task; empty where a run kept no scores, or the tasks share no seed."""
     tasks = results.tasks_of(line)
     seeds = sorted(results.shared_seeds(line, tasks))
-    each = {task: Scored.of([outcome(results.records(line, task)[seed]) for seed in seeds]) for task in tasks}
-    held = {task: one for task, one in each.items() if one is not None}
-    return held if len(held) == len(each) else {}
+    runs = {task: [outcome(results.records(line, task)[seed]) for seed in seeds] for task in tasks}
+    kept = seeds and all(run.scores is not None for each in runs.values() for run in each)
+    return {task: Scored.of(each) for task, each in runs.items()} if kept else {}
 
 
 def confidence_table(results: Results, _paper: Paper) -> list[Table]:
@@ -66,10 +63,8 @@ def confidence_table(results: Results, _paper: Paper) -> list[Table]:
         if not tasks:
             rows.append([name, *[Entry(NOTHING)] * (2 * len(NAMES) + 1)])
             continue
-        plain, best = (
-            np.array([one.numbers(one.temperature if own else 1.0) for one in tasks.values()])
-            for own in (False, True)
-        )
+        plain = np.array([one.numbers(1.0) for one in tasks.values()])
+        best = np.array([one.numbers(one.temperature) for one in tasks.values()])
         cells = (_cell(one.mean(0)[:, at], NAMES[at]) for at in range(len(NAMES)) for one in (plain, best))
         temperature = float(np.median([one.temperature for one in tasks.values()]))
         rows.append([name, *cells, Entry(f"{temperature:.2f}")])
