@@ -51,8 +51,7 @@ def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Exampl
     """
     task.sample(1, seed)
     groups = group_by_label(task.train, len(task.labels))
-    counts = [len(group) for group in groups]
-    free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in counts]
+    free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in map(len, groups)]
     quotas = [min(shots, max(1, n)) for n in free]
     return sample_per_class(groups, quotas, Random(seed))
 
@@ -73,21 +72,16 @@ def draw(
     are not given and something is to be ``scored`` without test rows. Raises I2CLError if rows are lacking,
     or too many for anchored calibration.
     """
-    anchored = isinstance(method, Anchored)
-    if not own:
-        shown = task.sample(shots, seed)
-        choice = Draw(shown, shots or task.shots, len(task.train))
-    elif shots is None and anchored:
+    anchored, count = isinstance(method, Anchored), shots or task.shots
+    if own and shots is None and anchored:
         require_few(up_to(task, 1, seed))
         return None
-    else:
-        if keep_back is None:
-            keep_back = KEPT_BACK if scored and shots is None else 0
-        count = shots or task.shots
-        choice = Draw(up_to(task, count, seed, keep_back), count, len(task.train), keep_back)
+    if keep_back is None:
+        keep_back = KEPT_BACK if scored and shots is None else 0
+    shown = up_to(task, count, seed, keep_back) if own else task.sample(shots, seed)
     if anchored:
-        require_few(choice.demonstrations)
-    return choice
+        require_few(shown)
+    return Draw(shown, count, len(task.train), keep_back if own else 0)
 
 
 def fitting(

@@ -19,7 +19,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import software
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
-from i2cl.experiments.store import Store
+from i2cl.experiments.store import VECTORS, Store
 from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain, run_study
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.models.batching import peak_memory
@@ -181,7 +181,7 @@ def run_groups(
     for group in groups:
         same[fit_key(group.cells[0])].append(group)
     known = fingerprints(store, groups[0].cells[0]) if groups else ()
-    vectors = store.vectors_folder.resolve()
+    vectors = (store.folder / VECTORS).resolve()
     jobs = [GroupJob(tuple(standing), data_dir, vectors, known) for standing in same.values()]
     statuses: Counter[str] = Counter()
     for record in chain.from_iterable(execute(jobs)):

@@ -25,7 +25,7 @@ from i2cl.storage.journal import Journal, only_writer, whole_lines
 CELLS = "cells.jsonl"
 PACKED = "cells.jsonl.gz"
 LOCK = ".lock"
-VECTORS = "vectors"
+VECTORS = "vectors"  # a folder, where cells put their vectors, one file each
 PACKED_VECTORS = "vectors.safetensors"
 
 Vectors = Mapping[str, Mapping[str, np.ndarray]]
@@ -80,11 +80,6 @@ class Store:
         records = cls.open(folder).records if (Path(folder) / CELLS).is_file() else {}
         yield cls(Path(folder), records, lambda _line: None)
 
-    @property
-    def vectors_folder(self) -> Path:
-        """Where cells put their vectors, one file each."""
-        return self.folder / VECTORS
-
     def done(self, key: str) -> bool:
         """Whether a cell ended well, or was skipped since its method needs another model."""
         return key in self.records and self.records[key].status != "failed"
@@ -105,7 +100,7 @@ class Store:
             for name, value in _tensors(packed, "pack the store again").items():
                 key, _, part = name.partition(".")
                 loaded[key][part] = value
-        for path in sorted(self.vectors_folder.glob("*.safetensors")):
+        for path in sorted((self.folder / VECTORS).glob("*.safetensors")):
             cure = f"remove it, and from {CELLS} the line of its cell, which is then run again"
             loaded[path.stem] = _tensors(path, cure)
         return {key: loaded[key] for key in loaded if key in self.records}
