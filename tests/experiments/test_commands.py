@@ -89,9 +89,7 @@ full = {{ seeds = 1, limit = 8 }}
     assert "{label} 0 times" in refused(*written(tmp_path, grid=grid.replace("A: {label}", "A: ")))
 
 
-def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_compared_with_any_row(
-    tmp_path, said, reported, refused
-):
+def test_a_grid_that_names_tasks_runs_on_some_and_is_compared_with_any_row(tmp_path, said, reported, refused):
     named = GRID.replace('tasks"', 'tasks", "comparison"')
     said(*written(tmp_path, "--tasks", "job-letter-1", "--seeds", "1", grid=named))
     assert {one.cell.task for one in Store.open(tmp_path / "store").records.values()} == {"job-letter-1"}

@@ -8,9 +8,9 @@ import pytest
 
 from fitting import one_line
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
-from i2cl.experiments.library import BROUGHT, ORDER, load_experiment
+from i2cl.experiments.library import BROUGHT, ORDER, load_experiment, require_methods
 from i2cl.experiments.report.printed import printed_tables
-from i2cl.methods import METHODS, make_methods
+from i2cl.methods import METHODS
 
 TASKS = ("a", "b", "c")
 BASE = Cell(model="m", task="")
@@ -79,19 +79,11 @@ def test_the_key_of_a_cell_stays_what_it_was():
 
 @pytest.mark.parametrize("name", BROUGHT)
 def test_every_bundled_experiment_can_be_run_and_shown(name):
-    experiment = load_experiment(name)
-    assert (experiment.paper != "-") is (name in ORDER)
-    for row in experiment.rows:
-        make_methods([row.method], row.options)  # knows method and options
-    names = [row.name for row in experiment.rows]
-    assert len(set(names)) == len(names)
-    if experiment.printed:
-        printed = {row for table in printed_tables(experiment.printed) for row in table.rows}
-        assert printed & set(names)
-    keys = {
-        (row.study, row.method, str(row.options), row.demonstrations, row.chat) for row in experiment.rows
-    }
-    assert len(keys) == len(names)
+    grid = load_experiment(name)
+    assert (grid.paper != "-") is (name in ORDER)
+    require_methods([grid])
+    keys = {(row.study, row.method, str(row.options), row.demonstrations, row.chat) for row in grid.rows}
+    assert len(keys) == len(grid.rows)
 
 
 def test_every_file_is_listed_every_printed_row_shown_and_every_method_used():

@@ -7,15 +7,7 @@ import pytest
 from scipy.stats import binomtest
 
 from i2cl.experiments.evidence import verdicts
-from i2cl.experiments.evidence.verdicts import (
-    LEVEL,
-    POWER,
-    mcnemar,
-    paired_interval,
-    rows_for,
-    verdict,
-    wilson,
-)
+from i2cl.experiments.evidence.verdicts import LEVEL, mcnemar, paired_interval, rows_for, verdict, wilson
 
 NOT_SHOWN = "not shown on {} rows; about {} rows would show a gain of 5 points, {} one of 10 (power 0.8)"
 RULED_OUT = "a gain of 5 points over batch is ruled out on 160 rows (-3.3 to 2.1): do not use it"
@@ -85,7 +77,8 @@ def test_the_rows_that_are_asked_for_show_the_gain(monkeypatch, gain, alike):
     mine, other = 0.8, 0.8 - gain
     discordant = (1 - alike**2) * (mine * (1 - other) + other * (1 - mine)) + alike**2 * gain
     n = rows_for(gain, discordant)
-    assert told(monkeypatch, n, (mine, other, other - 0.1), alike, 500)[0] == pytest.approx(POWER, abs=0.1)
+    shown, _ = told(monkeypatch, n, (mine, other, other - 0.1), alike, 500)
+    assert shown == pytest.approx(verdicts.POWER, abs=0.1)
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 5), (5, 5), (1, 3), (80, 160), (159, 160)])
