@@ -65,8 +65,7 @@ def test_accuracy_and_f1_of_a_run_are_those_of_scikit_learn(decoder, task):
 
 def test_what_a_run_records(decoder, task):
     method = Fake()
-    run = evaluate(decoder, task, method, shots=2, seed=4, limit=6)
-    record = run.record()
+    record = evaluate(decoder, task, method, shots=2, seed=4, limit=6).record()
     assert method.fitted == [(task.sample(2, 4), 4)]
     assert (record["model"], record["task"], record["method"]) == ("tiny-llama", "films", "fake")
     assert (record["seed"], record["shots"], record["n"], record["accuracy"]) == (4, 2, 6, 0.5)

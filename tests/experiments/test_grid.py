@@ -97,8 +97,7 @@ def test_every_file_is_listed_every_printed_row_shown_and_every_method_used():
         for table in printed_tables(experiment.printed) if experiment.printed else ():
             assert set(table.rows) <= shown, (name, table.paper)
     rows = [row for name in BROUGHT for row in load_experiment(name).rows]
-    used = {part for row in rows for part in row.method.split("+")}
-    assert used == set(METHODS)
+    assert {part for row in rows for part in row.method.split("+")} == set(METHODS)
 
 
 def test_a_users_file_and_unknown_names(tmp_path):

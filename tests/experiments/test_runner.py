@@ -111,8 +111,7 @@ def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeyp
     assert jobs == [[zero], [few, over, prior], [other]]
     assert len(fits) == 2
     for one in cells:
-        by_itself = run_alone(one, decoder, tmp_path / "alone")
-        assert kept(found[one.key]) == kept(by_itself)
+        assert kept(found[one.key]) == kept(run_alone(one, decoder, tmp_path / "alone"))
     assert found[over].outcome.fit_seconds > found[few].outcome.fit_seconds
     gold = found[prior].outcome.gold
     assert sorted(map(gold.count, set(gold))) != sorted(map(found[few].outcome.gold.count, set(gold)))

@@ -46,8 +46,7 @@ def keep_short(bench, task):
 def test_a_method_cell_keeps_predictions_and_their_origin(bench):
     outcome = run_study(bench, cell(method="few_shot", seed=4))
     task = load_task(ONE)
-    queries = task.queries(12)
-    assert outcome.gold == tuple(query.label for query in queries)
+    assert outcome.gold == tuple(query.label for query in task.queries(12))
     assert [task.train[place] for place in outcome.demonstrations] == list(task.sample(None, 4))
     right = sum(a == b for a, b in zip(outcome.gold, outcome.predictions, strict=True))
     assert outcome.accuracy == right / 12
@@ -69,8 +68,7 @@ def test_a_chat_is_asked_in_the_tokenizers_template(bench, monkeypatch):
 
 
 def test_only_plain_i2cl_keeps_vectors(bench):
-    changed = run_study(bench, cell(options={"epochs": 1}))
-    assert len(changed.coefficients) == bench.decoder.layers
+    assert len(run_study(bench, cell(options={"epochs": 1})).coefficients) == bench.decoder.layers
     assert not bench.vectors.exists()
     predictor = keep_short(bench, ONE)
     found = bench.injection(cell())
@@ -152,8 +150,7 @@ def test_records_say_where_they_come_from_also_of_a_failing_cell(decoder, tmp_pa
 
 def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_path):
     decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
-    names = ("autocompressor", "icae", "cepe")
-    cells = [cell(method=name) for name in ("zero_shot", *names)]
+    cells = [cell(method=name) for name in ("zero_shot", "autocompressor", "icae", "cepe")]
     tally = run_groups_of(cells, decoder, tmp_path / "store")
     assert (tally.done, tally.failed, tally.skipped) == (1, 0, 3)
     store = Store.open(tmp_path / "store")

@@ -102,7 +102,6 @@ def test_no_row_that_differs_is_no_evidence():
 @pytest.mark.parametrize("chances", [(0.3, 0.1), (0.6, 0.01), (0.02, 0.02)])
 def test_the_paired_interval_covers_the_true_difference(n, chances):
     up, down = chances
-    rng = np.random.default_rng(0)
-    drawn = rng.multinomial(n, [up, down, 1 - up - down], size=2000)
+    drawn = np.random.default_rng(0).multinomial(n, [up, down, 1 - up - down], size=2000)
     found = [paired_interval(int(better), int(worse), n) for better, worse, _ in drawn]
     assert np.mean([low <= up - down <= high for low, high in found]) >= 0.93

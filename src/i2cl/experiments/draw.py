@@ -52,8 +52,7 @@ def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Exampl
     task.sample(1, seed)
     groups = group_by_label(task.train, len(task.labels))
     free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in map(len, groups)]
-    quotas = [min(shots, max(1, n)) for n in free]
-    return sample_per_class(groups, quotas, Random(seed))
+    return sample_per_class(groups, [min(shots, max(1, n)) for n in free], Random(seed))
 
 
 def draw(

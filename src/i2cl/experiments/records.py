@@ -38,8 +38,7 @@ class Scores(Frozen):
     @classmethod
     def of(cls, scores: Float[np.ndarray, "queries labels"]) -> Self:
         """Scores of any kind, as log-probabilities; what is below half precision is its least number."""
-        lowest = np.finfo(np.float16).min
-        kept = np.maximum(normalised(scores), lowest).astype("<f2")
+        kept = np.maximum(normalised(scores), np.finfo(np.float16).min).astype("<f2")
         return cls(shape=(len(kept), kept.shape[1]), float16=base64.b64encode(kept.tobytes()).decode())
 
     @property

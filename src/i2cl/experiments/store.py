@@ -126,8 +126,7 @@ class Store:
 
 
 def _line(record: Record) -> bytes:
-    line = record.model_dump_json(exclude_none=True, exclude={"outcome": TOLD_BY_RECORD})
-    return line.encode() + b"\n"
+    return record.model_dump_json(exclude_none=True, exclude={"outcome": TOLD_BY_RECORD}).encode() + b"\n"
 
 
 def _put(records: dict[str, Record], record: Record) -> None:

@@ -108,8 +108,7 @@ EVERYTHING |= dict.fromkeys(("vectors", "coefficient-map", "class-vectors", "coe
 @pytest.mark.parametrize("view", EVERYTHING)
 def test_nothing_is_drawn_of_nothing(view):
     assert set(FIGURES) == set(EVERYTHING)
-    empty = replace(results(*EVERYTHING[view]), tasks=(), cells=())
-    assert FIGURES[view](empty, {}) is None
+    assert FIGURES[view](replace(results(*EVERYTHING[view]), tasks=(), cells=()), {}) is None
 
 
 @pytest.mark.parametrize("view", ["efficiency", "matrix", "coefficient-map"])
@@ -131,8 +130,7 @@ def test_files_are_the_same_every_time(view, tmp_path):
 
 
 def test_bars_are_means_over_tasks_with_spread_over_seeds():
-    found = results(ZERO, ICL, I2CL)
-    (axes,) = drawn("bars", found).axes
+    (axes,) = drawn("bars", results(ZERO, ICL, I2CL)).axes
     assert ticks(axes.yaxis) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
     spread = np.std([0, 1, 4], ddof=1)
     means = [25, 40 + 5 + 5 / 3, 60 + 5 + 5 / 3]
@@ -152,8 +150,7 @@ def test_bars_tell_which_rows_lack_tasks_and_leave_out_what_moves_and_other_seed
     short = results(I2CL, keep=lambda cell: (cell.task, cell.seed) != ("news", 2))
     (axes,) = drawn("bars", short).axes  # of the seeds that all tasks have
     assert axes.patches[0].get_width() == pytest.approx(60 + 5 + 0.5)
-    never = results(I2CL, keep=lambda cell: cell.seed == TASKS.index(cell.task))
-    assert FIGURES["bars"](never, {}) is None
+    assert FIGURES["bars"](results(I2CL, keep=lambda cell: cell.seed == TASKS.index(cell.task)), {}) is None
     found = results(ZERO.model_copy(update={"seeds": None}))  # by another experiment in the same store
     limited = replace(found, experiment=found.experiment.model_copy(update={"rows": (ZERO,)}))
     (axes,) = drawn("bars", limited).axes
@@ -235,8 +232,7 @@ def test_names_do_not_overlap(step):
 
 
 def test_matrix_is_accuracy_minus_zero_shot():
-    figure = drawn("matrix", results(ZERO, MOVED))
-    axes, bar = figure.axes
+    axes, bar = drawn("matrix", results(ZERO, MOVED)).axes
     (image,) = axes.images
     wanted = [[60 + 7 * s + 5 * t + 5 / 3 - (20 + 5 * t) for t in range(3)] for s in range(3)]
     assert np.array(image.get_array()) == pytest.approx(np.array(wanted))

@@ -45,8 +45,7 @@ def test_fewer_seeds_are_marked_averaged_over_what_tasks_share_and_said_once():
         assert noted(table(view, grid(), made), "†") == "† 2 of 3 seeds: I2CL."
     made = [record("icv", task, seed, "1010101010") for task in ("sst2", "trec") for seed in range(2)]
     made += [one for one in trial() if one.cell.seed < 2]
-    everyone = grid(("ICV", "I2CL"))
-    assert noted(table("average", everyone, made), "†") == "† 2 of 3 seeds: all rows."
+    assert noted(table("average", grid(("ICV", "I2CL")), made), "†") == "† 2 of 3 seeds: all rows."
     most = grid(("Zero-shot", "ICV", "I2CL"))
     expected = "† 2 of 3 seeds: all rows but those that no seed can change."
     assert noted(table("average", most, made), "†") == expected
@@ -75,8 +74,7 @@ def test_rows_views_and_tasks_without_results():
     assert found.tables == ()
     assert found.missing[0] == "rows without results: ICV (`i2cl experiment run trial` makes them)"
     assert [line.split(":")[0] for line in found.missing[1:]] == ["comparison", "matrix, bars"]
-    elsewhere = section(grid(("I2CL", "ICV")), llama())
-    assert f"run trial --model {LLAMA}` makes them" in elsewhere.missing[0]
+    assert f"run trial --model {LLAMA}` makes them" in section(grid(("I2CL", "ICV")), llama()).missing[0]
     own = grid(("I2CL", "ICV")).model_copy(update={"file": "my grids/trial.toml"})
     line = section(own, llama(model="reference", limit=100)).missing[0]
     assert line.endswith("(`i2cl experiment run 'my grids/trial.toml' --limit 100` makes them)")

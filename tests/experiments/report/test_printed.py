@@ -238,8 +238,7 @@ def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
     [("peft", "Trained, thousands (paper)", "0.13"), ("main", "Values kept (paper)", "2DL")],
 )
 def test_printed_costs(name, column, told):
-    found = cells(table("cost", grid(["I2CL"], printed=name), llama()))["I2CL"]
-    assert found[column].text == told
+    assert cells(table("cost", grid(["I2CL"], printed=name), llama()))["I2CL"][column].text == told
 
 
 def test_another_printed_table(monkeypatch):

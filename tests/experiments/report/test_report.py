@@ -139,8 +139,7 @@ def test_one_task_needs_neither_average_nor_a_table_by_task_and_many_are_lines()
 def test_demonstrations_per_class():
     made = [record("i2cl", "sst2", 0, answers, shots=shots) for shots, answers in ((1, "1000"), (5, "1110"))]
     made.append(record("zero_shot", "sst2", 0, "1100"))
-    rows = ("Zero-shot", GridRow(name="I2CL", shots=(1, 5)))
-    asked = grid(rows, seeds=1, views=("shots", "tasks"))
+    asked = grid(("Zero-shot", GridRow(name="I2CL", shots=(1, 5))), seeds=1, views=("shots", "tasks"))
     assert texts(table("shots", asked, made)) == {"Zero-shot": ["50.0", "50.0"], "I2CL": ["25.0", "75.0"]}
     assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL, 1 per class", "I2CL, 5 per class"]
 
@@ -165,8 +164,7 @@ def with_scores(method, task, seed, sharper=3.0, queries=60):
     gold = np.arange(queries) % 2
     fair = np.random.default_rng([seed, len(task), len(method)]).standard_normal(queries) + gold - 0.5
     scores = normalised(np.stack([-fair / 2, fair / 2], 1))  # by Bayes' rule for two normal distributions
-    best = scores.argmax(1)
-    return record(method, task, seed, best == gold, scores=Scores.of(scores * sharper))
+    return record(method, task, seed, scores.argmax(1) == gold, scores=Scores.of(scores * sharper))
 
 
 def trusted(seeds=3):

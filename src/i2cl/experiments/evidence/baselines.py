@@ -147,8 +147,7 @@ def with_folds(
 
     def again(other: Method) -> Fitted:
         started = time.perf_counter()
-        refit = partial(other.fit, decoder, task, seed=seed)
-        predictor = folded(task, shown, refit, folds, seed)
+        predictor = folded(task, shown, partial(other.fit, decoder, task, seed=seed), folds, seed)
         took = (time.perf_counter() - started) / len(predictor.refits)
         return Fitted(other, predictor, shown, seed, took)
 

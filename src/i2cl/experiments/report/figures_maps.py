@@ -147,8 +147,7 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
             clouds |= {task: places} if places is not None else {}
     if not clouds:
         return None
-    most = max(map(len, clouds.values()))
-    figure, cells = panels(len(clouds), 3.6, 3.0 if most > 9 else 2.3)
+    figure, cells = panels(len(clouds), 3.6, 3.0 if max(map(len, clouds.values())) > 9 else 2.3)
     for axes, (task, cloud) in zip(cells, clouds.items(), strict=True):
         handles = _scatter(axes, cloud, size=5.0)
         axes.set_title(task)

@@ -165,8 +165,7 @@ def cost_table(results: Results, paper: Paper) -> list[Table]:
     if extra and paper.table is not None:
         symbols = "M demonstration tokens, D width, L layers, 1/K compression rate."
         notes.append(f"(paper): as printed in {paper.table.paper}, {paper.table.model}. {symbols}")
-    columns = ("Row", *COLUMNS.values(), "Fit, s", "Query, ms", *extra)
-    return [Table("Cost", columns, rows, notes, values)]
+    return [Table("Cost", ("Row", *COLUMNS.values(), "Fit, s", "Query, ms", *extra), rows, notes, values)]
 
 
 TABLES: Mapping[View, Callable[[Results, Paper], list[Table]]] = {
