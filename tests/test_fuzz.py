@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from experiments.report.made import experiment, trial
+from experiments.report.made import grid, trial
 from fuzzing import Folders, refused, targets
 from storage.test_hub import decoder_named, made
 
@@ -15,7 +15,7 @@ NAMES = ["rows", "templates", "task TOML", "grid TOML", "options", "command line
 
 def good_folders(home):
     decoder = decoder_named()
-    return Folders(home, made(decoder), decoder, trial(), experiment(views=("tasks",)))
+    return Folders(home, made(decoder), decoder, trial(), grid(views=("tasks",)))
 
 
 @pytest.fixture(scope="module")

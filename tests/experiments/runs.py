@@ -1,7 +1,8 @@
 """A small grid, its cells, and cells run by themselves."""
 
 from i2cl.experiments.grid import Cell
-from i2cl.experiments.runner import Group, GroupJob
+from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
+from i2cl.experiments.store import Store
 
 ONE, OTHER = "mood-colour-1", "job-letter-1"
 GRID = """
@@ -26,6 +27,16 @@ def run_alone(cell, decoder, folder):
     """The record of a cell that is run by itself."""
     (record,) = GroupJob((Group((cell,), (cell,)),), None, folder).run(decoder)
     return record
+
+
+def run_groups_of(cells, decoder, folder, data_dir=None):
+    """The tally of running what a store lacks of some cells."""
+
+    def execute(jobs):
+        return (job.run(decoder) for job in jobs)
+
+    with Store.writing(folder) as store:
+        return run_groups(pending(cells, store), store, execute, data_dir)
 
 
 def single(*cells):

@@ -113,8 +113,7 @@ def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decode
 def test_it_is_kept_with_the_artefact_and_one_without_it_loads(decoder, task, tmp_path):
     injection = measured(decoder, task)
     injection.save_pretrained(tmp_path / "with")
-    loaded = Injection.from_pretrained(tmp_path / "with")
-    assert loaded.worth == injection.worth
+    assert Injection.from_pretrained(tmp_path / "with").worth == injection.worth
     replace(injection, worth={}).save_pretrained(tmp_path / "without")
     assert "worth" not in json.loads((tmp_path / "without" / "injection.json").read_text())
     assert Injection.from_pretrained(tmp_path / "without").worth == {}
@@ -189,8 +188,7 @@ def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, ta
     assert found.temperature == pytest.approx(likely_temperature(scores.numpy(), gold, 1.5, 1.0), rel=1e-2)
     assert found.temperature != 1
     assert found.predict(decoder, texts) == plain.predict(decoder, texts)
-    sure = found.scores(decoder, texts).numpy()
-    expected = confidence(normalised(sure), gold, scores.argmax(-1).numpy())
+    expected = confidence(normalised(found.scores(decoder, texts).numpy()), gold, scores.argmax(-1).numpy())
     assert found.worth["confidence"] == pytest.approx(asdict(expected), abs=2e-3)
     assert found.worth["selection"] == {}
 

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-import commands
 from experiments.runs import GRID, ONE, cell, kept, run_alone
 from fitting import one_line
 from i2cl import Decoder, load_task
@@ -37,27 +36,35 @@ def alone(decoder, tmp_path_factory):
     return run
 
 
-def run(tmp_path, capsys, *more, grid=GRID):
+def written(tmp_path, *more, grid=GRID):
+    """The words that run a grid, whose file is written."""
     file = tmp_path / "mine.toml"
     file.write_text(grid)
-    words = ("experiment", "run", file, "--store", tmp_path / "store", "--workers", 1, *more)
-    return commands.run(*words), capsys.readouterr()
+    return "experiment", "run", file, "--store", tmp_path / "store", "--workers", 1, *more
 
 
-def test_run_then_run_again_then_report(tmp_path, capsys):
-    code, told = run(tmp_path, capsys, "--json")
-    assert (code, json.loads(told.out)["done"]) == (0, 2 + 6 + 6)
-    code, told = run(tmp_path, capsys, "--json", "--seeds", "4")
-    told = json.loads(told.out)
+@pytest.fixture
+def reported(said, tmp_path):
+    """The report of the store of a test, as Markdown."""
+
+    def report(*words):
+        said("report", tmp_path / "store", *words, "--formats", "md")
+        return (tmp_path / "store" / "report" / "report.md").read_text()
+
+    return report
+
+
+def test_run_then_run_again_then_report(tmp_path, said, reported):
+    assert json.loads(said(*written(tmp_path, "--json")))["done"] == 2 + 6 + 6
+    told = json.loads(said(*written(tmp_path, "--json", "--seeds", "4")))
     assert told.pop("store")
     assert told == {"done": 4, "failed": 0, "skipped": 0, "kept": 14}
-    assert reported(capsys, tmp_path / "store", "--experiments", tmp_path / "mine.toml")[0] == 0
-    text = (tmp_path / "store" / "report" / "report.md").read_text()
+    text = reported("--experiments", tmp_path / "mine.toml")
     assert "mood-colour-1" in text
     assert "Few-shot (ICL)" in text
 
 
-def test_a_file_of_rows_is_a_task_of_a_grid_in_words_of_its_own(tmp_path, capsys):
+def test_a_file_of_rows_is_a_task_of_a_grid_in_words_of_its_own(tmp_path, said, reported, refused):
     task = load_task(ONE)
     rows = [{"text": row.text, "label": task.labels[row.label]} for row in task.train[:80]]
     for name in ("train", "test"):
@@ -72,47 +79,32 @@ own.{name} = {{ template = {json.dumps(words)}, test = {test} }}
 rows = [{{ name = "Zero-shot", method = "zero_shot" }}, {{ name = "Few-shot", method = "few_shot" }}]
 full = {{ seeds = 1, limit = 8 }}
 """
-    code, told = run(tmp_path, capsys, grid=grid)
-    assert code == 0, told
-    last = told.out.splitlines()[-1]
+    last = said(*written(tmp_path, grid=grid)).splitlines()[-1]
     assert last == f"next: i2cl report {tmp_path / 'store'} --experiments {tmp_path / 'mine.toml'}"
     cells = [record.cell for record in Store.open(tmp_path / "store").records.values()]
     assert {cell.wording.template for cell in cells} == {words}
     decoder = Decoder.from_pretrained("reference")
     assert Bench(decoder, None, tmp_path).task(cells[0]).template.format == words
-    code, told = reported(capsys, *last.split()[3:])
-    text = (tmp_path / "store" / "report" / "report.md").read_text()
-    assert (code, "Difference from Zero-shot" in text) == (0, True), "the first row, where no I2CL is"
-    code, told = run(tmp_path, capsys, grid=grid.replace("A: {label}", "A: "))
-    assert (code, "{label} 0 times" in told.err) == (2, True)
+    assert "Difference from Zero-shot" in reported(*last.split()[4:]), "the first row, where no I2CL is"
+    assert "{label} 0 times" in refused(*written(tmp_path, grid=grid.replace("A: {label}", "A: ")))
 
 
-def reported(capsys, *words):
-    return commands.run("report", *words, "--formats", "md"), capsys.readouterr()
-
-
-def test_a_grid_that_names_tasks_runs_on_some_of_them_and_is_compared_with_any_row(tmp_path, capsys):
+def test_a_grid_that_names_tasks_runs_on_some_and_is_compared_with_any_row(tmp_path, said, reported, refused):
     named = GRID.replace('tasks"', 'tasks", "comparison"')
-    code, told = run(tmp_path, capsys, "--json", "--tasks", "job-letter-1", "--seeds", "1", grid=named)
-    tasks = {record.cell.task for record in Store.open(tmp_path / "store").records.values()}
-    assert (code, tasks) == (0, {"job-letter-1"})
-    code, told = run(tmp_path, capsys, "--tasks", "sst2", grid=named)
+    said(*written(tmp_path, "--tasks", "job-letter-1", "--seeds", "1", grid=named))
+    assert {one.cell.task for one in Store.open(tmp_path / "store").records.values()} == {"job-letter-1"}
     known = "no chosen experiment has the task 'sst2': known are mood-colour-1, job-letter-1"
-    assert (code, known in told.err) == (2, True)
-    run(tmp_path, capsys, "--seeds", "1", grid=named)
-    words = [tmp_path / "store", "--experiments", tmp_path / "mine.toml"]
-    code, told = reported(capsys, *words, "--tasks", "mood-colour-1", "--against", "Few-shot (ICL)")
-    text = (tmp_path / "store" / "report" / "report.md").read_text()
-    assert code == 0
+    assert known in refused(*written(tmp_path, "--tasks", "sst2", grid=named))
+    said(*written(tmp_path, "--seeds", "1", grid=named))
+    words = ["--experiments", tmp_path / "mine.toml"]
+    text = reported(*words, "--tasks", "mood-colour-1", "--against", "Few-shot (ICL)")
     assert "Difference from Few-shot (ICL)" in text
     assert "job-letter-1" not in text
-    code, told = reported(capsys, *words, "--tasks", "all")
-    assert "job-letter-1" in (tmp_path / "store" / "report" / "report.md").read_text()
-    code, told = reported(capsys, tmp_path / "store", "--experiments", "main", "--tasks", "mood-color-1")
+    assert "job-letter-1" in reported(*words, "--tasks", "all")
+    report = ("report", tmp_path / "store", "--experiments")
     hint = "this store has the task 'mood-color-1': did you mean 'mood-colour-1'"
-    assert (code, hint in told.err) == (2, True)
-    code, told = reported(capsys, *words, "--against", "Few-shot")
-    assert (code, "did you mean 'Few-shot (ICL)'" in told.err) == (2, True)
+    assert hint in refused(*report, "main", "--tasks", "mood-color-1")
+    assert "did you mean 'Few-shot (ICL)'" in refused(*report, words[1], "--against", "Few-shot")
 
 
 def test_grids_are_limited_each_to_its_own_tasks_and_compared_with_a_row_that_they_have():
@@ -124,19 +116,16 @@ def test_grids_are_limited_each_to_its_own_tasks_and_compared_with_a_row_that_th
     assert [one.against for one in compared_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
 
 
-def test_failures_are_told_and_set_the_exit_code(tmp_path, capsys):
+def test_failures_are_told_and_set_the_exit_code(tmp_path, said):
     wrong = GRID.replace('name = "Few-shot (ICL)"', 'name = "Few-shot (ICL)", shots = [1, 100000]')
-    code, told = run(tmp_path, capsys, grid=wrong)
-    assert code == 1
-    assert "14 cells done, 6 failed" in told.out
-    assert "failed: mood-colour-1 few_shot seed 0: I2CLError: task 'mood-colour-1'" in told.out
-    store = Store.open(tmp_path / "store")
-    assert sum(record.status == "failed" for record in store.records.values()) == 6
+    told = said(*written(tmp_path, grid=wrong), code=1)
+    assert "14 cells done, 6 failed" in told
+    assert "failed: mood-colour-1 few_shot seed 0: I2CLError: task 'mood-colour-1'" in told
+    assert sum(one.status == "failed" for one in Store.open(tmp_path / "store").records.values()) == 6
 
 
-def test_ls_lists_every_experiment(capsys):
-    commands.run("experiment", "ls", "--json")
-    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+def test_ls_lists_every_experiment(said):
+    listed = {row["name"]: row for row in json.loads(said("experiment", "ls", "--json"))}
     assert list(listed) == list(BROUGHT)
     assert listed["main"]["paper"].startswith("Table 1")
     asked = load_experiment("real")
@@ -145,12 +134,12 @@ def test_ls_lists_every_experiment(capsys):
     assert [name for name in ORDER if load_experiment(name).timed] == ["main", "peft", "efficiency"]
 
 
-def test_ctrl_c_says_that_cells_are_kept(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_says_that_cells_are_kept(tmp_path, monkeypatch, call):
     pressed = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("i2cl.interfaces.cli.experiment._watch", lambda _bar: pressed)
-    code, told = run(tmp_path, capsys)
+    code, _, told = call(*written(tmp_path))
     assert code == 130
-    assert told.err == "error: interrupted: 1 cells are kept: the same command goes on with them\n"
+    assert told == "error: interrupted: 1 cells are kept: the same command goes on with them\n"
 
 
 FORKING = """
@@ -164,9 +153,8 @@ processes.get_context = lambda _: get_context("fork")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
     """Every kill leaves a store that reads; the run that follows adds what is lacking, no more."""
-    file, folder = tmp_path / "mine.toml", tmp_path / "store"
-    file.write_text(GRID)
-    arguments = ["experiment", "run", file, "--store", folder, "--workers", workers]
+    folder = tmp_path / "store"
+    arguments = [*written(tmp_path)[:-1], workers]
     survivors = set()
     for more in (0, 1, 3):  # when it holds the lock, amid its first record, amid later ones
         program = Program(FORKING + COMMAND, *arguments)
@@ -189,8 +177,8 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
     assert (code, json.loads(told)["done"]) == (0, 14 - len(survivors))
     store = Store.open(folder)
     assert all(one.status == "done" for one in store.records.values())
-    written = (folder / "cells.jsonl").read_text().splitlines()
-    assert len(written) == len({json.loads(line)["key"] for line in written}) == len(store.records) == 14
+    on_disk = (folder / "cells.jsonl").read_text().splitlines()
+    assert len(on_disk) == len({json.loads(line)["key"] for line in on_disk}) == len(store.records) == 14
     straight = tmp_path / "straight"
     code, _, errors = finished(FORKING + COMMAND, *arguments[:3], "--store", straight, "--workers", "1")
     assert code == 0, errors
@@ -206,17 +194,14 @@ def lines(folder):
 
 def test_two_processes_hold_one_model_together(tmp_path, alone):
     """Tensor parallel, as torchrun starts it: one store, written by the first, with one process's results."""
-    file, folder = tmp_path / "mine.toml", tmp_path / "store"
-    file.write_text(GRID)
+    folder, words = tmp_path / "store", [*written(tmp_path)[:-2], "--seeds", "1"]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    arguments = ["experiment", "run", file, "--store", folder, "--seeds", "1"]
     ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    programs = [
-        Program(COMMAND, *arguments, "--device-map", "tensor_parallel", **rank, **meeting) for rank in ranks
-    ]
+    words += ["--device-map", "tensor_parallel"]
+    programs = [Program(COMMAND, *words, **rank, **meeting) for rank in ranks]
     (first, told, errors), (second, *_) = [program.wait() for program in programs]
     assert (first, second) == (0, 0), errors
     assert told.count("6 cells done") == 1
@@ -240,15 +225,7 @@ def test_tasks_that_a_user_names_are_all_run():
         ('method = "few_shot", options = { colour = "red" }', "row 'a': no chosen method has the option"),
     ],
 )
-def test_rows_that_cannot_be_run_are_refused_first(row, message, tmp_path, capsys):
+def test_rows_that_cannot_be_run_are_refused_first(row, message, tmp_path, refused):
     grid = f'title = "T"\nmeasures = "M"\nrows = [{{ name = "a", {row} }}]\n'
-    code, told = run(tmp_path, capsys, grid=grid)
-    assert (code, message in told.err) == (2, True)
+    assert message in refused(*written(tmp_path, grid=grid))
     assert not (tmp_path / "store").exists()
-
-
-def test_a_grid_is_run_by_its_name_or_by_its_file(tmp_path):
-    file = tmp_path / "my grid.toml"
-    file.write_text('title = "x"\nmeasures = "y"\nrows = [{ name = "a", method = "zero_shot" }]\n')
-    assert load_experiment(file).command == f"i2cl experiment run '{file}'"
-    assert load_experiment("real").command == "i2cl experiment run real"

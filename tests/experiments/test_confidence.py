@@ -19,8 +19,7 @@ def drawn(seed=0, queries=400, labels=4, sharper=1.0):
     """Scores, and labels drawn from their probabilities; the scores are then made sharper."""
     rng = np.random.default_rng(seed)
     scores = normalised(2 * rng.standard_normal((queries, labels)))
-    gold = np.array([rng.choice(labels, p=np.exp(row)) for row in scores])
-    return scores * sharper, gold
+    return scores * sharper, np.array([rng.choice(labels, p=np.exp(row)) for row in scores])
 
 
 def measured(scores, gold):
@@ -63,8 +62,7 @@ def test_calibration_error_is_that_of_quantile_bins_of_scikit_learn():
 def test_bins_count_by_their_queries_and_equal_confidence_depends_on_no_order():
     """All queries are as sure, and 3 of 4 are right: at .75 the error is 0, not that of the order."""
     scores, gold = drawn(queries=BINS + 1)
-    right = scores.argmax(1) == gold
-    sure, hits = reliability(highest(scores), right)
+    sure, hits = reliability(highest(scores), scores.argmax(1) == gold)
     sizes = np.array([2, *[1] * (BINS - 1)])
     assert measured(scores, gold).ece == pytest.approx((sizes * np.abs(sure - hits)).sum() / sizes.sum())
     scores = np.log(np.tile([0.75, 0.25], (60, 1)))

@@ -8,9 +8,9 @@ import pytest
 
 from fitting import one_line
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
-from i2cl.experiments.library import BROUGHT, ORDER, load_experiment
+from i2cl.experiments.library import BROUGHT, ORDER, load_experiment, require_methods
 from i2cl.experiments.report.printed import printed_tables
-from i2cl.methods import METHODS, make_methods
+from i2cl.methods import METHODS
 
 TASKS = ("a", "b", "c")
 BASE = Cell(model="m", task="")
@@ -79,19 +79,11 @@ def test_the_key_of_a_cell_stays_what_it_was():
 
 @pytest.mark.parametrize("name", BROUGHT)
 def test_every_bundled_experiment_can_be_run_and_shown(name):
-    experiment = load_experiment(name)
-    assert (experiment.paper != "-") is (name in ORDER)
-    for row in experiment.rows:
-        make_methods([row.method], row.options)  # knows method and options
-    names = [row.name for row in experiment.rows]
-    assert len(set(names)) == len(names)
-    if experiment.printed:
-        printed = {row for table in printed_tables(experiment.printed) for row in table.rows}
-        assert printed & set(names)
-    keys = {
-        (row.study, row.method, str(row.options), row.demonstrations, row.chat) for row in experiment.rows
-    }
-    assert len(keys) == len(names)
+    grid = load_experiment(name)
+    assert (grid.paper != "-") is (name in ORDER)
+    require_methods([grid])
+    keys = {(row.study, row.method, str(row.options), row.demonstrations, row.chat) for row in grid.rows}
+    assert len(keys) == len(grid.rows)
 
 
 def test_every_file_is_listed_every_printed_row_shown_and_every_method_used():
@@ -105,15 +97,16 @@ def test_every_file_is_listed_every_printed_row_shown_and_every_method_used():
         for table in printed_tables(experiment.printed) if experiment.printed else ():
             assert set(table.rows) <= shown, (name, table.paper)
     rows = [row for name in BROUGHT for row in load_experiment(name).rows]
-    used = {part for row in rows for part in row.method.split("+")}
-    assert used == set(METHODS)
+    assert {part for row in rows for part in row.method.split("+")} == set(METHODS)
 
 
 def test_a_users_file_and_unknown_names(tmp_path):
-    file = tmp_path / "mine.toml"
+    file = tmp_path / "my grid.toml"
     file.write_text('title = "T"\nmeasures = "M"\ntasks = ["x.csv"]\nrows = [{ name = "I2CL" }]\n')
     found = load_experiment(file)
-    assert (found.name, found.tasks, found.rows[0].method) == ("mine", ("x.csv",), "i2cl")
+    assert (found.name, found.tasks, found.rows[0].method) == ("my grid", ("x.csv",), "i2cl")
+    assert found.command == f"i2cl experiment run '{file}'"
+    assert load_experiment("real").command == "i2cl experiment run real"
     one_line("did you mean 'main'", load_experiment, "mian")
     one_line("no file", load_experiment, tmp_path / "none.toml")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from commands import jsonl
-from experiments.runs import OTHER, cell, kept, quick, run_alone, shot, single
+from experiments.runs import OTHER, cell, kept, quick, run_alone, run_groups_of, shot, single
 from i2cl import Decoder, I2CLError
 from i2cl.experiments import studies
 from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
@@ -111,19 +111,10 @@ def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeyp
     assert jobs == [[zero], [few, over, prior], [other]]
     assert len(fits) == 2
     for one in cells:
-        by_itself = run_alone(one, decoder, tmp_path / "alone")
-        assert kept(found[one.key]) == kept(by_itself)
+        assert kept(found[one.key]) == kept(run_alone(one, decoder, tmp_path / "alone"))
     assert found[over].outcome.fit_seconds > found[few].outcome.fit_seconds
     gold = found[prior].outcome.gold
     assert sorted(map(gold.count, set(gold))) != sorted(map(found[few].outcome.gold.count, set(gold)))
-
-
-def run_groups_of(cells, decoder, folder, data_dir=None):
-    def execute(jobs):
-        return (job.run(decoder) for job in jobs)
-
-    with Store.writing(folder) as store:
-        return run_groups(pending(cells, store), store, execute, data_dir)
 
 
 def test_a_store_refuses_other_weights(tmp_path):

@@ -1,7 +1,6 @@
 """Intervals and tests, against simulation, enumeration and scipy."""
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -99,21 +98,6 @@ def test_interval_covers_the_true_difference():
     assert np.mean(widths) < 0.95 * np.mean(unpaired)
 
 
-def enumerated(ours, theirs):
-    """Share of all sign flips of queries whose macro-averaged difference is at least as far from 0."""
-    queries = [(a.astype(float) - b).mean(0) for a, b in zip(ours, theirs, strict=True)]
-    weighted = np.concatenate([task / len(task) for task in queries]) / len(queries)
-    flips = np.array(list(product((1, -1), repeat=len(weighted))))
-    return np.mean(np.abs(flips @ weighted) >= abs(weighted.sum()) - 1e-9)
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_p_is_that_of_all_sign_flips(number):
-    rng = np.random.default_rng(number)
-    ours, theirs = ([rng.random((3, n)) < share for n in (4, 7)] for share in (0.8, 0.4))
-    assert difference(ours, theirs).p_queries == pytest.approx(enumerated(ours, theirs))
-
-
 @pytest.mark.parametrize(("better", "worse"), [(7, 1), (9, 3), (2, 0), (5, 5), (0, 12)])
 def test_one_seed_is_mcnemars_exact_test(better, worse):
     ours = one("1" * better + "0" * worse + "1" * 20 + "0" * 10)
@@ -123,7 +107,9 @@ def test_one_seed_is_mcnemars_exact_test(better, worse):
     assert found.mean == pytest.approx((better - worse) / (better + worse + 30))
 
 
-@pytest.mark.parametrize(("queries", "permutations"), [((9,), 9999), ((60, 35), 999), ((400,), 1501)])
+@pytest.mark.parametrize(
+    ("queries", "permutations"), [((9,), 9999), ((4, 7), 9999), ((60, 35), 999), ((400,), 1501)]
+)
 def test_p_is_scipys_to_the_last_digit(queries, permutations):
     rng = np.random.default_rng(len(queries))
     ours, theirs = ([rng.random((3, n)) < share for n in queries] for share in (0.7, 0.6))
@@ -243,16 +229,6 @@ def test_the_larger_p_holds_where_one_alone_does_not(luck, taste, wrong):
         found.append(difference([made[0]], [made[1]], resamples=1, permutations=499))
     assert np.mean([getattr(one, wrong) < ALPHA for one in found]) > 0.15
     assert np.mean([one.p < ALPHA for one in found]) < 0.08
-
-
-def test_a_difference_of_one_lucky_seed_is_not_enough():
-    """On these seeds the methods differ; with other demonstrations they might not."""
-    lucky = np.zeros((3, 100), bool)
-    lucky[0] = True
-    found = difference([lucky], [np.zeros((3, 100), bool)])
-    assert found.p_queries < 0.001 < 0.4 < found.p_seeds
-    assert (found.low, found.p) == (0, found.p_seeds)
-    assert not Comparison(found, q=found.p_queries).distinguishable
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments.runs import ONE, OTHER, cell, run_alone
+from experiments.runs import ONE, OTHER, cell, run_alone, run_groups_of
 from fitting import one_line
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate_many, extract, load_task
 from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Experiment
 from i2cl.experiments.report.document import build
-from i2cl.experiments.runner import pending, run_groups
+from i2cl.experiments.runner import pending
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, plain, run_study, worst_group
 from i2cl.injections.transfer import transfer
@@ -46,8 +46,7 @@ def keep_short(bench, task):
 def test_a_method_cell_keeps_predictions_and_their_origin(bench):
     outcome = run_study(bench, cell(method="few_shot", seed=4))
     task = load_task(ONE)
-    queries = task.queries(12)
-    assert outcome.gold == tuple(query.label for query in queries)
+    assert outcome.gold == tuple(query.label for query in task.queries(12))
     assert [task.train[place] for place in outcome.demonstrations] == list(task.sample(None, 4))
     right = sum(a == b for a, b in zip(outcome.gold, outcome.predictions, strict=True))
     assert outcome.accuracy == right / 12
@@ -69,8 +68,7 @@ def test_a_chat_is_asked_in_the_tokenizers_template(bench, monkeypatch):
 
 
 def test_only_plain_i2cl_keeps_vectors(bench):
-    changed = run_study(bench, cell(options={"epochs": 1}))
-    assert len(changed.coefficients) == bench.decoder.layers
+    assert len(run_study(bench, cell(options={"epochs": 1})).coefficients) == bench.decoder.layers
     assert not bench.vectors.exists()
     predictor = keep_short(bench, ONE)
     found = bench.injection(cell())
@@ -152,13 +150,11 @@ def test_records_say_where_they_come_from_also_of_a_failing_cell(decoder, tmp_pa
 
 def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_path):
     decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
-    names = ("autocompressor", "icae", "cepe")
-    cells = [cell(method=name) for name in ("zero_shot", *names)]
-    with Store.writing(tmp_path / "store") as store:
-        execute = lambda jobs: (job.run(decoder) for job in jobs)  # noqa: E731
-        tally = run_groups(pending(cells, store), store, execute, None)
-        assert (tally.done, tally.failed, tally.skipped) == (1, 0, 3)
-        assert pending(cells, store) == []
+    cells = [cell(method=name) for name in ("zero_shot", "autocompressor", "icae", "cepe")]
+    tally = run_groups_of(cells, decoder, tmp_path / "store")
+    assert (tally.done, tally.failed, tally.skipped) == (1, 0, 3)
+    store = Store.open(tmp_path / "store")
+    assert pending(cells, store) == []
     rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})
     plan = Experiment(name="mine", title="T", measures="M", rows=rows)
     (section,) = build([plan], store.records.values(), {}, figures=False).sections

@@ -7,15 +7,7 @@ import pytest
 from scipy.stats import binomtest
 
 from i2cl.experiments.evidence import verdicts
-from i2cl.experiments.evidence.verdicts import (
-    LEVEL,
-    POWER,
-    mcnemar,
-    paired_interval,
-    rows_for,
-    verdict,
-    wilson,
-)
+from i2cl.experiments.evidence.verdicts import LEVEL, mcnemar, paired_interval, rows_for, verdict, wilson
 
 NOT_SHOWN = "not shown on {} rows; about {} rows would show a gain of 5 points, {} one of 10 (power 0.8)"
 RULED_OUT = "a gain of 5 points over batch is ruled out on 160 rows (-3.3 to 2.1): do not use it"
@@ -85,7 +77,8 @@ def test_the_rows_that_are_asked_for_show_the_gain(monkeypatch, gain, alike):
     mine, other = 0.8, 0.8 - gain
     discordant = (1 - alike**2) * (mine * (1 - other) + other * (1 - mine)) + alike**2 * gain
     n = rows_for(gain, discordant)
-    assert told(monkeypatch, n, (mine, other, other - 0.1), alike, 500)[0] == pytest.approx(POWER, abs=0.1)
+    shown, _ = told(monkeypatch, n, (mine, other, other - 0.1), alike, 500)
+    assert shown == pytest.approx(verdicts.POWER, abs=0.1)
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 5), (5, 5), (1, 3), (80, 160), (159, 160)])
@@ -109,7 +102,6 @@ def test_no_row_that_differs_is_no_evidence():
 @pytest.mark.parametrize("chances", [(0.3, 0.1), (0.6, 0.01), (0.02, 0.02)])
 def test_the_paired_interval_covers_the_true_difference(n, chances):
     up, down = chances
-    rng = np.random.default_rng(0)
-    drawn = rng.multinomial(n, [up, down, 1 - up - down], size=2000)
+    drawn = np.random.default_rng(0).multinomial(n, [up, down, 1 - up - down], size=2000)
     found = [paired_interval(int(better), int(worse), n) for better, worse, _ in drawn]
     assert np.mean([low <= up - down <= high for low, high in found]) >= 0.93

@@ -16,6 +16,7 @@ from i2cl.injections.temperature import Labels, Scores, normalised
 BINS = 15  # of the expected calibration error, each with as many queries
 Sure = Float[np.ndarray, " queries"]
 Right = Bool[np.ndarray, " queries"]
+Curve = tuple[Float[np.ndarray, " points"], Float[np.ndarray, " points"]]
 
 
 @dataclass(frozen=True)
@@ -71,25 +72,21 @@ def highest(scores: Scores) -> Sure:
     return np.asarray(np.exp(normalised(scores).max(1)))
 
 
-def reliability(sure: Sure, right: Right) -> tuple[Float[np.ndarray, " bins"], Float[np.ndarray, " bins"]]:
+def reliability(sure: Sure, right: Right) -> Curve:
     """Mean confidence and accuracy of bins of equal number, the least sure first; empty bins are left out."""
     split = [np.array_split(one, BINS) for one in _by_confidence(sure, right)]
     means = np.array([[part.mean() for part in one if len(part)] for one in split])
     return means[0], means[1]
 
 
-def risk_coverage(
-    sure: Sure, right: Right
-) -> tuple[Float[np.ndarray, " queries"], Float[np.ndarray, " queries"]]:
+def risk_coverage(sure: Sure, right: Right) -> Curve:
     """Share of queries answered, and of errors among them, where the surest are answered first."""
     _, hits = _by_confidence(sure, right)
     count = np.arange(1, len(hits) + 1)
     return count / len(hits), np.cumsum(1 - hits[::-1]) / count
 
 
-def _by_confidence(
-    sure: Sure, right: Right
-) -> tuple[Float[np.ndarray, " queries"], Float[np.ndarray, " queries"]]:
+def _by_confidence(sure: Sure, right: Right) -> Curve:
     """Confidence, rising, and whether each query was answered rightly; a mean among equals."""
     rising, groups = np.unique(sure, return_inverse=True)
     sizes = np.bincount(groups)

@@ -6,9 +6,8 @@ from math import ceil
 from random import Random
 from statistics import median_low
 
-from i2cl.core.anchored import require_few
+from i2cl.core.anchored import MOST_DEMONSTRATIONS, require_few
 from i2cl.core.problem import MOST_COLUMNS, columns_kept
-from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
@@ -52,10 +51,8 @@ def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Exampl
     """
     task.sample(1, seed)
     groups = group_by_label(task.train, len(task.labels))
-    counts = [len(group) for group in groups]
-    free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in counts]
-    quotas = [min(shots, max(1, n)) for n in free]
-    return sample_per_class(groups, quotas, Random(seed))
+    free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in map(len, groups)]
+    return sample_per_class(groups, [min(shots, max(1, n)) for n in free], Random(seed))
 
 
 def draw(
@@ -74,21 +71,16 @@ def draw(
     are not given and something is to be ``scored`` without test rows. Raises I2CLError if rows are lacking,
     or too many for anchored calibration.
     """
-    anchored = isinstance(method, Anchored)
-    if not own:
-        shown = task.sample(shots, seed)
-        choice = Draw(shown, shots or task.shots, len(task.train))
-    elif shots is None and anchored:
+    anchored, count = isinstance(method, Anchored), shots or task.shots
+    if own and shots is None and anchored:
         require_few(up_to(task, 1, seed))
         return None
-    else:
-        if keep_back is None:
-            keep_back = KEPT_BACK if scored and shots is None else 0
-        count = shots or task.shots
-        choice = Draw(up_to(task, count, seed, keep_back), count, len(task.train), keep_back)
+    if keep_back is None:
+        keep_back = KEPT_BACK if scored and shots is None else 0
+    shown = up_to(task, count, seed, keep_back) if own else task.sample(shots, seed)
     if anchored:
-        require_few(choice.demonstrations)
-    return choice
+        require_few(shown)
+    return Draw(shown, count, len(task.train), keep_back if own else 0)
 
 
 def fitting(
@@ -103,7 +95,7 @@ def fitting(
 
     def takes(shots: int) -> bool:
         shown = up_to(task, shots, seed, keep_back)
-        return _few(shown) and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
+        return len(shown) <= MOST_DEMONSTRATIONS and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
     shots = next(one for one in CHOICES if one == 1 or takes(one))
     shown = up_to(task, shots, seed, keep_back)
@@ -112,18 +104,10 @@ def fitting(
     more = None
     for larger in (largest, MOST_SHOTS):
         larger_draw = up_to(task, larger, seed)
-        if larger <= 2 * MOST_SHOTS and len(larger_draw) > len(shown) and _few(larger_draw):
+        if larger <= 2 * MOST_SHOTS and len(shown) < len(larger_draw) <= MOST_DEMONSTRATIONS:
             more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
     return Draw(shown, shots, len(task.train), keep_back, pace.seconds(shown), more)
-
-
-def _few(shown: Examples) -> bool:
-    try:
-        require_few(shown)
-    except I2CLError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

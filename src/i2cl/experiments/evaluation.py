@@ -281,8 +281,7 @@ def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: 
     """Mean F1 over a task's classes, 0 for one without any (scikit-learn's, zero_division=0)."""
     table = np.zeros((classes, classes))
     np.add.at(table, (gold, best), 1)
-    both = table.sum(0) + table.sum(1)
-    return float((2 * table.diagonal() / np.maximum(both, 1)).mean())
+    return float((2 * table.diagonal() / np.maximum(table.sum(0) + table.sum(1), 1)).mean())
 
 
 def software(decoder: Decoder) -> dict[str, str]:

@@ -134,6 +134,12 @@ class Scale(Frozen):
     shots: int | None = Field(None, ge=1)  # the most demonstrations per class of a curve; None for all
 
 
+def _against(given: dict[str, Any]) -> str:
+    """The row that others are tested against where nobody says so; wrong rows are told as such."""
+    names = [row.name for row in given.get("rows", ())]
+    return names[0] if names and DEFAULT_AGAINST not in names else DEFAULT_AGAINST
+
+
 class Experiment(Frozen):
     """A table or figure: rows x tasks x seeds, and how the report shows them."""
 
@@ -147,7 +153,7 @@ class Experiment(Frozen):
     # template and test rows of tasks, by name: files of rows have none by themselves
     own: dict[str, Wording] = Field(default_factory=dict)
     # name of the row that others are tested against; default: "I2CL", or else the first row
-    against: str = DEFAULT_AGAINST
+    against: str = Field(default_factory=_against)
     # see `Cell`; for each, all rows once
     skews: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     views: tuple[View, ...] = ("tasks", "comparison")  # what the report shows, in this order
@@ -155,17 +161,6 @@ class Experiment(Frozen):
     printed: str | None = None
     full: Scale = Scale()  # scale of the paper
     quick: Scale = Scale(seeds=2, limit=100, tasks=5, shots=20)  # scale under ``--quick``
-
-    @model_validator(mode="before")
-    @classmethod
-    def _against_the_first(cls, data: Any) -> Any:
-        rows = data.get("rows") if isinstance(data, dict) and "against" not in data else None
-        if not isinstance(rows, list | tuple) or not rows:
-            return data
-        names = [row.get("name") if isinstance(row, dict) else getattr(row, "name", None) for row in rows]
-        if DEFAULT_AGAINST in names or not isinstance(names[0], str):
-            return data
-        return {**data, "against": names[0]}
 
     @model_validator(mode="after")
     def _rows_by_name(self) -> Self:
@@ -176,7 +171,7 @@ class Experiment(Frozen):
         names = [row.name for row in self.rows]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two rows are called {twice[0]!r}: rename one")
-        if "against" in self.model_fields_set and self.against not in names:
+        if self.against not in names:
             raise ValueError(f"against is {self.against!r}, which is none of the rows: name one of them")
         return self
 

@@ -12,10 +12,10 @@ from i2cl.tasks.schema import parse_toml
 
 _PAPER = """main peft efficiency shots robustness formation taskids transfer coefficients ablation-module
 ablation-layer ablation-position ablation-noise ablation-formula synthetic over-icl"""
+ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; what `all` means
+
 _OTHERS = """real main-real skewed chat real-ablations anchored-ablations anchored-shots
 curves anchored-unlabelled unlabelled many-labels"""
-
-ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; what `all` means
 BROUGHT = (*_OTHERS.split(), *ORDER)  # all that the package brings
 
 
@@ -38,13 +38,10 @@ def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Exp
     known = dict.fromkeys(task for one in experiments if one.tasks != "all" for task in one.tasks)
     if all(one.tasks != "all" for one in experiments):
         require_known(tasks, list(known), "no chosen experiment")
-    own = [
-        tasks if one.tasks == "all" else [task for task in one.tasks if task in tasks] for one in experiments
-    ]
     return [
         one.model_copy(update={"tasks": tuple(kept)})
-        for one, kept in zip(experiments, own, strict=True)
-        if kept
+        for one in experiments
+        if (kept := tasks if one.tasks == "all" else [task for task in one.tasks if task in tasks])
     ]
 
 

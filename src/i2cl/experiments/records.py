@@ -15,11 +15,10 @@ from i2cl.experiments.grid import Cell, Frozen
 from i2cl.injections.temperature import normalised
 from i2cl.methods import Cost
 
-_RENAMED = {"trained": "trainable_parameters"}
 # The numbers of a `Cost` under the names that they have in files.
-COUNTS = {_RENAMED.get(count.name, count.name): count.name for count in fields(Cost)}
+COUNTS = {"trainable_parameters" if one.name == "trained" else one.name: one.name for one in fields(Cost)}
 
-TOLD_BY_RECORD = ("model", "task", "method", "seed", "versions")
+TOLD_BY_RECORD = {"model", "task", "method", "seed", "versions"}
 """What a line of a store holds beside the run's own numbers."""
 
 
@@ -39,8 +38,7 @@ class Scores(Frozen):
     @classmethod
     def of(cls, scores: Float[np.ndarray, "queries labels"]) -> Self:
         """Scores of any kind, as log-probabilities; what is below half precision is its least number."""
-        lowest = np.finfo(np.float16).min
-        kept = np.maximum(normalised(scores), lowest).astype("<f2")
+        kept = np.maximum(normalised(scores), np.finfo(np.float16).min).astype("<f2")
         return cls(shape=(len(kept), kept.shape[1]), float16=base64.b64encode(kept.tobytes()).decode())
 
     @property
@@ -180,9 +178,8 @@ class Record(Frozen):
         if self.key != self.cell.key:
             raise ValueError(f"the key {self.key!r} is not that of its cell, {self.cell.key!r}")
         if (self.outcome is None) != (self.status != "done"):
-            raise ValueError(
-                f"a cell that is {self.status} has {'no' if self.outcome is None else 'an'} outcome"
-            )
+            which = "no" if self.outcome is None else "an"
+            raise ValueError(f"a cell that is {self.status} has {which} outcome")
         return self
 
     @field_validator("outcome", mode="before")
@@ -192,12 +189,4 @@ class Record(Frozen):
         if not isinstance(outcome, dict) or cell is None:
             return outcome
         method = cell.method if cell.study == "method" else cell.study
-        known = {"model": cell.model, "task": cell.task, "method": method, "seed": cell.seed}
-        return known | outcome
-
-    @pydantic.field_serializer("outcome", mode="wrap")
-    def _without_the_cell(
-        self, outcome: Run | None, write: pydantic.SerializerFunctionWrapHandler
-    ) -> dict[str, Any] | None:
-        values: dict[str, Any] | None = write(outcome)
-        return values and {name: value for name, value in values.items() if name not in TOLD_BY_RECORD}
+        return {"model": cell.model, "task": cell.task, "method": method, "seed": cell.seed} | outcome

@@ -4,9 +4,9 @@ import os
 import platform
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from itertools import chain
@@ -19,7 +19,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import software
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
-from i2cl.experiments.store import Store
+from i2cl.experiments.store import VECTORS, Store
 from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain, run_study
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.models.batching import peak_memory
@@ -37,45 +37,42 @@ class Group:
     lacking: tuple[Cell, ...]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Fingerprints in a store: weights by precision, rows and wording by task (see `Bench`)."""
+Fingerprint = tuple[str, str, str]
+"""In a store: of the weights in a precision, of a task's rows, or of its wording (see `Bench.hashes`)."""
 
-    known: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, store: Store, like: Cell) -> "Kept":
-        """Those of a store's cells with the same model, as given at loading."""
-        known: dict[tuple[str, str], set[str]] = defaultdict(set)
-        for record in store.records.values():
-            cell, origin = record.cell, record.provenance
-            same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
-            if record.status == "done" and same:
-                places = {"weights": origin.get("dtype", ""), "rows": cell.task, "wording": cell.task}
-                for part, where in places.items():
-                    if part in origin and "rows" in origin:  # before these, weights had other hashes
-                        known[part, where].add(origin[part])
-        return cls({key: frozenset(held) for key, held in known.items()})
+def fingerprints(store: Store, like: Cell) -> set[Fingerprint]:
+    """Those of a store's cells with the same model, as given at loading."""
+    known: set[Fingerprint] = set()
+    for record in store.records.values():
+        cell, origin = record.cell, record.provenance
+        same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
+        if record.status == "done" and same and "rows" in origin:  # before these, weights had other hashes
+            places = {"weights": origin.get("dtype", ""), "rows": cell.task, "wording": cell.task}
+            known |= {(part, where, origin[part]) for part, where in places.items() if part in origin}
+    return known
 
-    def require_same(self, bench: Bench, cells: Iterable[Cell]) -> None:
-        """Refuse to add results of other weights or other rows (I2CLError naming the model or the task)."""
-        decoder = bench.decoder
-        if self._strange(("weights", software(decoder)["dtype"]), decoder.base.weights):
-            cure = "choose another --store"
-            raise I2CLError(f"the store has results of other weights than {decoder.name!r} has now: {cure}")
-        for task, cell in sorted({cell.task: cell for cell in cells}.items()):
-            hashes = bench.hashes(cell)
-            if self._strange(("rows", task), hashes["rows"]):
-                cure = "choose another --store, or the --data-dir they were made with"
-                raise I2CLError(f"the store has results on other rows of task {task!r}: {cure}")
-            if self._strange(("wording", task), hashes["wording"]):
-                raise I2CLError(
-                    f"the store has results of task {task!r} with another template, label words, instruction "
-                    "or shots: choose another --store, or set the task back"
-                )
 
-    def _strange(self, key: tuple[str, str], now: str) -> bool:
-        return bool(self.known.get(key, frozenset()) - {now})
+def require_same(known: Collection[Fingerprint], bench: Bench, cells: Iterable[Cell]) -> None:
+    """Refuse to add results of other weights or other rows (I2CLError naming the model or the task)."""
+
+    def differs(part: str, where: str, now: str) -> bool:
+        return any(one[:2] == (part, where) and one[2] != now for one in known)
+
+    decoder = bench.decoder
+    if differs("weights", software(decoder)["dtype"], decoder.base.weights):
+        cure = "choose another --store"
+        raise I2CLError(f"the store has results of other weights than {decoder.name!r} has now: {cure}")
+    for task, cell in sorted({cell.task: cell for cell in cells}.items()):
+        hashes = bench.hashes(cell)
+        if differs("rows", task, hashes["rows"]):
+            cure = "choose another --store, or the --data-dir they were made with"
+            raise I2CLError(f"the store has results on other rows of task {task!r}: {cure}")
+        if differs("wording", task, hashes["wording"]):
+            raise I2CLError(
+                f"the store has results of task {task!r} with another template, label words, instruction "
+                "or shots: choose another --store, or set the task back"
+            )
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,12 @@ class GroupJob:
     groups: tuple[Group, ...]
     data_dir: str | None
     vectors: Path
-    kept: Kept = field(default_factory=Kept)
+    known: Collection[Fingerprint] = ()
 
     def run(self, decoder: Decoder) -> list[Record]:
-        """Records of what is lacking, failures too; raises I2CLError as `Kept.require_same` does."""
+        """Records of what is lacking, failures too; raises I2CLError as `require_same` does."""
         bench = Bench(decoder, self.data_dir, self.vectors)
-        self.kept.require_same(bench, [cell for group in self.groups for cell in group.lacking])
+        require_same(self.known, bench, [cell for group in self.groups for cell in group.lacking])
         return [record for group in self.groups for record in _records(bench, group)]
 
 
@@ -179,14 +176,13 @@ def run_groups(
     data_dir: str | None,
     watch: Callable[[Record], None] | None = None,
 ) -> Tally:
-    """Run what groups lack and append the records; raises I2CLError as `Kept.require_same` does."""
+    """Run what groups lack and append the records; raises I2CLError as `require_same` does."""
     same: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         same[fit_key(group.cells[0])].append(group)
-    if not groups:
-        return Tally(0, 0, 0)
-    vectors, kept = store.vectors_folder.resolve(), Kept.of(store, groups[0].cells[0])
-    jobs = [GroupJob(tuple(standing), data_dir, vectors, kept) for standing in same.values()]
+    known = fingerprints(store, groups[0].cells[0]) if groups else ()
+    vectors = (store.folder / VECTORS).resolve()
+    jobs = [GroupJob(tuple(standing), data_dir, vectors, known) for standing in same.values()]
     statuses: Counter[str] = Counter()
     for record in chain.from_iterable(execute(jobs)):
         store.append(record)

@@ -6,8 +6,10 @@ A kill loses at most the cells in the making (`i2cl.storage.journal`). `pack` co
 import gzip
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,27 +18,27 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from i2cl.errors import I2CLError, first_problem
-from i2cl.experiments.records import Record
+from i2cl.experiments.records import TOLD_BY_RECORD, Record
 from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.journal import Journal, only_writer, whole_lines
 
 CELLS = "cells.jsonl"
 PACKED = "cells.jsonl.gz"
 LOCK = ".lock"
-VECTORS = "vectors"
+VECTORS = "vectors"  # a folder, where cells put their vectors, one file each
 PACKED_VECTORS = "vectors.safetensors"
 
 Vectors = Mapping[str, Mapping[str, np.ndarray]]
 """By cell key: context_vector, coefficients and class_vectors, see `i2cl.experiments.studies`."""
 
 
+@dataclass
 class Store:
     """A folder of results; one process at a time writes. ``records`` has the newest of every cell."""
 
-    def __init__(self, folder: Path, records: dict[str, Record]) -> None:
-        self.folder = folder
-        self.records = records
-        self._keep: Callable[[bytes], None] | None = None
+    folder: Path
+    records: dict[str, Record]
+    keep: Callable[[bytes], None] | None = None  # adds a line for good; None where it is only read
 
     @classmethod
     def open(cls, folder: str | Path) -> "Store":
@@ -58,14 +60,13 @@ class Store:
         if (path / PACKED).is_file():
             raise I2CLError(f"the store at {str(folder)!r} is packed: `i2cl experiment unpack` it first")
         with ExitStack() as stack:
-            with _write_errors(path):
+            with store_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
                 stack.callback(_remove_bare, path)  # once the lock is gone
                 busy = f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
                 stack.enter_context(only_writer(path / LOCK, busy))
                 journal = stack.enter_context(Journal.opened(path / CELLS))
-            store = cls(path, _by_key(whole_lines(path / CELLS), path))
-            store._keep = journal.append
+            store = cls(path, _by_key(whole_lines(path / CELLS), path), journal.append)
             try:
                 yield store
             finally:
@@ -76,14 +77,8 @@ class Store:
     @contextmanager
     def following(cls, folder: str | Path) -> Iterator["Store"]:
         """What a further process of a run holds: it reads, and writes nothing."""
-        store = cls(Path(folder), cls.open(folder).records if (Path(folder) / CELLS).is_file() else {})
-        store._keep = lambda _line: None
-        yield store
-
-    @property
-    def vectors_folder(self) -> Path:
-        """Where cells put their vectors, one file each."""
-        return self.folder / VECTORS
+        records = cls.open(folder).records if (Path(folder) / CELLS).is_file() else {}
+        yield cls(Path(folder), records, lambda _line: None)
 
     def done(self, key: str) -> bool:
         """Whether a cell ended well, or was skipped since its method needs another model."""
@@ -91,21 +86,21 @@ class Store:
 
     def append(self, record: Record) -> None:
         """Keep a record for good. Only inside `writing`. Raises I2CLError if it cannot be written."""
-        if self._keep is None:
+        if self.keep is None:
             raise ValueError("the store was opened for reading")
-        with _write_errors(self.folder):
-            self._keep(_line(record))
+        with store_errors(self.folder):
+            self.keep(_line(record))
         _put(self.records, record)
 
     def vectors(self) -> Vectors:
         """Vectors of every cell that kept some. Raises I2CLError on a damaged file, naming it."""
         packed = self.folder / PACKED_VECTORS
-        loaded: dict[str, dict[str, np.ndarray]] = {}
+        loaded: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
         if packed.is_file():
             for name, value in _tensors(packed, "pack the store again").items():
                 key, _, part = name.partition(".")
-                loaded.setdefault(key, {})[part] = value
-        for path in sorted(self.vectors_folder.glob("*.safetensors")):
+                loaded[key][part] = value
+        for path in sorted((self.folder / VECTORS).glob("*.safetensors")):
             cure = f"remove it, and from {CELLS} the line of its cell, which is then run again"
             loaded[path.stem] = _tensors(path, cure)
         return {key: loaded[key] for key in loaded if key in self.records}
@@ -121,11 +116,9 @@ class Store:
         """Write the newest record of every cell as one compressed file, all vectors as another."""
         with new_folder(Path(folder), {PACKED, PACKED_VECTORS}) as fresh:
             (fresh / PACKED).write_bytes(gzip.compress(self._lines(), mtime=0))
-            vectors = self.vectors()
-            if vectors:
-                flat = {
-                    f"{key}.{part}": value for key, parts in vectors.items() for part, value in parts.items()
-                }
+            held = self.vectors().items()
+            flat = {f"{key}.{part}": value for key, parts in held for part, value in parts.items()}
+            if flat:
                 save_file(flat, fresh / PACKED_VECTORS)
 
     def _lines(self) -> bytes:
@@ -133,7 +126,7 @@ class Store:
 
 
 def _line(record: Record) -> bytes:
-    return record.model_dump_json(exclude_none=True).encode() + b"\n"
+    return record.model_dump_json(exclude_none=True, exclude={"outcome": TOLD_BY_RECORD}).encode() + b"\n"
 
 
 def _put(records: dict[str, Record], record: Record) -> None:
@@ -149,7 +142,8 @@ def _remove_bare(folder: Path) -> None:
             empty.rmdir()
 
 
-def _write_errors(folder: Path) -> AbstractContextManager[None]:
+def store_errors(folder: Path) -> AbstractContextManager[None]:
+    """Say in one line what could not be written to a store; see `i2cl.storage.atomic.write_errors`."""
     return write_errors(f"to {str(folder)!r}", "free space or choose another --store")
 
 

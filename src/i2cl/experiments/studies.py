@@ -6,6 +6,7 @@ Each is a `Method`, so that everything is measured alike by `i2cl.experiments.ev
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,14 +22,13 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.evaluation import Fitted, bottom, fit_seeds, measure, on_top
 from i2cl.experiments.grid import Cell, Wording
 from i2cl.experiments.records import Run
-from i2cl.experiments.store import save_vectors
+from i2cl.experiments.store import save_vectors, store_errors
 from i2cl.injections.transfer import transfer
 from i2cl.methods import Cost, Method, make_methods
 from i2cl.methods.base import right_answers
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
-from i2cl.storage.atomic import write_errors
 from i2cl.tasks import Example, Examples, Task, load_task
 from i2cl.tasks.loaders import default_template
 
@@ -58,14 +58,13 @@ class Bench:
 
     def injection(self, cell: Cell) -> Injection:
         """What plain I2CL was fitted to on a cell's task, by an earlier cell or now."""
-        task = self.task(cell)
         path = self.vectors / f"{cell.key}.safetensors"
         if not path.is_file():
             (one,) = fit_cells(self, [cell])
             self.keep(cell, one.fitted)
         kept = load_file(path)
-        vector, base = ContextVector(kept["context_vector"]), self.decoder.base
-        return Injection(vector, kept["coefficients"], task.without_data(), base, seed=cell.seed)
+        vector, task = ContextVector(kept["context_vector"]), self.task(cell).without_data()
+        return Injection(vector, kept["coefficients"], task, self.decoder.base, seed=cell.seed)
 
     def keep(self, cell: Cell, fitted: Fitted) -> None:
         """Save vector, coefficients and the vectors of each class alone (16-bit), of plain I2CL only."""
@@ -78,7 +77,7 @@ class Bench:
                 "coefficients": edit.coefficients.numpy(),
                 "class_vectors": torch.stack(classes).numpy().astype(np.float16),
             }
-            with write_errors(f"to {str(self.vectors)!r}", "free space or choose another --store"):
+            with store_errors(self.vectors):
                 save_vectors(self.vectors, cell.key, tensors)
 
 
@@ -130,13 +129,11 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
     first = cells[0]
     worded = _asked(bench, first)
     worded.queries(first.limit)  # none are told before anything is fitted
-    task, worst = bench.task(first), first.demonstrations == "worst"
-    drawn = [
-        worst_group(bench.decoder, task, one.shots, one.seed)
-        if worst
-        else (task.sample(one.shots, one.seed), ())
-        for one in cells
-    ]
+    task = bench.task(first)
+    if first.demonstrations == "worst":
+        drawn = [worst_group(bench.decoder, task, one.shots, one.seed) for one in cells]
+    else:
+        drawn = [(task.sample(one.shots, one.seed), ()) for one in cells]
     method = STUDIES[first.study](bench, first)
     key = " ".join(fit_key(cell) for cell in cells)
     if key not in bench.fits:
@@ -150,15 +147,22 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
 
 def fit_key(cell: Cell) -> str:
     """The same for cells whose method, wrappers taken off, is fitted to the same: they differ in queries."""
-    try:
-        method = _method(cell) if cell.study == "method" else None
-    except I2CLError:  # running the cell tells what is wrong with its method
-        return cell.key
-    if method is not None:
-        method = bottom(method)
+    if (method := _fitting(cell)) is not None:
         known = {name: value for name, value in cell.options.items() if name in method.options()}
         cell = cell.model_copy(update={"method": method.called, "options": known})
     return cell.model_copy(update={"limit": None, "skew": 1}).key
+
+
+def is_joint(cell: Cell) -> bool:
+    """Whether a cell's method gains by being fitted with several seeds together."""
+    return (method := _fitting(cell)) is not None and method.joint
+
+
+def _fitting(cell: Cell) -> Method | None:
+    """A cell's method, wrappers taken off, where that is all of its study."""
+    with suppress(I2CLError):  # running the cell tells what is wrong with its method
+        return bottom(_method(cell)) if cell.study == "method" else None
+    return None
 
 
 def _asked(bench: Bench, cell: Cell) -> Task:
@@ -171,14 +175,6 @@ def run_study(bench: Bench, cell: Cell) -> Run:
     """Run a cell by itself. Raises I2CLError: see `fit_cells`."""
     (fitted,) = fit_cells(bench, [cell])
     return fitted.run()
-
-
-def is_joint(cell: Cell) -> bool:
-    """Whether a cell's method gains by being fitted with several seeds together."""
-    try:
-        return cell.study == "method" and _method(cell).joint
-    except I2CLError:  # running the cell tells what is wrong with its method
-        return False
 
 
 def worst_group(
@@ -217,21 +213,21 @@ class Move(Method):
         return PromptPredictor(Questions(decoder, task), edit=edit, cost=Cost.of(edit.values))
 
 
+@dataclass(frozen=True, eq=False)
 class Transfer(Method):
     """Calibrates again from related tasks; fit seconds are those of this second calibration."""
 
     name: ClassVar[str] = "transfer"
     summary: ClassVar[str] = "calibration from the average of related tasks"
 
-    def __init__(self, first: Injection, anchors: Sequence[Injection]) -> None:
-        self.first = first
-        self.anchors = anchors
-        self.weights: dict[str, float] = {}
+    first: Injection
+    anchors: Sequence[Injection]
+    weights: dict[str, float] = field(default_factory=dict)  # of the anchors, by task, once it is fitted
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """See `i2cl.injections.transfer.transfer`."""
         made = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
-        self.weights = {self.anchors[place].task.name: weight for place, weight in made.weights}
+        self.weights.update({self.anchors[place].task.name: weight for place, weight in made.weights})
         edit = made.injection.edit()
         cost = Cost.of(edit.values, trained=edit.coefficients.numel())
         return PromptPredictor(Questions(decoder, task), edit=edit, cost=cost)

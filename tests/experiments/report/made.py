@@ -12,11 +12,10 @@ from i2cl.experiments.report.document import build
 from i2cl.experiments.report.render import csv_text
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
-LLAMA3 = "meta-llama/Meta-Llama-3-8B"
 METHODS = {"Zero-shot": "zero_shot", "Few-shot (ICL)": "few_shot", "ICV": "icv", "I2CL": "i2cl"}
 
 
-def experiment(rows=("Zero-shot", "I2CL"), *, seeds=3, **fields):
+def grid(rows=("Zero-shot", "I2CL"), *, seeds=3, **fields):
     named = {name: GridRow(name=name, method=method) for name, method in METHODS.items()}
     named["Zero-shot"] = GridRow(name="Zero-shot", method="zero_shot", seeds=1)
     made = [row if isinstance(row, GridRow) else named[row] for row in rows]
@@ -52,10 +51,9 @@ def changed(record, **update):
     return record.model_copy(update={"outcome": record.outcome.model_copy(update=update)})
 
 
-def lines_of_csv(asked, made):
+def csv_lines(asked, made):
     """Rows of the report's file of numbers."""
-    report = build([asked], made, {}, figures=False)
-    return list(csv.DictReader(io.StringIO(csv_text(report))))
+    return list(csv.DictReader(io.StringIO(csv_text(build([asked], made, {}, figures=False)))))
 
 
 SEEDS = ("1111111000", "1111100000", "1111111111")
@@ -71,14 +69,14 @@ def trial():
     return made
 
 
-def section(experiment, records, **more):
-    (only,) = build([experiment], records, {}, figures=False, **more).sections
+def section(experiment, records):
+    (only,) = build([experiment], records, {}, figures=False).sections
     return only
 
 
-def table(view, experiment, records, place=0, **more):
+def table(view, experiment, records, place=0):
     """One of a view's tables; of the others, nothing is computed."""
-    return section(experiment.model_copy(update={"views": (view,)}), records, **more).tables[place]
+    return section(experiment.model_copy(update={"views": (view,)}), records).tables[place]
 
 
 def texts(table):

@@ -4,25 +4,22 @@ import sys
 from dataclasses import replace
 from itertools import combinations
 
+import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
-matplotlib = pytest.importorskip("matplotlib", reason="the extra experiments is not installed")
-pytest.importorskip("sklearn", reason="the extra experiments is not installed")
-
-from matplotlib.colors import to_hex  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-
-from experiments.report.made import changed  # noqa: E402
-from fitting import one_line  # noqa: E402
-from i2cl.experiments.confidence import highest, reliability  # noqa: E402
-from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale  # noqa: E402
-from i2cl.experiments.library import load_experiment  # noqa: E402
-from i2cl.experiments.records import Record, Scores  # noqa: E402
-from i2cl.experiments.report import figures_maps  # noqa: E402
-from i2cl.experiments.report.figures import FIGURES, save  # noqa: E402
-from i2cl.experiments.report.results import results_of  # noqa: E402
-from i2cl.injections.temperature import best_temperature, normalised  # noqa: E402
+from experiments.report.made import changed, told
+from fitting import one_line
+from i2cl.experiments.confidence import highest, reliability
+from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
+from i2cl.experiments.library import load_experiment
+from i2cl.experiments.records import Scores
+from i2cl.experiments.report import figures_maps
+from i2cl.experiments.report.figures import FIGURES, save
+from i2cl.experiments.report.results import results_of
+from i2cl.injections.temperature import best_temperature, normalised
 
 TASKS = ("films", "news", "plots")
 ZERO = GridRow(name="Zero-shot", method="zero_shot", seeds=1)
@@ -55,7 +52,7 @@ def record(cell, labels=("a", "b"), layers=4, sites=2):
     outcome |= {"labels": labels, "demonstrations": (0,), "coefficients": coefficients}
     outcome |= {"fit_seconds": 1, "predict_seconds": milliseconds / 10, "trainable_parameters": 0}
     outcome |= {"cached_values": 0, "cached_bytes": size, "held_out": 0}
-    return Record(key=cell.key, cell=cell, status="done", outcome=outcome, started="")
+    return told(cell, status="done", outcome=outcome)
 
 
 def results(*rows, tasks=TASKS, seeds=3, keep=lambda cell: True, **made):
@@ -111,17 +108,16 @@ EVERYTHING |= dict.fromkeys(("vectors", "coefficient-map", "class-vectors", "coe
 @pytest.mark.parametrize("view", EVERYTHING)
 def test_nothing_is_drawn_of_nothing(view):
     assert set(FIGURES) == set(EVERYTHING)
-    empty = replace(results(*EVERYTHING[view]), tasks=(), cells=())
-    assert FIGURES[view](empty, {}) is None
+    assert FIGURES[view](replace(results(*EVERYTHING[view]), tasks=(), cells=()), {}) is None
 
 
 @pytest.mark.parametrize("view", ["efficiency", "matrix", "coefficient-map"])
 def test_files_are_the_same_every_time(view, tmp_path):
     found = results(*EVERYTHING[view])
     vectors = vectors_of(found)
-    before = dict(matplotlib.rcParams)
+    before = dict(mpl.rcParams)
     figures = [drawn(view, found, vectors)]
-    with matplotlib.rc_context({"font.size": 20, "svg.fonttype": "path", "savefig.bbox": "tight"}):
+    with mpl.rc_context({"font.size": 20, "svg.fonttype": "path", "savefig.bbox": "tight"}):
         figures.append(drawn(view, found, vectors))
         paths = [save(figure, tmp_path / str(n) / "some.figure") for n, figure in enumerate(figures)]
     assert [path.name for path in paths[0]] == ["some.figure.png", "some.figure.svg"]
@@ -130,12 +126,11 @@ def test_files_are_the_same_every_time(view, tmp_path):
     assert "<text" in svg
     assert "<dc:date>" not in svg
     assert figures[0].axes == []
-    assert dict(matplotlib.rcParams) == before
+    assert dict(mpl.rcParams) == before
 
 
 def test_bars_are_means_over_tasks_with_spread_over_seeds():
-    found = results(ZERO, ICL, I2CL)
-    (axes,) = drawn("bars", found).axes
+    (axes,) = drawn("bars", results(ZERO, ICL, I2CL)).axes
     assert ticks(axes.yaxis) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
     spread = np.std([0, 1, 4], ddof=1)
     means = [25, 40 + 5 + 5 / 3, 60 + 5 + 5 / 3]
@@ -155,8 +150,7 @@ def test_bars_tell_which_rows_lack_tasks_and_leave_out_what_moves_and_other_seed
     short = results(I2CL, keep=lambda cell: (cell.task, cell.seed) != ("news", 2))
     (axes,) = drawn("bars", short).axes  # of the seeds that all tasks have
     assert axes.patches[0].get_width() == pytest.approx(60 + 5 + 0.5)
-    never = results(I2CL, keep=lambda cell: cell.seed == TASKS.index(cell.task))
-    assert FIGURES["bars"](never, {}) is None
+    assert FIGURES["bars"](results(I2CL, keep=lambda cell: cell.seed == TASKS.index(cell.task)), {}) is None
     found = results(ZERO.model_copy(update={"seeds": None}))  # by another experiment in the same store
     limited = replace(found, experiment=found.experiment.model_copy(update={"rows": (ZERO,)}))
     (axes,) = drawn("bars", limited).axes
@@ -238,8 +232,7 @@ def test_names_do_not_overlap(step):
 
 
 def test_matrix_is_accuracy_minus_zero_shot():
-    figure = drawn("matrix", results(ZERO, MOVED))
-    axes, bar = figure.axes
+    axes, bar = drawn("matrix", results(ZERO, MOVED)).axes
     (image,) = axes.images
     wanted = [[60 + 7 * s + 5 * t + 5 / 3 - (20 + 5 * t) for t in range(3)] for s in range(3)]
     assert np.array(image.get_array()) == pytest.approx(np.array(wanted))

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from huggingface_hub import ModelCard
 
-from experiments.report.made import LLAMA, Page, always_right, experiment, failed
+from experiments.report.made import LLAMA, Page, always_right, failed, grid
 from i2cl.experiments.report.document import build
 from i2cl.experiments.report.render import csv_text, html, latex, write
 from i2cl.storage.card import CARD
@@ -49,7 +49,7 @@ def report(name):
 def report_of(name, *views, figures=False):
     """The name as a task's, a row's, a title, an experiment's, a model's and part of an error."""
     views = ("tasks", "average", "comparison", *views)
-    asked = experiment(("Few-shot (ICL)", "I2CL"), title=name, views=views)
+    asked = grid(("Few-shot (ICL)", "I2CL"), title=name, views=views)
     rows = (asked.rows[0].model_copy(update={"name": name}), asked.rows[1])
     asked = asked.model_copy(update={"name": name, "measures": name, "rows": rows})
     records = always_right(tasks=(name, "sst2"), wrong=("i2cl",))

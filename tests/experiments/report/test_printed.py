@@ -3,29 +3,14 @@ import math
 import pydantic
 import pytest
 
-from experiments.report.made import (
-    LLAMA,
-    LLAMA3,
-    cells,
-    experiment,
-    llama,
-    noted,
-    section,
-    table,
-    texts,
-    trial,
-)
+from experiments.report.made import LLAMA, cells, grid, llama, noted, section, table, texts, trial
 from fitting import one_line
 from i2cl.experiments.library import load_experiment
-from i2cl.experiments.report.printed import (
-    PrintedRow,
-    PrintedTable,
-    printed_for,
-    printed_tables,
-)
+from i2cl.experiments.report.printed import PrintedRow, PrintedTable, printed_for, printed_tables
 from i2cl.tasks.loaders import PAPER_TASKS
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
 
+LLAMA3 = "meta-llama/Meta-Llama-3-8B"
 GPTJ = "EleutherAI/gpt-j-6b"
 GPT2 = "openai-community/gpt2-xl"
 TABLES = printed_tables()
@@ -147,13 +132,9 @@ def test_rows_that_are_printed_twice_agree(name, called):
 
 def test_four_printed_averages_are_not_the_mean_of_their_row():
     """Those of docs/reference/fidelity.md; all others are right to their last digit."""
-    rows = [(one, name, row) for one in TABLES for name, row in one.rows.items() if row.mean and row.average]
-    means = [
-        (one.name, one.model, name, row.average, sum(row.mean) / len(row.mean)) for one, name, row in rows
-    ]
-    wrong = [
-        (*what, printed, round(mean, 2)) for *what, printed, mean in means if abs(printed - mean) > 0.0051
-    ]
+    rows = [(t, name, row) for t in TABLES for name, row in t.rows.items() if row.mean and row.average]
+    means = [(t.name, t.model, name, row.average, sum(row.mean) / len(row.mean)) for t, name, row in rows]
+    wrong = [(*what, told, round(mean, 2)) for *what, told, mean in means if abs(told - mean) > 0.0051]
     assert wrong == [
         ("main", "Llama2-7b", "AutoComp.", 63.94, 65.05),
         ("peft", "Llama2-7b", "Prompt-tuning", 54.94, 53.83),
@@ -221,7 +202,7 @@ def test_unknown_names_are_told_and_tables_are_checked_and_frozen():
 
 
 def test_printed_rows_stand_below_ours_by_name_of_task():
-    found = table("tasks", experiment(["I2CL"], printed="main"), llama(tasks=("trec", "sst2")))
+    found = table("tasks", grid(["I2CL"], printed="main"), llama(tasks=("trec", "sst2")))
     assert [row[0].text for row in found.rows] == ["I2CL", "I2CL (paper)"]
     printed = cells(found)["I2CL (paper)"]
     shown = {name: cell.text for name, cell in printed.items()}
@@ -233,25 +214,19 @@ def test_printed_rows_stand_below_ours_by_name_of_task():
     assert "2 here, 9 there" in noted(found, "other tasks than the paper's")
     assert printed["Average"].mark == ""  # other tasks: nothing to compare
     assert noted(found, "without results here").endswith("Task-vector, ICV and 3 more.")
-    found = table("tasks", experiment(["I2CL"], printed="main"), llama(tasks=("sst2", "mine")))
+    found = table("tasks", grid(["I2CL"], printed="main"), llama(tasks=("sst2", "mine")))
     assert cells(found)["I2CL (paper)"]["mine"].text == ""
 
 
 @pytest.mark.parametrize("view", ["tasks", "average", "cost"])
 @pytest.mark.parametrize(("model", "name"), [("reference", "main"), (LLAMA, None), (LLAMA3, "peft")])
 def test_no_printed_rows_for_other_models_and_experiments(view, model, name):
-    found = table(view, experiment(["I2CL"], printed=name), llama(model=model))
+    found = table(view, grid(["I2CL"], printed=name), llama(model=model))
     assert "(paper)" not in str((found.columns, found.rows, found.notes))
 
 
-def test_compressors_have_a_row_where_a_model_has_them_all():
-    asked = load_experiment("main")
-    made = [one for name in ("autocompressor", "icae", "cepe", "i2cl") for one in llama(name, "reference")]
-    assert list(texts(table("tasks", asked, made))) == ["AutoComp.", "ICAE", "CEPE", "I2CL"]
-
-
 def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
-    asked = experiment(["I2CL"], printed="ablation-module", views=("average",))
+    asked = grid(["I2CL"], printed="ablation-module", views=("average",))
     tasks = printed_for("main", LLAMA).tasks
     for made, mark in ((llama(shares=[0.5] * 9, tasks=tasks), "‡"), (llama(), "")):
         last = table("average", asked, made).rows[0][-1]
@@ -263,14 +238,14 @@ def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
     [("peft", "Trained, thousands (paper)", "0.13"), ("main", "Values kept (paper)", "2DL")],
 )
 def test_printed_costs(name, column, told):
-    found = cells(table("cost", experiment(["I2CL"], printed=name), llama()))["I2CL"]
-    assert found[column].text == told
+    assert cells(table("cost", grid(["I2CL"], printed=name), llama()))["I2CL"][column].text == told
 
 
-def test_another_source_of_printed_tables():
+def test_another_printed_table(monkeypatch):
     rows = {"I2CL": PrintedRow(mean=(12.5,))}
     mine = PrintedTable(name="x", paper="Table 9: mine", model="m", tasks=("sst2",), rows=rows)
-    found = table("tasks", experiment(["I2CL"], printed="x"), trial(), printed=lambda *_: mine)
+    assert "no table 'x'" in section(grid(printed="x"), trial()).missing[0]
+    monkeypatch.setattr("i2cl.experiments.report.document.printed_for", lambda *_: mine)
+    found = table("tasks", grid(["I2CL"], printed="x"), trial())
     assert texts(found)["I2CL (paper)"] == ["", "12.50", ""]
     assert not any("other tasks" in note for note in found.notes)  # no average is printed
-    assert "no table 'x'" in section(experiment(printed="x"), trial()).missing[0]

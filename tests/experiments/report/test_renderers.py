@@ -7,18 +7,9 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from experiments.report.made import (
-    LLAMA,
-    Page,
-    always_right,
-    experiment,
-    failed,
-    lines_of_csv,
-    llama,
-    record,
-    trial,
-)
+from experiments.report.made import LLAMA, Page, always_right, csv_lines, failed, grid, llama, record, trial
 from fitting import one_line
 from i2cl.errors import I2CLError
 from i2cl.experiments.report.document import CAPTIONS, build
@@ -28,7 +19,7 @@ from i2cl.experiments.report.render import html, latex, markdown, write
 def odd():
     """A report with names that every format must escape, a bold cell and a failed cell."""
     title = "50 % of A & B_c <b>x</b> | {y} #1"
-    asked = experiment(("Few-shot (ICL)", "ICV", "I2CL"), title=title, printed="main")
+    asked = grid(("Few-shot (ICL)", "ICV", "I2CL"), title=title, printed="main")
     made = always_right(tasks=("hate_speech18", "sst2"))
     made = [
         *(one.model_copy(update={"cell": one.cell.model_copy(update={"model": LLAMA})}) for one in made),
@@ -38,7 +29,7 @@ def odd():
 
 
 def test_every_format_shows_the_same_numbers():
-    report = build([experiment()], trial(), {}, figures=False)
+    report = build([grid()], trial(), {}, figures=False)
     plain = re.sub(r"\\textbf{([^}]*)}", r"\1", latex(report))
     assert r"I2CL & 61.7 ± 12.6 & 73.3 ± 25.2 & 50.0 ± 0.0 \\" in plain
     assert r"\begin{tabular}{lrrr}" in plain
@@ -66,7 +57,7 @@ def test_markdown_escapes_and_emphasises():
 
 
 def test_csv_holds_the_raw_numbers_and_tells_printed_from_measured():
-    rows = lines_of_csv(experiment(), trial())
+    rows = csv_lines(grid(), trial())
     found = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
     assert len(found) == 6
     ours = found["I2CL", "sst2"]
@@ -81,7 +72,7 @@ def test_csv_holds_the_raw_numbers_and_tells_printed_from_measured():
     against = [one for one in rows if one["view"] == "comparison" and one["task"] == "(average)"]
     assert [(one["row"], one["against"]) for one in against] == [("Zero-shot", "I2CL")]
     assert float(against[0]["mean"]) == pytest.approx(30 - 185 / 3)
-    rows = lines_of_csv(experiment(["I2CL"], printed="main"), llama())
+    rows = csv_lines(grid(["I2CL"], printed="main"), llama())
     printed = {one["task"]: one for one in rows if one["view"] == "tasks" and one["origin"] == "paper"}
     assert len(printed) == 10
     assert (float(printed["sst2"]["mean"]), float(printed["sst2"]["sd"])) == (87.68, 2.47)
@@ -89,14 +80,13 @@ def test_csv_holds_the_raw_numbers_and_tells_printed_from_measured():
 
 
 def test_accuracies_are_shaded_by_their_size_and_what_looks_like_markup_is_shown_as_it_is():
-    text = html(build([experiment()], trial(), {}, figures=False), {})
+    text = html(build([grid()], trial(), {}, figures=False), {})
     assert '<td style="text-align:right;--share:25%" class="shaded">50.0 ± 0.0</td>' in text
     tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
     assert [title for title, shown in tables.items() if "shaded" in shown] == ["Accuracy by task"]
     title = "a &lt; b_ *c* `d` [e](f) ~ ^ \\g"
-    report = build([experiment(title=title)], trial(), {}, figures=False)
-    heading = re.search("<h2>(.*) .reference.</h2>", html(report, {}))[1]
-    assert unescape(heading) == title
+    report = build([grid(title=title)], trial(), {}, figures=False)
+    assert unescape(re.search("<h2>(.*) .reference.</h2>", html(report, {}))[1]) == title
     tex = re.search(r"section{(.*) .reference.}", latex(report))[1]
     assert tex == (r"a \&lt; b\_ *c* `d` [e](f) \textasciitilde{} \textasciicircum{} \textbackslash{}g")
 
@@ -104,7 +94,7 @@ def test_accuracies_are_shaded_by_their_size_and_what_looks_like_markup_is_shown
 def test_failed_cells_are_listed_and_provenance_names_everything_found():
     made = [*trial(), failed("lora", "mr", 1, "elsewhere")]
     made += [failed("i2cl", "mr", 1, "I2CLError: too few\nrows")]
-    report = build([experiment()], made, {}, figures=False)
+    report = build([grid()], made, {}, figures=False)
     assert len(report.failures.rows) == 1
     row = ["reference", "mr", "i2cl", "1", "I2CLError: too few rows"]
     assert row in Page(html(report, {})).rows
@@ -115,7 +105,7 @@ def test_failed_cells_are_listed_and_provenance_names_everything_found():
         record("i2cl", "sst2", seed, "10", fit_seconds=3600.0, provenance=provenance)
         for seed, provenance in enumerate(({"torch": "2.9", "extra": 1}, {"torch": "2.10", "commit": None}))
     ]
-    found = dict(build([experiment()], made, {}, figures=False).provenance)
+    found = dict(build([grid()], made, {}, figures=False).provenance)
     assert (found["PyTorch"], found["extra"], found["Run"]) == (("2.9", "2.10"), ("1",), ("2025-01-02",))
     assert found["Hours"] == ("2.00 fitting, 0.00 predicting",)
     assert "Commit" not in found
@@ -124,10 +114,9 @@ def test_failed_cells_are_listed_and_provenance_names_everything_found():
 @pytest.fixture
 def drawn(monkeypatch):
     """Figures of one line, whatever the view."""
-    matplotlib = pytest.importorskip("matplotlib.figure")
 
     def draw(*_):
-        figure = matplotlib.Figure()
+        figure = Figure()
         figure.add_subplot().plot([0, 1], [1, 0])
         return figure
 
@@ -136,7 +125,7 @@ def drawn(monkeypatch):
 
 @pytest.mark.usefixtures("drawn")
 def test_all_files_are_written_and_read_again(tmp_path):
-    report = build([experiment(views=("tasks", "bars"))], trial(), {})
+    report = build([grid(views=("tasks", "bars"))], trial(), {})
     paths = write(report, tmp_path / "out")
     names = [str(path.relative_to(tmp_path / "out")) for path in paths]
     written = [f"report.{end}" for end in ("csv", "html", "md", "tex")]
@@ -152,18 +141,18 @@ def test_all_files_are_written_and_read_again(tmp_path):
 
 @pytest.mark.usefixtures("drawn")
 def test_one_format_replaces_an_older_report_and_an_error_leaves_it(tmp_path, monkeypatch):
-    write(build([experiment()], trial(), {}, figures=False), tmp_path / "out")
-    paths = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
+    write(build([grid()], trial(), {}, figures=False), tmp_path / "out")
+    paths = write(build([grid(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert [path.name for path in paths] == ["report.html"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     monkeypatch.setattr("i2cl.experiments.report.render.LARGEST_SVG", 10)  # a large drawing as pixels
-    (path,) = write(build([experiment(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
+    (path,) = write(build([grid(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert 'src="data:image/png;base64,' in path.read_text()
-    write(build([experiment()], trial(), {}), tmp_path / "out", ["md"])
+    write(build([grid()], trial(), {}), tmp_path / "out", ["md"])
     before = (tmp_path / "out" / "report.md").read_text()
     monkeypatch.setattr("i2cl.experiments.report.render.html", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write(build([experiment(("I2CL", "ICV"), views=("bars",))], trial(), {}), tmp_path / "out")
+        write(build([grid(("I2CL", "ICV"), views=("bars",))], trial(), {}), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.md"]
     assert (tmp_path / "out" / "report.md").read_text() == before
 
@@ -174,7 +163,7 @@ def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     else:
         monkeypatch.setattr("i2cl.experiments.report.document._drawn", Mock(side_effect=error))
-    (only,) = build([experiment(views=("tasks", "bars"))], trial(), {}).sections
+    (only,) = build([grid(views=("tasks", "bars"))], trial(), {}).sections
     assert only.figures == ()
     assert only.missing[0].startswith("figure bars: ")
     assert only.tables
@@ -182,7 +171,7 @@ def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
 
 @pytest.mark.parametrize("formats", [["pdf"], []])
 def test_an_unknown_format_is_named_and_other_files_are_kept(tmp_path, formats):
-    report = build([experiment()], trial(), {}, figures=False)
+    report = build([grid()], trial(), {}, figures=False)
     one_line("use some of md, tex, csv, html", write, report, tmp_path / "out", formats)
     assert not (tmp_path / "out").exists()
     (tmp_path / "thesis.txt").write_text("mine")

@@ -11,8 +11,8 @@ from experiments.report.made import (
     always_right,
     cells,
     changed,
-    experiment,
-    lines_of_csv,
+    csv_lines,
+    grid,
     noted,
     random,
     record,
@@ -33,14 +33,14 @@ from i2cl.injections.temperature import best_temperature, normalised
 
 
 def test_accuracy_by_task_by_hand_and_the_average_with_its_interval():
-    found = table("tasks", experiment(), trial())
+    found = table("tasks", grid(), trial())
     assert found.columns == ("Row", "Average", "sst2", "trec")
     ours, free = ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"], ["30.0", "40.0", "20.0"]
     assert texts(found) == {"Zero-shot": free, "I2CL": ours}
     for part in ("3 seeds", "a single seed has no ±", "10 queries per task"):
         assert part in found.notes[0]
     assert not any("†" in note for note in found.notes)
-    found = texts(table("average", experiment(), trial()))
+    found = texts(table("average", grid(), trial()))
     right = np.array([[answer == "1" for answer in one] for one in SEEDS])
     expected = accuracy([right, np.tile(np.arange(10) < 5, (3, 1))])
     interval = f"{100 * expected.low:.1f} to {100 * expected.high:.1f}"
@@ -56,14 +56,14 @@ def test_cost_by_hand_and_times_from_several_places_that_cannot_be_compared():
         record("i2cl", "trec", 1, "1010", fit_seconds=7.0, predict_seconds=1.0, cached_values=3072),
     ]
     made = [changed(one, cost=replace(one.outcome.cost, trained=16)) for one in made]
-    found = cells(table("cost", experiment(["I2CL"], seeds=2), made))["I2CL"]
+    found = cells(table("cost", grid(["I2CL"], seeds=2), made))["I2CL"]
     names = ("Values kept", "Trained parameters", "Fit, s", "Query, ms")
     assert [found[name].text for name in names] == ["768–3,072", "16", "4.00", "375"]
     made = [
         record("zero_shot", "sst2", 0, "10", provenance={"device": "cpu", "threads": "2"}),
         record("i2cl", "sst2", 0, "10", provenance={"device": "cuda:0", "threads": "2"}),
     ]
-    note = noted(table("cost", experiment(seeds=1), made), "cannot be compared")
+    note = noted(table("cost", grid(seeds=1), made), "cannot be compared")
     assert "device cpu, threads 2; device cuda:0, threads 2" in note
 
 
@@ -76,64 +76,62 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
         for task in ("sst2", "agnews")
         for seed in range(1 if method == "zero_shot" else 5)
     ]
-    asked = experiment(rows)
+    asked = grid(rows, views=("comparison",))
     (results,) = results_of(asked, made)
-    expected = {}
-    for row in results.rows[:3]:
-        lines = [next(one for one in results.lines if one.row is wanted) for wanted in (row, results.default)]
-        pair = [[right([*results.records(one, task).values()]) for task in results.tasks] for one in lines]
-        expected[row.name] = difference(*pair)
+    held = {
+        line.name: [right([*results.records(line, task).values()]) for task in results.tasks]
+        for line in results.lines
+    }
+    expected = {name: difference(answers, held["I2CL"]) for name, answers in held.items() if name != "I2CL"}
     corrected = dict(zip(expected, holm([one.p for one in expected.values()]), strict=True))
-    values = {one["row"]: one for one in table("comparison", asked, made).values}
+    average, by_task = section(asked, made).tables
+    values = {one["row"]: one for one in average.values}
     assert list(values) == list(expected)
     for name, one in expected.items():
         for number in ("mean", "low", "high"):
             assert values[name][number] == pytest.approx(100 * getattr(one, number))
         assert (values[name]["p"], values[name]["q"]) == (one.p, corrected[name])
-    verdicts = {name: found[-1] for name, found in texts(table("comparison", asked, made)).items()}
+    verdicts = {name: found[-1] for name, found in texts(average).items()}
     assert verdicts == {"Zero-shot": "lower", "Few-shot (ICL)": "higher", "ICV": "no difference shown"}
-    by_task = table("comparison", asked, made, place=1)
     marks = {name: "".join(text[-1] for text in found) for name, found in texts(by_task).items()}
     assert marks == {"Zero-shot": "▼▼", "Few-shot (ICL)": "▲▲", "ICV": "··"}
     assert "the family is all 6 tests of this table" in noted(by_task, "Holm")
-    assert "the family is all 3 tests of this table" in noted(table("comparison", asked, made), "Holm")
-    for one in (by_task, table("comparison", asked, made)):
-        assert "q < 0.05" in noted(one, "Shown:")
-    q = holm([one["p"] for one in by_task.values])
-    assert [one["q"] for one in by_task.values] == q
+    assert "the family is all 3 tests of this table" in noted(average, "Holm")
+    assert all("q < 0.05" in noted(one, "Shown:") for one in (average, by_task))
+    assert [one["q"] for one in by_task.values] == holm([one["p"] for one in by_task.values])
 
 
 def test_the_p_that_is_printed_is_the_one_that_decides():
     """Over queries alone the difference of one lucky seed is certain; over seeds it is not."""
     made = [record("icv", "sst2", seed, ("1" if seed == 0 else "0") * 40) for seed in range(4)]
     made += [record("i2cl", "sst2", seed, "0" * 40) for seed in range(4)]
-    asked = experiment(("ICV", "I2CL"), seeds=4, views=("comparison",))
+    asked = grid(("ICV", "I2CL"), seeds=4, views=("comparison",))
     (results,) = results_of(asked, made)
     tested = results.difference(*results.lines)
     assert tested.p_queries < 0.001 < 0.3 < tested.p_seeds
     found = table("comparison", asked, made)
     assert texts(found)["ICV"][2] == f"{tested.p_seeds:.3f}"
-    (row,) = lines_of_csv(asked, made)
+    (row,) = csv_lines(asked, made)
     assert float(row["p"]) == tested.p_seeds
     assert not {"p_queries", "p_seeds"} & row.keys()
-    (row,) = lines_of_csv(asked, [one for one in made if one.cell.seed < 3])
+    (row,) = csv_lines(asked, [one for one in made if one.cell.seed < 3])
     assert (row["p"], float(row["q"])) == ("", 1)  # too few seeds decide nothing
 
 
 def test_one_task_needs_neither_average_nor_a_table_by_task_and_many_are_lines():
     made = [one for one in trial() if one.cell.task == "sst2"]
-    found = section(experiment(), made)
+    found = section(grid(), made)
     titles = ["Accuracy by task", "Average accuracy over tasks", "Difference from I2CL", "Cost"]
     assert [one.title for one in found.tables] == titles
     assert found.tables[0].columns == ("Row", "sst2")
     tasks = [f"task{number:02}" for number in range(11)]
     made = [record("i2cl", task, 0, "1" * number + "0") for number, task in reversed([*enumerate(tasks)])]
     made += [record("zero_shot", task, 0, "0" * number + "0") for number, task in enumerate(tasks)]
-    found = table("tasks", experiment(seeds=1), made)
+    found = table("tasks", grid(seeds=1), made)
     assert found.columns == ("Task", "Zero-shot", "I2CL")
     assert [row[0].text for row in found.rows] == ["Average", *tasks]
     assert texts(found)["task01"] == ["0.0", "50.0"]
-    by_task = table("comparison", experiment(seeds=1), made, place=1)
+    by_task = table("comparison", grid(seeds=1), made, place=1)
     assert by_task.columns == ("Task", "Zero-shot")
     assert texts(by_task)["task01"] == ["−50.0 ·"]
 
@@ -141,8 +139,7 @@ def test_one_task_needs_neither_average_nor_a_table_by_task_and_many_are_lines()
 def test_demonstrations_per_class():
     made = [record("i2cl", "sst2", 0, answers, shots=shots) for shots, answers in ((1, "1000"), (5, "1110"))]
     made.append(record("zero_shot", "sst2", 0, "1100"))
-    rows = ("Zero-shot", GridRow(name="I2CL", shots=(1, 5)))
-    asked = experiment(rows, seeds=1, views=("shots", "tasks"))
+    asked = grid(("Zero-shot", GridRow(name="I2CL", shots=(1, 5))), seeds=1, views=("shots", "tasks"))
     assert texts(table("shots", asked, made)) == {"Zero-shot": ["50.0", "50.0"], "I2CL": ["25.0", "75.0"]}
     assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL, 1 per class", "I2CL, 5 per class"]
 
@@ -154,7 +151,7 @@ def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():
             answers = "1" * (1 + 2 * number + place) + "0" * 6
             made.append(record("i2cl", task, 0, answers[:10].ljust(10, "0"), study="move", sources=(source,)))
     rows = ("Zero-shot", "I2CL", GridRow(name="Moved", study="move"))
-    asked = experiment(rows, views=("tasks", "comparison", "matrix"))
+    asked = grid(rows, views=("tasks", "comparison", "matrix"))
     assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL"]
     found = table("matrix", asked, made)
     assert found.columns == ("From", "sst2", "trec")
@@ -167,8 +164,7 @@ def with_scores(method, task, seed, sharper=3.0, queries=60):
     gold = np.arange(queries) % 2
     fair = np.random.default_rng([seed, len(task), len(method)]).standard_normal(queries) + gold - 0.5
     scores = normalised(np.stack([-fair / 2, fair / 2], 1))  # by Bayes' rule for two normal distributions
-    best = scores.argmax(1)
-    return record(method, task, seed, best == gold, scores=Scores.of(scores * sharper))
+    return record(method, task, seed, scores.argmax(1) == gold, scores=Scores.of(scores * sharper))
 
 
 def trusted(seeds=3):
@@ -178,15 +174,13 @@ def trusted(seeds=3):
 
 def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
     made = trusted()
-    found = table("confidence", experiment(("ICV", "I2CL")), made)
+    found = table("confidence", grid(("ICV", "I2CL")), made)
     each, best, temperatures = [], [], []
     for task in ("sst2", "agnews"):
         runs = [one.outcome for one in made if (one.cell.task, one.cell.method) == (task, "i2cl")]
-        arrays = [run.scores.array for run in runs]
-        gold = [np.array(run.gold) for run in runs]
-        answers = [np.array(run.predictions) for run in runs]
-        temperatures.append(best_temperature(np.concatenate(arrays), np.concatenate(gold)))
-        sets = [*zip(arrays, gold, answers, strict=True)]
+        sets = [(run.scores.array, np.array(run.gold), np.array(run.predictions)) for run in runs]
+        scores, gold, _ = map(np.concatenate, zip(*sets, strict=True))
+        temperatures.append(best_temperature(scores, gold))
         each.append([confidence(*one) for one in sets])
         best.append([confidence(normalised(a, temperatures[-1]), g, p) for a, g, p in sets])
     shown = [cell.text for cell in found.rows[1][1:]]
@@ -203,15 +197,15 @@ def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
 
 
 def test_confidence_in_the_file_and_of_rows_without_scores():
-    found = table("confidence", experiment(("ICV", "I2CL")), trusted())
+    found = table("confidence", grid(("ICV", "I2CL")), trusted())
     assert set(texts(found)["ICV"]) == {"–"}
     assert noted(found, "cells without scores").endswith(": ICV.")
     views = ("tasks", "confidence", "reliability", "risk-coverage")
-    (only,) = build([experiment(views=views)], trial(), {}).sections
+    (only,) = build([grid(views=views)], trial(), {}).sections
     assert [one.title for one in only.tables] == ["Accuracy by task"]
     assert only.missing[-1].startswith("confidence, reliability, risk-coverage: no row has the scores")
-    asked = experiment(("ICV", "I2CL"), views=("confidence",))
-    rows = lines_of_csv(asked, trusted())
+    asked = grid(("ICV", "I2CL"), views=("confidence",))
+    rows = csv_lines(asked, trusted())
     assert {one["task"] for one in rows} == {"sst2", "agnews", "(average)"}
     assert {one["measure"] for one in rows} == {*NAMES, *(f"{name}_at_best" for name in NAMES)}
     (one,) = (one for one in rows if (one["task"], one["measure"]) == ("sst2", "ece_at_best"))
@@ -230,13 +224,13 @@ def bold(table):
 def test_nothing_is_bold_among_equals(view):
     asked = product(("few_shot", "i2cl"), ("sst2", "agnews"), range(3))
     made = [record(method, task, seed, random(0.7, [seed, len(task)])) for method, task, seed in asked]
-    found = table(view, experiment(("Few-shot (ICL)", "I2CL")), made)
+    found = table(view, grid(("Few-shot (ICL)", "I2CL")), made)
     assert bold(found) == []
     assert "Nothing is bold" in noted(found, "bold")
 
 
 def test_what_is_right_everywhere_is_bold():
-    asked = experiment(("Few-shot (ICL)", "ICV", "I2CL"))
+    asked = grid(("Few-shot (ICL)", "ICV", "I2CL"))
     found = table("tasks", asked, always_right())
     assert bold(found) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
     assert "better than every other row: q < 0.05" in noted(found, "Bold")
@@ -251,10 +245,10 @@ def test_rows_that_cannot_be_tested_cost_the_others_nothing():
         for method, share in shares.items()
         for seed in range(5)
     ]
-    alone = table("comparison", experiment(("ICV", "I2CL")), made).values
+    alone = table("comparison", grid(("ICV", "I2CL")), made).values
     made.append(record("zero_shot", "sst2", 0, random(0.1, [9])))
     made.append(record("few_shot", "sst2", 0, random(0.9, [10])))
-    found = table("comparison", experiment(("Few-shot (ICL)", "ICV", "I2CL")), made)
+    found = table("comparison", grid(("Few-shot (ICL)", "ICV", "I2CL")), made)
     values = {one["row"]: one for one in found.values}
     assert values["ICV"]["p"] == values["ICV"]["q"] == alone[0]["q"] < 1
     assert values["Few-shot (ICL)"]["q"] == 1
@@ -270,6 +264,6 @@ def test_what_no_single_query_could_be_asked_of_is_named_in_every_table():
     ]
     made = [*trial(), record("zero_shot+batch_calibration", "sst2", 0, "1" * 10)]
     for view in ("tasks", "average", "comparison"):
-        found = table(view, experiment(rows), made)
+        found = table(view, grid(rows), made)
         assert "of balanced classes: Zero-shot, calibrated." in noted(found, "Of all queries together")
-        assert not any("together" in note for note in table(view, experiment(), trial()).notes)
+        assert not any("together" in note for note in table(view, grid(), trial()).notes)

@@ -4,7 +4,7 @@ What may be said of it is the matter of `i2cl.experiments.evidence.verdicts`.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from i2cl.tasks import Example, Examples, Task
 FREE = ("zero_shot", "zero_shot+batch_calibration")
 BASELINES = (*FREE, "few_shot")  # what an injection is set beside in any case; see `baselines`
 Split = Literal["train", "test", "demonstrations"]
+Fits = dict[Method, Callable[[Method], Fitted]]  # how each method is fitted, the injection's own last
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,10 @@ def with_worth(
     shown, by = tuple(demonstrations), _by(injection, method or I2CL())
 
     ours = Fitted(by, injected(injection, decoder, task), shown, injection.seed, seconds)
-    fits = _fits(baselines(), decoder, task, shown, injection.seed) | {by.called: lambda: ours}
+    fit = partial(_fit, decoder, task, shown, injection.seed)
+    fits: Fits = {**dict.fromkeys(baselines(), fit), by: lambda _: ours}
     split: Split = "test" if task.test else "train"
-    return _measured(injection, by, fits, split, decoder, task, queries, watch, progress, target)
+    return _measured(injection, fits, split, decoder, task, queries, watch, progress, target)
 
 
 def with_folds(
@@ -145,19 +147,18 @@ def with_folds(
 
     def again(other: Method) -> Fitted:
         started = time.perf_counter()
-        refit = partial(other.fit, decoder, task, seed=seed)
-        predictor = folded(task, shown, refit, folds, seed)
+        predictor = folded(task, shown, partial(other.fit, decoder, task, seed=seed), folds, seed)
         took = (time.perf_counter() - started) / len(predictor.refits)
         return Fitted(other, predictor, shown, seed, took)
 
-    def ours() -> Fitted:
+    def ours(_: Method) -> Fitted:
         cost = injected(injection, decoder, task).cost
         predictor = folded(task, shown, lambda rest: injected(make(rest), decoder, task), folds, seed, cost)
         return Fitted(by, predictor, shown, seed, seconds)
 
-    fits = _fits(free, decoder, task, shown, seed)
-    fits |= {other.called: partial(again, other) for other in others} | {by.called: ours}
-    return _measured(injection, by, fits, "demonstrations", decoder, task, unique, watch, progress)
+    fits: Fits = dict.fromkeys(free, partial(_fit, decoder, task, shown, seed))
+    fits |= {**dict.fromkeys(others, again), by: ours}
+    return _measured(injection, fits, "demonstrations", decoder, task, unique, watch, progress)
 
 
 def _by(injection: Injection, method: Method) -> Method:
@@ -165,13 +166,8 @@ def _by(injection: Injection, method: Method) -> Method:
     return method if injection.label_bias is None else LabelPrior(method)
 
 
-def _fits(
-    methods: Sequence[Method], decoder: Decoder, task: Task, shown: tuple[Example, ...], seed: int
-) -> dict[str, Callable[[], Fitted]]:
-    def fit(method: Method) -> Fitted:
-        return fit_seeds(decoder, task, method, [shown], [seed])[0]
-
-    return {method.called: partial(fit, method) for method in methods}
+def _fit(decoder: Decoder, task: Task, shown: Examples, seed: int, method: Method) -> Fitted:
+    return fit_seeds(decoder, task, method, [shown], [seed])[0]
 
 
 def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confidence]:
@@ -184,8 +180,7 @@ def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confid
 
 def _measured(
     injection: Injection,
-    by: Method,
-    fits: Mapping[str, Callable[[], Fitted]],
+    fits: Fits,
     split: Split,
     decoder: Decoder,
     task: Task,
@@ -197,39 +192,33 @@ def _measured(
     """Every method scored, the first one and the last, which is the injection's, in any case."""
     runs: dict[str, Run] = {}
     not_run: dict[str, str] = {}
-    required = {next(iter(fits)), list(fits)[-1]}
-    for name, fit in fits.items():
+    first, *_, by = fits
+    for method, fit in fits.items():
         if watch is not None:
-            watch(name)
+            watch(method.called)
         try:
-            runs[name] = measure(decoder, task, fit(), queries, progress)
+            runs[method.called] = measure(decoder, task, fit(method), queries, progress)
         except (I2CLError, RuntimeError) as error:
-            if name in required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
+            if method in {first, by} or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
-            not_run[name] = str(error) if isinstance(error, I2CLError) else "out of memory"
-    run = list(runs.values())[-1]
+            not_run[method.called] = str(error) if isinstance(error, I2CLError) else "out of memory"
+    run = runs[by.called]
     temperature, sure = tempered(run, by.temperatures)
-    worth = _compared(run, runs, not_run, split, sure)
+    ours = _right(run)
+    free = {name: _right(runs[name]) for name in FREE if name in runs}
+    counts = {name: (int((ours & ~one).sum()), int((one & ~ours).sum())) for name, one in free.items()}
+    found: dict[str, Any] = {}
     if target is not None and run.scores is not None:
-        chances = highest(normalised(run.scores.array, temperature))
-        worth = replace(worth, selection=selection(chances, _right(run), target))
+        found = selection(highest(normalised(run.scores.array, temperature)), ours, target)
+    answer: dict[str, Any] = asdict(verdict(counts, run.n))
+    scores = {name: _score(one) for name, one in runs.items()}
+    worth = Worth(
+        run.n, split, **answer, methods=scores, not_run=not_run, confidence=asdict(sure), selection=found
+    )
     injection = replace(injection, temperature=temperature, worth=asdict(worth))
     if split == "demonstrations":  # no measurement to publish
         return injection
     return replace(injection, metrics={"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n})
-
-
-def _compared(
-    ours: Run, runs: dict[str, Run], not_run: dict[str, str], split: Split, sure: Confidence
-) -> Worth:
-    mine = _right(ours)
-    free = {name: _right(runs[name]) for name in FREE if name in runs}
-    counts = {name: (int((mine & ~one).sum()), int((one & ~mine).sum())) for name, one in free.items()}
-    scores = {name: _score(run) for name, run in runs.items()}
-    answer: dict[str, Any] = asdict(verdict(counts, ours.n))
-    return Worth(
-        ours.n, split, **answer, methods=scores, not_run=not_run, confidence=asdict(sure), selection={}
-    )
 
 
 def _right(run: Run) -> Bool[np.ndarray, " rows"]:

@@ -82,8 +82,7 @@ def rows_needed(sure: Sure, right: Right, target: float) -> int | None:
     None where the surest ones are not right so often, or more than `MOST_ROWS` would be needed.
     """
     order = np.argsort(-sure, kind="stable")
-    n = len(sure)
-    first = max(1, round(START * n))
+    first = max(1, round(START * len(sure)))
     error = (int((~right[order[:first]]).sum()) + 0.5) / (first + 1)
     if error >= 1 - target:
         return None

@@ -7,7 +7,7 @@ a width also where every answer is right.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10, sqrt
+from math import ceil, comb, floor, log10, sqrt
 from statistics import NormalDist
 
 LEVEL = 0.05  # of the tests, and what intervals leave out
@@ -43,15 +43,14 @@ def verdict(rivals: Mapping[str, tuple[int, int]], n: int) -> Verdict:
     difference, (low, high) = (better - worse) / n, paired_interval(better, worse, n)
     rows = f"{n} row{'s' * (n != 1)}"
     points = f"{100 * abs(difference):.1f} points"
+    span, back = (f"({100 * one:.1f} to {100 * other:.1f})" for one, other in ((low, high), (-high, -low)))
     if low > 0 and all(ps[name] < LEVEL and up > down for name, (up, down) in rivals.items()):
-        words = f"better than {against} by {points} ({100 * low:.1f} to {100 * high:.1f}) on {rows}"
+        words = f"better than {against} by {points} {span} on {rows}"
     elif shown_better:
-        span = f"{-100 * high:.1f} to {-100 * low:.1f}"
-        words = f"{against} is better by {points} ({span}) on {rows}: do not use it"
+        words = f"{against} is better by {points} {back} on {rows}: do not use it"
     elif high < WORTHWHILE:
-        span = f"{100 * low:.1f} to {100 * high:.1f}"
         most = f"{100 * WORTHWHILE:.0f} points"
-        words = f"a gain of {most} over {against} is ruled out on {rows} ({span}): do not use it"
+        words = f"a gain of {most} over {against} is ruled out on {rows} {span}: do not use it"
     else:
         discordant = max((sum(counts) + 2) / (n + 2) for counts in rivals.values())
         five, ten = (f"{rows_for(gain, discordant):,}" for gain in GAINS)
@@ -96,10 +95,8 @@ def mcnemar(better: int, worse: int) -> float:
     Were the methods equal, each of these rows would be either one's as likely: a sign test (McNemar,
     Psychometrika 12(2), 1947).
     """
-    n, ways, tail = better + worse, 1, 1
-    for k in range(min(better, worse)):
-        ways = ways * (n - k) // (k + 1)
-        tail += ways
+    n = better + worse
+    tail = sum(comb(n, k) for k in range(min(better, worse) + 1))
     return float(min(1, 2 * tail / 2**n))
 
 

@@ -10,7 +10,7 @@ from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.records import Record
 from i2cl.experiments.report.layout import Entry, Table
-from i2cl.experiments.report.paper import Paper, PrintedFor
+from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.printed import printed_for
 from i2cl.experiments.report.results import Results, Setting, outcome, results_of
 from i2cl.experiments.report.tables import tables_of
@@ -96,12 +96,7 @@ class Report:
 
 
 def build(
-    experiments: Sequence[Experiment],
-    records: Iterable[Record],
-    vectors: Vectors,
-    *,
-    printed: PrintedFor = printed_for,
-    figures: bool = True,
+    experiments: Sequence[Experiment], records: Iterable[Record], vectors: Vectors, *, figures: bool = True
 ) -> Report:
     """Compute every table and draw every figure."""
     records = tuple(records)
@@ -114,12 +109,11 @@ def build(
             hint = f"no cells in this store: `{experiment.command}` makes them"
             anchor = _anchor(experiment.name, sections)
             sections.append(Section(experiment, None, anchor, missing=(hint,)))
-        for number, results in enumerate(settings, start=1):
+        for results in settings:
             anchor = _anchor(experiment.name, sections)
-            skipped = _skipped(results, records)
-            made = _section(results, vectors, anchor, printed, skipped, draw=figures)
-            notes = (*made.missing, *(aside if number == 1 else ()))
-            sections.append(replace(made, missing=notes))
+            made = _section(results, records, vectors, anchor, draw=figures)
+            sections.append(replace(made, missing=(*made.missing, *aside)))
+            aside = []
     rows = [row for experiment in experiments for row in experiment.rows]
     failed = [one for one in records if one.status == "failed" and any(row.holds(one.cell) for row in rows)]
     return Report(tuple(sections), _failures(failed), _provenance(list(used.values()), len(failed)))
@@ -134,37 +128,31 @@ def _anchor(name: str, sections: Sequence[Section]) -> str:
 
 
 def _section(
-    results: Results,
-    vectors: Vectors,
-    anchor: str,
-    printed: PrintedFor,
-    skipped: Mapping[str, str | None],
-    *,
-    draw: bool,
+    results: Results, records: Sequence[Record], vectors: Vectors, anchor: str, *, draw: bool
 ) -> Section:
     tables: list[Table] = []
     figures: list[tuple[View, Figure]] = []
     empty: dict[str, list[View]] = {}
-    experiment = results.experiment
+    experiment, skipped = results.experiment, _skipped(results, records)
     missing = _absent_rows(results, skipped)
     missing += [f"{name} was skipped: {error}" for name, error in skipped.items()]
     try:
         results.check_queries()
         name = experiment.printed
-        paper = Paper(results, printed(name, results.setting.model) if name else None)
+        paper = Paper(results, printed_for(name, results.setting.model) if name else None)
     except I2CLError as error:
         return Section(experiment, results.setting, anchor, missing=(*missing, str(error)))
     for view in experiment.views:
         made = tables_of(view, results, paper)
         tables += made
-        figure = None
         try:
             figure = _drawn(results, vectors, view) if draw and view in CAPTIONS else None
         except I2CLError as error:
             missing.append(f"figure {view}: {error}")
             continue
-        figures += [(view, figure)] if figure is not None else []
-        if figure is None and not made:
+        if figure is not None:
+            figures.append((view, figure))
+        elif not made:
             empty.setdefault(_reason(view, experiment.against, draw=draw), []).append(view)
     missing += [f"{', '.join(views)}: {reason}" for reason, views in empty.items()]
     return Section(experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
@@ -183,12 +171,10 @@ def _worth_showing(settings: Sequence[Results]) -> tuple[list[Results], list[str
 
 def _absent_rows(results: Results, skipped: Collection[str]) -> list[str]:
     there = [*skipped, *(row.name for row in results.rows)]
-    absent = [row.name for row in results.experiment.rows if row.name not in there]
-    model = results.setting.model
-    limit = results.setting.limit
-    command = results.experiment.command
-    command += f" --model {model}" if model != "reference" else ""
-    command += f" --limit {limit}" if limit not in (None, results.experiment.full.limit) else ""
+    experiment, model, limit = results.experiment, results.setting.model, results.setting.limit
+    absent = [row.name for row in experiment.rows if row.name not in there]
+    command = experiment.command + (f" --model {model}" if model != "reference" else "")
+    command += f" --limit {limit}" if limit not in (None, experiment.full.limit) else ""
     lines = [f"rows without results: {'; '.join(absent)} (`{command}` makes them)"] if absent else []
     if results.left_out:
         lines.append(f"tasks that at most half of the rows have: {', '.join(results.left_out)}")

@@ -1,9 +1,7 @@
 """Figures of the report by view, in one style, and their files. Importing it loads matplotlib."""
 
 from collections.abc import Mapping
-from functools import wraps
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from matplotlib import style
@@ -12,8 +10,6 @@ from matplotlib.figure import Figure
 from i2cl.experiments.grid import View
 from i2cl.experiments.report import figures_confidence, figures_maps, figures_scores
 from i2cl.experiments.report.figures_base import FAINT, Drawing
-from i2cl.experiments.report.results import Results
-from i2cl.experiments.store import Vectors
 
 _STYLE: Any = {
     **dict.fromkeys(("font.size", "axes.titlesize"), 10),
@@ -28,40 +24,30 @@ _STYLE: Any = {
 }
 
 
-def _styled(draw: Drawing) -> Drawing:
-    """The same figure in the report's style, whatever matplotlib's settings, which are left as found."""
+_styled = style.context(["default", _STYLE])
+"""Decorates what draws in the report's style, whatever matplotlib's settings, which are left as found."""
 
-    @wraps(draw)
-    def within(results: Results, vectors: Vectors) -> Figure | None:
-        with style.context(["default", _STYLE]):
-            return draw(results, vectors)
-
-    return within
-
-
-FIGURES: Mapping[View, Drawing] = MappingProxyType(
-    {
-        "efficiency": _styled(figures_scores.efficiency),
-        "shots": _styled(figures_scores.shots),
-        "bars": _styled(figures_scores.bars),
-        "reliability": _styled(figures_confidence.reliability),
-        "risk-coverage": _styled(figures_confidence.risk_coverage),
-        "matrix": _styled(figures_maps.matrix),
-        "vectors": _styled(figures_maps.context_vectors),
-        "coefficient-map": _styled(figures_maps.coefficient_map),
-        "class-vectors": _styled(figures_maps.class_vectors),
-        "coefficients": _styled(figures_maps.coefficients),
-    }
-)
-"""What draws each view from results and vectors; None where the results hold nothing for it. Read-only."""
+FIGURES: Mapping[View, Drawing] = {
+    "efficiency": _styled(figures_scores.efficiency),
+    "shots": _styled(figures_scores.shots),
+    "bars": _styled(figures_scores.bars),
+    "reliability": _styled(figures_confidence.reliability),
+    "risk-coverage": _styled(figures_confidence.risk_coverage),
+    "matrix": _styled(figures_maps.matrix),
+    "vectors": _styled(figures_maps.context_vectors),
+    "coefficient-map": _styled(figures_maps.coefficient_map),
+    "class-vectors": _styled(figures_maps.class_vectors),
+    "coefficients": _styled(figures_maps.coefficients),
+}
+"""What draws each view from results and vectors; None where the results hold nothing for it."""
 
 
+@_styled
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as PNG and SVG, the two paths, and empty it; equal figures give equal bytes."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
-    with style.context(["default", _STYLE]):
-        figure.savefig(png, dpi=150, metadata={"Software": None})
-        figure.savefig(svg, metadata={"Date": None})
+    figure.savefig(png, dpi=150, metadata={"Software": None})
+    figure.savefig(svg, metadata={"Date": None})
     figure.clear()
     return [png, svg]

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from i2cl.experiments.grid import GridRow
 from i2cl.experiments.report.results import Results
 from i2cl.experiments.store import Vectors
 
@@ -26,6 +27,12 @@ OURS, OTHERS, FAINT = "#D55E00", "#0072B2", "#595959"
 def counted(name: str, tasks: int, results: Results) -> str:
     """A row's name; where it lacks tasks, with how many its mean is of."""
     return name if tasks == len(results.tasks) else f"{name} ({tasks} of {len(results.tasks)} tasks)"
+
+
+def colour_of(results: Results, row: GridRow, number: int) -> str:
+    """The colour of a row among lines: its own for the one that others are tested against."""
+    others = [colour for colour in COLOURS if colour != OURS]
+    return OURS if row is results.default else others[number % len(others)]
 
 
 def accuracy_label(results: Results) -> str:

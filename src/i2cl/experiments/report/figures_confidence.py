@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from i2cl.experiments import confidence
-from i2cl.experiments.report.figures_base import COLOURS, FAINT, MARKERS, OURS, SIZES, counted, panels
+from i2cl.experiments.report.figures_base import FAINT, MARKERS, SIZES, colour_of, counted, panels
 from i2cl.experiments.report.results import Line, Results
 from i2cl.experiments.report.trust import Scored, scored
 from i2cl.experiments.store import Vectors
@@ -22,22 +22,16 @@ def reliability(results: Results, _vectors: Vectors) -> Figure | None:
     if not held:
         return None
     figure, (left, right) = panels(2, 5.0, 4.8, shared=True)
-    for axes, best, title in (
-        (left, False, "as it is"),
-        (right, True, "at the best temperature of each task"),
-    ):
+    for axes, title in ((left, "as it is"), (right, "at the best temperature of each task")):
         axes.plot([0, 100], [0, 100], ls="--", lw=1, color=FAINT)
         for line, tasks in held.items():
-            each = [one.at(one.temperature if best else 1.0) for one in tasks.values()]
+            each = [one.at(1.0 if axes is left else one.temperature) for one in tasks.values()]
             sure = np.concatenate([np.exp(scores.max(2)).ravel() for scores in each])
             hits = np.concatenate([(one.answers == one.gold).ravel() for one in tasks.values()])
             x, y = confidence.reliability(sure, hits)
             _draw(axes, results, line, 100 * x, 100 * y, markers=True)
-        axes.set_title(title)
-        axes.set_xlabel("confidence (%)")
-    left.set_xlim(0, 102)
-    left.set_ylim(0, 102)
-    left.set_ylabel("accuracy (%)")
+        axes.set(title=title, xlabel="confidence (%)")
+    left.set(xlim=(0, 102), ylim=(0, 102), ylabel="accuracy (%)")
     figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
     return figure
 
@@ -51,10 +45,8 @@ def risk_coverage(results: Results, _vectors: Vectors) -> Figure | None:
     for line, tasks in held.items():
         risk = np.mean([_risk(one) for one in tasks.values()], axis=0)
         _draw(axes, results, line, 100 * COVERAGES, 100 * risk, markers=False)
-    axes.set_xlim(0, 100)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("queries answered, the surest first (%)")
-    axes.set_ylabel("errors among them (%)")
+    axes.set(xlim=(0, 100), ylim=(0, None))
+    axes.set(xlabel="queries answered, the surest first (%)", ylabel="errors among them (%)")
     figure.legend(loc="outside right upper")
     return figure
 
@@ -84,11 +76,8 @@ def _draw(
 ) -> None:
     """A line's curve in the colour and with the marker that it has in the other figures."""
     number = results.lines.index(line)
-    others = [colour for colour in COLOURS if colour != OURS]
-    ours = line.row is results.default
     marker = MARKERS[number % len(MARKERS)]
+    look: Any = {"marker": marker if markers else None, "ms": 5 * SIZES.get(marker, 1)}
+    look |= {"lw": 1.8, "zorder": 4} if line.row is results.default else {"lw": 1.2, "zorder": 3}
     name = counted(line.name, len(results.tasks_of(line)), results)
-    look: Any = {"color": OURS, "lw": 1.8, "zorder": 4}
-    if not ours:
-        look = {"color": others[number % len(others)], "lw": 1.2, "zorder": 3}
-    axes.plot(x, y, marker=marker if markers else None, ms=5 * SIZES.get(marker, 1), label=name, **look)
+    axes.plot(x, y, color=colour_of(results, line.row, number), label=name, **look)

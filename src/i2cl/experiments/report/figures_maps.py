@@ -51,8 +51,7 @@ def matrix(results: Results, _vectors: Vectors) -> Figure | None:
     axes.tick_params(length=0)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel("target task (tested on)")
-    axes.set_ylabel("source task (fitted on)")
+    axes.set(xlabel="target task (tested on)", ylabel="source task (fitted on)")
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
     bar.set_label("accuracy minus zero-shot\n(percentage points)")
     bar.outline.set_visible(False)
@@ -68,22 +67,17 @@ def matrix(results: Results, _vectors: Vectors) -> Figure | None:
 
 def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "sources targets"]]:
     """Percentage points, NaN where either is lacking; tasks are those that anything was moved from or to."""
-    base = next(
-        (one for one in results.lines if one.row.method == "zero_shot" and one.row.study == "method"), None
-    )
+    plain = (one for one in results.lines if (one.row.method, one.row.study) == ("zero_shot", "method"))
+    base = next(plain, None)
     moves = [one for one in results.moves if one.place == results.moves[0].place]
     if base is None or not moves:
         return (), np.empty((0, 0))
-    held = {
-        (line.source or "", task): [one.accuracy for one in results.outcomes(line, task)]
-        for line in moves
-        for task in results.tasks_of(line)
-    }
+    held = {(line.source or "", task): line for line in moves for task in results.tasks_of(line)}
     names = dict.fromkeys([*results.tasks, *(source for source, _ in held)])
     tasks = tuple(name for name in names if any(name in pair for pair in held))
     gains = np.full((len(tasks), len(tasks)), np.nan)
-    for (source, target), moved in held.items():
-        zero = [one.accuracy for one in results.outcomes(base, target)]
+    for (source, target), line in held.items():
+        moved, zero = ([one.accuracy for one in results.outcomes(of, target)] for of in (line, base))
         if zero:
             gains[tasks.index(source), tasks.index(target)] = 100 * (np.mean(moved) - np.mean(zero))
     return tasks, gains
@@ -153,8 +147,7 @@ def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
             clouds |= {task: places} if places is not None else {}
     if not clouds:
         return None
-    most = max(map(len, clouds.values()))
-    figure, cells = panels(len(clouds), 3.6, 3.0 if most > 9 else 2.3)
+    figure, cells = panels(len(clouds), 3.6, 3.0 if max(map(len, clouds.values())) > 9 else 2.3)
     for axes, (task, cloud) in zip(cells, clouds.items(), strict=True):
         handles = _scatter(axes, cloud, size=5.0)
         axes.set_title(task)
@@ -180,16 +173,14 @@ def _by_task(points_of: Cloud) -> Figure | None:
         return None
     figure, (axes,) = panels(1, 8.0, 5.0)
     handles = _scatter(axes, places, size=7.0)
-    axes.set_xlabel("t-SNE, first axis")
-    axes.set_ylabel("t-SNE, second axis")
+    axes.set(xlabel="t-SNE, first axis", ylabel="t-SNE, second axis")
     figure.legend(handles=handles, loc="outside right center", ncols=math.ceil(len(places) / 20))
     return figure
 
 
 def _scatter(axes: Axes, cloud: Cloud, size: float) -> list[Line2D]:
     """Draw all points, names in order; distances have no unit, so there are no ticks."""
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(True)
     handles: list[Line2D] = []
     for number, (name, points) in enumerate(cloud.items()):

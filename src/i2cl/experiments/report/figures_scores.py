@@ -8,20 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import textalloc
 from jaxtyping import Float
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from i2cl.experiments.report.figures_base import (
-    COLOURS,
-    MARKERS,
-    OTHERS,
-    OURS,
-    accuracy_label,
-    counted,
-    new_figure,
-    panels,
-)
+from i2cl.experiments.report import figures_base as base
 from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.statistics import Accuracy
 from i2cl.experiments.store import Vectors
@@ -38,10 +29,10 @@ def _entries(results: Results) -> list[_Entry]:
     """Lines with a mean over their tasks; not those that move, of which a mean over sources says little."""
     return [
         _Entry(
-            counted(line.name, len(results.tasks_of(line)), results),
+            base.counted(line.name, len(results.tasks_of(line)), results),
             line,
             accuracy,
-            OURS if line.row is results.default else OTHERS,
+            base.OURS if line.row is results.default else base.OTHERS,
         )
         for line in results.lines
         if (accuracy := results.accuracy(line)) is not None
@@ -55,7 +46,7 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
         return None
     names = [textwrap.fill(one.name, 44) for one in entries]
     pitch = 0.36 + 0.18 * max(name.count("\n") for name in names)
-    figure, (axes,) = panels(1, 8.0, 0.9 + pitch * len(entries))
+    figure, (axes,) = base.panels(1, 8.0, 0.9 + pitch * len(entries))
     places = np.arange(len(entries))
     means, spreads = 100 * np.array([(one.accuracy.mean, one.accuracy.sd) for one in entries]).T
     axes.barh(places, means, color=[one.colour for one in entries], height=0.25 / pitch)
@@ -68,12 +59,11 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
         axes.annotate(text, (mean + spread, place), **near)
     axes.set_yticks(places, names, fontsize=10)
     axes.invert_yaxis()
-    axes.set_xlim(0, 122)  # room for the numbers behind full bars
+    axes.set(xlim=(0, 122), xlabel=base.accuracy_label(results))  # with room for the numbers behind full bars
     axes.set_xticks(range(0, 101, 20))
     axes.spines["bottom"].set_bounds(0, 100)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(accuracy_label(results))
     return figure
 
 
@@ -85,25 +75,23 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
     wanted = sorted({count for row in results.rows if len(row.shots) > 1 for count in row.shots})
     if not wanted:
         return None
-    figure, (axes,) = panels(1, 8.0, 4.6)
+    figure, (axes,) = base.panels(1, 8.0, 4.6)
     axes.set_xscale("log")
-    others = [colour for colour in COLOURS if colour != OURS]
     for number, row in enumerate(results.rows):
-        colour = OURS if row is results.default else others[number % len(others)]
+        colour = base.colour_of(results, row, number)
         lines = [line for line in results.lines if line.row is row]
         if len(row.shots) > 1:
-            _curve(axes, results, lines, colour, MARKERS[number % len(MARKERS)])
+            _curve(axes, results, lines, colour, base.MARKERS[number % len(base.MARKERS)])
         elif lines and (mean := results.accuracy(lines[0])) is not None:
-            name = counted(row.name, len(results.tasks_of(lines[0])), results)
+            name = base.counted(row.name, len(results.tasks_of(lines[0])), results)
             axes.axhline(100 * mean.mean, ls="--", lw=1.5, color=colour, label=name)
     if not axes.lines:
         return None
-    axes.xaxis.set_major_locator(FixedLocator(_apart(wanted)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(ticker.FixedLocator(_apart(wanted)))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_ylim(top=min(axes.get_ylim()[1], 101))
-    axes.set_xlabel("demonstrations per class")
-    axes.set_ylabel(accuracy_label(results))
+    axes.set(xlabel="demonstrations per class", ylabel=base.accuracy_label(results))
     figure.legend(loc="outside right upper")
     return figure
 
@@ -111,12 +99,13 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
 def _curve(axes: Axes, results: Results, lines: Sequence[Line], colour: str, marker: str) -> None:
     held = [results.tasks_of(line) for line in lines]
     tasks = tuple(task for task in results.tasks if all(task in some for some in held))
-    means = [(line.shots, results.accuracy(line, among=tasks)) for line in lines if tasks]
+    means = [(line.shots, results.accuracy(line, over=tasks)) for line in lines if tasks]
     points = [(count, 100 * mean.mean, 100 * mean.sd) for count, mean in means if mean is not None]
     if points:
         x, y, sd = np.array(points, dtype=float).T
         axes.fill_between(x, y - sd, y + sd, color=colour, alpha=0.15, lw=0)
-        axes.plot(x, y, color=colour, marker=marker, label=counted(lines[0].row.name, len(tasks), results))
+        name = base.counted(lines[0].row.name, len(tasks), results)
+        axes.plot(x, y, color=colour, marker=marker, label=name)
 
 
 def _apart(counts: Sequence[int]) -> list[int]:
@@ -134,7 +123,7 @@ def efficiency(results: Results, _vectors: Vectors) -> Figure | None:
     entries = _entries(results)
     if not entries:
         return None
-    figure = new_figure(11.0, 5.4)
+    figure = base.new_figure(11.0, 5.4)
     time = figure.add_subplot(1, 2, 1)
     memory = figure.add_subplot(1, 2, 2, sharey=time)
     memory.tick_params(labelleft=False)
@@ -143,15 +132,14 @@ def efficiency(results: Results, _vectors: Vectors) -> Figure | None:
     size = np.array([_bytes_kept(results, one.line) for one in entries])
     _time_axis(time, milliseconds)
     _memory_axis(memory, size)
-    time.set_ylabel(accuracy_label(results))
+    time.set_ylabel(base.accuracy_label(results))
     low, high = heights.min(), heights.max()
     time.set_ylim(low - 0.08 * (high - low) - 1, high + 0.15 * (high - low) + 1)
-    time.yaxis.set_major_locator(FixedLocator([tick for tick in time.get_yticks() if tick <= 100]))
+    time.yaxis.set_major_locator(ticker.FixedLocator([tick for tick in time.get_yticks() if tick <= 100]))
     for axes, cost in ((time, milliseconds), (memory, size)):
-        for x, y, colour in zip(cost, heights, (one.colour for one in entries), strict=True):
-            above = 4 if colour == OURS else 3  # ours on top where several coincide
-            axes.plot(x, y, "o", ms=7, color=colour, mec="white", mew=0.6, zorder=above)
-    for axes, cost in ((time, milliseconds), (memory, size)):
+        for x, y, one in zip(cost, heights, entries, strict=True):
+            above = 4 if one.colour == base.OURS else 3  # ours on top where several coincide
+            axes.plot(x, y, "o", ms=7, color=one.colour, mec="white", mew=0.6, zorder=above)
         _name_points(axes, cost, heights, entries)
     return figure
 
@@ -178,27 +166,20 @@ def _time_axis(axes: Axes, milliseconds: Float[np.ndarray, " rows"]) -> None:
     low, high = milliseconds.min(), milliseconds.max()
     margin = 1.3 * (high / low) ** 0.08
     axes.set_xlim(low / margin, high * margin)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xlabel("time per query (ms)")
 
 
 def _memory_axis(axes: Axes, size: Float[np.ndarray, " rows"]) -> None:
     """Powers of ten, and 0 for methods that keep nothing."""
-    kept = size[size > 0]
-    low = math.floor(math.log10(kept.min())) if len(kept) else 0
-    high = math.ceil(math.log10(kept.max())) if len(kept) else 1
+    kept = size[size > 0] if size.any() else np.ones(1)
+    low, high = math.floor(math.log10(kept.min())), math.ceil(math.log10(kept.max()))
     axes.set_xscale("symlog", linthresh=10**low, linscale=0.5)
-    axes.set_xlim(-(10**low) * 0.4, (kept.max() if len(kept) else 1) * 4)
-    axes.xaxis.set_major_locator(FixedLocator([0, *(10**power for power in range(low, high + 1))]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _bytes(float(x))))
+    axes.set_xlim(-(10**low) * 0.4, kept.max() * 4)
+    axes.xaxis.set_major_locator(ticker.FixedLocator([0, *(10**power for power in range(low, high + 1))]))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    named = ticker.EngFormatter("B")
+    axes.xaxis.set_major_formatter(lambda x, _: named(x) if x else "0")
     axes.set_xlabel("memory kept for prediction")
-
-
-def _bytes(count: float) -> str:
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if count >= 10**power:
-            return f"{count / 10**power:g} {unit}"
-    return f"{count:g}" + (" B" if count else "")

@@ -26,13 +26,16 @@ class Entry(NamedTuple):
     mark: str = ""
 
 
+Rows = Sequence[Sequence[Entry]]
+
+
 @dataclass(frozen=True)
 class Table:
     """One table; ``words`` are columns without numbers, ``values`` the raw numbers by row and task."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Entry]]
+    rows: Rows
     notes: Sequence[str] = ()
     values: Sequence[Values] = ()
     words: Sequence[str] = ()
@@ -69,9 +72,7 @@ def measured(view: View, results: Results, task: str | None, line: Line, *others
     }
 
 
-def accuracy_notes(
-    results: Results, rows: Iterable[Sequence[Entry]], printed: Iterable[str], *meaning: str
-) -> list[str]:
+def accuracy_notes(results: Results, rows: Rows, printed: Iterable[str], *meaning: str) -> list[str]:
     """All that stands below a table of accuracies, what is said of printed ones last."""
     notes = [scale_note(results, results.lines), *meaning]
     if len(results.lines) > 1 and any(cell.bold for row in rows for cell in row):

@@ -1,6 +1,6 @@
 """The paper's numbers beside measured ones, and what a table must say of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from i2cl.experiments.report.layout import AVERAGE, OUTSIDE, Entry, Values
@@ -10,8 +10,6 @@ from i2cl.experiments.statistics import Accuracy
 from i2cl.tasks.loaders import PAPER_TASKS
 
 HALF_DIGIT = 0.005  # printed numbers have two decimals: so far from an interval they may still be inside
-PrintedFor = Callable[[str, str], PrintedTable | None]
-"""Finds the paper's table by name and model, like `i2cl.experiments.report.printed.printed_for`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,53 +25,51 @@ class Paper:
         return (self.table.tasks if self.table else ()) or PAPER_TASKS
 
     def row(self, line: Line) -> PrintedRow | None:
-        """The paper's row of that name."""
-        return self.table.rows.get(line.row.name) if self.table is not None and line.whole else None
+        """The paper's row of that name, beside which only a whole row of ours can stand."""
+        whole = line.shots is None and line.source is None
+        return self.table.rows.get(line.row.name) if self.table is not None and whole else None
+
+    def numbers(self, line: Line) -> dict[str | None, tuple[float, float | None]]:
+        """Means that the paper prints for a row, with deviations: on each task, and on average for None."""
+        row = self.row(line)
+        if self.table is None or row is None:
+            return {}
+        spreads = (*(row.sd or [None] * len(row.mean)), None)
+        each = zip((*self.table.tasks, None), (*row.mean, row.average), spreads, strict=True)
+        return {task: (mean, sd) for task, mean, sd in each if mean is not None}
 
     @property
     def averages(self) -> bool:
         """Whether the paper prints an average of any row of ours."""
-        return any(row is not None and row.average is not None for row in map(self.row, self.results.lines))
+        return any(None in self.numbers(line) for line in self.results.lines)
 
     def cell(self, line: Line, task: str | None) -> Entry:
         """What the paper prints for a row on a task, or without one on average; empty if nothing."""
-        row = self.row(line)
-        if task is None and row is not None and row.average is not None:
-            same_tasks = set(self.results.tasks_of(line)) == set(self.tasks)
-            mark = _outside(row.average, self.results.accuracy(line)) if same_tasks else ""
-            return Entry(f"{row.average:.2f}", printed=True, mark=mark)
-        if self.table is not None and row is not None and row.mean and task in self.table.tasks:
-            place = self.table.tasks.index(task)
-            spread = f" ± {row.sd[place]:.2f}" if row.sd else ""
-            mark = _outside(row.mean[place], self.results.accuracy(line, task))
-            return Entry(f"{row.mean[place]:.2f}{spread}", printed=True, mark=mark)
-        return Entry("", printed=True)
+        mean, sd = self.numbers(line).get(task, (None, None))
+        if mean is None:
+            return Entry("", printed=True)
+        spread = "" if sd is None else f" ± {sd:.2f}"
+        comparable = task is not None or set(self.results.tasks_of(line)) == set(self.tasks)
+        mark = _outside(mean, self.results.accuracy(line, task)) if comparable else ""
+        return Entry(f"{mean:.2f}{spread}", printed=True, mark=mark)
 
     def values(self, line: Line, view: str) -> list[Values]:
         """The raw numbers that the paper prints for a row."""
-        row = self.row(line)
-        if self.table is None or row is None:
-            return []
         common = {"view": view, "row": line.name, "origin": "paper", "unit": "percent"}
-        spreads = row.sd or (None,) * len(row.mean)
-        tasks = self.table.tasks if view == "tasks" else ()
-        printed: list[Values] = [
-            {**common, "task": task, "mean": mean, "sd": sd}
-            for task, mean, sd in zip(tasks, row.mean, spreads, strict=False)
+        return [
+            {**common, "task": AVERAGE if task is None else task, "mean": mean, "sd": sd}
+            for task, (mean, sd) in self.numbers(line).items()
+            if task is None or view == "tasks"
         ]
-        average = {**common, "task": AVERAGE, "mean": row.average}
-        return printed if row.average is None else [*printed, average]
 
     def notes(self, rows: Iterable[Sequence[Entry]], *, averaged: bool) -> list[str]:
         """What a reader must know of the printed numbers."""
         if self.table is None:
             return []
         marks = {sign for row in rows for cell in row for sign in cell.mark}
-        ours = [line for line in self.results.lines if self.row(line)]
-        names = {line.row.name for line in ours}
-        others = [name for name in self.table.rows if name not in names]
+        ours = {line.row.name for line in self.results.lines if self.row(line)}
         said = [f"(paper): as printed in {self.table.paper}, {self.table.model}."] if ours else []
-        if others:
+        if others := [name for name in self.table.rows if name not in ours]:
             said.append(f"Rows of {self.table.paper.split(':')[0]} without results here: {listing(others)}.")
         if OUTSIDE in marks:
             said.append(

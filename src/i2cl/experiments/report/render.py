@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 
-import jinja2
+from jinja2 import Environment, StrictUndefined
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from markupsafe import Markup
@@ -177,10 +177,8 @@ def _tex_text(text: str) -> str:
 def html(report: Report, images: Mapping[str, str]) -> str:
     """The report as one page without scripts or requests; ``images`` are data URIs by a figure's stem."""
     source = (resources.files("i2cl.experiments.report") / "page.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(source).render(
+    pages = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    return pages.from_string(source).render(
         title=TITLE,
         report=report,
         facts=_html(_facts(report)),

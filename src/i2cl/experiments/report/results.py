@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Bool
@@ -68,11 +67,6 @@ class Line:
         """Whether its one seed stands for all, since nothing of it is drawn."""
         return self.row.seeds == 1 and self.row.study == "method" and not draws(self.row.method)
 
-    @property
-    def whole(self) -> bool:
-        """Whether it is all of its row, which alone can stand beside a row of the paper."""
-        return self.shots is None and self.source is None
-
 
 @dataclass(frozen=True, eq=False)
 class Results:
@@ -86,9 +80,7 @@ class Results:
     cells: tuple[Record, ...]
     left_out: tuple[str, ...] = ()
     _accuracies: dict[tuple[Line, tuple[str, ...]], Accuracy | None] = field(default_factory=dict, init=False)
-    _differences: dict[tuple[Line, Line, str | None], Difference | None] = field(
-        default_factory=dict, init=False
-    )
+    _gaps: dict[tuple[Line, Line, str | None], Difference | None] = field(default_factory=dict, init=False)
 
     @cached_property
     def _records(self) -> dict[tuple[Line, str], dict[int, Record]]:
@@ -111,11 +103,9 @@ class Results:
 
     @cached_property
     def _sorted(self) -> list[Line]:
-        order = {task: number for number, task in enumerate(self.tasks)}
+        at = {task: number for number, task in enumerate(self.tasks)}
         lines = {line for line, _ in self._records}
-        return sorted(
-            lines, key=lambda one: (one.place, one.shots or 0, order.get(one.source or "", len(order)))
-        )
+        return sorted(lines, key=lambda one: (one.place, one.shots or 0, at.get(one.source or "", len(at))))
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -153,26 +143,22 @@ class Results:
 
     def check_queries(self) -> None:
         """Refuse records of one task with different queries, rows, wording or weights (I2CLError)."""
-        first: dict[tuple[object, ...], Record] = {}
+        first: dict[tuple[str, str | None], tuple[object, str]] = {}
         for record in self.cells:
             task, origin = record.cell.task, record.provenance
-            asked = first.setdefault((task,), record)
-            if outcome(asked).gold != outcome(record).gold:
-                self._refuse(asked, record, "classify different queries")
+            told: dict[tuple[str, str | None], object] = {}
+            told["classify different queries", task] = outcome(record).gold
             if "wording" in origin:  # which older records do not tell
-                known = first.setdefault(("wording", task), record)
-                if known.provenance["wording"] != origin["wording"]:
-                    self._refuse(known, record, "come from different wordings (template, label words, shots)")
-            if "rows" not in origin:  # an older record, whose weights may have another hash too
-                continue
-            for part, where in (("rows", task), ("weights", origin.get("dtype"))):
-                known = first.setdefault((part, where), record)
-                if known.provenance.get(part) != origin.get(part):
-                    self._refuse(known, record, f"come from different {part}")
-
-    def _refuse(self, one: Record, other: Record, what: str) -> NoReturn:
-        cure = "keep them in stores of their own"
-        raise I2CLError(f"cells {one.key} and {other.key} {what} of task {other.cell.task!r}: {cure}")
+                what = "come from different wordings (template, label words, shots)"
+                told[what, task] = origin["wording"]
+            if "rows" in origin:  # of an older record, the weights may have another hash too
+                told["come from different rows", task] = origin["rows"]
+                told["come from different weights", origin.get("dtype")] = origin.get("weights")
+            for place, found in told.items():
+                known, key = first.setdefault(place, (found, record.key))
+                if known != found:
+                    cure = "keep them in stores of their own"
+                    raise I2CLError(f"cells {key} and {record.key} {place[0]} of task {task!r}: {cure}")
 
     def records(self, line: Line, task: str) -> Mapping[int, Record]:
         """Records of a line on a task by seed, in the order of seeds."""
@@ -184,29 +170,27 @@ class Results:
 
     def of_default(self, task: str) -> list[Record]:
         """Records of the row that others are tested against on a task, in the order of seeds."""
-        lines = [line for line in self.lines if line.row is self.default]
-        records = [record for line in lines for record in self.records(line, task).values()]
-        return sorted(records, key=lambda one: one.cell.seed)
+        lines = [self.records(line, task) for line in self.lines if line.row is self.default]
+        return sorted((one for line in lines for one in line.values()), key=lambda one: one.cell.seed)
 
     def tasks_of(self, line: Line) -> tuple[str, ...]:
         """Tasks that a line has results on."""
         return tuple(task for task in self.tasks if self.records(line, task))
 
-    def _shared_seeds(self, line: Line, tasks: Sequence[str]) -> set[int]:
+    def shared_seeds(self, line: Line, tasks: Sequence[str]) -> set[int]:
+        """Seeds that a line has on all of these tasks."""
         return set.intersection(*(set(self.records(line, task)) for task in tasks)) if tasks else set()
 
     def _right(self, line: Line, tasks: Sequence[str], seeds: set[int]) -> Right:
         return [right([self.records(line, task)[seed] for seed in sorted(seeds)]) for task in tasks]
 
-    def accuracy(
-        self, line: Line, task: str | None = None, *, among: tuple[str, ...] = ()
-    ) -> Accuracy | None:
+    def accuracy(self, line: Line, task: str | None = None, *, over: tuple[str, ...] = ()) -> Accuracy | None:
         """Accuracy on a task; without one, over all tasks of the line, for the seeds that they share.
-        Among some tasks, only these count in the average. None where there is no seed that all tasks have.
+        Over some tasks, only these count in the average. None where there is no seed that all tasks have.
         """
-        tasks = (task,) if task is not None else among or self.tasks_of(line)
+        tasks = (task,) if task is not None else over or self.tasks_of(line)
         if (line, tasks) not in self._accuracies:
-            seeds = self._shared_seeds(line, tasks)
+            seeds = self.shared_seeds(line, tasks)
             self._accuracies[line, tasks] = accuracy(self._right(line, tasks, seeds)) if seeds else None
         return self._accuracies[line, tasks]
 
@@ -221,29 +205,27 @@ class Results:
         tasks, wanted = self.tasks_of(line), min(self.most_seeds, line.row.seeds or self.most_seeds)
         absent = [task for task in self.tasks if task not in tasks]
         short = {task: n for task in tasks if (n := len(self.records(line, task))) < wanted}
-        parts = [f"{len(tasks)} of {len(self.tasks)} tasks, not {listing(absent)}"] if absent else []
-        if short and len(set(short.values())) == 1 and len(short) == len(tasks):
-            parts.append(f"{next(iter(short.values()))} of {wanted} seeds")
+        said = [f"{len(tasks)} of {len(self.tasks)} tasks, not {listing(absent)}"] if absent else []
+        if len(set(short.values())) == 1 and len(short) == len(tasks):
+            said.append(f"{short[tasks[0]]} of {wanted} seeds")
         elif short:
             on = listing([f"{task} ({n})" for task, n in short.items()])
-            parts.append(
-                f"fewer than {wanted} seeds on {on}; averaged over the seeds that all its tasks have"
-            )
-        return tuple(parts)
+            said.append(f"fewer than {wanted} seeds on {on}; averaged over the seeds that all its tasks have")
+        return tuple(said)
 
     def difference(self, line: Line, other: Line, task: str | None = None) -> Difference | None:
         """Paired difference, on a task or over all tasks that both lines have; None if they share nothing."""
         if (other.place, other.shots or 0) < (line.place, line.shots or 0):  # each pair is compared once
             gap = self.difference(other, line, task)
             return gap and gap.reversed()
-        if (line, other, task) not in self._differences:
+        if (line, other, task) not in self._gaps:
             pair = self._paired(line, other, task)
             needed = PERMUTATIONS_PER_COMPARISON * len(self.lines) * len(self.tasks)
             often = PERMUTATIONS if task is None else max(PERMUTATIONS, needed)
             drawn = not (line.fixed and other.fixed)
             gap = difference(*pair, drawn=drawn, permutations=often) if pair[0] else None
-            self._differences[line, other, task] = gap
-        return self._differences[line, other, task]
+            self._gaps[line, other, task] = gap
+        return self._gaps[line, other, task]
 
     def _paired(self, line: Line, other: Line, task: str | None) -> tuple[Right, Right]:
         """What two lines got right on each task that both have, for the seeds that both have on all of these.
@@ -251,7 +233,7 @@ class Results:
         """
         theirs = self.tasks_of(other)
         tasks = [one for one in self.tasks_of(line) if one in theirs and task in {None, one}]
-        seeds, other_seeds = self._shared_seeds(line, tasks), self._shared_seeds(other, tasks)
+        seeds, other_seeds = self.shared_seeds(line, tasks), self.shared_seeds(other, tasks)
         if not (line.fixed or other.fixed):
             seeds = other_seeds = seeds & other_seeds
         if not seeds or not other_seeds:

@@ -94,10 +94,8 @@ def matrix_table(results: Results, _paper: Paper) -> list[Table]:
     tables = []
     for place in dict.fromkeys(line.place for line in results.moves):
         lines = [line for line in results.moves if line.place == place]
-        rows = [
-            [Entry(line.source or ""), *(_accuracy(results, line, task) for task in results.tasks)]
-            for line in lines
-        ]
+        each = ((line, [_accuracy(results, line, task) for task in results.tasks]) for line in lines)
+        rows = [[Entry(line.source or ""), *cells] for line, cells in each]
         notes = (layout.scale_note(results, lines), *layout.incomplete_notes(results, lines))
         title = f"{lines[0].row.name}: from the task of the line to that of the column"
         values = _values("matrix", results, lines, results.tasks)
@@ -135,10 +133,8 @@ def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
 
     if len(results.tasks) > 1:
         tested = _tested(results, pairs, results.tasks)
-        rows = [
-            [Entry(line.name), *(Entry(_signed(tested[line, task])) for task in results.tasks)]
-            for line, _ in pairs
-        ]
+        signed = {line: [_signed(tested[line, task]) for task in results.tasks] for line, _ in pairs}
+        rows = [[*map(Entry, (line.name, *texts))] for line, texts in signed.items()]
         legend = f"{minus}. {HIGHER} shown higher, {LOWER} shown lower, {ALIKE} no difference shown."
         notes = (legend, *_decision(tested), *lacking)
         title, values = f"Difference from {against} by task", _differences(results, pairs, tested)
@@ -169,8 +165,7 @@ def cost_table(results: Results, paper: Paper) -> list[Table]:
     if extra and paper.table is not None:
         symbols = "M demonstration tokens, D width, L layers, 1/K compression rate."
         notes.append(f"(paper): as printed in {paper.table.paper}, {paper.table.model}. {symbols}")
-    columns = ("Row", *COLUMNS.values(), "Fit, s", "Query, ms", *extra)
-    return [Table("Cost", columns, rows, notes, values)]
+    return [Table("Cost", ("Row", *COLUMNS.values(), "Fit, s", "Query, ms", *extra), rows, notes, values)]
 
 
 TABLES: Mapping[View, Callable[[Results, Paper], list[Table]]] = {

@@ -28,12 +28,9 @@ class Scored:
     answers: Int[np.ndarray, "seeds queries"]
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> "Scored | None":
-        """Runs of one task; None where one kept no scores."""
-        held = [run.scores.array for run in runs if run.scores is not None]
-        if not held or len(held) < len(runs):
-            return None
-        scores = np.stack(held)
+    def of(cls, runs: Sequence[Run]) -> "Scored":
+        """Runs of one task, all of which kept scores."""
+        scores = np.stack([run.scores.array for run in runs if run.scores is not None])
         gold, answers = np.array([run.gold for run in runs]), np.array([run.predictions for run in runs])
         return cls(best_temperature(np.concatenate(scores), gold.ravel()), scores, gold, answers)
 
@@ -50,12 +47,10 @@ class Scored:
 def scored(results: Results, line: Line) -> dict[str, Scored]:
     """By task; empty where a run kept no scores, or the tasks share no seed."""
     tasks = results.tasks_of(line)
-    seeds = sorted(set.intersection(*(set(results.records(line, task)) for task in tasks))) if tasks else []
-    if not seeds:
-        return {}
-    each = {task: Scored.of([outcome(results.records(line, task)[seed]) for seed in seeds]) for task in tasks}
-    held = {task: one for task, one in each.items() if one is not None}
-    return held if len(held) == len(each) else {}
+    seeds = sorted(results.shared_seeds(line, tasks))
+    runs = {task: [outcome(results.records(line, task)[seed]) for seed in seeds] for task in tasks}
+    kept = seeds and all(run.scores is not None for each in runs.values() for run in each)
+    return {task: Scored.of(each) for task, each in runs.items()} if kept else {}
 
 
 def confidence_table(results: Results, _paper: Paper) -> list[Table]:
@@ -68,10 +63,8 @@ def confidence_table(results: Results, _paper: Paper) -> list[Table]:
         if not tasks:
             rows.append([name, *[Entry(NOTHING)] * (2 * len(NAMES) + 1)])
             continue
-        plain, best = (
-            np.array([one.numbers(one.temperature if own else 1.0) for one in tasks.values()])
-            for own in (False, True)
-        )
+        plain = np.array([one.numbers(1.0) for one in tasks.values()])
+        best = np.array([one.numbers(one.temperature) for one in tasks.values()])
         cells = (_cell(one.mean(0)[:, at], NAMES[at]) for at in range(len(NAMES)) for one in (plain, best))
         temperature = float(np.median([one.temperature for one in tasks.values()]))
         rows.append([name, *cells, Entry(f"{temperature:.2f}")])
@@ -113,24 +106,18 @@ def _values(
 ) -> list[Values]:
     """One line for each task, number and temperature; those over tasks tell no temperature of their own."""
     values: list[Values] = []
-    places = [*enumerate(tasks), *([(None, None)] if len(tasks) > 1 else [])]
-    for place, task in places:
+    for task in (*tasks, None) if len(tasks) > 1 else tasks:
+        held = [one for name, one in tasks.items() if task in (None, name)]
         for suffix, numbers in (("", plain), ("_at_best", best)):
-            seeds = numbers.mean(0) if place is None else numbers[place]
-            own = tasks[task].temperature if suffix and task is not None else None
-            queries = sum(one.gold.shape[1] for name, one in tasks.items() if task in (None, name))
-            for at, name in enumerate(NAMES):
-                factor = 100 if UNITS[name] == "percent" else 1
-                values.append(
-                    {
-                        **measured("confidence", results, task, line),
-                        "measure": name + suffix,
-                        "temperature": 1.0 if not suffix else own,
-                        "unit": UNITS[name],
-                        "mean": round(factor * float(seeds[:, at].mean()), 8),
-                        "sd": round(factor * float(seeds[:, at].std(ddof=1)), 8) if len(seeds) > 1 else 0.0,
-                        "seeds": len(seeds),
-                        "queries": queries,
-                    }
-                )
+            seeds = numbers.mean(0) if task is None else numbers[[*tasks].index(task)]
+            common = {
+                **measured("confidence", results, task, line),
+                "temperature": 1.0 if not suffix else None if task is None else tasks[task].temperature,
+                "seeds": len(seeds),
+                "queries": sum(one.gold.shape[1] for one in held),
+            }
+            for (name, unit), each in zip(UNITS.items(), seeds.T, strict=True):
+                factor, sd = 100 if unit == "percent" else 1, each.std(ddof=1) if len(each) > 1 else 0.0
+                own = {"mean": round(factor * float(each.mean()), 8), "sd": round(factor * float(sd), 8)}
+                values.append({**common, "measure": name + suffix, "unit": unit, **own})
     return values

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from i2cl.errors import I2CLError, needs
@@ -116,11 +117,9 @@ class _Worker:
     """Holds the model of one actor."""
 
     def __init__(self, source: Callable[[], Decoder]) -> None:
-        self._source = source  # called by the first job, whose error is told: that of an actor's start is not
-        self._decoder: Decoder | None = None
+        # Called by the first job, whose error is told: that of an actor's start is not.
+        self._decoder = cache(source)
 
     def run(self, job: GroupJob) -> list[Record]:
         """Run one job."""
-        if self._decoder is None:
-            self._decoder = self._source()
-        return job.run(self._decoder)
+        return job.run(self._decoder())
