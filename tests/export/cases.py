@@ -24,7 +24,7 @@ IDS = tuple((torch.arange(1, 25) * 7 % 300).tolist())
 SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-sliding"}
 FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
 # A model type for each way to fold.
-ONE_A_ROW = sorted({replace(FAMILIES[kind], model_type=""): kind for kind in FAMILIES}.values())
+ONE_A_ROW = sorted({row: kind for kind, row in FAMILIES.items()}.values())
 llama_cpp = pytest.mark.skipif(
     find_spec("llama_cpp") is None or find_spec("gguf") is None,
     reason="llama-cpp-python is not installed (pip install 'i2cl[llama-cpp]')",
