@@ -5,10 +5,11 @@ llama-cpp-python binds it: https://llama-cpp-python.readthedocs.io/en/latest/api
 
 import importlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from i2cl.export.verify import Verification, answer_of, compare
 from i2cl.models.loading import gguf_reader
 
 
-class LlamaCpp:
+class LlamaCpp(AbstractContextManager["LlamaCpp"]):
     """A GGUF file that llama.cpp has loaded, on the CPU, with keys and values in float32.
 
     A context manager, which frees it at the end. ``length``: the most tokens of a text. Raises I2CLError if
@@ -40,9 +41,6 @@ class LlamaCpp:
         except (ValueError, RuntimeError) as error:
             raise I2CLError(f"llama.cpp does not load {str(path)!r} ({error}): export it again") from None
         self.has_tokenizer = self._model.metadata.get("tokenizer.ggml.model") != "none"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self._model.close()
