@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from fitting import random_injection
 from i2cl.core.context import ExtractConfig
+from i2cl.export import Golden, make_golden
 from i2cl.export.families import FAMILIES
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
@@ -89,10 +90,16 @@ def longrope(original):
     return decoder_of("phi3", rope_parameters=rope, **sizes)
 
 
-def drawn(case, **overrides):
+def drawn(case, task=TASK, **overrides):
     """A decoder and an injection into it."""
     decoder = decoder_of(case, **overrides)
-    return decoder, injection_for(decoder)
+    return decoder, replace(injection_for(decoder), task=task)
+
+
+def with_golden(write, pair, path, **options):
+    """Export a decoder and an injection with their golden values, which come back."""
+    write(*pair, path, golden=lambda: make_golden(*pair), **options)
+    return Golden.from_export(path)
 
 
 def weights(folder):

@@ -25,6 +25,7 @@ from export.cases import (
     saved,
     stored,
     weights,
+    with_golden,
 )
 from fitting import one_line
 from i2cl.core.injection import Injection
@@ -49,10 +50,8 @@ def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_
     decoder = Decoder.from_pretrained(str(base), device="cpu")
     texts = ["a warm film", "dull"]
     wanted = injection.scores(decoder, texts)
-    model, questions = (
-        AutoModelForCausalLM.from_pretrained(out, dtype="float32"),
-        injection.questions(decoder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
+    questions = injection.questions(decoder)
     first, bias = list(questions.labels.first), torch.tensor(outcome.golden.label_bias)
     rows = [model(torch.tensor([ids])).logits[0, -1, first] + bias for ids in questions.queries(texts)]
     torch.testing.assert_close(torch.stack(rows).log_softmax(-1).double(), wanted, atol=1e-4, rtol=1e-4)
@@ -210,8 +209,7 @@ def test_golden_values_of_a_model_in_bfloat16_are_made_in_float32_a_large_head_i
     tmp_path, monkeypatch
 ):
     decoder, injection = drawn("llama", dtype=torch.bfloat16)
-    whole = make_golden(decoder, injection)
-    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
+    whole = with_golden(export_hf, (decoder, injection), tmp_path / "out")
     assert decoder.model.dtype == torch.bfloat16
     outcome = verify(tmp_path / "out", device="cpu")
     assert (outcome.passed, outcome.golden.dtype) == (True, "bfloat16")

@@ -48,25 +48,20 @@ def calls_of(golden: Golden, name: str, kind: Kind) -> list[Call]:
 
 
 def _transformers(golden: Golden, name: str, prompt: str, kind: Kind) -> str:
-    base = golden.artefact["base_model"]["name"] if kind == "peft" else name
-    lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"tokenizer = AutoTokenizer.from_pretrained({base!r})",
-        f"model = AutoModelForCausalLM.from_pretrained({base!r})",
-    ]
+    base, head, adapter, settings = name, "", "", ""
     if kind == "peft":
-        lines.insert(0, "from peft import PeftModel")
-        lines.append(f"model = PeftModel.from_pretrained(model, {name!r})")
+        base, head = golden.artefact["base_model"]["name"], "from peft import PeftModel\n"
+        adapter = f"\nmodel = PeftModel.from_pretrained(model, {name!r})"
         if golden.forced:
-            lines[1] += ", GenerationConfig"
-            lines.append(f"model.generation_config = GenerationConfig.from_pretrained({name!r})")
-    lines += [
-        f"asked = tokenizer({prompt!r}, return_tensors='pt')",
-        f"answer = model.generate(**asked, do_sample=False, max_new_tokens={golden.longest})",
-        "print(tokenizer.decode(answer[0, asked['input_ids'].shape[1] :]))",
-    ]
-    return "\n".join(lines)
+            settings = ", GenerationConfig"
+            adapter += f"\nmodel.generation_config = GenerationConfig.from_pretrained({name!r})"
+    return f"""{head}from transformers import AutoModelForCausalLM, AutoTokenizer{settings}
+
+tokenizer = AutoTokenizer.from_pretrained({base!r})
+model = AutoModelForCausalLM.from_pretrained({base!r}){adapter}
+asked = tokenizer({prompt!r}, return_tensors='pt')
+answer = model.generate(**asked, do_sample=False, max_new_tokens={golden.longest})
+print(tokenizer.decode(answer[0, asked['input_ids'].shape[1] :]))"""
 
 
 def _vllm(golden: Golden, name: str, prompt: str) -> str:

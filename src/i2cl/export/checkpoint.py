@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_line
@@ -80,10 +81,14 @@ def _from_files(name: str, revision: str | None) -> Source:
     except (OSError, ValueError) as error:
         raise I2CLError(f"cannot read the model {name!r}: {first_line(error)}") from None
     require_unquantized(config)
-    there = (folder / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(folder) if there else None
-    head = family_of(config).head
-    return Source(config, Files(folder, skeleton(config), head), tokenizer, generation)
+    tensors = Files(folder, skeleton(config), family_of(config).head)
+    return Source(config, tensors, tokenizer, generation_of(folder))
+
+
+def generation_of(folder: Path) -> GenerationConfig | None:
+    """The generation config in a folder, if there is one."""
+    there = (folder / GENERATION_CONFIG_NAME).is_file()
+    return GenerationConfig.from_pretrained(folder) if there else None
 
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:

@@ -284,7 +284,6 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
             scores = score(decoder, queries, labels, edit=injection.edit()).tolist()
     end = end_of(decoder)
     tail = shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))
-    behind = [text_behind(decoder, queries[0], ids) for ids in labels.ids]
     spoken = [ids if ids[-1] != end else ids[:-1] for ids in labels.ids]  # without what ends a text
     described = injection.description()
     base = described["base_model"]
@@ -294,7 +293,7 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
         sequences=[list(ids) for ids in sequences],
-        sequence_texts=behind if sequences else [],
+        sequence_texts=[text_behind(decoder, queries[0], ids) for ids in sequences],
         label_bias=list(injection.label_bias or ()),
         prompts=[],
         prompt=questions.prompt(TEXT_FIELD),

@@ -10,6 +10,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from transformers import GenerationConfig
@@ -102,12 +103,9 @@ def label_in(text: str, words: Sequence[str], *, whole: bool) -> int | None:
 
 def shared_end(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The last tokens that all prompts share, `SHARED_END` at most."""
-    end: list[int] = []
-    for column in zip(*(list(prompt)[: -SHARED_END - 1 : -1] for prompt in prompts), strict=False):
-        if len(set(column)) > 1:
-            break
-        end.insert(0, column[0])
-    return tuple(end)
+    columns = zip(*(prompt[: -SHARED_END - 1 : -1] for prompt in prompts), strict=False)
+    shared = takewhile(lambda column: len(set(column)) == 1, columns)
+    return tuple(column[0] for column in shared)[::-1]
 
 
 def forced_sequences(

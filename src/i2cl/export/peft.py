@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_line, needs
@@ -223,12 +222,6 @@ def export_peft(
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds a PEFT adapter."""
     return (Path(folder) / CONFIG).is_file()
-
-
-def generation_of(folder: str | Path) -> GenerationConfig | None:
-    """The generation config that an adapter holds; None of other exports, and where there is none."""
-    there = is_adapter(folder) and (Path(folder) / GENERATION_CONFIG_NAME).is_file()
-    return GenerationConfig.from_pretrained(folder) if there else None
 
 
 def load_adapter(

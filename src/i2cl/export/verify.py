@@ -14,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
+from i2cl.export.checkpoint import generation_of
 from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy import enough
-from i2cl.export.peft import generation_of, is_adapter, load_adapter
+from i2cl.export.peft import is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
 SHOWN = 32  # characters of a prompt in the outcome's rows, at most
@@ -144,16 +145,16 @@ def verify(
     loaded: Any
     if is_adapter(folder):
         loaded, state = load_adapter(folder, model, device)
+        loaded.generation_config = generation_of(Path(folder)) or loaded.generation_config
     elif model is None:
         loaded, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
         state = loaded.state_dict()
     else:
         raise I2CLError(f"{str(folder)!r} is a whole model: leave out --model, which is for PEFT adapters")
-    settings = deepcopy(generation_of(folder) or loaded.generation_config)
+    settings = loaded.generation_config = deepcopy(loaded.generation_config)
     golden.require_bias_in(settings, str(folder))
     if settings.pad_token_id is None:
         settings.pad_token_id = golden.end
-    loaded.generation_config = settings
 
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.no_grad():
