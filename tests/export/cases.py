@@ -83,11 +83,11 @@ def relative(one, two):
 
 
 def longrope(original):
-    """A Phi-3 whose rotary embedding is another one behind so many tokens."""
+    """A Phi-3 whose rotary embedding is another one behind so many tokens, and an injection."""
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0} | factors
     sizes = {"original_max_position_embeddings": original, "max_position_embeddings": 64}
-    return decoder_of("phi3", rope_parameters=rope, **sizes)
+    return drawn("phi3", rope_parameters=rope, **sizes)
 
 
 def drawn(case, task=TASK, **overrides):

@@ -93,10 +93,8 @@ def completions(monkeypatch, echo):
         replies = [echo({"prompt": text})["choices"][0]["logprobs"] for text in asked["prompt"]]
         return SimpleNamespace(choices=[SimpleNamespace(logprobs=SimpleNamespace(**one)) for one in replies])
 
-    def client(**_):
-        return SimpleNamespace(completions=SimpleNamespace(create=create))
-
-    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=client))
+    client = SimpleNamespace(completions=SimpleNamespace(create=create))
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **_: client))
     return seen
 
 

@@ -15,7 +15,6 @@ from export.cases import (
     drawn,
     field,
     hooked,
-    injection_for,
     llama_cpp,
     longrope,
     memory_of,
@@ -228,8 +227,7 @@ def test_llama_cpp_does_what_the_hooks_do(case, fields, tmp_path):
 
 @llama_cpp
 def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path):
-    decoder = longrope(len(IDS))
-    injection = injection_for(decoder)
+    decoder, injection = longrope(len(IDS))
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     assert field(tmp_path / "out.gguf", "granite.context_length") == len(IDS)
     with LlamaCpp(tmp_path / "out.gguf", len(IDS)) as model:

@@ -10,18 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import listed, run
-from export.cases import (
-    IDS,
-    TASK,
-    decoder_of,
-    drawn,
-    hooked,
-    injection_for,
-    plain,
-    relative,
-    saved,
-    scaled,
-)
+from export.cases import IDS, TASK, decoder_of, drawn, hooked, injection_for, plain, relative, saved, scaled
 from fitting import left_as_found, one_line
 from i2cl import anchor
 from i2cl.core.anchored import AnchoredConfig

@@ -86,19 +86,17 @@ def test_golden_values_hold_what_the_folded_model_generates(task):
     assert made.forced
 
 
-def test_a_model_that_says_labels_is_left_alone(tmp_path, capsys, monkeypatch):
+def test_a_model_that_says_labels_is_left_alone(tmp_path, said, monkeypatch):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
     made = with_golden(export_hf, speaking(), tmp_path / "out")
     assert not made.forced
     assert {prompt.prediction for prompt in made.prompts} == set(TASK.labels)
     assert "sequence_bias" not in (tmp_path / "out" / "generation_config.json").read_text()
-    assert run("verify", tmp_path / "out", "--device", "cpu") == 0
     told = "Plain greedy decoding answers 20 of 20 prompts with the expected label"
-    assert told in capsys.readouterr().out
+    assert told in said("verify", tmp_path / "out", "--device", "cpu")
     with serving(made) as (url, seen):
-        assert run("verify", tmp_path / "out", "--url", url) == 0
+        assert told in said("verify", tmp_path / "out", "--url", url)
     assert len(seen) == len(made.prompts)  # the reply with log-probabilities is the answer
-    assert told in capsys.readouterr().out
 
 
 def test_settings_that_change_what_is_said_are_found(tmp_path, said):
@@ -222,12 +220,11 @@ def test_the_bias_is_for_the_end_of_a_prompt_alone():
     assert shared_end([(1, 2), (1, 3)]) == ()
 
 
-def test_whole_labels_that_cannot_be_forced_right_are_told(tmp_path, capsys, monkeypatch):
+def test_whole_labels_that_cannot_be_forced_right_are_told(tmp_path, said, monkeypatch):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
     for task, code, told in (
         (SHARED, 0, "A search over whole labels (3 beams) answers 20 of 20 prompts"),
         (NO_END, 1, "That is too few: compare log-probabilities of whole labels"),  # token by token
     ):
         with_golden(export_hf, drawn("llama", task), tmp_path / str(code))
-        assert run("verify", tmp_path / str(code), "--device", "cpu") == code
-        assert told in capsys.readouterr().out
+        assert told in said("verify", tmp_path / str(code), "--device", "cpu", code=code)
