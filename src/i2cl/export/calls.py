@@ -167,7 +167,8 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
     return "\n\n".join(parts)
 
 
-def write_readme(folder: Path, name: str, golden: Golden, kind: Kind) -> None:
-    """Store a card beside an export, with the calls."""
+def write_golden(folder: Path, name: str, golden: Golden, kind: Kind) -> None:
+    """Store golden values beside an export, and a card with the calls."""
+    golden.write(folder)
     text = export_card(golden.artefact, usage(golden, name, kind), LIBRARIES[kind])
     (folder / CARD).write_text(text, encoding="utf-8")

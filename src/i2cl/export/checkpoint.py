@@ -24,7 +24,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_line
-from i2cl.export.calls import write_readme
+from i2cl.export.calls import write_golden
 from i2cl.export.families import family_of
 from i2cl.export.folding import (
     Folding,
@@ -169,8 +169,7 @@ def export_hf(
             generation.save_pretrained(fresh)
         if expected is not None:
             made = expected.of_export(config.model_type, folding.dtype, folding.bias_norms())
-            made.write(fresh)
-            write_readme(fresh, path.resolve().name, made, "hf")
+            write_golden(fresh, path.resolve().name, made, "hf")
 
 
 def checked_golden(

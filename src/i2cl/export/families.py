@@ -190,8 +190,7 @@ def _obstacles(config: PreTrainedConfig, target: str) -> Iterator[str]:
 
 def head_width(config: PreTrainedConfig) -> int:
     """Queries, keys and values of each head have so many numbers."""
-    width: int | None = getattr(config, "head_dim", None)
-    return width or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 _COPIED = """attention_dropout bos_token_id dtype eos_token_id hidden_act hidden_size initializer_range

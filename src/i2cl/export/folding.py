@@ -82,11 +82,9 @@ class Folding:
         if value.shape != self.shapes[name]:
             shapes = f"{tuple(value.shape)}, and not {tuple(self.shapes[name])}"
             raise I2CLError(f"the source holds {source} as {shapes}: it is of another model")
-        if name not in self.scales:
-            return value.to(dtype or value.dtype)
-        folded = value.float() * self.scales[name]
+        folded = value.float() * self.scales[name] if name in self.scales else value
         if name in self.constants:
-            folded += self.constants[name].to(folded.device)
+            folded = folded + self.constants[name].to(folded.device)
         return folded.to(dtype or value.dtype)
 
     def stored(self, name: str) -> str:

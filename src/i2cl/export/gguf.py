@@ -92,7 +92,9 @@ def export_gguf(
             else:
                 vocabulary.write(writer, package.TokenType)
             if expected is not None:
-                made = expected.of_export("llama", weights.dtype, weights.bias_norms())
+                norms = folding.bias_norms()
+                biases = {name: norms[old] for name, old in weights.names.items() if old in norms}
+                made = expected.of_export("llama", weights.dtype, biases)
                 writer.add_string(GOLDEN_FIELD, made.model_dump_json())
                 if vocabulary is not None:
                     writer.add_string(USAGE_FIELD, usage(made, path.name, "gguf"))
@@ -124,11 +126,6 @@ class Weights:
             # a bias of zeros came with the switches of the class
             if not name.endswith(".bias") or name in folding.constants or folding.tensor(name).any()
         }
-
-    def bias_norms(self) -> dict[str, float]:
-        """L2 norm of every bias that holds a constant, by its name in the file."""
-        norms = self.folding.bias_norms()
-        return {name: norms[old] for name, old in self.names.items() if old in norms}
 
     def write_config(self, writer: Any) -> None:
         """Sizes, and what positions mean."""

@@ -47,8 +47,7 @@ class LlamaCpp(AbstractContextManager["LlamaCpp"]):
 
     def tokens(self, text: str) -> list[int]:
         """What llama.cpp's tokenizer makes of a text, with what it puts in front."""
-        ids: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
-        return ids
+        return list(self._model.tokenize(text.encode(), add_bos=True, special=True))
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Of the token after these, in float32. Raises I2CLError if llama.cpp cannot run them."""

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_line, needs
-from i2cl.export.calls import write_readme
+from i2cl.export.calls import write_golden
 from i2cl.export.checkpoint import with_bias
 from i2cl.export.families import FAMILIES, HOOKED, LAST_MAPS, REFUSED, family_of
 from i2cl.export.folding import added_and_kept, require_known, require_plain, require_unbiased, skeleton
@@ -211,8 +211,7 @@ def export_peft(
             norms = {name: float(made.tensors[name].norm()) for name in made.constants}
             kind = decoder.model.config.model_type
             known = expected.model_copy(update={"model_type": kind, "biases": norms})
-            known.write(fresh)
-            write_readme(fresh, path.resolve().name, known, "peft")
+            write_golden(fresh, path.resolve().name, known, "peft")
             if known.forced:
                 own = decoder.model.generation_config or GenerationConfig()
                 with_bias(own, known).save_pretrained(fresh)
