@@ -81,8 +81,8 @@ def _from_files(name: str, revision: str | None) -> Source:
     except (OSError, ValueError) as error:
         raise I2CLError(f"cannot read the model {name!r}: {first_line(error)}") from None
     require_unquantized(config)
-    tensors = Files(folder, skeleton(config), family_of(config).head)
-    return Source(config, tensors, tokenizer, generation_of(folder))
+    head = family_of(config).head  # which refuses what has no skeleton
+    return Source(config, Files(folder, skeleton(config), head), tokenizer, generation_of(folder))
 
 
 def generation_of(folder: Path) -> GenerationConfig | None:
