@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from fitting import random_injection
 from i2cl.core.context import ExtractConfig
+from i2cl.export import Golden, make_golden
 from i2cl.export.families import FAMILIES
 from i2cl.models.batching import make_batch
 from i2cl.models.decoder import Decoder
@@ -24,7 +25,7 @@ IDS = tuple((torch.arange(1, 25) * 7 % 300).tolist())
 SLIDING = {"ministral-sliding", "mistral-sliding", "phi3-sliding", "qwen2-sliding"}
 FOLDED = [case for case, (kind, _) in CASES.items() if kind in FAMILIES and case not in SLIDING]
 # A model type for each way to fold.
-ONE_A_ROW = sorted({replace(FAMILIES[kind], model_type=""): kind for kind in FAMILIES}.values())
+ONE_A_ROW = sorted({row: kind for kind, row in FAMILIES.items()}.values())
 llama_cpp = pytest.mark.skipif(
     find_spec("llama_cpp") is None or find_spec("gguf") is None,
     reason="llama-cpp-python is not installed (pip install 'i2cl[llama-cpp]')",
@@ -82,17 +83,23 @@ def relative(one, two):
 
 
 def longrope(original):
-    """A Phi-3 whose rotary embedding is another one behind so many tokens."""
+    """A Phi-3 whose rotary embedding is another one behind so many tokens, and an injection."""
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0} | factors
     sizes = {"original_max_position_embeddings": original, "max_position_embeddings": 64}
-    return decoder_of("phi3", rope_parameters=rope, **sizes)
+    return drawn("phi3", rope_parameters=rope, **sizes)
 
 
-def drawn(case, **overrides):
+def drawn(case, task=TASK, **overrides):
     """A decoder and an injection into it."""
     decoder = decoder_of(case, **overrides)
-    return decoder, injection_for(decoder)
+    return decoder, replace(injection_for(decoder), task=task)
+
+
+def with_golden(write, pair, path, **options):
+    """Export a decoder and an injection with their golden values, which come back."""
+    write(*pair, path, golden=lambda: make_golden(*pair), **options)
+    return Golden.from_export(path)
 
 
 def weights(folder):

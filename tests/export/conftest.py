@@ -1,7 +1,7 @@
 import pytest
 
-from export.cases import drawn
-from i2cl.export import export_hf, golden, make_golden
+from export.cases import drawn, with_golden
+from i2cl.export import export_hf, golden
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +13,5 @@ def _few_golden_prompts(monkeypatch):
 @pytest.fixture
 def exported(tmp_path):
     """A folded tiny Llama with its golden values."""
-    decoder, injection = drawn("llama")
-    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
+    with_golden(export_hf, drawn("llama"), tmp_path / "out")
     return tmp_path / "out"

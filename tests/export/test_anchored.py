@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from export.cases import TASK
 from fitting import one_line
-from i2cl import Decoder, Example, I2CLError, anchor
+from i2cl import Decoder, Example, anchor
 from i2cl.core.anchored import AnchoredConfig
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
 from i2cl.models.scoring import Questions
@@ -25,6 +26,13 @@ TEXTS = ["fine", "a lifeless film, by far"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def own(folder, tmp_path):
+    """The same base without generation settings."""
+    shutil.copytree(folder, tmp_path / "base", ignore=shutil.ignore_patterns("generation_config.json"))
+    return tmp_path / "base"
 
 
 @pytest.fixture(scope="module")
@@ -74,30 +82,25 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
 
 
 @pytest.mark.parametrize("form", [list, dict])
-def test_a_label_prior_stands_beside_what_the_base_generates_by(biased, decoder, folder, tmp_path, form):
+def test_a_label_prior_stands_beside_what_the_base_generates_by(biased, decoder, own, tmp_path, form):
     first = Questions(decoder, TASK).labels.first
-    own = shutil.copytree(folder, tmp_path / "base")
-    (own / "generation_config.json").unlink()
     of_own = Decoder.from_pretrained(str(own))
     settings = of_own.model.generation_config
     settings.eos_token_id = 7
     settings.sequence_bias = [[[3, 4], 1.5]] if form is list else {(3, 4): 1.5}
-    export_hf(of_own, biased, tmp_path / "out", golden=lambda: make_golden(decoder, biased))
+    known = make_golden(decoder, biased)
+    export_hf(of_own, biased, tmp_path / "out", golden=lambda: known)
     made = GenerationConfig.from_pretrained(tmp_path / "out")
     assert made.eos_token_id == 7
-    known = make_golden(decoder, biased)
-    tail = known.tail
     found = golden.biases_of(made)
     assert found == {(3, 4): 1.5} | known.sequence_bias
-    assert [found[(*tail, token)] for token in first] == [100.25, 99.5]
-    settings.sequence_bias = [[[*tail, first[0]], 1.5]]
-    with pytest.raises(I2CLError, match=f"label token {first[0]} already"):
-        export_hf(of_own, biased, tmp_path / "new", golden=lambda: known)
+    assert [found[(*known.tail, token)] for token in first] == [100.25, 99.5]
+    settings.sequence_bias = [[[*known.tail, first[0]], 1.5]]
+    told = f"label token {first[0]} already"
+    one_line(told, export_hf, of_own, biased, tmp_path / "new", golden=lambda: known)
 
 
-def test_a_base_without_generation_settings_keeps_those_of_its_config(anchored, decoder, folder, tmp_path):
-    own = shutil.copytree(folder, tmp_path / "base")
-    (own / "generation_config.json").unlink()
+def test_a_base_without_generation_settings_keeps_those_of_its_config(anchored, own, tmp_path):
     config = json.loads((own / "config.json").read_text()) | {"eos_token_id": 7}
     (own / "config.json").write_text(json.dumps(config))
     of_own = Decoder.from_pretrained(str(own))
@@ -108,8 +111,8 @@ def test_a_base_without_generation_settings_keeps_those_of_its_config(anchored, 
 
 def test_golden_values_of_another_prior_are_refused(anchored, biased, decoder, folder, tmp_path):
     for one, other in ((biased, anchored), (anchored, biased)):
-        with pytest.raises(I2CLError, match="another label prior"):
-            export_hf(folder, one, tmp_path / "out", golden=lambda other=other: make_golden(decoder, other))
+        made = partial(make_golden, decoder, other)
+        one_line("another label prior", export_hf, folder, one, tmp_path / "out", golden=made)
 
 
 def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folder, tmp_path, said):
@@ -118,8 +121,8 @@ def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folde
     one_line("leave it out with --drop-prior", fold, decoder, biased)
     one_line("tokens that the golden values name", export_hf, decoder, biased, tmp_path / "out")
     whole = replace(biased, scoring="full")
-    with pytest.raises(I2CLError, match="scored as whole sequences"):
-        export_hf(decoder, whole, tmp_path / "out", golden=lambda: make_golden(decoder, whole))
+    made = partial(make_golden, decoder, whole)
+    one_line("scored as whole sequences", export_hf, decoder, whole, tmp_path / "out", golden=made)
     biased.save_pretrained(tmp_path / "artefact")
     words = ["export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--drop-prior"]
     told, ids = said(*words), Questions(decoder, TASK).labels.first

@@ -13,12 +13,12 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from commands import run
-from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, llama_cpp, saved, scaled
+from export.cases import BEGUN, SHARED, TASK, decoder_of, drawn, llama_cpp, saved, scaled, with_golden
 from export.test_export_server import serving
-from export.test_greedy import exported, speaking
-from export.test_whole_labels import Echo
+from export.test_greedy import speaking
+from export.test_whole_labels import Echo, refusing
 from i2cl.core.injection import Injection
-from i2cl.export import Golden, calls, export_gguf, golden, make_golden, verify_gguf
+from i2cl.export import Golden, calls, export_gguf, export_hf, golden, verify_gguf
 from i2cl.export.calls import calls_of
 from i2cl.export.greedy import TEXTS, biases_of, grammar_of, label_in
 from i2cl.export.llama_cpp import LlamaCpp
@@ -29,6 +29,11 @@ def ran(code):
     with redirect_stdout(StringIO()) as told:
         exec(compile(code, "<call>", "exec"), {})
     return told.getvalue().strip("\n")
+
+
+def vllm_call(made):
+    (code,) = [call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM"]
+    return code
 
 
 def prepared(folder, monkeypatch, task=TASK, case="llama"):
@@ -67,10 +72,8 @@ def test_the_call_of_peft_runs_as_printed(tmp_path, monkeypatch, said, refused):
 
 
 def test_the_call_of_vllm_names_the_labels_as_they_stand_behind_the_prompt(tmp_path):
-    decoder = decoder_of("llama")
-    made = exported(tmp_path / "out", decoder, injection_for(decoder))
-    (code,) = [call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM"]
-    words = shlex.split(code.replace("\\\n", ""))
+    made = with_golden(export_hf, drawn("llama"), tmp_path / "out")
+    words = shlex.split(vllm_call(made).replace("\\\n", ""))
     assert words[:2] == ["curl", "http://localhost:8000/v1/completions"]
     body = json.loads(words[words.index("-d") + 1])
     assert (body["temperature"], body["prompt"]) == (0, made.prompts[0].query)
@@ -90,56 +93,44 @@ def completions(monkeypatch, echo):
         replies = [echo({"prompt": text})["choices"][0]["logprobs"] for text in asked["prompt"]]
         return SimpleNamespace(choices=[SimpleNamespace(logprobs=SimpleNamespace(**one)) for one in replies])
 
-    def client(**_):
-        return SimpleNamespace(completions=SimpleNamespace(create=create))
-
-    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=client))
+    client = SimpleNamespace(completions=SimpleNamespace(create=create))
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **_: client))
     return seen
 
 
 @pytest.mark.parametrize("task", [SHARED, BEGUN], ids=["shared", "begun"])
 def test_the_call_of_vllm_compares_whole_labels(tmp_path, monkeypatch, task):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
-    decoder = decoder_of("llama")
-    weak = replace(injection_for(decoder), task=task)
-    made = exported(tmp_path / "out", decoder, scaled(weak, 0.1))
+    decoder, injection = drawn("llama", task)
+    made = with_golden(export_hf, (decoder, scaled(injection, 0.1)), tmp_path / "out")
     seen = completions(monkeypatch, Echo(tmp_path / "out", generated=0))
-    told = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert next(call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM") in told
+    assert vllm_call(made) in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     for prompt in made.prompts:
         monkeypatch.setattr(calls, "TEXTS", (prompt.query.removeprefix("Review: ").split("\n")[0],))
-        (code,) = [call.code for call in calls_of(made, "out", "hf") if call.program == "vLLM"]
-        assert ran(code) == prompt.prediction
+        assert ran(vllm_call(made)) == prompt.prediction
         assert seen[-1]["prompt"] == [prompt.query + text for text in made.sequence_texts]
         assert (seen[-1]["model"], seen[-1]["max_tokens"], seen[-1]["echo"]) == ("out", 0, True)
     assert len({prompt.prediction for prompt in made.prompts}) > 1
 
 
 def test_a_server_is_sent_what_makes_it_say_whole_labels(tmp_path, refused):
-    decoder = decoder_of("llama")
-    made = exported(tmp_path / "out", decoder, replace(injection_for(decoder), task=SHARED))
-
-    def echo(_):
-        return None
-
-    with serving(made, echo=echo) as (url, seen):
+    made = with_golden(export_hf, drawn("llama", SHARED), tmp_path / "out")
+    with serving(made, echo=refusing) as (url, seen):
         assert run("verify", tmp_path / "out", "--url", url) == 0
     asked = [body for body in seen if "grammar" in body]
     assert len(asked) == len(made.prompts)
     for body in asked:
         assert body["grammar"] == 'root ::= "best film" | "best ever" | "bad film"'
         assert body["max_tokens"] == made.length
-    with serving(made, echo=echo, says=lambda *_: " best of all") as (url, _):
+    with serving(made, echo=refusing, says=lambda *_: " best of all") as (url, _):
         assert run("verify", tmp_path / "out", "--url", url) == 1
-    with serving(made, echo=echo, says=lambda *_: None) as (url, _):
+    with serving(made, echo=refusing, says=lambda *_: None) as (url, _):
         assert "answers no text" in refused("verify", tmp_path / "out", "--url", url)
 
 
 def test_labels_are_read_from_text():
-    words, texts = (
-        [" best\n", " best film\n", " bad"],
-        (" best\nA", "best film\n", " best fare", " bad.", " badly"),
-    )
+    words = [" best\n", " best film\n", " bad"]
+    texts = (" best\nA", "best film\n", " best fare", " bad.", " badly")
     assert [label_in(text, words, whole=True) for text in texts] == [0, 1, None, 2, None]
     assert label_in(" badly", [" bad"], whole=False) is None
     assert label_in("bad", [" bad"], whole=False) == 0
@@ -150,16 +141,15 @@ def test_labels_are_read_from_text():
 def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, said, task):
     prepared(tmp_path, monkeypatch, task)
     record = json.loads(said("export", "artefact", "out.gguf", "--to", "gguf", "--device", "cpu", "--json"))
-    assert record["grammar"] == Golden.from_export("out.gguf").grammar
+    made = Golden.from_export("out.gguf")
+    assert record["grammar"] == made.grammar
     code = record["calls"]["llama.cpp"]
     assert code in importlib.import_module("gguf").GGUFReader("out.gguf").get_field("i2cl.usage").contents()
     said = ran(code).strip()
     assert said in task.labels
-    made = Golden.from_export("out.gguf")
     assert task is TASK or said == made.prompts[0].prediction
-    start = code.find("prompt = ")
     if task is not TASK:  # for text after text
-        again = f"{code}\n{code[start:].replace(TEXTS[0], TEXTS[1])}"
+        again = f"{code}\n{code[code.find('prompt = ') :].replace(TEXTS[0], TEXTS[1])}"
         assert ran(again).split("\n") == [prompt.prediction for prompt in made.prompts]
 
 
@@ -167,10 +157,7 @@ def test_the_call_of_llama_cpp_runs_as_printed(tmp_path, monkeypatch, said, task
 def test_logit_bias_alone_makes_llama_cpp_say_the_expected_label(tmp_path):
     import llama_cpp as library
 
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    export_gguf(decoder, injection, tmp_path / "out.gguf", golden=lambda: make_golden(decoder, injection))
-    made = Golden.from_export(tmp_path / "out.gguf")
+    made = with_golden(export_gguf, drawn("llama"), tmp_path / "out.gguf")
     bias = {int(token): value for token, value in made.logit_bias(()).items()}
     model = library.Llama(str(tmp_path / "out.gguf"), verbose=False)
     for prompt in made.prompts:
@@ -180,9 +167,8 @@ def test_logit_bias_alone_makes_llama_cpp_say_the_expected_label(tmp_path):
 
 @llama_cpp
 def test_a_model_that_says_labels_does_so_in_llama_cpp(tmp_path, said):
-    decoder = speaking()
-    injection, path = injection_for(decoder), tmp_path / "out.gguf"
-    export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection))
+    path = tmp_path / "out.gguf"
+    with_golden(export_gguf, speaking(), path)
     assert verify_gguf(path).greedy == [True, True]
     assert "Plain greedy decoding answers 2 of 2" in said("verify", path)
 
@@ -192,8 +178,7 @@ def test_any_word_is_a_word_of_the_grammar(tmp_path):
     words = ['a "b" \\c', "l\ni\tn[e]s", "\u00e9t\u00e9 \u6771"]
     import llama_cpp as library
 
-    decoder = decoder_of("llama")
-    export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    export_gguf(*drawn("llama"), tmp_path / "out.gguf")
     with LlamaCpp(tmp_path / "out.gguf", 64) as model:
         grammar = library.LlamaGrammar.from_string(grammar_of(words), verbose=False)
         reply = model._model.create_completion("a", max_tokens=40, temperature=0, grammar=grammar)

@@ -2,15 +2,15 @@
 
 import io
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands import run
 from compressed import golden
 from fitting import one_line
-from i2cl import Decoder, I2CLError
+from i2cl import Decoder
 from i2cl.export import convert
 
 RELEASE = golden("autocompressor-opt")
@@ -25,8 +25,6 @@ class Trap:
         self.path = path
 
     def __reduce__(self):
-        import os
-
         return os.mkdir, (str(self.path),)
 
 
@@ -69,12 +67,12 @@ def test_a_single_file_with_tied_weights(tmp_path):
 def test_a_pickle_that_would_run_code_is_refused(pickled, tmp_path):
     torch.save({"weight": Trap(tmp_path / "ran")}, pickled / SECOND)
     one_line("would run code when loaded", convert, pickled, tmp_path / "new")
-    with pytest.raises(I2CLError, match=r"holds only pickle weights .*: `i2cl convert .* NEW` rewrites them"):
-        Decoder.from_pretrained(str(pickled))
+    told = r"holds only pickle weights .*: `i2cl convert .* NEW` rewrites them"
+    one_line(told, Decoder.from_pretrained, str(pickled))
     icae = golden("icae-v1")
     torch.save({"memory_token_embed.weight": Trap(tmp_path / "ran")}, tmp_path / "icae.pt")
-    with pytest.raises(I2CLError, match="would run code when loaded"):
-        icae.fitted(icae.decoder(), "icae", compressor=str(tmp_path / "icae.pt"))
+    given = {"compressor": str(tmp_path / "icae.pt")}
+    one_line("would run code when loaded", icae.fitted, icae.decoder(), "icae", **given)
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "new").exists()
 
@@ -82,12 +80,9 @@ def test_a_pickle_that_would_run_code_is_refused(pickled, tmp_path):
 @pytest.mark.parametrize(
     "command", ["convert {pickled} {new}", "eval {pickled} mood-colour-1 --method autocompressor --limit 2"]
 )
-def test_the_commands_refuse_it_in_one_line(pickled, tmp_path, capsys, command):
+def test_the_commands_refuse_it_in_one_line(pickled, tmp_path, refused, command):
     torch.save({"weight": Trap(tmp_path / "ran")}, pickled / FIRST)
-    assert run(*command.format(pickled=pickled, new=tmp_path / "new").split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("error: "), "Traceback" in err) == ("", 1, False)
-    assert "run code when loaded" in " ".join(err.split())
+    assert "run code when loaded" in refused(*command.format(pickled=pickled, new=tmp_path / "new").split())
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "new").exists()
 

@@ -1,7 +1,6 @@
 """Folding into weights, the checkpoint on disk, and the check that it answers as the injected model."""
 
 import json
-import shutil
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -25,6 +24,7 @@ from export.cases import (
     saved,
     stored,
     weights,
+    with_golden,
 )
 from fitting import one_line
 from i2cl.core.injection import Injection
@@ -49,10 +49,8 @@ def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_
     decoder = Decoder.from_pretrained(str(base), device="cpu")
     texts = ["a warm film", "dull"]
     wanted = injection.scores(decoder, texts)
-    model, questions = (
-        AutoModelForCausalLM.from_pretrained(out, dtype="float32"),
-        injection.questions(decoder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
+    questions = injection.questions(decoder)
     first, bias = list(questions.labels.first), torch.tensor(outcome.golden.label_bias)
     rows = [model(torch.tensor([ids])).logits[0, -1, first] + bias for ids in questions.queries(texts)]
     torch.testing.assert_close(torch.stack(rows).log_softmax(-1).double(), wanted, atol=1e-4, rtol=1e-4)
@@ -63,20 +61,17 @@ def test_an_export_says_that_its_probabilities_are_those_at_1(to, case, tmp_path
     base, artefact = saved(decoder_of(case), tmp_path)
     injection = replace(Injection.from_pretrained(artefact), temperature=2.5)
     injection.save_pretrained(tmp_path / "warm")
-    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
-    words = ["export", tmp_path / "warm", out, "--to", to, "--model", base, "--no-golden"]
+    one, two, three = (tmp_path / f"out{number}.gguf" for number in range(3))
+    words = ["export", tmp_path / "warm", "--to", to, "--model", base, "--no-golden"]
     words += ["--no-tokenizer"] if to == "gguf" else []
-    told = " ".join(said(*words).split())
-    shutil.rmtree(out) if out.is_dir() else out.unlink()
-    record = json.loads(said(*words, "--json"))
+    told, record = " ".join(said(*words, one).split()), json.loads(said(*words, two, "--json"))
     assert (record["temperature"], record["temperature_kept"]) == (2.5, False)
-    said = "those of temperature 1: divide log-probabilities among the labels by 2.5"
-    assert said + (", or export with --temperature fold." if to == "hf" else ".") in told
+    at_1 = "those of temperature 1: divide log-probabilities among the labels by 2.5"
+    assert at_1 + (", or export with --temperature fold." if to == "hf" else ".") in told
     if to != "hf":
-        shutil.rmtree(out) if out.is_dir() else out.unlink()
-        line = refused(*words, "--temperature", "fold")
+        line = refused(*words, three, "--temperature", "fold")
         assert f"--temperature fold is for --to hf, {to} leaves the head as it is" in line
-        assert not out.exists()
+        assert not three.exists()
 
 
 def same_weights(folder, *others):
@@ -210,8 +205,7 @@ def test_golden_values_of_a_model_in_bfloat16_are_made_in_float32_a_large_head_i
     tmp_path, monkeypatch
 ):
     decoder, injection = drawn("llama", dtype=torch.bfloat16)
-    whole = make_golden(decoder, injection)
-    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
+    whole = with_golden(export_hf, (decoder, injection), tmp_path / "out")
     assert decoder.model.dtype == torch.bfloat16
     outcome = verify(tmp_path / "out", device="cpu")
     assert (outcome.passed, outcome.golden.dtype) == (True, "bfloat16")
@@ -240,19 +234,18 @@ def test_export_and_verify(artefact, tmp_path, said):
 
 
 def test_bad_input_is_one_line(artefact, tmp_path, refused, monkeypatch):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine", encoding="utf-8")
-    out = tmp_path / "out"
-    assert "holds other files (notes.txt)" in refused("export", artefact, tmp_path / "full")
-    assert "is no injection" in refused("export", tmp_path / "full", out)
+    out, full = tmp_path / "out", tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine", encoding="utf-8")
+    assert "holds other files (notes.txt)" in refused("export", artefact, full)
+    assert "is no injection" in refused("export", full, out)
     assert "see i2cl export --help" in refused("export", artefact, out, "--to", "onnx")
     assert "is no size" in refused("export", artefact, out, "--no-golden", "--max-shard-size", "big")
-    assert "no config.json" in refused("export", artefact, out, "--model", tmp_path / "full")
+    assert "no config.json" in refused("export", artefact, out, "--model", full)
     monkeypatch.setattr(checkpoint, "snapshot_download", Mock(side_effect=LocalEntryNotFoundError("offline")))
     told = refused("export", artefact, out, "--model", "nobody/none")
     assert "the hub says LocalEntryNotFoundError" in told
-    assert "has no i2cl_golden.json" in refused("verify", tmp_path / "full")
-    assert "add --url" in refused("verify", tmp_path / "full", "--model-name", "x")
+    assert "has no i2cl_golden.json" in refused("verify", full)
     assert listed(tmp_path) == ["full"]
 
 

@@ -1,6 +1,7 @@
 """A folded Llama as a GGUF file: what is written, and what llama.cpp answers, where it is installed."""
 
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,18 +15,18 @@ from export.cases import (
     drawn,
     field,
     hooked,
-    injection_for,
     llama_cpp,
     longrope,
     memory_of,
     relative,
     saved,
+    with_golden,
 )
 from export.test_export_server import by_id, serving
 from fitting import one_line
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export import Golden, export_gguf, fold, make_golden, verify_gguf
+from i2cl.export import Golden, export_gguf, fold, verify_gguf
 from i2cl.export.families import FAMILIES
 from i2cl.export.gguf import Weights, neighbours
 from i2cl.export.golden import GOLDEN
@@ -62,8 +63,7 @@ NAMES = [f"{case}-{','.join(map(str, fields.values()))[:40]}" for case, fields i
 @pytest.fixture
 def exported(tmp_path):
     """A folded tiny Llama with its golden values."""
-    decoder, injection = drawn("llama")
-    export_gguf(decoder, injection, tmp_path / "out.gguf", golden=lambda: make_golden(decoder, injection))
+    with_golden(export_gguf, drawn("llama"), tmp_path / "out.gguf")
     return tmp_path / "out.gguf"
 
 
@@ -85,8 +85,8 @@ def test_the_file_says_what_it_is(exported):
 
 
 def test_every_tensor_is_the_folded_one(exported):
-    decoder = decoder_of("llama")
-    state = fold(decoder, injection_for(decoder)).state_dict()
+    decoder, injection = drawn("llama")
+    state = fold(decoder, injection).state_dict()
     there = tensors(exported)
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, decoder.layers)
     left_out = set()
@@ -120,10 +120,10 @@ def test_a_tied_head_is_written_once(tmp_path):
 )
 def test_matrices_have_the_dtype_and_vectors_float32(dtype, kind, tmp_path):
     (decoder, injection), path = drawn("llama", dtype=torch.bfloat16), tmp_path / "out.gguf"
-    export_gguf(decoder, injection, path, dtype=dtype, golden=lambda: make_golden(decoder, injection))
+    golden = with_golden(export_gguf, (decoder, injection), path, dtype=dtype)
     for tensor in tensors(path).values():
         assert tensor.tensor_type.name == (kind if len(tensor.shape) > 1 else "F32")
-    assert Golden.from_export(path).dtype == {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[kind]
+    assert golden.dtype == {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[kind]
     folded = tensors(path)["blk.1.ffn_down.weight"]
     values = torch.from_numpy(gguf.quants.dequantize(folded.data, folded.tensor_type).copy())
     source = decoder.model.state_dict()["model.layers.1.mlp.down_proj.weight"].float()
@@ -150,30 +150,26 @@ def test_memory_stays_near_one_tensor(tmp_path):
 
 @pytest.mark.parametrize("case", sorted(set(FAMILIES) - LLAMAS))
 def test_what_is_no_llama_is_refused(case, tmp_path):
-    decoder = decoder_of(case)
     reason = "has the activation 'gelu" if case == "gemma" else "only a 'llama' is written as GGUF"
-    told = one_line(reason, export_gguf, decoder, injection_for(decoder), tmp_path / "out.gguf")
+    told = one_line(reason, export_gguf, *drawn(case), tmp_path / "out.gguf")
     assert told.endswith("export it with --to hf")
     assert listed(tmp_path) == []
 
 
 def test_a_dtype_that_gguf_lacks_or_that_overflows_is_refused(tmp_path):
-    decoder = decoder_of("llama")
-    with pytest.raises(I2CLError, match="choose float32, float16 or bfloat16"):
-        export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf", dtype=torch.float64)
+    call, out = (export_gguf, *drawn("llama")), tmp_path / "out.gguf"
+    one_line("choose float32, float16 or bfloat16", *call, out, dtype=torch.float64)
     with torch.no_grad():
-        decoder.model.lm_head.weight[3, 3] = 1e6
-    injection = injection_for(decoder_of("llama"))
-    with pytest.raises(I2CLError, match=r"lm_head.weight has values that torch.float16 does not hold"):
-        export_gguf(decoder, injection, tmp_path / "out.gguf", dtype=torch.float16, force=True)
+        call[1].model.lm_head.weight[3, 3] = 1e6
+    told = r"lm_head.weight has values that torch.float16 does not hold"
+    one_line(told, *call, out, dtype=torch.float16, force=True)
     assert listed(tmp_path) == []
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    decoder = decoder_of("llama")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(I2CLError, match=r"needs the package gguf: pip install 'i2cl\[gguf\]'"):
-        export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
+    told = r"needs the package gguf: pip install 'i2cl\[gguf\]'"
+    one_line(told, export_gguf, *drawn("llama"), tmp_path / "out.gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     one_line("needs the package llama-cpp-python", LlamaCpp, tmp_path / "out.gguf", 8)
 
@@ -182,15 +178,11 @@ def test_what_verify_lacks_is_told_before_the_file_is_written(tmp_path, refused,
     base, artefact = saved(decoder_of("llama"), tmp_path)
     export = ("export", artefact, "--model", base, "--to", "gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setattr(Weights, "tensor", lambda *_: refuse("the disk is full"))
+    monkeypatch.setattr(Weights, "tensor", Mock(side_effect=I2CLError("the disk is full")))
     told = refused(*export, tmp_path / "out.gguf", lines=2)
     assert told.startswith("`i2cl verify` of a GGUF file needs the package llama-cpp-python: pip install")
     assert "the disk is full" in told
     assert "llama" not in refused(*export, tmp_path / "out.gguf", "--no-golden")
-
-
-def refuse(why):
-    raise I2CLError(why)
 
 
 def test_bad_input_is_one_line(tmp_path, refused):
@@ -235,8 +227,7 @@ def test_llama_cpp_does_what_the_hooks_do(case, fields, tmp_path):
 
 @llama_cpp
 def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path):
-    decoder = longrope(len(IDS))
-    injection = injection_for(decoder)
+    decoder, injection = longrope(len(IDS))
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     assert field(tmp_path / "out.gguf", "granite.context_length") == len(IDS)
     with LlamaCpp(tmp_path / "out.gguf", len(IDS)) as model:
@@ -264,9 +255,8 @@ def test_a_server_is_asked_what_the_file_says(exported, said):
 @llama_cpp
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_lower_precision_holds_within_its_tolerance(dtype, tmp_path):
-    (decoder, injection), path = drawn("llama"), tmp_path / "out.gguf"
-    export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection), dtype=dtype)
-    assert verify_gguf(path).passed
+    with_golden(export_gguf, drawn("llama"), tmp_path / "out.gguf", dtype=dtype)
+    assert verify_gguf(tmp_path / "out.gguf").passed
 
 
 @llama_cpp

@@ -11,21 +11,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from export.cases import (
-    FOLDED,
-    ONE_A_ROW,
-    ROUNDED,
-    decoder_of,
-    drawn,
-    hooked,
-    injection_for,
-    longrope,
-    plain,
-    relative,
-)
+from export.cases import FOLDED, ONE_A_ROW, ROUNDED, drawn, hooked, longrope, plain, relative
 from fitting import left_as_found, one_line
 from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.errors import I2CLError
 from i2cl.export import export_hf, fold
 from i2cl.export.families import FAMILIES, REFUSED
 from i2cl.models.architectures import ARCHITECTURES, Architecture
@@ -33,20 +21,19 @@ from i2cl.models.decoder import Decoder
 from tiny import CASES
 
 ROOT = Path(__file__).parents[2]
+HALF_ROTATED = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
 FIGURE_NAMES = ("identity", "float32", "verify")
 FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", [*ONE_A_ROW, "llama-tied", "mistral", "gemma"])
 def test_a_folded_temperature_divides_all_logits(case, tmp_path):
-    decoder = decoder_of(case)
-    injection = injection_for(decoder, temperature=2.25)
+    decoder, injection = drawn(case)
+    injection = replace(injection, temperature=2.25)
     export_hf(decoder, injection, tmp_path / "warm", fold_temperature=True)
     export_hf(decoder, injection, tmp_path / "plain")
-    made = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32") for name in ("plain", "warm")
-    ]
-    cold, warm = map(plain, made)
+    load = AutoModelForCausalLM.from_pretrained
+    cold, warm = (plain(load(tmp_path / name, dtype="float32")) for name in ("plain", "warm"))
     torch.testing.assert_close(warm * 2.25, cold, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(cold, hooked(decoder, injection), atol=1e-3, rtol=1e-3)
 
@@ -73,10 +60,8 @@ def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
 
 @pytest.mark.parametrize("case", sorted(set(CASES) - set(FOLDED)))
 def test_what_cannot_be_folded_says_why_and_what_else(case):
-    decoder = decoder_of(case)
-    reason = REFUSED.get(decoder.model.config.model_type, "sliding window of 8 tokens is shorter than")
-    told = one_line("", fold, decoder, injection_for(decoder))
-    assert reason in told
+    told = one_line("", fold, *drawn(case))
+    assert REFUSED.get(CASES[case][0], "sliding window of 8 tokens is shorter than") in told
     assert told.endswith("predict with hooks instead (`i2cl predict`)")
 
 
@@ -117,8 +102,7 @@ def test_variants_of_a_family_fold_exactly(case, overrides, tmp_path):
 
 def test_long_rotary_scaling_comes_along():
     for original in (16, 32):  # the tokens are more, and fewer
-        decoder = longrope(original)
-        injection = injection_for(decoder)
+        decoder, injection = longrope(original)
         assert relative(plain(fold(decoder, injection)), hooked(decoder, injection)) <= 1e-5
 
 
@@ -137,15 +121,12 @@ def test_the_users_model_is_left_as_found(case, tmp_path):
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
-        ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates"),
+        ("phi3", {"rope_parameters": HALF_ROTATED}, "rotates"),
         ("mistral", {"hidden_size": 36, "head_dim": 8, "num_attention_heads": 8}, "no multiple"),
     ],
 )
 def test_configs_that_llama_cannot_hold_are_refused(case, fields, message):
-    if "rope_parameters" in fields:
-        fields = {"rope_parameters": fields["rope_parameters"] | {"rope_type": "default"}}
-    decoder, injection = drawn(case, **fields)
-    one_line(message, fold, decoder, injection)
+    one_line(message, fold, *drawn(case, **fields))
 
 
 def test_injections_that_are_no_bias_and_models_of_others_are_refused():
@@ -153,20 +134,20 @@ def test_injections_that_are_no_bias_and_models_of_others_are_refused():
     one_line("positions 'last'", fold, decoder, replace(injection, positions="last"))
     values = torch.zeros(decoder.layers, 1, decoder.d_model)
     hidden = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
-    with pytest.raises(I2CLError, match="block outputs"):
-        fold(decoder, replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2)))
-    with pytest.raises(I2CLError, match=r"\(layers, width\) \(3, 32\)"):
-        fold(decoder_of("llama"), injection_for(decoder_of("llama", num_hidden_layers=3)))
+    blocks = replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2))
+    one_line("block outputs", fold, decoder, blocks)
+    _, deeper = drawn("llama", num_hidden_layers=3)
+    one_line(r"\(layers, width\) \(3, 32\)", fold, decoder, deeper)
     own = Architecture("llama", "layers", "self_attn", "mlp.down_proj")
-    with pytest.raises(I2CLError, match="Architecture of your own"):
-        fold(Decoder(decoder.model, decoder.tokenizer, architecture=own), injection)
+    other = Decoder(decoder.model, decoder.tokenizer, architecture=own)
+    one_line("Architecture of your own", fold, other, injection)
     one_line("not in memory", fold, decoder.model.to("meta"), injection)
 
 
 def test_no_remote_code_is_named(tmp_path):
-    decoder = decoder_of("falcon")
+    decoder, injection = drawn("falcon")
     decoder.model.config.auto_map = {"AutoConfig": "configuration.Own"}
-    export_hf(decoder, injection_for(decoder), tmp_path / "out")
+    export_hf(decoder, injection, tmp_path / "out")
     assert "auto_map" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
     assert not list((tmp_path / "out").glob("*.py"))
 

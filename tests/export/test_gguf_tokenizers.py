@@ -6,9 +6,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
 
-from export.cases import CLOSE, TEXTS, change, field, injection_for, llama_cpp
+from export.cases import CLOSE, TEXTS, change, field, injection_for, llama_cpp, with_golden
 from fitting import one_line
-from i2cl.export import export_gguf, make_golden, verify_gguf
+from i2cl.export import export_gguf, verify_gguf
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.llama_cpp import LlamaCpp
 from i2cl.models.decoder import Decoder
@@ -41,16 +41,10 @@ def pieces_of_sentencepiece(*, prefix=True, bos=True):
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(list(TEXTS), trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    words = sorted(trained.get_vocab().items(), key=lambda item: item[1])
-    names = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *(word for word, _ in words),
-    ]
-    vocabulary = {name: number for number, name in enumerate(names)}
-    cuts = ((word[:cut], word[cut:]) for word, _ in words for cut in range(1, len(word)))
+    words, known = sorted(trained.get_vocab(), key=trained.token_to_id), ["<unk>", "<s>", "</s>"]
+    known += [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {name: number for number, name in enumerate(known + words)}
+    cuts = ((word[:cut], word[cut:]) for word in words for cut in range(1, len(word)))
     merges = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
     return LlamaTokenizer(vocab=vocabulary, merges=merges, add_prefix_space=prefix, add_bos_token=bos)
 
@@ -95,8 +89,8 @@ TOKENIZERS = {
 }
 
 
-def decoder_with(tokenizer, size=None):
-    return Decoder(tiny_model("llama", vocab_size=size or len(tokenizer)), tokenizer, name="tiny")
+def decoder_with(tokenizer):
+    return Decoder(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer, name="tiny")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -160,9 +154,8 @@ def test_tokenizers_that_cannot_be_carried_are_refused(make, reason):
 
 @llama_cpp
 def test_another_tokenization_is_told(tmp_path, said):
-    decoder = decoder_with(pieces_of_sentencepiece())
-    injection, path = injection_for(decoder), tmp_path / "out.gguf"
-    export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection))
+    decoder, path = decoder_with(pieces_of_sentencepiece()), tmp_path / "out.gguf"
+    with_golden(export_gguf, (decoder, injection_for(decoder)), path)
     assert verify_gguf(path).passed
     change(path, fields=[("tokenizer.ggml.add_bos_token", False)])
     outcome = verify_gguf(path)
@@ -173,10 +166,9 @@ def test_another_tokenization_is_told(tmp_path, said):
 
 @llama_cpp
 def test_without_its_tokenizer_a_file_takes_ids(tmp_path):
-    decoder = decoder_with(bpe(split(r"\w+")))
-    injection, path = injection_for(decoder), tmp_path / "out.gguf"
-    golden = lambda: make_golden(decoder, injection)  # noqa: E731
-    one_line("--no-tokenizer", export_gguf, decoder, injection, path, golden=golden)
-    export_gguf(decoder, injection, path, golden=golden, tokenizer=False)
+    decoder, path = decoder_with(bpe(split(r"\w+"))), tmp_path / "out.gguf"
+    injection = injection_for(decoder)
+    one_line("--no-tokenizer", export_gguf, decoder, injection, path)
+    with_golden(export_gguf, (decoder, injection), path, tokenizer=False)
     assert field(path, "tokenizer.ggml.tokens") is None
     assert verify_gguf(path).passed

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from commands import run
-from export.cases import BEGUN, SHARED, TASK, decoder_of, injection_for, scaled
+from export.cases import BEGUN, SHARED, TASK, decoder_of, drawn, injection_for, scaled, with_golden
 from export.test_export_server import expected, serving
 from fitting import one_line
-from i2cl.export import Golden, export_hf, fold, golden, make_golden, verify
+from i2cl.export import export_hf, fold, golden, make_golden, verify
 from i2cl.export.greedy import (
     FORCE,
     TEXTS,
@@ -30,7 +30,7 @@ NO_END = replace(SHARED, template=Template("{text} {label}"))
 
 
 def speaking():
-    """A model that says "positive" or "negative" after anything: all other logits are 0."""
+    """A model that says "positive" or "negative" after anything: all other logits are 0; and an injection."""
     decoder = decoder_of("llama")
     first, second = Questions(decoder, TASK).labels.first
     with torch.no_grad():
@@ -38,39 +38,23 @@ def speaking():
         one = head[first].clone()
         head.zero_()
         head[first], head[second] = one, -one
-    return decoder
+    return decoder, injection_for(decoder)
 
 
-def exported(folder, decoder, injection):
-    export_hf(decoder, injection, folder, golden=lambda: make_golden(decoder, injection))
-    return Golden.from_export(folder)
-
-
-LONG = (
-    [5, 6],
-    [5, 7, 20],
-    [5, 7, 21, 3, 22],
-    [9],
-    [10, 11, 12, 13, 14, 23],
-    [10, 11, 24],
-    [10, 25],
-    [15, 26],
-)
+LONG = [[5, 6], [5, 7, 20], [5, 7, 21, 3, 22], [9]]
+LONG += [[10, 11, 12, 13, 14, 23], [10, 11, 24], [10, 25], [15, 26]]
 """Tokens of labels: of several lengths, and of several that begin alike."""
 
 
-def whole(logits, ids, label):
+def whole(model, ids, label):
     """Log-probability of a label, token by token."""
-    after = ((logits([*ids, *label[:place]]), token) for place, token in enumerate(label))
+    after = ((last_logits(model, [*ids, *label[:place]]), token) for place, token in enumerate(label))
     return sum(scores.float().log_softmax(-1)[token].item() for scores, token in after)
 
 
-def last_logits(model):
-    def logits(ids):
-        with torch.no_grad():
-            return model(torch.tensor([ids])).logits[0, -1]
-
-    return logits
+@torch.no_grad()
+def last_logits(model, ids):
+    return model(torch.tensor([ids])).logits[0, -1]
 
 
 def said_by(model, ids, **options):
@@ -93,8 +77,7 @@ def test_there_are_twenty_texts_of_several_kinds():
 
 @pytest.mark.parametrize("task", [TASK, SHARED, BEGUN], ids=["first", "shared", "begun"])
 def test_golden_values_hold_what_the_folded_model_generates(task):
-    decoder = decoder_of("llama")
-    injection = replace(injection_for(decoder), task=task)
+    decoder, injection = drawn("llama", task)
     made, model = make_golden(decoder, injection), fold(decoder, injection)
     longest = max(map(len, made.targets))
     assert (longest == 1) == (task is TASK)
@@ -103,25 +86,21 @@ def test_golden_values_hold_what_the_folded_model_generates(task):
     assert made.forced
 
 
-def test_a_model_that_says_labels_is_left_alone(tmp_path, capsys, monkeypatch):
+def test_a_model_that_says_labels_is_left_alone(tmp_path, said, monkeypatch):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
-    decoder = speaking()
-    made = exported(tmp_path / "out", decoder, injection_for(decoder))
+    made = with_golden(export_hf, speaking(), tmp_path / "out")
     assert not made.forced
     assert {prompt.prediction for prompt in made.prompts} == set(TASK.labels)
     assert "sequence_bias" not in (tmp_path / "out" / "generation_config.json").read_text()
-    assert run("verify", tmp_path / "out", "--device", "cpu") == 0
     told = "Plain greedy decoding answers 20 of 20 prompts with the expected label"
-    assert told in capsys.readouterr().out
+    assert told in said("verify", tmp_path / "out", "--device", "cpu")
     with serving(made) as (url, seen):
-        assert run("verify", tmp_path / "out", "--url", url) == 0
+        assert told in said("verify", tmp_path / "out", "--url", url)
     assert len(seen) == len(made.prompts)  # the reply with log-probabilities is the answer
-    assert told in capsys.readouterr().out
 
 
 def test_settings_that_change_what_is_said_are_found(tmp_path, said):
-    decoder = speaking()
-    made = exported(tmp_path / "out", decoder, injection_for(decoder))
+    made = with_golden(export_hf, speaking(), tmp_path / "out")
     change_settings(tmp_path / "out", lambda _: {"suppress_tokens": made.label_ids})
     printed = said("verify", tmp_path / "out", "--device", "cpu", code=1)
     for part in ("answers 0 of 2 prompts", "decode at temperature 0 without penalties", "does not hold"):
@@ -135,8 +114,7 @@ def test_settings_that_change_what_is_said_are_found(tmp_path, said):
 @pytest.mark.parametrize(("right", "passes"), [(19, True), (18, False)])
 def test_nineteen_of_twenty_are_enough(tmp_path, monkeypatch, right, passes):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
-    decoder = speaking()
-    made = exported(tmp_path / "out", decoder, injection_for(decoder))
+    made = with_golden(export_hf, speaking(), tmp_path / "out")
     assert len(made.prompts) == 20
     wrong = {prompt.text for prompt in made.prompts[right:]}
 
@@ -147,12 +125,12 @@ def test_nineteen_of_twenty_are_enough(tmp_path, monkeypatch, right, passes):
         assert run("verify", tmp_path / "out", "--url", url) == (0 if passes else 1)
 
 
-def by_hand(logits, ids, sequences):
+def by_hand(model, ids, sequences):
     """The label that the model's own logits choose, token by token among those of labels."""
     found = []
     while not (said := [one for one in sequences if list(one) == found]):
         allowed = sorted({one[len(found)] for one in sequences if list(one[: len(found)]) == found})
-        after = logits([*ids, *found])
+        after = last_logits(model, [*ids, *found])
         found.append(max(allowed, key=lambda token: after[token]))
     return said[0]
 
@@ -160,23 +138,18 @@ def by_hand(logits, ids, sequences):
 @pytest.mark.parametrize("task", [TASK, SHARED, BEGUN, NO_END], ids=["first", "shared", "begun", "no-end"])
 def test_generate_says_a_label_to_its_end_and_stops(tmp_path, monkeypatch, task):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
-    decoder = decoder_of("llama")
-    injection = replace(injection_for(decoder), task=task)
-    weak = scaled(injection, 0.1)  # so that texts decide
-    made = exported(tmp_path / "out", decoder, weak)
+    decoder, injection = drawn("llama", task)
+    made = with_golden(export_hf, (decoder, scaled(injection, 0.1)), tmp_path / "out")  # so that texts decide
     assert made.forced
     assert bool(made.tail) == (task is not NO_END)
     model, said = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), set()
-    logits = last_logits(model)
     for prompt in made.prompts:
         told = said_by(model, prompt.ids, do_sample=False, max_new_tokens=20)
         if made.beams:
-            wanted = max(made.spoken, key=lambda label: whole(logits, prompt.ids, label))
-            assert told == wanted
+            assert told == max(made.spoken, key=lambda label: whole(model, prompt.ids, label))
         else:
-            wanted = by_hand(logits, prompt.ids, made.spoken)
-            assert told == [*wanted, made.end]
-        said.add(tuple(wanted))
+            assert told == [*by_hand(model, prompt.ids, made.spoken), made.end]
+        said.add(tuple(told))
     assert bool(made.beams) == (task in (SHARED, BEGUN))
     assert len(said) > 1
 
@@ -199,7 +172,7 @@ def test_a_beam_for_each_label_finds_the_best_whole_one(labels):
         for _ in range(10):
             ids = [*torch.randint(1, 200, (5,), generator=draw).tolist(), *tail]
             made = said_by(model, ids, generation_config=generation)
-            sums = [whole(last_logits(model), ids, label) for label in labels]
+            sums = [whole(model, ids, label) for label in labels]
             assert made == list(labels[sums.index(max(sums))])
             found.add(tuple(made))
     assert len(found) > 2
@@ -222,8 +195,7 @@ def test_whether_beams_can_compare():
 
 @pytest.mark.parametrize("change", [{"num_beams": 2}, {"length_penalty": 1.0}, {"eos_token_id": 0}, None])
 def test_a_lost_search_or_bias_is_named(tmp_path, change):
-    decoder = decoder_of("llama")
-    exported(tmp_path / "out", decoder, replace(injection_for(decoder), task=SHARED if change else TASK))
+    with_golden(export_hf, drawn("llama", SHARED if change else TASK), tmp_path / "out")
     change_settings(tmp_path / "out", lambda kept: change or {"sequence_bias": kept["sequence_bias"][1:]})
     lost = "the beam search over whole labels" if change else "the labels' sequence_bias"
     one_line(f"lacks {lost}", verify, tmp_path / "out")
@@ -248,13 +220,11 @@ def test_the_bias_is_for_the_end_of_a_prompt_alone():
     assert shared_end([(1, 2), (1, 3)]) == ()
 
 
-def test_whole_labels_that_cannot_be_forced_right_are_told(tmp_path, capsys, monkeypatch):
+def test_whole_labels_that_cannot_be_forced_right_are_told(tmp_path, said, monkeypatch):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
-    decoder = decoder_of("llama")
     for task, code, told in (
         (SHARED, 0, "A search over whole labels (3 beams) answers 20 of 20 prompts"),
         (NO_END, 1, "That is too few: compare log-probabilities of whole labels"),  # token by token
     ):
-        exported(tmp_path / str(code), decoder, replace(injection_for(decoder), task=task))
-        assert run("verify", tmp_path / str(code), "--device", "cpu") == code
-        assert told in capsys.readouterr().out
+        with_golden(export_hf, drawn("llama", task), tmp_path / str(code))
+        assert told in said("verify", tmp_path / str(code), "--device", "cpu", code=code)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from export.cases import BEGUN, SHARED, decoder_of, injection_for
+from export.cases import BEGUN, SHARED, drawn, with_golden
 from export.test_export_server import serving
 from i2cl.export import Golden, export_gguf, export_hf, golden, greedy, make_golden, verify, verify_gguf
 
@@ -21,16 +21,10 @@ def _texts(monkeypatch):
     monkeypatch.setattr(greedy, "ENOUGH", 0)  # random models say no label: see test_greedy.py
 
 
-def injected(decoder, task=SHARED):
-    return replace(injection_for(decoder), task=task)
-
-
 @pytest.fixture
 def export(tmp_path):
     """A folded tiny Llama with its golden values."""
-    decoder = decoder_of("llama")
-    injection = injected(decoder)
-    export_hf(decoder, injection, tmp_path / "out", golden=lambda: make_golden(decoder, injection))
+    with_golden(export_hf, drawn("llama", SHARED), tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -38,8 +32,8 @@ def export(tmp_path):
 @pytest.mark.parametrize("task", [SHARED, BEGUN], ids=["shared", "begun"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_golden_labels_are_those_of_the_injection(task, dtype, scoring):
-    decoder = decoder_of("llama", dtype)
-    injection = replace(injected(decoder, task), scoring=scoring)
+    decoder, injection = drawn("llama", task, dtype=dtype)
+    injection = replace(injection, scoring=scoring)
     made = make_golden(decoder, injection)
     decoder.model.float()
     assert [prompt.prediction for prompt in made.prompts] == injection.predict(decoder, TEXTS)
@@ -50,8 +44,7 @@ def test_golden_labels_are_those_of_the_injection(task, dtype, scoring):
 
 
 def test_labels_that_differ_in_their_first_token_are_recorded_by_it():
-    decoder = decoder_of("llama")
-    made = make_golden(decoder, injected(decoder, replace(SHARED, labels=("best", "film"))))
+    made = make_golden(*drawn("llama", replace(SHARED, labels=("best", "film"))))
     assert made.sequences == []
     assert all(prompt.whole == [] for prompt in made.prompts)
 
@@ -75,13 +68,9 @@ def test_the_export_holds_and_a_change_that_only_later_tokens_show_is_found(expo
 
 def test_llama_cpp_holds(tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install 'i2cl[gguf]')")
-    decoder = decoder_of("llama")
-    injection = injected(decoder)
-    path = tmp_path / "out.gguf"
-    export_gguf(decoder, injection, path, golden=lambda: make_golden(decoder, injection))
-    outcome = verify_gguf(path)
-    assert outcome.passed
-    assert outcome.worst < 1e-5
+    with_golden(export_gguf, drawn("llama", SHARED), tmp_path / "out.gguf")
+    outcome = verify_gguf(tmp_path / "out.gguf")
+    assert (outcome.passed, outcome.worst < 1e-5) == (True, True)
     assert all(row["found"] == row["expected"] for row in outcome.rows())
 
 
@@ -170,9 +159,7 @@ def silent(body):
     return {"choices": [{"logprobs": None}]}
 
 
-@pytest.mark.parametrize(
-    "echo", [refusing, ignoring, miscounting, silent, "late"], ids=lambda one: getattr(one, "__name__", one)
-)
+@pytest.mark.parametrize("echo", [refusing, ignoring, miscounting, silent, "late"])
 def test_a_server_that_tells_no_sequences_names_no_label(export, said, echo):
     shown = Echo(export, late=True) if echo == "late" else echo
     with serving(Golden.from_export(export), echo=shown) as (url, _):

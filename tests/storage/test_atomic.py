@@ -40,21 +40,18 @@ def test_a_new_folder_takes_its_place(tmp_path, before):
     assert [entry.name for entry in path.parent.iterdir()] == ["out"]
 
 
-@pytest.fixture(params=[0o022, 0o007, 0o077], ids=oct)
-def umask(request):
-    """What new files are not to allow."""
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
 @pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077], ids=oct)
 def test_others_may_read_what_the_umask_lets_them(tmp_path, umask):
     """Safetensors makes files that their owner alone may read."""
-    with new_folder(tmp_path / "out", OWNED) as fresh:
-        (fresh / "deeper").mkdir()
-        for path in (fresh / "data", fresh / "deeper" / "data"):
-            save_file({"x": np.zeros(1)}, path)
+    before = os.umask(umask)
+    try:
+        with new_folder(tmp_path / "out", OWNED) as fresh:
+            (fresh / "deeper").mkdir()
+            for path in (fresh / "data", fresh / "deeper" / "data"):
+                save_file({"x": np.zeros(1)}, path)
+    finally:
+        os.umask(before)
     for path in (tmp_path / "out" / "data", tmp_path / "out" / "deeper" / "data"):
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
@@ -126,10 +123,8 @@ def test_a_new_file_appears_at_the_end_or_not_at_all(tmp_path):
         pass
     with pytest.raises(ZeroDivisionError), new_file(path.with_name("half")) as fresh:
         assert fresh.write_text("half") / 0
-    with (
-        pytest.raises(I2CLError, match=r"cannot write .*No space left.*free space"),
-        new_file(path.with_name("full")),
-    ):
+    told = r"cannot write .*No space left.*free space"
+    with pytest.raises(I2CLError, match=told), new_file(path.with_name("full")):
         raise OSError(28, "No space left on device")
     assert contents(path.parent) == {"out": "whole"}
 

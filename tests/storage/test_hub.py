@@ -16,7 +16,6 @@ from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.artefact import TENSORS
 from i2cl.core.context import ExtractConfig
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import CARD
@@ -56,10 +55,8 @@ def test_the_card_tells_what_it_is_and_where_it_came_from(tmp_path):
 
 
 def test_the_card_of_an_anchored_fit_in_python_names_what_made_it(tmp_path):
-    decoder = decoder_named()
     shown = (Example("a warm film", 0), Example("dull, dull", 1))
-    found = anchor(decoder, TASK, shown, AnchoredConfig(steps=1))
-    found.save_pretrained(tmp_path / "out")
+    anchor(decoder_named(), TASK, shown, AnchoredConfig(steps=1)).save_pretrained(tmp_path / "out")
     text = card_of(tmp_path / "out").text
     assert "`i2cl.anchor` (seed 0)" in text
     assert text.split("# I2CL: Films")[1].strip().startswith("A vector for")
@@ -85,8 +82,7 @@ WORTH |= {"methods": {name: SCORE | {"cached_bytes": size} for name, size in KEP
 
 @pytest.mark.parametrize("worth", [{}, WORTH], ids=["alone", "compared"])
 def test_metrics_become_the_hubs_results(tmp_path, worth):
-    injection = made(metrics=METRICS, worth=worth)
-    injection.save_pretrained(tmp_path / "out")
+    made(metrics=METRICS, worth=worth).save_pretrained(tmp_path / "out")
     results = {result.metric_type: result for result in card_of(tmp_path / "out").data.eval_results}
     assert (results["accuracy"].metric_value, results["f1"].metric_value) == (0.5, 0.5)
     assert results["accuracy"].dataset_split == ("train" if worth else "test")
@@ -136,17 +132,8 @@ def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     rows = [{"line": f"film {number}", "label": ("good", "bad")[number % 2]} for number in range(8)]
     films = jsonl(tmp_path / "films.jsonl", rows)
-    options = [
-        "--template",
-        r"It's {text}\nSo: {label}",
-        "--text-column",
-        "line",
-        "--shots",
-        2,
-        "--evaluate",
-        4,
-    ]
-    options += ["--test", films, "--recipe", "fast", "--set", "passes=2", "--set", "noise=0"]
+    options = ["--template", r"It's {text}\nSo: {label}", "--text-column", "line", "--shots", 2]
+    options += ["--evaluate", 4, "--test", films, "--recipe", "fast", "--set", "passes=2", "--set", "noise=0"]
     assert json.loads(said("fit", "reference", films, "-o", "one", *options, "--json"))["metrics"]["n"] == 4
     first = Injection.from_pretrained("one")
     words = shlex.split(first.command)
@@ -187,11 +174,10 @@ def test_a_cached_repository_is_read_offline_and_what_is_not_cached_is_told(cach
     for revision, seed in ((None, 1), ("main", 1), ("v1", 2), ("b" * 40, 2)):
         assert Injection.from_pretrained("somebody/films", revision=revision).seed == seed
     for name, revision in (("somebody/films", "v2"), ("nobody/films", None), ("not a name!", None)):
-        with pytest.raises(I2CLError, match="no such folder, and the hub says") as told:
-            Injection.from_pretrained(name, revision=revision)
-        assert name in str(told.value)
-        assert (f"at revision {revision!r}" in str(told.value)) == (revision is not None)
-        assert "\n" not in str(told.value)
+        says = "no such folder, and the hub says"
+        told = one_line(says, Injection.from_pretrained, name, revision=revision)
+        assert name in told
+        assert (f"at revision {revision!r}" in told) == (revision is not None)
     (cached / "models--somebody--films" / "snapshots" / ("a" * 40) / TENSORS).unlink()
     one_line(r"damaged or missing|the hub says", Injection.from_pretrained, "somebody/films")
     assert "no injection at 'nobody/films'" in refused("predict", "nobody/films", "texts.txt")

@@ -1,6 +1,7 @@
 """Files that grow: whole lines, one writer, going on after a kill."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,20 +46,11 @@ def test_what_a_kill_tore_is_cut_off(tmp_path, there, options, kept, left):
 
 
 def test_a_line_is_on_the_disk_at_once_however_it_is_cut_up(tmp_path, monkeypatch):
-    class Slow:
-        def __init__(self, file):
-            self._file = file
-
-        def write(self, data):
-            return self._file.write(data[:3])
-
-        def fileno(self):
-            return self._file.fileno()
-
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     with (tmp_path / "j").open("ab", buffering=0) as file:
-        Journal(Slow(file), 0).append(b"a long line\n")
+        slow = SimpleNamespace(write=lambda data: file.write(data[:3]), fileno=file.fileno)
+        Journal(slow, 0).append(b"a long line\n")
         assert (tmp_path / "j").read_bytes() == b"a long line\n"
         assert synced == [file.fileno()]
 

@@ -40,29 +40,28 @@ def calls_of(golden: Golden, name: str, kind: Kind) -> list[Call]:
         code = (_llama_cpp_whole if golden.sequences else _llama_cpp)(golden, name, prompt)
         return [Call("llama.cpp", "python", code)]
     calls = [Call("transformers", "python", _transformers(golden, name, prompt, kind))]
-    if kind == "hf":
-        whole = Call("vLLM", "python", _vllm_whole(golden, name, prompt)) if golden.sequences else None
-        calls.append(whole or Call("vLLM", "console", _vllm(golden, name, prompt)))
+    if kind == "hf" and golden.sequences:
+        calls.append(Call("vLLM", "python", _vllm_whole(golden, name, prompt)))
+    elif kind == "hf":
+        calls.append(Call("vLLM", "console", _vllm(golden, name, prompt)))
     return calls
 
 
 def _transformers(golden: Golden, name: str, prompt: str, kind: Kind) -> str:
-    base = golden.artefact["base_model"]["name"] if kind == "peft" else name
-    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines += [f"tokenizer = AutoTokenizer.from_pretrained({base!r})"]
-    lines += [f"model = AutoModelForCausalLM.from_pretrained({base!r})"]
+    base, head, adapter, settings = name, "", "", ""
     if kind == "peft":
-        lines.insert(0, "from peft import PeftModel")
-        lines.append(f"model = PeftModel.from_pretrained(model, {name!r})")
+        base, head = golden.artefact["base_model"]["name"], "from peft import PeftModel\n"
+        adapter = f"\nmodel = PeftModel.from_pretrained(model, {name!r})"
         if golden.forced:
-            lines[1] += ", GenerationConfig"
-            lines.append(f"model.generation_config = GenerationConfig.from_pretrained({name!r})")
-    lines += [
-        f"asked = tokenizer({prompt!r}, return_tensors='pt')",
-        f"answer = model.generate(**asked, do_sample=False, max_new_tokens={golden.longest})",
-        "print(tokenizer.decode(answer[0, asked['input_ids'].shape[1] :]))",
-    ]
-    return "\n".join(lines)
+            settings = ", GenerationConfig"
+            adapter += f"\nmodel.generation_config = GenerationConfig.from_pretrained({name!r})"
+    return f"""{head}from transformers import AutoModelForCausalLM, AutoTokenizer{settings}
+
+tokenizer = AutoTokenizer.from_pretrained({base!r})
+model = AutoModelForCausalLM.from_pretrained({base!r}){adapter}
+asked = tokenizer({prompt!r}, return_tensors='pt')
+answer = model.generate(**asked, do_sample=False, max_new_tokens={golden.longest})
+print(tokenizer.decode(answer[0, asked['input_ids'].shape[1] :]))"""
 
 
 def _vllm(golden: Golden, name: str, prompt: str) -> str:
@@ -78,43 +77,41 @@ def _vllm_whole(golden: Golden, name: str, prompt: str) -> str:
     """Log-probabilities of whole labels, each behind the prompt: vLLM tells a prompt's own by ``echo``."""
     lengths = map(len, golden.sequences)
     labels = dict(zip(golden.sequence_texts, zip(golden.labels, lengths, strict=True), strict=True))
-    lines = ["from openai import OpenAI", "", f"labels = {labels!r}  # label, tokens", f"prompt = {prompt!r}"]
-    lines += [
-        "server = OpenAI(base_url='http://localhost:8000/v1', api_key='none')",
-        "answer = server.completions.create(",
-        f"    model={name!r},",
-        "    prompt=[prompt + text for text in labels],",
-        "    max_tokens=0,",
-        "    echo=True,",
-        "    logprobs=1,",
-        ")",
-        "scores = {",
-        "    label: sum(choice.logprobs.token_logprobs[-tokens:])",
-        "    for choice, (label, tokens) in zip(answer.choices, labels.values())",
-        "}",
-        "print(max(scores, key=scores.get))",
-    ]
-    return "\n".join(lines)
+    return f"""from openai import OpenAI
+
+labels = {labels!r}  # label, tokens
+prompt = {prompt!r}
+server = OpenAI(base_url='http://localhost:8000/v1', api_key='none')
+answer = server.completions.create(
+    model={name!r},
+    prompt=[prompt + text for text in labels],
+    max_tokens=0,
+    echo=True,
+    logprobs=1,
+)
+scores = {{
+    label: sum(choice.logprobs.token_logprobs[-tokens:])
+    for choice, (label, tokens) in zip(answer.choices, labels.values())
+}}
+print(max(scores, key=scores.get))"""
 
 
 def _llama_cpp_whole(golden: Golden, name: str, prompt: str) -> str:
     """The same in llama.cpp: the prompt runs once, and every label behind its keys and values."""
-    labels = dict(zip(golden.labels, golden.sequences, strict=True))
-    lines = ["from llama_cpp import Llama", "", f"labels = {labels!r}  # tokens"]
-    lines += [
-        f"model = Llama({name!r}, logits_all=True, verbose=False)",
-        f"prompt = model.tokenize({prompt!r}.encode(), special=True)",
-        "model.reset()  # forgets the text before",
-        "model.eval(prompt)",
-        "scores = {}",
-        "for label, tokens in labels.items():",
-        "    model.n_tokens = len(prompt)  # back to the end of the prompt",
-        "    model.eval(tokens)",
-        "    told = model.logits_to_logprobs(model.scores[len(prompt) - 1 : model.n_tokens - 1])",
-        "    scores[label] = float(sum(row[token] for row, token in zip(told, tokens)))",
-        "print(max(scores, key=scores.get))",
-    ]
-    return "\n".join(lines)
+    return f"""from llama_cpp import Llama
+
+labels = {dict(zip(golden.labels, golden.sequences, strict=True))!r}  # tokens
+model = Llama({name!r}, logits_all=True, verbose=False)
+prompt = model.tokenize({prompt!r}.encode(), special=True)
+model.reset()  # forgets the text before
+model.eval(prompt)
+scores = {{}}
+for label, tokens in labels.items():
+    model.n_tokens = len(prompt)  # back to the end of the prompt
+    model.eval(tokens)
+    told = model.logits_to_logprobs(model.scores[len(prompt) - 1 : model.n_tokens - 1])
+    scores[label] = float(sum(row[token] for row, token in zip(told, tokens)))
+print(max(scores, key=scores.get))"""
 
 
 def _llama_cpp(golden: Golden, name: str, prompt: str) -> str:
@@ -140,31 +137,27 @@ def sent_to_servers(golden: Golden) -> dict[str, Any]:
     a prompt's own tokens: where a server does, whole labels are compared.
     """
     bias = golden.logit_bias(golden.label_bias)
-    found: dict[str, Any] = {"logit_bias": bias} if bias else {}
-    if golden.forced and golden.sequences:
-        found["grammar"] = golden.grammar
-    return found
+    grammar = {"grammar": golden.grammar} if golden.forced and golden.sequences else {}
+    return ({"logit_bias": bias} if bias else {}) | grammar
 
 
 def usage(golden: Golden, name: str, kind: Kind) -> str:
     """How an export is asked, in Markdown."""
-    right = golden.greedy or []
+    right, calls = golden.greedy, calls_of(golden, name, kind)
+    cure = ": make it say one of the labels, as these calls do" if golden.forced else ""
     share = f"answers {sum(right)} of {len(right)} golden prompts with the expected label"
-    parts = [f"Plain greedy decoding {share}."]
-    if golden.forced:
-        parts = [f"Plain greedy decoding {share}: make it say one of the labels, as these calls do."]
+    parts = [f"Plain greedy decoding {share}{cure}."]
     if golden.compared and kind != "gguf":
         parts.append(
             "transformers compares whole labels: generation_config.json holds a beam for each, no length "
             "penalty, and labels' last tokens as ends of an answer. vLLM reads these ends too, so text that "
             "it writes itself stops there, and its `structured_outputs` cannot say such labels."
         )
-    parts.append(
-        "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):"
-    )
-    parts.append(fenced(golden.prompt, "text"))
-    calls = calls_of(golden, name, kind)
-    parts += [f"{call.program}:\n\n{fenced(call.code, call.language)}" for call in calls]
+    parts += [
+        "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):",
+        fenced(golden.prompt, "text"),
+        *(f"{call.program}:\n\n{fenced(call.code, call.language)}" for call in calls),
+    ]
     if kind == "gguf":
         parts.append(
             "The injection lies in biases of llama.cpp's class `granite`, which transformers refuses to load "
@@ -174,7 +167,8 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
     return "\n\n".join(parts)
 
 
-def write_readme(folder: Path, name: str, golden: Golden, kind: Kind) -> None:
-    """Store a card beside an export, with the calls."""
+def write_golden(folder: Path, name: str, golden: Golden, kind: Kind) -> None:
+    """Store golden values beside an export, and a card with the calls."""
+    golden.write(folder)
     text = export_card(golden.artefact, usage(golden, name, kind), LIBRARIES[kind])
     (folder / CARD).write_text(text, encoding="utf-8")

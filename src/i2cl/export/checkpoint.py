@@ -6,7 +6,7 @@ Its config, tokenizer and weights lie in memory, in a folder, or on the hub.
 import copy
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_line
-from i2cl.export.calls import write_readme
+from i2cl.export.calls import write_golden
 from i2cl.export.families import family_of
 from i2cl.export.folding import (
     Folding,
@@ -45,10 +46,6 @@ from i2cl.storage.atomic import new_folder, require_writable
 PATTERN = "model{suffix}.safetensors"
 
 
-WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-UNWANTED = ["*/*", "consolidated*"]
-
-
 @dataclass(frozen=True)
 class Source:
     """What a checkpoint is made from."""
@@ -59,21 +56,24 @@ class Source:
     generation: GenerationConfig | None  # its generation settings, if any
 
 
-def from_memory(decoder: Decoder) -> Source:
-    """A loaded model. Raises I2CLError if it is quantized, in part offloaded, or has writers of its own."""
-    require_known(decoder)
-    model = decoder.model
-    require_unquantized(model.config)
-    return Source(model.config, StateDict(model), decoder.tokenizer, model.generation_config)
-
-
-def from_files(name: str, revision: str | None = None) -> Source:
-    """A model by its name. Weights of a folder or a hub id stay on disk; a GGUF file is loaded in float32.
-    Raises I2CLError if it cannot be found or read, or its family cannot be folded.
+def source_of(source: Decoder | str | Path, revision: str | None) -> Source:
+    """A loaded model, or one by its name: a GGUF file is loaded in float32, other weights stay on disk.
+    Raises I2CLError if it cannot be found or read, is quantized or in part offloaded, has writers of its own,
+    or is of a family that cannot be folded.
     """
-    if is_gguf(Path(located(name))):
-        model, tokens = load_model_and_tokenizer(name, dtype="float32", device="cpu", revision=revision)
-        return Source(model.config, StateDict(model), tokens, model.generation_config)
+    if isinstance(source, Decoder):
+        require_known(source)
+        require_unquantized(source.model.config)
+        model, tokenizer = source.model, source.tokenizer
+    elif is_gguf(Path(located(str(source)))):
+        options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "revision": revision}
+        model, tokenizer = load_model_and_tokenizer(str(source), **options)
+    else:
+        return _from_files(str(source), revision)
+    return Source(model.config, StateDict(model), tokenizer, model.generation_config)
+
+
+def _from_files(name: str, revision: str | None) -> Source:
     folder = checkpoint_folder(name, revision)
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -81,10 +81,14 @@ def from_files(name: str, revision: str | None = None) -> Source:
     except (OSError, ValueError) as error:
         raise I2CLError(f"cannot read the model {name!r}: {first_line(error)}") from None
     require_unquantized(config)
-    there = (folder / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(folder) if there else None
-    head = family_of(config).head
-    return Source(config, Files(folder, skeleton(config), head), tokenizer, generation)
+    head = family_of(config).head  # which refuses what has no skeleton
+    return Source(config, Files(folder, skeleton(config), head), tokenizer, generation_of(folder))
+
+
+def generation_of(folder: Path) -> GenerationConfig | None:
+    """The generation config in a folder, if there is one."""
+    there = (folder / GENERATION_CONFIG_NAME).is_file()
+    return GenerationConfig.from_pretrained(folder) if there else None
 
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:
@@ -92,8 +96,9 @@ def checkpoint_folder(name: str, revision: str | None = None) -> Path:
     folder = Path(located(name))
     if not folder.is_dir():
         try:
-            patterns: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED}
-            folder = Path(snapshot_download(name, revision=revision, **patterns))
+            wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+            unwanted: Any = {"ignore_patterns": ["*/*", "consolidated*"]}
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted, **unwanted))
         except (OSError, ValueError) as error:
             why = f"no such folder, and the hub says {type(error).__name__}"
             raise I2CLError(f"no model at {name!r}: {why}") from None
@@ -147,22 +152,50 @@ def export_hf(
     temperature = 1.0
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
-    base, folding = open_base(source, injection, revision, temperature)
-    injection.require_base(base_of(source, base, folding), force=force)
+    base = source_of(source, revision)
+    folding = Folding(base.config, base.tensors, injection, temperature)
+    config: Any = folding.config
+    expected = checked_golden(golden, injection, source, base, folding, force=force)
+    generation = base.generation
+    if expected is not None and expected.sequence_bias:
+        generation = with_bias(generation or GenerationConfig.from_model_config(config), expected)
+    with new_folder(path, frozenset()) as fresh:
+        _write_weights(folding, fresh, max_shard_size)
+        config.architectures = [type(skeleton(config)).__name__]
+        config.dtype = folding.dtype
+        config.save_pretrained(fresh)
+        base.tokenizer.save_pretrained(fresh)
+        if generation is not None:
+            generation.save_pretrained(fresh)
+        if expected is not None:
+            made = expected.of_export(config.model_type, folding.dtype, folding.bias_norms())
+            write_golden(fresh, path.resolve().name, made, "hf")
+
+
+def checked_golden(
+    golden: Callable[[], Golden] | None,
+    injection: Injection,
+    source: Decoder | str | Path,
+    opened: Source,
+    folding: Folding,
+    *,
+    force: bool,
+) -> Golden | None:
+    """The golden values, where some are asked for. Raises I2CLError if they hold another label prior, or the
+    injection was made on another model than the opened source, unless ``force``.
+    """
+    if isinstance(source, Decoder):
+        injection.require_base(source, force=force)
+    else:
+        config = opened.config
+        sizes = config.model_type, config.num_hidden_layers, config.hidden_size
+        prints = folding.fingerprint(), tokenizer_fingerprint(opened.tokenizer)
+        base = ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))
+        injection.require_base(base, force=force)
     expected = golden() if golden is not None else None
     if expected is not None:
         expected.require_prior_of(injection)
-        if expected.sequence_bias:
-            known = base.generation or GenerationConfig.from_model_config(folding.config)
-            base = replace(base, generation=with_bias(known, expected))
-    with new_folder(path, frozenset()) as fresh:
-        _write_weights(folding, fresh, max_shard_size)
-        _write_rest(folding, base, fresh)
-        if expected is not None:
-            of = folding.config.model_type, folding.dtype, folding.bias_norms()
-            known_as = expected.of_export(*of)
-            known_as.write(fresh)
-            write_readme(fresh, path.resolve().name, known_as, "hf")
+    return expected
 
 
 def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
@@ -188,20 +221,9 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
     return made
 
 
-def open_base(
-    source: Decoder | str | Path, injection: Injection, revision: str | None, temperature: float = 1.0
-) -> tuple[Source, Folding]:
-    """A base model in memory or on disk, and what its folded weights are. Raises I2CLError if it cannot be
-    read, or the family or the injection cannot be folded.
-    """
-    base = from_memory(source) if isinstance(source, Decoder) else from_files(str(source), revision)
-    return base, Folding(base.config, base.tensors, injection, temperature)
-
-
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
-    width = folding.dtype.itemsize
     names = {folding.stored(name): name for name in folding.shapes}
-    sizes = {stored: folding.shapes[name].numel() * width for stored, name in names.items()}
+    sizes = {one: folding.shapes[name].numel() * folding.dtype.itemsize for one, name in names.items()}
     try:
         plan = split_state_dict_into_shards_factory(
             sizes, get_storage_size=lambda size: size, filename_pattern=PATTERN, max_shard_size=max_shard_size
@@ -238,23 +260,3 @@ def write_shards(folder: Path, shards: Iterable[tuple[str, dict[str, Tensor]]]) 
         index = {"metadata": {"total_size": size}, "weight_map": homes}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return files
-
-
-def _write_rest(folding: Folding, source: Source, folder: Path) -> None:
-    config: Any = folding.config
-    config.architectures = [type(skeleton(config)).__name__]
-    config.dtype = folding.dtype
-    config.save_pretrained(folder)
-    source.tokenizer.save_pretrained(folder)
-    if source.generation is not None:
-        source.generation.save_pretrained(folder)
-
-
-def base_of(source: Decoder | str | Path, opened: Source, folding: Folding) -> ModelIdentity:
-    """Which model an opened source is."""
-    if isinstance(source, Decoder):
-        return source.base
-    config = opened.config
-    sizes = config.model_type, config.num_hidden_layers, config.hidden_size
-    prints = folding.fingerprint(), tokenizer_fingerprint(opened.tokenizer)
-    return ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))

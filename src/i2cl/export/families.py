@@ -5,10 +5,10 @@ The last linear map of a residual writer is ``W h + b``, so ``lambda v + beta a`
 Rows follow the modelling code of transformers 5 (https://github.com/huggingface/transformers).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
@@ -18,19 +18,13 @@ from i2cl.errors import I2CLError
 HOOKED = "predict with hooks instead (`i2cl predict`)"
 # Path from a block to a linear map; or the names of its weights, and behind them that of its bias.
 Linear = str | tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of the source and what becomes of it."""
-
-    source: str  # its name there
-    change: Callable[[Tensor], Tensor] | None = None  # applied to it, in its own dtype; None leaves it
+# A tensor's name in the source, and what becomes of it, in its own dtype; None leaves it.
+Piece = tuple[str, Callable[[Tensor], Tensor] | None]
 
 
 def same(name: str, _config: PreTrainedConfig) -> Piece:
     """The tensor of the same name."""
-    return Piece(name)
+    return name, None
 
 
 def from_gemma(name: str, config: PreTrainedConfig) -> Piece:
@@ -39,49 +33,47 @@ def from_gemma(name: str, config: PreTrainedConfig) -> Piece:
     The head is not scaled. Source: https://github.com/huggingface/transformers/pull/29402.
     """
     if "norm" in name.rsplit(".", 2)[-2]:
-        return Piece(name, lambda weight: (1.0 + weight.float()).to(weight.dtype))
+        return name, lambda weight: (1.0 + weight.float()).to(weight.dtype)
     if name == "model.embed_tokens.weight":
-        scale = float(config.hidden_size) ** 0.5
-        return Piece(name, lambda weight: (weight.float() * scale).to(weight.dtype))
-    return Piece(name)
+        return name, lambda weight: (weight.float() * float(config.hidden_size) ** 0.5).to(weight.dtype)
+    return name, None
 
 
 def from_phi3(name: str, config: PreTrainedConfig) -> Piece:
     """Queries, keys and values in one matrix, gate and up in another."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head, wide = head_width(config), config.intermediate_size
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     parts = {
         "q_proj": ("qkv_proj", 0, queries),
         "k_proj": ("qkv_proj", queries, keys),
         "v_proj": ("qkv_proj", queries + keys, keys),
-        "gate_proj": ("gate_up_proj", 0, config.intermediate_size),
-        "up_proj": ("gate_up_proj", config.intermediate_size, config.intermediate_size),
+        "gate_proj": ("gate_up_proj", 0, wide),
+        "up_proj": ("gate_up_proj", wide, wide),
     }
     module = name.rsplit(".", 2)[-2]
     if module not in parts or not name.endswith(".weight"):
-        return Piece(name)
+        return name, None
     fused, start, length = parts[module]
-    return Piece(name.replace(module, fused), lambda weight: weight.narrow(0, start, length).clone())
+    return name.replace(module, fused), lambda weight: weight.narrow(0, start, length).clone()
 
 
 def from_helium(name: str, config: PreTrainedConfig) -> Piece:
     """Rotary pairs that lie side by side; Llama's lie half a head apart."""
     if name.rsplit(".", 2)[-2] not in {"q_proj", "k_proj"}:
-        return Piece(name)
+        return name, None
     half: int = config.head_dim // 2
 
     def halves(rows: Tensor) -> Tensor:
         pairs = rows.reshape(-1, half, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
 
-    return Piece(name, halves)
+    return name, halves
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one model type is folded."""
+    """How some model types are folded."""
 
-    model_type: str  # ``config.model_type`` of the source
     attention: Linear  # the last linear map of the attention, from a block of the result
     mlp: Linear  # that of the MLP
     # config fields that turn the biases on; other biases that come with them are zero
@@ -108,42 +100,36 @@ _GPT_OSS = ("mlp.experts.down_proj", "mlp.experts.down_proj_bias")
 # The bias comes after the sum over experts.
 _JETMOE_ATTENTION = ("self_attention.experts.output_linear.weight", "self_attention.experts.bias")
 
-_IN_PLACE = (
-    (
-        Family("", *_LLAMA, _BOTH),
-        "arcee granite granite_swa internlm3 iquestcoder jais2 llama nemotron smollm3",
-    ),
-    (Family("", *_LLAMA, ("attention_out_bias", "mlp_bias")), "seed_oss"),
-    (Family("", *_LLAMA, ("use_bias",)), "ernie4_5"),
-    (Family("", *_LLAMA, ("attention_bias",), "attention"), "cohere cohere2 cohere_compass_text"),
-    (Family("", "self_attn.o_proj", _GPT_OSS, ("attention_bias",)), "gpt_oss"),
-    (Family("", _JETMOE_ATTENTION, ("mlp.output_linear.weight", "mlp.bias")), "jetmoe"),
-    (Family("", "attn.c_proj", "mlp.c_proj"), "gpt2 gpt_bigcode"),
-    (Family("", "attn.attention.out_proj", "mlp.c_proj"), "gpt_neo"),
-    (Family("", "attn.out_proj", "mlp.fc_out", joint="mlp"), "codegen gptj"),
-    (Family("", "attention.dense", "mlp.dense_4h_to_h", ("attention_bias",), head="embed_out"), "gpt_neox"),
-    (Family("", "self_attention.dense", "mlp.dense_4h_to_h"), "bloom"),
-    (Family("", "self_attention.dense", "mlp.dense_4h_to_h", ("bias",)), "falcon"),
-    (Family("", "self_attn.dense", "mlp.fc2"), "phi"),
-    (Family("", "self_attn.dense", "mlp.dense_4h_to_h"), "persimmon"),
-    (Family("", "self_attn.out_proj", "fc2"), "biogpt xglm"),
-    (Family("", "multi_head_attention.dense", "ffn.2"), "ctrl"),
-    (Family("", "attn.Wo", "mlp.Wo", _BOTH), "modernbert-decoder"),
-    (Family("", "self_attn.out_proj", "fc2", ("enable_bias",)), "opt"),
-    (Family("", "self_attn.o_proj", "mlp.c_proj", ("use_bias",)), "starcoder2"),
-)
-
-_CONVERTED = (
-    (Family("", *_LLAMA, target="llama"), "ministral mistral qwen2"),
-    (Family("", *_LLAMA, target="llama", piece=from_phi3), "phi3"),
-    (Family("", *_LLAMA, target="llama", piece=from_gemma), "gemma"),
-    (Family("", *_LLAMA, target="llama", piece=from_helium), "helium"),
-    (Family("", *_LLAMA, target="hy_v3"), "qwen3"),  # without experts: Llama with norms of queries and keys
-)
+_ROWS = {
+    Family(*_LLAMA, _BOTH): "arcee granite granite_swa internlm3 iquestcoder jais2 llama nemotron smollm3",
+    Family(*_LLAMA, ("attention_out_bias", "mlp_bias")): "seed_oss",
+    Family(*_LLAMA, ("use_bias",)): "ernie4_5",
+    Family(*_LLAMA, ("attention_bias",), "attention"): "cohere cohere2 cohere_compass_text",
+    Family("self_attn.o_proj", _GPT_OSS, ("attention_bias",)): "gpt_oss",
+    Family(_JETMOE_ATTENTION, ("mlp.output_linear.weight", "mlp.bias")): "jetmoe",
+    Family("attn.c_proj", "mlp.c_proj"): "gpt2 gpt_bigcode",
+    Family("attn.attention.out_proj", "mlp.c_proj"): "gpt_neo",
+    Family("attn.out_proj", "mlp.fc_out", joint="mlp"): "codegen gptj",
+    Family("attention.dense", "mlp.dense_4h_to_h", ("attention_bias",), head="embed_out"): "gpt_neox",
+    Family("self_attention.dense", "mlp.dense_4h_to_h"): "bloom",
+    Family("self_attention.dense", "mlp.dense_4h_to_h", ("bias",)): "falcon",
+    Family("self_attn.dense", "mlp.fc2"): "phi",
+    Family("self_attn.dense", "mlp.dense_4h_to_h"): "persimmon",
+    Family("self_attn.out_proj", "fc2"): "biogpt xglm",
+    Family("multi_head_attention.dense", "ffn.2"): "ctrl",
+    Family("attn.Wo", "mlp.Wo", _BOTH): "modernbert-decoder",
+    Family("self_attn.out_proj", "fc2", ("enable_bias",)): "opt",
+    Family("self_attn.o_proj", "mlp.c_proj", ("use_bias",)): "starcoder2",
+    Family(*_LLAMA, target="llama"): "ministral mistral qwen2",
+    Family(*_LLAMA, target="llama", piece=from_phi3): "phi3",
+    Family(*_LLAMA, target="llama", piece=from_gemma): "gemma",
+    Family(*_LLAMA, target="llama", piece=from_helium): "helium",
+    Family(*_LLAMA, target="hy_v3"): "qwen3",  # without experts: Llama with norms of queries and keys
+}
 
 # Every model type that can be folded. Read-only.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {name: replace(row, model_type=name) for row, names in _IN_PLACE + _CONVERTED for name in names.split()}
+    {name: row for row, names in _ROWS.items() for name in names.split()}
 )
 
 _REASONS = {
@@ -173,39 +159,38 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 def family_of(config: PreTrainedConfig) -> Family:
     """The row of a model. Raises I2CLError if it cannot be folded, saying why and what to do instead."""
     kind = config.model_type
-    reason = REFUSED.get(kind) or _obstacle(config)
-    if reason is None and kind not in FAMILIES:
-        reason = f"only {', '.join(sorted(FAMILIES))} are known to hold one"
-    if reason is not None:
-        raise I2CLError(f"a {kind!r} model cannot hold an injection in its weights: {reason}; {HOOKED}")
-    return FAMILIES[kind]
+    row = FAMILIES.get(kind)
+    reason = REFUSED.get(kind) or next(_obstacles(config, row.target if row else ""), None)
+    if row is not None and reason is None:
+        return row
+    reason = reason or f"only {', '.join(sorted(FAMILIES))} are known to hold one"
+    raise I2CLError(f"a {kind!r} model cannot hold an injection in its weights: {reason}; {HOOKED}")
 
 
-def _obstacle(config: PreTrainedConfig) -> str | None:
-    """Why a config cannot be folded, or None."""
+def _obstacles(config: PreTrainedConfig, target: str) -> Iterator[str]:
+    """Why a config cannot be folded, such as what the class of the result cannot do."""
     if config.get_text_config() is not config:
-        return "it is part of a model that also sees images"
+        yield "it is part of a model that also sees images"
     if getattr(config, "quantization_config", None):
-        return "its weights are quantized; fold the unquantized checkpoint and quantize the result"
-    row = FAMILIES.get(config.model_type)
-    return _left_behind(config, row.target) if row is not None and row.target else None
-
-
-def _left_behind(config: PreTrainedConfig, target: str) -> str | None:
-    """What a config says that the class of the result cannot do, or None."""
+        yield "its weights are quantized; fold the unquantized checkpoint and quantize the result"
+    if not target:
+        return
     window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
-    rope: dict[str, Any] = config.rope_parameters or {}
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     if window is not None and window < length and "sliding_attention" in kinds:
         shorter = f"its sliding window of {window} tokens is shorter than its context of {length}"
-        return f"{shorter}, {target} has none"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"it rotates part of each head, which {target} does not"
+        yield f"{shorter}, {target} has none"
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"it rotates part of each head, which {target} does not"
     if getattr(config, "use_bidirectional_attention", None):
-        return f"it attends to later tokens, which {target} does not"
+        yield f"it attends to later tokens, which {target} does not"
     if target == "llama" and config.hidden_size % config.num_attention_heads:
-        return "its width is no multiple of its number of heads, as that of llama has to be"
-    return None
+        yield "its width is no multiple of its number of heads, as that of llama has to be"
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """Queries, keys and values of each head have so many numbers."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 _COPIED = """attention_dropout bos_token_id dtype eos_token_id hidden_act hidden_size initializer_range
@@ -215,13 +200,11 @@ pad_token_id rms_norm_eps rope_parameters use_cache vocab_size"""
 
 def _converted(source: PreTrainedConfig, target: str) -> PreTrainedConfig:
     fields = {name: value for name, value in source.to_dict().items() if name in _COPIED.split()}
-    heads: int = source.num_attention_heads
-    head = getattr(source, "head_dim", None) or source.hidden_size // heads
     original = getattr(source, "original_max_position_embeddings", None)
     if original is not None and fields["rope_parameters"].get("rope_type") == "longrope":
         fields["rope_parameters"].setdefault("original_max_position_embeddings", original)
     tied = source.tie_word_embeddings and source.model_type != "gemma"  # whose embedding alone is scaled
-    fields |= {"attention_bias": True, "mlp_bias": True, "head_dim": head, "tie_word_embeddings": tied}
+    fields |= dict.fromkeys(_BOTH, True) | {"head_dim": head_width(source), "tie_word_embeddings": tied}
     if target == "hy_v3":
         fields["mlp_layer_types"] = ["dense"] * source.num_hidden_layers
     return AutoConfig.for_model(target, **fields)

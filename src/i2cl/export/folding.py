@@ -26,18 +26,11 @@ class StateDict:
     """The weights of a model in memory, not to be changed. Raises I2CLError if some are offloaded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.state: dict[str, Tensor] = model.state_dict()
-        if any(tensor.is_meta for tensor in self.state.values()):
+        state: dict[str, Tensor] = model.state_dict()
+        if any(tensor.is_meta for tensor in state.values()):
             raise I2CLError("parts of this model are not in memory: fold its folder with export_hf instead")
-
-    @property
-    def names(self) -> AbstractSet[str]:
-        """Names as in its state dict."""
-        return self.state.keys()
-
-    def read(self, name: str) -> Tensor:
-        """One of them, on its device."""
-        return self.state[name]
+        self.names: AbstractSet[str] = state.keys()
+        self.read = state.__getitem__  # one by its name, on its device
 
 
 Tensors = StateDict | Files  # the weights of a model, wherever they are
@@ -55,11 +48,9 @@ class Folding:
         if temperature != 1:
             self.config.tie_word_embeddings = False  # the head is divided, and the embedding is not
         self.source = source  # the weights it is made from
-        self._source_config = config
-        empty = skeleton(self.config)
-        self._nothing = skeleton(config)
+        self.source_config = config
+        empty, self._nothing = skeleton(self.config), skeleton(config)
         self._source_names = self._nothing.state_dict().keys()
-        self._source_tied = self._nothing.all_tied_weights_keys
         tied = empty.all_tied_weights_keys
         # of the tensors of the result, without those that are tied to another
         self.shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if name not in tied}
@@ -81,21 +72,19 @@ class Folding:
         ``name``: in the state dict of the result; ``dtype``: what it is rounded to, once; default: the
         source's own. Raises I2CLError if the source lacks a tensor.
         """
-        piece = self.family.piece(name, self._source_config)
-        if piece.source in self._source_names:
-            value = self._source_tensor(piece.source)
+        source, change = self.family.piece(name, self.source_config)
+        if source in self._source_names:
+            value = self._source_tensor(source)
         else:
             value = torch.zeros(self.shapes[name], dtype=self.dtype)
-        if piece.change is not None:
-            value = piece.change(value)
+        if change is not None:
+            value = change(value)
         if value.shape != self.shapes[name]:
             shapes = f"{tuple(value.shape)}, and not {tuple(self.shapes[name])}"
-            raise I2CLError(f"the source holds {piece.source} as {shapes}: it is of another model")
-        if name not in self.scales:
-            return value.to(dtype or value.dtype)
-        folded = value.float() * self.scales[name]
+            raise I2CLError(f"the source holds {source} as {shapes}: it is of another model")
+        folded = value.float() * self.scales[name] if name in self.scales else value
         if name in self.constants:
-            folded += self.constants[name].to(folded.device)
+            folded = folded + self.constants[name].to(folded.device)
         return folded.to(dtype or value.dtype)
 
     def stored(self, name: str) -> str:
@@ -113,7 +102,7 @@ class Folding:
 
     def _source_tensor(self, name: str) -> Tensor:
         if name not in self.source.names:
-            name = self._source_tied.get(name, name)
+            name = self._nothing.all_tied_weights_keys.get(name, name)
         if name not in self.source.names:
             cure = "it is incomplete, or of an older format (load and save it again)"
             raise I2CLError(f"the source lacks {name}: {cure}")
@@ -131,24 +120,29 @@ class Folding:
 
     def _place(self, injection: Injection, layers: str) -> None:
         """Fill `constants` and `scales`."""
-        values, pairs = injection.context.values.float().cpu(), injection.coefficients.float().cpu()
+        added, scales = added_and_kept(injection)
         shape = (self.config.num_hidden_layers, self.config.hidden_size)
-        if (mine := (values.shape[0], values.shape[2])) != shape:
+        if (mine := (added.shape[0], added.shape[2])) != shape:
             problem = f"this injection is for (layers, width) {mine}, the model has {shape}"
             raise I2CLError(f"{problem}: fit it again")
         paths = (_names(self.family.attention), _names(self.family.mlp))
-        for layer in range(len(values)):
+        for layer, kept in enumerate(scales.tolist()):
             for site, path in enumerate(paths):
-                amount, keep = pairs[layer, site].tolist()
                 home = {"attention": paths[0], "mlp": paths[1]}.get(self.family.joint, path)
                 bias = f"{layers}.{layer}.{home[-1]}"
                 if bias not in self.shapes:
                     raise I2CLError(f"{self.config.model_type!r} has no tensor {bias}: {HOOKED}")
-                added = amount * values[layer, site]
-                self.constants[bias] = self.constants.get(bias, torch.zeros_like(added)) + added
-                self.scales |= {f"{layers}.{layer}.{weight}": keep for weight in path[:-1]}
-                if home == path:
-                    self.scales[bias] = keep
+                self.constants[bias] = self.constants.get(bias, torch.zeros(shape[1])) + added[layer, site]
+                own = path if home == path else path[:-1]
+                self.scales |= {f"{layers}.{layer}.{name}": kept[site] for name in own}
+
+
+def added_and_kept(
+    injection: Injection,
+) -> tuple[Float[Tensor, "layers writers d"], Float[Tensor, "layers writers"]]:
+    """What each writer is given, ``lambda * v``, and how much it keeps of its own, beta: in float32."""
+    amounts, kept = injection.coefficients.float().cpu().unbind(-1)
+    return amounts[..., None] * injection.context.values.float().cpu(), kept
 
 
 def at_temperature(injection: Injection) -> Injection:

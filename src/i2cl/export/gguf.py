@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
 from i2cl.export.calls import usage
-from i2cl.export.checkpoint import base_of, open_base
+from i2cl.export.checkpoint import checked_golden, source_of
 from i2cl.export.folding import Folding, require_unbiased
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import GOLDEN_FIELD, Golden
@@ -75,13 +75,11 @@ def export_gguf(
     path = Path(output)
     require_new_file(path)
     require_unbiased(injection)
-    base, folding = open_base(source, injection, revision)
+    base = source_of(source, revision)
+    folding = Folding(base.config, base.tensors, injection)
     weights = Weights(package, folding, dtype or folding.dtype)
     vocabulary = Vocabulary.of(base.tokenizer, folding.config.vocab_size) if tokenizer else None
-    injection.require_base(base_of(source, base, folding), force=force)
-    expected = golden() if golden is not None else None
-    if expected is not None:
-        expected.require_prior_of(injection)
+    expected = checked_golden(golden, injection, source, base, folding, force=force)
     with new_file(path) as fresh:
         writer = package.GGUFWriter(fresh, CLASS)
         try:
@@ -94,7 +92,9 @@ def export_gguf(
             else:
                 vocabulary.write(writer, package.TokenType)
             if expected is not None:
-                made = expected.of_export("llama", weights.dtype, weights.bias_norms())
+                norms = folding.bias_norms()
+                biases = {name: norms[old] for name, old in weights.names.items() if old in norms}
+                made = expected.of_export("llama", weights.dtype, biases)
                 writer.add_string(GOLDEN_FIELD, made.model_dump_json())
                 if vocabulary is not None:
                     writer.add_string(USAGE_FIELD, usage(made, path.name, "gguf"))
@@ -112,11 +112,11 @@ class Weights:
         if dtype not in TYPES:
             raise I2CLError(f"a GGUF file does not hold {dtype}: choose float32, float16 or bfloat16")
         config: Any = folding.config
-        _require_llama(config, folding.family.model_type)
+        _require_llama(config, folding.source_config.model_type)
         self.folding = folding  # what they are made from
         self.dtype = dtype  # of matrices
         self._package = package
-        self.head: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head: int = config.head_dim
         # divisors of the frequencies, None for those of the base; what cosine and sine are multiplied by
         self.rotary, self.scaling = _rotary(config, self.head)
         table = package.get_tensor_name_map(package.MODEL_ARCH.LLAMA, config.num_hidden_layers)
@@ -126,11 +126,6 @@ class Weights:
             # a bias of zeros came with the switches of the class
             if not name.endswith(".bias") or name in folding.constants or folding.tensor(name).any()
         }
-
-    def bias_norms(self) -> dict[str, float]:
-        """L2 norm of every bias that holds a constant, by its name in the file."""
-        norms = self.folding.bias_norms()
-        return {name: norms[old] for name, old in self.names.items() if old in norms}
 
     def write_config(self, writer: Any) -> None:
         """Sizes, and what positions mean."""

@@ -7,6 +7,7 @@ byte-level BPE with a pre-tokenizer that it has a name for, and the BPE of Sente
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -30,8 +31,8 @@ _PRE_TOKENIZERS = {
 }
 
 _SPACE = "▁"
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
-_REFUSED = "{}, which llama.cpp does not do: leave the tokenizer out (--no-tokenizer) and send token ids"
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,7 @@ class Vocabulary:
         if model["byte_fallback"]:
             shared |= {"space_prefix": _sentencepiece(state), "scores": _scores(tokens, kinds, pairs)}
             return cls("llama", "default", **shared)
-        pre = _byte_level(state)
-        return cls("gpt2", pre, merges=[" ".join(pair) for pair in pairs], **shared)
+        return cls("gpt2", _byte_level(state), merges=[" ".join(pair) for pair in pairs], **shared)
 
     def write(self, writer: Any, types: Any) -> None:
         """Add it to a ``gguf.GGUFWriter``; ``types`` is ``gguf.TokenType``."""
@@ -93,7 +93,8 @@ class Vocabulary:
 
 
 def _refusal(what: str) -> I2CLError:
-    return I2CLError(_REFUSED.format(what))
+    cure = "leave the tokenizer out (--no-tokenizer) and send token ids"
+    return I2CLError(f"{what}, which llama.cpp does not do: {cure}")
 
 
 def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[str]]:
@@ -102,7 +103,7 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[str]]:
     texts = {number: text for text, number in model["vocab"].items()}
     kinds = dict.fromkeys(texts, "NORMAL")
     if model["byte_fallback"]:
-        kinds |= {model["vocab"][name]: "BYTE" for name in _byte_names() if name in model["vocab"]}
+        kinds |= {model["vocab"][name]: "BYTE" for name in _BYTES if name in model["vocab"]}
     if model.get("unk_token") in model["vocab"]:
         kinds[model["vocab"][model["unk_token"]]] = "UNKNOWN"
     for added in state["added_tokens"]:
@@ -188,14 +189,10 @@ def _sentencepiece(state: dict[str, Any]) -> bool:
             escaped, prefix = True, prefix or step["prepend_scheme"] != "never"
         else:
             raise _refusal(f"the tokenizer has a step {step['type']}")
-    missing = [name for name in _byte_names() if name not in state["model"]["vocab"]]
-    if not escaped or missing or state["model"].get("ignore_merges"):
+    model = state["model"]
+    if not escaped or not model["vocab"].keys() >= {*_BYTES} or model.get("ignore_merges"):
         raise _refusal("the tokenizer has bytes as SentencePiece has, but not the rest of it")
     return prefix
-
-
-def _byte_names() -> list[str]:
-    return [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def _scores(tokens: Sequence[str], kinds: Sequence[str], merges: Sequence[tuple[str, ...]]) -> list[float]:
@@ -205,18 +202,15 @@ def _scores(tokens: Sequence[str], kinds: Sequence[str], merges: Sequence[tuple[
     what the list of merges says if it holds every such pair, those of one token side by side.
     """
     places: dict[str, int] = {}
-    last = None
-    for left, right in merges:
-        made = left + right
-        if made != last and made in places:
+    for made, _ in groupby(map("".join, merges)):
+        if made in places:
             raise _refusal("the tokenizer has several places for one token in its list of merges")
-        last = made
-        places.setdefault(made, len(places))
+        places[made] = len(places)
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind == "NORMAL"}
     pairs = set(merges)
     for token in known:
         for pair in ((token[:cut], token[cut:]) for cut in range(1, len(token))):
-            if pair[0] in known and pair[1] in known and pair not in pairs:
+            if known.issuperset(pair) and pair not in pairs:
                 what = f"the tokenizer does not merge {pair[0]!r} and {pair[1]!r}"
                 raise _refusal(f"{what}, as SentencePiece would")
     return [-float(places.get(token, len(places))) for token in tokens]

@@ -27,7 +27,6 @@ from i2cl.export.greedy import (
     forced_tokens,
     grammar_of,
     label_in,
-    label_of,
     searches,
     shared_end,
     text_behind,
@@ -135,9 +134,8 @@ class Golden(pydantic.BaseModel):
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
         name = dtype_name(dtype)
-        update = {"model_type": model_type, "dtype": name, "biases": biases}
-        tolerance = TOLERANCES.get(name, max(TOLERANCES.values()))
-        return self.model_copy(update=update | {"tolerance": tolerance})
+        told = {"dtype": name, "tolerance": TOLERANCES.get(name, max(TOLERANCES.values()))}
+        return self.model_copy(update=told | {"model_type": model_type, "biases": biases})
 
     @property
     def targets(self) -> list[list[int]]:
@@ -197,8 +195,8 @@ class Golden(pydantic.BaseModel):
 
     def said(self, tokens: Sequence[int]) -> str:
         """The label that an answer's tokens say; empty where they say none."""
-        place = label_of(tokens, self.targets)
-        return "" if place is None else self.labels[place]
+        pairs = zip(self.targets, self.labels, strict=True)
+        return next((label for target, label in pairs if list(tokens[: len(target)]) == target), "")
 
     def said_in(self, text: str, *, whole: bool) -> str:
         """The label that an answer's text says, empty where none: a whole word, or its first token."""
@@ -224,7 +222,7 @@ class Golden(pydantic.BaseModel):
     def best(self, values: Sequence[float | None]) -> str:
         """The most probable label of some log-probabilities, with the prior; ``-`` where none was told."""
         bias = self.label_bias or [0.0] * len(self.labels)
-        each = zip(values, bias, self.labels, strict=True)
+        each = zip(values, bias, self.labels, strict=bool(values))
         scores = [(value + more, label) for value, more, label in each if value is not None]
         return max(scores, key=itemgetter(0))[1] if scores else "-"
 
@@ -286,7 +284,6 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
             scores = score(decoder, queries, labels, edit=injection.edit()).tolist()
     end = end_of(decoder)
     tail = shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))
-    behind = [text_behind(decoder, queries[0], ids) for ids in labels.ids]
     spoken = [ids if ids[-1] != end else ids[:-1] for ids in labels.ids]  # without what ends a text
     described = injection.description()
     base = described["base_model"]
@@ -296,7 +293,7 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
         sequences=[list(ids) for ids in sequences],
-        sequence_texts=behind if sequences else [],
+        sequence_texts=[text_behind(decoder, queries[0], ids) for ids in sequences],
         label_bias=list(injection.label_bias or ()),
         prompts=[],
         prompt=questions.prompt(TEXT_FIELD),
@@ -306,13 +303,10 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         end=end,
         beams=beams_for(labels.ids, tail) if sequences else 0,
     )
-    prompts = [
-        _prompt(decoder, injection, ids, made, values, diagnosed=place < DIAGNOSED).model_copy(
-            update={"query": text}
-        )
-        for place, (ids, text, values) in enumerate(zip(queries, uncut, scores, strict=True))
-    ]
-    return made.model_copy(update={"prompts": prompts})
+    for place, (ids, text, values) in enumerate(zip(queries, uncut, scores, strict=True)):
+        prompt = _prompt(decoder, injection, ids, made, values, diagnosed=place < DIAGNOSED)
+        made.prompts.append(prompt.model_copy(update={"query": text}))
+    return made
 
 
 def _prompt(

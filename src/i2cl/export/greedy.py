@@ -10,6 +10,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from transformers import GenerationConfig
@@ -84,40 +85,27 @@ def enough(right: Sequence[bool]) -> bool:
     return sum(right) >= ENOUGH * len(right)
 
 
-def label_of(tokens: Sequence[int], targets: Sequence[Sequence[int]]) -> int | None:
-    """The label whose tokens begin an answer, as those of one at most do; None where none do."""
-    each = enumerate(targets)
-    return next((at for at, target in each if list(tokens[: len(target)]) == list(target)), None)
-
-
 def label_in(text: str, words: Sequence[str], *, whole: bool) -> int | None:
     """The label that begins an answer's text, blanks in front aside; None where none does.
 
     ``whole``: the text may go on behind a word; False where it is one token, which has to be the word.
     """
-    answer = text.lstrip()
+    answer, bare = text.lstrip(), [word.lstrip() for word in words]
     if not whole:
-        return next((place for place, word in enumerate(words) if word.strip() == answer.strip()), None)
+        return next((place for place, word in enumerate(bare) if word.rstrip() == answer.rstrip()), None)
     fitting = [
-        (len(word.lstrip()), place)
-        for place, word in enumerate(words)
-        if answer.startswith(word.lstrip()) and not _goes_on(word, answer[len(word.lstrip()) :])
+        (len(word), place)
+        for place, word in enumerate(bare)
+        if answer.startswith(word) and not (word[-1:].isalnum() and answer[len(word) :][:1].isalnum())
     ]
     return max(fitting)[1] if fitting else None
 
 
-def _goes_on(word: str, rest: str) -> bool:
-    return word[-1:].isalnum() and rest[:1].isalnum()
-
-
 def shared_end(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The last tokens that all prompts share, `SHARED_END` at most."""
-    end: list[int] = []
-    for column in zip(*(list(prompt)[: -SHARED_END - 1 : -1] for prompt in prompts), strict=False):
-        if len(set(column)) > 1:
-            break
-        end.insert(0, column[0])
-    return tuple(end)
+    columns = zip(*(prompt[: -SHARED_END - 1 : -1] for prompt in prompts), strict=False)
+    shared = takewhile(lambda column: len(set(column)) == 1, columns)
+    return tuple(column[0] for column in shared)[::-1]
 
 
 def forced_sequences(

@@ -5,10 +5,11 @@ llama-cpp-python binds it: https://llama-cpp-python.readthedocs.io/en/latest/api
 
 import importlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from i2cl.export.verify import Verification, answer_of, compare
 from i2cl.models.loading import gguf_reader
 
 
-class LlamaCpp:
+class LlamaCpp(AbstractContextManager["LlamaCpp"]):
     """A GGUF file that llama.cpp has loaded, on the CPU, with keys and values in float32.
 
     A context manager, which frees it at the end. ``length``: the most tokens of a text. Raises I2CLError if
@@ -41,16 +42,12 @@ class LlamaCpp:
             raise I2CLError(f"llama.cpp does not load {str(path)!r} ({error}): export it again") from None
         self.has_tokenizer = self._model.metadata.get("tokenizer.ggml.model") != "none"
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_error: object) -> None:
         self._model.close()
 
     def tokens(self, text: str) -> list[int]:
         """What llama.cpp's tokenizer makes of a text, with what it puts in front."""
-        ids: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
-        return ids
+        return list(self._model.tokenize(text.encode(), add_bos=True, special=True))
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Of the token after these, in float32. Raises I2CLError if llama.cpp cannot run them."""

@@ -81,9 +81,8 @@ class _Server:
     def complete(self, prompt: list[int] | str | None, **options: Any) -> Any:
         body: dict[str, Any] = {"model": self.name, "prompt": prompt, "max_tokens": 1}
         body |= {"logprobs": self.logprobs, "temperature": 0}
-        if self.task is not None:
-            body["vllm_xargs"] = {"i2cl": self.task}
-        return _call(f"{self.root}/completions", body | options, self.timeout)
+        task = {} if self.task is None else {"vllm_xargs": {"i2cl": self.task}}
+        return _call(f"{self.root}/completions", body | task | options, self.timeout)
 
     def answers(self, *, as_text: bool = False) -> list[Answer]:
         """To all prompts. Greedy decoding is asked where whole labels cannot be compared."""

@@ -14,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
+from i2cl.export.checkpoint import generation_of
 from i2cl.export.golden import Golden, GoldenPrompt
 from i2cl.export.greedy import enough
-from i2cl.export.peft import generation_of, is_adapter, load_adapter
+from i2cl.export.peft import is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
 SHOWN = 32  # characters of a prompt in the outcome's rows, at most
@@ -114,16 +115,12 @@ class Verification:
             {
                 "prompt": shorten(prompt.text.splitlines()[0], SHOWN, placeholder=" ..."),
                 "expected": prompt.prediction,
-                "found": self._found(answer),
+                "found": self.golden.best(answer.whole if self.golden.sequences else answer.labels),
                 "greedy": answer.said or "no label",
                 "difference": f"{difference:.1e}",
             }
             for prompt, answer, difference in each
         ]
-
-    def _found(self, answer: Answer) -> str:
-        values = answer.whole if self.golden.sequences else answer.labels
-        return self.golden.best(values) if values else "-"
 
 
 def verify(
@@ -145,12 +142,19 @@ def verify(
         I2CLError: if it is no export or cannot be loaded, or has lost tensors.
     """
     golden = Golden.from_export(folder)
-    loaded, state = _loaded(folder, model, device)
-    settings = deepcopy(generation_of(folder) or loaded.generation_config)
+    loaded: Any
+    if is_adapter(folder):
+        loaded, state = load_adapter(folder, model, device)
+        loaded.generation_config = generation_of(Path(folder)) or loaded.generation_config
+    elif model is None:
+        loaded, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
+        state = loaded.state_dict()
+    else:
+        raise I2CLError(f"{str(folder)!r} is a whole model: leave out --model, which is for PEFT adapters")
+    settings = loaded.generation_config = deepcopy(loaded.generation_config)
     golden.require_bias_in(settings, str(folder))
     if settings.pad_token_id is None:
         settings.pad_token_id = golden.end
-    loaded.generation_config = settings
 
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.no_grad():
@@ -167,18 +171,6 @@ def verify(
     answers = [answer_of(golden, prompt, logits, said) for prompt in golden.prompts]
     lost = golden.lost({name for name in golden.biases if name in state and state[name].any()})
     return replace(compare(golden, answers, tolerance, lost), searched=golden.compared)
-
-
-def _loaded(
-    folder: str | Path, model: str | None, device: str | torch.device | None
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model that an export is, and the tensors that its golden values name."""
-    if is_adapter(folder):
-        return load_adapter(folder, model, device)
-    if model is not None:
-        raise I2CLError(f"{str(folder)!r} is a whole model: leave out --model, which is for PEFT adapters")
-    whole, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
-    return whole, whole.state_dict()
 
 
 def answer_of(

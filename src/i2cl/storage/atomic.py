@@ -47,13 +47,18 @@ def system_cause(error: Exception) -> str | None:
     return match and match[1].strip()
 
 
-def require_writable(path: Path, owned: AbstractSet[str]) -> None:
+# Names of files in a folder that may be replaced; a function says so of the folder as it then is.
+Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
+
+
+def require_writable(path: Path, owned: Owned) -> None:
     """Fail early where `new_folder` would fail later. Raises I2CLError if the parent cannot be made or
     written, or ``path`` is a file or holds other files.
     """
     if path.is_file():
         raise I2CLError(f"{str(path)!r} is a file: give a folder")
-    others = sorted({entry.name for entry in path.iterdir()} - owned) if path.is_dir() else []
+    there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    others = sorted(there - (owned(path) if callable(owned) else owned))
     if others:
         raise I2CLError(f"{str(path)!r} holds other files ({others[0]}): choose an empty or new folder")
     _require_parent(path)
@@ -76,10 +81,6 @@ def _require_parent(path: Path) -> None:
             pass
 
 
-# Names of files in a folder that may be replaced; a function says so of the folder as it then is.
-Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
-
-
 @contextmanager
 def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
     """A temporary folder that takes the place of ``path`` when the block ends without an error.
@@ -90,7 +91,7 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
     Raises I2CLError if ``path`` holds something else or cannot be written.
     """
     path = path.resolve()
-    _require_owned(path, owned)
+    require_writable(path, owned)
     with write_errors(repr(str(path))), _scratch(path) as scratch:
         fresh = scratch / "new"
         fresh.mkdir()
@@ -99,17 +100,13 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
         _replace(path, fresh, owned)
 
 
-def _require_owned(path: Path, owned: Owned) -> None:
-    require_writable(path, owned(path) if callable(owned) else owned)
-
-
 def _replace(path: Path, fresh: Path, owned: Owned) -> None:
     """Give a folder its name; what has it meanwhile goes, if it may, and comes back if this fails."""
     old = fresh
     try:
         for attempt in itertools.count():
             if path.is_dir():
-                _require_owned(path, owned)
+                require_writable(path, owned)
                 old = fresh.with_name(f"old-{attempt}")
                 with suppress(FileNotFoundError):  # another writer has moved it
                     path.rename(old)

@@ -107,16 +107,14 @@ def export_card(description: Mapping[str, Any], usage: str, library: str) -> str
     data.library_name = library
     if data.base_model and library != "peft":
         data["base_model_relation"] = "finetune"
-    card = ModelCard.from_template(
+    return _filled(
+        EXPORT,
         data,
-        template_str=EXPORT,
         title=_md(f"{task['title'] or task['name']}, exported"),
         base=_inline(base),
-        version=__version__,
         labels=", ".join(map(_inline, task["labels"])),
         usage=usage,
     )
-    return f"{card}\n".encode(errors="backslashreplace").decode()
 
 
 def model_card(description: Mapping[str, Any], name: str) -> str:
@@ -131,11 +129,10 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     shown = public_name(base["name"])
     task = description["task"]
     anchored = _is_anchored(description)
-    card = ModelCard.from_template(
+    return _filled(
+        TEMPLATE,
         _metadata(description, shown),
-        template_str=TEMPLATE,
         title=_md(f"I2CL: {task['title'] or task['name']}"),
-        version=__version__,
         what="A vector" if anchored else "A context vector and two coefficients",
         variant=", anchored: fitted around the plain model among the label words" if anchored else "",
         base=_inline(shown),
@@ -146,18 +143,25 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         task=_json({key: task[key] for key in SHOWN if key in task}),
         base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),
         demonstrations=description["demonstrations"],
-        loss=_loss(description["loss"]) + _changed_scores(description),
+        loss="\n\n".join(_calibrated(description)),
         settings=_json({key: description[key] for key in SET}),
         results=_results(description),
         again=_again(description),
     )
+
+
+def _filled(template: str, data: ModelCardData, **texts: Any) -> str:
+    card = ModelCard.from_template(data, template_str=template, version=__version__, **texts)
     return f"{card}\n".encode(errors="backslashreplace").decode()  # of a folder whose name is not UTF-8
 
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
     task, metrics = description["task"], description.get("metrics", {})
-    local = base in BUNDLED or base != description["base_model"]["name"]
-    public = not local and _is_hub_id(base)
+    public = base not in BUNDLED and base == description["base_model"]["name"]
+    try:
+        validate_repo_id(base)
+    except HFValidationError:
+        public = False
     results = [
         EvalResult(
             task_type=TASK_TYPE,
@@ -182,45 +186,29 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
     )
 
 
-def _is_hub_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
 def _python(name: str, base: str, revision: str | None) -> str:
     at = f", revision={json.dumps(revision)}" if revision else ""
-    lines = (
-        "from i2cl import Decoder, Injection",
-        "",
-        f"injection = Injection.from_pretrained({json.dumps(name)})",
-        f"decoder = Decoder.from_pretrained({json.dumps(base)}{at})",
-        "injection.require_base(decoder)",
-        'print(injection.predict(decoder, ["a text to classify"]))',
-    )
-    return fenced("\n".join(lines), "python")
+    code = f"""from i2cl import Decoder, Injection
+
+injection = Injection.from_pretrained({json.dumps(name)})
+decoder = Decoder.from_pretrained({json.dumps(base)}{at})
+injection.require_base(decoder)
+print(injection.predict(decoder, ["a text to classify"]))"""
+    return fenced(code, "python")
 
 
-def _loss(history: list[float]) -> str:
-    if not history:
-        return "The coefficients were not calibrated."
-    first, last = history[0], history[-1]
-    return f"Calibration loss: {first:.3f} -> {last:.3f} nats, first round to last of {len(history)}."
-
-
-def _changed_scores(description: Mapping[str, Any]) -> str:
-    """Paragraphs on the temperature and the label bias, where there are any."""
-    tempered = ""
+def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
+    """Paragraphs on the loss, and on the temperature and the label bias where there are any."""
+    losses = description["loss"]
+    told = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats, first round to last of {len(losses)}" if losses else ""
+    yield f"Calibration loss: {told}." if told else "The coefficients were not calibrated."
     if "temperature" in description:
-        tempered = "\n\nLog-probabilities among the labels are divided by the `temperature`, "
-        tempered += f"{description['temperature']:g}; this changes no answer."
-    if "label_bias" not in description:
-        return tempered
-    text = tempered + "\n\n`label_bias` is added to the log-probabilities among the labels."
-    prior = description["calibration"].get("label_prior")
-    return f"{text} {_md(prior_words(description['task']['labels'], prior))}" if prior else text
+        divided = "Log-probabilities among the labels are divided by the `temperature`"
+        yield f"{divided}, {description['temperature']:g}; this changes no answer."
+    if "label_bias" in description:
+        prior = description["calibration"].get("label_prior")
+        more = f" {_md(prior_words(description['task']['labels'], prior))}" if prior else ""
+        yield f"`label_bias` is added to the log-probabilities among the labels.{more}"
 
 
 def prior_words(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
@@ -257,10 +245,9 @@ def _results(description: Mapping[str, Any]) -> str:
     metrics, worth = description.get("metrics", {}), description.get("worth", {})
     if not metrics and not worth:
         return "Not measured (`i2cl fit` does where labelled rows remain)."
-    known = [(called, metrics[key]) for key, (_, called) in METRICS.items() if key in metrics]
-    figures = ", ".join(f"{called} {value:.3f}" for called, value in known)
+    figures = [f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics]
     rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
-    parts = [f"{figures}{rows}."] if figures else []
+    parts = [f"{', '.join(figures)}{rows}."] if figures else []
     return "\n\n".join([*parts, *(_worth(description, worth) if worth else ())])
 
 
