@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from i2cl import Decoder, Example, anchor, load_task
 from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.problem import KERNELS, MOST_COLUMNS, columns_kept
+from i2cl.core.descent import SCALED, schedule
+from i2cl.core.problem import KERNELS, MOST_COLUMNS
 from i2cl.core.tangent import SLICE
 from i2cl.experiments.draw import AGAIN, BACKWARD, FORWARD
 from i2cl.models.batching import peak_memory
@@ -61,7 +62,12 @@ class Shape:
     @property
     def columns(self) -> int:
         """Of each demonstration, where a token tells the labels apart."""
-        return columns_kept(self.rows, self.labels)
+        return self.labels - 1
+
+    @property
+    def descended(self) -> bool:
+        """Whether a kernel would be too large."""
+        return self.rows * self.columns > MOST_COLUMNS
 
     def weights(self) -> float:
         """Bytes of the model, its LM head apart from the embedding."""
@@ -78,15 +84,20 @@ class Shape:
         """Bytes of the derivatives that stay on the host, and of a batch's own vectors and theirs."""
         numbers = 2 * self.layers * self.width
         batch = min(self.rows, max(1, self.budget // self.tokens))
-        return 4 * numbers * (self.rows * self.columns + 3 * batch)
+        kept = min(self.rows, SCALED) if self.descended else self.rows * self.columns
+        return 4 * numbers * (kept + 3 * batch)
 
     def solver(self) -> float:
         """Bytes of a step's kernel and its solution."""
+        if self.descended:
+            return 0.0
         kernel = self.rows * self.columns
         return 8 * (KERNELS * kernel**2 + kernel * min(SLICE, 2 * self.layers * self.width))
 
     def passes(self, steps: int = 4) -> float:
         """Forward passes over all demonstrations that take as long as the fit, about."""
+        if self.descended:
+            return (schedule(self.rows).epochs + 1) * (FORWARD + BACKWARD)
         once = FORWARD + BACKWARD * self.columns
         return once * (1 + AGAIN * (steps > 1)) + steps + FORWARD
 
@@ -153,7 +164,7 @@ def main() -> None:
         table.add_row("weights", f"{shape.weights() / GB:.1f} GB")
         table.add_row("activations of the largest batch", f"{shape.activations() / GB:.2f} GB")
         table.add_row(
-            f"derivatives, {shape.rows} x {shape.columns} columns of at most {MOST_COLUMNS}",
+            "derivatives" + ("" if shape.descended else f", {shape.rows} x {shape.columns} columns"),
             f"{shape.gradients() / GB:.2f} GB",
         )
         table.add_row("kernel and solver", f"{shape.solver() / GB:.2f} GB")

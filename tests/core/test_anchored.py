@@ -1,18 +1,15 @@
 """Anchored calibration against its objective, minimised and differentiated in other ways."""
 
-import string
-
 import pytest
 import torch
 
 from fitting import made, one_line
-from i2cl import Example, I2CLError, Task, Template
+from i2cl import Example, Task, Template
 from i2cl.core import anchored
-from i2cl.core import problem as module
 from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
 from i2cl.core.edits import LinearEdit
-from i2cl.core.problem import Problem, columns_kept
-from i2cl.core.tangent import Tangent, columns, directions, optimum, rivals_of, summed_loss
+from i2cl.core.problem import Problem
+from i2cl.core.tangent import Tangent, columns, directions, optimum, others_of, summed_loss
 from i2cl.methods import make_methods
 from i2cl.models.scoring import Questions, score
 
@@ -47,15 +44,13 @@ def stationary(fit, u, tau):
     return (point.jacobian.T @ chances + tau * u).norm().item()
 
 
-# Columns are of all other labels together or of each; whole sequences have a column each.
-COLUMNS = pytest.mark.parametrize(("full", "kept"), [(False, 1), (False, 2), (True, 2)])
+WHOLE = pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
 TO_THE_END = AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@COLUMNS
-def test_derivatives_are_those_of_finite_differences(model_type, full, kept, monkeypatch):
-    monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
+@WHOLE
+def test_derivatives_are_those_of_finite_differences(model_type, full):
     fit = problem(made(model_type), task(full))
     generator = torch.Generator().manual_seed(0)
     u = 0.02 * torch.randn(fit.scale.numel(), generator=generator)
@@ -64,13 +59,10 @@ def test_derivatives_are_those_of_finite_differences(model_type, full, kept, mon
     torch.testing.assert_close(found.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
     step = 2e-3
 
-    def values(at):  # the columns chosen at u, elsewhere: a sum of scores, or their logsumexp
+    def values(at):
         scores = fit.scores(at).double()
-        gold = scores.gather(1, fit.gold[:, None])
-        if kept == 2:
-            others = torch.nn.functional.one_hot(fit.gold, 3) == 0
-            return scores[others].view(-1, 2) - gold
-        return scores.scatter(1, fit.gold[:, None], -torch.inf).logsumexp(1, keepdim=True) - gold
+        others = torch.nn.functional.one_hot(fit.gold, 3) == 0
+        return scores[others].view(-1, 2) - scores.gather(1, fit.gold[:, None])
 
     torch.testing.assert_close(point.values, values(u), atol=1e-4, rtol=1e-4)
     differences = (values(u + step * along) - values(u - step * along)) / (2 * step)
@@ -78,29 +70,20 @@ def test_derivatives_are_those_of_finite_differences(model_type, full, kept, mon
     torch.testing.assert_close(found, differences, atol=3e-2 * differences.abs().max().item(), rtol=0)
 
 
-@pytest.mark.parametrize("kept", [1, 2, 3, 4])
-def test_columns_hold_the_whole_loss_however_few_they_are(kept):
-    generator = torch.Generator().manual_seed(kept)
-    scores = 3 * torch.randn(7, 5, generator=generator)
-    gold = torch.randint(5, (7,), generator=generator)
-    rivals = rivals_of(scores, gold, kept)
-    found = columns(scores, gold, rivals)
-    assert found.shape == (7, kept)
+@pytest.mark.parametrize("labels", [2, 5])
+def test_columns_hold_the_whole_loss(labels):
+    generator = torch.Generator().manual_seed(labels)
+    scores = 3 * torch.randn(7, labels, generator=generator)
+    gold = torch.randint(labels, (7,), generator=generator)
+    found = columns(scores, gold)
+    assert found.shape == (7, labels - 1)
     expected = torch.nn.functional.cross_entropy(scores.double(), gold, reduction="sum")
     assert summed_loss(found) == pytest.approx(expected.item())
-    slopes = directions(scores, gold, rivals)
-    torch.testing.assert_close(slopes.sum(-1), torch.zeros(7, kept))  # what all labels share counts nothing
-    gradient = scores.double().softmax(-1) - torch.nn.functional.one_hot(gold, 5)
+    slopes = directions(gold, labels)
+    torch.testing.assert_close((slopes.double() @ scores.double()[..., None])[..., 0], found)
     chances = torch.nn.functional.pad(found, (1, 0)).softmax(-1)[:, 1:]
+    gradient = scores.double().softmax(-1) - torch.nn.functional.one_hot(gold, labels)
     torch.testing.assert_close((chances[:, None] @ slopes.double())[:, 0], gradient, atol=1e-6, rtol=1e-5)
-
-
-def test_columns_are_as_many_as_labels_until_demonstrations_are_many():
-    assert columns_kept(20, 4) == 3
-    assert columns_kept(24, 12) == 11
-    assert columns_kept(77, 77) == module.MOST_COLUMNS // 77
-    assert columns_kept(4000, 77) == module.FEWEST
-    assert columns_kept(4000, 2) == 1
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (3, 4)])
@@ -136,9 +119,8 @@ def test_it_ends_where_the_objective_is_smallest():
     assert stationary(fit, u, tau) < 0.1 * stationary(fit, torch.zeros_like(u), tau)
 
 
-@COLUMNS
-def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, kept, monkeypatch):
-    monkeypatch.setattr(module, "columns_kept", lambda *_: kept)
+@WHOLE
+def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full):
     fit = problem(made("llama"), task(full))
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
     generator = torch.Generator().manual_seed(0)
@@ -152,7 +134,6 @@ def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full, 
     now = after.jacobian.view(*after.values.shape, -1)
     assert torch.equal(now[settled], before[settled])
     torch.testing.assert_close(now[~settled], anew.jacobian.view_as(now)[~settled], atol=1e-5, rtol=1e-4)
-    assert torch.equal(after.rivals[settled], point.rivals[settled])
     torch.testing.assert_close(after.values[~settled], anew.values[~settled], atol=1e-4, rtol=1e-4)
     wanted = torch.nn.functional.cross_entropy(scores.double(), fit.gold, reduction="sum")
     assert summed_loss(after.values) == pytest.approx(wanted.item(), rel=1e-5)
@@ -163,7 +144,7 @@ def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
     u = 0.05 * torch.randn(fit.scale.numel(), generator=torch.Generator().manual_seed(0))
     anew, scores = fit.point(u)
-    others = scores.softmax(-1).gather(1, point.rivals)
+    others = scores.softmax(-1).gather(1, others_of(fit.gold, 3))
     competing = others >= others.median()
     assert 0 < competing.sum() < competing.numel()
     before = point.jacobian.clone().view(*point.values.shape, -1)
@@ -171,19 +152,6 @@ def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
     now = fit.moved(point, u, scores, range(len(SHOWN)), among).jacobian.view(*before.shape)
     assert torch.equal(now[~competing], before[~competing])
     torch.testing.assert_close(now[competing], anew.jacobian.view_as(now)[competing], atol=1e-5, rtol=1e-4)
-
-
-def test_few_columns_end_where_all_of_them_do(monkeypatch):
-    decoder = made("llama")
-    fit, _, tau = started(decoder, task(), TO_THE_END)
-    every = anchor(decoder, task(), SHOWN, TO_THE_END)
-    monkeypatch.setattr(module, "columns_kept", lambda *_: 1)
-    grouped = anchor(decoder, task(), SHOWN, TO_THE_END)
-    ends = [objective(fit, (one.context.values / fit.scale).flatten(), tau) for one in (every, grouped)]
-    # The scale is estimated otherwise, so the prior differs a little; the loss is the same function.
-    assert ends[1] == pytest.approx(ends[0], rel=0.1)
-    texts = ["a warm film", "dull", "who knows"]
-    assert every.predict(decoder, texts) == grouped.predict(decoder, texts)
 
 
 def test_a_step_that_brings_less_than_its_share_is_damped():
@@ -232,7 +200,7 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
     torch.testing.assert_close(injection.scores(decoder, texts), plain, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
+@WHOLE
 def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
     """A site has one number, and what is left out stays so."""
     fit = problem(made("llama"), task(full), writers="mlp")
@@ -246,23 +214,11 @@ def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
     assert variance == pytest.approx(spread.sum().item(), rel=1e-4)
 
 
-def test_the_scale_of_few_columns_is_near_that_of_all(monkeypatch):
-    shown = SHOWN[:2] + SHOWN[3:]  # classes equally frequent
-    every = problem(made("llama"), task(), shown)
-    _, _, variance = every.first()
-    monkeypatch.setattr(module, "columns_kept", lambda *_: 1)
-    grouped = problem(made("llama"), task(), shown)
-    _, _, estimated = grouped.first()
-    assert estimated == pytest.approx(variance, rel=0.5)
-    assert torch.corrcoef(torch.stack([every.scale.flatten(), grouped.scale.flatten()]))[0, 1] > 0.8
-
-
 @pytest.mark.parametrize("size", [0.01, 1.0, 7.0])
 def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(size):
     generator = torch.Generator().manual_seed(0)
     jacobian = size * torch.randn(4 * 2, 50, generator=generator)
-    rivals = torch.tensor([[1, 2]] * 4)
-    point = Tangent(torch.zeros(4, 2, dtype=torch.float64), jacobian, rivals, whole=True)
+    point = Tangent(torch.zeros(4, 2, dtype=torch.float64), jacobian)
     tau = point.spread().sum().item() / 2.0**2
     drawn = torch.randn(50, 20_000, generator=generator) / tau**0.5
     moved = torch.nn.functional.pad((jacobian @ drawn).view(4, 2, -1), (0, 0, 1, 0))
@@ -300,35 +256,6 @@ def test_a_model_that_overflows_by_itself_and_a_fit_without_a_step_are_told(monk
 def test_a_wide_prior_takes_damped_steps(reach):
     injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(reach=reach))
     assert injection.history[-1] < 0.5 * injection.history[0]
-
-
-def test_more_examples_than_a_kernel_holds_are_refused():
-    one_line(r"4800 examples are more than the 4096 .*--shots", anchor, made("llama"), task(), SHOWN * 1200)
-    with pytest.raises(I2CLError, match=r"2000 examples times 3 labels are more whole sequences than"):
-        anchor(made("llama"), task(), SHOWN * 500, scoring="full")
-
-
-def many(count):
-    """A task of so many labels that share their first token, with a text each."""
-    words = [f"~{character}" for character in string.ascii_letters + string.digits][:count]
-    made_of = Task("many", tuple(words), Template("Review: {text}\nSentiment:\n{label}"))
-    return made_of, tuple(Example(f"text {word}", at) for at, word in enumerate(words))
-
-
-def test_any_number_of_labels_can_be_fitted():
-    decoder = made("llama")
-    asked, shown = many(60)
-    injection = anchor(decoder, asked, shown, AnchoredConfig(steps=2))
-    assert injection.scoring == "keyword"
-    assert columns_kept(60, 60) < 59
-    assert injection.history[-1] < injection.history[0] - 0.5
-    texts = [one.text for one in shown]
-    scores = injection.scores(decoder, texts)
-    assert scores.shape == (60, 60)
-    loss = torch.nn.functional.cross_entropy(scores.log_softmax(-1), torch.arange(60))
-    assert injection.history[-1] == pytest.approx(loss.item(), abs=0.2)
-    few, some = many(12)
-    assert anchor(decoder, few, some, AnchoredConfig(steps=1)).scoring == "auto"
 
 
 @pytest.mark.parametrize("reach", [-1.0, 1e5, float("inf"), float("nan")])

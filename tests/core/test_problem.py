@@ -1,14 +1,14 @@
-"""Memory that the derivatives of anchored calibration may take."""
+"""Which problems are solved in a kernel: by their size and the memory that derivatives may take."""
 
 import warnings
 
 import pytest
 
-from fitting import made
+from fitting import made, one_line
 from i2cl import Example, I2CLError, Task, Template
 from i2cl.core import problem as module
 from i2cl.core.anchored import AnchoredConfig, anchor
-from i2cl.core.problem import FEWEST, Problem, memory_taken
+from i2cl.core.problem import Problem, memory_taken
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.scoring import Questions
 
@@ -16,34 +16,35 @@ LETTERS = Task("letters", tuple("abcdef"), Template("{text}\n{label}"))
 SHOWN = tuple(Example(f"text {at}", at) for at in range(6))
 
 
-def asked(decoder, memory):
-    return Problem(Questions(decoder, LETTERS), SHOWN, "both", memory)
+def asked(shown=SHOWN, scoring="auto"):
+    return Problem(Questions(made("llama"), LETTERS, scoring), shown, "both")
 
 
-def test_as_many_columns_are_kept_as_the_memory_holds():
-    decoder = made("llama")
-    whole = asked(decoder, None)
-    parameters = whole.scale.numel()
-    assert whole.columns == 5
-    for kept in range(FEWEST, 5):
-        with pytest.warns(MemoryWarning, match=f"^{kept} derivatives of an example are kept in place of 5"):
-            assert asked(decoder, memory_taken(6, kept + 1, parameters) - 1).columns == kept
+def test_a_kernel_is_solved_where_it_fits_the_memory():
+    fit = asked()
+    taken = memory_taken(6 * 5, fit.scale.numel()) / 1e9
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert asked(decoder, memory_taken(6, 5, parameters)).columns == 5
-    with pytest.raises(I2CLError, match=r"they may: give more memory \(--memory\)"):
-        asked(decoder, memory_taken(6, FEWEST, parameters) - 1)
-    with pytest.raises(I2CLError, match=r"give fewer of each class \(--shots\) or more memory"):
-        Problem(Questions(decoder, LETTERS), SHOWN * 2, "both", memory_taken(12, FEWEST, parameters) - 1)
+        assert fit.fits(1.0001 * taken)
+        assert not asked(SHOWN * 40).fits(None)  # 1,200 rows
+    with pytest.warns(MemoryWarning, match="than the .* GB that they may: going on by descent"):
+        assert not fit.fits(0.999 * taken)
+
+
+def test_whole_sequences_are_refused_where_they_do_not_fit():
+    fit = asked(scoring="full")
+    one_line(r"give more memory \(--memory\), or leave out scoring='full'", fit.fits, 1e-6)
+    one_line("4800 whole sequences are more than the 4096", asked(SHOWN * 160, "full").fits, None)
+    assert asked(SHOWN * 40, "full").fits(None)  # 1,200 rows
 
 
 @pytest.mark.parametrize("free", [0, 4 * 10**9])
 def test_without_a_limit_it_is_a_quarter_of_what_is_free(free, monkeypatch):
     monkeypatch.setattr(module, "free_memory", lambda: free)
-    assert asked(made("llama"), None).columns == 5
+    assert asked().fits(None)
     monkeypatch.setattr(module, "free_memory", lambda: 4000)
-    with pytest.raises(I2CLError, match="more than the 1e-06 GB that they may"):
-        asked(made("llama"), None)
+    with pytest.warns(MemoryWarning, match="more than the 1e-06 GB that they may"):
+        assert not asked().fits(None)
 
 
 def test_the_limit_is_no_setting_of_the_artefact():
@@ -51,3 +52,9 @@ def test_the_limit_is_no_setting_of_the_artefact():
     limited, free = (anchor(made("llama"), LETTERS, SHOWN, config) for config in configs)
     assert "memory" not in limited.settings
     assert limited.settings.keys() == free.settings.keys()
+
+
+def test_more_examples_than_it_takes_are_refused():
+    one_line(r"4800 examples are more than the 4096 .*--shots", anchor, made("llama"), LETTERS, SHOWN * 800)
+    with pytest.raises(I2CLError, match=r"leave out scoring='full'"):
+        anchor(made("llama"), LETTERS, SHOWN * 160, scoring="full")

@@ -21,6 +21,8 @@ model is. It is solved to its optimum, with a proximal term that grows where the
 (Gauss-Newton and Levenberg-Marquardt for a loss that is not squared). One step is regression with the model's
 tangent kernel (https://arxiv.org/abs/2210.05643).
 
+Where demonstrations times labels are too many for a kernel, `i2cl.core.descent` minimises the same objective.
+
 The last vector makes the model say a label by itself: see `i2cl.core.label_mass`.
 """
 
@@ -36,23 +38,27 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_demonstrations
+from i2cl.core.descent import descended
 from i2cl.core.injection import Injection
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.core.problem import MOST_COLUMNS, Problem
 from i2cl.core.tangent import Tangent, optimum, summed_loss
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
+from i2cl.models.encoding import Scoring, ScoringWarning
 from i2cl.models.scoring import Questions
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Task
 
-MOST_SEQUENCES = 4096  # whole label sequences, of all demonstrations: each has a row in the kernel
-MOST_DEMONSTRATIONS = 4096  # the kernel has `FEWEST` rows for each, and is solved as a whole
+MOST_DEMONSTRATIONS = 4096  # a fit of more would take hours
 DAMPING = 8.0  # proximal factor of every step but the first, in units of the prior, and of one tried again
 STRONGEST = 1e6  # proximal factor beyond which no step pays
 COMPETING = 0.01  # probability from which on a label of several tokens is differentiated anew
 
+MANY = (
+    "labels share their first token, and {} whole sequences are too many for a fit: a token of its own tells "
+    "each label; with dozens of labels sentence_embeddings answers better (i2cl eval)"
+)
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
 
 
@@ -74,7 +80,7 @@ class AnchoredConfig(Settings):
             leaves the answer among the labels as it is (`i2cl.core.label_mass`). Only where labels are told
             apart by single tokens: of whole sequences every token would need a vector of its own.
         memory: gigabytes beyond the model that derivatives may take; default: a quarter of what is free.
-            Where not every label fits, the least probable ones share a column. Not stored.
+            What they do not fit into is descended, which takes few. Not stored.
     """
 
     writers: Writers = "both"
@@ -97,40 +103,43 @@ def anchor(
     scoring: Scoring = "auto",
     progress: StepProgress | None = None,
 ) -> Injection:
-    """Fit an injection around the plain model. Nothing is random.
+    """Fit an injection around the plain model. Repeatable bit for bit on one machine.
 
     Args:
         decoder: the frozen model.
         task: gives template and label words.
         demonstrations: labelled examples.
         config: see `AnchoredConfig`.
-        seed: of the demonstrations, to be told with the injection.
+        seed: of the demonstrations, to be told with the injection; and of the order of a descent.
         scoring: a label's first token, its whole sequence, or one token of its own; see
             `i2cl.models.encoding`. Where labels share first tokens, ``"auto"`` takes whole sequences up to
-            `MOST_COLUMNS` of them, and single tokens beyond: a fit reads every sequence once a step.
+            `MOST_COLUMNS` of them, as far as the memory holds their derivatives, and single tokens beyond.
         progress: called after each step with steps done, steps at most and the mean loss in nats.
 
     Raises:
-        I2CLError: without demonstrations, with too many, or too many for the memory, on a decoder whose
-            blocks add something else than their writers put out, or on scores that are not finite.
+        I2CLError: without demonstrations, with too many, on whole sequences that are too many or exceed the
+            memory, on a decoder whose blocks add something else than their writers put out, or on scores that
+            are not finite.
     """
     config = config or AnchoredConfig()
     require_demonstrations(task, demonstrations)
     require_few(demonstrations)
     decoder.require_identity()
+    rows = len(demonstrations) * (len(task.labels) - 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScoringWarning)
+        whole = Questions(decoder, task, scoring).labels.full
+    if scoring == "auto" and whole and rows > MOST_COLUMNS:
+        warnings.warn(MANY.format(len(demonstrations) * len(task.labels)), ScoringWarning, stacklevel=2)
+        scoring, whole = "keyword", False
     questions = Questions(decoder, task, scoring)
-    sequences = len(demonstrations) * len(task.labels)
-    if scoring == "auto" and questions.labels.full and sequences > MOST_COLUMNS:
-        questions = Questions(decoder, task, "keyword")
-    if questions.labels.full and sequences > MOST_SEQUENCES:
-        raise I2CLError(
-            f"{len(demonstrations)} examples times {len(task.labels)} labels are more whole sequences than "
-            f"the {MOST_SEQUENCES} that anchored calibration takes: leave out scoring='full'"
-        )
-    memory = None if config.memory is None else int(config.memory * 1e9)
-    problem = Problem(questions, tuple(demonstrations), config.writers, memory)
+    problem = Problem(questions, tuple(demonstrations), config.writers)
+    few = problem.fits(config.memory)
     with decoder.frozen():
-        u, tau, history = solved(problem, config, progress)
+        if few:
+            u, tau, history = solved(problem, config, progress)
+        else:
+            u, tau, history = descended(problem, config.reach if config.steps else 0.0, seed, progress)
     if not u.any() and config.steps and config.reach:
         warnings.warn(NO_STEP, UserWarning, stacklevel=2)
     vectors = problem.theta(u)

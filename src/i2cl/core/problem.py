@@ -4,38 +4,33 @@ Beyond the paper: what anchored calibration minimises a loss of. A vector of its
 gives the derivatives of all rows by one backward pass a column.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from i2cl.core.context import SITES, ExtractConfig, Writers
 from i2cl.core.edits import LinearEdit, RowsEdit
-from i2cl.core.tangent import Tangent, balanced, columns, directions, rivals_of
+from i2cl.core.tangent import Tangent, balanced, columns, directions
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, MemoryWarning, free_memory
 from i2cl.models.scoring import Questions, in_order, labelled_batch, score, sequence_log_probabilities
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
-MOST_COLUMNS = 1024  # rows of the kernel, as long as each demonstration keeps `FEWEST` columns; then those
-FEWEST = 2  # columns of a demonstration: the label that competes most, and all others together
+MOST_COLUMNS = 1024  # rows of the kernel; what has more is descended (`i2cl.core.descent`)
+MOST_SEQUENCES = 4096  # those of whole label sequences, where somebody asks for these
 HELD = 1.5  # memory that derivatives take at most, times their own size
 KERNELS = 5  # square matrices in double precision that the solver of a step holds at once
 
 
-def columns_kept(demonstrations: int, labels: int) -> int:
-    """How many columns each demonstration keeps: one for every label but its own where they are few."""
-    return min(labels - 1, max(FEWEST, MOST_COLUMNS // max(1, demonstrations)))
-
-
-def memory_taken(demonstrations: int, columns: int, parameters: int) -> int:
-    """Bytes beyond the model that derivatives of so many parameters and their kernel take at most."""
-    rows = demonstrations * columns
+def memory_taken(rows: int, parameters: int) -> int:
+    """Bytes beyond the model that a kernel's rows and their derivatives take at most."""
     return int(HELD * 4 * rows * parameters) + KERNELS * 8 * rows**2
 
 
@@ -46,7 +41,6 @@ class Problem:
     questions: Questions
     demonstrations: tuple[Example, ...]
     writers: Writers  # which sites have a vector
-    memory: int | None = None  # bytes that derivatives and kernel may take; None: a quarter of what is free
 
     def __post_init__(self) -> None:
         decoder = self.questions.decoder
@@ -56,33 +50,36 @@ class Problem:
         self.site = ExtractConfig(writers=self.writers).site
         active = torch.tensor(SITES[self.writers]).float()[:, None]
         self.scale = active.expand(decoder.layers, -1, decoder.d_model)  # units of theta; `first` sets them
-        self.columns = self._columns_that_fit()  # of each demonstration
 
     @property
     def ends_free(self) -> bool:
         """Whether the last writer has a vector, with only the final norm and the LM head behind it."""
         return not self.questions.labels.full and self.writers in {"both", "mlp"}
 
-    def _columns_that_fit(self) -> int:
-        labels, whole, count = len(self.questions.labels.ids), self.questions.labels.full, len(self.queries)
-        wanted = labels - 1 if whole else columns_kept(count, labels)
-        fewest = wanted if whole else min(FEWEST, wanted)
-        free = free_memory()
-        if self.memory is None and not free:  # the system does not say
-            return wanted
-        room = free // 4 if self.memory is None else self.memory
-        each = range(fewest, wanted + 1)
-        taken = {columns: memory_taken(count, columns, self.scale.numel()) for columns in each}
-        kept = max((columns for columns, size in taken.items() if size <= room), default=0)
-        if not kept:
-            sizes = f"{taken[fewest] / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
-            fewer = count > len(set(self.gold.tolist()))
-            cure = f"give {'fewer of each class (--shots) or ' if fewer else ''}more memory (--memory)"
-            raise I2CLError(f"derivatives of {count} examples take {sizes}: {cure}")
-        if kept < wanted:
-            share = f"{kept} derivatives of an example are kept in place of {wanted}"
-            warnings.warn(f"{share}: more memory (--memory) holds all", MemoryWarning, stacklevel=2)
-        return kept
+    def fits(self, memory: float | None) -> bool:
+        """Whether a kernel with a row for every label but the gold one of each demonstration is small enough.
+
+        Args:
+            memory: gigabytes that it and the derivatives may take; None: a quarter of what is free.
+
+        Raises:
+            I2CLError: if it is not, and labels are whole sequences, which nothing else fits.
+        """
+        count, labels = len(self.queries), len(self.questions.labels.ids)
+        rows, most = count * (labels - 1), MOST_SEQUENCES if self.questions.labels.full else MOST_COLUMNS
+        taken, free = memory_taken(rows, self.scale.numel()), free_memory()
+        room = memory * 1e9 if memory is not None else free / 4 if free else math.inf
+        sizes = f"derivatives take {taken / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
+        if rows <= most and taken <= room:
+            return True
+        if self.questions.labels.full:
+            many = f"{rows} whole sequences are more than the {most} that anchored calibration takes"
+            cure = "leave out scoring='full', or give fewer of each class (--shots)"
+            more = f"{sizes}: give more memory (--memory), or {cure}"
+            raise I2CLError(f"{many}: {cure}" if rows > most else more)
+        if rows <= most:
+            warnings.warn(f"{sizes}: going on by descent, which takes few", MemoryWarning, stacklevel=3)
+        return False
 
     def theta(self, u: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites d"]:
         """The vectors at a place in units of their scale."""
@@ -99,32 +96,39 @@ class Problem:
         return score(questions.decoder, self.queries, questions.labels, edit=self.edit(u))
 
     def first(self) -> tuple[Tangent, Float[Tensor, "n labels"], float]:
-        """The tangent at the plain model, once it has set the scale; scores; and the variance it gives them.
+        """The tangent at the plain model, once it has set the scale; scores; the variance it gives them."""
+        point, scores = self.point(torch.zeros(self.scale.numel()))
+        even, variance = self._scaled(point.spread())
+        return replace(point, jacobian=point.jacobian.mul_(even)), scores, variance
 
-        Where not all labels have a column, the variance over labels is that of the gold label around the
-        mean of all, over the demonstrations: the same for classes equally frequent.
+    def scaled_by_gold(self, most: int) -> float:
+        """Set the scale by the gold labels of at most so many demonstrations; the variance of their scores.
+
+        It is that of the gold label around the mean of all labels, over demonstrations: the same as over all
+        labels where classes are equally frequent, and a backward pass in all.
         """
-        nothing = torch.zeros(self.scale.numel())
-        point, scores = self.point(nothing)
-        if point.whole:
-            spread = point.spread()
-        else:
-            labels = len(self.questions.labels.ids)
-            own = one_hot(self.gold, labels).float() - 1 / labels
-            slopes = torch.empty(len(own), 1, nothing.numel())
-            self._derive(slopes, nothing, self.every, lambda _, rows: own[rows][:, None])
-            spread = slopes[:, 0].square_().mean(0)
+        if len(self.queries) > most:
+            some = replace(self, demonstrations=self.demonstrations[:: -(-len(self.queries) // most)])
+            variance = some.scaled_by_gold(most)
+            self.scale = some.scale
+            return variance
+        labels = len(self.questions.labels.ids)
+        own = one_hot(self.gold, labels).float() - 1 / labels
+        slopes = torch.empty(len(own), 1, self.scale.numel())
+        self._derive(slopes, torch.zeros(self.scale.numel()), self.every, own[:, None])
+        return self._scaled(slopes[:, 0].square_().mean(0))[1]
+
+    def _scaled(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:
+        """Set the scale; what it was multiplied by, and the variance that it gives the scores."""
         even = balanced(spread, self.scale.shape[-1])
         self.scale = self.scale * even.view_as(self.scale)
-        point = replace(point, jacobian=point.jacobian.mul_(even))
-        return point, scores, float((spread * even.square()).sum())
+        return even, float((spread * even.square()).sum())
 
     def point(self, u: Float[Tensor, " parameters"]) -> tuple[Tangent, Float[Tensor, "n labels"]]:
         """The tangent at u, and the label scores there. Raises I2CLError on any that are not finite."""
-        slopes = torch.empty(len(self.queries), self.columns, u.numel())
-        scores, rivals = self._slopes(slopes, u, self.every)
-        whole = rivals.shape[1] == scores.shape[1] - 1
-        return Tangent(columns(scores, self.gold, rivals), slopes.flatten(0, 1), rivals, whole), scores
+        slopes = torch.empty(len(self.queries), len(self.questions.labels.ids) - 1, u.numel())
+        scores = self._slopes(slopes, u, self.every)
+        return Tangent(columns(scores, self.gold), slopes.flatten(0, 1)), scores
 
     def moved(
         self,
@@ -136,15 +140,12 @@ class Problem:
     ) -> Tangent:
         """The tangent at u, where the label scores are known.
 
-        Some demonstrations are differentiated anew; the others keep the columns and the derivatives that they
-        have, and so do labels of several tokens that are not ``competing``. Those are written over, so
-        ``point`` is used up.
+        Some demonstrations are differentiated anew; the others keep the derivatives that they have, and so do
+        labels of several tokens that are not ``competing``. Those are written over, so ``point`` is used up.
         """
-        rivals = point.rivals.clone()
         if anew:
-            slopes = point.jacobian.view(*point.values.shape, -1)
-            _, rivals[list(anew)] = self._slopes(slopes, u, anew, competing)
-        return Tangent(columns(scores, self.gold, rivals), point.jacobian, rivals, point.whole)
+            self._slopes(point.jacobian.view(*point.values.shape, -1), u, anew, competing)
+        return Tangent(columns(scores, self.gold), point.jacobian)
 
     def _slopes(
         self,
@@ -152,30 +153,26 @@ class Problem:
         u: Float[Tensor, " parameters"],
         chosen: Sequence[int],
         competing: Bool[Tensor, "n labels"] | None = None,
-    ) -> tuple[Float[Tensor, "rows labels"], Int[Tensor, "rows rivals"]]:
-        """Scores of some demonstrations, and their labels with a column; writes the columns' derivatives.
+    ) -> Float[Tensor, "rows labels"]:
+        """Scores of some demonstrations; writes the columns' derivatives.
 
         Of labels of several tokens only those are read that compete, if that is given; others score 0.
         """
-
-        def of(values: Tensor, rows: Sequence[int]) -> Tensor:
-            right = self.gold[rows]
-            return directions(values, right, rivals_of(values, right, self.columns))
-
-        if self.questions.labels.full:
+        labels = self.questions.labels
+        if labels.full:
             scores = self._derive_sequences(into, u, chosen, competing)
         else:
-            scores = self._derive(into, u, chosen, of)
+            scores = self._derive(into, u, chosen, directions(self.gold[list(chosen)], len(labels.ids)))
         if not (scores.isfinite().all() and all(into[row].isfinite().all() for row in chosen)):
             raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
-        return scores, rivals_of(scores, self.gold[list(chosen)], self.columns)
+        return scores
 
     def _derive(
         self,
         into: Float[Tensor, "n columns parameters"],
         u: Float[Tensor, " parameters"],
         chosen: Sequence[int],
-        of: Callable[[Float[Tensor, "batch labels"], Sequence[int]], Float[Tensor, "batch columns labels"]],
+        sums: Float[Tensor, "rows columns labels"],
     ) -> Float[Tensor, "rows labels"]:
         """Scores; writes the derivative of each of some sums of them: a backward pass for all rows each."""
         decoder, first = self.questions.decoder, list(self.questions.labels.first)
@@ -186,7 +183,7 @@ class Problem:
             backward = Backward([leaf], decoder.model.dtype)
             with torch.enable_grad():
                 values = decoder.forward(batch, edit=edit)[:, 0].float()[:, first]
-                weights = of(values.detach().cpu(), rows).to(values)
+                weights = sums[list(batch.rows)].to(values)
                 for column in range(weights.shape[1]):
                     decoder.pause()
                     (slopes,) = backward.gradients((values * weights[:, column]).sum())

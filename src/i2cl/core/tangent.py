@@ -1,9 +1,8 @@
 """Kernel regression with a model's tangent kernel: what a step of anchored calibration solves.
 
 Beyond the paper's "Noisy Self-calibration": everything here happens in the space of label scores, linear in
-the parameters around some point. Of a demonstration's scores each column is one label's, less the gold
-label's; where labels are many, the last column is all labels without a column of their own together: the
-logsumexp of their scores, less the gold label's.
+the parameters around some point. Of a demonstration's scores each column is one other label's, less the gold
+label's.
 """
 
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ class Tangent:
 
     values: Float[Tensor, "n columns"]  # of each column, in nats
     jacobian: Float[Tensor, "n_columns parameters"]  # derivatives of the columns in theta / s
-    rivals: Int[Tensor, "n rivals"]  # the labels of each demonstration that have a column of their own
-    whole: bool  # whether that is every label but the gold one
 
     @cached_property
     def kernel(self) -> Float[Tensor, "n_columns n_columns"]:
@@ -38,7 +35,7 @@ class Tangent:
         return found
 
     def spread(self) -> Float[Tensor, " parameters"]:
-        """Variance over labels of the scores' derivatives, the mean over demonstrations; of a whole tangent.
+        """Variance over labels of the scores' derivatives, the mean over demonstrations.
         It is the diagonal of the Fisher information where all labels are equally probable, so what all labels
         share counts nothing.
         """
@@ -49,43 +46,21 @@ class Tangent:
         return torch.cat([(squares - mean.square()).mean(0) for mean, squares in means])
 
 
-def rivals_of(
-    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], kept: int
-) -> Int[Tensor, "n rivals"]:
-    """The labels that get a column of their own: those that compete most with the gold one, in their order.
-    Scores are of all labels; ``kept`` are columns, fewer than labels. The last one is all other labels
-    together, unless every label but the gold one has a column.
-    """
-    others = scores.scatter(1, gold[:, None], -torch.inf)
-    count = kept if kept == scores.shape[1] - 1 else kept - 1
-    return others.topk(count, dim=1).indices.sort(dim=1).values
+def others_of(gold: Int[Tensor, " n"], labels: int) -> Int[Tensor, "n others"]:
+    """Every label but the gold one, in order."""
+    every = torch.arange(labels).expand(len(gold), -1)
+    return every[every != gold[:, None]].view(len(gold), labels - 1)
 
 
-def directions(
-    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], rivals: Int[Tensor, "n rivals"]
-) -> Float[Tensor, "n columns labels"]:
+def directions(gold: Int[Tensor, " n"], labels: int) -> Float[Tensor, "n others labels"]:
     """How each column changes with the label scores."""
-    labels = scores.shape[1]
-    each = one_hot(rivals, labels).to(scores.dtype)
-    if rivals.shape[1] < labels - 1:
-        each = torch.cat([each, _rest(scores, gold, rivals).softmax(1)[:, None]], dim=1)
-    return each - one_hot(gold, labels).to(scores.dtype)[:, None]
+    return (one_hot(others_of(gold, labels), labels) - one_hot(gold, labels)[:, None]).float()
 
 
-def columns(
-    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"], rivals: Int[Tensor, "n rivals"]
-) -> Float[Tensor, "n columns"]:
+def columns(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> Float[Tensor, "n others"]:
     """Values of the columns, in float64."""
     wide = scores.double()
-    each = wide.gather(1, rivals)
-    if rivals.shape[1] < scores.shape[1] - 1:
-        each = torch.cat([each, _rest(wide, gold, rivals).logsumexp(1, keepdim=True)], dim=1)
-    return each - wide.gather(1, gold[:, None])
-
-
-def _rest(scores: Tensor, gold: Tensor, rivals: Tensor) -> Float[Tensor, "n labels"]:
-    """Scores of the labels without a column of their own; -inf for the others."""
-    return scores.scatter(1, torch.cat([gold[:, None], rivals], dim=1), -torch.inf)
+    return wide.gather(1, others_of(gold, scores.shape[1])) - wide.gather(1, gold[:, None])
 
 
 def balanced(spread: Float[Tensor, " parameters"], together: int) -> Float[Tensor, " parameters"]:

@@ -7,7 +7,8 @@ from random import Random
 from statistics import median_low
 
 from i2cl.core.anchored import MOST_DEMONSTRATIONS, require_few
-from i2cl.core.problem import MOST_COLUMNS, columns_kept
+from i2cl.core.descent import schedule
+from i2cl.core.problem import MOST_COLUMNS
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
@@ -137,9 +138,10 @@ class _Pace:
         slows it.
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
-        labels = len(self.questions.task.labels)
-        whole = self.questions.labels.full and len(shown) * labels <= MOST_COLUMNS
-        columns = (labels - 1) / SHARED if whole else columns_kept(len(shown), labels)
-        once = FORWARD + BACKWARD * columns
-        passes = once * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
+        columns = len(self.questions.task.labels) - 1.0
+        if len(shown) * columns > MOST_COLUMNS:
+            passes = (schedule(len(shown)).epochs + 1) * (FORWARD + BACKWARD)
+        else:
+            columns /= SHARED if self.questions.labels.full else 1
+            passes = (FORWARD + BACKWARD * columns) * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
         return self.seconds_a_token * tokens * passes

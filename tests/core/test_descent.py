@@ -1,0 +1,103 @@
+"""Anchored calibration of what a kernel is too large for, against the kernel's own end and objective."""
+
+import string
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from fitting import left_as_found, made
+from i2cl import Example, Task, Template
+from i2cl.core import descent
+from i2cl.core.anchored import AnchoredConfig, anchor, solved
+from i2cl.core.descent import descended
+from i2cl.core.problem import Problem
+from i2cl.models.batching import MemoryWarning
+from i2cl.models.encoding import ScoringWarning
+from i2cl.models.scoring import Questions
+
+FILMS = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:\n{label}"))
+WORDS = ("a warm film", "dull, dull, dull", "who knows", "funny and kind all the way", "no", "perhaps")
+SHOWN = tuple(Example(text, place % 3) for place, text in enumerate(WORDS))
+
+
+def problem(decoder):
+    return Problem(Questions(decoder, FILMS), SHOWN, "both")
+
+
+def many(count):
+    """A task of so many labels that share their first token, with a text each."""
+    words = [f"~{character}" for character in string.ascii_letters + string.digits][:count]
+    made_of = Task("many", tuple(words), Template("Review: {text}\nSentiment:\n{label}"))
+    return made_of, tuple(Example(f"text {word}", at) for at, word in enumerate(words))
+
+
+def test_the_scale_by_gold_labels_is_near_that_of_all():
+    every, gold = problem(made("llama")), problem(made("llama"))
+    _, _, variance = every.first()
+    assert gold.scaled_by_gold(len(SHOWN)) == pytest.approx(variance, rel=0.5)
+    assert torch.corrcoef(torch.stack([every.scale.flatten(), gold.scale.flatten()]))[0, 1] > 0.8
+    half = problem(made("llama"))
+    half.scaled_by_gold(3)  # every second one
+    few = Problem(half.questions, SHOWN[::2], "both")
+    few.scaled_by_gold(3)
+    assert torch.equal(half.scale, few.scale)
+
+
+def test_it_comes_to_the_kernels_end_and_tells_the_loss(monkeypatch):
+    """Under a narrow prior, which has one optimum, and with passes enough."""
+    decoder = made("llama")
+    longer = descent.SCHEDULE.model_copy(update={"epochs": 400, "batch_size": 6, "lr": 0.03})
+    monkeypatch.setattr(descent, "SCHEDULE", longer)
+    fit = problem(decoder)
+    u, tau, history = descended(fit, 1.0, seed=0)
+    plain = torch.zeros_like(u)
+    assert history[0] == pytest.approx(cross_entropy(fit.scores(plain).double(), fit.gold).item())
+    assert history[-1] == pytest.approx(cross_entropy(fit.scores(u).double(), fit.gold).item())
+    kernel = problem(decoder)
+    ends, _, _ = solved(kernel, AnchoredConfig(reach=1.0, steps=100, tolerance=1e-8, settled=0))
+
+    def objective(vectors):
+        at = (vectors / fit.scale).flatten()
+        loss = cross_entropy(fit.scores(at).double(), fit.gold, reduction="sum").item()
+        return loss + tau / 2 * at.square().sum().item()
+
+    best = objective(fit.theta(u))
+    assert best < objective(plain.view_as(fit.scale)) - 0.1
+    assert best == pytest.approx(objective(kernel.theta(ends)), rel=0.05)
+
+
+def test_any_number_of_labels_can_be_fitted():
+    decoder = made("llama")
+    asked, shown = many(60)
+    with (
+        left_as_found(decoder.model),
+        pytest.warns(ScoringWarning, match="3600 whole sequences are too many .*sentence_embeddings"),
+    ):
+        injection = anchor(decoder, asked, shown)
+    assert injection.scoring == "keyword"
+    assert len(injection.history) == 60 + 2  # passes that make 240 steps
+    assert injection.history[-1] < injection.history[0] - 0.5
+    scores = injection.scores(decoder, [one.text for one in shown])
+    loss = cross_entropy(scores.log_softmax(-1), torch.arange(60)).item()
+    assert injection.history[-1] == pytest.approx(loss, abs=0.2)  # the last vector shrinks logits a little
+    few, some = many(12)
+    assert anchor(decoder, few, some, AnchoredConfig(steps=1)).scoring == "auto"
+
+
+def test_many_demonstrations_take_ten_passes_and_few_240_steps():
+    assert [descent.schedule(count).epochs for count in (1, 16, 77, 385, 4096)] == [240, 240, 48, 10, 10]
+
+
+def test_a_seed_gives_the_same_vectors_and_another_other_ones():
+    fits = [descended(problem(made("llama")), 30.0, seed)[0] for seed in (0, 0, 1)]
+    assert torch.equal(fits[0], fits[1])
+    assert not torch.equal(fits[0], fits[2])
+
+
+@pytest.mark.parametrize("config", [AnchoredConfig(reach=0.0), AnchoredConfig(steps=0)])
+def test_without_reach_or_steps_it_is_the_plain_model(config):
+    with pytest.warns(MemoryWarning):
+        injection = anchor(made("llama"), FILMS, SHOWN, config.model_copy(update={"memory": 1e-6}))
+    assert not injection.context.values.any()
+    assert injection.settings["tau"] is None
