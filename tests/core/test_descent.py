@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fitting import left_as_found, made
+from fitting import left_as_found, made, one_line
 from i2cl import Example, Task, Template
 from i2cl.core import descent
 from i2cl.core.anchored import AnchoredConfig, anchor, solved
@@ -37,11 +37,9 @@ def test_the_scale_by_gold_labels_is_near_that_of_all():
     _, _, variance = every.first()
     assert gold.scaled_by_gold(len(SHOWN)) == pytest.approx(variance, rel=0.5)
     assert torch.corrcoef(torch.stack([every.scale.flatten(), gold.scale.flatten()]))[0, 1] > 0.8
-    half = problem(made("llama"))
-    half.scaled_by_gold(3)  # every second one
-    few = Problem(half.questions, SHOWN[::2], "both")
-    few.scaled_by_gold(3)
-    assert torch.equal(half.scale, few.scale)
+    some = problem(made("llama"))
+    some.scaled_by_gold(5)
+    assert torch.corrcoef(torch.stack([every.scale.flatten(), some.scale.flatten()]))[0, 1] > 0.7
 
 
 def test_it_comes_to_the_kernels_end_and_tells_the_loss(monkeypatch):
@@ -72,7 +70,7 @@ def test_any_number_of_labels_can_be_fitted():
     asked, shown = many(60)
     with (
         left_as_found(decoder.model),
-        pytest.warns(ScoringWarning, match="3600 whole sequences are too many .*sentence_embeddings"),
+        pytest.warns(ScoringWarning, match="60 labels share first tokens.*sentence_embeddings"),
     ):
         injection = anchor(decoder, asked, shown)
     assert injection.scoring == "keyword"
@@ -89,7 +87,8 @@ def test_many_demonstrations_take_ten_passes_and_few_240_steps():
     assert [descent.schedule(count).epochs for count in (1, 16, 77, 385, 4096)] == [240, 240, 48, 10, 10]
 
 
-def test_a_seed_gives_the_same_vectors_and_another_other_ones():
+def test_a_seed_gives_the_same_vectors_and_another_other_ones(monkeypatch):
+    monkeypatch.setattr(descent, "SCHEDULE", descent.SCHEDULE.model_copy(update={"batch_size": 2}))
     fits = [descended(problem(made("llama")), 30.0, seed)[0] for seed in (0, 0, 1)]
     assert torch.equal(fits[0], fits[1])
     assert not torch.equal(fits[0], fits[2])
@@ -101,3 +100,46 @@ def test_without_reach_or_steps_it_is_the_plain_model(config):
         injection = anchor(made("llama"), FILMS, SHOWN, config.model_copy(update={"memory": 1e-6}))
     assert not injection.context.values.any()
     assert injection.settings["tau"] is None
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 3e38])
+def test_what_is_not_finite_is_refused(factor):
+    decoder = made("llama")
+    with torch.no_grad():
+        decoder.model.lm_head.weight *= factor
+    with pytest.warns(MemoryWarning):
+        one_line("not finite", anchor, decoder, FILMS, SHOWN, AnchoredConfig(memory=1e-6))
+
+
+def test_whole_labels_that_the_memory_does_not_hold_get_a_token_each():
+    asked, shown = many(12)
+    with pytest.warns(MemoryWarning, match="going on by descent"):
+        injection = anchor(made("llama"), asked, shown, AnchoredConfig(memory=1e-6))
+    assert injection.scoring == "keyword"
+    assert injection.history[-1] < injection.history[0]
+
+
+def test_batches_are_halved_where_memory_ends_and_the_vectors_stay(monkeypatch):
+    """To rounding: sums of a batch are of its halves."""
+    whole = descended(problem(made("llama")), 30.0, 0)[0]
+    decoder = made("llama")
+    forward = decoder.forward
+
+    def narrow(batch, **more):
+        if torch.is_grad_enabled() and len(batch.rows) > 2:
+            raise torch.OutOfMemoryError
+        return forward(batch, **more)
+
+    monkeypatch.setattr(decoder, "forward", narrow)
+    with pytest.warns(MemoryWarning, match="smaller batches"):
+        halved = descended(problem(decoder), 30.0, 0)[0]
+    torch.testing.assert_close(halved, whole, atol=2e-2, rtol=0)
+    assert torch.corrcoef(torch.stack([halved, whole]))[0, 1] > 0.99
+
+
+def test_a_fit_that_does_not_pay_is_the_plain_model(monkeypatch):
+    losses = iter([1.0, 1.1])
+    monkeypatch.setattr(descent, "mean_loss", lambda *_: next(losses))
+    with pytest.warns(UserWarning, match="lower the reach"):
+        injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-6))
+    assert not injection.context.values.any()

@@ -79,6 +79,16 @@ def test_what_changes_is_read_again(kept, change):
     assert len(reads) == 2
 
 
+def test_columns_of_a_matrix_are_seen_whatever_its_width(kept, monkeypatch):
+    model, reads, _ = kept
+    monkeypatch.setattr(fingerprint, "SAMPLED", 32)  # a value of each row of 32
+    before = weights_fingerprint(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight[:, 1:] = 0
+    assert weights_fingerprint(model) != before
+    assert len(reads) == 2
+
+
 def test_every_single_value_counts():
     model = tiny_model("llama")
     matrix = model.model.layers[1].mlp.down_proj.weight.detach().view(-1)

@@ -29,6 +29,8 @@ The last vector makes the model say a label by itself: see `i2cl.core.label_mass
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated, NamedTuple
 
 import torch
@@ -56,8 +58,8 @@ STRONGEST = 1e6  # proximal factor beyond which no step pays
 COMPETING = 0.01  # probability from which on a label of several tokens is differentiated anew
 
 MANY = (
-    "labels share their first token, and {} whole sequences are too many for a fit: a token of its own tells "
-    "each label; with dozens of labels sentence_embeddings answers better (i2cl eval)"
+    "{} labels share first tokens, and whole ones would take hours: each is told by a token of its own. "
+    "With dozens of labels sentence_embeddings answers better (i2cl eval)"
 )
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
 
@@ -69,7 +71,7 @@ class AnchoredConfig(Settings):
         writers: which sites get a vector: both writers of every layer, one of them, or each block's output.
         reach: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 is the plain
             model.
-        steps: linearisations at most.
+        steps: linearisations at most. A descent has passes of its own, and takes nothing from these four.
         tolerance: relative gain of the objective by an undamped step below which it ends.
         trust: share of the gain that its linearisation promises which a step has to bring; one that brings
             less is damped. At 0 any gain will do, and one that is small ends the fit.
@@ -103,7 +105,7 @@ def anchor(
     scoring: Scoring = "auto",
     progress: StepProgress | None = None,
 ) -> Injection:
-    """Fit an injection around the plain model. Repeatable bit for bit on one machine.
+    """Fit an injection around the plain model. Repeatable bit for bit on one CPU.
 
     Args:
         decoder: the frozen model.
@@ -114,7 +116,8 @@ def anchor(
         scoring: a label's first token, its whole sequence, or one token of its own; see
             `i2cl.models.encoding`. Where labels share first tokens, ``"auto"`` takes whole sequences up to
             `MOST_COLUMNS` of them, as far as the memory holds their derivatives, and single tokens beyond.
-        progress: called after each step with steps done, steps at most and the mean loss in nats.
+        progress: called after each step, or pass of a descent, with steps done, steps at most and the mean
+            loss in nats.
 
     Raises:
         I2CLError: without demonstrations, with too many, on whole sequences that are too many or exceed the
@@ -125,18 +128,10 @@ def anchor(
     require_demonstrations(task, demonstrations)
     require_few(demonstrations)
     decoder.require_identity()
-    rows = len(demonstrations) * (len(task.labels) - 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ScoringWarning)
-        whole = Questions(decoder, task, scoring).labels.full
-    if scoring == "auto" and whole and rows > MOST_COLUMNS:
-        warnings.warn(MANY.format(len(demonstrations) * len(task.labels)), ScoringWarning, stacklevel=2)
-        scoring, whole = "keyword", False
-    questions = Questions(decoder, task, scoring)
-    problem = Problem(questions, tuple(demonstrations), config.writers)
-    few = problem.fits(config.memory)
+    problem, small = _problem(decoder, task, demonstrations, config, scoring)
+    questions = problem.questions
     with decoder.frozen():
-        if few:
+        if small:
             u, tau, history = solved(problem, config, progress)
         else:
             u, tau, history = descended(problem, config.reach if config.steps else 0.0, seed, progress)
@@ -159,6 +154,27 @@ def anchor(
         settings=settings,
         history=history,
     )
+
+
+def _problem(
+    decoder: Decoder, task: Task, demonstrations: Sequence[Example], config: AnchoredConfig, scoring: Scoring
+) -> tuple[Problem, bool]:
+    """What is to be solved, and whether in a kernel."""
+    rows = len(demonstrations) * (len(task.labels) - 1)
+    if scoring == "auto" and rows > MOST_COLUMNS and not _first_tokens_differ(decoder, task):
+        warnings.warn(MANY.format(len(task.labels)), ScoringWarning, stacklevel=3)
+        scoring = "keyword"
+    problem = Problem(Questions(decoder, task, scoring), tuple(demonstrations), config.writers)
+    small = problem.fits(config.memory)
+    if not small and problem.questions.labels.full:  # whole sequences that the memory does not hold
+        problem = replace(problem, questions=Questions(decoder, task, "keyword"))
+    return problem, small
+
+
+def _first_tokens_differ(decoder: Decoder, task: Task) -> bool:
+    with suppress(I2CLError):
+        return not Questions(decoder, task, "first_token").labels.full
+    return False
 
 
 def require_few(demonstrations: Sequence[Example]) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from i2cl.core.problem import Problem
-from i2cl.models.training import LabelLikelihood, StepProgress, TrainConfig, train
+from i2cl.models.batching import Batch
+from i2cl.models.training import Backward, StepProgress, TrainConfig, train
 
 SCHEDULE = TrainConfig(epochs=10, batch_size=16, lr=1.5e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
 FEWEST_STEPS = 240  # which few demonstrations take in more passes
@@ -33,26 +34,38 @@ def descended(
 ) -> tuple[Float[Tensor, " parameters"], float | None, tuple[float, ...]]:
     """Where the fit ends, in units of the scale; tau, or None where the reach is 0 or no site moves the
     scores; and the mean loss in nats at the start, of each pass with its share of the prior, and at the end.
-    Raises I2CLError on one that is not finite.
+    A fit that does not lower it ends at the plain model. Raises I2CLError on a loss that is not finite.
     """
-    decoder, labels = problem.questions.decoder, problem.questions.labels
-    gold: list[int] = problem.gold.tolist()
+    decoder, first = problem.questions.decoder, list(problem.questions.labels.first)
     variance = problem.scaled_by_gold(SCALED)
     tau = variance / reach**2 if reach > 0 else math.inf
     u = torch.nn.Parameter(torch.zeros(problem.scale.numel()))
-    start = mean_loss(problem, u)
+    plain, start, count = torch.zeros_like(u), mean_loss(problem, u), len(problem.queries)
     if not 0 < tau < math.inf:
-        return u.detach(), None, (start,)
-    likelihood = LabelLikelihood(decoder, problem.queries, [labels] * len(gold), gold, among_labels=True)
+        return plain, None, (start,)
+    backward = Backward([u], decoder.model.dtype)
 
     def loss(chosen: Sequence[int]) -> Float[Tensor, " 1"]:
-        edit = problem.edit(u)
-        right = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows), edit))
-        return (tau / 2 * u.square().sum() / len(gold) - right.mean())[None]
+        """Its value, with the gradient of batches that were run one by one, as far as memory goes."""
 
-    steps = schedule(len(gold))
-    (means,) = train([u], loss, steps.batches(len(gold), seed), steps, progress, decoder.model.dtype)
-    return u.detach(), tau, (start, *means, mean_loss(problem, u))
+        def run(batch: Batch) -> tuple[Tensor, Tensor]:
+            gold = problem.gold[[chosen[place] for place in batch.rows]].to(decoder.device)
+            scores = decoder.forward(batch, edit=problem.edit(u))[:, 0].float()[:, first]
+            value = cross_entropy(scores, gold, reduction="sum") / len(chosen)
+            decoder.pause()
+            (slope,) = backward.gradients(value)
+            return value.detach().cpu(), plain if slope is None else slope
+
+        parts = [part for _, part in decoder.run_batches([problem.queries[row] for row in chosen], run)]
+        value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
+        along = (u * slope).sum()
+        return (tau / 2 * u.square().sum() / count + value + along - along.detach())[None]
+
+    steps = schedule(count)
+    (means,) = train([u], loss, steps.batches(count, seed), steps, progress)
+    end = mean_loss(problem, u)
+    paid = end + tau / 2 * u.square().sum().item() / count < start
+    return u.detach() if paid else plain, tau, (start, *means, end)
 
 
 def mean_loss(problem: Problem, u: Float[Tensor, " parameters"]) -> float:

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from jaxtyping import Bool, Float
@@ -63,7 +64,7 @@ class Problem:
             memory: gigabytes that it and the derivatives may take; None: a quarter of what is free.
 
         Raises:
-            I2CLError: if it is not, and labels are whole sequences, which nothing else fits.
+            I2CLError: if it is not, and somebody asked for whole sequences, which nothing else fits.
         """
         count, labels = len(self.queries), len(self.questions.labels.ids)
         rows, most = count * (labels - 1), MOST_SEQUENCES if self.questions.labels.full else MOST_COLUMNS
@@ -72,7 +73,7 @@ class Problem:
         sizes = f"derivatives take {taken / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
         if rows <= most and taken <= room:
             return True
-        if self.questions.labels.full:
+        if self.questions.scoring == "full":
             many = f"{rows} whole sequences are more than the {most} that anchored calibration takes"
             cure = "leave out scoring='full', or give fewer of each class (--shots)"
             more = f"{sizes}: give more memory (--memory), or {cure}"
@@ -108,14 +109,15 @@ class Problem:
         labels where classes are equally frequent, and a backward pass in all.
         """
         if len(self.queries) > most:
-            some = replace(self, demonstrations=self.demonstrations[:: -(-len(self.queries) // most)])
+            some = replace(self, demonstrations=tuple(Random(0).sample(self.demonstrations, most)))
             variance = some.scaled_by_gold(most)
             self.scale = some.scale
             return variance
         labels = len(self.questions.labels.ids)
         own = one_hot(self.gold, labels).float() - 1 / labels
         slopes = torch.empty(len(own), 1, self.scale.numel())
-        self._derive(slopes, torch.zeros(self.scale.numel()), self.every, own[:, None])
+        scores = self._derive(slopes, torch.zeros(self.scale.numel()), self.every, own[:, None])
+        _require_finite(scores, slopes)
         return self._scaled(slopes[:, 0].square_().mean(0))[1]
 
     def _scaled(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:
@@ -163,8 +165,7 @@ class Problem:
             scores = self._derive_sequences(into, u, chosen, competing)
         else:
             scores = self._derive(into, u, chosen, directions(self.gold[list(chosen)], len(labels.ids)))
-        if not (scores.isfinite().all() and all(into[row].isfinite().all() for row in chosen)):
-            raise I2CLError("label scores or their derivatives are not finite: load the model in float32")
+        _require_finite(scores, *(into[row] for row in chosen))
         return scores
 
     def _derive(
@@ -258,3 +259,8 @@ class Problem:
         if slopes is None:
             raise I2CLError("the label scores do not depend on the writers: is this the right model?")
         return (self.scale * slopes.cpu()).flatten(1)
+
+
+def _require_finite(*values: Tensor) -> None:
+    if not all(one.isfinite().all() for one in values):
+        raise I2CLError("label scores or their derivatives are not finite: load the model in float32")

@@ -146,11 +146,11 @@ def longest_first(ids: Sequence[Ids]) -> list[int]:
 
 def budget_chunks(ids: Sequence[Ids], token_budget: int) -> list[list[int]]:
     """Places of all rows, longest first, in parts of at most ``token_budget`` padded tokens, or one row."""
-    order, chunks = longest_first(ids), []
-    while order:
-        size = max(1, token_budget // len(ids[order[0]]))
-        chunks.append(order[:size])
-        order = order[size:]
+    order, chunks, start = longest_first(ids), [], 0
+    while start < len(order):
+        size = max(1, token_budget // len(ids[order[start]]))
+        chunks.append(order[start : start + size])
+        start += size
     return chunks
 
 

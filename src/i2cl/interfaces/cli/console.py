@@ -177,9 +177,9 @@ class Bar:
         """Move on by so much."""
         self._shown.advance(self._task, amount)
 
-    def epoch(self, _step: int, _steps: int, loss: float) -> None:
-        """Move on by one epoch of calibration."""
-        self.advance()
+    def epoch(self, step: int, steps: int, loss: float) -> None:
+        """Move on to a step of a fit."""
+        self._shown.update(self._task, completed=step, total=steps)
         self.describe(f"calibrating, loss {loss:.3f}")
 
     def run(self, run: "Run") -> None:
