@@ -86,7 +86,8 @@ def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:
     for layer, site in product(range(len(added)), sites):
         scales[f"{layers}.{layer}.{maps[site]}"] = float(kept[layer, site])
         home = f"{layers}.{layer}.{maps[{'attention': 0, 'mlp': 1}.get(joint, site)]}"
-        constants[home] = constants.get(home, torch.zeros(added.shape[2])) + added[layer, site]
+        own = added[layer, site]
+        constants[home] = constants[home] + own if home in constants else own.clone()
     if not lora:
         _require_glora(config, empty, scales, constants)
     return _adapter(empty, scales, constants, lora=lora)

@@ -143,6 +143,10 @@ def test_a_fit_is_not_begun_twice_where_the_line_breaks(proxy):
     assert heard == ["/v1/tasks", "/v1/classify", "/v1/classify"]
 
 
+def test_an_address_that_is_none_is_told_as_one_that_does_not_answer():
+    one_line("no answer from http://.*check that it serves", Client("http://[fe80::beef]", retries=0).tasks)
+
+
 @pytest.mark.parametrize(("given", "seconds"), [("5", 5), ("3600", 60), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
 def test_a_pause_is_short_whatever_a_proxy_says(given, seconds):
     assert _pause(given) == seconds

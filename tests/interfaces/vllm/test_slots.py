@@ -30,6 +30,7 @@ def test_a_slot_is_not_given_away_while_a_request_needs_it():
     assert [ledger.load(name) for name in "ab"] == [(1, True), (2, True)]
     ledger.admit("a", running)
     ledger.drop("a")
+    one_line("all 2 slots hold tasks", ledger.load, "c")
     ledger.admit("a", late)  # its front end let it in before the drop
     del running
     one_line(r'all 2 slots hold tasks.*"slots": 4', ledger.load, "c")

@@ -153,7 +153,8 @@ class Client:
                 reply = connection.getresponse()
                 found = reply.read()
             except (OSError, http.client.HTTPException) as error:
-                self._kept().close()
+                if (kept := getattr(self._own, "connection", None)) is not None:
+                    kept.close()
                 if last or (sent and not twice):
                     cure = "check that it serves" + ("" if twice else ", and what it has done")
                     message = f"no answer from {self._url.geturl()} ({error}): {cure}"
