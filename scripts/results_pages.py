@@ -224,8 +224,12 @@ def shots(grid: str = "anchored-shots") -> str:
     for row in found.rows:
         lines = {line.shots: line for line in found.lines if line.row is row}
         own = [lines.get(count, lines.get(None)) for count in counts]
-        whole = all(line is None or len(found.tasks_of(line)) == len(found.tasks) for line in own)
-        for task in (*([None] if whole else []), *found.tasks):
+        there = [set(found.tasks_of(line)) for line in own if line is not None]
+        whole = len(found.tasks) > 1 and all(tasks == set(found.tasks) for tasks in there)
+        for task in (
+            *([None] if whole else []),
+            *(one for one in found.tasks if any(one in tasks for tasks in there)),
+        ):
             cells = [
                 "–" if line is None else average(found, line) if task is None else shown(found, line, task)
                 for line in own
@@ -571,7 +575,8 @@ def draw_curves(axes: Axes, found: Results, task: str | None = None) -> None:
             for line in found.lines
             if name in {line.row.name, line.row.method}
             and line.shots
-            and (got := found.accuracy(line, task) if task in (None, *found.tasks_of(line)) else None)
+            and set(found.tasks if task is None else [task]) <= set(found.tasks_of(line))
+            and (got := found.accuracy(line, task))
         }
         if not told:
             continue
@@ -615,7 +620,8 @@ def learning() -> str:
         axes.set_title(task, fontsize=10, color="#010101")
     figure.axes[0].set_ylabel("accuracy, %", color="#010101")
     handles, names = figure.axes[-1].get_legend_handles_labels()
-    figure.legend(handles, names, frameon=False, labelcolor="#010101", fontsize=9, ncols=3, loc="outside upper center")
+    look: dict[str, Any] = {"frameon": False, "labelcolor": "#010101", "fontsize": 9, "ncols": 3}
+    figure.legend(handles, names, loc="outside upper center", **look)
     return svg(figure, "Accuracy by demonstrations a class, up to eighty, and with 77 and 150 labels")
 
 
