@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from i2cl import Decoder, Example, anchor, load_task
 from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.descent import SCALED, schedule
-from i2cl.core.problem import KERNELS, MOST_COLUMNS
+from i2cl.core.descent import schedule
+from i2cl.core.problem import KERNELS, MOST_COLUMNS, SCALED
 from i2cl.core.tangent import SLICE
 from i2cl.experiments.draw import AGAIN, BACKWARD, FORWARD
 from i2cl.models.batching import peak_memory

@@ -619,9 +619,10 @@ def learning() -> str:
         draw_curves(axes, found, task)
         axes.set_title(task, fontsize=10, color="#010101")
     figure.axes[0].set_ylabel("accuracy, %", color="#010101")
-    handles, names = figure.axes[-1].get_legend_handles_labels()
+    shown = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
+    lines = {name: handle for pairs in shown for handle, name in pairs}
     look: dict[str, Any] = {"frameon": False, "labelcolor": "#010101", "fontsize": 9, "ncols": 3}
-    figure.legend(handles, names, loc="outside upper center", **look)
+    figure.legend(lines.values(), lines.keys(), loc="outside upper center", **look)
     return svg(figure, "Accuracy by demonstrations a class, up to eighty, and with 77 and 150 labels")
 
 

@@ -97,7 +97,7 @@ def test_a_seed_gives_the_same_vectors_and_another_other_ones(monkeypatch):
 @pytest.mark.parametrize("config", [AnchoredConfig(reach=0.0), AnchoredConfig(steps=0)])
 def test_without_reach_or_steps_it_is_the_plain_model(config):
     with pytest.warns(MemoryWarning):
-        injection = anchor(made("llama"), FILMS, SHOWN, config.model_copy(update={"memory": 1e-6}))
+        injection = anchor(made("llama"), FILMS, SHOWN, config.model_copy(update={"memory": 1e-5}))
     assert not injection.context.values.any()
     assert injection.settings["tau"] is None
 
@@ -108,13 +108,13 @@ def test_what_is_not_finite_is_refused(factor):
     with torch.no_grad():
         decoder.model.lm_head.weight *= factor
     with pytest.warns(MemoryWarning):
-        one_line("not finite", anchor, decoder, FILMS, SHOWN, AnchoredConfig(memory=1e-6))
+        one_line("not finite", anchor, decoder, FILMS, SHOWN, AnchoredConfig(memory=1e-5))
 
 
 def test_whole_labels_that_the_memory_does_not_hold_get_a_token_each():
     asked, shown = many(12)
     with pytest.warns(MemoryWarning, match="going on by descent"):
-        injection = anchor(made("llama"), asked, shown, AnchoredConfig(memory=1e-6))
+        injection = anchor(made("llama"), asked, shown, AnchoredConfig(memory=1e-5))
     assert injection.scoring == "keyword"
     assert injection.history[-1] < injection.history[0]
 
@@ -141,5 +141,5 @@ def test_a_fit_that_does_not_pay_is_the_plain_model(monkeypatch):
     losses = iter([1.0, 1.1])
     monkeypatch.setattr(descent, "mean_loss", lambda *_: next(losses))
     with pytest.warns(UserWarning, match="lower the reach"):
-        injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-6))
+        injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-5))
     assert not injection.context.values.any()

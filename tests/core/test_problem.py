@@ -42,9 +42,14 @@ def test_whole_sequences_are_refused_where_they_do_not_fit():
 def test_without_a_limit_it_is_a_quarter_of_what_is_free(free, monkeypatch):
     monkeypatch.setattr(module, "free_memory", lambda: free)
     assert asked().fits(None)
-    monkeypatch.setattr(module, "free_memory", lambda: 4000)
-    with pytest.warns(MemoryWarning, match="more than the 1e-06 GB that they may"):
+    monkeypatch.setattr(module, "free_memory", lambda: 80_000)
+    with pytest.warns(MemoryWarning, match="more than the 2e-05 GB that they may"):
         assert not asked().fits(None)
+
+
+def test_a_limit_that_nothing_fits_into_is_refused():
+    one_line(r"vectors and their gradients take .*: give more memory \(--memory\)", asked().fits, 1e-6)
+    one_line("more than the 1e-06 GB that they may", asked(SHOWN * 40).fits, 1e-6)
 
 
 def test_the_limit_is_no_setting_of_the_artefact():

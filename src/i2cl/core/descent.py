@@ -20,7 +20,6 @@ from i2cl.models.training import Backward, StepProgress, TrainConfig, train
 
 SCHEDULE = TrainConfig(epochs=10, batch_size=16, lr=1.5e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
 FEWEST_STEPS = 240  # which few demonstrations take in more passes
-SCALED = 256  # demonstrations, at most, whose gold labels set the units
 
 
 def schedule(demonstrations: int) -> TrainConfig:
@@ -37,7 +36,7 @@ def descended(
     A fit that does not lower it ends at the plain model. Raises I2CLError on a loss that is not finite.
     """
     decoder, first = problem.questions.decoder, list(problem.questions.labels.first)
-    variance = problem.scaled_by_gold(SCALED)
+    variance = problem.scaled_by_gold()
     tau = variance / reach**2 if reach > 0 else math.inf
     u = torch.nn.Parameter(torch.zeros(problem.scale.numel()))
     plain, start, count = torch.zeros_like(u), mean_loss(problem, u), len(problem.queries)

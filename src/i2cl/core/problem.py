@@ -26,7 +26,9 @@ from i2cl.tasks import Example
 
 MOST_COLUMNS = 1024  # rows of the kernel; what has more is descended (`i2cl.core.descent`)
 MOST_SEQUENCES = 4096  # those of whole label sequences, where somebody asks for these
+SCALED = 256  # demonstrations, at most, whose gold labels set the scale of a descent
 HELD = 1.5  # memory that derivatives take at most, times their own size
+DESCENT = 5  # copies of all vectors that AdamW holds, with their gradient
 KERNELS = 5  # square matrices in double precision that the solver of a step holds at once
 
 
@@ -64,7 +66,8 @@ class Problem:
             memory: gigabytes that it and the derivatives may take; None: a quarter of what is free.
 
         Raises:
-            I2CLError: if it is not, and somebody asked for whole sequences, which nothing else fits.
+            I2CLError: if it is not, and somebody asked for whole sequences, which nothing else fits; or if
+                a descent does not go into the memory either.
         """
         count, labels = len(self.queries), len(self.questions.labels.ids)
         rows, most = count * (labels - 1), MOST_SEQUENCES if self.questions.labels.full else MOST_COLUMNS
@@ -78,6 +81,10 @@ class Problem:
             cure = "leave out scoring='full', or give fewer of each class (--shots)"
             more = f"{sizes}: give more memory (--memory), or {cure}"
             raise I2CLError(f"{many}: {cure}" if rows > most else more)
+        least = 4 * self.scale.numel() * (min(count, SCALED) + DESCENT)
+        if least > room:
+            sizes = f"{least / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
+            raise I2CLError(f"vectors and their gradients take {sizes}: give more memory (--memory)")
         if rows <= most:
             warnings.warn(f"{sizes}: going on by descent, which takes few", MemoryWarning, stacklevel=3)
         return False
@@ -102,7 +109,7 @@ class Problem:
         even, variance = self._scaled(point.spread())
         return replace(point, jacobian=point.jacobian.mul_(even)), scores, variance
 
-    def scaled_by_gold(self, most: int) -> float:
+    def scaled_by_gold(self, most: int = SCALED) -> float:
         """Set the scale by the gold labels of at most so many demonstrations; the variance of their scores.
 
         It is that of the gold label around the mean of all labels, over demonstrations: the same as over all
