@@ -2,19 +2,17 @@
 
 import copy
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fitting import one_line
-from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.slots import DIGEST
 
-from .standins import LLM, injection_for, parameters, params
+from .standins import LLM, injection_for, parameters, params, vllm_config
 
 
 @pytest.fixture
@@ -98,13 +96,32 @@ def test_requests_that_name_no_task_are_refused(llm, base, task, extra, reason):
         assert asked.extra_args == fine
 
 
+def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, task):
+    """Under reloads and a drop, until nobody holds it."""
+    one, other = (injection_for(base, task, seed) for seed in (0, 1))
+    frontend.load(llm, "a", one)
+    served = frontend.TASKS.get("a")
+    digest = served.packed.digest
+    with frontend.TASKS.held(served):
+        frontend.load(llm, "a", other)
+        frontend.drop(llm, "a")
+        each = served.trie.prompts((5, 6, 7), prompts.Reach.of(vllm_config()))[0]
+        assert llm.answer(each.ids, parameters(served, each))
+        assert digest in llm.held
+        frontend.load(llm, "a", one)
+        frontend.load(llm, "a", other)
+        assert digest in llm.held
+    frontend.load(llm, "b", other)
+    assert set(llm.held) == {frontend.TASKS.get("a").packed.digest}
+
+
 def test_beam_search_refuses_a_task_that_it_would_forget_and_verify_still_verifies(llm):
-    beams = partial(frontend.beam_search, I2CLError, lambda request, *args: args)
+    beams = frontend.wrap_beam_search(lambda request, *args: args)
     assert beams(SimpleNamespace(vllm_xargs=None), 4) == (4,)
     assert beams(SimpleNamespace(vllm_xargs={"other": 1}), 4) == (4,)
     one_line("beam search takes no task", beams, SimpleNamespace(vllm_xargs={"i2cl": "mood"}), 4)
     seen = []
-    verify = partial(frontend.verify, I2CLError, lambda params, *args: seen.append(args))
+    verify = frontend.wrap_verify(lambda params, *args: seen.append(args))
     verify(params(), "config")
     assert seen == [("config",)]
     one_line("no task", verify, params(i2cl="a"), "config")

@@ -51,7 +51,9 @@ class Engine(LLM):
 def app(base, monkeypatch):
     for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.serve", "vllm.entrypoints.serve.utils"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
-    own = SimpleNamespace(with_cancellation=lambda handler: handler)  # vLLM's is tested with vLLM
+    own = SimpleNamespace(
+        with_cancellation=lambda handler: handler
+    )  # vLLM's is used there, and tested with it
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.serve.utils.api_utils", own)
     monkeypatch.setattr(plugin, "install_in_server", lambda: None)
     monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())
@@ -101,15 +103,18 @@ def saved(base, task, tmp_path):
 
 
 async def until(condition):
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0)
+    for _ in range(100_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not come to that")
 
 
 @in_a_loop
 async def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(app, base, task, tmp_path):
     with_temperature(injection_for(base, task, 0), 3.0).save_pretrained(tmp_path / "warm")
     warm = Injection.from_pretrained(tmp_path / "warm")
+
     (await started(app, base, ("mood", str(tmp_path / "warm")))).go.set()
     path, body = "/v1/i2cl/classify", {"model": "mood", "input": ["good", "this film", "bad"]}
     plain = (await call(app, "POST", path, body))[1]["data"]
@@ -129,6 +134,7 @@ async def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(ap
 @in_a_loop
 async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, task, saved):
     texts = ["this film", "good", "bad indeed"] * 4
+
     engine = await started(app, base, ("mood", str(saved / "0")))
     first = frontend.TASKS.get("mood").packed.digest
     running = asyncio.create_task(classify(app, "mood", texts))

@@ -1,6 +1,5 @@
 """From a batch's requests to edited outputs, for both model runners, on stand-ins."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from fitting import one_line
 from i2cl.core.edits import LinearEdit
+from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.model import Hooked, found_writers
 from i2cl.interfaces.vllm.slots import PLAIN, Packed
 from i2cl.interfaces.vllm.tables import RowsV2, forward_v1
@@ -84,7 +84,7 @@ def test_v1_fills_the_slots_of_a_padded_batch(model):
     asked = {name: params(digest) for name, digest in digests.items()}
     runner = runner_v1(model, asked, ["y", "z", "x"], [1, 2, 2])
     given = []
-    forward = partial(forward_v1, lambda *args, **more: given.append((args, more)))
+    forward = forward_v1(lambda *args, **more: given.append((args, more)))
     model.i2cl_tables.slots.fill_(9)
     forward(runner, torch.zeros(7), "positions", None, None, more=1)
     assert model.i2cl_tables.slots[:8].tolist() == [2, PLAIN, PLAIN, 5, 5, PLAIN, PLAIN, 9]
@@ -97,9 +97,9 @@ def test_v1_fills_the_slots_of_a_padded_batch(model):
 
 def test_v1_leaves_other_models_alone_and_never_answers_plain_what_is_in_no_slot(model):
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    assert forward_v1(lambda *args: args[1:], runner, 1, 2, 3, 4) == (1, 2, 3, 4)
+    assert forward_v1(lambda *args: args[1:])(runner, 1, 2, 3, 4) == (1, 2, 3, 4)
     runner = runner_v1(model, {"x": params("gone")}, ["x"], [1])
-    one_line("in no slot", forward_v1, lambda *args: None, runner, torch.zeros(1))
+    one_line("in no slot", forward_v1(lambda *args: None), runner, torch.zeros(1))
 
 
 def test_each_token_is_edited_as_the_core_edits_it(model):
@@ -145,7 +145,10 @@ def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):
     assert writer.i2cl_scales[PLAIN] == 1
 
 
-def test_a_part_of_a_sum_is_refused():
+def test_a_task_of_another_depth_and_a_part_of_a_sum_are_refused(model):
+    with pytest.raises(I2CLError, match="edits 2 residual writers, and the model has 4"):
+        model.i2cl_tables.write(1, "x", Packed.of(torch.zeros(1, 2, D), torch.ones(1, 2)))
+
     class Part(Linear):
         reduce_results = False
 

@@ -26,22 +26,39 @@ def test_every_token_gets_its_requests_slot_and_padding_none():
 
 
 def test_a_slot_is_not_given_away_while_a_request_needs_it():
-    ledger, running, late = Ledger(2), Request(), Request()
-    assert [ledger.load(name) for name in "ab"] == [(1, True), (2, True)]
+    ledger, running = Ledger(2), Request()
+    assert ledger.load("a") == (1, True)
+    assert ledger.load("b") == (2, True)
     ledger.admit("a", running)
     ledger.drop("a")
-    one_line("all 2 slots hold tasks", ledger.load, "c")
-    ledger.admit("a", late)  # its front end let it in before the drop
-    del running
     one_line(r'all 2 slots hold tasks.*"slots": 4', ledger.load, "c")
+    del running
+    assert ledger.load("c") == (1, True)
+    assert ledger.load("b") == (2, False)
+
+
+def test_a_dropped_task_is_admitted_as_long_as_its_slot_has_it():
+    ledger, late = Ledger(2), Request()
+    ledger.load("a")
+    ledger.load("b")
+    ledger.drop("a")
+    ledger.admit("a", late)  # its front end let it in before the drop
+    one_line("all 2 slots", ledger.load, "c")
     assert ledger.load("a") == (1, False)
     ledger.drop("a")
     del late
-    assert ledger.load("c") == (1, True)
-    assert ledger.load("b") == (2, False)
+    ledger.load("c")
     for name in ("a", "never"):
         one_line("dropped before it began", ledger.admit, name, Request())
     ledger.drop("never")
+
+
+def test_what_could_not_be_written_is_not_booked():
+    ledger = Ledger(2)
+    assert ledger.load("a") == (1, True)
+    ledger.unbook("a")
+    one_line("dropped before it began", ledger.admit, "a", Request())
+    assert ledger.load("a") == (1, True)
 
 
 def test_the_digest_is_that_of_the_edit_and_of_nothing_else(decoder, task):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,8 +94,10 @@ class ServedTasks:
         return self.served[name]
 
     def admit(self, params: Any) -> None:
-        """Write the digest of a request's task into its ``SamplingParams``. They are the caller's, who may
-        use them again: what they hold is not changed in place. Raises I2CLError on another name.
+        """Write the digest of a request's task into its parameters, a ``SamplingParams``.
+
+        The parameters are the caller's, who may use them again: what they hold is not changed in place.
+        Raises I2CLError if its task is not loaded, or no name.
         """
         extra = params.extra_args or {}
         named = extra.get(NAME)
@@ -162,27 +164,42 @@ class ServedTasks:
 TASKS = ServedTasks()  # those of this process
 
 
-def verify(refusal: type[I2CLError], original: Any, params: Any, *args: Any, **more: Any) -> None:
+def wrap_verify(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
     """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end.
 
-    ``refusal``: what is raised, of which vLLM's server makes a 400; ``original``: vLLM's.
+    ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
     """
-    original(params, *args, **more)
-    try:
-        TASKS.admit(params)
-    except I2CLError as error:
-        raise refusal(str(error)) from None
+
+    def verify(params: Any, *args: Any, **more: Any) -> None:
+        original(params, *args, **more)
+        try:
+            TASKS.admit(params)
+        except I2CLError as error:
+            raise refusal(str(error)) from None
+
+    return verify
 
 
-def beam_search(refusal: type[I2CLError], original: Any, request: Any, *args: Any, **more: Any) -> Any:
-    """``to_beam_search_params`` of a request, with arguments as `verify`: it would forget the task."""
-    if NAME in (request.vllm_xargs or {}):
-        raise refusal("beam search takes no task: leave use_beam_search out, or the task")
-    return original(request, *args, **more)
+def wrap_beam_search(
+    original: Callable[..., Any], refusal: type[I2CLError] = I2CLError
+) -> Callable[..., Any]:
+    """``to_beam_search_params`` of a request of the server: beam search would forget the task.
+
+    ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
+    """
+
+    def beams(request: Any, *args: Any, **more: Any) -> Any:
+        if NAME in (request.vllm_xargs or {}):
+            raise refusal("beam search takes no task: leave use_beam_search out, or the task")
+        return original(request, *args, **more)
+
+    return beams
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
-    """Which model an engine runs, from the files that its ``ModelConfig`` names. Raises I2CLError if they
+    """Which model an engine runs, from its files, which are read once.
+
+    ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's. Raises I2CLError if its files
     cannot be found or read.
     """
     empty, text = skeleton(config.hf_config), config.hf_text_config

@@ -3,7 +3,7 @@
 Group ``vllm.general_plugins``: vLLM calls `register` in the front end, the engine core and every worker.
 """
 
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from i2cl.errors import I2CLError
@@ -40,11 +40,11 @@ def _install() -> None:
     from i2cl.interfaces.vllm import engine, frontend, tables
 
     refusal = type("TaskError", (VLLMValidationError, I2CLError), {})  # vLLM's server makes a 400 of it
-    _put(SamplingParams, "verify", partial(frontend.verify, refusal))  # an unknown task
-    _put(Executor, "__init__", engine.start)  # refusals, and the class that is added to workers
-    _put(EngineCore, "get_supported_tasks", engine.supported_tasks)  # the canary
-    _put(EngineCore, "collective_rpc", engine.rpc)  # slots
-    _put(Request, "from_engine_core_request", engine.request_made)  # cache salt
+    _put(SamplingParams, "verify", partial(frontend.wrap_verify, refusal=refusal))  # an unknown task
+    _put(Executor, "__init__", engine.wrap_executor)  # refusals, and the class that is added to workers
+    _put(EngineCore, "get_supported_tasks", engine.wrap_supported_tasks)  # the canary
+    _put(EngineCore, "collective_rpc", engine.wrap_rpc)  # slots
+    _put(Request, "from_engine_core_request", engine.wrap_request)  # cache salt
     _put(GPUModelRunner, "_model_forward", tables.forward_v1)  # rows of model runner V1; V2 asks the model
 
 
@@ -58,18 +58,15 @@ def install_in_server() -> None:
 
     refusal = type("BeamError", (VLLMValidationError, I2CLError), {})
     for body in (CompletionRequest, ChatCompletionRequest):
-        _put(body, "to_beam_search_params", partial(frontend.beam_search, refusal))
+        _put(body, "to_beam_search_params", partial(frontend.wrap_beam_search, refusal=refusal))
 
 
-def _put(owner: Any, name: str, ours: Any) -> None:
-    """Call a function of ours, with vLLM's own before its arguments, in place of a method; once."""
+def _put(owner: Any, name: str, wrap: Any) -> None:
+    """Wrap a method of vLLM, once."""
     own = vars(owner)[name]
-    original = own.__func__ if isinstance(own, classmethod) else own
+    classmethod_ = isinstance(own, classmethod)
+    original = own.__func__ if classmethod_ else own
     if not hasattr(original, _MARK):
-
-        @wraps(original)  # vLLM looks at how many arguments some take
-        def fresh(*args: Any, **more: Any) -> Any:
-            return ours(original, *args, **more)
-
+        fresh = wrap(original)
         setattr(fresh, _MARK, original)
-        setattr(owner, name, classmethod(fresh) if isinstance(own, classmethod) else fresh)
+        setattr(owner, name, classmethod(fresh) if classmethod_ else fresh)

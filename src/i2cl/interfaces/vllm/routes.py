@@ -25,6 +25,7 @@ from i2cl.interfaces.server.routes.schemas import Classification, Classify, requ
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.frontend import TASKS, Answer, Served, parameters
 from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Share
+from i2cl.interfaces.vllm.slots import Packed
 from i2cl.models.batching import Ids
 from i2cl.models.encoding import TooLongError
 
@@ -154,10 +155,7 @@ async def _load(state: Any, name: str, artefact: str) -> Served:
             TASKS.prepare, name, injection, config, tokenizer, force=False
         )
         await _forget(state)
-        try:
-            await engine.collective_rpc(LOAD, args=(served.packed.rows, served.packed.scales))
-        except Exception as error:  # noqa: BLE001 - vLLM's clients raise plain ones, with the core's words
-            raise I2CLError(str(error).rpartition("failed: ")[2]) from None
+        await _booked(engine, served.packed)
         TASKS.add(served)
         await _forget(state)
     return served
@@ -167,6 +165,13 @@ async def _forget(state: Any) -> None:
     """Drop what nobody needs; what a running request still needs is dropped after a later change."""
     for digest in TASKS.unneeded():
         await state.i2cl_engine.collective_rpc(DROP, args=(digest,))
+
+
+async def _booked(engine: Any, packed: Packed) -> None:
+    try:
+        await engine.collective_rpc(LOAD, args=(packed.rows, packed.scales))
+    except Exception as error:  # noqa: BLE001 - vLLM's clients raise plain ones, with the core's words
+        raise I2CLError(str(error).rpartition("failed: ")[2]) from None
 
 
 async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:

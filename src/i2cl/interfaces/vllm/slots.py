@@ -94,31 +94,33 @@ class Ledger:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self._free = list(range(slots, 0, -1))
-        self._booked: dict[str, tuple[int, WeakSet[Any]]] = {}  # the slot, and requests that need it
+        self._places: dict[str, int] = {}
         self._dropped: dict[str, None] = {}
+        self._requests: dict[str, WeakSet[Any]] = {}
         self._lock = RLock()
 
     def load(self, digest: str) -> tuple[int, bool]:
         """A slot for an edit, and whether it has to be written there. Raises I2CLError if all are taken."""
         with self._lock:
-            if digest in self._booked:
+            if digest in self._places:
                 self._dropped.pop(digest, None)
-                return self._booked[digest][0], False
+                return self._places[digest], False
             if not self._free:
                 self._reclaim()
-            slot = self._free.pop()
-            self._booked[digest] = slot, WeakSet()
+            self._places[digest] = slot = self._free.pop()
+            self._requests[digest] = WeakSet()
             return slot, True
 
     def unbook(self, digest: str) -> None:
         """Take back `load` of an edit that could not be written."""
         with self._lock:
-            self._free.append(self._booked.pop(digest)[0])
+            del self._requests[digest]
+            self._free.append(self._places.pop(digest))
 
     def drop(self, digest: str) -> None:
         """Let another edit have the slot as soon as no request needs it."""
         with self._lock:
-            if digest in self._booked:
+            if digest in self._places:
                 self._dropped[digest] = None
 
     def admit(self, digest: str, request: Any) -> None:
@@ -126,15 +128,15 @@ class Ledger:
         the edit is in no slot; the slot of a dropped one still has it.
         """
         with self._lock:
-            if digest not in self._booked:
+            if digest not in self._places:
                 raise I2CLError("this request's task was dropped before it began: send it again")
-            self._booked[digest][1].add(request)
+            self._requests[digest].add(request)
 
     def _reclaim(self) -> None:
         for digest in self._dropped:
-            if not self._booked[digest][1]:
-                del self._dropped[digest]
-                self.unbook(digest)
+            if not self._requests[digest]:
+                del self._dropped[digest], self._requests[digest]
+                self._free.append(self._places.pop(digest))
                 return
         raise I2CLError(
             f"all {self.slots} slots hold tasks that are loaded or still answering: drop some, or start with "
@@ -145,9 +147,11 @@ class Ledger:
 def token_slots(
     slots: Sequence[int] | Int[np.ndarray, " requests"], starts: Int[np.ndarray, " requests_and_1"], size: int
 ) -> NDArray[np.int32]:
-    """The slot of every token of a batch of ``size`` tokens with padding, which gets that of plain requests.
+    """The slot of every token of a batch.
 
-    ``starts``: place of each request's first token, and then of what is behind the last one.
+    ``slots``: of each request, in the batch's order; ``starts``: place of each request's first token, and
+    then of what is behind the last one; ``size``: tokens of the batch with padding, which gets the slot of
+    plain requests.
     """
     places = np.full(size, PLAIN, dtype=np.int32)
     places[: starts[-1]] = np.repeat(np.asarray(slots, dtype=np.int32), np.diff(starts))

@@ -4,7 +4,9 @@ Each test starts engines in processes of their own.
 """
 
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -276,3 +278,29 @@ def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, 
     print(f"\n{worst}")
     assert worst["folded"] < 1e-4
     assert worst["plugin bfloat16"] <= worst["folded bfloat16"]
+
+
+def test_model_runner_v2_asks_the_model_for_the_slots_of_its_batches(monkeypatch):
+    """Its own classes, without the kernels that take a GPU."""
+    from torch import nn
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+    from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+
+    from i2cl.interfaces.vllm.model import Hooked
+    from i2cl.interfaces.vllm.slots import Packed
+    from i2cl.interfaces.vllm.tables import Tables
+
+    model = type("Model", (Hooked, nn.Module), {"__init__": nn.Module.__init__})()
+    model.i2cl_tables = Tables([nn.Linear(4, 4), nn.Linear(4, 4)], 3, 4, 32)
+    packed = Packed.of(torch.ones(1, 2, 4), torch.zeros(1, 2))
+    model.i2cl_tables.write(2, packed.digest, packed)
+    kind = resolve_model_state_cls(None, model)
+    state = object.__new__(kind)
+    state.i2cl_tables, state.i2cl_places = model.i2cl_tables, np.zeros(8, dtype=np.int32)
+    state.rope_state = state.prompt_embeds_state = None
+    extra = SimpleNamespace(extra_args={"i2cl_digest": packed.digest})
+    state.add_request(1, SimpleNamespace(sampling_params=extra))
+    state.add_request(0, SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)))
+    batch = InputBatch.make_dummy(3, 7, InputBuffers(8, 32, torch.device("cpu")))
+    assert state.prepare_inputs(batch, None) == {}
+    assert model.i2cl_tables.slots[:7].tolist() == [0, 0, 2, 2, 0, 0, 0]
