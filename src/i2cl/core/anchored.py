@@ -71,7 +71,8 @@ class AnchoredConfig(Settings):
         writers: which sites get a vector: both writers of every layer, one of them, or each block's output.
         reach: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 is the plain
             model.
-        steps: linearisations at most. A descent has passes of its own, and takes nothing from these four.
+        steps: linearisations at most. A descent has passes of its own: of this and the next three it takes
+            only whether there are any steps.
         tolerance: relative gain of the objective by an undamped step below which it ends.
         trust: share of the gain that its linearisation promises which a step has to bring; one that brings
             less is damped. At 0 any gain will do, and one that is small ends the fit.

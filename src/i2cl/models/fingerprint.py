@@ -143,7 +143,8 @@ def _kept_place(model: PreTrainedModel) -> Path | None:
     if stored is None:
         return None
     digest = hashlib.sha256()
-    with suppress(OSError, ValueError, RuntimeError, AssertionError, TypeError):  # torchao
+    # Tensors of torchao say in as many ways that they cannot be sampled; all weights are then read.
+    with suppress(OSError, ValueError, RuntimeError, AssertionError, TypeError):
         for path in stored.paths:
             held = path.stat()
             digest.update(f"{path.resolve()} {held.st_size} {held.st_mtime_ns}".encode())
