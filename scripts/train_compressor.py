@@ -195,7 +195,7 @@ def train(made: Compressor, steps: int, rate: float, seed: int) -> float:
     """Take the steps; the mean loss of the last of them, in nats."""
     optimizer = torch.optim.AdamW(made.parameters, lr=rate, weight_decay=0.01)
     tasks = {task.name: load_task(task.name).without_data() for task in TASKS}
-    labels = {name: Questions(made.decoder, task).labels.first for name, task in tasks.items()}
+    labels = {name: Questions(made.decoder, task).labels for name, task in tasks.items()}
     source, started, losses = documents(seed), time.monotonic(), []
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:

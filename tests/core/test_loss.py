@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fitting import encode, injecting, log_probability, made
+from fitting import encode, injecting, log_probability, made, one_line
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
 from i2cl.models.scoring import Questions
@@ -37,6 +37,18 @@ def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
     paper = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"loss": "vocabulary"}))
     assert paper.history[0] > wanted + 0.1  # the label has fewer rivals than that
     assert (found.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
+
+
+def test_labels_told_by_their_words_compete_and_nothing_else_is_learned_of_them():
+    decoder, config = made("llama"), QUIET.model_copy(update={"epochs": 1})
+    context = extract(decoder, WHOLE, SHOTS)
+    start = calibrate(decoder, WHOLE, SHOTS, context, QUIET.model_copy(update={"epochs": 0}), scoring="words")
+    found = calibrate(decoder, WHOLE, SHOTS, context, config, scoring="words")
+    scores = start.scores(decoder, TEXTS)
+    assert found.history == (pytest.approx(cross_entropy(scores, GOLD).item(), rel=1e-5),)
+    assert not torch.allclose(scores, start.scores(decoder, TEXTS, scoring="full"))
+    paper = config.model_copy(update={"loss": "vocabulary"})
+    one_line("compares labels", calibrate, decoder, WHOLE, SHOTS, context, paper, scoring="words")
 
 
 def by_hand(decoder, task, values, coefficients):

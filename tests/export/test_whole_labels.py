@@ -10,7 +10,18 @@ from transformers import AutoModelForCausalLM
 
 from export.cases import BEGUN, SHARED, drawn, with_golden
 from export.test_export_server import serving
-from i2cl.export import Golden, export_gguf, export_hf, golden, greedy, make_golden, verify, verify_gguf
+from i2cl.errors import I2CLError
+from i2cl.export import (
+    Golden,
+    export_gguf,
+    export_hf,
+    export_peft,
+    golden,
+    greedy,
+    make_golden,
+    verify,
+    verify_gguf,
+)
 
 TEXTS = ("a warm film", "dull and long", "two hours")  # without the letter that all labels begin with
 
@@ -72,6 +83,68 @@ def test_llama_cpp_holds(tmp_path):
     outcome = verify_gguf(tmp_path / "out.gguf")
     assert (outcome.passed, outcome.worst < 1e-5) == (True, True)
     assert all(row["found"] == row["expected"] for row in outcome.rows())
+
+
+# Labels that are told by their words: the head's rows of their first tokens are changed
+
+MIXED = replace(SHARED, labels=("best film", "best ever", "bad film", "film bad", "a long film"))
+
+
+def told_by_words(**overrides):
+    decoder, injection = drawn("llama", MIXED, **overrides)
+    return decoder, replace(injection, scoring="words")
+
+
+def answers_of(folder, decoder, injection):
+    """What plain `generate` says to some prompts, as labels."""
+    model, made = AutoModelForCausalLM.from_pretrained(folder), Golden.from_export(folder)
+    said = []
+    for ids in injection.questions(decoder).queries(TEXTS):
+        tokens = model.generate(torch.tensor([ids]), max_new_tokens=made.longest, do_sample=False)
+        said.append(made.said(tokens[0, len(ids) :].tolist()))
+    return said
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folded_head_tells_labels_by_their_words(tied, tmp_path, monkeypatch):
+    decoder, injection = told_by_words(tie_word_embeddings=tied)
+    expected = injection.predict(decoder, TEXTS)
+    with monkeypatch.context() as never:
+        never.setattr(greedy, "ENOUGH", 2)  # so that a bias makes it say a label
+        with_golden(export_hf, (decoder, injection), tmp_path / "out")
+        assert answers_of(tmp_path / "out", decoder, injection) == expected
+    assert [one.prediction for one in Golden.from_export(tmp_path / "out").prompts] == expected
+    outcome = verify(tmp_path / "out", device="cpu")
+    assert (outcome.passed, outcome.worst < 1e-5) == (True, True)
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert state["model.embed_tokens.weight"].equal(decoder.model.get_input_embeddings().weight)
+    changed = (state["lm_head.weight"] != decoder.model.lm_head.weight).any(1).nonzero()[:, 0].tolist()
+    assert set(changed) <= set(injection.questions(decoder).labels.first)
+    assert len(changed) >= 3
+
+
+def test_a_temperature_is_folded_with_the_words(tmp_path):
+    decoder, injection = told_by_words()
+    injection = replace(injection, temperature=2.0)
+    made = make_golden(decoder, injection, fold_temperature=True)
+    export_hf(decoder, injection, tmp_path / "out", golden=lambda: made, fold_temperature=True)
+    assert verify(tmp_path / "out", device="cpu").worst < 1e-5
+    among = torch.tensor([one.labels for one in made.prompts]).log_softmax(-1)
+    torch.testing.assert_close(among, injection.scores(decoder, TEXTS).float(), atol=1e-5, rtol=1e-4)
+
+
+def test_llama_cpp_tells_labels_by_their_words(tmp_path):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install 'i2cl[gguf]')")
+    with_golden(export_gguf, told_by_words(), tmp_path / "out.gguf")
+    outcome = verify_gguf(tmp_path / "out.gguf")
+    assert (outcome.passed, outcome.worst < 1e-5) == (True, True)
+
+
+def test_an_adapter_cannot_hold_the_words(tmp_path):
+    pytest.importorskip("peft", reason="peft is not installed (pip install 'i2cl[peft]')")
+    with pytest.raises(I2CLError, match=r"told by several words each.*--to hf"):
+        export_peft(*told_by_words(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 class Echo:

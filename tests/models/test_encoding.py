@@ -1,5 +1,6 @@
 """What a user wrote is text, also where it spells a control token; a template may hold control tokens."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -168,21 +169,46 @@ def test_the_answer_is_that_of_the_characters(decoder):
     assert not as_text.equal(as_token)
 
 
-# Keywords
+# Words
+
+
+def test_labels_of_several_words_are_told_by_the_mean_of_their_tokens(decoder):
+    template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d", "aea")
+    found = label_tokens(decoder.encoder, template, labels, "words")
+    assert (found.full, found.room) == (False, 0)
+    assert found.words == (*map(decoder.encoder.plain, labels[:3]), decoder.encoder.plain("ae"))
+    assert len(found.read) == 5
+    many, once = math.log1p(4 / 3), math.log1p(4)
+    wide = torch.randn(2, 3, len(decoder.tokenizer))
+    a, b, c, d, e = (wide[..., ids[0]] for ids in map(decoder.encoder.plain, "abcde"))
+    expected = [(many * a + once * other) / (many + once) for other in (b, c, e)]
+    expected.insert(2, d)
+    torch.testing.assert_close(found.scores(wide), torch.stack(expected, -1))
+    torch.testing.assert_close(found.mean(wide[..., list(found.read)]), found.scores(wide))
+    changed = found.at_first(wide)
+    torch.testing.assert_close(changed[..., list(found.first)], found.scores(wide))
+    assert (changed != wide).any((0, 1)).sum() <= len(labels)
+
+
+def test_labels_of_the_same_words_are_told_by_a_token_of_their_own(decoder):
+    labels = ("ab", "bba", "cd")
+    found = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
+    assert found.words == (found.ids[0], found.ids[1], decoder.encoder.plain("cd"))
+    assert len(found.ids[0]) == 1
+    assert found.ids[0] != found.ids[1]
 
 
 def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
-    found = label_tokens(decoder.encoder, template, labels, "keyword")
-    assert (found.full, found.room) == (False, 0)
+    found = label_tokens(decoder.encoder, template, labels, "words")
     tokens = [token for (token,) in found.ids]
     assert len(set(tokens)) == len(labels)
     own = [set(decoder.encoder.plain(label)) for label in labels]
     # Five labels of four characters: all but one of them have a character of their own.
     assert sum(token in some for token, some in zip(tokens, own, strict=True)) == 4
     assert not set(tokens) & decoder.encoder.special
-    assert label_tokens(decoder.encoder, template, labels, "keyword") == found
+    assert label_tokens(decoder.encoder, template, labels, "words") == found
     labels = tuple(f"{number:05}" for number in range(2000))
     with pytest.raises(I2CLError, match="fewer tokens than there are labels, 2000"):
-        label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "keyword")
+        label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")

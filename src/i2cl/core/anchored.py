@@ -58,7 +58,7 @@ STRONGEST = 1e6  # proximal factor beyond which no step pays
 COMPETING = 0.01  # probability from which on a label of several tokens is differentiated anew
 
 MANY = (
-    "{} labels share first tokens, and whole ones would take hours: each is told by a token of its own. "
+    "{} labels share first tokens, and whole ones would take hours: each is told by its words, in any order. "
     "With dozens of labels sentence_embeddings answers better (i2cl eval)"
 )
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
@@ -81,7 +81,7 @@ class AnchoredConfig(Settings):
             where they have a probability of `COMPETING`.
         say_label: end with one more vector at the last writer that makes the model say a label by itself, and
             leaves the answer among the labels as it is (`i2cl.core.label_mass`). Only where labels are told
-            apart by single tokens: of whole sequences every token would need a vector of its own.
+            apart by first tokens: of whole sequences every token would need a vector of its own.
         memory: gigabytes beyond the model that derivatives may take; default: a quarter of what is free.
             What they do not fit into is descended, which takes few. Not stored.
     """
@@ -114,9 +114,9 @@ def anchor(
         demonstrations: labelled examples.
         config: see `AnchoredConfig`.
         seed: of the demonstrations, to be told with the injection; and of the order of a descent.
-        scoring: a label's first token, its whole sequence, or one token of its own; see
-            `i2cl.models.encoding`. Where labels share first tokens, ``"auto"`` takes whole sequences up to
-            `MOST_COLUMNS` of them, as far as the memory holds their derivatives, and single tokens beyond.
+        scoring: by a label's first token, its whole sequence, or its words; see `i2cl.models.encoding`. Where
+            labels share first tokens, ``"auto"`` takes whole sequences up to `MOST_COLUMNS` of them, as far
+            as the memory holds their derivatives, and words beyond.
         progress: called after each step, or pass of a descent, with steps done, steps at most and the mean
             loss in nats.
 
@@ -164,11 +164,11 @@ def _problem(
     rows = len(demonstrations) * (len(task.labels) - 1)
     if scoring == "auto" and rows > MOST_COLUMNS and not _first_tokens_differ(decoder, task):
         warnings.warn(MANY.format(len(task.labels)), ScoringWarning, stacklevel=3)
-        scoring = "keyword"
+        scoring = "words"
     problem = Problem(Questions(decoder, task, scoring), tuple(demonstrations), config.writers)
     small = problem.fits(config.memory)
     if not small and problem.questions.labels.full:  # whole sequences that the memory does not hold
-        problem = replace(problem, questions=Questions(decoder, task, "keyword"))
+        problem = replace(problem, questions=Questions(decoder, task, "words"))
     return problem, small
 
 

@@ -18,7 +18,7 @@ from i2cl.core.problem import Problem
 from i2cl.models.batching import Batch
 from i2cl.models.training import Backward, StepProgress, TrainConfig, train
 
-SCHEDULE = TrainConfig(epochs=10, batch_size=16, lr=1.5e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
+SCHEDULE = TrainConfig(epochs=8, batch_size=16, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
 FEWEST_STEPS = 240  # which few demonstrations take in more passes
 
 
@@ -35,7 +35,7 @@ def descended(
     scores; and the mean loss in nats at the start, of each pass with its share of the prior, and at the end.
     A fit that does not lower it ends at the plain model. Raises I2CLError on a loss that is not finite.
     """
-    decoder, first = problem.questions.decoder, list(problem.questions.labels.first)
+    decoder, labels = problem.questions.decoder, problem.questions.labels
     variance = problem.scaled_by_gold()
     tau = variance / reach**2 if reach > 0 else math.inf
     u = torch.nn.Parameter(torch.zeros(problem.scale.numel()))
@@ -49,7 +49,7 @@ def descended(
 
         def run(batch: Batch) -> tuple[Tensor, Tensor]:
             gold = problem.gold[[chosen[place] for place in batch.rows]].to(decoder.device)
-            scores = decoder.forward(batch, edit=problem.edit(u))[:, 0].float()[:, first]
+            scores = labels.scores(decoder.forward(batch, edit=problem.edit(u))[:, 0].float())
             value = cross_entropy(scores, gold, reduction="sum") / len(chosen)
             decoder.pause()
             (slope,) = backward.gradients(value)

@@ -56,8 +56,9 @@ class Problem:
 
     @property
     def ends_free(self) -> bool:
-        """Whether the last writer has a vector, with only the final norm and the LM head behind it."""
-        return not self.questions.labels.full and self.writers in {"both", "mlp"}
+        """Whether labels are tokens, and the last writer has a vector, with norm and LM head behind it."""
+        labels = self.questions.labels
+        return not labels.full and not labels.words and self.writers in {"both", "mlp"}
 
     def fits(self, memory: float | None) -> bool:
         """Whether a kernel with a row for every label but the gold one of each demonstration is small enough.
@@ -183,14 +184,14 @@ class Problem:
         sums: Float[Tensor, "rows columns labels"],
     ) -> Float[Tensor, "rows labels"]:
         """Scores; writes the derivative of each of some sums of them: a backward pass for all rows each."""
-        decoder, first = self.questions.decoder, list(self.questions.labels.first)
+        decoder, labels = self.questions.decoder, self.questions.labels
 
         def run(batch: Batch) -> Tensor:
             rows = [chosen[place] for place in batch.rows]
             leaf, edit = self._rows_edit(u, batch.rows, len(chosen))
             backward = Backward([leaf], decoder.model.dtype)
             with torch.enable_grad():
-                values = decoder.forward(batch, edit=edit)[:, 0].float()[:, first]
+                values = labels.scores(decoder.forward(batch, edit=edit)[:, 0].float())
                 weights = sums[list(batch.rows)].to(values)
                 for column in range(weights.shape[1]):
                     decoder.pause()

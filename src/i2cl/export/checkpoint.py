@@ -34,6 +34,7 @@ from i2cl.export.folding import (
     require_known,
     require_unquantized,
     skeleton,
+    words_of,
 )
 from i2cl.export.golden import Golden
 from i2cl.export.greedy import biases_of, search_whole
@@ -153,7 +154,8 @@ def export_hf(
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
     base = source_of(source, revision)
-    folding = Folding(base.config, base.tensors, injection, temperature)
+    words = words_of(injection, base.tokenizer)
+    folding = Folding(base.config, base.tensors, injection, temperature, words)
     config: Any = folding.config
     expected = checked_golden(golden, injection, source, base, folding, force=force)
     generation = base.generation

@@ -9,7 +9,12 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.initialization import no_init_weights
 
 from i2cl.core.injection import Injection
@@ -18,6 +23,7 @@ from i2cl.export.families import HOOKED, Linear, family_of
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.checkpoint import Files
 from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import Encoder, LabelTokens, label_tokens
 from i2cl.models.fingerprint import named_weights, tensors_fingerprint
 from i2cl.models.precision import quantization_of
 
@@ -40,13 +46,19 @@ class Folding:
     """What every tensor of the folded checkpoint is."""
 
     def __init__(
-        self, config: PreTrainedConfig, source: Tensors, injection: Injection, temperature: float = 1.0
+        self,
+        config: PreTrainedConfig,
+        source: Tensors,
+        injection: Injection,
+        temperature: float = 1.0,
+        labels: LabelTokens | None = None,
     ) -> None:
         require_plain(injection)
         self.family = family_of(config)
         self.config = self.family.config(config)  # of the result
-        if temperature != 1:
-            self.config.tie_word_embeddings = False  # the head is divided, and the embedding is not
+        self.labels = labels if labels is not None and labels.words else None  # which the head has to tell
+        if temperature != 1 or self.labels is not None:
+            self.config.tie_word_embeddings = False  # the head changes, and the embedding does not
         self.source = source  # the weights it is made from
         self.source_config = config
         empty, self._nothing = skeleton(self.config), skeleton(config)
@@ -58,8 +70,9 @@ class Folding:
         self.constants: dict[str, Float[Tensor, " d"]] = {}
         self.scales: dict[str, float] = {}  # beta by the names of the tensors that it multiplies
         self._place(injection, f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}")
-        if temperature != 1:
-            self._divide_head(empty, temperature)
+        self.head: tuple[str, ...] = ()  # tensors whose rows are tokens, if the head changes
+        if temperature != 1 or self.labels is not None:
+            self._change_head(empty, temperature)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -82,6 +95,8 @@ class Folding:
         if value.shape != self.shapes[name]:
             shapes = f"{tuple(value.shape)}, and not {tuple(self.shapes[name])}"
             raise I2CLError(f"the source holds {source} as {shapes}: it is of another model")
+        if name in self.head and self.labels is not None:
+            value = self.labels.at_first(value.float().T).T.to(value.dtype)
         folded = value.float() * self.scales[name] if name in self.scales else value
         if name in self.constants:
             folded = folded + self.constants[name].to(folded.device)
@@ -108,15 +123,19 @@ class Folding:
             raise I2CLError(f"the source lacks {name}: {cure}")
         return self.source.read(name)
 
-    def _divide_head(self, empty: PreTrainedModel, temperature: float) -> None:
+    def _change_head(self, empty: PreTrainedModel, temperature: float) -> None:
         head = next(name for name, one in empty.named_modules() if one is empty.get_output_embeddings())
         if f"{head}.weight" not in self.shapes:
+            what, cure = "no temperature can be folded into it", "leave out --temperature"
+            if self.labels is not None:
+                what, cure = "its labels' words cannot be folded into it", HOOKED
             raise I2CLError(
-                f"a {self.config.model_type!r} model ties its head to its embedding, so that no temperature "
-                "can be folded into it: leave out --temperature"
+                f"a {self.config.model_type!r} model ties its head to its embedding, so that {what}: {cure}"
             )
         names = (f"{head}.weight", f"{head}.bias")
-        self.scales |= {name: 1 / temperature for name in names if name in self.shapes}
+        self.head = tuple(name for name in names if name in self.shapes)
+        if temperature != 1:
+            self.scales |= dict.fromkeys(self.head, 1 / temperature)
 
     def _place(self, injection: Injection, layers: str) -> None:
         """Fill `constants` and `scales`."""
@@ -208,6 +227,13 @@ def require_plain(injection: Injection) -> None:
     if injection.positions != "all":
         what = f"a bias acts on all tokens, this injection on positions {injection.positions!r}"
         raise I2CLError(f"{what}: fit one with positions 'all', or {HOOKED}")
+
+
+def words_of(injection: Injection, tokenizer: PreTrainedTokenizerBase) -> LabelTokens | None:
+    """The labels' tokens of an injection that scores labels by their words; else None."""
+    if injection.scoring != "words":
+        return None
+    return label_tokens(Encoder.of(tokenizer), injection.task.template, injection.task.labels, "words")
 
 
 def require_unbiased(injection: Injection) -> None:

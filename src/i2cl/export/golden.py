@@ -261,8 +261,9 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     """Run the injected model on a few prompts, in float32.
 
     One in another dtype is not copied: its weights are brought to float32 one at a time. ``fold_temperature``
-    is that of `export_hf`. Raises I2CLError if the injection's task does not fit the decoder, or the model is
-    quantized.
+    is that of `export_hf`. Where labels are scored by their words, the values are those of the changed head
+    (`i2cl.models.encoding.LabelTokens.at_first`). Raises I2CLError if the injection's task does not fit the
+    decoder, or the model is quantized.
     """
     require_unquantized(decoder.model.config)
     require_plain(injection)
@@ -303,9 +304,11 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         end=end,
         beams=beams_for(labels.ids, tail) if sequences else 0,
     )
-    for place, (ids, text, values) in enumerate(zip(queries, uncut, scores, strict=True)):
-        prompt = _prompt(decoder, injection, ids, made, values, diagnosed=place < DIAGNOSED)
-        made.prompts.append(prompt.model_copy(update={"query": text}))
+    changes = [(decoder.model.get_output_embeddings(), labels.at_first)] if labels.words else []
+    with edit_outputs(changes):
+        for place, (ids, text, values) in enumerate(zip(queries, uncut, scores, strict=True)):
+            prompt = _prompt(decoder, injection, ids, made, values, diagnosed=place < DIAGNOSED)
+            made.prompts.append(prompt.model_copy(update={"query": text}))
     return made
 
 

@@ -1,6 +1,7 @@
 """From strings to token ids: what a user wrote, as text and never as a control token, and label words."""
 
 import copy
+import math
 import re
 import warnings
 from bisect import bisect_left
@@ -11,6 +12,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError
@@ -199,8 +203,8 @@ def _unmarked(part: str) -> tuple[str, list[int]]:
     return "".join(one[0][0] for one in found), [one.start() for one in found]
 
 
-Scoring = Literal["auto", "first_token", "full", "keyword"]
-"""By a label's first token, its whole token sequence, one token of its own, or as the labels demand."""
+Scoring = Literal["auto", "first_token", "full", "words"]
+"""By a label's first token, its whole token sequence, its words in any order, or as the labels demand."""
 
 
 class ScoringWarning(UserWarning):
@@ -211,14 +215,48 @@ class ScoringWarning(UserWarning):
 class LabelTokens:
     """The tokens of each label word as they follow a prompt."""
 
-    ids: tuple[Ids, ...]  # token ids per label; of keywords the one token that stands for it
+    ids: tuple[Ids, ...]  # token ids per label; where words are scored, one token that stands for it
     full: bool  # whether whole sequences are scored instead of first tokens
     line: str = ""  # what stands between the template's query and these tokens, and is asked with the query
+    words: tuple[Ids, ...] = ()  # tokens of each label whose mean is its score; empty where a token is
 
     @property
     def first(self) -> Ids:
         """First token of each label."""
         return tuple(ids[0] for ids in self.ids)
+
+    @cached_property
+    def read(self) -> Ids:
+        """Tokens whose log-probabilities behind the query tell the scores of labels that are not full."""
+        return tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.first
+
+    @cached_property
+    def weights(self) -> Float[Tensor, "read labels"]:
+        """How much of a label's score each of these tokens is where words are scored.
+
+        Like inverse document frequency: what fewer labels have weighs more. A label's weights add up to 1.
+        """
+        place = {token: row for row, token in enumerate(self.read)}
+        labels = Counter(token for ids in self.words for token in ids)  # how many have it
+        weights = torch.zeros(len(place), len(self.words))
+        for label, ids in enumerate(self.words):
+            for token in ids:
+                weights[place[token], label] = math.log1p(len(self.words) / labels[token])
+        return weights / weights.sum(0)
+
+    def scores(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows labels"]:
+        """Of labels that are not full, from logits or log-probabilities behind a query."""
+        return self.mean(wide[..., list(self.read)])
+
+    def mean(self, tokens: Float[Tensor, "*rows read"]) -> Float[Tensor, "*rows labels"]:
+        """The same from those of the tokens that are read."""
+        return tokens @ self.weights.to(tokens) if self.words else tokens
+
+    def at_first(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
+        """Logits with each label's score in place of its first token's: what an export's head puts out."""
+        made = wide.clone()
+        made[..., list(self.first)] = self.scores(wide)
+        return made
 
     def target(self, label: int) -> Ids:
         """What calibration learns to predict: the first token, or all of them."""
@@ -237,8 +275,9 @@ def label_tokens(
     A newline between query and label belongs to the query where the tokenizer cuts behind it in any case:
     else it would be the first token of every label. Where a label is how another one begins, such as "not"
     and "not spam", all labels are taken with what ends them: the sum of log-probabilities of "not" alone is
-    never below that of "not spam". Under ``scoring="keyword"`` each label is one token of its own out of its
-    words, see `keywords`. Raises I2CLError if the prompt's last token and a label merge into one token, if
+    never below that of "not spam". Under ``scoring="words"`` a label's score is the mean of its tokens' own
+    behind the query, whatever their order, so that all labels take one pass; labels of the same tokens get
+    one of their own each (`keywords`). Raises I2CLError if the prompt's last token and a label merge, if
     two labels are the same under the chosen scoring, or if one begins another and nothing can end them.
     """
     line = template.lead[: template.lead.rfind("\n") + 1]
@@ -253,9 +292,12 @@ def label_tokens(
     found = tuple(tokens)
     if len(set(found)) < len(found):
         raise I2CLError("two labels have the same tokens: give labels that differ")
-    if scoring == "keyword":
-        chosen = tuple((token,) for token in keywords(encoder, labels, found))
-        return LabelTokens(chosen, full=False, line=line)
+    if scoring == "words":
+        own = [(token,) for token in keywords(encoder, labels, found)]
+        alike = Counter(map(frozenset, found))
+        words = [tuple(dict.fromkeys(ids)) if alike[frozenset(ids)] == 1 else () for ids in found]
+        words = [ids or token for ids, token in zip(words, own, strict=True)]
+        return LabelTokens(tuple(own), full=False, line=line, words=tuple(words))
     shared = len({ids[0] for ids in found}) < len(found)
     if shared and scoring == "first_token":
         raise I2CLError("labels share their first token: use scoring='full', or other label words")

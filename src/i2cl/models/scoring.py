@@ -185,10 +185,9 @@ class _Asked:
 
 def _first(asked: _Asked, _chosen: Sequence[int]) -> Iterator[Part]:
     for batch, values in _read(asked.decoder, asked.queries, asked.edit, asked.prefix):
-        wanted = [(line, token) for line, row in enumerate(batch.rows) for token in asked.labels[row].first]
-        lines, tokens = torch.tensor(wanted, device=values.device).unbind(-1)
         places = [(row, column) for row in batch.rows for column in range(len(asked.labels[row].ids))]
-        yield places, values[lines, tokens], len(batch.rows)
+        pairs = zip((asked.labels[row] for row in batch.rows), values, strict=True)
+        yield places, torch.cat([labels.scores(row) for labels, row in pairs]), len(batch.rows)
 
 
 def _read(

@@ -95,6 +95,8 @@ class LabelLikelihood:
         self.decoder, self.labels, self.gold = decoder, labels, gold
         self.whole = among_labels and any(own.full for own in labels)
         self.first = among_labels and not self.whole
+        if not among_labels and any(own.words for own in labels):
+            raise I2CLError("scoring='words' compares labels: take a loss among the labels, or leave it out")
         answers = zip(labels, gold, strict=True)
         places = [range(len(own.ids)) if self.whole else [right] for own, right in answers]
         pairs = [(place, label) for place, own in enumerate(places) for label in own]
@@ -127,7 +129,7 @@ class LabelLikelihood:
     ) -> Float[Tensor, " rows"]:
         """Log-probability of what each row ends in, in nats; gradients flow if on."""
         if self.first:
-            labels, gold = [self.labels[row].first for row in rows], [self.gold[row] for row in rows]
+            labels, gold = [self.labels[row] for row in rows], [self.gold[row] for row in rows]
             return label_log_probabilities(self.decoder, batch, labels, gold, edit, prefix)
         return sequence_log_probabilities(
             self.decoder, batch, [self.targets[row] for row in rows], edit, prefix
@@ -278,17 +280,17 @@ class Backward:
 def label_log_probabilities(
     decoder: Decoder,
     batch: Batch,
-    labels: Sequence[Ids],
+    labels: Sequence[LabelTokens],
     gold: Sequence[int],
     edit: Edit | None = None,
     prefix: Prefix | None = None,
 ) -> Float[Tensor, " batch"]:
     """Log-probability of each row's right label among its own labels, in nats. Gradients flow if on.
-    A row is a query, ``labels`` are the first tokens of its labels, of which rows may have more or fewer,
+    A row is a query, ``labels`` are its labels, none of them full, of which rows may have more or fewer,
     ``gold`` is the right one's place.
     """
     logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
-    return right_among([row[list(own)] for row, own in zip(logits, labels, strict=True)], gold)
+    return right_among([own.scores(row) for row, own in zip(logits, labels, strict=True)], gold)
 
 
 def right_among(scores: Sequence[Tensor], gold: Sequence[int]) -> Float[Tensor, " queries"]:

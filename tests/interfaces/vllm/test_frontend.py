@@ -31,10 +31,11 @@ def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, t
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
     whole = replace(other, task=replace(task, labels=("best film yet", "best film ever")), scoring="full")
     other = replace(other, label_bias=(0.5, -0.5), temperature=1.75)
-    held = {"one": one, "other": other, "whole": whole}
+    words = replace(whole, scoring="words")
+    held = {"one": one, "other": other, "whole": whole, "words": words}
     for name, injection in held.items():
         frontend.load(llm, name, injection)
-    assert llm.sent == [LOAD] * 3
+    assert llm.sent == [LOAD] * 4
     texts = [text for text in TEXTS for _ in held]
     found = frontend.classify(llm, texts, list(held) * len(TEXTS))
     for place, (text, name) in enumerate(zip(texts, list(held) * len(TEXTS), strict=True)):

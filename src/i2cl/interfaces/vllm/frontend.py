@@ -56,14 +56,14 @@ class Served:
     def trie(self) -> Trie:
         """Its labels, as far as they are scored."""
         labels = self.questions.labels
-        return Trie(labels.ids if labels.full else tuple(ids[:1] for ids in labels.ids))
+        return Trie(labels.ids if labels.full else tuple((token,) for token in labels.read))
 
     def answer(self, edges: Mapping[Edge, float]) -> Answer:
         """The labels' scores from what the engine told of a text."""
         told = ([edges[ids[:place], token] for place, token in enumerate(ids)] for ids in self.trie.labels)
-        values = list(map(math.fsum, told))
+        values = self.questions.labels.mean(torch.tensor(list(map(math.fsum, told))))
         bias = None if self.bias is None else torch.tensor(self.bias)
-        scores = among(torch.tensor(values), bias, self.temperature)
+        scores = among(values, bias, self.temperature)
         return Answer(self.questions.task.labels[int(scores.argmax())], scores)
 
 
