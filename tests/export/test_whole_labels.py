@@ -123,6 +123,15 @@ def test_a_folded_head_tells_labels_by_their_words(tied, tmp_path, monkeypatch):
     assert len(changed) >= 3
 
 
+def test_the_card_says_which_label_each_answer_stands_for(tmp_path):
+    made = with_golden(export_hf, told_by_words(), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    (block,) = [part for part in card.split("```json\n")[1:] if "stands for a label" in card]
+    assert json.loads(block.split("```")[0]) == dict(zip(made.label_texts, made.labels, strict=True))
+    with_golden(export_hf, drawn("llama"), tmp_path / "plain")
+    assert "stands for" not in (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_temperature_is_folded_with_the_words(tmp_path):
     decoder, injection = told_by_words()
     injection = replace(injection, temperature=2.0)
