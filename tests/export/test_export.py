@@ -276,6 +276,10 @@ def test_a_family_that_is_not_known_is_refused_from_files(artefact, tmp_path, re
 def test_damaged_files_and_missing_tensors_are_named(exported, tmp_path, refused):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     export = ("export", artefact, tmp_path / "new", "--no-golden")
+    whole = (base / "generation_config.json").read_text(encoding="utf-8")
+    (base / "generation_config.json").write_text(whole[:-5], encoding="utf-8")
+    assert "generation_config.json' is damaged" in refused(*export)
+    (base / "generation_config.json").write_text(whole, encoding="utf-8")
     scaled(base, "model.layers.1.mlp.up_proj.weight", None)
     assert "lacks model.layers.1.mlp.up_proj.weight" in refused(*export)
     (base / "model.safetensors").write_bytes(b"rubbish")

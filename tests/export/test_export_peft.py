@@ -86,7 +86,9 @@ def test_glora_scales_and_adds_where_there_are_biases(case, fields, tmp_path):
     made = export_peft(decoder, injection, tmp_path / "out", golden=False)
     assert made.tuner == "GLoRA"
     close(decoder, tmp_path / "out", injection)
-    assert json.loads((tmp_path / "out" / CONFIG).read_text(encoding="utf-8"))["peft_type"] == "GLORA"
+    config = json.loads((tmp_path / "out" / CONFIG).read_text(encoding="utf-8"))
+    assert config["peft_type"] == "GLORA"
+    assert config["target_modules"] == sorted(config["target_modules"])  # of which there are two
 
 
 @pytest.mark.parametrize("case", ["gptj", "opt", "phi"])

@@ -87,9 +87,14 @@ def _from_files(name: str, revision: str | None) -> Source:
 
 
 def generation_of(folder: Path) -> GenerationConfig | None:
-    """The generation config in a folder, if there is one."""
-    there = (folder / GENERATION_CONFIG_NAME).is_file()
-    return GenerationConfig.from_pretrained(folder) if there else None
+    """The generation config in a folder, if there is one. Raises I2CLError if it is damaged."""
+    if not (folder / GENERATION_CONFIG_NAME).is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        path = str(folder / GENERATION_CONFIG_NAME)
+        raise I2CLError(f"{path!r} is damaged ({first_line(error)}): copy it again, or remove it") from None
 
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:

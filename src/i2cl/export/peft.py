@@ -151,6 +151,7 @@ def _adapter(empty: Any, scales: _Scales, constants: _Constants, *, lora: bool) 
     # maps have the same names in all layers
     own["target_modules"] = sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in scales | constants})
     config = _of_peft("LoraConfig" if lora else "GloraConfig")(task_type="CAUSAL_LM", **own)
+    config.target_modules = own["target_modules"]  # PEFT makes a set of it, whose order varies in files
     with warnings.catch_warnings(action="ignore"):  # LoRA's vector cannot be merged where a layer has no bias
         wearing = _of_peft("get_peft_model")(empty, config)
         names = _of_peft("get_peft_model_state_dict")(wearing, save_embedding_layers=False)
