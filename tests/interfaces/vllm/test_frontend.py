@@ -106,7 +106,7 @@ def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, tas
     with frontend.TASKS.held(served):
         frontend.load(llm, "a", other)
         frontend.drop(llm, "a")
-        each = served.trie.prompts((5, 6, 7), prompts.Reach.of(vllm_config()))[0]
+        each = served.label_prompts.prompts((5, 6, 7), prompts.Reach.of(vllm_config()))[0]
         assert llm.answer(each.ids, parameters(served, each))
         assert digest in llm.held
         frontend.load(llm, "a", one)

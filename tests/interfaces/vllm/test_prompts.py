@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from i2cl.interfaces.vllm.prompts import ROWS, SHARE, Reach, Share, Trie
+from i2cl.interfaces.vllm.prompts import ROWS, SHARE, LabelPrompts, Reach, Share
 
 from .standins import in_a_loop, told_of, vllm_config
 
@@ -40,18 +40,18 @@ def read(block, asked):
 @pytest.mark.parametrize("block", [0, 4, 16, 128])
 def test_every_edge_is_told_at_its_own_place(block):
     told = {}
-    for asked in Trie(LABELS).prompts(QUERY, reach(block)):
+    for asked in LabelPrompts(LABELS).prompts(QUERY, reach(block)):
         told |= asked.edges(answered(asked))
     assert told == {(before, token): -len(QUERY + before) for before, token in EDGES}
 
 
 def test_labels_take_a_prompt_each_where_the_cache_shares_nothing():
     """Instead of one for every beginning: with twelve labels of several tokens 12 for 23."""
-    alone, shared = (Trie(LABELS).prompts(QUERY, reach(block)) for block in (128, 4))
+    alone, shared = (LabelPrompts(LABELS).prompts(QUERY, reach(block)) for block in (128, 4))
     assert (len(alone), len(shared)) == (5, 7)
     assert {one.before for one in shared} == {before for before, _ in EDGES}
     many = (*((number, number, 1) for number in range(11)), (50,))
-    asked = Trie(many).prompts(QUERY, reach(128))
+    asked = LabelPrompts(many).prompts(QUERY, reach(128))
     assert len(asked) == 12
     assert len({ids[:place] for ids in many for place in range(len(ids))}) == 23
     assert sum(len(one.ids) for one in asked) == 12 * len(QUERY) + 22
@@ -60,7 +60,7 @@ def test_labels_take_a_prompt_each_where_the_cache_shares_nothing():
 @pytest.mark.parametrize("block", [0, 4, 16, 32, 128])
 @pytest.mark.parametrize("size", [3, 20, 40, 90, 300])
 def test_the_way_that_reads_less_is_taken(block, size):
-    query, trie = tuple(range(1000, 1000 + size)), Trie(LABELS)
+    query, trie = tuple(range(1000, 1000 + size)), LabelPrompts(LABELS)
     taken = read(block, trie.prompts(query, reach(block, rows=1000)))
     ways = [read(block, trie.prompts(query, one)) for one in (reach(block, rows=0), reach(0, rows=1000))]
     assert taken <= min(ways)
@@ -68,10 +68,10 @@ def test_the_way_that_reads_less_is_taken(block, size):
 
 def test_one_token_each_is_one_prompt_and_long_prompts_do_not_tell_their_own_tokens():
     for block in (0, 16):
-        (asked,) = Trie(((1,), (2,), (3,))).prompts(QUERY, reach(block))
+        (asked,) = LabelPrompts(((1,), (2,), (3,))).prompts(QUERY, reach(block))
         assert (asked.ids, asked.tokens, asked.along) == (QUERY, (1, 2, 3), False)
     for rows, along in ((len(QUERY) + 3, True), (len(QUERY) + 2, False)):
-        assert any(one.along for one in Trie(LABELS).prompts(QUERY, reach(rows=rows))) == along
+        assert any(one.along for one in LabelPrompts(LABELS).prompts(QUERY, reach(rows=rows))) == along
 
 
 def test_reach_is_read_from_the_engine():

@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
 from i2cl.interfaces.vllm.engine import DROP, LOAD
-from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Trie
+from i2cl.interfaces.vllm.prompts import Edge, LabelPrompts, Prompt, Reach
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.interfaces.vllm.support import NAME
 from i2cl.models.checkpoint import Files
@@ -53,14 +53,17 @@ class Served:
     temperature: float  # of its labels
 
     @cached_property
-    def trie(self) -> Trie:
+    def label_prompts(self) -> LabelPrompts:
         """Its labels, as far as they are scored."""
         labels = self.questions.labels
-        return Trie(labels.ids if labels.full else tuple((token,) for token in labels.read))
+        return LabelPrompts(labels.ids if labels.full else tuple((token,) for token in labels.read))
 
     def answer(self, edges: Mapping[Edge, float]) -> Answer:
         """The labels' scores from what the engine told of a text."""
-        told = ([edges[ids[:place], token] for place, token in enumerate(ids)] for ids in self.trie.labels)
+        told = (
+            [edges[ids[:place], token] for place, token in enumerate(ids)]
+            for ids in self.label_prompts.labels
+        )
         values = self.questions.labels.mean(torch.tensor(list(map(math.fsum, told))))
         bias = None if self.bias is None else torch.tensor(self.bias)
         scores = among(values, bias, self.temperature)
@@ -250,7 +253,7 @@ def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answe
     prompts: list[tuple[int, Prompt]] = []
     for row, (one, text) in enumerate(zip(served, texts, strict=True)):
         (query,) = one.questions.queries([text])
-        prompts += [(row, each) for each in one.trie.prompts(query, reach)]
+        prompts += [(row, each) for each in one.label_prompts.prompts(query, reach)]
     outputs = llm.generate(
         [{"prompt_token_ids": list(each.ids)} for _, each in prompts],
         [parameters(served[row], each) for row, each in prompts],

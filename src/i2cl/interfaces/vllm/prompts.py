@@ -67,7 +67,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Trie:
+class LabelPrompts:
     """Labels as token sequences, none of which is how another one begins."""
 
     labels: tuple[Ids, ...]  # of a task

@@ -189,7 +189,7 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
     try:
         async with asyncio.TaskGroup() as group:  # which ends all of them with the first that fails
             for row, query in enumerate(queries):
-                for asked in served.trie.prompts(query, state.i2cl_reach):
+                for asked in served.label_prompts.prompts(query, state.i2cl_reach):
                     size = len(asked.ids)
                     await state.i2cl_share.enter(size)
                     task = group.create_task(ask(row, asked))
