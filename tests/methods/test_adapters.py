@@ -45,9 +45,13 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
     assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
 
 
-@pytest.mark.parametrize("words", [WORDS, ("positive", "poor", "negative")], ids=["first", "whole"])
+@pytest.mark.parametrize(
+    ("words", "scoring"),
+    [(WORDS, "auto"), (("positive", "poor", "negative"), "auto"), (("a film", "a mess", "so-so"), "words")],
+    ids=["first", "whole", "words"],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_adapters_learn_among_the_labels(name, words, demonstrations, monkeypatch):
+def test_adapters_learn_among_the_labels(name, words, scoring, demonstrations, monkeypatch):
     decoder, task = made("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
     texts, gold = zip(*SHOWN, strict=True)
 
@@ -55,7 +59,7 @@ def test_adapters_learn_among_the_labels(name, words, demonstrations, monkeypatc
         return torch.nn.functional.cross_entropy(predictor.scores(texts), torch.tensor(gold)).item()
 
     def fitted(**options):
-        return fit(name, decoder, task, demonstrations, loss="labels", **options)
+        return fit(name, decoder, task, demonstrations, loss="labels", scoring=scoring, **options)
 
     assert loss(fitted(epochs=10, lr=0.05)) < loss(fitted(epochs=0)) - 0.1
     told = []

@@ -17,6 +17,7 @@ from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Wrapper
 from i2cl.methods.i2cl import NoiseConfig, noise_like
+from i2cl.models.scoring import Questions
 from tiny import byte_level, tiny_model, tiny_tokenizer
 
 KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox": 32}
@@ -63,6 +64,18 @@ def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
     shown = [f"Review: {text}\nSentiment:{task.labels[label]}\n" for text, label in SHOWN]
     expected = plain(decoder, task, TEXTS, "" if name == "zero_shot" else "".join(shown), full=True)
     torch.testing.assert_close(fit(name, decoder, task, demonstrations).scores(TEXTS), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["zero_shot", "few_shot", "lora"])
+def test_labels_are_told_by_their_words_where_that_is_asked(name, demonstrations):
+    task = Task("films", ("good film", "good mess", "so-so"), Template("Review: {text}\nSentiment:{label}"))
+    decoder, options = made("llama"), {"epochs": 0, "loss": "labels"} if name == "lora" else {}
+    predictor = fit(name, decoder, task, demonstrations, scoring="words", **options)
+    below = fit("few_shot" if name == "few_shot" else "zero_shot", decoder, task, demonstrations)
+    labels = Questions(decoder, task, "words").labels
+    torch.testing.assert_close(
+        predictor.scores(TEXTS), labels.scores(below.distributions(TEXTS)), atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -18,6 +19,7 @@ from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError, needs
 from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import Scoring
 from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
@@ -51,12 +53,19 @@ class AdaptedDecoder(Decoder):
         self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
 
 
+class AdapterSettings(TrainConfig):
+    """The paper's learning rate of LoRA and IA3, 1e-3; and how labels are scored."""
+
+    lr: float = Field(1e-3, gt=0)
+    scoring: Scoring = "auto"
+
+
 class AdapterMethod(Method):
     """Trains an adapter on the demonstrations as single queries, with the schedule of the paper."""
 
     needs: ClassVar[str] = "demonstrations, the package peft"
     formula: ClassVar[str] = "as trained"
-    training: TrainConfig
+    training: AdapterSettings
 
     @abstractmethod
     def config(self, decoder: Decoder) -> "PeftConfig":
@@ -77,7 +86,7 @@ class AdapterMethod(Method):
         require_demonstrations(task, demonstrations)
         gold, words = [example.label for example in demonstrations], training.loss == "labels"
         with adapted(decoder, config, start, seed) as wearing:
-            questions = Questions(wearing, task)
+            questions = Questions(wearing, task, training.scoring)
             queries = questions.queries([example.text for example in demonstrations])
             labels = [questions.labels] * len(queries)
             likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
@@ -91,7 +100,7 @@ class AdapterMethod(Method):
             state = get_peft_model_state_dict(wearing.model)
             kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
         cost = Cost.of(*kept.values(), trained=sum(one.numel() for one in kept.values()))
-        return AdapterPredictor(decoder, task, config, kept, cost)
+        return AdapterPredictor(decoder, task, training.scoring, config, kept, cost)
 
 
 @uninterrupted
@@ -151,6 +160,7 @@ class AdapterPredictor:
 
     decoder: Decoder
     task: Task
+    scoring: Scoring
     config: "PeftConfig"
     state: dict[str, Tensor]
     cost: Cost
@@ -158,7 +168,7 @@ class AdapterPredictor:
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
         with adapted(self.decoder, self.config, self.state) as wearing:  # for this call only
-            return Questions(wearing, self.task).scores(texts, progress=progress)
+            return Questions(wearing, self.task, self.scoring).scores(texts, progress=progress)
 
 
 def attention_targets(decoder: Decoder) -> list[str]:

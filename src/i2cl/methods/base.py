@@ -16,8 +16,10 @@ from torch import Tensor
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import Scoring
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import Progress, among
+from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
 T = TypeVar("T")
@@ -87,6 +89,12 @@ class MendedPredictor:
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probabilities over the labels, calibrated and normalised again."""
         return among(self.below.scores(texts, progress), self.bias, self.temperature)
+
+
+class ScoringConfig(Settings):
+    """How labels are scored; see `i2cl.models.encoding.Scoring`."""
+
+    scoring: Scoring = "auto"
 
 
 class Method(ABC):

@@ -3,10 +3,10 @@
 Source: Brown et al. 2020, https://arxiv.org/abs/2005.14165.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from i2cl.methods.base import Method
+from i2cl.methods.base import Method, ScoringConfig
 from i2cl.methods.prompts import PromptPredictor, few_shot_prompt
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
@@ -22,10 +22,12 @@ class ZeroShot(Method):
     drawn: ClassVar[bool] = False
     row: ClassVar[str] = "Zero-shot"
     needs: ClassVar[str] = "nothing"
+    settings = (ScoringConfig,)
+    config: ScoringConfig = field(default_factory=ScoringConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Nothing is fitted."""
-        return PromptPredictor(Questions(decoder, task))
+        return PromptPredictor(Questions(decoder, task, self.config.scoring))
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,13 @@ class FewShot(Method):
     row: ClassVar[str] = "Few-shot (ICL)"
     formula: ClassVar[str] = "2MDL"
     cache: ClassVar[bool] = True
+    settings = (ScoringConfig,)
+    config: ScoringConfig = field(default_factory=ScoringConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Run the demonstrations once, if they are cached. Raises I2CLError if not one per class fits."""
-        return few_shot_prompt(Questions(decoder, task), demonstrations, cached=self.cache)
+        questions = Questions(decoder, task, self.config.scoring)
+        return few_shot_prompt(questions, demonstrations, cached=self.cache)
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,12 @@ from i2cl.methods import adapters
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.prefix import holds_keys_alone
-from i2cl.models.training import TrainConfig
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-class AdapterSettings(TrainConfig):
-    """The paper's learning rate of LoRA and IA3, 1e-3."""
-
-    lr: float = Field(1e-3, gt=0)
-
-
-class LoRASettings(AdapterSettings):
+class LoRASettings(adapters.AdapterSettings):
     """The paper's: rank 8, alpha 32, dropout 0.05."""
 
     lora_rank: int = Field(8, ge=1)
@@ -38,7 +31,7 @@ class LoRASettings(AdapterSettings):
     lora_dropout: float = Field(0.05, ge=0, lt=1)
 
 
-class VirtualTokenSettings(TrainConfig):
+class VirtualTokenSettings(adapters.AdapterSettings):
     """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1."""
 
     lr: float = Field(0.1, gt=0)  # first learning rate of AdamW
@@ -82,8 +75,8 @@ class IA3(adapters.AdapterMethod):
     name: ClassVar[str] = "ia3"
     summary: ClassVar[str] = "scales of query, value and feed-forward activations"
     row: ClassVar[str] = "IA3"
-    settings = (AdapterSettings,)
-    training: AdapterSettings = field(default_factory=AdapterSettings)
+    settings = (adapters.AdapterSettings,)
+    training: adapters.AdapterSettings = field(default_factory=adapters.AdapterSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
         """Targets by name: PEFT's own table differs from family to family."""

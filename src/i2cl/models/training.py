@@ -96,7 +96,7 @@ class LabelLikelihood:
         self.whole = among_labels and any(own.full for own in labels)
         self.first = among_labels and not self.whole
         if not among_labels and any(own.words for own in labels):
-            raise I2CLError("scoring='words' compares labels: take a loss among the labels, or leave it out")
+            raise I2CLError("scoring='words' compares labels, and nothing else: take loss='labels' with it")
         answers = zip(labels, gold, strict=True)
         places = [range(len(own.ids)) if self.whole else [right] for own, right in answers]
         pairs = [(place, label) for place, own in enumerate(places) for label in own]
