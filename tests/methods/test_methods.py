@@ -257,7 +257,7 @@ def test_methods_are_made_by_name_with_the_options_they_know():
     made = make_methods(names, {"loss": "labels"})
     assert {getattr(one, "calibration", getattr(one, "training", None)).loss for one in made} == {"labels"}
     assert set(METHODS["i2cl"].options()) == {*ExtractConfig.model_fields, *CalibrationConfig.model_fields}
-    assert METHODS["zero_shot"].options() == {}
+    assert METHODS["zero_shot"].options() == {"scoring": "auto|first_token|full|words"}
 
 
 @pytest.mark.parametrize(
