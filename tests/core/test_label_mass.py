@@ -12,6 +12,8 @@ from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.edits import LinearEdit
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.models.batching import make_batch
+from i2cl.models.edits import edit_outputs
+from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import Questions, next_token_log_probabilities
 from tiny import CASES, PATHS
 
@@ -23,6 +25,13 @@ RMS = ("llama", "mixtral", "granite", "glm4", "gpt_oss", "afmoe")
 
 GIVEN = (("a warm film", 0), ("dull, dull, dull", 1), ("kind and funny", 0), ("no", 2))
 SHOWN = tuple(Example(text, label) for text, label in GIVEN)
+WORDS = LabelTokens(((40,), (90,), (200,)), full=False, words=((40, 7), (90,), (40, 200, 11)))
+
+
+def tokens(first):
+    return LabelTokens(tuple((token,) for token in first), full=False)
+
+
 TASK = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:{label}"))
 
 
@@ -42,7 +51,7 @@ def test_the_streams_end_in_the_models_own_logits(case):
     edit = edit_of(decoder)
     states = label_mass._streams(decoder, QUERIES, edit)
     with decoder.frozen(), torch.no_grad():
-        found = label_mass._Tail(decoder, LABELS).logits(states)
+        found = label_mass._Tail(decoder, tokens(LABELS)).logits(states)
     expected = torch.stack([logits(decoder, ids, edit) for ids in QUERIES])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
@@ -51,7 +60,7 @@ def test_the_streams_end_in_the_models_own_logits(case):
 def test_a_label_becomes_the_most_probable_token(case):
     decoder = made(case)
     edit = edit_of(decoder)
-    found = raise_label_mass(decoder, QUERIES, LABELS, edit)
+    found = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
     assert found.after > found.before or case == "modernbert-decoder"  # whose head is a network of its own
     values = edit.values.clone()
     values[-1, -1] += found.vector / decoder.writer_scale
@@ -62,6 +71,23 @@ def test_a_label_becomes_the_most_probable_token(case):
     moved = next_token_log_probabilities(decoder, OTHERS, edit=pushed)[:, list(LABELS)]
     same = (before.argmax(-1) == moved.argmax(-1)).float().mean().item()
     assert same == 1 if case in RMS else same > 0.5  # random biases, as large as the stream
+
+
+def test_labels_told_by_their_words_become_probable_behind_an_exports_head():
+    decoder = made("llama")
+    edit = edit_of(decoder)
+    found = raise_label_mass(decoder, QUERIES, WORDS, edit)
+    values = edit.values.clone()
+    values[-1, -1] += found.vector / decoder.writer_scale
+    pushed = LinearEdit(values, edit.coefficients)
+    before, after = (
+        WORDS.scores(next_token_log_probabilities(decoder, OTHERS, edit=one)) for one in (edit, pushed)
+    )
+    assert torch.equal(before.argmax(-1), after.argmax(-1))
+    with edit_outputs([(decoder.model.lm_head, WORDS.at_first)]):
+        spoken = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(WORDS.first)]
+    assert spoken.logsumexp(-1).exp().mean().item() == pytest.approx(found.after, abs=1e-4)
+    assert found.after > 2 * found.before
 
 
 def test_the_default_fit_says_labels_and_its_answers_are_those_without():
@@ -98,9 +124,9 @@ def test_where_nothing_can_be_added_the_fit_stays_as_it_is():
     silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
     torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)
     edit = edit_of(decoder)
-    found = raise_label_mass(decoder, QUERIES, tuple(range(40, 40 + decoder.d_model + 1)), edit)
+    found = raise_label_mass(decoder, QUERIES, tokens(range(40, 40 + decoder.d_model + 1)), edit)
     assert not found.vector.any()
     assert found.after == found.before
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("inf"))
-    assert not raise_label_mass(decoder, QUERIES, LABELS, edit).vector.any()
+    assert not raise_label_mass(decoder, QUERIES, tokens(LABELS), edit).vector.any()

@@ -141,7 +141,7 @@ def anchor(
     vectors = problem.theta(u)
     settings = config.model_dump(mode="json") | {"method": "anchored", "tau": tau}
     if config.say_label and problem.ends_free and u.any():
-        raised = raise_label_mass(decoder, problem.queries, questions.labels.first, problem.edit(u))
+        raised = raise_label_mass(decoder, problem.queries, questions.labels, problem.edit(u))
         vectors[-1, -1] += raised.vector / decoder.writer_scale
         settings["label_mass"] = [raised.before, raised.after]
     extraction = ExtractConfig(writers=config.writers)

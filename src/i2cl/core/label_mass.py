@@ -25,6 +25,7 @@ from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, Replay
+from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import in_order
 from i2cl.models.training import Backward
 
@@ -45,10 +46,11 @@ class LabelMass(NamedTuple):
 
 
 def raise_label_mass(
-    decoder: Decoder, queries: Sequence[Ids], labels: Sequence[int], edit: LinearEdit
+    decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: LinearEdit
 ) -> LabelMass:
     """Find the vector that makes some label's first token probable after each of the demonstrations' queries.
-    ``labels`` are the first tokens, ``edit`` is the injection so far.
+    Where labels are told by their words, that is so behind the head of an export. ``edit`` is the injection
+    so far.
     """
     tail = _Tail(decoder, labels)
     with decoder.frozen():
@@ -131,15 +133,15 @@ class _Tail:
     run a second time.
     """
 
-    def __init__(self, decoder: Decoder, labels: Sequence[int]) -> None:
-        self.decoder, self.labels = decoder, list(labels)
+    def __init__(self, decoder: Decoder, labels: LabelTokens) -> None:
+        self.decoder, self.tokens, self.labels = decoder, labels, list(labels.first)
         self.replay = Replay(decoder.blocks)
 
     def logits(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows vocab"]:
         """Next-token logits of streams behind the last block, in float32; gradients flow if on."""
         batch = make_batch([(self.labels[0],)] * len(states), self.decoder.device)
         logits = self.decoder.forward(batch, edit=_Ending(self.decoder, states), replay=self.replay)
-        return logits[:, 0].float().to(states.device)
+        return self.tokens.at_first(logits[:, 0].float().to(states.device))
 
     def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """Minus the logarithm of the labels' total probability."""

@@ -56,9 +56,8 @@ class Problem:
 
     @property
     def ends_free(self) -> bool:
-        """Whether labels are tokens, and the last writer has a vector, with norm and LM head behind it."""
-        labels = self.questions.labels
-        return not labels.full and not labels.words and self.writers in {"both", "mlp"}
+        """Whether the last writer has a vector, with only the final norm and the LM head behind it."""
+        return not self.questions.labels.full and self.writers in {"both", "mlp"}
 
     def fits(self, memory: float | None) -> bool:
         """Whether a kernel with a row for every label but the gold one of each demonstration is small enough.

@@ -254,6 +254,8 @@ class LabelTokens:
 
     def at_first(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
         """Logits with each label's score in place of its first token's: what an export's head puts out."""
+        if not self.words:
+            return wide
         made = wide.clone()
         made[..., list(self.first)] = self.scores(wide)
         return made
