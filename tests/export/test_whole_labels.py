@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from export.cases import BEGUN, SHARED, drawn, with_golden
+from export.cases import BEGUN, SHARED, decoder_of, drawn, injection_for, stored, with_golden
 from export.test_export_server import serving
+from i2cl import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export import (
     Golden,
@@ -130,6 +131,14 @@ def test_the_card_says_which_label_each_answer_stands_for(tmp_path):
     assert json.loads(block.split("```")[0]) == dict(zip(made.label_texts, made.labels, strict=True))
     with_golden(export_hf, drawn("llama"), tmp_path / "plain")
     assert "stands for" not in (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_command_says_that_an_answer_stands_for_a_label(tmp_path, said):
+    base = Decoder.from_pretrained(str(stored(decoder_of("llama"), tmp_path / "base")), device="cpu")
+    made = replace(injection_for(base), task=MIXED, scoring="words")
+    made.save_pretrained(tmp_path / "artefact")
+    told = said("export", tmp_path / "artefact", tmp_path / "out", "--to", "hf")
+    assert "An answer is one token, which stands for a label" in told
 
 
 def test_a_temperature_is_folded_with_the_words(tmp_path):

@@ -184,9 +184,11 @@ def _as_json(golden: "Golden", calls: Mapping[str, str]) -> dict[str, Any]:
 def _about_greedy(golden: "Golden", form: FormatOptions, calls: Mapping[str, str]) -> Iterator[str]:
     right = golden.greedy
     yield f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with the expected label."
+    if golden.artefact.get("scoring") == "words":
+        yield "An answer is one token, which stands for a label: README.md names each."
     if golden.forced:
         other = "fit again by the default method, which says it by itself"
-        if golden.sequences:
+        if golden.sequences or golden.artefact.get("scoring") == "words":
             other = "fit labels that differ in their first token"
         if golden.compared and form.to != "gguf":
             yield f"transformers compares whole labels, by {golden.beams} beams."
