@@ -43,7 +43,7 @@ def measured(
         so_far = [ids + tuple(tokens) for ids, tokens in zip(prompts, said, strict=True)]
         found = next_token_log_probabilities(decoder, so_far, edit=edit)
         if not place:
-            first = found
+            first = found = labels.at_first(found).log_softmax(-1)  # as the head of an export has it
         for tokens, token in zip(said, found.argmax(-1).tolist(), strict=True):
             tokens.append(token)
     scores = score(decoder, prompts, labels, edit=edit) if labels.full else first[:, list(labels.first)]

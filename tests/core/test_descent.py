@@ -113,7 +113,10 @@ def test_what_is_not_finite_is_refused(factor):
 
 def test_whole_labels_that_the_memory_does_not_hold_are_told_by_their_words():
     asked, shown = many(12)
-    with pytest.warns(MemoryWarning, match="going on by descent"):
+    with (
+        pytest.warns(MemoryWarning, match="going on by descent"),
+        pytest.warns(ScoringWarning, match="12 labels are told by their words.*--memory"),
+    ):
         injection = anchor(made("llama"), asked, shown, AnchoredConfig(memory=1e-5))
     assert injection.scoring == "words"
     assert injection.history[-1] < injection.history[0]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from export.cases import BEGUN, SHARED, decoder_of, drawn, injection_for, stored, with_golden
 from export.test_export_server import serving
+from fitting import one_line
 from i2cl import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export import (
@@ -17,12 +18,14 @@ from i2cl.export import (
     export_gguf,
     export_hf,
     export_peft,
+    fold,
     golden,
     greedy,
     make_golden,
     verify,
     verify_gguf,
 )
+from i2cl.models.scoring import next_token_log_probabilities
 
 TEXTS = ("a warm film", "dull and long", "two hours")  # without the letter that all labels begin with
 
@@ -106,6 +109,23 @@ def answers_of(folder, decoder, injection):
     return said
 
 
+@pytest.mark.parametrize("case", ["llama", "phi", "granite", "gpt_neox"])
+def test_a_folded_model_in_memory_tells_labels_by_their_words(case):
+    decoder, injection = drawn(case, MIXED)
+    injection = replace(injection, scoring="words")
+    folded = Decoder(fold(decoder, injection), decoder.tokenizer)
+    labels, queries = injection.questions(decoder).labels, injection.questions(decoder).queries(TEXTS)
+    found = next_token_log_probabilities(folded, queries)[:, list(labels.first)].log_softmax(-1)
+    torch.testing.assert_close(found, injection.scores(decoder, TEXTS).log_softmax(-1), atol=1e-4, rtol=1e-4)
+    one_line("give a Decoder", fold, decoder.model, injection)
+
+
+def test_tokens_that_stand_for_labels_are_named(tmp_path):
+    for write in (export_hf, export_gguf):
+        one_line("leave out --no-golden", write, *told_by_words(), tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_folded_head_tells_labels_by_their_words(tied, tmp_path, monkeypatch):
     decoder, injection = told_by_words(tie_word_embeddings=tied)
@@ -128,7 +148,7 @@ def test_the_card_says_which_label_each_answer_stands_for(tmp_path):
     made = with_golden(export_hf, told_by_words(), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     (block,) = [part for part in card.split("```json\n")[1:] if "stands for a label" in card]
-    assert json.loads(block.split("```")[0]) == dict(zip(made.label_texts, made.labels, strict=True))
+    assert json.loads(block.split("```")[0]) == dict(zip(made.labels, made.label_texts, strict=True))
     with_golden(export_hf, drawn("llama"), tmp_path / "plain")
     assert "stands for" not in (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
 

@@ -160,6 +160,8 @@ def test_bad_input():
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
     one_line("neither a model nor an injection", I2CLHarness)
+    with pytest.raises(I2CLError, match="by their words: measure it with `i2cl predict`"):
+        I2CLHarness(replace(injection, scoring="words"), decoder)
     with pytest.raises(I2CLError, match="positions='last': fit one at all positions"):
         I2CLHarness(replace(injection, positions="last"), decoder)
     other = decoder_of("llama", rms_norm_eps=1e-3)

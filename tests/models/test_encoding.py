@@ -198,6 +198,14 @@ def test_labels_of_the_same_words_are_told_by_a_token_of_their_own(decoder):
     assert found.ids[0] != found.ids[1]
 
 
+@pytest.mark.parametrize(
+    "labels", [("a", "ab", "ba"), ("b", "ab", "ba", "ac", "ca", "cc"), ("cb", "bc", "c", "b")]
+)
+def test_no_two_labels_are_told_by_the_same_tokens(decoder, labels):
+    found = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
+    assert len(set(map(frozenset, found.words))) == len(labels)
+
+
 def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")

@@ -61,6 +61,7 @@ MANY = (
     "{} labels share first tokens, and whole ones would take hours: each is told by its words, in any order. "
     "With dozens of labels sentence_embeddings answers better (i2cl eval)"
 )
+FEW = "{} labels are told by their words, in any order: whole ones take more memory (--memory)"
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
 
 
@@ -168,6 +169,7 @@ def _problem(
     problem = Problem(Questions(decoder, task, scoring), tuple(demonstrations), config.writers)
     small = problem.fits(config.memory)
     if not small and problem.questions.labels.full:  # whole sequences that the memory does not hold
+        warnings.warn(FEW.format(len(task.labels)), ScoringWarning, stacklevel=3)
         problem = replace(problem, questions=Questions(decoder, task, "words"))
     return problem, small
 

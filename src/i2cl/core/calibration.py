@@ -51,7 +51,8 @@ def calibrate(
         context: what is injected.
         config: recipe and ablation switches.
         seed: of batches, noise and ``positions="random"``.
-        scoring: predict each label's first token or its whole sequence; see `i2cl.models.encoding`.
+        scoring: predict each label's first token, its whole sequence, or, where the loss is among the
+            labels, its words; see `i2cl.models.encoding`.
         start: first coefficients, instead of the config's init values.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
         prompt: from a text to what precedes its label, instead of the template's query alone. The

@@ -158,9 +158,9 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
         fenced(golden.prompt, "text"),
         *(f"{call.program}:\n\n{fenced(call.code, call.language)}" for call in calls),
     ]
-    names = dict(zip(golden.label_texts, golden.labels, strict=True))
-    if not golden.sequences and not all(label.startswith(text.strip()) for text, label in names.items()):
-        what = "An answer is one token, which stands for a label:"
+    if golden.artefact.get("scoring") == "words":
+        names = dict(zip(golden.labels, golden.label_texts, strict=True))
+        what = "An answer is one token, which stands for a label. Each label, and what is said for it:"
         parts.append(f"{what}\n\n{fenced(json.dumps(names, indent=1, ensure_ascii=False), 'json')}")
     if kind == "gguf":
         parts.append(

@@ -32,6 +32,7 @@ from i2cl.export.folding import (
     Tensors,
     at_temperature,
     require_known,
+    require_named,
     require_unquantized,
     skeleton,
     words_of,
@@ -155,6 +156,7 @@ def export_hf(
     if injection.label_bias is not None and golden is None:
         cure = "leave out --no-golden, or say --drop-prior"
         raise I2CLError(f"a label prior is of tokens that the golden values name: {cure}")
+    require_named(injection, named=golden is not None)
     temperature = 1.0
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature

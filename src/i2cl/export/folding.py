@@ -96,7 +96,7 @@ class Folding:
             shapes = f"{tuple(value.shape)}, and not {tuple(self.shapes[name])}"
             raise I2CLError(f"the source holds {source} as {shapes}: it is of another model")
         if name in self.head and self.labels is not None:
-            value = self.labels.at_first(value.float().T).T.to(value.dtype)
+            value = self.labels.at_first(value.float().movedim(0, -1)).movedim(-1, 0).to(value.dtype)
         folded = value.float() * self.scales[name] if name in self.scales else value
         if name in self.constants:
             folded = folded + self.constants[name].to(folded.device)
@@ -175,14 +175,19 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
 
     The result is a new model in evaluation mode on the same device; some families become another that
     computes the same. The source is not changed. Arithmetic is in float32, the result has the source's dtype.
-    Raises I2CLError if the family or the injection cannot be folded, saying why and what to do instead.
+    Labels that are told by their words are so by their first tokens in the result's head. Raises I2CLError if
+    the family or the injection cannot be folded, saying why and what to do instead.
     """
+    labels = None
     if isinstance(model, Decoder):
+        labels = words_of(injection, model.tokenizer)
         require_known(model)
         model = model.model
     require_unquantized(model.config)
     require_unbiased(injection)
-    folding = Folding(model.config, StateDict(model), injection)
+    if labels is None and injection.scoring == "words":
+        raise I2CLError("labels told by their words take a tokenizer to find: give a Decoder of the model")
+    folding = Folding(model.config, StateDict(model), injection, labels=labels)
     with no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(folding.config, dtype=folding.dtype)
     with torch.no_grad():
@@ -234,6 +239,12 @@ def words_of(injection: Injection, tokenizer: PreTrainedTokenizerBase) -> LabelT
     if injection.scoring != "words":
         return None
     return label_tokens(Encoder.of(tokenizer), injection.task.template, injection.task.labels, "words")
+
+
+def require_named(injection: Injection, *, named: bool) -> None:
+    """Refuse (I2CLError) to export labels that tokens stand for where nothing names these tokens."""
+    if injection.scoring == "words" and not named:
+        raise I2CLError("a token stands for each label, which the golden values name: leave out --no-golden")
 
 
 def require_unbiased(injection: Injection) -> None:

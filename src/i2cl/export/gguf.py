@@ -24,7 +24,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
 from i2cl.export.calls import usage
 from i2cl.export.checkpoint import checked_golden, source_of
-from i2cl.export.folding import Folding, require_unbiased, words_of
+from i2cl.export.folding import Folding, require_named, require_unbiased, words_of
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import GOLDEN_FIELD, Golden
 from i2cl.models.decoder import Decoder
@@ -75,6 +75,7 @@ def export_gguf(
     path = Path(output)
     require_new_file(path)
     require_unbiased(injection)
+    require_named(injection, named=golden is not None)
     base = source_of(source, revision)
     words = words_of(injection, base.tokenizer)
     folding = Folding(base.config, base.tensors, injection, labels=words)

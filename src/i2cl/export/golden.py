@@ -92,7 +92,7 @@ class Golden(pydantic.BaseModel):
         i2cl: version that wrote it.
         artefact: task, base model and settings of the injection.
         labels: label words.
-        label_ids: first token of each.
+        label_ids: first token of each, or the token that stands for it.
         label_texts: that token as text.
         sequences: tokens of each label where the injection scores whole sequences; empty where it does not.
         sequence_texts: those tokens as text.

@@ -52,8 +52,8 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             add_bos_token and so on.
 
     Raises:
-        I2CLError: on an injection at some tokens only, one with a label prior, or one that does not belong
-            to the model.
+        I2CLError: on an injection at some tokens only, one with a label prior or that tells labels by their
+            words, or one that does not belong to the model.
     """
 
     def __init__(
@@ -71,6 +71,9 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if chosen is not None and chosen.positions != "all":
             what = f"the harness injects all tokens, this injection is for positions={chosen.positions!r}"
             raise I2CLError(f"{what}: fit one at all positions, or use `i2cl eval`")
+        if chosen is not None and chosen.scoring == "words":
+            what = "the harness scores whole labels, and this injection tells labels by their words"
+            raise I2CLError(f"{what}: measure it with `i2cl predict`")
         if chosen is not None and chosen.label_bias is not None:
             what = "the harness scores any text and not labels alone, to which a label prior belongs"
             raise I2CLError(f"{what}: fit one without --unlabelled")

@@ -296,9 +296,9 @@ def label_tokens(
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "words":
         own = [(token,) for token in keywords(encoder, labels, found)]
-        alike = Counter(map(frozenset, found))
-        words = [tuple(dict.fromkeys(ids)) if alike[frozenset(ids)] == 1 else () for ids in found]
-        words = [ids or token for ids, token in zip(words, own, strict=True)]
+        words = [tuple(dict.fromkeys(ids)) for ids in found]
+        while len(alike := Counter(map(frozenset, words))) < len(words):  # an own token may be another's word
+            words = [ids if alike[frozenset(ids)] == 1 else one for ids, one in zip(words, own, strict=True)]
         return LabelTokens(tuple(own), full=False, line=line, words=tuple(words))
     shared = len({ids[0] for ids in found}) < len(found)
     if shared and scoring == "first_token":

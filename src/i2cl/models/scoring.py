@@ -186,8 +186,12 @@ class _Asked:
 def _first(asked: _Asked, _chosen: Sequence[int]) -> Iterator[Part]:
     for batch, values in _read(asked.decoder, asked.queries, asked.edit, asked.prefix):
         places = [(row, column) for row in batch.rows for column in range(len(asked.labels[row].ids))]
-        pairs = zip((asked.labels[row] for row in batch.rows), values, strict=True)
-        yield places, torch.cat([labels.scores(row) for labels, row in pairs]), len(batch.rows)
+        each = [asked.labels[row] for row in batch.rows]
+        if all(labels is each[0] for labels in each):
+            yield places, each[0].scores(values).flatten(), len(batch.rows)
+        else:
+            parts = [labels.scores(row) for labels, row in zip(each, values, strict=True)]
+            yield places, torch.cat(parts), len(batch.rows)
 
 
 def _read(

@@ -185,7 +185,8 @@ def _about_greedy(golden: "Golden", form: FormatOptions, calls: Mapping[str, str
     right = golden.greedy
     yield f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with the expected label."
     if golden.artefact.get("scoring") == "words":
-        yield "An answer is one token, which stands for a label: README.md names each."
+        where = "the key i2cl.usage" if form.to == "gguf" else "README.md"
+        yield f"An answer is one token, which stands for a label: {where} names each."
     if golden.forced:
         other = "fit again by the default method, which says it by itself"
         if golden.sequences or golden.artefact.get("scoring") == "words":

@@ -60,7 +60,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             `i2cl.injections.label_prior.with_label_prior`; it takes classes for equally frequent there.
         min_confidence: `predict` gives no class to a text whose highest probability is below it, but an
             empty string, or -1 where classes are numbers; `score` counts it as wrong. Also set after `fit`.
-        scoring: score a label by its first token, its whole sequence, or as the labels demand.
+        scoring: score a label by its first token, its whole sequence, its words, or as the labels demand.
         random_state: of demonstrations and calibration: an int, a RandomState, or None to draw one.
         evaluate: at most so many of the training texts that ``shots`` left over are scored for `report_`;
             0 for none, which takes less time. They choose the temperature of the probabilities too.
