@@ -140,7 +140,7 @@ def test_ls_names_everything(call):
     _, out, _ = call("ls", "methods", "--json")
     methods = {record["name"]: record for record in json.loads(out)}
     assert list(methods) == list(METHODS)
-    assert methods["zero_shot"]["options"] == {}
+    assert methods["task_vector"]["options"] == {}
     assert methods["i2cl"]["paper_row"] == "I2CL (ours)"
     options = methods["i2cl"]["options"]
     assert options["formula"] == {"default": "linear", "choices": ["linear", "add", "balance"]}

@@ -265,7 +265,7 @@ def test_methods_are_made_by_name_with_the_options_they_know():
     [
         (["zero_shto"], {}, "unknown method 'zero_shto': did you mean 'zero_shot'"),
         (["i2cl"], {"epoch": 3}, "no chosen method has the option 'epoch'"),
-        (["zero_shot"], {"epochs": 3}, "known are none"),
+        (["task_vector"], {"epochs": 3}, "known are none"),
         (["i2cl"], {"epochs": "many"}, "option epochs='many'"),
         (["i2cl"], {"token": "middle"}, "option token='middle'"),
         (["lora"], {"loss": "words"}, "option loss='words': Input should be 'vocabulary' or 'labels'"),
