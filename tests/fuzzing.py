@@ -158,7 +158,7 @@ METHODS_ASKED = st.lists(
     st.sampled_from(["i2cl", "anchored", "icv", "lora", "tfidf", "few_shot", "knn_prompting", "x", "i2cl+"])
 )
 FLAGS = (
-    "--chunk --input-format --output-format --seed --dtype --device --keep --model --workers --executor "
+    "--chunk --input-format --output-format --seed --dtype --device --keep --model --workers "
     "--text-column --revision"
 )
 GOOD_COMMANDS = [("ls", ["tasks"]), ("ls", ["methods", "--json"]), ("experiment", ["ls"]), ("--version", [])]

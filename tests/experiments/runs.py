@@ -31,12 +31,8 @@ def run_alone(cell, decoder, folder):
 
 def run_groups_of(cells, decoder, folder, data_dir=None):
     """The tally of running what a store lacks of some cells."""
-
-    def execute(jobs):
-        return (job.run(decoder) for job in jobs)
-
     with Store.writing(folder) as store:
-        return run_groups(pending(cells, store), store, execute, data_dir)
+        return run_groups(pending(cells, store), store, lambda: decoder, 1, data_dir)
 
 
 def single(*cells):

@@ -144,8 +144,8 @@ def test_ctrl_c_says_that_cells_are_kept(tmp_path, monkeypatch, call):
 
 FORKING = """
 from multiprocessing import get_context
-from i2cl.experiments.workers import processes
-processes.get_context = lambda _: get_context("fork")
+from i2cl.experiments import workers
+workers.get_context = lambda _: get_context("fork")
 """
 """Before a program whose workers are to start as fast as it does itself."""
 

@@ -95,17 +95,18 @@ def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeyp
     cells += [asked("few_shot+label_prior", skew=3), asked("few_shot", seed=1)]
     fits, jobs = [], []
 
-    def execute(given):
-        jobs.extend([[one.key for group in job.groups for one in group.lacking] for job in given])
-        yield from (job.run(decoder) for job in given)
+    def noted(job, decoder, run=GroupJob.run):
+        jobs.append([one.key for group in job.groups for one in group.lacking])
+        return run(job, decoder)
 
     def counted(self, *arguments, fit=FewShot.fit):
         fits.append(1)
         return fit(self, *arguments)
 
     monkeypatch.setattr(FewShot, "fit", counted)
+    monkeypatch.setattr(GroupJob, "run", noted)
     with Store.writing(tmp_path) as store:
-        run_groups(pending(cells, store), store, execute, None)
+        run_groups(pending(cells, store), store, lambda: decoder, 1, None)
         found = dict(store.records)
     zero, few, over, prior, other = (one.key for one in cells)
     assert jobs == [[zero], [few, over, prior], [other]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from i2cl.experiments.workers.processes import run_jobs
+from i2cl.experiments.workers import run_jobs
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Slow:
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_workers_end_with_whom_they_work_for_and_leave_ctrl_c_to_it(tmp_path, monkeypatch, error):
-    monkeypatch.setattr("i2cl.experiments.workers.processes.get_context", lambda _: get_context("fork"))
+    monkeypatch.setattr("i2cl.experiments.workers.get_context", lambda _: get_context("fork"))
     others, mine = set(active_children()), signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     def interrupted():

@@ -153,7 +153,6 @@ WRONG = {
     "tasks that no experiment has": (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
     "no store": (["report", "nowhere"], "no store at"),
     "no such format": (["report", "nowhere", "--formats", "pdf"], "known are md, tex, csv, html"),
-    "an address here": (["experiment", "run", "main", "--address", "ray://x:1"], "add --executor ray"),
     "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are called 'mood-colour-1'"),
     "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are called"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),

@@ -235,7 +235,7 @@ def measured(out):
 
 def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home, monkeypatch):
     # As `spawn`, but fast.
-    monkeypatch.setattr("i2cl.experiments.workers.processes.get_context", start)
+    monkeypatch.setattr("i2cl.experiments.workers.get_context", start)
     options = ("--method", "few_shot,i2cl", "--seeds", "2", "--set", "epochs=3", "--json")
     arguments = eval_arguments(home, *options)
     _, first, _ = call(*arguments)

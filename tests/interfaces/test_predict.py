@@ -1,31 +1,19 @@
-"""`i2cl predict` on long files: killed and gone on with, in bounded memory, in workers."""
+"""`i2cl predict` on long files: killed and gone on with, in bounded memory."""
 
 import json
 import os
 import signal
-import sys
 import tracemalloc
-import warnings
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 
 from commands import jsonl, listed, run
-from i2cl import I2CLError, Injection, load_task, with_temperature
+from i2cl import Injection, load_task, with_temperature
 from i2cl.interfaces.batch_prediction.outputs import written
-from i2cl.interfaces.batch_prediction.prediction import (
-    Scorer,
-    Texts,
-    WorkerWarning,
-    _received,
-    _Worker,
-    digest,
-    predict_here,
-)
+from i2cl.interfaces.batch_prediction.prediction import Texts, digest
+from i2cl.interfaces.batch_prediction.tables import Table
 from i2cl.interfaces.cli import main
-from i2cl.models.encoding import ScoringWarning
-from i2cl.tasks.files import RowError
 from processes import COMMAND, Program, finished, until
 
 ROWS, CHUNK = 1000, 10
@@ -82,18 +70,18 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
 
 @pytest.fixture
 def halted(monkeypatch):
-    """Make the scorer raise an error at its fifth chunk, once."""
+    """Raise an error when the fifth chunk is scored, once."""
 
     def at_the_fifth(error):
-        seen, score = [], Scorer.__call__
+        seen, lines = [], Table.lines
 
-        def call(self, texts):
-            seen.append(texts)
+        def call(self, *chunk):
+            seen.append(chunk)
             if len(seen) == 5:
                 raise error
-            return score(self, texts)
+            return lines(self, *chunk)
 
-        monkeypatch.setattr(Scorer, "__call__", call)
+        monkeypatch.setattr(Table, "lines", call)
 
     return at_the_fifth
 
@@ -231,15 +219,11 @@ def test_what_a_file_is_read_as_is_told_by_predict(home, tmp_path, capsys):
 def peak(folder, rows):
     """Bytes that Python held at most while so many rows went through."""
     (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
-
-    def source():
-        return lambda queries: "".join(f"{len(query.text)}\n" for query in queries)
-
     texts = Texts(str(folder / "texts.txt"), chunk=256)
     tracemalloc.start()
     with written(folder / "out.tsv", "length\n", {}, chunk=256) as out:
-        for lines, count in predict_here(source, texts):
-            out.write(lines, count)
+        for queries in texts:
+            out.write("".join(f"{len(query.text)}\n" for query in queries), len(queries))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert lines_of(folder / "out.tsv") == rows + 1
@@ -253,44 +237,8 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
     assert most < (tmp_path / "texts.txt").stat().st_size / 4
 
 
-def row_of(*texts):
-    return {"texts": json.dumps([(text, ()) for text in texts]), "error": "", "of_rows": False, "told": "[]"}
-
-
-def test_errors_and_warnings_of_a_worker_come_out_here():
-    source = Mock(side_effect=I2CLError("no such model"))
-    with pytest.raises(I2CLError, match="no such model") as raised:
-        _received(_Worker(source)(row_of("a")))
-    assert not isinstance(raised.value, RowError)
-
-    def score(queries):
-        warnings.warn("labels share their first token", ScoringWarning, stacklevel=1)
-        warnings.warn("of another library", UserWarning, stacklevel=1)
-        return "".join(f"{query.text}\n" for query in queries)
-
-    with pytest.warns(WorkerWarning, match="first token") as caught:
-        assert _received(_Worker(lambda: score)(row_of("a", "b"))) == ("a\nb\n", 2)
-    assert len(caught) == 1
-    with pytest.raises(RowError, match="empty"):
-        _received(_Worker(source)({"texts": "[]", "error": "is empty", "of_rows": True, "told": "[]"}))
-
-
-WRONG = {
-    "no ray": (["--executor", "ray"], "pip install 'i2cl[ray]'"),
-    "workers here": (["--workers", "2"], "add --executor ray"),
-    "address here": (["--address", "auto"], "add --executor ray"),
-    "stdin": (["--executor", "ray"], "give a file"),
-} | {
-    f"at least {least}": (["--min-confidence", least], f"min_confidence {float(least)} is no probability: ")
-    for least in ("0", "-0.5", "1.01", "nan", "inf")
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_ways_to_run(home, tmp_path, monkeypatch, refused, case):
-    more, message = WRONG[case]
-    monkeypatch.setitem(sys.modules, "ray", None)
-    words = arguments(home, tmp_path / "out.tsv", *more)
-    words[2] = "-" if case == "stdin" else words[2]
-    assert message in refused(*words)
+@pytest.mark.parametrize("least", ["0", "-0.5", "1.01", "nan", "inf"])
+def test_a_threshold_that_is_no_probability(home, tmp_path, refused, least):
+    line = refused(*arguments(home, tmp_path / "out.tsv", "--min-confidence", least))
+    assert f"min_confidence {float(least)} is no probability: " in line
     assert listed(tmp_path) == []

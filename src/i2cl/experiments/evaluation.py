@@ -17,7 +17,7 @@ from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
-from i2cl.experiments.workers.processes import DecoderSource, run_jobs, suggested_workers
+from i2cl.experiments.workers import DecoderSource, run_jobs
 from i2cl.methods import Method, Predictor
 from i2cl.methods.base import Wrapper
 from i2cl.methods.compressors.base import NoCompressorError
@@ -261,7 +261,7 @@ def sweep(
     runs: list[tuple[tuple[int, int, int], Run]] = []
     called = [method.called for method in methods]
     lacking: list[NotRun] = []
-    for place, made in run_jobs(decoder, source, jobs, workers or suggested_workers(decoder, len(jobs))):
+    for place, made in run_jobs(decoder, source, jobs, workers):
         task_number = place // (len(jobs) // len(tasks))  # each has as many jobs
         for run in made:
             if isinstance(run, NotRun):

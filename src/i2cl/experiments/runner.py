@@ -1,15 +1,14 @@
-"""Runs the cells of a grid that a store lacks, here or on a Ray cluster."""
+"""Runs the cells of a grid that a store lacks."""
 
 import os
 import platform
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
 from i2cl.experiments.store import VECTORS, Store
 from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain, run_study
+from i2cl.experiments.workers import DecoderSource, run_jobs
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.models.batching import peak_memory
 from i2cl.models.decoder import Decoder
@@ -126,9 +126,6 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
     )
 
 
-Execute = Callable[[Sequence[GroupJob]], Iterator[list[Record]]]  # runs jobs, yields records in any order
-
-
 @dataclass(frozen=True)
 class Tally:
     """What a run came to; cells whose method needs another model are skipped."""
@@ -172,11 +169,12 @@ def _kept(store: Store, cell: Cell, alone: bool) -> bool:
 def run_groups(
     groups: Sequence[Group],
     store: Store,
-    execute: Execute,
+    source: DecoderSource,
+    workers: int | None,
     data_dir: str | None,
     watch: Callable[[Record], None] | None = None,
 ) -> Tally:
-    """Run what groups lack and append the records; raises I2CLError as `require_same` does."""
+    """Run what groups lack and append the records; raises I2CLError as `require_same` and `run_jobs` do."""
     same: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         same[fit_key(group.cells[0])].append(group)
@@ -184,11 +182,12 @@ def run_groups(
     vectors = (store.folder / VECTORS).resolve()
     jobs = [GroupJob(tuple(standing), data_dir, vectors, known) for standing in same.values()]
     statuses: Counter[str] = Counter()
-    for record in chain.from_iterable(execute(jobs)):
-        store.append(record)
-        statuses[record.status] += 1
-        if watch is not None:
-            watch(record)
+    for _, records in run_jobs(source(), source, jobs, workers) if jobs else ():
+        for record in records:
+            store.append(record)
+            statuses[record.status] += 1
+            if watch is not None:
+                watch(record)
     return Tally(statuses["done"], statuses["failed"], statuses["skipped"])
 
 

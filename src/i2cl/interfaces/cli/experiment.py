@@ -1,7 +1,7 @@
 """`i2cl experiment ls|run|pack|unpack`."""
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument
 
-from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.experiments.grid import Cell, Experiment, Scale
     from i2cl.experiments.records import Record
-    from i2cl.experiments.runner import GroupJob
-    from i2cl.models.decoder import Decoder
 
 app = typer.Typer(
     help="Tables and figures of the paper, or your own grids: list, run, pack.", no_args_is_help=True
@@ -67,9 +64,7 @@ def run(
     ),
     seeds: int | None = opt(None, "How many seeds, instead of the grid's.", min=1, max=10_000),
     limit: int | None = opt(None, "Queries per task, instead of the grid's.", min=1),
-    workers: int | None = opt(None, "Processes or actors; default: by the model's size.", min=1),
-    executor: options.Executor = "local",
-    address: options.Address = None,
+    workers: int | None = opt(None, "Processes; default: by the model's size.", min=1),
     rows: Annotated[TaskOptions, ("data_dir",)],
     loading: Annotated[ModelOptions, ("device", "dtype", "device_map", "revision", "trust_remote_code")],
     json: options.Json = False,
@@ -78,8 +73,6 @@ def run(
 
     Stop it and start it again at will; exit code 1 if any cell failed.
     """
-    if address is not None and executor != "ray":
-        raise I2CLError("--address is that of a Ray cluster: add --executor ray, or leave it out")
     load.libraries()
     from i2cl.experiments.grid import Cell
     from i2cl.experiments.runner import pending, run_groups
@@ -94,13 +87,12 @@ def run(
         load.task(name, replace(rows, template=own.template, test=test))
     data_dir = str(rows.data_dir) if rows.data_dir else None
     source = partial(load.decoder, model, loading)
-    execute = partial(_execute, source=source, workers=workers, ray=executor == "ray", address=address)
     with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
         waiting = pending(cells, opened, timed)
         lacking = [cell for group in waiting for cell in group.lacking]
         try:
             with console.progress(len(lacking), "running") as bar:
-                tally = run_groups(waiting, opened, execute, data_dir, _watch(bar))
+                tally = run_groups(waiting, opened, source, workers, data_dir, _watch(bar))
         except KeyboardInterrupt:
             if not opened.records:
                 raise
@@ -149,27 +141,6 @@ def _cells(
         cells += own
         timed |= {cell.key for cell in own if one.timed}
     return cells, timed
-
-
-def _execute(
-    jobs: "Sequence[GroupJob]",
-    *,
-    source: "Callable[[], Decoder]",
-    workers: int | None,
-    ray: bool,
-    address: str | None,
-) -> "Iterator[list[Record]]":
-    from i2cl.experiments.workers.cluster import run_on_ray
-    from i2cl.experiments.workers.processes import run_jobs, suggested_workers
-
-    if not jobs:
-        return
-    if ray:
-        yield from run_on_ray(source, jobs, address, workers)
-        return
-    decoder = source()
-    count = workers or suggested_workers(decoder, len(jobs))
-    yield from (records for _, records in run_jobs(decoder, source, jobs, count))
 
 
 def _watch(bar: console.Bar) -> "Callable[[Record], None]":

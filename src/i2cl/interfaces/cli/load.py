@@ -25,7 +25,7 @@ def decoder(name: str, options: ModelOptions, architecture: "Architecture | None
     libraries()
     import torch
 
-    from i2cl.experiments.workers.processes import is_small
+    from i2cl.experiments.workers import is_small
     from i2cl.models.decoder import Decoder
 
     quiet()

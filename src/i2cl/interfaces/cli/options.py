@@ -43,8 +43,6 @@ Recipe = Annotated[Literal["paper", "released", "fast"], _RECIPE]
 OwnRecipe = Annotated[Literal["paper", "released", "fast"] | None, _RECIPE]
 
 StoreFolder = Annotated[Path, Argument(help="Folder of a store, packed or not.")]
-Executor = Annotated[Literal["local", "ray"], Option(help="Here, or on Ray (i2cl\\[ray]).")]
-Address = Annotated[str | None, Option(help="Ray cluster; default: one started here.")]
 
 TextColumn = Annotated[str, Option(help="Column or key that holds the text.")]
 

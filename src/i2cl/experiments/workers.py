@@ -39,7 +39,7 @@ def is_small(decoder: Decoder) -> bool:
     return decoder.device.type == "cpu" and size <= SMALL_MODEL
 
 
-def suggested_workers(decoder: Decoder, jobs: int) -> int:
+def _suggested_workers(decoder: Decoder, jobs: int) -> int:
     """One process a core for a small model on the CPU and enough jobs to repay the start, else one."""
     if not is_small(decoder) or jobs < 4 or "RANK" in os.environ:  # torchrun has its processes already
         return 1
@@ -47,13 +47,14 @@ def suggested_workers(decoder: Decoder, jobs: int) -> int:
 
 
 def run_jobs(
-    decoder: Decoder, source: DecoderSource, jobs: Sequence[Job[R_co]], workers: int
+    decoder: Decoder, source: DecoderSource, jobs: Sequence[Job[R_co]], workers: int | None
 ) -> Iterator[tuple[int, R_co]]:
-    """Place and result of each job as it is done.
+    """Place and result of each job as it is done, by so many processes, or as many as the model's size says.
     Every process has its share of the threads, warns through this one, and ends when the generator does. With
     one worker the decoder is used, with several the source. Raises I2CLError from the first job that fails
     with one, or if a process dies; the others are dropped.
     """
+    workers = workers or _suggested_workers(decoder, len(jobs))
     if workers == 1:
         yield from ((place, job.run(decoder)) for place, job in enumerate(jobs))
         return
