@@ -9,10 +9,8 @@ from itertools import count
 from typing import Annotated
 
 import pytest
-import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 from i2cl.interfaces.cli import EXAMPLES, app, console
 from i2cl.interfaces.cli.options import expanded
@@ -56,10 +54,6 @@ def test_the_examples_run_one_after_another(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.txt").write_text("the gloomy baker rested\nthat merry pilot waved\n", encoding="utf-8")
     for name, typed in EXAMPLES.items():
-        if name == "convert":  # a model as older programs save it
-            model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-            model.config.save_pretrained(tmp_path / "pickled")
-            torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
         if name not in ELSEWHERE:
             program, *words = shlex.split(typed)
             assert program == "i2cl"

@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from commands import run
 from processes import COMMAND, Program
@@ -47,7 +46,6 @@ COMMANDS = {
     "hf": ("export {home}/mood {new} --to hf", 100, 100_000),
     "peft": ("export {home}/mood {new} --to peft", 2000),
     "gguf": ("export {home}/mood {new}.gguf --to gguf", 100, 100_000),
-    "convert": ("convert {home}/pickled {new}", 100, 20_000),
     "run": ("experiment run {home}/grid.toml --store {new} --workers 1", 100, 4000),
     "pack": ("experiment pack {home}/store {new}", 100, 2000),
     "unpack": ("experiment unpack {home}/packed {new}", 100, 2000),
@@ -70,13 +68,10 @@ def _vectors_are_kept():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """An artefact, texts, pickled weights with a tokenizer, a grid, its store and the same packed."""
+    """An artefact, texts, a grid, its store and the same packed."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "texts.txt").write_text("the letter arrived\n")
     (folder / "grid.toml").write_text(GRID)
-    (folder / "pickled").mkdir()
-    torch.save({"weight": torch.zeros(3000)}, folder / "pickled" / "pytorch_model.bin")
-    (folder / "pickled" / "tokenizer.json").write_text(" " * 30_000)
     for command, place in (("fit", "mood"), ("run", "store"), ("pack", "packed")):
         assert run(*arguments(command, folder, folder / place)) == 0
     return folder

@@ -1,7 +1,6 @@
 """A calibrated injection as a checkpoint, a PEFT adapter or a GGUF file, and the check of what runs them."""
 
 from i2cl.export.checkpoint import export_hf
-from i2cl.export.convert import convert
 from i2cl.export.folding import fold
 from i2cl.export.gguf import export_gguf
 from i2cl.export.golden import Golden, make_golden
@@ -14,7 +13,6 @@ __all__ = [
     "Golden",
     "Verification",
     "ask_server",
-    "convert",
     "export_gguf",
     "export_hf",
     "export_peft",

@@ -5,14 +5,14 @@ Its config, tokenizer and weights lie in memory, in a folder, or on the hub.
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -239,33 +239,14 @@ def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) ->
         )
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
-    shards = (
-        (file, {stored: folding.tensor(names[stored]).cpu() for stored in chosen})
-        for file, chosen in plan.filename_to_tensors.items()
-    )
-    write_shards(folder, shards)
-
-
-def write_shards(folder: Path, shards: Iterable[tuple[str, dict[str, Tensor]]]) -> list[str]:
-    """Write files of safetensors, one in memory at a time, and their index where they are several.
-
-    Tensors that share memory are written each by itself: safetensors refuses them otherwise. ``shards``: name
-    and tensors of each file. The files' names come back.
-    """
-    homes: dict[str, str] = {}
     size = 0
-    for file, tensors in shards:
-        seen: set[int] = set()
-        for name, tensor in tensors.items():
-            place = tensor.untyped_storage().data_ptr()
-            tensors[name] = tensor.contiguous().clone() if place in seen else tensor.contiguous()
-            seen.add(place)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        homes |= dict.fromkeys(tensors, file)
-        size += sum(tensor.nbytes for tensor in tensors.values())
-        tensors.clear()  # before the next ones are made
-    files = list(dict.fromkeys(homes.values()))
-    if len(files) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": homes}
+    for file, chosen in plan.filename_to_tensors.items():
+        read = ((stored, folding.tensor(names[stored]).cpu()) for stored in chosen)
+        # Some share memory, which safetensors refuses.
+        shard = {stored: one.clone(memory_format=torch.contiguous_format) for stored, one in read}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        size += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()  # before the next one is made
+    if plan.is_sharded:
+        index = {"metadata": {"total_size": size}, "weight_map": plan.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return files

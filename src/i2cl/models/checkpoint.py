@@ -82,36 +82,42 @@ def folder_of(model: PreTrainedModel) -> Path | None:
 
 
 def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Tensors of a folder's safetensors, on the CPU, by name; raises I2CLError on a damaged file."""
-    tensors: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
-        with _readable(path), safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
-    return tensors
+    """Tensors of a folder's weights, on the CPU, by name: those that its safetensors lack come of the pickles
+    beside them. Raises I2CLError as `read_tensors` does.
+    """
+    for paths in (_weight_files(folder), sorted(folder.glob("pytorch_model*.bin"))):
+        tensors: dict[str, Tensor] = {}
+        for path in paths:
+            tensors |= _tensors(path, wanted)
+        if tensors:
+            return tensors
+    return {}
 
 
 def read_tensors(name: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Those tensors of one file, on the CPU, whose name is wanted; what is no tensor is left out.
-    The name is that of a file in safetensors or a pickle (`unpickled`), here or owner/repository/file of the
-    hub. Raises I2CLError if there is no such file, or it is damaged or no mere weights.
+    The name is that of a file in safetensors or a pickle, here or owner/repository/file of the hub. A pickle
+    is read by torch's loader that runs no code of the file. Raises I2CLError if there is no such file, or it
+    is damaged or no mere weights.
     """
     path = Path(name)
     try:
         here = path.is_file()
     except OSError as error:
         raise I2CLError(f"{name[:120]!r} cannot be a file ({error.strerror}): correct it") from None
-    path = path if here else download_file(name)
+    return _tensors(path if here else download_file(name), wanted)
+
+
+def _tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         with _readable(path), safe_open(path, "pt") as file:
-            return {one: file.get_tensor(one) for one in file.keys() if wanted(one)}  # noqa: SIM118
-    return {one: value for one, value in unpickled(path).items() if wanted(one) and isinstance(value, Tensor)}
+            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
+    held = _unpickled(path).items()
+    return {name: value for name, value in held if wanted(name) and isinstance(value, Tensor)}
 
 
-def unpickled(path: Path) -> dict[str, Any]:
-    """What a pickle of weights holds, by torch's loader that runs no code of the file.
-    Source: https://docs.pytorch.org/docs/stable/generated/torch.load.html, ``weights_only``. Raises I2CLError
-    if the file is damaged, or holds anything but tensors and plain values.
-    """
+def _unpickled(path: Path) -> dict[str, Any]:
+    """Source: https://docs.pytorch.org/docs/stable/generated/torch.load.html, ``weights_only``."""
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its bytes lead to

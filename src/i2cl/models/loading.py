@@ -230,7 +230,7 @@ def _load_errors(what: str) -> Iterator[None]:
         if "model.safetensors" in str(error):
             raise I2CLError(
                 f"{what} has no safetensors there, and pickles can run code when loaded: give --revision "
-                "refs/pr/1 where the hub has a safetensors copy, or download it and `i2cl convert FOLDER NEW`"
+                "refs/pr/1 where the hub has a safetensors copy, or download it and give its folder"
             ) from None
         raise I2CLError(f"cannot load {what}: {_reason(error)}") from error
 
@@ -301,9 +301,10 @@ def _check_folder(folder: Path) -> None:
         return
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
+        cure = "AutoModelForCausalLM.from_pretrained({0!r}, dtype='auto').save_pretrained({0!r})"
         raise I2CLError(
-            f"{str(folder)!r} holds only pickle weights ({pickles[0]}), which can run code when loaded: "
-            f"`i2cl convert {folder} NEW` rewrites them, running none"
+            f"{str(folder)!r} holds only pickle weights ({pickles[0]}), which can run code when loaded: to "
+            f"add safetensors, running none, do this with transformers: {cure.format(str(folder))}"
         )
     raise I2CLError(f"{str(folder)!r} holds no weights: expected *.safetensors beside config.json")
 

@@ -1,14 +1,18 @@
 """AutoCompressor against what the released code computed."""
 
+import json
+import os
 from dataclasses import replace
+from pickle import UnpicklingError
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressed import golden
 from fitting import one_line
+from i2cl import Decoder
 from i2cl.methods.compressors.autocompressor import summarizer
 
 
@@ -134,3 +138,43 @@ def test_what_does_not_fit_is_refused(decoder, release):
     if "llama" in release.name:
         told = r"summary vectors holds \d+: use shorter"
         one_line(told, release.fitted, short, "autocompressor", shown=release.shown * 4)
+
+
+@pytest.fixture
+def pickled(release, tmp_path):
+    """A release as it is published: two shards of pickles beside configuration and tokenizer."""
+    release.decoder().model.config.save_pretrained(tmp_path)
+    release.decoder().tokenizer.save_pretrained(tmp_path)
+    tensors = list(load_file(release.folder / "model.safetensors").items())
+    homes = {}
+    for number, part in enumerate((tensors[:20], tensors[20:]), 1):
+        name = f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save(dict(part) | {"steps": 0.0}, tmp_path / name)
+        homes |= dict.fromkeys(dict(part), name)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))
+    return tmp_path
+
+
+def rewritten(folder):
+    """What the refusal of a folder says to do, done."""
+    line = one_line("holds only pickle weights", Decoder.from_pretrained, str(folder))
+    exec(line.partition("do this with transformers: ")[2], {"AutoModelForCausalLM": AutoModelForCausalLM})
+    return Decoder.from_pretrained(str(folder), device="cpu")
+
+
+def test_a_release_of_pickles_gives_equal_scores(release, pickled):
+    queries = release.record["queries"]
+    expected = release.fitted(release.decoder(), "autocompressor").scores(queries)
+    assert torch.equal(release.fitted(rewritten(pickled), "autocompressor").scores(queries), expected)
+
+
+def test_a_pickle_that_would_run_code_runs_none(release, pickled):
+    ran = pickled / "ran"
+    trap = type("Trap", (), {"__reduce__": lambda self: (os.mkdir, (str(ran),))})()
+    torch.save({"embed_summary.weight": trap}, pickled / "pytorch_model-00002-of-00002.bin")
+    with pytest.raises(UnpicklingError):
+        rewritten(pickled)
+    release.decoder().model.save_pretrained(pickled)
+    decoder = Decoder.from_pretrained(str(pickled), device="cpu")
+    one_line("would run code when loaded", release.fitted, decoder, "autocompressor")
+    assert not ran.exists()

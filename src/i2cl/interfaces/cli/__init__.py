@@ -12,7 +12,6 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import (
     check,
     console,
-    convert,
     demo,
     evaluate,
     experiment,
@@ -42,7 +41,6 @@ EXAMPLES = {
     "check": "i2cl check reference",
     "export": "i2cl export mood --to hf plain",
     "verify": "i2cl verify plain",
-    "convert": "i2cl convert pickled rewritten",
     "push": "i2cl push mood your-name/mood",
     "serve": "i2cl serve reference --tasks tasks",
     "experiment ls": "i2cl experiment ls",
@@ -62,7 +60,7 @@ app.add_typer(experiment.app, name="experiment")
 # In the order of the help.
 _COMMANDS: dict[str, Callable[..., None]] = {"demo": demo.demo, "fit": fit.fit, "predict": predict.predict}
 _COMMANDS |= {"eval": evaluate.evaluate, "report": report.report, "export": export.export}
-_COMMANDS |= {"convert": convert.convert, "verify": verify.verify, "push": push.push, "serve": serve.serve}
+_COMMANDS |= {"verify": verify.verify, "push": push.push, "serve": serve.serve}
 _COMMANDS |= {"check": check.check, "ls": ls.ls}
 _COMMANDS |= {"experiment ls": experiment.ls, "experiment run": experiment.run}
 _COMMANDS |= {"experiment pack": experiment.pack, "experiment unpack": experiment.unpack}
