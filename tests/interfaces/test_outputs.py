@@ -186,8 +186,8 @@ NAMES, KEPT = ("id", "label"), [["a\tb", 7], ["c", None]]
 
 def test_what_is_kept_comes_before_the_answer_and_csv_on_a_pipe_is_lines_of_its_own():
     rows = [[1.0, 0.0], [0.0, 1.0]]
-    assert Table(("x", "id"), names=NAMES).header == "input.id\tinput.label\tlabel\tx\tid\n"
-    lines = Table(("x", "y"), names=NAMES).lines(rows, KEPT)
+    assert Table(("x", "id"), kept=NAMES).header == "input.id\tinput.label\tlabel\tx\tid\n"
+    lines = Table(("x", "y"), kept=NAMES).lines(rows, KEPT)
     assert lines == "a b\t7\tx\t1.000000\t0.000000\nc\tnull\ty\t0.000000\t1.000000\n"
     first, _ = Table(("x", "y"), "jsonl", NAMES).lines(rows, KEPT).splitlines()
     answer = {"label": "x", "probabilities": {"x": 1.0, "y": 0.0}}

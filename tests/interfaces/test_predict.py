@@ -11,7 +11,7 @@ import pytest
 from commands import jsonl, listed, run
 from i2cl import Injection, load_task, with_temperature
 from i2cl.interfaces.batch_prediction.outputs import written
-from i2cl.interfaces.batch_prediction.prediction import Texts, digest
+from i2cl.interfaces.batch_prediction.prediction import chunks, digest
 from i2cl.interfaces.batch_prediction.tables import Table
 from i2cl.interfaces.cli import main
 from processes import COMMAND, Program, finished, until
@@ -106,7 +106,8 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     capsys.readouterr()
     changed = {"output_format": "--output-format jsonl", "chunk": "--chunk 20", "dtype": "--dtype bfloat16"}
-    changed |= {"keep": "--row-number", "min_confidence": "--min-confidence 0.9", "source": ""}
+    changed |= {"keep": "--keep text", "row_number": "--row-number", "source": ""}
+    changed |= {"min_confidence": "--min-confidence 0.9"}
     for name, more in changed.items():
         source = "texts.txt" if more else "whole.tsv"
         line = refused(*arguments(home, output, *more.split(), source=source))
@@ -197,6 +198,13 @@ def test_pandas_reads_what_the_ending_says_also_after_a_kill(home, tmp_path, ask
     assert [labels[best] for best in chances.to_numpy().argmax(1)] == list(table["label"])
 
 
+def test_a_kept_column_that_is_called_as_the_number_of_a_row_is_text(home, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    path, output = jsonl(tmp_path / "in.jsonl", [{"row": "a", "text": "one"}]), tmp_path / "out.parquet"
+    assert run("predict", home / "mood", path, "-o", output, "--keep", "row") == 0
+    assert list(pandas.read_parquet(output)["row"]) == ["a"]
+
+
 def test_csv_is_what_excel_opens_unless_another_format_is_named(home, tmp_path, asked):
     output = tmp_path / "out.csv"
     assert run("predict", home / "mood", asked, "-o", output, "--output-format", "jsonl") == 0
@@ -219,10 +227,9 @@ def test_what_a_file_is_read_as_is_told_by_predict(home, tmp_path, capsys):
 def peak(folder, rows):
     """Bytes that Python held at most while so many rows went through."""
     (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
-    texts = Texts(str(folder / "texts.txt"), chunk=256)
     tracemalloc.start()
     with written(folder / "out.tsv", "length\n", {}, chunk=256) as out:
-        for queries in texts:
+        for queries in chunks(str(folder / "texts.txt"), size=256):
             out.write("".join(f"{len(query.text)}\n" for query in queries), len(queries))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()

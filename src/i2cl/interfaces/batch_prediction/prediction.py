@@ -3,44 +3,33 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
-from i2cl.interfaces.batch_prediction.tables import NUMBER
 from i2cl.tasks.formats import RowFormat
 from i2cl.tasks.rows import Query, read_queries
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Chunks of a file's texts, see `i2cl.tasks.rows.read_queries`."""
-
-    source: str  # path, or ``-`` for stdin
-    kind: RowFormat | None = None  # the file's format
-    column: str = "text"  # which column or key holds the text
-    chunk: int = 512  # texts at a time
-    skip: int = 0  # texts left out at the start; they are read and checked all the same
-    kept: tuple[str, ...] = ()  # columns that come back with the answers
-    numbered: bool = False  # whether the number of the row does too, before them: from 1, without the header
-
-    def __post_init__(self) -> None:
-        if self.numbered and NUMBER in self.kept:
-            cure = "leave one out"
-            raise I2CLError(f"--keep {NUMBER} and --row-number would both be called {NUMBER!r}: {cure}")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of what comes back."""
-        return (NUMBER, *self.kept) if self.numbered else self.kept
-
-    def __iter__(self) -> Iterator[list[Query]]:
-        rows = enumerate(read_queries(self.source, self.kind, self.column, self.kept), start=1)
-        queries = (Query(text, (number, *kept) if self.numbered else kept) for number, (text, kept) in rows)
-        waiting = islice(queries, self.skip, None)
-        while chunk := list(islice(waiting, self.chunk)):
-            yield chunk
+def chunks(
+    source: str,
+    kind: RowFormat | None = None,
+    column: str = "text",
+    kept: tuple[str, ...] = (),
+    *,
+    size: int,
+    skip: int = 0,
+    numbered: bool = False,
+) -> Iterator[list[Query]]:
+    """So many texts of a file at a time, see `i2cl.tasks.rows.read_queries`.
+    The first ``skip`` are left out; they are read and checked all the same. If they are ``numbered``, the
+    number of the row comes back before the columns that are kept: from 1, without the header.
+    """
+    rows = enumerate(read_queries(source, kind, column, kept), start=1)
+    queries = (Query(text, (number, *cells) if numbered else cells) for number, (text, cells) in rows)
+    waiting = islice(queries, skip, None)
+    while chunk := list(islice(waiting, size)):
+        yield chunk
 
 
 def digest(injection: Injection) -> str:

@@ -52,9 +52,20 @@ class Table:
 
     labels: tuple[str, ...]  # of the task; each has a column
     kind: OutputFormat = "tsv"  # how it is written
-    names: tuple[str, ...] = ()  # of the columns that are kept
+    kept: tuple[str, ...] = ()  # names of columns that are repeated
+    numbered: bool = False  # whether the number of the row is, before them
     waits: bool = False  # whether rows wait for `finish`, as those of a file of CSV or Parquet do
     least: float | None = None  # the label is empty where its probability is below it; None for never
+
+    def __post_init__(self) -> None:
+        if self.numbered and NUMBER in self.kept:
+            cure = "leave one out"
+            raise I2CLError(f"--keep {NUMBER} and --row-number would both be called {NUMBER!r}: {cure}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what is repeated."""
+        return (NUMBER, *self.kept) if self.numbered else self.kept
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -111,14 +122,13 @@ class Table:
 
     def _parquet(self, rows: Iterator[list[Any]], new: Path) -> str:
         arrow: Any = import_module("pyarrow")
-        numbered = int(self.names[:1] == (NUMBER,))
-        texts = len(self.names) + 1 - numbered
-        kinds = [arrow.int64()] * numbered + [arrow.string()] * texts + [arrow.float64()] * len(self.labels)
+        kinds = [arrow.int64()] * self.numbered + [arrow.string()] * (len(self.kept) + 1)
+        kinds += [arrow.float64()] * len(self.labels)
         schema = arrow.schema(list(zip(self.columns, kinds, strict=True)))
         with import_module("pyarrow.parquet").ParquetWriter(new, schema) as file:
             while group := list(islice(rows, ROW_GROUP)):
                 columns = [list(column) for column in zip(*group, strict=True)]
-                for place in range(numbered, len(self.names)):
+                for place in range(self.numbered, len(self.names)):
                     columns[place] = [None if cell is None else _text(cell) for cell in columns[place]]
                 arrays = [arrow.array(*pair) for pair in zip(columns, kinds, strict=True)]
                 file.write_table(arrow.Table.from_arrays(arrays, schema=schema))

@@ -1,7 +1,7 @@
 """`i2cl predict`."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +53,7 @@ def predict(
     load.libraries()
     from i2cl.core.artefact import FILES
     from i2cl.core.injection import Injection
-    from i2cl.interfaces.batch_prediction.prediction import Texts, digest
+    from i2cl.interfaces.batch_prediction.prediction import chunks, digest
 
     require_confidence(form.min_confidence)
     kind = chosen_format(output, form.output_format, as_json=json)
@@ -62,16 +62,15 @@ def predict(
     injection = Injection.from_pretrained(artefact)
     loading = load.of_artefact(loading, injection, model)
     kept = tuple(dict.fromkeys(load.split(form.keep))) if form.keep else ()
-    texts = Texts(source, form.input_format, form.text_column, chunk, kept=kept, numbered=form.row_number)
     settings: dict[str, Any] = {"i2cl": __version__, "artefact": digest(injection)}
     settings |= {"model": [model, loading.revision], "dtype": loading.dtype}
-    settings |= {"quantization": loading.quantization, "source": source_state(source)}
-    settings |= {"input_format": form.input_format, "output_format": kind, "text_column": form.text_column}
-    settings |= {"keep": texts.names, "chunk": chunk, "min_confidence": form.min_confidence}
+    settings |= {"quantization": loading.quantization, "source": source_state(source), "chunk": chunk}
+    settings |= vars(form) | {"output_format": kind, "keep": kept}
     to_file = output is not None and (output.is_file() or not output.exists())
     waits = to_file and kind in {"csv", "parquet"}
-    table = Table(injection.task.labels, kind, texts.names, waits=waits, least=form.min_confidence)
+    table = Table(injection.task.labels, kind, kept, form.row_number, waits, form.min_confidence)
     finish = table.finish if table.waits else None
+    cut: Any = {"size": chunk, "numbered": form.row_number}
     again = {"resumes": Path(source).is_file(), "restart": restart}
     with written(output, table.header, settings, chunk=chunk, finish=finish, **again) as out:
         if out.kept:
@@ -80,10 +79,11 @@ def predict(
             with console.progress(None, "predicting, rows", shown=output is not None) as bar:
                 bar.advance(out.kept)
                 decoder = load.artefact_decoder(injection, model, loading)
-                for queries in replace(texts, skip=out.kept):
+                read = chunks(source, form.input_format, form.text_column, kept, **cut, skip=out.kept)
+                for queries in read:
                     scores = injection.scores(decoder, [query.text for query in queries], force=force)
-                    kept_cells = [query.kept for query in queries]
-                    out.write(table.lines(scores.softmax(-1).tolist(), kept_cells), len(queries))
+                    lines = table.lines(scores.softmax(-1).tolist(), [query.kept for query in queries])
+                    out.write(lines, len(queries))
                     bar.advance(len(queries))
         except KeyboardInterrupt:
             if not (out.resumes and out.rows):
