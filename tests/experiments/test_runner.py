@@ -122,8 +122,8 @@ def test_a_store_refuses_other_weights(tmp_path):
     models = [tiny_model("llama", hidden_size=size) for size in (32, 64)]
     first, other = (Decoder(model, tiny_tokenizer(), name="m") for model in models)
     cells = [cell(method="few_shot", seed=seed, limit=2, shots=1) for seed in range(3)]
-    assert run_groups_of(cells[:1], first, tmp_path / "s").done == 1
-    assert run_groups_of(cells[:2], first, tmp_path / "s").done == 1
+    assert run_groups_of(cells[:1], first, tmp_path / "s")["done"] == 1
+    assert run_groups_of(cells[:2], first, tmp_path / "s")["done"] == 1
     with pytest.raises(I2CLError, match="results of other weights than 'm' has now: choose another --store"):
         run_groups_of(cells, other, tmp_path / "s")
     assert len(Store.open(tmp_path / "s").records) == 2
@@ -136,7 +136,7 @@ def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
             lines = [{"text": f"{word} {n}", "label": n % 2} for n in range(12)]
             jsonl(tmp_path / folder / "sst2" / f"{split}.jsonl", lines)
     cells = [cell(task="sst2", method="few_shot", seed=seed, limit=2, shots=1) for seed in range(2)]
-    assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one")).done == 1
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one"))["done"] == 1
     with pytest.raises(I2CLError, match="the store has results on other rows of task 'sst2'"):
         run_groups_of(cells, decoder, tmp_path / "s", str(tmp_path / "other"))
 
@@ -156,9 +156,9 @@ def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
     mine = str(tmp_path / "mine.toml")
     cells = [cell(task=mine, method="few_shot", seed=seed, limit=2) for seed in range(2)]
     written("Text: {text} Colour: {label}")
-    assert run_groups_of(cells[:1], decoder, tmp_path / "s").done == 1
-    assert run_groups_of(cells[:1], decoder, tmp_path / "s").done == 0
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s")["done"] == 1
+    assert run_groups_of(cells[:1], decoder, tmp_path / "s")["done"] == 0
     written("{text} is {label}")
     with pytest.raises(I2CLError, match="with another template, label words, instruction or shots"):
         run_groups_of(cells, decoder, tmp_path / "s")
-    assert run_groups_of(cells, decoder, tmp_path / "other").done == 2
+    assert run_groups_of(cells, decoder, tmp_path / "other")["done"] == 2

@@ -14,7 +14,7 @@ from i2cl.experiments.grid import Experiment
 from i2cl.experiments.report.document import build
 from i2cl.experiments.runner import pending
 from i2cl.experiments.store import Store
-from i2cl.experiments.studies import Bench, plain, run_study, worst_group
+from i2cl.experiments.studies import Bench, fit_cells, plain, worst_group
 from i2cl.injections.transfer import transfer
 from i2cl.methods import make_methods
 from i2cl.methods.prompts import PromptPredictor
@@ -32,6 +32,11 @@ def bench(decoder, tmp_path):
     return Bench(decoder, None, tmp_path / "vectors")
 
 
+def outcome_of(bench, cell):
+    (fitted,) = fit_cells(bench, [cell])
+    return fitted.run()
+
+
 def keep_short(bench, task):
     """As if an earlier cell had fitted plain I2CL, in a few epochs."""
     own = cell(task=task)
@@ -44,7 +49,7 @@ def keep_short(bench, task):
 
 
 def test_a_method_cell_keeps_predictions_and_their_origin(bench):
-    outcome = run_study(bench, cell(method="few_shot", seed=4))
+    outcome = outcome_of(bench, cell(method="few_shot", seed=4))
     task = load_task(ONE)
     assert outcome.gold == tuple(query.label for query in task.queries(12))
     assert [task.train[place] for place in outcome.demonstrations] == list(task.sample(None, 4))
@@ -57,18 +62,18 @@ def test_a_method_cell_keeps_predictions_and_their_origin(bench):
 
 def test_a_chat_is_asked_in_the_tokenizers_template(bench, monkeypatch):
     wanted = cell(method="zero_shot", chat=True)
-    one_line("chat template", run_study, bench, wanted)
+    one_line("chat template", outcome_of, bench, wanted)
     said = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
     said += "{% if add_generation_prompt %}<assistant>{% endif %}"
     monkeypatch.setattr(bench.decoder.tokenizer, "chat_template", said)
     asked = load_task(ONE).chat(bench.decoder.tokenizer)
     assert asked.template.query("x").endswith("<assistant>")
     scores = Questions(bench.decoder, asked).scores([query.text for query in asked.queries(12)])
-    assert run_study(bench, wanted).predictions == tuple(scores.argmax(-1).tolist())
+    assert outcome_of(bench, wanted).predictions == tuple(scores.argmax(-1).tolist())
 
 
 def test_only_plain_i2cl_keeps_vectors(bench):
-    assert len(run_study(bench, cell(options={"epochs": 1})).coefficients) == bench.decoder.layers
+    assert len(outcome_of(bench, cell(options={"epochs": 1})).coefficients) == bench.decoder.layers
     assert not bench.vectors.exists()
     predictor = keep_short(bench, ONE)
     found = bench.injection(cell())
@@ -84,7 +89,7 @@ def test_only_plain_i2cl_keeps_vectors(bench):
 
 def test_moving_injects_what_another_task_was_fitted_to(bench):
     source = keep_short(bench, OTHER)
-    outcome = run_study(bench, cell(study="move", sources=(OTHER,)))
+    outcome = outcome_of(bench, cell(study="move", sources=(OTHER,)))
     task = bench.task(cell())
     predictor = PromptPredictor(Questions(bench.decoder, task), edit=source.edit)
     scores = predictor.scores([query.text for query in task.queries(12)])
@@ -96,7 +101,7 @@ def test_a_transfer_cell_is_the_transfer_of_the_library(bench, monkeypatch):
     monkeypatch.setattr("i2cl.injections.transfer.CalibrationConfig", partial(CalibrationConfig, epochs=3))
     for task in (ONE, OTHER):
         keep_short(bench, task)
-    outcome = run_study(bench, cell(study="transfer", sources=(OTHER,)))
+    outcome = outcome_of(bench, cell(study="transfer", sources=(OTHER,)))
     task = bench.task(cell())
     anchors = [bench.injection(plain(cell(), OTHER))]
     first = bench.injection(plain(cell(), ONE))
@@ -132,7 +137,7 @@ def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch)
     assert chosen == groups[accuracies.index(min(accuracies))]
     assert not {one.text for group in groups for one in group} & set(texts)
     assert not {one.text for one in task.test} & set(texts)
-    outcome = run_study(bench, cell(method="zero_shot", demonstrations="worst", shots=1, seed=3))
+    outcome = outcome_of(bench, cell(method="zero_shot", demonstrations="worst", shots=1, seed=3))
     assert [task.train[place] for place in outcome.demonstrations] == list(chosen)
     assert outcome.cost.held_out == len(judged) == 10
 
@@ -152,7 +157,7 @@ def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_
     decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
     cells = [cell(method=name) for name in ("zero_shot", "autocompressor", "icae", "cepe")]
     tally = run_groups_of(cells, decoder, tmp_path / "store")
-    assert (tally.done, tally.failed, tally.skipped) == (1, 0, 3)
+    assert tally == {"done": 1, "skipped": 3}
     store = Store.open(tmp_path / "store")
     assert pending(cells, store) == []
     rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})

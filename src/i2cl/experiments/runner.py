@@ -19,7 +19,7 @@ from i2cl.experiments.evaluation import software
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
 from i2cl.experiments.store import VECTORS, Store
-from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain, run_study
+from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain
 from i2cl.experiments.workers import DecoderSource, run_jobs
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.models.batching import peak_memory
@@ -106,7 +106,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
     outcome, error, status = None, None, "done"
     with peak_memory(bench.decoder.device) as peak:
         try:
-            outcome = fitted.run() if fitted else run_study(bench, cell)
+            outcome = (fitted or fit_cells(bench, [cell])[0]).run()
         except WriteError:  # every other cell would meet it too
             raise
         except NoCompressorError as lacking:
@@ -124,15 +124,6 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         peak_memory_bytes=max(memory, peak.bytes),
         provenance=provenance(bench.decoder) | hashes,
     )
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What a run came to; cells whose method needs another model are skipped."""
-
-    done: int
-    failed: int
-    skipped: int
 
 
 def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) -> list[Group]:
@@ -173,8 +164,10 @@ def run_groups(
     workers: int | None,
     data_dir: str | None,
     watch: Callable[[Record], None] | None = None,
-) -> Tally:
-    """Run what groups lack and append the records; raises I2CLError as `require_same` and `run_jobs` do."""
+) -> Counter[str]:
+    """Run what groups lack, append the records, and count them by status.
+    Raises I2CLError as `require_same` and `run_jobs` do.
+    """
     same: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         same[fit_key(group.cells[0])].append(group)
@@ -188,7 +181,7 @@ def run_groups(
             statuses[record.status] += 1
             if watch is not None:
                 watch(record)
-    return Tally(statuses["done"], statuses["failed"], statuses["skipped"])
+    return statuses
 
 
 def provenance(decoder: Decoder) -> dict[str, Any]:

@@ -171,12 +171,6 @@ def _asked(bench: Bench, cell: Cell) -> Task:
     return task if cell.skew == 1 else task.skewed(cell.skew, cell.limit)
 
 
-def run_study(bench: Bench, cell: Cell) -> Run:
-    """Run a cell by itself. Raises I2CLError: see `fit_cells`."""
-    (fitted,) = fit_cells(bench, [cell])
-    return fitted.run()
-
-
 def worst_group(
     decoder: Decoder, task: Task, shots: int | None, seed: int
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:

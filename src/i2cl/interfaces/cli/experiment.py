@@ -101,11 +101,11 @@ def run(
         failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
     kept = len({cell.key for cell in cells}) - len(lacking)
     if json:
-        counts = {"done": tally.done, "failed": tally.failed, "skipped": tally.skipped, "kept": kept}
-        console.print_json({"store": str(folder)} | counts)
+        counts = {status: tally[status] for status in ("done", "failed", "skipped")}
+        console.print_json({"store": str(folder), **counts, "kept": kept})
     else:
-        skipped = f", {tally.skipped} skipped" if tally.skipped else ""
-        summary = f"{tally.done} cells done, {tally.failed} failed{skipped}, {kept} kept from before"
+        skipped = f", {tally['skipped']} skipped" if tally["skipped"] else ""
+        summary = f"{tally['done']} cells done, {tally['failed']} failed{skipped}, {kept} kept from before"
         console.say(f"{summary}: {folder}")
         for one in failures:
             console.say(f"failed: {_named(one.cell)}: {one.error}")
@@ -113,7 +113,7 @@ def run(
         console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
         for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
             console.note(f"skipped: {reason} (a new store tries it again)")
-    if tally.failed:
+    if tally["failed"]:
         raise typer.Exit(1)
 
 
