@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -253,28 +254,28 @@ def sweep(
     for method in methods:
         fits.setdefault(bottom(method), []).append(method)
     jobs = [
-        Evaluation(task, tuple(wrappers), group, shots, limit, skip, refused is not None)
+        Evaluation(task, tuple(wrappers), group, shots, limit, skip, refused is not None).run
         for task in tasks
         for fit, wrappers in fits.items()
         for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])
     ]
-    runs: list[tuple[tuple[int, int, int], Run]] = []
-    called = [method.called for method in methods]
+    runs: list[Run] = []
     lacking: list[NotRun] = []
-    for place, made in run_jobs(decoder, source, jobs, workers):
-        task_number = place // (len(jobs) // len(tasks))  # each has as many jobs
-        for run in made:
-            if isinstance(run, NotRun):
-                lacking.append(run)
-                if refused is not None:
-                    refused(run)
-                continue
-            runs.append(((task_number, called.index(run.method), seeds.index(run.seed)), run))
-            if watch is not None:
-                watch(run)
+    for run in chain.from_iterable(run_jobs(decoder, source, jobs, workers)):
+        if isinstance(run, NotRun):
+            lacking.append(run)
+            if refused is not None:
+                refused(run)
+            continue
+        runs.append(run)
+        if watch is not None:
+            watch(run)
     if lacking and not runs:
         raise I2CLError(lacking[0].why)
-    return [run for _, run in sorted(runs, key=lambda one: one[0])]
+    names, called = [task.name for task in tasks], [method.called for method in methods]
+    return sorted(
+        runs, key=lambda run: (names.index(run.task), called.index(run.method), seeds.index(run.seed))
+    )
 
 
 def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:

@@ -173,9 +173,9 @@ def run_groups(
         same[fit_key(group.cells[0])].append(group)
     known = fingerprints(store, groups[0].cells[0]) if groups else ()
     vectors = (store.folder / VECTORS).resolve()
-    jobs = [GroupJob(tuple(standing), data_dir, vectors, known) for standing in same.values()]
+    jobs = [GroupJob(tuple(standing), data_dir, vectors, known).run for standing in same.values()]
     statuses: Counter[str] = Counter()
-    for _, records in run_jobs(source(), source, jobs, workers) if jobs else ():
+    for records in run_jobs(source(), source, jobs, workers) if jobs else ():
         for record in records:
             store.append(record)
             statuses[record.status] += 1

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,16 +21,7 @@ SMALL_MODEL = 50_000_000  # parameters up to which one model a core beats one mo
 DecoderSource = Callable[[], Decoder]
 _WORKER: list[Decoder] = []  # the one model of this process, if it is a worker
 
-
-R_co = TypeVar("R_co", covariant=True)
-
-
-class Job(Protocol[R_co]):
-    """Something to do with a model; picklable, as its result."""
-
-    def run(self, decoder: Decoder) -> R_co:
-        """Do it."""
-        ...
+R = TypeVar("R")
 
 
 def is_small(decoder: Decoder) -> bool:
@@ -47,28 +38,28 @@ def _suggested_workers(decoder: Decoder, jobs: int) -> int:
 
 
 def run_jobs(
-    decoder: Decoder, source: DecoderSource, jobs: Sequence[Job[R_co]], workers: int | None
-) -> Iterator[tuple[int, R_co]]:
-    """Place and result of each job as it is done, by so many processes, or as many as the model's size says.
+    decoder: Decoder, source: DecoderSource, jobs: Sequence[Callable[[Decoder], R]], workers: int | None
+) -> Iterator[R]:
+    """What each job gives, as it is done, by so many processes, or as many as the model's size says.
     Every process has its share of the threads, warns through this one, and ends when the generator does. With
-    one worker the decoder is used, with several the source. Raises I2CLError from the first job that fails
-    with one, or if a process dies; the others are dropped.
+    one worker the decoder is used, with several the source; jobs and what they give have to be picklable.
+    Raises I2CLError from the first job that fails with one, or if a process dies; the others are dropped.
     """
     workers = workers or _suggested_workers(decoder, len(jobs))
     if workers == 1:
-        yield from ((place, job.run(decoder)) for place, job in enumerate(jobs))
+        yield from (job(decoder) for job in jobs)
         return
     threads = max(1, torch.get_num_threads() // workers)
     others = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (source, threads))
     try:
         with _deaf_to_ctrl_c():  # so are the workers, which submit starts: this process ends them
-            places = {pool.submit(_run, job): place for place, job in enumerate(jobs)}
-        for future in as_completed(places):
+            futures = [pool.submit(_run, job) for job in jobs]
+        for future in as_completed(futures):
             result, messages = future.result()
             for message, category in messages:
                 warnings.warn(message, category, stacklevel=2)
-            yield places[future], result
+            yield result
     except BaseException as error:
         for worker in set(active_children()) - others:
             worker.terminate()
@@ -108,9 +99,9 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run(job: Job[Any]) -> tuple[Any, list[tuple[str, type[Warning]]]]:
+def _run(job: Callable[[Decoder], R]) -> tuple[R, list[tuple[str, type[Warning]]]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = job.run(_WORKER[0])
+        result = job(_WORKER[0])
     ours = [warning for warning in caught if warning.category.__module__.startswith("i2cl")]
     return result, [(str(warning.message), warning.category) for warning in ours]
