@@ -14,6 +14,7 @@ _PACKAGES = {
 """What a package is called where it is not called as it is imported."""
 
 _LONGEST_VALUE = 60
+OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
 
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 """Half a surrogate pair, which no UTF-8 can hold. Python puts some into file names that are not UTF-8."""

@@ -15,7 +15,7 @@ import transformers
 from jaxtyping import Int
 
 from i2cl.core.edits import LinearEdit
-from i2cl.errors import I2CLError
+from i2cl.errors import OUT_OF_MEMORY, I2CLError
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
@@ -29,8 +29,6 @@ from i2cl.models.precision import dtype_name, quantization_of
 from i2cl.models.scoring import Progress
 from i2cl.tasks import Example, Examples, Task
 from i2cl.version import __version__
-
-OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
 
 
 @dataclass(frozen=True)

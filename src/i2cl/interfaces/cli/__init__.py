@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer import Option
 
-from i2cl.errors import I2CLError
+from i2cl.errors import OUT_OF_MEMORY, I2CLError
 from i2cl.interfaces.cli import (
     check,
     console,
@@ -112,7 +112,6 @@ def _run(arguments: list[str]) -> int:
     except RuntimeError as error:  # a batch too large is halved; this cannot be
         if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
             raise
-        cure = "take a smaller model, --dtype bfloat16, or fewer or shorter texts"
-        code, message = 2, f"out of memory: {cure}"
+        code, message = 2, OUT_OF_MEMORY
     console.print_error(f"interrupted: {left}" if code == INTERRUPTED else message)
     return code
