@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -151,6 +152,14 @@ def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None,
     values, coefficients = random_edit(decoder, seed, sites=sites, **drawn)
     context = ContextVector(values, extraction, shown)
     return Injection(context, coefficients, task, base or decoder.base, **fields or {})
+
+
+def weighted(decoder, injection, seed=0):
+    """The injection with labels told by their words, each of which counts as much as a fit might find."""
+    plain = replace(injection, scoring="words")
+    idf = plain.questions(decoder).labels.weights
+    moved = torch.randn(idf.shape, generator=torch.Generator().manual_seed(seed)) / 4
+    return replace(plain, word_weights=idf + moved - moved.mean(0))
 
 
 def log_probability(decoder, query, label):

@@ -48,7 +48,7 @@ def test_it_comes_to_the_kernels_end_and_tells_the_loss(monkeypatch):
     longer = descent.SCHEDULE.model_copy(update={"epochs": 400, "batch_size": 6, "lr": 0.03})
     monkeypatch.setattr(descent, "SCHEDULE", longer)
     fit = problem(decoder)
-    u, tau, history = descended(fit, 1.0, seed=0)
+    u, _, tau, history = descended(fit, 1.0, seed=0)
     plain = torch.zeros_like(u)
     assert history[0] == pytest.approx(cross_entropy(fit.scores(plain).double(), fit.gold).item())
     assert history[-1] == pytest.approx(cross_entropy(fit.scores(u).double(), fit.gold).item())
@@ -79,8 +79,31 @@ def test_any_number_of_labels_can_be_fitted():
     scores = injection.scores(decoder, [one.text for one in shown])
     loss = cross_entropy(scores.log_softmax(-1), torch.arange(60)).item()
     assert injection.history[-1] == pytest.approx(loss, abs=0.2)  # the last vector shrinks logits a little
+    weights, idf = injection.word_weights, Questions(decoder, asked, "words").labels.weights
+    torch.testing.assert_close(weights.sum(0), torch.ones(60))
+    assert 0.01 < (weights - idf).std() < 1
     few, some = many(12)
     assert anchor(decoder, few, some, AnchoredConfig(steps=1)).scoring == "auto"
+
+
+def test_words_that_count_anew_are_one_step_of_the_same_descent(monkeypatch):
+    """The derivative of the loss in a word's weight, in the unit that makes it as large as a site's."""
+    decoder = made("llama")
+    asked, shown = many(5)
+    fit = Problem(Questions(decoder, asked, "words"), shown, "both")
+    one = descent.SCHEDULE.model_copy(update={"epochs": 1, "batch_size": 5, "warmup": 0.0})
+    monkeypatch.setattr(descent, "SCHEDULE", one)
+    monkeypatch.setattr(descent, "FEWEST_STEPS", 1)
+    end = descended(fit, 30.0, seed=0)
+    labels, tokens = fit.questions.labels, descent.token_scores(fit, torch.zeros_like(end.u))
+    weights = labels.weights.clone().requires_grad_()
+    cross_entropy(tokens @ weights, fit.gold).backward()
+    slope = weights.grad - weights.grad.mean(0)
+    moved = end.weights - labels.weights
+    assert (moved * slope).sum() < 0  # downhill
+    step = one.lr * descent.word_unit(tokens, 5)  # of AdamW's first one, whatever the slope's size
+    assert moved.abs().max() == pytest.approx(step, rel=0.8)
+    torch.testing.assert_close(moved.sum(0), torch.zeros(5), atol=1e-6, rtol=0)
 
 
 def test_many_demonstrations_take_eight_passes_and_few_240_steps():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from commands import listed
 from fitting import one_line, random_injection
-from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS
+from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS, WEIGHTED_VERSION
 from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
@@ -179,6 +179,26 @@ def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_pa
     assert "`label_bias` is added" in card
 
 
+def test_word_weights_are_kept(saved, tmp_path):
+    plain = made(scoring="words")
+    sizes = plain.questions(decoder_of("llama")).labels.weights.shape
+    weighted = replace(plain, word_weights=torch.randn(sizes).T.contiguous().T)
+    weighted.save_pretrained(tmp_path / "new")
+    told = {"format_version": WEIGHTED_VERSION, "scoring": "words"}
+    assert described(tmp_path / "new") == described(saved) | told
+    loaded = Injection.from_pretrained(tmp_path / "new")
+    assert torch.equal(loaded.word_weights, weighted.word_weights)
+    scores = [one.scores(decoder_of("llama"), TEXTS) for one in (loaded, weighted, plain)]
+    assert torch.equal(*scores[:2])
+    assert not torch.allclose(*scores[1:])
+    assert Injection.from_pretrained(saved).word_weights is None
+    one_line(
+        "word weights go with scoring 'words', not 'full'", made, scoring="full", word_weights=torch.eye(2)
+    )
+    other = replace(weighted, word_weights=torch.eye(5))
+    one_line("word weights are of .*fit it again", other.scores, decoder_of("llama"), TEXTS)
+
+
 @pytest.mark.parametrize(
     ("prior", "told"),
     [(None, "equally frequent."), ([0.75, 0.25], "as frequent as positive 0.75, negative 0.25.")],
@@ -240,7 +260,7 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": 6, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": 7, "later": 1}, "newer than this i2cl reads, upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from export.cases import BEGUN, SHARED, decoder_of, drawn, injection_for, stored, with_golden
 from export.test_export_server import serving
-from fitting import one_line
+from fitting import one_line, weighted
 from i2cl import Decoder
 from i2cl.errors import I2CLError
 from i2cl.export import (
@@ -96,7 +96,7 @@ MIXED = replace(SHARED, labels=("best film", "best ever", "bad film", "film bad"
 
 def told_by_words(**overrides):
     decoder, injection = drawn("llama", MIXED, **overrides)
-    return decoder, replace(injection, scoring="words")
+    return decoder, weighted(decoder, injection)
 
 
 def answers_of(folder, decoder, injection):
@@ -112,7 +112,7 @@ def answers_of(folder, decoder, injection):
 @pytest.mark.parametrize("case", ["llama", "phi", "granite", "gpt_neox"])
 def test_a_folded_model_in_memory_tells_labels_by_their_words(case):
     decoder, injection = drawn(case, MIXED)
-    injection = replace(injection, scoring="words")
+    injection = weighted(decoder, injection)
     folded = Decoder(fold(decoder, injection), decoder.tokenizer)
     labels, queries = injection.questions(decoder).labels, injection.questions(decoder).queries(TEXTS)
     found = next_token_log_probabilities(folded, queries)[:, list(labels.first)].log_softmax(-1)
@@ -155,7 +155,7 @@ def test_the_card_says_which_label_each_answer_stands_for(tmp_path):
 
 def test_the_command_says_that_an_answer_stands_for_a_label(tmp_path, said):
     base = Decoder.from_pretrained(str(stored(decoder_of("llama"), tmp_path / "base")), device="cpu")
-    made = replace(injection_for(base), task=MIXED, scoring="words")
+    made = weighted(base, replace(injection_for(base), task=MIXED))
     made.save_pretrained(tmp_path / "artefact")
     told = said("export", tmp_path / "artefact", tmp_path / "out", "--to", "hf")
     assert "An answer is one token, which stands for a label" in told

@@ -190,6 +190,17 @@ def test_labels_of_several_words_are_told_by_the_mean_of_their_tokens(decoder):
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
 
 
+def test_a_fit_may_say_how_much_each_token_counts(decoder):
+    template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d")
+    weights = torch.randn(4, 3)
+    found = label_tokens(decoder.encoder, template, labels, "words", weights)
+    tokens = torch.randn(2, 4)
+    torch.testing.assert_close(found.mean(tokens), tokens @ weights)
+    assert found == label_tokens(decoder.encoder, template, labels, "words")  # the same labels
+    with pytest.raises(I2CLError, match=r"\(4, 3\), and these labels have \(2, 2\): fit it again"):
+        label_tokens(decoder.encoder, template, ("ab", "ba"), "words", weights)
+
+
 def test_labels_of_the_same_words_are_told_by_a_token_of_their_own(decoder):
     labels = ("ab", "bba", "cd")
     found = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")

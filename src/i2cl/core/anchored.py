@@ -136,7 +136,10 @@ def anchor(
         if small:
             u, tau, history = solved(problem, config, progress)
         else:
-            u, tau, history = descended(problem, config.reach if config.steps else 0.0, seed, progress)
+            u, weights, tau, history = descended(
+                problem, config.reach if config.steps else 0.0, seed, progress
+            )
+            questions = replace(questions, weights=weights)
     if not u.any() and config.steps and config.reach:
         warnings.warn(NO_STEP, UserWarning, stacklevel=2)
     vectors = problem.theta(u)
@@ -152,6 +155,7 @@ def anchor(
         task=task.without_data(),
         base=decoder.base,
         scoring=questions.scoring,
+        word_weights=questions.weights,
         seed=seed,
         settings=settings,
         history=history,

@@ -22,6 +22,7 @@ from i2cl.tasks import Task
 FORMAT_VERSION = 2
 BIASED_VERSION = 3  # of an artefact with a label bias: an older i2cl is to say that it has to be upgraded
 TEMPERED_VERSION = 5  # of an artefact with a temperature that is not 1, likewise
+WEIGHTED_VERSION = 6  # of an artefact with word weights
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 FILES = frozenset({TENSORS, DESCRIPTION})  # what is loaded; the card is for people
@@ -52,7 +53,7 @@ class Stored(pydantic.BaseModel):
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
-        if version > TEMPERED_VERSION:
+        if version > WEIGHTED_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
@@ -72,6 +73,7 @@ class Stored(pydantic.BaseModel):
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,
+            "word_weights": tensors.get("word_weights"),
             "task": Task.from_dict(self.task),
             "base": base,
             "settings": self.calibration,

@@ -4,18 +4,24 @@ Beyond the paper. The loss among the labels, the prior and its units are those o
 starts at the plain model too. Small batches over a few passes take the place of linearisations, and their
 early end that of the damping. Every label competes in each step, so time grows with demonstrations, and
 hardly with labels; memory does with neither.
+
+Where labels are scored by their words, the fit also finds how much each word counts for each label. That is a
+read-out of the model's own words: it costs a query nothing, and exports hold it in the rows of the head.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from i2cl.core.problem import Problem
 from i2cl.models.batching import Batch
+from i2cl.models.encoding import LabelTokens
+from i2cl.models.scoring import score
 from i2cl.models.training import Backward, StepProgress, TrainConfig, train
 
 SCHEDULE = TrainConfig(epochs=8, batch_size=16, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
@@ -28,45 +34,78 @@ def schedule(demonstrations: int) -> TrainConfig:
     return SCHEDULE.model_copy(update={"epochs": max(passes, SCHEDULE.epochs)})
 
 
-def descended(
-    problem: Problem, reach: float, seed: int, progress: StepProgress | None = None
-) -> tuple[Float[Tensor, " parameters"], float | None, tuple[float, ...]]:
-    """Where the fit ends, in units of the scale; tau, or None where the reach is 0 or no site moves the
-    scores; and the mean loss in nats at the start, of each pass with its share of the prior, and at the end.
-    A fit that does not lower it ends at the plain model. Raises I2CLError on a loss that is not finite.
+class Descent(NamedTuple):
+    """Where a fit ends."""
+
+    u: Float[Tensor, " parameters"]  # the vectors, in units of the scale
+    weights: Float[Tensor, "read labels"] | None  # of the words' tokens, if labels are scored by these
+    tau: float | None  # None where the reach is 0 or no site moves the scores
+    history: tuple[float, ...]  # mean loss in nats at the start, of each pass with its prior, and at the end
+
+
+def descended(problem: Problem, reach: float, seed: int, progress: StepProgress | None = None) -> Descent:
+    """Fit; what does not lower the loss ends at the plain model. Raises I2CLError on a loss that is not
+    finite.
     """
     decoder, labels = problem.questions.decoder, problem.questions.labels
     variance = problem.scaled_by_gold()
     tau = variance / reach**2 if reach > 0 else math.inf
-    u = torch.nn.Parameter(torch.zeros(problem.scale.numel()))
-    plain, start, count = torch.zeros_like(u), mean_loss(problem, u), len(problem.queries)
+    vectors, count = problem.scale.numel(), len(problem.queries)
+    plain, tokens = torch.zeros(vectors), token_scores(problem, torch.zeros(vectors))
+    start = mean_loss(labels.mean(tokens), problem.gold)
     if not 0 < tau < math.inf:
-        return plain, None, (start,)
-    backward = Backward([u], decoder.model.dtype)
+        return Descent(plain, None, None, (start,))
+    words = labels.weights if labels.words else torch.empty(0, 0)
+    unit = word_unit(tokens, len(labels.ids))
+    both = torch.nn.Parameter(torch.cat([plain, torch.zeros(words.numel())]))
+    backward = Backward([both], decoder.model.dtype)
+
+    def mean(tokens: Float[Tensor, "rows read"]) -> Float[Tensor, "rows labels"]:
+        """Label scores where the fit stands."""
+        if not labels.words:
+            return labels.mean(tokens)
+        moved = both[vectors:].view_as(words)
+        return tokens @ (words + unit * (moved - moved.mean(0))).to(tokens)
 
     def loss(chosen: Sequence[int]) -> Float[Tensor, " 1"]:
         """Its value, with the gradient of batches that were run one by one, as far as memory goes."""
 
         def run(batch: Batch) -> tuple[Tensor, Tensor]:
             gold = problem.gold[[chosen[place] for place in batch.rows]].to(decoder.device)
-            scores = labels.scores(decoder.forward(batch, edit=problem.edit(u))[:, 0].float())
-            value = cross_entropy(scores, gold, reduction="sum") / len(chosen)
+            logits = decoder.forward(batch, edit=problem.edit(both[:vectors]))[:, 0].float()
+            value = cross_entropy(mean(logits[:, list(labels.read)]), gold, reduction="sum") / len(chosen)
             decoder.pause()
             (slope,) = backward.gradients(value)
-            return value.detach().cpu(), plain if slope is None else slope
+            return value.detach().cpu(), torch.zeros_like(both) if slope is None else slope
 
         parts = [part for _, part in decoder.run_batches([problem.queries[row] for row in chosen], run)]
         value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
-        along = (u * slope).sum()
-        return (tau / 2 * u.square().sum() / count + value + along - along.detach())[None]
+        along = (both * slope).sum()
+        return (tau / 2 * both.square().sum() / count + value + along - along.detach())[None]
 
     steps = schedule(count)
-    (means,) = train([u], loss, steps.batches(count, seed), steps, progress)
-    end = mean_loss(problem, u)
-    paid = end + tau / 2 * u.square().sum().item() / count < start
-    return u.detach() if paid else plain, tau, (start, *means, end)
+    (means,) = train([both], loss, steps.batches(count, seed), steps, progress)
+    both.requires_grad_(False)
+    end = mean_loss(mean(token_scores(problem, both[:vectors])), problem.gold)
+    history = (start, *means, end)
+    if end + tau / 2 * both.square().sum().item() / count >= start:
+        return Descent(plain, None, tau, history)
+    return Descent(both[:vectors], mean(torch.eye(len(words))) if labels.words else None, tau, history)
 
 
-def mean_loss(problem: Problem, u: Float[Tensor, " parameters"]) -> float:
+def word_unit(tokens: Float[Tensor, "n read"], labels: int) -> float:
+    """The scale of a word's weight: that of a site's numbers, one over the root of the Fisher information."""
+    apart = (tokens - tokens.mean(-1, keepdim=True)).square().mean().item()
+    return labels / math.sqrt(max(apart, 1e-12) * (labels - 1))
+
+
+def token_scores(problem: Problem, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n read"]:
+    """Log-probabilities of the tokens that tell labels, behind each demonstration's query."""
+    questions = problem.questions
+    each = LabelTokens(tuple((token,) for token in questions.labels.read), full=False)
+    return score(questions.decoder, problem.queries, each, edit=problem.edit(u))
+
+
+def mean_loss(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> float:
     """Of all demonstrations, among the labels, in nats."""
-    return cross_entropy(problem.scores(u.detach()).double(), problem.gold).item()
+    return cross_entropy(scores.double(), gold).item()

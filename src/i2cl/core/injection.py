@@ -15,7 +15,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.artefact import BIASED_VERSION, FILES, FORMAT_VERSION, TEMPERED_VERSION, own_files, read, write
+from i2cl.core.artefact import (
+    BIASED_VERSION,
+    FILES,
+    FORMAT_VERSION,
+    TEMPERED_VERSION,
+    WEIGHTED_VERSION,
+    own_files,
+    read,
+    write,
+)
 from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
 from i2cl.errors import I2CLError
@@ -60,10 +69,12 @@ class Injection:
             (`i2cl.models.scoring.biased`); None leaves scores as they are.
         temperature: what the log-probabilities among the labels are divided by, behind the label bias
             (`i2cl.models.scoring.among`). Above 1 they are less sure; the answers stay.
+        word_weights: how much of each label's score the tokens of all labels' words are, where a fit found
+            that (`i2cl.core.descent`); None: as rare as they are (`i2cl.models.encoding.LabelTokens`).
 
     Raises:
-        I2CLError: on a label bias that is not one finite number for each label, or a temperature outside
-            `TEMPERATURES`.
+        I2CLError: on a label bias that is not one finite number for each label, a temperature outside
+            `TEMPERATURES`, or word weights where labels are not scored by words.
     """
 
     context: ContextVector
@@ -80,6 +91,7 @@ class Injection:
     worth: dict[str, Any] = field(default_factory=dict)
     label_bias: tuple[float, ...] | None = None
     temperature: float = 1.0
+    word_weights: Float[Tensor, "tokens labels"] | None = None
 
     def __post_init__(self) -> None:
         bias, count = self.label_bias, len(self.task.labels)
@@ -91,6 +103,8 @@ class Injection:
             raise I2CLError(
                 f"temperature {self.temperature!r} is no number from {least:g} to {most:g}: give one"
             )
+        if self.word_weights is not None and self.scoring != "words":
+            raise I2CLError(f"word weights go with scoring 'words', not {self.scoring!r}: fit it again")
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
@@ -99,7 +113,8 @@ class Injection:
 
     def questions(self, decoder: Decoder, scoring: Scoring | None = None) -> Questions:
         """The task as this injection asks and reads it; or with another scoring."""
-        return Questions(decoder, self.task, scoring or self.scoring)
+        scoring = scoring or self.scoring
+        return Questions(decoder, self.task, scoring, self.word_weights if scoring == "words" else None)
 
     def scores(
         self,
@@ -206,6 +221,8 @@ class Injection:
 
     def _write(self, folder: Path, name: str, *, shared: bool) -> None:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
+        if self.word_weights is not None:
+            tensors["word_weights"] = self.word_weights
         write(folder, tensors, self.description(), name, shared=shared)
 
     @classmethod
@@ -232,6 +249,8 @@ class Injection:
             version, optional["label_bias"] = BIASED_VERSION, list(self.label_bias)
         if self.temperature != 1:
             version, optional["temperature"] = TEMPERED_VERSION, self.temperature
+        if self.word_weights is not None:
+            version = WEIGHTED_VERSION
         return {
             "format_version": version,
             "base_model": self.base.to_dict(),

@@ -238,7 +238,8 @@ def words_of(injection: Injection, tokenizer: PreTrainedTokenizerBase) -> LabelT
     """The labels' tokens of an injection that scores labels by their words; else None."""
     if injection.scoring != "words":
         return None
-    return label_tokens(Encoder.of(tokenizer), injection.task.template, injection.task.labels, "words")
+    task, weights = injection.task, injection.word_weights
+    return label_tokens(Encoder.of(tokenizer), task.template, task.labels, "words", weights)
 
 
 def require_named(injection: Injection, *, named: bool) -> None:

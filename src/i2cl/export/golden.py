@@ -37,7 +37,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import edit_outputs
 from i2cl.models.loading import gguf_reader, is_gguf
 from i2cl.models.precision import dtype_name
-from i2cl.models.scoring import Questions, score
+from i2cl.models.scoring import score
 from i2cl.storage.atomic import public_name
 from i2cl.tasks.template import TEXT_FIELD
 from i2cl.version import __version__
@@ -272,7 +272,7 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         with edit_outputs([(head, lambda logits: logits / temperature)]):
             return make_golden(decoder, at_temperature(injection))
     task = injection.task
-    questions = Questions(decoder, task, injection.scoring)
+    questions = injection.questions(decoder)
     labels, queries = questions.labels, questions.queries(TEXTS)
     texts = [questions.prompt(text) for text in TEXTS]
     each = zip(texts, queries, decoder.encoder(texts), strict=True)

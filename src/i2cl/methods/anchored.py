@@ -15,7 +15,6 @@ from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
-from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Examples, Task
 
@@ -58,6 +57,8 @@ class Anchored(Method):
         """Inject what `injection` finds."""
         injection = self.injection(decoder, task, demonstrations, seed)
         sites = decoder.layers * (2 if self.anchoring.writers == "both" else 1)
-        cost = Cost.of(injection.context.values, trained=sites * decoder.d_model)
-        questions = Questions(decoder, task, injection.scoring)
+        weights = injection.word_weights
+        trained = sites * decoder.d_model + (0 if weights is None else weights.numel())
+        cost = Cost.of(injection.context.values, weights, trained=trained)
+        questions = injection.questions(decoder)
         return PromptPredictor(questions, edit=injection.edit(), cost=cost)

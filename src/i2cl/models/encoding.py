@@ -7,7 +7,7 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -219,6 +219,8 @@ class LabelTokens:
     full: bool  # whether whole sequences are scored instead of first tokens
     line: str = ""  # what stands between the template's query and these tokens, and is asked with the query
     words: tuple[Ids, ...] = ()  # tokens of each label whose mean is its score; empty where a token is
+    # what a fit found in the place of `weights`
+    fitted: Float[Tensor, "read labels"] | None = field(default=None, compare=False)
 
     @property
     def first(self) -> Ids:
@@ -234,8 +236,11 @@ class LabelTokens:
     def weights(self) -> Float[Tensor, "read labels"]:
         """How much of a label's score each of these tokens is where words are scored.
 
-        Like inverse document frequency: what fewer labels have weighs more. A label's weights add up to 1.
+        Like inverse document frequency: what fewer labels have weighs more. A label's weights add up to 1;
+        those that a fit found do so too, and each label has one for every token.
         """
+        if self.fitted is not None:
+            return self.fitted
         place = {token: row for row, token in enumerate(self.read)}
         labels = Counter(token for ids in self.words for token in ids)  # how many have it
         weights = torch.zeros(len(place), len(self.words))
@@ -271,7 +276,11 @@ class LabelTokens:
 
 
 def label_tokens(
-    encoder: Encoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
+    encoder: Encoder,
+    template: Template,
+    labels: Sequence[str],
+    scoring: Scoring = "auto",
+    weights: Float[Tensor, "read labels"] | None = None,
 ) -> LabelTokens:
     """Find the tokens of each label by encoding it in the context of a prompt.
     A newline between query and label belongs to the query where the tokenizer cuts behind it in any case:
@@ -279,8 +288,9 @@ def label_tokens(
     and "not spam", all labels are taken with what ends them: the sum of log-probabilities of "not" alone is
     never below that of "not spam". Under ``scoring="words"`` a label's score is the mean of its tokens' own
     behind the query, whatever their order, so that all labels take one pass; labels of the same tokens get
-    one of their own each (`keywords`). Raises I2CLError if the prompt's last token and a label merge, if
-    two labels are the same under the chosen scoring, or if one begins another and nothing can end them.
+    one of their own each (`keywords`), and a fit's ``weights`` may say how much of each score a token is.
+    Raises I2CLError if the prompt's last token and a label merge, if two labels are the same under the chosen
+    scoring, if one begins another and nothing can end them, or on weights of other tokens or labels.
     """
     line = template.lead[: template.lead.rfind("\n") + 1]
     tokens = _behind(encoder, template, labels, line)
@@ -295,11 +305,7 @@ def label_tokens(
     if len(set(found)) < len(found):
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "words":
-        own = [(token,) for token in keywords(encoder, labels, found)]
-        words = [tuple(dict.fromkeys(ids)) for ids in found]
-        while len(alike := Counter(map(frozenset, words))) < len(words):  # an own token may be another's word
-            words = [ids if alike[frozenset(ids)] == 1 else one for ids, one in zip(words, own, strict=True)]
-        return LabelTokens(tuple(own), full=False, line=line, words=tuple(words))
+        return _by_words(encoder, labels, found, line, weights)
     shared = len({ids[0] for ids in found}) < len(found)
     if shared and scoring == "first_token":
         raise I2CLError("labels share their first token: use scoring='full', or other label words")
@@ -310,6 +316,21 @@ def label_tokens(
         ended = _behind(encoder, template, labels, line, template.separator)
         found = _ended(found, ended, encoder, [labels[one] for one in begun])
     return LabelTokens(found, full=scoring == "full" or shared, line=line)
+
+
+def _by_words(
+    encoder: Encoder, labels: Sequence[str], found: Sequence[Ids], line: str, weights: Tensor | None
+) -> LabelTokens:
+    own = [(token,) for token in keywords(encoder, labels, found)]
+    words = [tuple(dict.fromkeys(ids)) for ids in found]
+    while len(alike := Counter(map(frozenset, words))) < len(words):  # an own token may be another's word
+        words = [ids if alike[frozenset(ids)] == 1 else one for ids, one in zip(words, own, strict=True)]
+    made = LabelTokens(tuple(own), full=False, line=line, words=tuple(words), fitted=weights)
+    sizes = (len(made.read), len(labels))
+    if weights is not None and weights.shape != sizes:
+        shapes = f"{tuple(weights.shape)}, and these labels have {sizes}"
+        raise I2CLError(f"word weights are of (tokens, labels) {shapes}: fit it again")
+    return made
 
 
 def keywords(encoder: Encoder, labels: Sequence[str], found: Sequence[Ids]) -> Ids:

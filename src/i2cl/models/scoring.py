@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -63,17 +63,20 @@ class Questions:
     Attributes:
         decoder: the model.
         task: gives template and label words.
-        scoring: by first tokens, by whole label sequences, or as the labels demand.
+        scoring: by first tokens, by whole label sequences, by words, or as the labels demand.
+        weights: of the words' tokens, where a fit found them.
     """
 
     decoder: Decoder
     task: Task
     scoring: Scoring = "auto"
+    weights: Float[Tensor, "read labels"] | None = field(default=None, compare=False)
 
     @cached_property
     def labels(self) -> LabelTokens:
         """Tokens of the label words as they follow a query. Raises I2CLError: see `label_tokens`."""
-        return label_tokens(self.decoder.encoder, self.task.template, self.task.labels, self.scoring)
+        task = self.task
+        return label_tokens(self.decoder.encoder, task.template, task.labels, self.scoring, self.weights)
 
     def queries(
         self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True

@@ -5,7 +5,8 @@ import json
 import tarfile
 import threading
 import tracemalloc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load, save
 from i2cl.interfaces.server import files as of_texts
 from i2cl.interfaces.server import service as services
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, unpack
+from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, require_moderate, unpack
 from i2cl.models.scoring import NotFiniteError
 
 from .conftest import LINES, TAR, made, packed
@@ -184,6 +185,14 @@ def test_numbers_that_are_not_finite_when_used_are_refused(client, service, file
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")
     assert service.tasks.entries() == before
     assert client.put("/v1/tasks/new", content=tar(files), headers=TAR).status_code == 200
+
+
+def test_word_weights_beyond_all_bounds_are_refused(service, files):
+    plain = replace(unpack(tar(files)), scoring="words")
+    for size in (1.0, 3e37):
+        heavy = replace(plain, word_weights=torch.full((3, 2), size))
+        with nullcontext() if size == 1 else pytest.raises(RefusalError, match="not finite when"):
+            require_moderate(heavy, service.decoder)
 
 
 def test_scores_that_are_no_numbers_are_seen_before_the_task_is_there(client, service, files, monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fitting import one_line
+from fitting import one_line, weighted
 from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.slots import DIGEST
@@ -31,7 +31,7 @@ def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, t
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
     whole = replace(other, task=replace(task, labels=("best film yet", "best film ever")), scoring="full")
     other = replace(other, label_bias=(0.5, -0.5), temperature=1.75)
-    words = replace(whole, scoring="words")
+    words = weighted(base, whole)
     held = {"one": one, "other": other, "whole": whole, "words": words}
     for name, injection in held.items():
         frontend.load(llm, name, injection)

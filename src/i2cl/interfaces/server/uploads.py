@@ -44,8 +44,10 @@ def require_moderate(injection: Injection, decoder: Decoder) -> None:
     """Refuse (422) numbers whose squares, or they in the model's precision, are infinite."""
     amount, keep = injection.coefficients.float().unbind(-1)
     scaled = amount[..., None] * injection.context.values.float()
-    bias = torch.tensor(injection.label_bias or (0.0,))
-    for values in (scaled.square().sum(-1), scaled.to(decoder.model.dtype), keep.square(), bias.square()):
+    weights = torch.zeros(1) if injection.word_weights is None else injection.word_weights.float()
+    squares = (torch.tensor(injection.label_bias or (0.0,)), keep, weights)
+    of_vectors = (scaled.square().sum(-1), scaled.to(decoder.model.dtype))
+    for values in (*of_vectors, *(one.square() for one in squares)):
         if not values.isfinite().all():
             raise unusable()
 

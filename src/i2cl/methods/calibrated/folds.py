@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, MendedPredictor, Predictor
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, Questions, in_order
+from i2cl.models.scoring import Progress, in_order
 from i2cl.tasks import Example, Task
 
 FOLDS = 3  # refits by default; each has not seen one part in so many of the demonstrations
@@ -108,8 +108,10 @@ def folded(
 
 def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
     """What an injection answers, under its label bias where it has one."""
-    cost = Cost.of(injection.context.values)
-    below = PromptPredictor(Questions(decoder, task, injection.scoring), edit=injection.edit(), cost=cost)
+    cost = Cost.of(injection.context.values, injection.word_weights)
+    below = PromptPredictor(
+        replace(injection.questions(decoder), task=task), edit=injection.edit(), cost=cost
+    )
     if injection.label_bias is None:
         return below
     bias = torch.tensor(injection.label_bias)
