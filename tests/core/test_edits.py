@@ -70,13 +70,23 @@ def test_zero_and_one_is_the_plain_model_bit_for_bit(case, positions, dtype):
     assert torch.equal(edited(decoder, edit), plain(decoder))
 
 
+def masked(places):
+    mask = torch.zeros(BATCH.input_ids.shape, dtype=torch.bool)
+    mask[range(len(LENGTHS)), places] = True
+    return mask
+
+
+MASKS = {"all": None, "first": masked([0] * len(LENGTHS)), "last": masked([n - 1 for n in LENGTHS])}
+
+
+@pytest.mark.parametrize("positions", MASKS)
 @pytest.mark.parametrize("site", ["writers", "hidden"])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_lambda_v_plus_beta_a(case, site):
+def test_lambda_v_plus_beta_a_at_the_chosen_tokens(case, site, positions):
     decoder = decoder_of(case)
     values, coefficients = drawn(decoder, site)
-    found = edited(decoder, LinearEdit(values, coefficients, site=site))
-    assert close(found, by_hand(decoder, case, values, coefficients, site=site))
+    found = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
+    assert close(found, by_hand(decoder, case, values, coefficients, site=site, mask=MASKS[positions]))
     assert not close(found, plain(decoder))
 
 
@@ -91,27 +101,6 @@ def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more)
     output, rest = output.double(), found.double() - values[0, 0]
     slope = (rest * output).sum() / output.square().sum()
     assert slope - 1 == pytest.approx(more, rel=0.3)
-
-
-# Positions
-
-
-def masked(places):
-    mask = torch.zeros(BATCH.input_ids.shape, dtype=torch.bool)
-    mask[range(len(LENGTHS)), places] = True
-    return mask
-
-
-@pytest.mark.parametrize("site", ["writers", "hidden"])
-@pytest.mark.parametrize("case", FAMILIES)
-@pytest.mark.parametrize(
-    ("positions", "places"), [("first", [0] * len(LENGTHS)), ("last", [length - 1 for length in LENGTHS])]
-)
-def test_only_the_chosen_token_is_injected(case, site, positions, places):
-    decoder = decoder_of(case)
-    values, coefficients = drawn(decoder, site)
-    found = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
-    assert close(found, by_hand(decoder, case, values, coefficients, site=site, mask=masked(places)))
 
 
 def random_places(seed, rows=ROWS):

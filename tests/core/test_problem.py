@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from fitting import made, one_line
-from i2cl import Example, I2CLError, Task, Template
+from i2cl import Example, Task, Template
 from i2cl.core import problem as module
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.problem import Problem, memory_taken
@@ -61,5 +61,4 @@ def test_the_limit_is_no_setting_of_the_artefact():
 
 def test_more_examples_than_it_takes_are_refused():
     one_line(r"4800 examples are more than the 4096 .*--shots", anchor, made("llama"), LETTERS, SHOWN * 800)
-    with pytest.raises(I2CLError, match=r"leave out scoring='full'"):
-        anchor(made("llama"), LETTERS, SHOWN * 160, scoring="full")
+    one_line("leave out scoring='full'", anchor, made("llama"), LETTERS, SHOWN * 160, scoring="full")
