@@ -4,9 +4,7 @@ import io
 import json
 import re
 import shlex
-from dataclasses import dataclass
 from itertools import count
-from typing import Annotated
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from i2cl.interfaces.cli import EXAMPLES, app, console
-from i2cl.interfaces.cli.options import expanded
 from i2cl.methods import METHODS
 from i2cl.version import __version__
 
@@ -77,37 +74,6 @@ def test_many_options_are_shown_in_groups(call, words):
     assert ("--template" in tasks, "--device" in tasks) == (True, False)
 
 
-@dataclass(frozen=True)
-class Size:
-    """A group of options."""
-
-    PANEL = "Size"
-
-    wide: Annotated[int, typer.Option(min=1, help="Width.")] = 1
-    high: Annotated[int, typer.Option(help="Height.")] = 2
-
-
-def test_a_group_of_options_is_one_argument():
-    seen = []
-
-    @expanded
-    def one(name: str, *, size: Size, flag: bool = False) -> None:
-        seen.append((name, size, flag))
-
-    @expanded
-    def two(*, size: Annotated[Size, ("high",)]) -> None:
-        seen.append(size)
-
-    for command in (one, two):
-        grouped = typer.Typer()
-        grouped.command()(command)
-        words = ["--high", "5"] if command is two else ["box", "--wide", "3", "--flag"]
-        typer.main.get_command(grouped)(words, standalone_mode=False)
-    assert seen == [("box", Size(3, 2), True), Size(1, 5)]
-    with pytest.raises(Exception, match="--wide"):
-        typer.main.get_command(grouped)(["--wide", "3"], standalone_mode=False)
-
-
 def test_without_a_command_the_commands_are_listed(call, said):
     out = said()
     assert all(command in out for command in ("demo", "fit", "predict", "eval", "check", "ls"))
@@ -130,21 +96,22 @@ def test_a_bar_knows_the_time_left_where_an_epoch_takes_minutes_and_shows_what_i
         assert bar.what == "evaluating"
 
 
-def test_ls_names_everything(call):
-    _, out, _ = call("ls", "tasks", "--json")
-    tasks = {record["name"]: record for record in json.loads(out)}
+def test_ls_names_everything(said):
+    tasks, rows, methods = (json.loads(said("ls", kind, "--json")) for kind in LISTS)
+    tasks, methods = ({record["name"]: record for record in one} for one in (tasks, methods))
     assert set(tasks) >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
     assert tasks["sst2"]["labels"] == ["negative", "positive"]
-    _, out, _ = call("ls", "architectures", "--json")
-    assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in json.loads(out)
-    _, out, _ = call("ls", "methods", "--json")
-    methods = {record["name"]: record for record in json.loads(out)}
+    assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in rows
     assert list(methods) == list(METHODS)
     assert methods["task_vector"]["options"] == {}
     assert methods["i2cl"]["paper_row"] == "I2CL (ours)"
     options = methods["i2cl"]["options"]
     assert options["formula"] == {"default": "linear", "choices": ["linear", "add", "balance"]}
     assert options["epochs"] == {"default": "100", "choices": []}
+
+
+LISTS = {"tasks": "agnews", "architectures": "gpt_neox", "methods": "zero_shot"}
+"""What can be listed, and a name that people see then."""
 
 
 def keys(value):
@@ -155,13 +122,7 @@ def keys(value):
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (("ls", "tasks"), "agnews"),
-        (("ls", "architectures"), "gpt_neox"),
-        (("ls", "methods"), "zero_shot"),
-        (("experiment", "ls"), "main"),
-    ],
+    ("words", "shown"), [(("experiment", "ls"), "main"), *((("ls", kind), LISTS[kind]) for kind in LISTS)]
 )
 def test_lists_have_plain_keys_as_json_and_are_tables_for_people(call, words, shown):
     found = keys(json.loads(call(*words, "--json")[1]))

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from export.cases import change
 from fitting import one_line
 from i2cl import Decoder
 from i2cl.core.context import ContextVector, ExtractConfig
@@ -192,9 +193,7 @@ def test_a_damaged_file(file, kept):
     ],
 )
 def test_text_that_is_no_text_or_of_another_architecture(file, key, letter, named):
-    inside = gguf.GGUFReader(file, "r+")
-    inside.get_field(key).parts[-1][0] = letter
-    inside.data.flush()
+    change(file, fields=[(key, letter)])
     told = refused(file)
     assert "transformers cannot convert" in told
     assert named in told
@@ -229,9 +228,7 @@ def test_options_that_make_no_sense(file, options, message, monkeypatch):
 
 
 def test_missing_packages(file, monkeypatch):
-    from i2cl import errors
-
-    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    monkeypatch.setattr("i2cl.errors.find_spec", lambda name: None)
     assert "needs the packages gguf and accelerate: pip install 'i2cl[gguf]'" in refused(file)
 
 

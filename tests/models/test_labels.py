@@ -20,8 +20,6 @@ from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 LABELS = ("positive", "negative")
-
-
 WORDS = (
     *("hate", "not", "spam", "New", "York", "a", "b", "of"),
     *("good", "bad", "7", "film", "film.", "New-York", "spammy"),
