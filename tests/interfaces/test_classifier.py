@@ -30,6 +30,7 @@ X = [example.text for example in TASK.train[:60]]
 Y = [TASK.labels[example.label] for example in TASK.train[:60]]
 QUERIES = [example.text for example in TASK.test[:20]]
 QUICK = {"epochs": 1}
+FAST = {"recipe": "fast", "settings": {"passes": 25}}
 
 
 @cache
@@ -43,7 +44,7 @@ def quick(**parameters):
 
 @cache
 def fitted():
-    return I2CLClassifier(reference(), shots=5, recipe="fast").fit(X, Y)
+    return I2CLClassifier(reference(), shots=5, **FAST).fit(X, Y)
 
 
 class OnNumbers(I2CLClassifier):
@@ -92,7 +93,7 @@ def test_it_is_what_extract_and_calibrate_make():
     assert (tags.string, tags.two_d_array) == (True, False)
     decoder, found = reference(), fitted()
     task, shown = shown_of(found, 5)
-    injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast"))
+    injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast", passes=25))
     assert found.classes_.tolist() == sorted(TASK.labels)
     assert torch.equal(found.injection_.coefficients, injection.coefficients)
     injection = with_temperature(injection, found.injection_.temperature)  # chosen on rows that shots left
@@ -138,7 +139,7 @@ def test_seeds():
 def test_classes_of_any_kind_with_words_of_their_own():
     ids = np.array([TASK.labels.index(word) for word in Y]) * 10
     words = {10 * place: word for place, word in enumerate(TASK.labels)}
-    by_id = I2CLClassifier(reference(), shots=5, recipe="fast", labels=words | {99: "unused"}).fit(X, ids)
+    by_id = I2CLClassifier(reference(), shots=5, labels=words | {99: "unused"}, **FAST).fit(X, ids)
     assert by_id.classes_.tolist() == [0, 10, 20, 30]
     assert by_id.injection_.task.labels == TASK.labels
     assert [words[found] for found in by_id.predict(QUERIES).tolist()] == fitted().predict(QUERIES).tolist()
