@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from fitting import made, one_line
-from i2cl import Example, Task, Template
+from i2cl import Example, Task, Template, make_methods
 from i2cl.core import anchored
 from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
 from i2cl.core.edits import LinearEdit
 from i2cl.core.problem import Problem
 from i2cl.core.tangent import Tangent, columns, directions, optimum, others_of, summed_loss
-from i2cl.methods import make_methods
 from i2cl.models.scoring import Questions, score
 
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")

@@ -9,11 +9,8 @@ import torch
 
 from fitting import FAMILIES as BASIC
 from fitting import decoder_of, encode, injecting, log_probability, one_line
-from i2cl.core.calibration import calibrate
-from i2cl.core.context import ContextVector, ExtractConfig, extract
+from i2cl import CalibrationConfig, ContextVector, Decoder, ExtractConfig, calibrate, extract
 from i2cl.core.edits import NoisyEdit
-from i2cl.core.recipe import CalibrationConfig
-from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import labelled_batch
 from i2cl.tasks import Example, Task, Template

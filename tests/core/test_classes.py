@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fitting import decoder_of, one_line
-from i2cl import Example, ExtractConfig, Task, Template, extract, extract_classes
-from i2cl.core.context import ContextVector
+from i2cl import ContextVector, Example, ExtractConfig, Task, Template, extract, extract_classes
 
 FAMILIES = ("llama", "gpt2", "gemma2")
 TASK = Task("films", ("positive", "negative", "mixed"), Template("Review: {text}\nSentiment:{label}"))

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from fitting import PATHS, close, encode, one_line, raw_modules, replacing
-from i2cl.core.context import ContextVector, ExtractConfig, extract
-from i2cl.models.decoder import Decoder
+from i2cl import ContextVector, Decoder, Example, ExtractConfig, Task, Template, extract
 from i2cl.models.encoding import TruncationWarning
-from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment: {label}"))

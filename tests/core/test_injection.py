@@ -9,17 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from commands import listed
 from fitting import decoder_of, one_line, random_injection
+from i2cl import Decoder, Example, ExtractConfig, Injection, Task, Template
 from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS
-from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import LinearEdit
-from i2cl.core.injection import Injection
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import label_tokens
 from i2cl.models.scoring import score
 from i2cl.storage.card import CARD
-from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}", separator="\n\n")

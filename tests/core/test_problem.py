@@ -5,9 +5,8 @@ import warnings
 import pytest
 
 from fitting import made, one_line
-from i2cl import Example, Task, Template
+from i2cl import AnchoredConfig, Example, Task, Template, anchor
 from i2cl.core import problem as module
-from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.problem import Problem, memory_taken
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.scoring import Questions

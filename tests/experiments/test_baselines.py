@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from fitting import injected, one_line
-from i2cl import CalibrationConfig, Example, Injection
+from i2cl import CalibrationConfig, Decoder, Example, Injection, evaluate, make_methods
 from i2cl.experiments.confidence import confidence
-from i2cl.experiments.evaluation import evaluate
 from i2cl.experiments.evidence.baselines import BASELINES, labelled_rows, with_folds, with_worth
 from i2cl.injections.temperature import likely_temperature, normalised
-from i2cl.methods import make_methods
-from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer

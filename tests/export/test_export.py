@@ -27,12 +27,11 @@ from export.cases import (
     with_golden,
 )
 from fitting import one_line
-from i2cl.core.injection import Injection
+from i2cl import Decoder, Injection
 from i2cl.export import Golden, checkpoint, export_hf, golden, make_golden, upcast, verify
 from i2cl.export.families import FAMILIES
 from i2cl.export.golden import GOLDEN
 from i2cl.models.checkpoint import INDEX
-from i2cl.models.decoder import Decoder
 from tiny import CASES
 
 

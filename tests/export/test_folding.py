@@ -13,11 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from export.cases import FOLDED, ONE_A_ROW, ROUNDED, drawn, hooked, longrope, plain, relative
 from fitting import left_as_found, one_line
-from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl import ARCHITECTURES, Architecture, ContextVector, Decoder, ExtractConfig
 from i2cl.export import export_hf, fold
 from i2cl.export.families import FAMILIES, REFUSED
-from i2cl.models.architectures import ARCHITECTURES, Architecture
-from i2cl.models.decoder import Decoder
 from tiny import CASES
 
 ROOT = Path(__file__).parents[2]

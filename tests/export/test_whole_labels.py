@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from export.cases import BEGUN, SHARED, decoder_of, drawn, injection_for, stored, with_golden
 from export.test_export_server import serving
 from fitting import one_line
-from i2cl import Decoder
-from i2cl.errors import I2CLError
+from i2cl import Decoder, I2CLError
 from i2cl.export import (
     Golden,
     export_gguf,

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from fitting import ASKED, TASKS, decoder_of, hooks, one_line, random_injection
-from i2cl import InjectionPool, predict
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
+from i2cl import ContextVector, ExtractConfig, Injection, InjectionPool, predict
 
 FAMILIES = ["llama", "gpt2", "opt", "falcon", "gemma2", "granite", "mpt"]
 KINDS = [(case, torch.float32, 1e-4) for case in FAMILIES]

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from fitting import decoder_of, injected, one_line
-from i2cl import TransferConfig
-from i2cl.core.calibration import calibrate
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
-from i2cl.core.recipe import CalibrationConfig
+from i2cl import CalibrationConfig, ContextVector, ExtractConfig, Injection, TransferConfig, calibrate
 from i2cl.injections.transfer import related, similarity, transfer
 from i2cl.tasks import Example, Task, Template
 

@@ -10,10 +10,9 @@ import torch
 from rich.console import Console
 
 from commands import jsonl, listed, run
-from i2cl import Decoder, Injection, with_label_prior, with_temperature
+from i2cl import METHODS, Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
 from i2cl.interfaces.cli import console
-from i2cl.methods import METHODS
 from i2cl.models.batching import MemoryWarning
 from processes import start
 from tiny import tiny_folder

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import fitting
 from fitting import FAMILIES, SHOWN, TEXTS, WORDS, block_outputs, fit, ids, made, one_line, shown_string
-from i2cl import Decoder, Task
-from i2cl.core.anchored import AnchoredConfig, anchor
+from i2cl import AnchoredConfig, Decoder, Task, anchor
 from i2cl.methods import knn_prompting, make_methods
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, AddPreservingNorm, directions
 from i2cl.methods.knn_prompting import divergence

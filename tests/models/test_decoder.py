@@ -5,12 +5,8 @@ import pytest
 import torch
 
 from fitting import close, decoder_of, free, left_as_found, one_line
-from i2cl.core.calibration import calibrate
-from i2cl.core.context import ExtractConfig, extract
-from i2cl.core.recipe import CalibrationConfig
-from i2cl.models.architectures import Architecture
+from i2cl import Architecture, CalibrationConfig, Decoder, ExtractConfig, calibrate, extract
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import label_tokens
 from i2cl.models.prefix import window_of

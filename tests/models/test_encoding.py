@@ -8,9 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template, calibrate, extract
+from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template, calibrate, extract, make_methods
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.methods import make_methods
 from i2cl.models.encoding import Encoder, label_tokens
 from i2cl.models.scoring import Questions
 from tiny import byte_level, tiny_model, tiny_tokenizer

@@ -11,14 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from export.cases import change
 from fitting import one_line
-from i2cl import Decoder
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
+from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Task, Template
 from i2cl.export.folding import Folding, StateDict
 from i2cl.export.gguf import Weights
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.models.loading import load_model_and_tokenizer
-from i2cl.tasks import Task, Template
 from tiny import byte_level, tiny_folder, tiny_model, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")

@@ -6,11 +6,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from fitting import injected, left_as_found, one_line
-from i2cl import Decoder
+from i2cl import Decoder, make_methods
 from i2cl.core.injection import PrecisionWarning
 from i2cl.core.recipe import RECIPES, CalibrationConfig
 from i2cl.export import export_hf, fold, make_golden
-from i2cl.methods import make_methods
 from i2cl.models import precision
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.models.precision import quantization_of

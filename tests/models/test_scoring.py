@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from fitting import decoder_of, encode, log_probability, made, one_line, random_edit
+from i2cl import Decoder, Task, Template
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.models.batching import MemoryWarning
-from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
 from i2cl.models.scoring import PASSES_A_BATCH, Questions, require_texts, score
 from i2cl.models.trie import Trie
-from i2cl.tasks import Task, Template
 from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
@@ -109,7 +108,7 @@ def drawn_edit(decoder, *pair, **options):
 def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
     model_type, variant = CASES[case]
     wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}
-    decoder = Counting(tiny_model(model_type, **variant | wide), tiny_tokenizer(), name=case, token_budget=64)
+    decoder = Counting(tiny_model(model_type, **variant | wide), tiny_tokenizer(), name=case, token_budget=256)
     asked = questions(decoder, "full", MANY)
     edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS)

@@ -11,12 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from export.cases import TEXTS
 from fitting import random_injection, replacing
-from i2cl import AnchoredConfig, Decoder, Example, anchor, extract, load_task
+from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, extract, load_task
 from i2cl.export import export_gguf, export_hf, make_golden, verify, verify_gguf
 from i2cl.models import loading
 from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, located
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Task, Template
 
 pytestmark = [
     pytest.mark.real,

@@ -10,16 +10,11 @@ from huggingface_hub import ModelCard, constants
 
 from commands import jsonl, run
 from fitting import one_line, random_injection
-from i2cl import anchor
+from i2cl import AnchoredConfig, Decoder, Example, ExtractConfig, Injection, Task, Template, anchor
 from i2cl.core import artefact
-from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.artefact import TENSORS
-from i2cl.core.context import ExtractConfig
-from i2cl.core.injection import Injection
-from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import CARD
-from i2cl.tasks import Example, Task, Template
 from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"), title="Films")

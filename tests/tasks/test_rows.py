@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from fitting import one_line
-from i2cl.errors import I2CLError
+from i2cl import Example, I2CLError
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.labels import slips
 from i2cl.tasks.rows import Query, read_examples, read_labelled, read_queries, refused_rows
-from i2cl.tasks.task import Example
 
 WORDS = ("bad", "good")
 

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from i2cl.core.anchored import AnchoredConfig
-from i2cl.injections.pool import InjectionPool
+from i2cl import AnchoredConfig, InjectionPool, Template
 from i2cl.interfaces.server.batcher import Batcher, FitStoppedError
 from i2cl.interfaces.server.fits import SharedDecoder
 from i2cl.interfaces.server.refusals import RefusalError
@@ -21,7 +20,6 @@ from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Template
 from processes import until
 
 from .conftest import TEXTS, made

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fitting import one_line
-from i2cl.core.context import ExtractConfig
-from i2cl.errors import I2CLError
+from i2cl import ExtractConfig, I2CLError
 from i2cl.interfaces.vllm.slots import PLAIN, Ledger, Packed, Salts, digest_of, token_slots
 
 from .standins import injection_for, params

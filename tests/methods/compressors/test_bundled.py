@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import i2cl.methods.compressors.base as shared
-from i2cl import Decoder, evaluate, load_task
-from i2cl.methods import make_methods
+from i2cl import Decoder, evaluate, load_task, make_methods
 from i2cl.tasks.corpus import TASKS
 
 KINDS = ("autocompressor", "icae", "cepe")
