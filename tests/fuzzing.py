@@ -329,8 +329,7 @@ class Folders:
     def read_store(self, folder, spoiled):
         """A store, which must then make a report."""
         store = Store.open(placed(folder, self.store, spoiled))
-        vectors = store.vectors()
-        build([self.experiment], list(store.records.values()), vectors, figures=False)
+        build([self.experiment], list(store.records.values()), store.vectors(), figures=False)
 
 
 def targets(folders):

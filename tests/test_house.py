@@ -172,8 +172,7 @@ def test_public_names_are_there_documented_and_seen_by_type_checkers():
         _ = i2cl.no_such_name
     tree = parsed(SOURCE / "__init__.py")
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name for node in block.body for alias in node.names}
-    assert seen == set(i2cl.__all__)
+    assert {alias.name for node in block.body for alias in node.names} == set(i2cl.__all__)
 
 
 SCRIPTS = sorted(path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py"))

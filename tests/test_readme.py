@@ -39,8 +39,7 @@ def test_installation_names_every_extra_and_the_oldest_python():
 def test_every_local_link_leads_somewhere():
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README.read_text(encoding="utf-8"))
     assert links, "README.md has no local link"
-    missing = [link for link in links if not (ROOT / link).exists()]
-    assert not missing
+    assert not [link for link in links if not (ROOT / link).exists()]
 
 
 def test_the_citation_and_the_release_are_of_this_version():

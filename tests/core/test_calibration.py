@@ -179,8 +179,7 @@ def test_untrained_sites_keep_zero_and_one_under_every_formula(formula):
 
 def test_start_coefficients():
     start = torch.randn(2, 2, 2)
-    found = fit(epochs=0, start=start)
-    assert torch.equal(found.coefficients, start)
+    assert torch.equal(fit(epochs=0, start=start).coefficients, start)
     partly = fit(epochs=0, start=start, layers=(0,)).coefficients
     assert torch.equal(partly[0], start[0])
     assert torch.equal(partly[1], UNTOUCHED.expand(2, 2))
@@ -245,8 +244,7 @@ def test_what_the_injection_remembers():
     assert (found.positions, found.seed) == ("last", 5)
     assert torch.equal(found.context.values, context_of("llama").values)
     assert CalibrationConfig.model_validate(found.settings) == CalibrationConfig(epochs=2, **config)
-    with_rows = Task("films", TASK.labels, TASK.template, train=SHOTS)
-    assert fit(task=with_rows, epochs=0).task == TASK
+    assert fit(task=Task("films", TASK.labels, TASK.template, train=SHOTS), epochs=0).task == TASK
 
 
 @pytest.mark.parametrize("change", [{"noise": 1e38}, {"lr": 1e30, "batches": [[0], [1]]}])

@@ -65,8 +65,7 @@ def plain(decoder):
 def test_zero_and_one_is_the_plain_model_bit_for_bit(case, positions, dtype):
     decoder = decoder_of(case, getattr(torch, dtype))
     values, coefficients = drawn(decoder)
-    untouched = torch.tensor([0.0, 1.0]).expand_as(coefficients)
-    edit = LinearEdit(values, untouched, positions=positions)
+    edit = LinearEdit(values, torch.tensor([0.0, 1.0]).expand_as(coefficients), positions=positions)
     assert torch.equal(edited(decoder, edit), plain(decoder))
 
 
@@ -243,8 +242,7 @@ def test_inactive_sites_get_neither_injection_nor_noise(case, place):
     active = torch.zeros(decoder.layers, 2, dtype=torch.bool)
     assert torch.equal(edited(decoder, noisy(decoder, place=place, active=active)), plain(decoder))
     active[1, 0] = True
-    edit = noisy(decoder, place=place, active=active)
-    seen = watched(decoder, case, edit)
+    seen = watched(decoder, case, noisy(decoder, place=place, active=active))
     untouched = watched(decoder, case, None)
     assert all(torch.equal(*pair) for pair in zip(seen[0], untouched[0], strict=True))
     assert torch.equal(seen[1][1], untouched[1][1])

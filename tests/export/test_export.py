@@ -147,8 +147,7 @@ def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
 
 def test_memory_stays_near_one_shard(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
-    large = decoder_of("llama", **sizes)
-    base, artefact = saved(large, tmp_path)
+    base, artefact = saved(decoder_of("llama", **sizes), tmp_path)
     assert (base / "model.safetensors").stat().st_size > 180e6
     assert memory_of("export_hf", base, artefact, tmp_path / "out", max_shard_size="20MB") < 80e6
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 9

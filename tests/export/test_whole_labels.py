@@ -154,8 +154,7 @@ def test_the_card_says_which_label_each_answer_stands_for(tmp_path):
 
 def test_the_command_says_that_an_answer_stands_for_a_label(tmp_path, said):
     base = Decoder.from_pretrained(str(stored(decoder_of("llama"), tmp_path / "base")), device="cpu")
-    made = replace(injection_for(base), task=MIXED, scoring="words")
-    made.save_pretrained(tmp_path / "artefact")
+    replace(injection_for(base), task=MIXED, scoring="words").save_pretrained(tmp_path / "artefact")
     told = said("export", tmp_path / "artefact", tmp_path / "out", "--to", "hf")
     assert "An answer is one token, which stands for a label" in told
 

@@ -88,8 +88,7 @@ def test_loading_replacing_and_dropping():
 
 def test_a_task_costs_its_vector_and_nothing_of_the_injection():
     decoder = decoder_of("llama")
-    pool = pool_of(decoder, [made(decoder, 0)])
-    (loaded,) = pool._loaded.values()
+    (loaded,) = pool_of(decoder, [made(decoder, 0)])._loaded.values()
     assert loaded.scaled.nbytes == 4 * 2 * decoder.layers * decoder.d_model
     assert not any(isinstance(value, Injection | ContextVector) for value in vars(loaded).values())
 

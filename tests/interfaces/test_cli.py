@@ -63,8 +63,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(text, capsys):
     console.print_error(text)
     with console.plain_warnings():
         warnings.warn(MemoryWarning(text), stacklevel=1)
-    told = capsys.readouterr().err
-    assert told == f"error: {text}\nwarning: {text}\n"
+    assert capsys.readouterr().err == f"error: {text}\nwarning: {text}\n"
     console.print_table("", [{text: text}])
     assert capsys.readouterr().out.count(text) == 2
 
@@ -148,8 +147,7 @@ def test_fit_measures_nothing_if_asked_not_to_and_one_fold_is_refused(call, refu
     assert told.startswith("error: folds=1: give 2 or more")
     assert not (tmp_path / "new").exists()
     arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0")
-    out = call(*arguments)[1]
-    assert "pays" not in out
+    assert "pays" not in call(*arguments)[1]
     record = json.loads(call(*arguments, "--json")[1])
     assert (record["worth"], record["metrics"]) == (None, {})
 

@@ -68,8 +68,7 @@ def test_the_examples_run_one_after_another(said, tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)
 def test_many_options_are_shown_in_groups(call, words):
     out = call(*words, "--help")[1]
-    titles = re.findall(r"─ (\w[\w ]*) ─", out)
-    assert titles == ["Arguments", "Options", "Method", "Task", "Model"]
+    assert re.findall(r"─ (\w[\w ]*) ─", out) == ["Arguments", "Options", "Method", "Task", "Model"]
     tasks = out[out.index("─ Task ") : out.index("─ Model ")]
     assert ("--template" in tasks, "--device" in tasks) == (True, False)
 
@@ -81,8 +80,7 @@ def test_without_a_command_the_commands_are_listed(call, said):
 
 
 def test_a_bar_knows_the_time_left_where_an_epoch_takes_minutes_and_shows_what_is_waited_for(monkeypatch):
-    clock = count(step=90.0)
-    shown = Console(file=io.StringIO(), force_terminal=True, get_time=clock.__next__)
+    shown = Console(file=io.StringIO(), force_terminal=True, get_time=count(step=90.0).__next__)
     monkeypatch.setattr(console, "err", shown)
     with console.progress(10, "calibrating") as bar:
         for epoch in range(3):

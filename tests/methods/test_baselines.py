@@ -92,8 +92,7 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     predictor = fit("task_vector", decoder, films, demonstrations, seed=3)
     layer, state = predictor.edit.layer, predictor.edit.state
     dummy = films.held_out(33, demonstrations, 3)[0]
-    prompt = shown_string(films) + films.template.query(dummy.text)
-    states = block_outputs(decoder, prompt)
+    states = block_outputs(decoder, shown_string(films) + films.template.query(dummy.text))
     torch.testing.assert_close(state, states[layer, -1], **CLOSE)
 
     def last(output):

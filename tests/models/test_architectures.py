@@ -185,8 +185,7 @@ def test_unknown_model_type_says_what_to_do():
     ],
 )
 def test_wrong_path_names_path_class_and_cure(gemma2, fields, message):
-    wrong = replace(ARCHITECTURES["gemma2"], **fields)
-    one_line(message, residual_identity, gemma2, wrong, IDS)
+    one_line(message, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], **fields), IDS)
 
 
 # What the decoder relies on, for every model type

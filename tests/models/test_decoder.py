@@ -105,8 +105,7 @@ def test_capture_is_float32_on_the_cpu():
     ],
 )
 def test_cached_values(case, overrides, width, tokens):
-    decoder = Decoder(tiny_model(case, **overrides), tiny_tokenizer())
-    prefix = decoder.prefix(tuple(range(1, 14)))
+    prefix = Decoder(tiny_model(case, **overrides), tiny_tokenizer()).prefix(tuple(range(1, 14)))
     assert prefix.expanded(3).layers[0].keys.shape[0] == 3
     assert prefix.values == 2 * width * tokens
 

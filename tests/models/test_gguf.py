@@ -85,8 +85,7 @@ def test_values_are_those_that_the_codes_stand_for(tmp_path, kind, dtype):
 
 
 def test_files_beside_it_are_those_of_another_model(file):
-    other = tiny_model("llama", seed=1, hidden_size=64)
-    other.save_pretrained(file.parent)
+    tiny_model("llama", seed=1, hidden_size=64).save_pretrained(file.parent)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(file.parent)
     decoder = Decoder.from_pretrained(str(file), device="cpu")
@@ -119,8 +118,7 @@ def test_digits_are_split_where_the_file_says_so(tmp_path):
     assert found(PROBE).input_ids == tokenizer(PROBE).input_ids
     assert found.chat_template == tokenizer.chat_template
     assert found.eos_token == "<|endoftext|>"
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = plain
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert found(PROBE).input_ids != tokenizer(PROBE).input_ids  # the probe shows the difference
 
 
@@ -238,8 +236,7 @@ def test_smollm2_is_looked_for_and_never_imported(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert "holds no *.gguf" in refused("smollm2")
     file.rename(package / "any.gguf")
-    decoder = Decoder.from_pretrained("smollm2", device="cpu")
-    assert decoder.base.name == "smollm2"
+    assert Decoder.from_pretrained("smollm2", device="cpu").base.name == "smollm2"
     assert "a GGUF file has no revision" in refused("smollm2", revision="main")
 
 

@@ -47,8 +47,7 @@ def test_a_push_uploads_the_artefact_and_its_card(uploads, tmp_path):
     home.mkdir(parents=True)
     injection = made(decoder_named(str(home)))
     options = {"private": True, "token": "secret", "commit_message": "First", "revision": "v1"}
-    address = injection.push_to_hub("films", **options)
-    assert address == "https://huggingface.co/me/films/commit/1"
+    assert injection.push_to_hub("films", **options) == "https://huggingface.co/me/films/commit/1"
     assert [name for name, *_ in uploads] == ["create_repo", "create_branch", "upload_folder"]
     assert uploads[0][1:] == ("films", {"private": True, "exist_ok": True, "token": "secret"})
     assert uploads[1][1:] == ("me/films", {"branch": "v1", "exist_ok": True})

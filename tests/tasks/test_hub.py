@@ -97,7 +97,6 @@ def test_what_is_asked_of_the_hub(monkeypatch):
     asked = Mock(return_value=datasets.Dataset.from_dict({"text": ["x", "y"], "coarse_label": [0, 5]}))
     monkeypatch.setattr(datasets, "load_dataset", asked)
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
-    task = load_task("trec")
-    assert [e.label for e in task.test] == [0, 5]
+    assert [e.label for e in load_task("trec").test] == [0, 5]
     calls = [call("CogComp/trec", None, split=one, revision=COPY) for one in ("train", "test")]
     assert asked.call_args_list == calls

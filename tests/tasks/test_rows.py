@@ -359,8 +359,7 @@ def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):
     assert [one.label for one in examples] == [0, 2]
     test = write(tmp_path, "c.csv", "text,label\nx,2\n")
     assert read_labelled(test, lookup)[0] == (Example("x", 1),), "a second file counts as the first did"
-    from_zero = write(tmp_path, "d.csv", "text,label\nx,0\ny,1\n")
-    assert label_ids(from_zero, ("a", "b")) == [0, 1]
+    assert label_ids(write(tmp_path, "d.csv", "text,label\nx,0\ny,1\n"), ("a", "b")) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,7 @@ def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):
     parts = (b" " * 2**20 for _ in range(9))
     assert error_of(post(CLASSIFY, content=parts, headers=headers)) == (413, "body_too_long")
     assert error_of(client.put("/v1/tasks/a", content=b"no tar", headers=TAR)) == (422, "bad_artefact")
-    late = {"X-Request-Timeout": "0"}
-    assert post(CLASSIFY, json=ONE, headers=late).status_code == 422
+    assert post(CLASSIFY, json=ONE, headers={"X-Request-Timeout": "0"}).status_code == 422
     assert error_of(client.get("/healthz", headers={"Host": "evil.example"})) == (421, "unknown_host")
 
 
@@ -231,8 +230,7 @@ def test_one_that_only_reads(service, opened, asking, tmp_path):
 def test_no_other_site_can_ask_unless_named_and_the_page_loads_nothing_of_others(client, service, asking):
     origin = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in client.options(CLASSIFY, headers=origin).headers
-    named = asking(service, origins=["https://example.org"])
-    reply = named.options(CLASSIFY, headers=origin)
+    reply = asking(service, origins=["https://example.org"]).options(CLASSIFY, headers=origin)
     assert reply.headers["access-control-allow-origin"] == "https://example.org"
     for path in ("/", "/page.css", "/page.js"):
         reply = client.get(path)

@@ -72,8 +72,7 @@ def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     assert not any("milliseconds_per_query" in one for one in last["worth"]["methods"].values())
     assert last["tokens"]["few_shot"] > last["tokens"]["task"]
     until(lambda: not list(job.folder.glob("input.*")))
-    injection = service.tasks.injection(last["digest"])
-    assert injection.task.labels == tuple(sorted(task.labels))
+    assert service.tasks.injection(last["digest"]).task.labels == tuple(sorted(task.labels))
 
 
 def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path, monkeypatch):
@@ -253,8 +252,7 @@ def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, cap
 def test_a_fit_measured_by_leaving_rows_out_keeps_no_time_of_a_text(service, task):
     job = fitted(service, replace(task, train=task.train[:4]))
     assert job.status == "done", job.events[-1]
-    injection = service.tasks.injection(job.events[-1]["digest"])
-    methods = injection.worth["methods"]
+    methods = service.tasks.injection(job.events[-1]["digest"]).worth["methods"]
     assert methods.keys() >= {"zero_shot", "anchored"}
     assert not any("milliseconds_per_query" in one for one in methods.values())
     card = (service.tasks._artefacts / job.events[-1]["digest"] / "README.md").read_text()
