@@ -146,11 +146,11 @@ def test_a_model_on_the_hub_is_read_from_its_snapshot(tmp_path, monkeypatch):
 
 
 def test_memory_stays_near_one_shard(tmp_path):
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
     base, artefact = saved(decoder_of("llama", **sizes), tmp_path)
-    assert (base / "model.safetensors").stat().st_size > 180e6
+    assert (base / "model.safetensors").stat().st_size > 120e6
     assert memory_of("export_hf", base, artefact, tmp_path / "out", max_shard_size="20MB") < 80e6
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 9
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 6
 
 
 def test_an_export_holds_and_tells_what_it_is(exported):
@@ -170,16 +170,13 @@ def scaled(folder, name, factor):
     save_file(state | more, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_zeroed_bias_is_found_and_named(exported, said):
+def test_a_zeroed_bias_is_found_and_named_and_other_weights_are_told_apart_from_it(exported, said):
     scaled(exported, "model.layers.1.mlp.down_proj.bias", 0)
     printed = said("verify", exported, "--device", "cpu", code=1)
     assert "does not hold" in printed
     assert "The bias model.layers.1.mlp.down_proj.bias is dropped." in printed
     told = json.loads(said("verify", exported, "--device", "cpu", "--json", code=1))
     assert (told["passed"], told["worst"] > told["tolerance"]) == (False, True)
-
-
-def test_other_weights_are_told_apart_from_dropped_biases(exported):
     scaled(exported, "lm_head.weight", -1)
     outcome = verify(exported, device="cpu")
     assert (outcome.passed, outcome.dropped) == (False, None)

@@ -215,8 +215,9 @@ class Echo:
         return prompt.ids + self.golden.sequences[self.golden.sequence_texts.index(rest)]
 
 
-@pytest.mark.parametrize("takes", [(list, str), str], ids=["ids", "text"])
-@pytest.mark.parametrize("reply", [{}, {"generated": 0}, {"bos": True}], ids=str)
+@pytest.mark.parametrize(
+    ("takes", "reply"), [(str, {}), *(((list, str), one) for one in ({}, {"generated": 0}, {"bos": True}))]
+)
 def test_a_server_that_echoes_is_checked_by_whole_sequences(export, said, reply, takes):
     with serving(Golden.from_export(export), echo=Echo(export, **reply), takes=takes) as (url, seen):
         told = json.loads(said("verify", export, "--url", url, "--json"))
