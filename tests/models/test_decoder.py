@@ -194,6 +194,25 @@ def test_working_does_not_change_training_that_goes_on():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_an_edit_that_only_looks_changes_nothing(decoder):
+    class Look(Edit):
+        sees_input = True
+
+        def __init__(self):
+            self.entered, self.seen = [], []
+
+        def enter(self, layer, residual):
+            self.entered.append((layer, residual.shape))
+
+        def output(self, layer, index, output, batch):
+            self.seen.append((layer, index, batch is BATCH))
+
+    look = Look()
+    assert torch.equal(decoder.forward(BATCH, edit=look), decoder.forward(BATCH))
+    assert look.entered == [(layer, (3, 7, 32)) for layer in (0, 1)]
+    assert look.seen == [(layer, index, True) for layer in (0, 1) for index in (0, 1)]
+
+
 def test_decoders_of_one_model_share_it_and_its_lock():
     model = tiny_model("llama")
     one, other = (Decoder(model, tiny_tokenizer(), name="tiny") for _ in range(2))
