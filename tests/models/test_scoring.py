@@ -1,4 +1,5 @@
 import inspect
+import random
 import warnings
 from functools import cache
 from itertools import product
@@ -167,6 +168,26 @@ def test_an_attention_that_takes_no_mask_does_not_fork():
         assert not decoder.can_fork
     finally:
         decoder.model.config._attn_implementation = "sdpa"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
+    draw = random.Random(seed)
+    labels = {tuple(draw.choices(range(3), k=draw.randint(1, 5))) for _ in range(draw.randint(1, 20))}
+    trie = Trie.of(tuple(sorted(labels)))
+    beginnings = {ids[:end] for ids in labels for end in range(1, len(ids))}
+    assert len(trie.tokens) == len(beginnings)
+    spelled: list[tuple[int, ...]] = []
+    for token, parent, depth, seen in zip(trie.tokens, trie.parents, trie.depths, trie.visible, strict=True):
+        spelled.append((*(spelled[parent] if parent >= 0 else ()), token))
+        assert depth == len(spelled[-1]) - 1
+        assert [trie.tokens[node] for node in seen.nonzero()[:, 0]] == list(spelled[-1])
+    assert set(spelled) == beginnings
+    assert len(set(trie.edges)) == len(trie.edges)
+    for ids, steps in zip(sorted(labels), trie.steps, strict=True):
+        assert [trie.edges[step][1] for step in steps] == list(ids)
+    values = torch.rand(len(trie.edges))
+    assert close(trie.scores(values), torch.stack([values[list(own)].sum() for own in trie.steps]))
 
 
 def test_one_more_pass_a_length_has_to_pay_where_no_row_forks():
