@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
 
-from i2cl import Decoder, Example, Task, Template
-from i2cl.methods import make_methods
+from i2cl import Decoder, Example, Task, Template, make_methods
 from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
 PARITY = Path(__file__).parent / "data" / "parity"

@@ -8,10 +8,8 @@ from functools import cache, partial
 import pytest
 import torch
 
-from i2cl import Decoder, Example, Injection, Task, Template, calibrate, extract
+from i2cl import Decoder, Example, I2CLError, Injection, Task, Template, calibrate, extract, make_methods
 from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.errors import I2CLError
-from i2cl.methods import make_methods
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
@@ -99,8 +97,7 @@ def free(lock):
 
 
 def _hooked(model):
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    return [tuple(getattr(module, kind)) for module in model.modules() for kind in kinds]
+    return [tuple(getattr(module, kind)) for module in model.modules() for kind in HOOKS]
 
 
 def hooks(model):

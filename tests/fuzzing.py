@@ -18,15 +18,13 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl import I2CLError, Injection, Task, Template, load_task
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.report.document import build
 from i2cl.experiments.store import Store, save_vectors
 from i2cl.interfaces.cli import load, main
 from i2cl.interfaces.cli.options import ModelOptions
 from i2cl.models.loading import located
-from i2cl.tasks import Task, Template, load_task
 from i2cl.tasks.files import ReadAsWarning
 from i2cl.tasks.rows import read_examples, read_queries
 
@@ -331,8 +329,7 @@ class Folders:
     def read_store(self, folder, spoiled):
         """A store, which must then make a report."""
         store = Store.open(placed(folder, self.store, spoiled))
-        vectors = store.vectors()
-        build([self.experiment], list(store.records.values()), vectors, figures=False)
+        build([self.experiment], list(store.records.values()), store.vectors(), figures=False)
 
 
 def targets(folders):

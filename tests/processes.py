@@ -68,8 +68,7 @@ class Program:
         self.err = Path(self._folder.name) / "err"
         for path in (self.out, self.err):
             path.touch()
-        words = ["-c", *map(str, arguments)]
-        told = (code, words, (self.out, self.err), environment() | variables)
+        told = (code, ["-c", *map(str, arguments)], (self.out, self.err), environment() | variables)
         self.process = start().Process(target=_run, args=told)
         self.process.start()
 

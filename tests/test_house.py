@@ -142,9 +142,7 @@ def loaded_after(statement):
     return {name.split(".")[0] for name in done.stdout.split()}
 
 
-@pytest.mark.parametrize(
-    "statement", ["import i2cl", "import i2cl.interfaces.cli", "from i2cl import I2CLError"]
-)
+@pytest.mark.parametrize("statement", ["import i2cl.interfaces.cli", "from i2cl import I2CLError"])
 def test_importing_is_cheap(statement):
     loaded = loaded_after(statement)
     assert "i2cl" in loaded
@@ -172,8 +170,7 @@ def test_public_names_are_there_documented_and_seen_by_type_checkers():
         _ = i2cl.no_such_name
     tree = parsed(SOURCE / "__init__.py")
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name for node in block.body for alias in node.names}
-    assert seen == set(i2cl.__all__)
+    assert {alias.name for node in block.body for alias in node.names} == set(i2cl.__all__)
 
 
 SCRIPTS = sorted(path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py"))

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import measures
-from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
-from i2cl.injections.pool import InjectionPool
+from i2cl import CalibrationConfig, Decoder, Example, InjectionPool, Task, Template, calibrate, extract
 from naive import Naive
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer

@@ -11,15 +11,16 @@ import tomllib
 from importlib.util import find_spec
 
 import pytest
-from rich.console import Console
+import yaml
 from typer.main import get_command
 
 import i2cl
-from i2cl.interfaces.cli import app, console
-from pages import ROOT, blocks, commands, pages, play, said
+from i2cl.interfaces.cli import app
+from i2cl.version import __version__
+from pages import ROOT, blocks, commands, pages, play
 
-PAGES = [page for page in pages() if page.name != "README.md"]
-"""The README's snippet runs in tests/test_readme.py."""
+README = ROOT / "README.md"
+PAGES = [page for page in pages() if page != README]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -75,15 +76,43 @@ def test_the_reference_has_every_public_name_and_the_glossarys_names_are_there()
             assert hasattr(known, name) or name in fields, f"{owner}.{name}"
 
 
-def test_pages_are_as_wide_as_ever_whatever_the_terminal_was_when_the_program_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(console, "out", Console(highlight=False, width=40))  # as under COLUMNS=40
-    page = tmp_path / "wide.md"
-    shown = said("i2cl ls tasks").splitlines()
-    monkeypatch.undo()
-    play([], tmp_path, monkeypatch)
-    wide = said("i2cl ls tasks").splitlines()
-    page.write_text("```console\n$ i2cl ls tasks\n" + "\n".join(wide) + "\n```\n", encoding="utf-8")
-    monkeypatch.undo()
-    monkeypatch.setattr(console, "out", Console(highlight=False, width=40))
-    assert len(shown) > len(wide)
-    play(blocks(page), tmp_path, monkeypatch)
+# The README; tests/real plays its snippet on the real model
+
+
+def test_the_snippet_runs_on_the_bundled_model(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    snippet = next(one.text for one in blocks(README) if one.language == "python")
+    assert snippet.count('"smollm2"') == 1
+    assert len(re.findall(r"^(?!from |$)", snippet, re.MULTILINE)) <= 6, "five lines, as the page says"
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "readme"}
+    exec(compile(snippet.replace('"smollm2"', '"reference"'), str(README), "exec"), names)
+    assert set(names["tickets"].predict(names["texts"])) <= set(names["labels"])
+    assert (tmp_path / "tickets" / "injection.safetensors").is_file()
+
+
+def test_installation_names_every_extra_and_the_oldest_python():
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = re.search(r"\| extra: .*?\n\n", text, re.DOTALL)[0]
+    named = re.findall(r"^\| `([\w-]+)` \|", extras, re.MULTILINE)
+    assert sorted(named) == sorted(project["optional-dependencies"])
+    oldest = f"Python {project['requires-python'].removeprefix('>=')} or newer"
+    assert oldest in text
+    assert oldest in README.read_text(encoding="utf-8")
+
+
+def test_every_local_link_leads_somewhere():
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", README.read_text(encoding="utf-8"))
+    assert links, "README.md has no local link"
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_the_citation_and_the_release_are_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (__version__, "Apache-2.0")
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    assert release["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    assert release["jobs"]["publish"]["needs"] == "test"
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(form.read_text(encoding="utf-8"))

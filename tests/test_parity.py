@@ -40,8 +40,7 @@ def context(decoder):
 def logits(decoder, edit=None):
     """Logits of the whole vocabulary after each recorded query."""
     questions = Questions(decoder, TASK)
-    texts = [query["text"] for query in RECORD["queries"]]
-    queries = questions.queries(texts)
+    queries = questions.queries([query["text"] for query in RECORD["queries"]])
     rows = torch.empty(len(queries), decoder.model.config.vocab_size)
     with torch.no_grad():
         for batch, found in decoder.run_batches(queries, partial(decoder.forward, edit=edit)):

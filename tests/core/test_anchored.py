@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from fitting import made, one_line
-from i2cl import Example, Task, Template
+from i2cl import Example, Task, Template, make_methods
 from i2cl.core import anchored
 from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
 from i2cl.core.edits import LinearEdit
 from i2cl.core.problem import Problem
 from i2cl.core.tangent import Tangent, columns, directions, optimum, others_of, summed_loss
-from i2cl.methods import make_methods
 from i2cl.models.scoring import Questions, score
 
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
@@ -119,13 +118,17 @@ def test_it_ends_where_the_objective_is_smallest():
     assert stationary(fit, u, tau) < 0.1 * stationary(fit, torch.zeros_like(u), tau)
 
 
-@WHOLE
-def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full):
+def moving(full):
+    """A problem with its derivatives at 0, a place further on, and derivatives and scores there."""
     fit = problem(made("llama"), task(full))
     point, _ = fit.point(torch.zeros(fit.scale.numel()))
-    generator = torch.Generator().manual_seed(0)
-    u = 0.05 * torch.randn(fit.scale.numel(), generator=generator)
-    anew, scores = fit.point(u)
+    u = 0.05 * torch.randn(fit.scale.numel(), generator=torch.Generator().manual_seed(0))
+    return fit, point, u, *fit.point(u)
+
+
+@WHOLE
+def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full):
+    fit, point, u, anew, scores = moving(full)
     losses = torch.nn.functional.cross_entropy(scores, fit.gold, reduction="none")
     settled = losses < losses.median()
     assert 0 < settled.sum() < len(SHOWN)
@@ -140,10 +143,7 @@ def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full):
 
 
 def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
-    fit = problem(made("llama"), task(full=True))
-    point, _ = fit.point(torch.zeros(fit.scale.numel()))
-    u = 0.05 * torch.randn(fit.scale.numel(), generator=torch.Generator().manual_seed(0))
-    anew, scores = fit.point(u)
+    fit, point, u, anew, scores = moving(full=True)
     others = scores.softmax(-1).gather(1, others_of(fit.gold, 3))
     competing = others >= others.median()
     assert 0 < competing.sum() < competing.numel()

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from fitting import PATHS, close, encode, one_line, raw_modules, replacing
-from i2cl.core.context import ContextVector, ExtractConfig, extract
-from i2cl.errors import I2CLError
-from i2cl.models.decoder import Decoder
+from i2cl import ContextVector, Decoder, Example, ExtractConfig, Task, Template, extract
 from i2cl.models.encoding import TruncationWarning
-from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment: {label}"))
@@ -50,22 +47,23 @@ def rows(decoder, case, *, place=-1, writers="both", separator=True):
     return torch.stack([single(decoder, case, prompt(shot, separator), place, writers) for shot in SHOTS])
 
 
-@pytest.mark.parametrize("writers", ["both", "hidden"])
-@pytest.mark.parametrize("case", PATHS)
-def test_the_mean_of_single_runs(case, writers):
-    decoder = decoder_of(case)
-    found = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers))
-    assert close(found.values, rows(decoder, case, writers=writers).mean(0))
+OTHER_TOKENS = [{"separator": False}, {"token": "first"}, {"token": "first", "separator": False}]
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        *((case, {"writers": writers}) for case in PATHS for writers in ("both", "hidden")),
+        *(("llama", config) for config in OTHER_TOKENS),
+    ],
+)
+def test_the_mean_of_single_runs(case, config):
+    decoder, place = decoder_of(case), {"first": 0}.get(config.get("token"), -1)
+    found = extract(decoder, TASK, SHOTS, ExtractConfig(**config))
+    told = {name: value for name, value in config.items() if name != "token"}
+    assert close(found.values, rows(decoder, case, place=place, **told).mean(0))
     assert found.demonstrations == len(SHOTS)
     assert found.values.dtype == torch.float32
-
-
-@pytest.mark.parametrize("separator", [True, False])
-@pytest.mark.parametrize(("token", "place"), [("last", -1), ("first", 0)])
-def test_which_token(token, place, separator):
-    decoder = decoder_of("llama")
-    found = extract(decoder, TASK, SHOTS, ExtractConfig(token=token, separator=separator))
-    assert close(found.values, rows(decoder, "llama", place=place, separator=separator).mean(0))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -206,21 +204,12 @@ def test_the_weighted_mean_is_that_of_numpy(weights):
     assert found.config == vectors[0].config
 
 
-def test_a_mean_by_demonstrations_is_that_of_all_of_them():
-    decoder = decoder_of("gpt2")
-    parts = [extract(decoder, TASK, SHOTS[:2]), extract(decoder, TASK, SHOTS[2:])]
-    found = ContextVector.mean(parts, [part.demonstrations for part in parts])
-    whole = extract(decoder, TASK, SHOTS)
-    assert close(found.values, whole.values)
-    assert found.demonstrations == whole.demonstrations == len(SHOTS)
-
-
 @pytest.mark.parametrize(
     "weights", [[1.0], [1.0, 2.0, 3.0], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan], [1.0, math.inf]]
 )
 def test_weights_that_make_no_mean(weights):
-    with pytest.raises(I2CLError, match=r"make no mean of 2 context vector\(s\): give at least one"):
-        ContextVector.mean([vector(1), vector(2)], weights)
+    told = r"make no mean of 2 context vector\(s\): give at least one"
+    one_line(told, ContextVector.mean, [vector(1), vector(2)], weights)
     one_line(r"make no mean of 0 context vector\(s\)", ContextVector.mean, [])
 
 

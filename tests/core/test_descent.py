@@ -32,6 +32,12 @@ def many(count):
     return made_of, tuple(Example(f"text {word}", at) for at, word in enumerate(words))
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """A tenth of what a fit takes, where it need not come to an end."""
+    monkeypatch.setattr(descent, "FEWEST_STEPS", 24)
+
+
 def test_the_scale_by_gold_labels_is_near_that_of_all():
     every, gold = problem(made("llama")), problem(made("llama"))
     _, _, variance = every.first()
@@ -42,10 +48,10 @@ def test_the_scale_by_gold_labels_is_near_that_of_all():
     assert torch.corrcoef(torch.stack([every.scale.flatten(), some.scale.flatten()]))[0, 1] > 0.7
 
 
-def test_it_comes_to_the_kernels_end_and_tells_the_loss(monkeypatch):
+def test_it_comes_to_the_kernels_end_and_tells_the_loss(few_steps, monkeypatch):
     """Under a narrow prior, which has one optimum, and with passes enough."""
     decoder = made("llama")
-    longer = descent.SCHEDULE.model_copy(update={"epochs": 400, "batch_size": 6, "lr": 0.03})
+    longer = descent.SCHEDULE.model_copy(update={"epochs": 100, "batch_size": 6, "lr": 0.03})
     monkeypatch.setattr(descent, "SCHEDULE", longer)
     fit = problem(decoder)
     u, _, tau, history = descended(fit, 1.0, seed=0)
@@ -110,7 +116,7 @@ def test_many_demonstrations_take_eight_passes_and_few_240_steps():
     assert [descent.schedule(count).epochs for count in (1, 16, 77, 385, 4096)] == [240, 240, 48, 10, 8]
 
 
-def test_a_seed_gives_the_same_vectors_and_another_other_ones(monkeypatch):
+def test_a_seed_gives_the_same_vectors_and_another_other_ones(few_steps, monkeypatch):
     monkeypatch.setattr(descent, "SCHEDULE", descent.SCHEDULE.model_copy(update={"batch_size": 2}))
     fits = [descended(problem(made("llama")), 30.0, seed)[0] for seed in (0, 0, 1)]
     assert torch.equal(fits[0], fits[1])
@@ -134,7 +140,7 @@ def test_what_is_not_finite_is_refused(factor):
         one_line("not finite", anchor, decoder, FILMS, SHOWN, AnchoredConfig(memory=1e-5))
 
 
-def test_whole_labels_that_the_memory_does_not_hold_are_told_by_their_words():
+def test_whole_labels_that_the_memory_does_not_hold_are_told_by_their_words(few_steps):
     asked, shown = many(12)
     with (
         pytest.warns(MemoryWarning, match="going on by descent"),
@@ -145,7 +151,7 @@ def test_whole_labels_that_the_memory_does_not_hold_are_told_by_their_words():
     assert injection.history[-1] < injection.history[0]
 
 
-def test_batches_are_halved_where_memory_ends_and_the_vectors_stay(monkeypatch):
+def test_batches_are_halved_where_memory_ends_and_the_vectors_stay(few_steps, monkeypatch):
     """To rounding: sums of a batch are of its halves."""
     whole = descended(problem(made("llama")), 30.0, 0)[0]
     decoder = made("llama")
@@ -163,7 +169,7 @@ def test_batches_are_halved_where_memory_ends_and_the_vectors_stay(monkeypatch):
     assert torch.corrcoef(torch.stack([halved, whole]))[0, 1] > 0.99
 
 
-def test_a_fit_that_does_not_pay_is_the_plain_model(monkeypatch):
+def test_a_fit_that_does_not_pay_is_the_plain_model(few_steps, monkeypatch):
     losses = iter([1.0, 1.1])
     monkeypatch.setattr(descent, "mean_loss", lambda *_: next(losses))
     with pytest.warns(UserWarning, match="lower the reach"):

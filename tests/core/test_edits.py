@@ -65,18 +65,27 @@ def plain(decoder):
 def test_zero_and_one_is_the_plain_model_bit_for_bit(case, positions, dtype):
     decoder = decoder_of(case, getattr(torch, dtype))
     values, coefficients = drawn(decoder)
-    untouched = torch.tensor([0.0, 1.0]).expand_as(coefficients)
-    edit = LinearEdit(values, untouched, positions=positions)
+    edit = LinearEdit(values, torch.tensor([0.0, 1.0]).expand_as(coefficients), positions=positions)
     assert torch.equal(edited(decoder, edit), plain(decoder))
 
 
+def masked(places):
+    mask = torch.zeros(BATCH.input_ids.shape, dtype=torch.bool)
+    mask[range(len(LENGTHS)), places] = True
+    return mask
+
+
+MASKS = {"all": None, "first": masked([0] * len(LENGTHS)), "last": masked([n - 1 for n in LENGTHS])}
+
+
+@pytest.mark.parametrize("positions", MASKS)
 @pytest.mark.parametrize("site", ["writers", "hidden"])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_lambda_v_plus_beta_a(case, site):
+def test_lambda_v_plus_beta_a_at_the_chosen_tokens(case, site, positions):
     decoder = decoder_of(case)
     values, coefficients = drawn(decoder, site)
-    found = edited(decoder, LinearEdit(values, coefficients, site=site))
-    assert close(found, by_hand(decoder, case, values, coefficients, site=site))
+    found = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
+    assert close(found, by_hand(decoder, case, values, coefficients, site=site, mask=MASKS[positions]))
     assert not close(found, plain(decoder))
 
 
@@ -91,27 +100,6 @@ def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more)
     output, rest = output.double(), found.double() - values[0, 0]
     slope = (rest * output).sum() / output.square().sum()
     assert slope - 1 == pytest.approx(more, rel=0.3)
-
-
-# Positions
-
-
-def masked(places):
-    mask = torch.zeros(BATCH.input_ids.shape, dtype=torch.bool)
-    mask[range(len(LENGTHS)), places] = True
-    return mask
-
-
-@pytest.mark.parametrize("site", ["writers", "hidden"])
-@pytest.mark.parametrize("case", FAMILIES)
-@pytest.mark.parametrize(
-    ("positions", "places"), [("first", [0] * len(LENGTHS)), ("last", [length - 1 for length in LENGTHS])]
-)
-def test_only_the_chosen_token_is_injected(case, site, positions, places):
-    decoder = decoder_of(case)
-    values, coefficients = drawn(decoder, site)
-    found = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
-    assert close(found, by_hand(decoder, case, values, coefficients, site=site, mask=masked(places)))
 
 
 def random_places(seed, rows=ROWS):
@@ -254,8 +242,7 @@ def test_inactive_sites_get_neither_injection_nor_noise(case, place):
     active = torch.zeros(decoder.layers, 2, dtype=torch.bool)
     assert torch.equal(edited(decoder, noisy(decoder, place=place, active=active)), plain(decoder))
     active[1, 0] = True
-    edit = noisy(decoder, place=place, active=active)
-    seen = watched(decoder, case, edit)
+    seen = watched(decoder, case, noisy(decoder, place=place, active=active))
     untouched = watched(decoder, case, None)
     assert all(torch.equal(*pair) for pair in zip(seen[0], untouched[0], strict=True))
     assert torch.equal(seen[1][1], untouched[1][1])

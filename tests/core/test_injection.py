@@ -1,26 +1,22 @@
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from commands import listed
-from fitting import one_line, random_injection
+from fitting import decoder_of, one_line, random_injection
+from i2cl import Decoder, Example, ExtractConfig, Injection, Task, Template
 from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS, WEIGHTED_VERSION
-from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import LinearEdit
-from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import label_tokens
 from i2cl.models.scoring import score
 from i2cl.storage.card import CARD
-from i2cl.tasks import Example, Task, Template
 from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}", separator="\n\n")
@@ -29,11 +25,6 @@ TASK = Task("Größe ☃", ("positive", "negative"), TEMPLATE, **ROWS)
 TEXTS = ["a warm film", "dull"]
 OF_FORMAT_1 = {"name": "x", "revision": None, "model_type": "llama", "layers": 2, "d_model": 32}
 OF_FORMAT_1 |= {"weights": "a", "tokenizer": "b"}
-
-
-@cache
-def decoder_of(case, **overrides):
-    return Decoder(tiny_model(case, **overrides), tiny_tokenizer(), name=f"tiny-{case}")
 
 
 def made(case="llama", *, writers="both", base=None, **fields):
@@ -89,22 +80,17 @@ def test_predictions_are_label_words_and_whole_sequences_are_scored_on_demand():
 @pytest.mark.parametrize("ask", ["scores", "predict"])
 def test_another_model_of_the_same_sizes_answers_if_forced(ask):
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
-    one_line(r"made on 'tiny-llama', not 'other' \(weights .*--force", getattr(made(), ask), other, TEXTS)
+    one_line(r"made on 'llama', not 'other' \(weights .*--force", getattr(made(), ask), other, TEXTS)
     assert len(getattr(made(), ask)(other, TEXTS, force=True)) == len(TEXTS)
 
 
 def test_a_model_is_read_once_however_often_it_answers(monkeypatch):
-    decoder, injection, read = Decoder(tiny_model("llama"), tiny_tokenizer()), made(), []
-    once = decoder_module.weights_fingerprint
-
-    def counted(*arguments, **options):
-        read.append(arguments)
-        return once(*arguments, **options)
-
-    monkeypatch.setattr(decoder_module, "weights_fingerprint", counted)
+    decoder, injection = Decoder(tiny_model("llama"), tiny_tokenizer()), made()
+    read = Mock(wraps=decoder_module.weights_fingerprint)
+    monkeypatch.setattr(decoder_module, "weights_fingerprint", read)
     for _ in range(3):
         injection.scores(decoder, TEXTS)
-    assert len(read) == 1
+    assert read.call_count == 1
 
 
 # Which model it belongs to
@@ -117,8 +103,8 @@ def test_its_own_model_is_accepted_and_another_configuration_or_tokenizer_named(
     one_line(r"\(config.rms_norm_eps 1e-06 and not 1e-05\): .*--force", made().require_base, other)
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<new>"])
-    with pytest.raises(I2CLError, match=r"\(tokenizer '\w+' and not '\w+'\)"):
-        made().require_base(Decoder(tiny_model("llama"), tokenizer))
+    other = Decoder(tiny_model("llama"), tokenizer)
+    one_line(r"\(tokenizer '\w+' and not '\w+'\)", made().require_base, other)
 
 
 @pytest.mark.parametrize("force", [True, False])
@@ -215,7 +201,7 @@ def test_the_description_can_be_read_by_people_and_holds_no_demonstrations(saved
     assert "Größe ☃" in text
     assert len(text.splitlines()) > 20
     told = described(saved)
-    assert (told["format_version"], told["base_model"]["name"]) == (FORMAT_VERSION, "tiny-llama")
+    assert (told["format_version"], told["base_model"]["name"]) == (FORMAT_VERSION, "llama")
     assert (told["task"]["labels"], told["task"]["separator"]) == (["positive", "negative"], "\n\n")
     assert told["loss"] == [1.5, 0.1 + 0.2]
     assert listed(saved) == sorted([DESCRIPTION, TENSORS, CARD])
@@ -237,17 +223,12 @@ def test_views_are_saved_whole(tmp_path):
 # Artefacts that are not right
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        *(lambda path, end=end: path.write_bytes(path.read_bytes()[:end]) for end in (0, 5, 100, -1)),
-        lambda path: path.unlink(),
-    ],
-)
-def test_tensors_that_are_truncated_or_missing(saved, spoil):
-    spoil(saved / TENSORS)
+@pytest.mark.parametrize("end", [0, 5, 100, -1, None])
+def test_tensors_that_are_truncated_or_missing(saved, end):
+    path = saved / TENSORS
+    path.unlink() if end is None else path.write_bytes(path.read_bytes()[:end])
     one_line(r"injection.safetensors is damaged or missing", Injection.from_pretrained, saved)
-    save_file({"context_vector": torch.zeros(2, 2, 32)}, saved / TENSORS)
+    save_file({"context_vector": torch.zeros(2, 2, 32)}, path)
     one_line(r"damaged or missing \('coefficients'\)", Injection.from_pretrained, saved)
 
 
@@ -303,18 +284,12 @@ def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
 
 
 def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
-    asked = []
-
-    def download(name, **arguments):
-        asked.append((name, arguments))
-        return str(saved)
-
+    download = Mock(return_value=str(saved))
     monkeypatch.setattr("i2cl.storage.hub.snapshot_download", download)
     found = Injection.from_pretrained("somebody/films", revision="v1")
     assert torch.equal(found.coefficients, made().coefficients)
-    assert asked == [("somebody/films", {"revision": "v1", "allow_patterns": [DESCRIPTION, TENSORS]})]
     Injection.from_pretrained(saved)
-    assert len(asked) == 1
+    download.assert_called_once_with("somebody/films", revision="v1", allow_patterns=[DESCRIPTION, TENSORS])
 
 
 def test_a_repository_or_a_path_without_an_injection(tmp_path, monkeypatch):

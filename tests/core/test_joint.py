@@ -10,7 +10,6 @@ from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate,
 from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import RowsEdit
 from i2cl.core.loss import CalibrationLoss
-from i2cl.errors import I2CLError
 from i2cl.models.batching import MemoryWarning
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
@@ -90,10 +89,9 @@ def test_a_small_budget_makes_more_groups_of_the_same():
 
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
-@pytest.mark.parametrize("pays", [True, False, None])
+@pytest.mark.parametrize("pays", [True, False])
 def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
-    if pays is not None:
-        monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
+    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     decoder = made("llama")
     noisy = QUIET.model_copy(update={"noise": 0.05, "noise_place": place})
     together, alone = both(decoder, noisy)
@@ -148,8 +146,8 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
     monkeypatch.setattr(Decoder, "forward", Mock(side_effect=torch.OutOfMemoryError("no")))
     task, examples, _ = RUNS[0]
     context = whole[0].context
-    with pytest.raises(I2CLError, match="a step of one run does not fit into memory"):
-        calibrate_many(decoder, [task], [examples], [context], QUIET)
+    told = "a step of one run does not fit into memory"
+    one_line(told, calibrate_many, decoder, [task], [examples], [context], QUIET)
 
 
 def test_no_runs_no_epochs_and_bad_input():
@@ -159,10 +157,11 @@ def test_no_runs_no_epochs_and_bad_input():
     assert [one.history for one in together] == [()] * len(RUNS)
     task, examples, _ = RUNS[0]
     context = extract(decoder, task, examples)
-    with pytest.raises(I2CLError, match=r"\[2, 1, 1, 2\] tasks, sets of demonstrations"):
-        calibrate_many(decoder, [task, task], [examples], [context])
-    one_line("demonstration", calibrate_many, decoder, [task], [[]], [context])
     wild = CalibrationConfig(lr=1e30)
-    one_line("the training loss became nan", calibrate_many, decoder, [task], [examples], [context], wild)
-    with pytest.raises(I2CLError, match="the training loss of run 1 of 2 became nan"):
-        calibrate_many(decoder, [task] * 2, [examples] * 2, [context] * 2, wild)
+    for told, *given in (
+        (r"\[2, 1, 1, 2\] tasks, sets of demonstrations", [task] * 2, [examples], [context]),
+        ("demonstration", [task], [[]], [context]),
+        ("the training loss became nan", [task], [examples], [context], wild),
+        ("the training loss of run 1 of 2 became nan", [task] * 2, [examples] * 2, [context] * 2, wild),
+    ):
+        one_line(told, calibrate_many, decoder, *given)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fitting import made, random_edit
-from i2cl import Example, Task, Template
+from i2cl import AnchoredConfig, Example, Task, Template, anchor
 from i2cl.core import label_mass
-from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.edits import LinearEdit
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.models.batching import make_batch

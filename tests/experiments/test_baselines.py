@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from fitting import injected, one_line
-from i2cl import CalibrationConfig, Example, Injection
+from i2cl import CalibrationConfig, Decoder, Example, Injection, evaluate, make_methods
 from i2cl.experiments.confidence import confidence
-from i2cl.experiments.evaluation import evaluate
 from i2cl.experiments.evidence.baselines import BASELINES, labelled_rows, with_folds, with_worth
 from i2cl.injections.temperature import likely_temperature, normalised
-from i2cl.methods import make_methods
-from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
@@ -49,7 +46,7 @@ def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
     assert labelled_rows(task, task.train, 160) == ()
 
 
-def test_all_methods_are_those_of_an_evaluation(decoder, task):
+def test_all_methods_are_those_of_an_evaluation_and_kept_with_the_artefact(decoder, task, tmp_path):
     injection = measured(decoder, task)
     told = injection.worth
     assert (told["rows"], told["split"], told["not_run"]) == (16, "test", {})
@@ -68,6 +65,11 @@ def test_all_methods_are_those_of_an_evaluation(decoder, task):
     free = {name: runs[name].accuracy for name in names[:2]}
     assert told["against"] == max(free, key=free.get)
     assert told["difference"] == pytest.approx(runs["i2cl"].accuracy - max(free.values()))
+    injection.save_pretrained(tmp_path / "with")
+    assert Injection.from_pretrained(tmp_path / "with").worth == injection.worth
+    replace(injection, worth={}).save_pretrained(tmp_path / "without")
+    assert "worth" not in json.loads((tmp_path / "without" / "injection.json").read_text())
+    assert Injection.from_pretrained(tmp_path / "without").worth == {}
 
 
 def test_a_label_prior_is_measured_with_what_it_corrects(decoder, task):
@@ -108,15 +110,6 @@ def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decode
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         measured(decoder, task)
-
-
-def test_it_is_kept_with_the_artefact_and_one_without_it_loads(decoder, task, tmp_path):
-    injection = measured(decoder, task)
-    injection.save_pretrained(tmp_path / "with")
-    assert Injection.from_pretrained(tmp_path / "with").worth == injection.worth
-    replace(injection, worth={}).save_pretrained(tmp_path / "without")
-    assert "worth" not in json.loads((tmp_path / "without" / "injection.json").read_text())
-    assert Injection.from_pretrained(tmp_path / "without").worth == {}
 
 
 @pytest.mark.parametrize("name", ["anchored", "i2cl"])

@@ -114,6 +114,9 @@ def test_grids_are_limited_each_to_its_own_tasks_and_compared_with_a_row_that_th
     assert [one.name for one in limited([real, chat], ["intents"])] == ["real"]
     one_line(r"task 'trecc': did you mean 'trec'", limited, [real, chat], ["sst2", "trecc"])
     assert [one.against for one in compared_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
+    named = ["mood-colour-1", "mood-colour-2", "job-letter-1"]  # all of which are run
+    cells, _ = _cells("shots", cell(), named, named, True, None, None)
+    assert {one.task for one in cells} == set(named)
 
 
 def test_failures_are_told_and_set_the_exit_code(tmp_path, said):
@@ -210,12 +213,6 @@ def test_two_processes_hold_one_model_together(tmp_path, alone):
     for record in records.values():
         assert record.outcome.predictions == alone(record.cell).outcome.predictions
         assert record.provenance["weights"] == alone(record.cell).provenance["weights"]
-
-
-def test_tasks_that_a_user_names_are_all_run():
-    named = [f"mood-colour-{n}" for n in (1, 2)] + ["job-letter-1"]
-    cells, _ = _cells("shots", cell(), named, named, True, None, None)
-    assert {one.task for one in cells} == set(named)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from fitting import one_line
+from i2cl import Example, Task, Template, make_methods
 from i2cl.core.anchored import MOST_DEMONSTRATIONS
 from i2cl.experiments import draw as module
 from i2cl.experiments.draw import draw, fitting, up_to
-from i2cl.methods import make_methods
-from i2cl.tasks import Example, Task, Template
 
 ANCHORED, I2CL = make_methods(["anchored", "i2cl"])
 

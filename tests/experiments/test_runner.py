@@ -5,6 +5,7 @@ import torch
 
 from commands import jsonl
 from experiments.runs import OTHER, cell, kept, quick, run_alone, run_groups_of, shot, single
+from fitting import one_line
 from i2cl import Decoder, I2CLError
 from i2cl.experiments import studies
 from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
@@ -124,8 +125,8 @@ def test_a_store_refuses_other_weights(tmp_path):
     cells = [cell(method="few_shot", seed=seed, limit=2, shots=1) for seed in range(3)]
     assert run_groups_of(cells[:1], first, tmp_path / "s")["done"] == 1
     assert run_groups_of(cells[:2], first, tmp_path / "s")["done"] == 1
-    with pytest.raises(I2CLError, match="results of other weights than 'm' has now: choose another --store"):
-        run_groups_of(cells, other, tmp_path / "s")
+    told = "results of other weights than 'm' has now: choose another --store"
+    one_line(told, run_groups_of, cells, other, tmp_path / "s")
     assert len(Store.open(tmp_path / "s").records) == 2
 
 
@@ -137,8 +138,8 @@ def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
             jsonl(tmp_path / folder / "sst2" / f"{split}.jsonl", lines)
     cells = [cell(task="sst2", method="few_shot", seed=seed, limit=2, shots=1) for seed in range(2)]
     assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one"))["done"] == 1
-    with pytest.raises(I2CLError, match="the store has results on other rows of task 'sst2'"):
-        run_groups_of(cells, decoder, tmp_path / "s", str(tmp_path / "other"))
+    told, given = "the store has results on other rows of task 'sst2'", (cells, decoder, tmp_path / "s")
+    one_line(told, run_groups_of, *given, str(tmp_path / "other"))
 
 
 def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
@@ -159,6 +160,6 @@ def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
     assert run_groups_of(cells[:1], decoder, tmp_path / "s")["done"] == 1
     assert run_groups_of(cells[:1], decoder, tmp_path / "s")["done"] == 0
     written("{text} is {label}")
-    with pytest.raises(I2CLError, match="with another template, label words, instruction or shots"):
-        run_groups_of(cells, decoder, tmp_path / "s")
+    told = "with another template, label words, instruction or shots"
+    one_line(told, run_groups_of, cells, decoder, tmp_path / "s")
     assert run_groups_of(cells, decoder, tmp_path / "other")["done"] == 2

@@ -8,14 +8,13 @@ from safetensors.torch import load_file
 
 from experiments.runs import ONE, OTHER, cell, run_alone, run_groups_of
 from fitting import one_line
-from i2cl import CalibrationConfig, Decoder, Injection, calibrate_many, extract, load_task
+from i2cl import CalibrationConfig, Decoder, Injection, calibrate_many, extract, load_task, transfer
 from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Experiment
 from i2cl.experiments.report.document import build
 from i2cl.experiments.runner import pending
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, fit_cells, plain, worst_group
-from i2cl.injections.transfer import transfer
 from i2cl.methods import make_methods
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.scoring import Questions

@@ -8,12 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from fitting import random_injection
-from i2cl.core.context import ExtractConfig
+from i2cl import Decoder, ExtractConfig, Task, Template
 from i2cl.export import Golden, make_golden
 from i2cl.export.families import FAMILIES
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
-from i2cl.tasks import Task, Template
 from processes import finished
 from tiny import CASES, tiny_model, tiny_tokenizer
 

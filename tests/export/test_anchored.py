@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from export.cases import TASK
 from fitting import one_line
-from i2cl import Decoder, Example, anchor
-from i2cl.core.anchored import AnchoredConfig
+from i2cl import AnchoredConfig, Decoder, Example, anchor
 from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_golden, verify
 from i2cl.models.scoring import Questions
 from tiny import tiny_folder

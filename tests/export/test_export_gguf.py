@@ -24,8 +24,7 @@ from export.cases import (
 )
 from export.test_export_server import by_id, serving
 from fitting import one_line
-from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl import I2CLError, Injection
 from i2cl.export import Golden, export_gguf, fold, verify_gguf
 from i2cl.export.families import FAMILIES
 from i2cl.export.gguf import Weights, neighbours

@@ -12,15 +12,11 @@ from safetensors.torch import load_file, save_file
 from commands import listed, run
 from export.cases import IDS, TASK, decoder_of, drawn, hooked, injection_for, plain, relative, saved, scaled
 from fitting import left_as_found, one_line
-from i2cl import anchor
-from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl import AnchoredConfig, ContextVector, Decoder, Example, ExtractConfig, anchor
 from i2cl.export import Golden, export_peft, verify
 from i2cl.export.families import LAST_MAPS, REFUSED
 from i2cl.export.golden import GOLDEN
 from i2cl.export.peft import CONFIG, WEIGHTS, make_adapter
-from i2cl.models.decoder import Decoder
-from i2cl.tasks import Example
 from tiny import CASES
 
 peft = pytest.importorskip("peft", reason="peft is an extra")

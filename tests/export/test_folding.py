@@ -13,11 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from export.cases import FOLDED, ONE_A_ROW, ROUNDED, drawn, hooked, longrope, plain, relative
 from fitting import left_as_found, one_line
-from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl import ARCHITECTURES, Architecture, ContextVector, Decoder, ExtractConfig
 from i2cl.export import export_hf, fold
 from i2cl.export.families import FAMILIES, REFUSED
-from i2cl.models.architectures import ARCHITECTURES, Architecture
-from i2cl.models.decoder import Decoder
 from tiny import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +88,7 @@ def test_what_cannot_be_folded_says_why_and_what_else(case):
 def test_variants_of_a_family_fold_exactly(case, overrides, tmp_path):
     decoder, injection = drawn(case, **overrides)
     made = fold(decoder, injection)
-    expected = hooked(decoder, injection)
-    assert relative(plain(made), expected) <= 1e-5
+    assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
     export_hf(decoder, injection, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(plain(again), plain(made))

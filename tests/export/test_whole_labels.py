@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from export.cases import BEGUN, SHARED, decoder_of, drawn, injection_for, stored, with_golden
 from export.test_export_server import serving
 from fitting import one_line, weighted
-from i2cl import Decoder
-from i2cl.errors import I2CLError
+from i2cl import Decoder, I2CLError
 from i2cl.export import (
     Golden,
     export_gguf,
@@ -155,8 +154,7 @@ def test_the_card_says_which_label_each_answer_stands_for(tmp_path):
 
 def test_the_command_says_that_an_answer_stands_for_a_label(tmp_path, said):
     base = Decoder.from_pretrained(str(stored(decoder_of("llama"), tmp_path / "base")), device="cpu")
-    made = weighted(base, replace(injection_for(base), task=MIXED))
-    made.save_pretrained(tmp_path / "artefact")
+    weighted(base, replace(injection_for(base), task=MIXED)).save_pretrained(tmp_path / "artefact")
     told = said("export", tmp_path / "artefact", tmp_path / "out", "--to", "hf")
     assert "An answer is one token, which stands for a label" in told
 
@@ -217,8 +215,9 @@ class Echo:
         return prompt.ids + self.golden.sequences[self.golden.sequence_texts.index(rest)]
 
 
-@pytest.mark.parametrize("takes", [(list, str), str], ids=["ids", "text"])
-@pytest.mark.parametrize("reply", [{}, {"generated": 0}, {"bos": True}], ids=str)
+@pytest.mark.parametrize(
+    ("takes", "reply"), [(str, {}), *(((list, str), one) for one in ({}, {"generated": 0}, {"bos": True}))]
+)
 def test_a_server_that_echoes_is_checked_by_whole_sequences(export, said, reply, takes):
     with serving(Golden.from_export(export), echo=Echo(export, **reply), takes=takes) as (url, seen):
         told = json.loads(said("verify", export, "--url", url, "--json"))

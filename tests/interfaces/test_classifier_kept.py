@@ -175,8 +175,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
-    combined = replace(fitted().injection_, settings={"combined": []})
-    combined.save_pretrained(tmp_path / "both")
+    replace(fitted().injection_, settings={"combined": []}).save_pretrained(tmp_path / "both")
     found = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())
     assert "epochs" not in found.settings
     again = clone(found).set_params(settings=QUICK, shots=1).fit(X, Y)

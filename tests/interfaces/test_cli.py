@@ -2,20 +2,23 @@
 
 import io
 import json
+import os
+import re
+import sys
 import warnings
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
 from commands import jsonl, listed, run
-from i2cl import Decoder, Injection, with_label_prior, with_temperature
+from i2cl import METHODS, Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
 from i2cl.interfaces.cli import console
-from i2cl.methods import METHODS
 from i2cl.models.batching import MemoryWarning
-from processes import start
+from processes import COMMAND, Program, start
 from tiny import tiny_folder
 
 TEMPLATE = r"Review: {text}\nSentiment:{label}"
@@ -27,18 +30,15 @@ def rows(count, start=0):
     return [{"text": f"film {n} is {('bad', 'good')[n % 2]}", "label": LABELS[n % 2]} for n in numbers]
 
 
-def make_home(folder):
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
     """A folder with a model, training and test rows, and an artefact fitted by the command line."""
+    folder = tmp_path_factory.mktemp("home")
     tiny_folder(folder / "model")
     jsonl(folder / "films.jsonl", rows(16))
     jsonl(folder / "test.jsonl", rows(12, start=16))
     assert run(*fit_arguments(folder, folder / "artefact", "--seed", "3")) == 0
     return folder
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"))
 
 
 def fit_arguments(home, output, *more):
@@ -63,8 +63,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(text, capsys):
     console.print_error(text)
     with console.plain_warnings():
         warnings.warn(MemoryWarning(text), stacklevel=1)
-    told = capsys.readouterr().err
-    assert told == f"error: {text}\nwarning: {text}\n"
+    assert capsys.readouterr().err == f"error: {text}\nwarning: {text}\n"
     console.print_table("", [{text: text}])
     assert capsys.readouterr().out.count(text) == 2
 
@@ -148,8 +147,7 @@ def test_fit_measures_nothing_if_asked_not_to_and_one_fold_is_refused(call, refu
     assert told.startswith("error: folds=1: give 2 or more")
     assert not (tmp_path / "new").exists()
     arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0")
-    out = call(*arguments)[1]
-    assert "pays" not in out
+    assert "pays" not in call(*arguments)[1]
     record = json.loads(call(*arguments, "--json")[1])
     assert (record["worth"], record["metrics"]) == (None, {})
 
@@ -270,3 +268,72 @@ def test_check_tells_right_writers_from_wrong_ones(call, refused, home):
     assert (code, json.loads(out)["passed"]) == (1, False)
     told = refused("check", home / "model", *paths, "no_such_module")
     assert (told.startswith("error: "), "no_such_module" in told) == (True, True)
+
+
+TEXTS = [f"a{' very' * (number % 4)} long film, number {number}" for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def expected(home):
+    """What the Python API says about the texts: labels and probabilities."""
+    decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
+    injection = Injection.from_pretrained(home / "artefact")
+    return injection.predict(decoder, TEXTS), injection.scores(decoder, TEXTS).softmax(-1).float()
+
+
+def written_as(kind, path):
+    if kind == "lines":
+        path.write_text("\n".join(TEXTS), encoding="utf-8")
+    else:
+        jsonl(path, [{"id": number, "text": text} for number, text in enumerate(TEXTS)])
+    return path
+
+
+@pytest.mark.parametrize(("kind", "ending"), [("lines", "txt"), ("jsonl", "data")])
+def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, ending):
+    path = written_as(kind, tmp_path / f"texts.{ending}")
+    told = ["--input-format", kind] if ending == "data" else []
+    code, out, err = call("predict", home / "artefact", path, *told)
+    assert (code, err) == (0, "")
+    labels, probabilities = parsed(out)
+    assert labels == expected[0]
+    assert torch.allclose(probabilities, expected[1], atol=2e-6)
+    assert torch.allclose(probabilities.sum(-1), torch.ones(len(TEXTS)), atol=1e-5)
+
+
+def test_texts_come_from_stdin_or_another_column(call, home, expected, monkeypatch, tmp_path):
+    path = jsonl(tmp_path / "texts.jsonl", [{"review": text} for text in TEXTS])
+    _, out, _ = call("predict", home / "artefact", path, "--text-column", "review")
+    assert parsed(out)[0] == expected[0]
+    for source in (["-"], []):
+        stdin = SimpleNamespace(buffer=io.BytesIO("\n".join(TEXTS).encode()))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        _, out, _ = call("predict", home / "artefact", *source)
+        assert parsed(out)[0] == expected[0]
+
+
+def test_input_longer_than_a_chunk_and_an_output_file_give_the_same_lines(call, home, tmp_path):
+    path = written_as("lines", tmp_path / "texts.txt")
+    _, whole, _ = call("predict", home / "artefact", path)
+    code, nothing, told = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
+    assert (code, nothing) == (0, "")
+    saved = rf"Saved {re.escape(str(tmp_path))}/out.tsv: {len(TEXTS)} rows in \d+\.\d s\.\n"
+    assert re.fullmatch(saved, told)
+    assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == whole
+    _, parts, _ = call("predict", home / "artefact", path, "--chunk", "3")
+    (labels, values), (wanted, close) = parsed(parts), parsed(whole)
+    assert labels == wanted
+    assert torch.allclose(values, close, atol=2e-6)  # other batches round the last digit otherwise
+    assert len(parts.splitlines()) == 1 + len(TEXTS)
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(home, tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("a film\n" * 400, encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
+    program = Program(COMMAND, "predict", home / "artefact", path, "--chunk", "50", out=tmp_path / "pipe")
+    with (tmp_path / "pipe").open() as pipe:
+        assert pipe.readline().startswith("label")
+    program.process.join()
+    told = program.err.read_text(encoding="utf-8")
+    assert ("Traceback" in told, "Error" in told) == (False, False)

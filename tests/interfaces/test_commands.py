@@ -4,16 +4,13 @@ import io
 import json
 import re
 import shlex
-from dataclasses import dataclass
 from itertools import count
-from typing import Annotated
 
 import pytest
 import typer
 from rich.console import Console
 
 from i2cl.interfaces.cli import EXAMPLES, app, console
-from i2cl.interfaces.cli.options import expanded
 from i2cl.methods import METHODS
 from i2cl.version import __version__
 
@@ -65,41 +62,9 @@ def test_the_examples_run_one_after_another(said, tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)
 def test_many_options_are_shown_in_groups(call, words):
     out = call(*words, "--help")[1]
-    titles = re.findall(r"─ (\w[\w ]*) ─", out)
-    assert titles == ["Arguments", "Options", "Method", "Task", "Model"]
+    assert re.findall(r"─ (\w[\w ]*) ─", out) == ["Arguments", "Options", "Method", "Task", "Model"]
     tasks = out[out.index("─ Task ") : out.index("─ Model ")]
     assert ("--template" in tasks, "--device" in tasks) == (True, False)
-
-
-@dataclass(frozen=True)
-class Size:
-    """A group of options."""
-
-    PANEL = "Size"
-
-    wide: Annotated[int, typer.Option(min=1, help="Width.")] = 1
-    high: Annotated[int, typer.Option(help="Height.")] = 2
-
-
-def test_a_group_of_options_is_one_argument():
-    seen = []
-
-    @expanded
-    def one(name: str, *, size: Size, flag: bool = False) -> None:
-        seen.append((name, size, flag))
-
-    @expanded
-    def two(*, size: Annotated[Size, ("high",)]) -> None:
-        seen.append(size)
-
-    for command in (one, two):
-        grouped = typer.Typer()
-        grouped.command()(command)
-        words = ["--high", "5"] if command is two else ["box", "--wide", "3", "--flag"]
-        typer.main.get_command(grouped)(words, standalone_mode=False)
-    assert seen == [("box", Size(3, 2), True), Size(1, 5)]
-    with pytest.raises(Exception, match="--wide"):
-        typer.main.get_command(grouped)(["--wide", "3"], standalone_mode=False)
 
 
 def test_without_a_command_the_commands_are_listed(call, said):
@@ -109,8 +74,7 @@ def test_without_a_command_the_commands_are_listed(call, said):
 
 
 def test_a_bar_knows_the_time_left_where_an_epoch_takes_minutes_and_shows_what_is_waited_for(monkeypatch):
-    clock = count(step=90.0)
-    shown = Console(file=io.StringIO(), force_terminal=True, get_time=clock.__next__)
+    shown = Console(file=io.StringIO(), force_terminal=True, get_time=count(step=90.0).__next__)
     monkeypatch.setattr(console, "err", shown)
     with console.progress(10, "calibrating") as bar:
         for epoch in range(3):
@@ -124,21 +88,22 @@ def test_a_bar_knows_the_time_left_where_an_epoch_takes_minutes_and_shows_what_i
         assert bar.what == "evaluating"
 
 
-def test_ls_names_everything(call):
-    _, out, _ = call("ls", "tasks", "--json")
-    tasks = {record["name"]: record for record in json.loads(out)}
+def test_ls_names_everything(said):
+    tasks, rows, methods = (json.loads(said("ls", kind, "--json")) for kind in LISTS)
+    tasks, methods = ({record["name"]: record for record in one} for one in (tasks, methods))
     assert set(tasks) >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
     assert tasks["sst2"]["labels"] == ["negative", "positive"]
-    _, out, _ = call("ls", "architectures", "--json")
-    assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in json.loads(out)
-    _, out, _ = call("ls", "methods", "--json")
-    methods = {record["name"]: record for record in json.loads(out)}
+    assert {"model_type": "gpt2", "layers": "h", "attention": "attn", "mlp": "mlp"} in rows
     assert list(methods) == list(METHODS)
     assert methods["task_vector"]["options"] == {}
     assert methods["i2cl"]["paper_row"] == "I2CL (ours)"
     options = methods["i2cl"]["options"]
     assert options["formula"] == {"default": "linear", "choices": ["linear", "add", "balance"]}
     assert options["epochs"] == {"default": "100", "choices": []}
+
+
+LISTS = {"tasks": "agnews", "architectures": "gpt_neox", "methods": "zero_shot"}
+"""What can be listed, and a name that people see then."""
 
 
 def keys(value):
@@ -149,13 +114,7 @@ def keys(value):
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (("ls", "tasks"), "agnews"),
-        (("ls", "architectures"), "gpt_neox"),
-        (("ls", "methods"), "zero_shot"),
-        (("experiment", "ls"), "main"),
-    ],
+    ("words", "shown"), [(("experiment", "ls"), "main"), *((("ls", kind), LISTS[kind]) for kind in LISTS)]
 )
 def test_lists_have_plain_keys_as_json_and_are_tables_for_people(call, words, shown):
     found = keys(json.loads(call(*words, "--json")[1]))

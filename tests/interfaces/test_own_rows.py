@@ -61,8 +61,7 @@ def test_the_block_is_in_the_record_and_not_in_the_way_of_json(call, model, tmp_
     assert told["labels"] == {"login": 12, "price": 12}
     assert (told["rows"], told["used"], told["kept_back"], told["shots"]) == (24, 18, 4, 9)
     assert told["estimated_seconds"] > 0
-    command = Injection.from_pretrained(tmp_path / "new").command
-    assert "--shots 9 --seed 0 --keep-back 5" in command
+    assert "--shots 9 --seed 0 --keep-back 5" in Injection.from_pretrained(tmp_path / "new").command
 
 
 def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_80):
@@ -79,8 +78,7 @@ def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_8
 
 def test_a_known_task_has_no_block_and_a_file_is_asked_as_on_the_page(call, said, tmp_path, model):
     words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "m", "--shots", 1, "--evaluate", 0]
-    out = said(*words, "--set", "steps=1")
-    assert out.startswith("Saved ")
+    assert said(*words, "--set", "steps=1").startswith("Saved ")
     fitted(call, model, write(tmp_path / "mine.csv", ROWS), tmp_path / "new", "--evaluate", "0")
     assert Injection.from_pretrained(tmp_path / "new").task.template.format == "Text: {text}\nLabel: {label}"
     path = write(tmp_path / "test.csv", ROWS)

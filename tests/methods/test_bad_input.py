@@ -56,16 +56,13 @@ def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demo
 
 
 @pytest.mark.parametrize("name", ["linear_probe", "tfidf", "knn_prompting", "few_shot"])
-def test_no_texts_have_no_scores(name, films, demonstrations):
-    assert fit(name, made("llama"), films, demonstrations).scores([]).shape == (0, 2)
+def test_no_texts_have_no_scores_and_one_string_is_no_list_of_texts(name, films, demonstrations):
+    predictor = fit(name, made("llama"), films, demonstrations)
+    assert predictor.scores([]).shape == (0, 2)
+    one_line("texts is one string: give a list of texts", predictor.scores, "great")
 
 
 @pytest.mark.parametrize("name", ["knn_prompting", "label_anchor"])
 def test_without_anything_in_front_there_is_no_cache(name, films):
     bare = replace(films, template=Template("{text} {label}"))
     assert fit(name, made("llama"), bare, []).scores(TEXTS).isfinite().all()
-
-
-def test_one_string_is_no_list_of_texts(decoder, films, demonstrations):
-    predictor = fit("few_shot", decoder, films, demonstrations)
-    one_line("texts is one string: give a list of texts", predictor.scores, "great")

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import fitting
 from fitting import FAMILIES, SHOWN, TEXTS, WORDS, block_outputs, fit, ids, made, one_line, shown_string
-from i2cl import Decoder, Task
-from i2cl.core.anchored import AnchoredConfig, anchor
+from i2cl import AnchoredConfig, Decoder, Task, anchor
 from i2cl.methods import knn_prompting, make_methods
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, AddPreservingNorm, directions
 from i2cl.methods.knn_prompting import divergence
@@ -93,8 +92,7 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     predictor = fit("task_vector", decoder, films, demonstrations, seed=3)
     layer, state = predictor.edit.layer, predictor.edit.state
     dummy = films.held_out(33, demonstrations, 3)[0]
-    prompt = shown_string(films) + films.template.query(dummy.text)
-    states = block_outputs(decoder, prompt)
+    states = block_outputs(decoder, shown_string(films) + films.template.query(dummy.text))
     torch.testing.assert_close(state, states[layer, -1], **CLOSE)
 
     def last(output):

@@ -85,8 +85,7 @@ def test_what_corruption_does_to_demonstrations(films):
         config = CorruptionConfig(corruption=corruption)
         draws[corruption] = corrupted(films, examples, config, 0)
         assert corrupted(films, examples, config, 0) == draws[corruption]
-    changed = [name for name, (task, _) in draws.items() if task != films]
-    assert changed == ["without_format"]
+    assert [name for name, (task, _) in draws.items() if task != films] == ["without_format"]
     assert draws["without_format"][1] == tuple(examples)
 
     _, labelled = draws["random_label"]

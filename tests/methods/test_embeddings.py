@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from fitting import SHOWN, TEXTS, fit, injected, made, one_line
-from i2cl import Example
-from i2cl.core.calibration import CalibrationConfig
+from i2cl import CalibrationConfig, Example
 from i2cl.experiments.evidence.baselines import BASELINES, with_folds, with_worth
 from i2cl.methods import embeddings, make_methods
 

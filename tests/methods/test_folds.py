@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from fitting import fit, one_line
-from i2cl import Example, Task
+from i2cl import Example, Task, Template, make_methods
 from i2cl.injections.temperature import likely_temperature
-from i2cl.methods import make_methods
 from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected, require_folds, unmeasurable
-from i2cl.tasks import Template
 
 
 def rows(*labels):

@@ -5,12 +5,8 @@ import pytest
 import torch
 
 from fitting import close, decoder_of, free, left_as_found, one_line
-from i2cl.core.calibration import calibrate
-from i2cl.core.context import ExtractConfig, extract
-from i2cl.core.recipe import CalibrationConfig
-from i2cl.models.architectures import Architecture
+from i2cl import Architecture, CalibrationConfig, Decoder, ExtractConfig, calibrate, extract
 from i2cl.models.batching import make_batch
-from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import label_tokens
 from i2cl.models.prefix import window_of
@@ -109,8 +105,7 @@ def test_capture_is_float32_on_the_cpu():
     ],
 )
 def test_cached_values(case, overrides, width, tokens):
-    decoder = Decoder(tiny_model(case, **overrides), tiny_tokenizer())
-    prefix = decoder.prefix(tuple(range(1, 14)))
+    prefix = Decoder(tiny_model(case, **overrides), tiny_tokenizer()).prefix(tuple(range(1, 14)))
     assert prefix.expanded(3).layers[0].keys.shape[0] == 3
     assert prefix.values == 2 * width * tokens
 
@@ -199,16 +194,6 @@ def test_working_does_not_change_training_that_goes_on():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_two_decoders_share_a_model():
-    model = tiny_model("llama")
-    first, second = Decoder(model, tiny_tokenizer()), Decoder(model, tiny_tokenizer())
-    before = first.capture(BATCH)
-    with first.frozen():
-        calibrated(second)
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert torch.equal(first.capture(BATCH), before)
-
-
 def test_an_edit_that_only_looks_changes_nothing(decoder):
     class Look(Edit):
         sees_input = True
@@ -228,15 +213,19 @@ def test_an_edit_that_only_looks_changes_nothing(decoder):
     assert look.seen == [(layer, index, True) for layer in (0, 1) for index in (0, 1)]
 
 
-def test_decoders_of_one_model_share_its_lock():
+def test_decoders_of_one_model_share_it_and_its_lock():
     model = tiny_model("llama")
     one, other = (Decoder(model, tiny_tokenizer(), name="tiny") for _ in range(2))
+    before = one.capture(BATCH)
     assert lock_of(copy.copy(one).model) is lock_of(model)
     assert lock_of(copy.deepcopy(one).model) is not lock_of(model)
     with one.frozen():
+        calibrated(other)
         assert not free(lock_of(other.model))
+        assert not any(parameter.requires_grad for parameter in model.parameters())
     assert free(lock_of(model))
     assert all(parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(one.capture(BATCH), before)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_columns_of_a_matrix_are_seen_whatever_its_width(kept, monkeypatch):
     assert len(reads) == 2
 
 
-def test_every_single_value_counts():
+def test_every_single_value_counts_and_integers_to_the_last_bit():
     model = tiny_model("llama")
     matrix = model.model.layers[1].mlp.down_proj.weight.detach().view(-1)
     before = weights_fingerprint(model)
@@ -99,6 +99,9 @@ def test_every_single_value_counts():
         assert weights_fingerprint(model) != before, place
         matrix[place] = kept
     assert weights_fingerprint(model) == before
+    packed = [torch.tensor([2**20 + last], dtype=torch.int32) for last in (0, 1)]
+    assert packed[0].to(torch.bfloat16) == packed[1].to(torch.bfloat16)
+    assert len({tensors_fingerprint([("qweight", one)]) for one in packed}) == 2
 
 
 @pytest.mark.parametrize("place", [0, fingerprint.PART - 1, fingerprint.PART, -1])
@@ -116,12 +119,6 @@ def test_neither_the_size_of_parts_nor_the_order_in_memory_changes_it(monkeypatc
     head = model.lm_head.weight
     head.data = head.data.T.contiguous().T
     assert weights_fingerprint(model) == before
-
-
-def test_integers_count_to_the_last_bit():
-    packed = [torch.tensor([2**20 + last], dtype=torch.int32) for last in (0, 1)]
-    assert packed[0].to(torch.bfloat16) == packed[1].to(torch.bfloat16)
-    assert len({tensors_fingerprint([("qweight", one)]) for one in packed}) == 2
 
 
 SCORES = "e_score_correction_bias"
@@ -188,7 +185,7 @@ def test_a_configuration_survives_files(case, tmp_path):
 # The tokenizer
 
 
-def test_the_vocabulary_counts_and_what_callers_flip_does_not():
+def test_the_vocabulary_counts_also_without_rules_in_json_and_what_callers_flip_does_not():
     tokenizer, before = tiny_tokenizer(), tokenizer_fingerprint(tiny_tokenizer())
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -198,6 +195,8 @@ def test_the_vocabulary_counts_and_what_callers_flip_does_not():
     assert tokenizer_fingerprint(rebuilt(model={"continuing_subword_prefix": ""})) == before
     tokenizer.add_tokens(["<extra>"])
     assert tokenizer_fingerprint(tokenizer) != before
+    assert tokenizer_fingerprint(ByT5Tokenizer()) == tokenizer_fingerprint(ByT5Tokenizer())
+    assert tokenizer_fingerprint(ByT5Tokenizer()) != tokenizer_fingerprint(ByT5Tokenizer(extra_ids=3))
 
 
 def rebuilt(**parts):
@@ -229,11 +228,6 @@ def test_the_tokenizers_rules_count(parts):
     other = rebuilt(**parts)
     assert other.get_vocab() == tiny_tokenizer().get_vocab()
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tiny_tokenizer())
-
-
-def test_a_tokenizer_without_rules_in_json_is_told_by_its_vocabulary():
-    assert tokenizer_fingerprint(ByT5Tokenizer()) == tokenizer_fingerprint(ByT5Tokenizer())
-    assert tokenizer_fingerprint(ByT5Tokenizer()) != tokenizer_fingerprint(ByT5Tokenizer(extra_ids=3))
 
 
 # What is compared

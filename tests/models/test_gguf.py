@@ -9,15 +9,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from export.cases import change
 from fitting import one_line
-from i2cl import Decoder
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
+from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Task, Template
 from i2cl.export.folding import Folding, StateDict
 from i2cl.export.gguf import Weights
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.models.loading import load_model_and_tokenizer
-from i2cl.tasks import Task, Template
 from tiny import byte_level, tiny_folder, tiny_model, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
@@ -87,8 +85,7 @@ def test_values_are_those_that_the_codes_stand_for(tmp_path, kind, dtype):
 
 
 def test_files_beside_it_are_those_of_another_model(file):
-    other = tiny_model("llama", seed=1, hidden_size=64)
-    other.save_pretrained(file.parent)
+    tiny_model("llama", seed=1, hidden_size=64).save_pretrained(file.parent)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(file.parent)
     decoder = Decoder.from_pretrained(str(file), device="cpu")
@@ -121,8 +118,7 @@ def test_digits_are_split_where_the_file_says_so(tmp_path):
     assert found(PROBE).input_ids == tokenizer(PROBE).input_ids
     assert found.chat_template == tokenizer.chat_template
     assert found.eos_token == "<|endoftext|>"
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = plain
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert found(PROBE).input_ids != tokenizer(PROBE).input_ids  # the probe shows the difference
 
 
@@ -192,9 +188,7 @@ def test_a_damaged_file(file, kept):
     ],
 )
 def test_text_that_is_no_text_or_of_another_architecture(file, key, letter, named):
-    inside = gguf.GGUFReader(file, "r+")
-    inside.get_field(key).parts[-1][0] = letter
-    inside.data.flush()
+    change(file, fields=[(key, letter)])
     told = refused(file)
     assert "transformers cannot convert" in told
     assert named in told
@@ -229,9 +223,7 @@ def test_options_that_make_no_sense(file, options, message, monkeypatch):
 
 
 def test_missing_packages(file, monkeypatch):
-    from i2cl import errors
-
-    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    monkeypatch.setattr("i2cl.errors.find_spec", lambda name: None)
     assert "needs the packages gguf and accelerate: pip install 'i2cl[gguf]'" in refused(file)
 
 
@@ -244,8 +236,7 @@ def test_smollm2_is_looked_for_and_never_imported(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert "holds no *.gguf" in refused("smollm2")
     file.rename(package / "any.gguf")
-    decoder = Decoder.from_pretrained("smollm2", device="cpu")
-    assert decoder.base.name == "smollm2"
+    assert Decoder.from_pretrained("smollm2", device="cpu").base.name == "smollm2"
     assert "a GGUF file has no revision" in refused("smollm2", revision="main")
 
 

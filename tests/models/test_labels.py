@@ -11,17 +11,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fitting import decoder_of, encode, log_probability, made
-from i2cl.errors import I2CLError
-from i2cl.models.decoder import Decoder
+from i2cl import Decoder, I2CLError, Task, Template
 from i2cl.models.encoding import ScoringWarning, label_tokens
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Task, Template
 from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 LABELS = ("positive", "negative")
-
-
 WORDS = (
     *("hate", "not", "spam", "New", "York", "a", "b", "of"),
     *("good", "bad", "7", "film", "film.", "New-York", "spammy"),

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fitting import log_probability, one_line
-from i2cl import CalibrationConfig, Decoder, Example, InjectionPool, Task, Template
-from i2cl.core.calibration import calibrate, calibrate_many
+from i2cl import CalibrationConfig, Decoder, Example, InjectionPool, Task, Template, calibrate, calibrate_many
 from i2cl.core.context import extract
 from i2cl.methods import adapters, make_methods
 from i2cl.models.batching import rope_limits

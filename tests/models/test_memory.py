@@ -5,9 +5,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from i2cl.errors import I2CLError
+from i2cl import Decoder, I2CLError
 from i2cl.models.batching import MemoryWarning
-from i2cl.models.decoder import Decoder
 from processes import finished
 
 CPU = torch.device("cpu")

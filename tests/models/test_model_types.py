@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from fitting import close, injecting, left_as_found, made, random_edit, replacing
-from i2cl.core.calibration import calibrate
-from i2cl.core.context import extract
+from i2cl import CalibrationConfig, Example, Task, Template, calibrate, extract
 from i2cl.core.edits import LinearEdit
-from i2cl.core.recipe import CalibrationConfig
 from i2cl.models.batching import make_batch
-from i2cl.tasks import Example, Task, Template
 from tiny import CASES, PATHS
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))

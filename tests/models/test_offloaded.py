@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from commands import run
 from fitting import hooks, injected, one_line
-from i2cl import Decoder
-from i2cl.core.recipe import CalibrationConfig
+from i2cl import CalibrationConfig, Decoder
 from i2cl.models.batching import make_batch
 from tiny import tiny_model, tiny_tokenizer
 

@@ -2,19 +2,19 @@ import inspect
 import random
 import warnings
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
 from fitting import decoder_of, encode, log_probability, made, one_line, random_edit
+from i2cl import Decoder, Task, Template
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.models.batching import MemoryWarning
-from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
 from i2cl.models.scoring import PASSES_A_BATCH, Questions, require_texts, score
 from i2cl.models.trie import Trie
-from i2cl.tasks import Task, Template
-from tiny import CASES, tiny_model, tiny_tokenizer
+from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
 SLIDING = ["gemma3_text", "gpt_neo", "mistral-sliding", "olmo3", "qwen2-sliding"]
@@ -61,15 +61,11 @@ def kind(full):
     return "full" if full else "first_token"
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
-def test_scores_are_those_of_the_plain_model_row_by_row(case, full):
-    decoder = decoder_of(case)
-    assert close(scores(decoder, kind(full)), expected(decoder, full=full))
-
-
 @pytest.mark.parametrize(("budget", "side"), [(1, "left"), (40, "right"), (10**6, "left")])
-@pytest.mark.parametrize("case", FAMILIES)
-def test_padding_side_and_batching_change_nothing(case, side, budget, full):
+@pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
+def test_scores_are_those_of_the_plain_model_whatever_the_padding_side_and_the_batches(
+    case, side, budget, full
+):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
     decoder = Decoder(decoder_of(case).model, tokenizer, token_budget=budget)
@@ -105,12 +101,15 @@ def drawn_edit(decoder, *pair, **options):
     return LinearEdit(values, torch.tensor(pair).expand(decoder.layers, 2, 2), **options)
 
 
-@pytest.mark.parametrize("positions", [None, "all", "last"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "positions"),
+    [*product(CASES, [None]), *product(sorted({*PATHS, *NO_FORKS, *SLIDING}), ["all", "last"])],
+)
 def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
     model_type, variant = CASES[case]
     wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}
-    decoder = Counting(tiny_model(model_type, **variant | wide), tiny_tokenizer(), name=case, token_budget=64)
+    model = tiny_model(model_type, **variant | wide)
+    decoder = Counting(model, tiny_tokenizer(), name=case, token_budget=256)
     asked = questions(decoder, "full", MANY)
     edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS)
@@ -128,11 +127,17 @@ def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, posit
     assert once or len(set(tokens)) == 1
 
 
-@pytest.mark.parametrize(("case", "limit"), [("gemma2", "sliding_window"), ("gpt2", "n_positions")])
-def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(case, limit):
+@pytest.fixture(params=[("gemma2", "sliding_window"), ("gpt2", "n_positions")], ids=lambda pair: pair[0])
+def limited(request):
+    """A decoder that reads, or in some layers sees, 42 tokens; and questions with many labels."""
+    case, limit = request.param
     decoder = Counting(tiny_model(case, **{limit: 42}), tiny_tokenizer(), name=case)
+    return decoder, questions(decoder, "full", MANY)
+
+
+def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(limited):
+    decoder, asked = limited
     assert decoder.can_fork
-    asked = questions(decoder, "full", MANY)
     queries = asked.queries(["dull", "a warm film", "where is the longest river"])
     lengths = [len(query) + len(Trie.of(asked.labels.ids).tokens) for query in queries]
     assert min(lengths) <= 42 < max(lengths)
@@ -143,10 +148,8 @@ def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(case, lim
     assert once < decoder.tokens
 
 
-@pytest.mark.parametrize(("case", "limit"), [("gemma2", "sliding_window"), ("gpt2", "n_positions")])
-def test_every_query_keeps_its_own_vectors_where_some_fork_and_some_do_not(case, limit):
-    decoder = Counting(tiny_model(case, **{limit: 42}), tiny_tokenizer(), name=case)
-    asked = questions(decoder, "full", MANY)
+def test_every_query_keeps_its_own_vectors_where_some_fork_and_some_do_not(limited):
+    decoder, asked = limited
     long = "where is the longest river"
     queries = asked.queries([long, "dull", "a warm film", long])
     draw = torch.Generator().manual_seed(0)
@@ -249,18 +252,22 @@ def test_scores_are_float32_whatever_the_model_is():
 
 
 @pytest.mark.parametrize(
-    ("case", "edited"),
-    [*((case, False) for case in (*FAMILIES, *SLIDING)), ("gpt2", True), ("gemma2", True), ("falcon", True)],
+    ("case", "budget", "edited"),
+    [
+        *((case, 1024, False) for case in (*FAMILIES, *SLIDING)),
+        *((case, 1024, True) for case in ("gpt2", "gemma2", "falcon")),
+        *(("gemma2", budget, False) for budget in (1, 10**6)),
+    ],
 )
-def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, full, edited):
-    decoder = decoder_of(case)
+def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, budget, full, edited):
+    decoder = Decoder(decoder_of(case).model, tiny_tokenizer(), token_budget=budget)
     shown = encode(SHOWN)
     assert len(shown) > 8  # longer than the sliding windows
     prefix = decoder.prefix(shown)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in prefix.cache.layers]
     edit = drawn_edit(decoder, 0.0, 1.0) if edited else None  # runs the hooks and changes nothing
     found = scores(decoder, kind(full), prefix=prefix, edit=edit)
-    assert close(found, expected(decoder, full=full, before=SHOWN))
+    assert close(found, expected(decoder_of(case), full=full, before=SHOWN))
     for layer, (keys, values) in zip(prefix.cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
@@ -283,13 +290,6 @@ def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
     whole = [shown + encode(TEMPLATE.query(text)) for text in TEXTS]
     assert close(found, score(decoder, whole, labels, edit=edit))
     assert not close(found, scores(decoder, edit=edit, prefix=decoder.prefix(shown)))
-
-
-@pytest.mark.parametrize("budget", [1, 10**6])
-def test_batching_behind_a_prefix_changes_nothing(budget, full):
-    decoder = Decoder(decoder_of("gemma2").model, tiny_tokenizer(), token_budget=budget)
-    found = scores(decoder, kind(full), prefix=decoder.prefix(encode(SHOWN)))
-    assert close(found, expected(decoder, full=full, before=SHOWN))
 
 
 # Label tokens

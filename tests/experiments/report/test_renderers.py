@@ -125,8 +125,7 @@ def drawn(monkeypatch):
 
 @pytest.mark.usefixtures("drawn")
 def test_all_files_are_written_and_read_again(tmp_path):
-    report = build([grid(views=("tasks", "bars"))], trial(), {})
-    paths = write(report, tmp_path / "out")
+    paths = write(build([grid(views=("tasks", "bars"))], trial(), {}), tmp_path / "out")
     names = [str(path.relative_to(tmp_path / "out")) for path in paths]
     written = [f"report.{end}" for end in ("csv", "html", "md", "tex")]
     assert names == ["figures/trial-bars.png", "figures/trial-bars.svg", *written]

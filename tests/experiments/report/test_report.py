@@ -109,8 +109,7 @@ def test_the_p_that_is_printed_is_the_one_that_decides():
     (results,) = results_of(asked, made)
     tested = results.difference(*results.lines)
     assert tested.p_queries < 0.001 < 0.3 < tested.p_seeds
-    found = table("comparison", asked, made)
-    assert texts(found)["ICV"][2] == f"{tested.p_seeds:.3f}"
+    assert texts(table("comparison", asked, made))["ICV"][2] == f"{tested.p_seeds:.3f}"
     (row,) = csv_lines(asked, made)
     assert float(row["p"]) == tested.p_seeds
     assert not {"p_queries", "p_seeds"} & row.keys()

@@ -6,6 +6,7 @@ import tarfile
 import pytest
 
 from fitting import ASKED, TASKS, random_injection
+from i2cl.interfaces.server.refusals import RefusalError
 
 TEXTS = ASKED
 HOST = "http://127.0.0.1"
@@ -18,6 +19,13 @@ def made(decoder, number, **fields):
     if number % 4 == 1:
         fields |= {"label_bias": tuple(0.5 * place for place in range(len(task.labels)))}
     return random_injection(decoder, task, number, fields=fields)
+
+
+def refusal(told, work, *given):
+    """What a call is refused with, with this pattern in its words."""
+    with pytest.raises(RefusalError, match=told or None) as refused:
+        work(*given)
+    return refused.value
 
 
 @pytest.fixture

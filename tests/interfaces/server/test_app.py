@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -135,8 +136,7 @@ def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):
     parts = (b" " * 2**20 for _ in range(9))
     assert error_of(post(CLASSIFY, content=parts, headers=headers)) == (413, "body_too_long")
     assert error_of(client.put("/v1/tasks/a", content=b"no tar", headers=TAR)) == (422, "bad_artefact")
-    late = {"X-Request-Timeout": "0"}
-    assert post(CLASSIFY, json=ONE, headers=late).status_code == 422
+    assert post(CLASSIFY, json=ONE, headers={"X-Request-Timeout": "0"}).status_code == 422
     assert error_of(client.get("/healthz", headers={"Host": "evil.example"})) == (421, "unknown_host")
 
 
@@ -154,14 +154,10 @@ def test_a_deadline_that_has_passed(client, service, monkeypatch):
     ],
 )
 def test_each_way_of_asking_takes_a_deadline(client, monkeypatch, path, body):
-    seen = []
-
-    async def answered(self, name, texts, *, timeout, gone):
-        seen.append(timeout)
-
-    monkeypatch.setattr(Service, "classify", answered)
+    asked = AsyncMock(return_value=None)
+    monkeypatch.setattr(Service, "classify", asked)
     client.post(path, json=body, headers={"X-Request-Timeout": "7"})
-    assert seen == [7]
+    assert asked.call_args.kwargs["timeout"] == 7
 
 
 def test_what_nobody_expected_is_told_without_its_words(client, service, monkeypatch, caplog):
@@ -234,8 +230,7 @@ def test_one_that_only_reads(service, opened, asking, tmp_path):
 def test_no_other_site_can_ask_unless_named_and_the_page_loads_nothing_of_others(client, service, asking):
     origin = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in client.options(CLASSIFY, headers=origin).headers
-    named = asking(service, origins=["https://example.org"])
-    reply = named.options(CLASSIFY, headers=origin)
+    reply = asking(service, origins=["https://example.org"]).options(CLASSIFY, headers=origin)
     assert reply.headers["access-control-allow-origin"] == "https://example.org"
     for path in ("/", "/page.css", "/page.js"):
         reply = client.get(path)

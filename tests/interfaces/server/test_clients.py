@@ -2,9 +2,8 @@
 
 import pytest
 
-from i2cl import Decoder, Injection
+from i2cl import Decoder, Injection, load_task
 from i2cl.interfaces.server.client import Client
-from i2cl.tasks import load_task
 
 from .conftest import made
 from .test_serve import serving

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from i2cl.interfaces.server import files, jobs
-from i2cl.interfaces.server.refusals import RefusalError
 from processes import until
 
-from .conftest import TEXTS, made
+from .conftest import TEXTS, made, refusal
 
 FIT = {"name": "films", "template": "Review: {text}\nSentiment: {label}", "labels": None, "shots": 2}
 FIT |= {"seed": 0, "method": None, "recipe": None, "settings": {"steps": 1}, "evaluate": 4}
@@ -73,8 +72,7 @@ def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     assert not any("milliseconds_per_query" in one for one in last["worth"]["methods"].values())
     assert last["tokens"]["few_shot"] > last["tokens"]["task"]
     until(lambda: not list(job.folder.glob("input.*")))
-    injection = service.tasks.injection(last["digest"])
-    assert injection.task.labels == tuple(sorted(task.labels))
+    assert service.tasks.injection(last["digest"]).task.labels == tuple(sorted(task.labels))
 
 
 def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path, monkeypatch):
@@ -142,8 +140,7 @@ def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
         service.jobs.cancel(job)
         assert ended(job).status == "cancelled"
     service.jobs.cancel(waits)
-    with pytest.raises(RefusalError):
-        service.jobs.get(waits.id)
+    refusal("no job", service.jobs.get, waits.id)
     assert not waits.folder.exists()
 
 
@@ -249,15 +246,13 @@ def test_what_cannot_be_read_is_neither_removed_nor_in_the_way(opened, task, cap
     else:
         assert again.tasks._artefacts.joinpath(digest).is_dir()  # that job may need it
         assert f"jobs/{first.id} stays as it is" in caplog.text
-        with pytest.raises(RefusalError, match="no job"):
-            again.jobs.get(first.id)
+        refusal("no job", again.jobs.get, first.id)
 
 
 def test_a_fit_measured_by_leaving_rows_out_keeps_no_time_of_a_text(service, task):
     job = fitted(service, replace(task, train=task.train[:4]))
     assert job.status == "done", job.events[-1]
-    injection = service.tasks.injection(job.events[-1]["digest"])
-    methods = injection.worth["methods"]
+    methods = service.tasks.injection(job.events[-1]["digest"]).worth["methods"]
     assert methods.keys() >= {"zero_shot", "anchored"}
     assert not any("milliseconds_per_query" in one for one in methods.values())
     card = (service.tasks._artefacts / job.events[-1]["digest"] / "README.md").read_text()

@@ -150,8 +150,7 @@ class LLM:
     def answer(self, ids, asked):
         frontend.TASKS.admit(asked)
         assert asked.extra_args["i2cl"].isidentifier()  # a name again, which any channel carries
-        held = self.held[asked.extra_args[DIGEST]]
-        rows, scales = held.tensors(self.decoder.d_model)
+        rows, scales = self.held[asked.extra_args[DIGEST]].tensors(self.decoder.d_model)
         pairs = torch.stack([torch.ones_like(scales), scales], -1).view(self.decoder.layers, 2, 2)
         edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
         own = [] if asked.prompt_logprobs is None else [ids[:end] for end in range(1, len(ids))]

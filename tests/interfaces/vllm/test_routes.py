@@ -51,9 +51,7 @@ class Engine(LLM):
 def app(base, monkeypatch):
     for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.serve", "vllm.entrypoints.serve.utils"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
-    own = SimpleNamespace(
-        with_cancellation=lambda handler: handler
-    )  # vLLM's is used there, and tested with it
+    own = SimpleNamespace(with_cancellation=lambda handler: handler)  # vLLM's is tested in vLLM
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.serve.utils.api_utils", own)
     monkeypatch.setattr(plugin, "install_in_server", lambda: None)
     monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())

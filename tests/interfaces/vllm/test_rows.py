@@ -133,8 +133,7 @@ def test_plain_rows_are_exact_in_bfloat16(model):
 def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):
     tables = model.i2cl_tables
     writer = tables.writers[0]
-    kept = (writer.i2cl_rows, writer.i2cl_scales, tables.slots)
-    before = [one.data_ptr() for one in kept]
+    before = [one.data_ptr() for one in (writer.i2cl_rows, writer.i2cl_scales, tables.slots)]
     tables.write(2, packed(12).digest, packed(12))
     assert before == [one.data_ptr() for one in (writer.i2cl_rows, writer.i2cl_scales, tables.slots)]
     assert all(one.i2cl_slots is tables.slots for one in tables.writers)

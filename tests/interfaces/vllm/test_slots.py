@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fitting import one_line
-from i2cl.core.context import ExtractConfig
-from i2cl.errors import I2CLError
+from i2cl import ExtractConfig, I2CLError
 from i2cl.interfaces.vllm.slots import PLAIN, Ledger, Packed, Salts, digest_of, token_slots
 
 from .standins import injection_for, params
@@ -51,14 +50,6 @@ def test_a_dropped_task_is_admitted_as_long_as_its_slot_has_it():
     for name in ("a", "never"):
         one_line("dropped before it began", ledger.admit, name, Request())
     ledger.drop("never")
-
-
-def test_what_could_not_be_written_is_not_booked():
-    ledger = Ledger(2)
-    assert ledger.load("a") == (1, True)
-    ledger.unbook("a")
-    one_line("dropped before it began", ledger.admit, "a", Request())
-    assert ledger.load("a") == (1, True)
 
 
 def test_the_digest_is_that_of_the_edit_and_of_nothing_else(decoder, task):

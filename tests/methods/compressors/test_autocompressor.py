@@ -121,8 +121,7 @@ def test_a_bos_stands_before_the_first_segment_alone(own, release):
 
 
 def test_embeddings_of_another_model_are_refused(release, tmp_path):
-    config = AutoConfig.from_pretrained(release.folder)
-    config.save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(release.folder).save_pretrained(tmp_path)
     tensors = load_file(release.folder / "model.safetensors")
     tensors["embed_summary.weight"] = tensors["embed_summary.weight"][:, :31].contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import i2cl.methods.compressors.base as shared
-from i2cl import Decoder, evaluate, load_task
-from i2cl.methods import make_methods
+from i2cl import Decoder, evaluate, load_task, make_methods
 from i2cl.tasks.corpus import TASKS
 
 KINDS = ("autocompressor", "icae", "cepe")
@@ -42,8 +41,7 @@ def test_a_few_steps_make_a_compressor_that_is_used(kind, script, decoder, tmp_p
     task = load_task("mood-colour-1")
     (method,) = make_methods([kind])
     predictor = method.fit(fresh, task, task.sample(2, 0), 0)
-    scores = predictor.scores([one.text for one in task.test[:4]])
-    assert torch.isfinite(scores).all()
+    assert torch.isfinite(predictor.scores([one.text for one in task.test[:4]])).all()
     assert all(torch.equal(one, weights[name]) for name, one in fresh.model.state_dict().items())
     trained = {name: one.float() for name, one in shared.bundled(fresh, kind).tensors.items()}
     assert sum(one.numel() for one in trained.values()) == record["parameters"]

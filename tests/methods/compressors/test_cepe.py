@@ -52,8 +52,7 @@ def test_states_logits_and_losses(own, release, decoder):
     found = after(decoder, edit, [front + ids for ids in release.queries])
     torch.testing.assert_close(found, release["query_logits_two_in_decoder"], **CLOSE)
     edit = own.edit(release["encoder_states"])
-    label = release.labels[1]
-    row = release.queries[0] + label
+    row = release.queries[0] + release.labels[1]
     batch = make_batch([row], decoder.device)
     with torch.no_grad():
         table = decoder.forward(batch, at=torch.arange(len(row))[None], edit=edit)[0]
