@@ -12,6 +12,7 @@ from i2cl.core import descent
 from i2cl.core.anchored import AnchoredConfig, anchor, solved
 from i2cl.core.descent import descended
 from i2cl.core.problem import Problem
+from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import Questions
@@ -101,13 +102,13 @@ def test_words_that_count_anew_are_one_step_of_the_same_descent(monkeypatch):
     monkeypatch.setattr(descent, "SCHEDULE", one)
     monkeypatch.setattr(descent, "FEWEST_STEPS", 1)
     end = descended(fit, 30.0, seed=0)
-    labels, tokens = fit.questions.labels, descent.token_scores(fit, torch.zeros_like(end.u))
+    labels, tokens = fit.questions.labels, token_scores(decoder, fit.queries, fit.questions.labels)
     weights = labels.weights.clone().requires_grad_()
     cross_entropy(tokens @ weights, fit.gold).backward()
     slope = weights.grad - weights.grad.mean(0)
     moved = end.weights - labels.weights
     assert (moved * slope).sum() < 0  # downhill
-    step = one.lr * descent.word_unit(tokens, 5)  # of AdamW's first one, whatever the slope's size
+    step = one.lr * WordWeights(labels, tokens).unit  # of AdamW's first one, whatever the slope's size
     assert moved.abs().max() == pytest.approx(step, rel=0.8)
     torch.testing.assert_close(moved.sum(0), torch.zeros(5), atol=1e-6, rtol=0)
 
@@ -171,7 +172,7 @@ def test_batches_are_halved_where_memory_ends_and_the_vectors_stay(few_steps, mo
 
 def test_a_fit_that_does_not_pay_is_the_plain_model(few_steps, monkeypatch):
     losses = iter([1.0, 1.1])
-    monkeypatch.setattr(descent, "mean_loss", lambda *_: next(losses))
+    monkeypatch.setattr(descent, "_mean_loss", lambda *_: next(losses))
     with pytest.warns(UserWarning, match="lower the reach"):
         injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-5))
     assert not injection.context.values.any()

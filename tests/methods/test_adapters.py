@@ -11,6 +11,7 @@ from i2cl import Decoder, Example, Task, Template
 from i2cl.methods import adapters, make_methods
 from i2cl.methods.adapters import adapted
 from i2cl.models.encoding import TruncationWarning
+from i2cl.models.scoring import Questions
 from tiny import PATHS, WINDOW, tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft", reason="peft is an extra")
@@ -18,6 +19,7 @@ LoraLayer, IA3Layer = peft.tuners.lora.LoraLayer, peft.tuners.ia3.layer.IA3Layer
 
 NAMES = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
+MANY_WORDS = ("a film", "a mess", "so-so")
 
 
 @pytest.mark.parametrize(
@@ -46,12 +48,17 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
 
 
 @pytest.mark.parametrize(
-    ("words", "scoring"),
-    [(WORDS, "auto"), (("positive", "poor", "negative"), "auto"), (("a film", "a mess", "so-so"), "words")],
-    ids=["first", "whole", "words"],
+    ("words", "more"),
+    [
+        (WORDS, {}),
+        (("positive", "poor", "negative"), {}),
+        (MANY_WORDS, {"scoring": "words"}),
+        (MANY_WORDS, {"scoring": "words", "word_weights": True}),
+    ],
+    ids=["first", "whole", "words", "weights"],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_adapters_learn_among_the_labels(name, words, scoring, demonstrations, monkeypatch):
+def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monkeypatch):
     decoder, task = made("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
     texts, gold = zip(*SHOWN, strict=True)
 
@@ -59,9 +66,16 @@ def test_adapters_learn_among_the_labels(name, words, scoring, demonstrations, m
         return torch.nn.functional.cross_entropy(predictor.scores(texts), torch.tensor(gold)).item()
 
     def fitted(**options):
-        return fit(name, decoder, task, demonstrations, loss="labels", scoring=scoring, **options)
+        return fit(name, decoder, task, demonstrations, loss="labels", **more, **options)
 
-    assert loss(fitted(epochs=10, lr=0.05)) < loss(fitted(epochs=0)) - 0.1
+    trained = fitted(epochs=10, lr=0.05)
+    assert loss(trained) < loss(fitted(epochs=0)) - 0.1
+    weights = trained.questions.weights
+    assert (weights is None) == ("word_weights" not in more)
+    if weights is not None:
+        torch.testing.assert_close(weights.sum(0), torch.ones(3))
+        assert not torch.allclose(weights, Questions(decoder, task, "words").labels.weights)
+        assert trained.cost.trained == sum(one.numel() for one in (*trained.state.values(), weights))
     told = []
 
     def record(_parameters, loss, *_more, **_options):

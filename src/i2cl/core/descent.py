@@ -5,8 +5,8 @@ starts at the plain model too. Small batches over a few passes take the place of
 early end that of the damping. Every label competes in each step, so time grows with demonstrations, and
 hardly with labels; memory does with neither.
 
-Where labels are scored by their words, the fit also finds how much each word counts for each label. That is a
-read-out of the model's own words: it costs a query nothing, and exports hold it in the rows of the head.
+Where labels are scored by their words, the fit also learns how much each word counts
+(`i2cl.core.word_weights`).
 """
 
 import math
@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from i2cl.core.problem import Problem
+from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.models.batching import Batch
-from i2cl.models.encoding import LabelTokens
-from i2cl.models.scoring import score
 from i2cl.models.training import Backward, StepProgress, TrainConfig, train
 
 SCHEDULE = TrainConfig(epochs=8, batch_size=16, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
@@ -50,62 +49,54 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
     decoder, labels = problem.questions.decoder, problem.questions.labels
     variance = problem.scaled_by_gold()
     tau = variance / reach**2 if reach > 0 else math.inf
-    vectors, count = problem.scale.numel(), len(problem.queries)
-    plain, tokens = torch.zeros(vectors), token_scores(problem, torch.zeros(vectors))
-    start = mean_loss(labels.mean(tokens), problem.gold)
+    plain = torch.zeros(problem.scale.numel())
+    tokens, vectors, count = _token_scores(problem, plain), len(plain), len(problem.queries)
+    start = _mean_loss(labels.mean(tokens), problem.gold)
     if not 0 < tau < math.inf:
         return Descent(plain, None, None, (start,))
-    words = labels.weights if labels.words else torch.empty(0, 0)
-    unit = word_unit(tokens, len(labels.ids))
-    both = torch.nn.Parameter(torch.cat([plain, torch.zeros(words.numel())]))
-    backward = Backward([both], decoder.model.dtype)
+    words = WordWeights(labels, tokens) if labels.words else None
+    at = torch.nn.Parameter(torch.cat([plain, *([words.zeros().flatten()] if words else [])]))
+    backward = Backward([at], decoder.model.dtype)
+
+    def weights() -> Float[Tensor, "read labels"] | None:
+        return words.at(at[vectors:].view_as(words.start)) if words else None
 
     def mean(tokens: Float[Tensor, "rows read"]) -> Float[Tensor, "rows labels"]:
         """Label scores where the fit stands."""
-        if not labels.words:
-            return labels.mean(tokens)
-        moved = both[vectors:].view_as(words)
-        return tokens @ (words + unit * (moved - moved.mean(0))).to(tokens)
+        now = weights()
+        return labels.mean(tokens) if now is None else tokens @ now.to(tokens)
 
     def loss(chosen: Sequence[int]) -> Float[Tensor, " 1"]:
         """Its value, with the gradient of batches that were run one by one, as far as memory goes."""
 
         def run(batch: Batch) -> tuple[Tensor, Tensor]:
             gold = problem.gold[[chosen[place] for place in batch.rows]].to(decoder.device)
-            logits = decoder.forward(batch, edit=problem.edit(both[:vectors]))[:, 0].float()
+            logits = decoder.forward(batch, edit=problem.edit(at[:vectors]))[:, 0].float()
             value = cross_entropy(mean(logits[:, list(labels.read)]), gold, reduction="sum") / len(chosen)
             decoder.pause()
             (slope,) = backward.gradients(value)
-            return value.detach().cpu(), torch.zeros_like(both) if slope is None else slope
+            return value.detach().cpu(), torch.zeros_like(at) if slope is None else slope
 
         parts = [part for _, part in decoder.run_batches([problem.queries[row] for row in chosen], run)]
         value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
-        along = (both * slope).sum()
-        return (tau / 2 * both.square().sum() / count + value + along - along.detach())[None]
+        along = (at * slope).sum()
+        return (tau / 2 * at.square().sum() / count + value + along - along.detach())[None]
 
     steps = schedule(count)
-    (means,) = train([both], loss, steps.batches(count, seed), steps, progress)
-    both.requires_grad_(False)
-    end = mean_loss(mean(token_scores(problem, both[:vectors])), problem.gold)
+    (means,) = train([at], loss, steps.batches(count, seed), steps, progress)
+    at.requires_grad_(False)
+    end = _mean_loss(mean(_token_scores(problem, at[:vectors])), problem.gold)
     history = (start, *means, end)
-    if end + tau / 2 * both.square().sum().item() / count >= start:
+    if end + tau / 2 * at.square().sum().item() / count >= start:
         return Descent(plain, None, tau, history)
-    return Descent(both[:vectors], mean(torch.eye(len(words))) if labels.words else None, tau, history)
+    return Descent(at[:vectors], weights(), tau, history)
 
 
-def word_unit(tokens: Float[Tensor, "n read"], labels: int) -> float:
-    """The scale of a word's weight: that of a site's numbers, one over the root of the Fisher information."""
-    apart = (tokens - tokens.mean(-1, keepdim=True)).square().mean().item()
-    return labels / math.sqrt(max(apart, 1e-12) * (labels - 1))
-
-
-def token_scores(problem: Problem, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n read"]:
-    """Log-probabilities of the tokens that tell labels, behind each demonstration's query."""
+def _token_scores(problem: Problem, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n read"]:
     questions = problem.questions
-    each = LabelTokens(tuple((token,) for token in questions.labels.read), full=False)
-    return score(questions.decoder, problem.queries, each, edit=problem.edit(u))
+    return token_scores(questions.decoder, problem.queries, questions.labels, problem.edit(u))
 
 
-def mean_loss(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> float:
+def _mean_loss(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> float:
     """Of all demonstrations, among the labels, in nats."""
     return cross_entropy(scores.double(), gold).item()

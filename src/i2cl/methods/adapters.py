@@ -6,7 +6,7 @@ Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of t
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.context import require_demonstrations
+from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.errors import I2CLError, needs
 from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
@@ -54,10 +55,13 @@ class AdaptedDecoder(Decoder):
 
 
 class AdapterSettings(TrainConfig):
-    """The paper's learning rate of LoRA and IA3, 1e-3; and how labels are scored."""
+    """The paper's learning rate of LoRA and IA3, 1e-3; how labels are scored; and whether training learns how
+    much each word counts, where words are scored (`i2cl.core.word_weights`).
+    """
 
     lr: float = Field(1e-3, gt=0)
     scoring: Scoring = "auto"
+    word_weights: bool = False
 
 
 class AdapterMethod(Method):
@@ -90,17 +94,26 @@ class AdapterMethod(Method):
             queries = questions.queries([example.text for example in demonstrations])
             labels = [questions.labels] * len(queries)
             likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
+            learned, moved = None, []
+            if training.word_weights and words and questions.labels.words:
+                learned = WordWeights(questions.labels, token_scores(wearing, queries, questions.labels))
+                moved = [torch.nn.Parameter(learned.zeros().to(decoder.device))]
 
             def loss(chosen: Sequence[int]) -> Tensor:
+                if learned is not None:
+                    likelihood.labels = [replace(questions.labels, fitted=learned.at(*moved))] * len(queries)
                 values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
                 return -values.mean(0, keepdim=True)
 
             parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
+            parameters += moved
             train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
             state = get_peft_model_state_dict(wearing.model)
             kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        cost = Cost.of(*kept.values(), trained=sum(one.numel() for one in kept.values()))
-        return AdapterPredictor(decoder, task, training.scoring, config, kept, cost)
+            weights = learned.at(*moved).detach().cpu() if learned is not None else None
+        tensors = [*kept.values(), *([] if weights is None else [weights])]
+        cost = Cost.of(*tensors, trained=sum(one.numel() for one in tensors))
+        return AdapterPredictor(replace(questions, decoder=decoder, weights=weights), config, kept, cost)
 
 
 @uninterrupted
@@ -158,17 +171,15 @@ def _as_found(model: nn.Module) -> Iterator[None]:
 class AdapterPredictor:
     """The model while it wears a trained adapter, its kind and tensors; between calls it is as it was."""
 
-    decoder: Decoder
-    task: Task
-    scoring: Scoring
+    questions: Questions  # of the bare decoder
     config: "PeftConfig"
     state: dict[str, Tensor]
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word with the adapter on."""
-        with adapted(self.decoder, self.config, self.state) as wearing:  # for this call only
-            return Questions(wearing, self.task, self.scoring).scores(texts, progress=progress)
+        with adapted(self.questions.decoder, self.config, self.state) as wearing:  # for this call only
+            return replace(self.questions, decoder=wearing).scores(texts, progress=progress)
 
 
 def attention_targets(decoder: Decoder) -> list[str]:
