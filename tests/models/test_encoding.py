@@ -191,13 +191,13 @@ def test_labels_of_several_words_are_told_by_the_mean_of_their_tokens(decoder):
 
 def test_a_fit_may_say_how_much_each_token_counts(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d")
-    weights = torch.randn(4, 3)
-    found = label_tokens(decoder.encoder, template, labels, "words", weights)
+    weights, plain = torch.randn(4, 3), label_tokens(decoder.encoder, template, labels, "words")
+    found = plain.weighted(weights)
     tokens = torch.randn(2, 4)
     torch.testing.assert_close(found.mean(tokens), tokens @ weights)
-    assert found == label_tokens(decoder.encoder, template, labels, "words")  # the same labels
-    with pytest.raises(I2CLError, match=r"\(4, 3\), and these labels have \(2, 2\): fit it again"):
-        label_tokens(decoder.encoder, template, ("ab", "ba"), "words", weights)
+    assert found == plain  # the same labels
+    with pytest.raises(I2CLError, match=r"\(3, 4\), and these labels have \(4, 3\): fit it again"):
+        plain.weighted(weights.T)
 
 
 @pytest.mark.parametrize(

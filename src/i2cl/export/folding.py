@@ -239,7 +239,8 @@ def words_of(injection: Injection, tokenizer: PreTrainedTokenizerBase) -> LabelT
     if injection.scoring != "words":
         return None
     task, weights = injection.task, injection.word_weights
-    return label_tokens(Encoder.of(tokenizer), task.template, task.labels, "words", weights)
+    labels = label_tokens(Encoder.of(tokenizer), task.template, task.labels, "words")
+    return labels if weights is None else labels.weighted(weights)
 
 
 def require_named(injection: Injection, *, named: bool) -> None:

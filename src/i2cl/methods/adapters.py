@@ -101,7 +101,7 @@ class AdapterMethod(Method):
 
             def loss(chosen: Sequence[int]) -> Tensor:
                 if learned is not None:
-                    likelihood.labels = [replace(questions.labels, fitted=learned.at(*moved))] * len(queries)
+                    likelihood.labels = [questions.labels.weighted(learned.at(*moved))] * len(queries)
                 values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
                 return -values.mean(0, keepdim=True)
 

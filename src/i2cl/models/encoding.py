@@ -7,7 +7,7 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -249,6 +249,13 @@ class LabelTokens:
                 weights[place[token], label] = math.log1p(len(self.words) / labels[token])
         return weights / weights.sum(0)
 
+    def weighted(self, fitted: Float[Tensor, "tokens labels"]) -> "LabelTokens":
+        """With the weights that a fit found. Raises I2CLError on those of other tokens or labels."""
+        if fitted.shape != (sizes := (len(self.read), len(self.ids))):
+            shapes = f"{tuple(fitted.shape)}, and these labels have {sizes}"
+            raise I2CLError(f"word weights are of (tokens, labels) {shapes}: fit it again")
+        return replace(self, fitted=fitted)
+
     def scores(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows labels"]:
         """Of labels that are not full, from logits or log-probabilities behind a query."""
         return self.mean(wide[..., list(self.read)])
@@ -276,11 +283,7 @@ class LabelTokens:
 
 
 def label_tokens(
-    encoder: Encoder,
-    template: Template,
-    labels: Sequence[str],
-    scoring: Scoring = "auto",
-    weights: Float[Tensor, "read labels"] | None = None,
+    encoder: Encoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
 ) -> LabelTokens:
     """Find the tokens of each label by encoding it in the context of a prompt.
     A newline between query and label belongs to the query where the tokenizer cuts behind it in any case:
@@ -288,9 +291,8 @@ def label_tokens(
     and "not spam", all labels are taken with what ends them: the sum of log-probabilities of "not" alone is
     never below that of "not spam". Under ``scoring="words"`` a label's score is the mean of its tokens' own
     behind the query, whatever their order, so that all labels take one pass; labels of the same tokens get
-    one of their own each (`keywords`), and a fit's ``weights`` may say how much of each score a token is.
-    Raises I2CLError if the prompt's last token and a label merge, if two labels are the same under the chosen
-    scoring, if one begins another and nothing can end them, or on weights of other tokens or labels.
+    one of their own each (`keywords`). Raises I2CLError if the prompt's last token and a label merge, if
+    two labels are the same under the chosen scoring, or if one begins another and nothing can end them.
     """
     line = template.lead[: template.lead.rfind("\n") + 1]
     tokens = _behind(encoder, template, labels, line)
@@ -305,7 +307,11 @@ def label_tokens(
     if len(set(found)) < len(found):
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "words":
-        return _by_words(encoder, labels, found, line, weights)
+        own = [(token,) for token in keywords(encoder, labels, found)]
+        words = [tuple(dict.fromkeys(ids)) for ids in found]
+        while len(alike := Counter(map(frozenset, words))) < len(words):  # an own token may be another's word
+            words = [ids if alike[frozenset(ids)] == 1 else one for ids, one in zip(words, own, strict=True)]
+        return LabelTokens(tuple(own), full=False, line=line, words=tuple(words))
     shared = len({ids[0] for ids in found}) < len(found)
     if shared and scoring == "first_token":
         raise I2CLError("labels share their first token: use scoring='full', or other label words")
@@ -316,21 +322,6 @@ def label_tokens(
         ended = _behind(encoder, template, labels, line, template.separator)
         found = _ended(found, ended, encoder, [labels[one] for one in begun])
     return LabelTokens(found, full=scoring == "full" or shared, line=line)
-
-
-def _by_words(
-    encoder: Encoder, labels: Sequence[str], found: Sequence[Ids], line: str, weights: Tensor | None
-) -> LabelTokens:
-    own = [(token,) for token in keywords(encoder, labels, found)]
-    words = [tuple(dict.fromkeys(ids)) for ids in found]
-    while len(alike := Counter(map(frozenset, words))) < len(words):  # an own token may be another's word
-        words = [ids if alike[frozenset(ids)] == 1 else one for ids, one in zip(words, own, strict=True)]
-    made = LabelTokens(tuple(own), full=False, line=line, words=tuple(words), fitted=weights)
-    sizes = (len(made.read), len(labels))
-    if weights is not None and weights.shape != sizes:
-        shapes = f"{tuple(weights.shape)}, and these labels have {sizes}"
-        raise I2CLError(f"word weights are of (tokens, labels) {shapes}: fit it again")
-    return made
 
 
 def keywords(encoder: Encoder, labels: Sequence[str], found: Sequence[Ids]) -> Ids:

@@ -76,7 +76,8 @@ class Questions:
     def labels(self) -> LabelTokens:
         """Tokens of the label words as they follow a query. Raises I2CLError: see `label_tokens`."""
         task = self.task
-        return label_tokens(self.decoder.encoder, task.template, task.labels, self.scoring, self.weights)
+        found = label_tokens(self.decoder.encoder, task.template, task.labels, self.scoring)
+        return found if self.weights is None else found.weighted(self.weights)
 
     def queries(
         self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True
