@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitting import injected, left_as_found, one_line
+from fitting import injected, left_as_found, one_line, weighted
 from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError, anchor, load_task
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.injections.temperature import with_temperature
@@ -117,6 +117,19 @@ def test_another_method_and_unlabelled_texts(tmp_path):
     again = I2CLClassifier.from_pretrained(tmp_path / "out", model=reference())
     assert (again.method, again.settings["steps"]) == ("anchored", 2)
     assert np.array_equal(again.predict(QUERIES), found.predict(QUERIES))
+
+
+def test_a_loaded_task_keeps_the_order_that_its_numbers_are_in(tmp_path):
+    """Labels that are not sorted: bias and word weights belong to places, also of what is saved again."""
+    task = replace(TASK.without_data(), labels=tuple(sorted(TASK.labels, reverse=True)))
+    plain = replace(anchor(reference(), *shown_of(fitted(), 1), AnchoredConfig(steps=1)), task=task)
+    injection = replace(weighted(reference(), plain), label_bias=(0.5, 0.0, -0.5, 1.0))
+    injection.save_pretrained(tmp_path / "one")
+    for name, after in (("one", "two"), ("two", "three")):
+        found = I2CLClassifier.from_pretrained(tmp_path / name, model=reference())
+        assert found.classes_.tolist() == sorted(task.labels)
+        assert found.predict(QUERIES).tolist() == injection.predict(reference(), QUERIES)
+        found.save_pretrained(tmp_path / after)
 
 
 def test_it_learns_the_task_from_all_texts_unless_shots_says_less():

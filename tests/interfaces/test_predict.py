@@ -7,6 +7,7 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
+import torch
 
 from commands import jsonl, listed, run
 from i2cl import Injection, load_task, with_temperature
@@ -136,6 +137,9 @@ def test_a_digest_tells_injections_apart(home, tmp_path):
     biased = [replace(injection, label_bias=(shift, 0.0, 0.0, 0.0)) for shift in (0.0, 1.0)]
     assert len({digest(one) for one in [injection, *biased]}) == 3
     assert digest(with_temperature(injection, 2.0)) != digest(injection)
+    words = replace(injection, scoring="words")
+    weighted = [replace(words, word_weights=torch.full((4, 4), size)) for size in (0.25, 0.5)]
+    assert len({digest(one) for one in (words, *weighted)}) == 3
 
 
 @pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])

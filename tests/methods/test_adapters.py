@@ -86,6 +86,12 @@ def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monk
     assert told == [pytest.approx(loss(untrained), rel=1e-5)]
 
 
+def test_word_weights_take_words_and_the_loss_among_labels(films, demonstrations):
+    for options in ({}, {"loss": "labels"}):
+        told = "word_weights takes scoring=words and loss=labels"
+        one_line(told, fit, "lora", made("llama"), films, demonstrations, word_weights=True, **options)
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [

@@ -21,7 +21,8 @@ model is. It is solved to its optimum, with a proximal term that grows where the
 (Gauss-Newton and Levenberg-Marquardt for a loss that is not squared). One step is regression with the model's
 tangent kernel (https://arxiv.org/abs/2210.05643).
 
-Where demonstrations times labels are too many for a kernel, `i2cl.core.descent` minimises the same objective.
+Where demonstrations times labels are too many for a kernel, `i2cl.core.descent` minimises the same objective,
+and, where labels are scored by their words, how much each word counts with it.
 
 The last vector makes the model say a label by itself: see `i2cl.core.label_mass`.
 """
@@ -66,7 +67,7 @@ NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain m
 
 
 class AnchoredConfig(Settings):
-    """How far from the plain model, and in which numbers.
+    """How far from the plain model, and in which vectors.
 
     Attributes:
         writers: which sites get a vector: both writers of every layer, one of them, or each block's output.

@@ -73,7 +73,7 @@ class Stored(pydantic.BaseModel):
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,
-            "word_weights": tensors.get("word_weights"),
+            "word_weights": tensors["word_weights"] if self.format_version == WEIGHTED_VERSION else None,
             "task": Task.from_dict(self.task),
             "base": base,
             "settings": self.calibration,

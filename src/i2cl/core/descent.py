@@ -87,9 +87,8 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
     at.requires_grad_(False)
     end = _mean_loss(mean(_token_scores(problem, at[:vectors])), problem.gold)
     history = (start, *means, end)
-    if end + tau / 2 * at.square().sum().item() / count >= start:
-        return Descent(plain, None, tau, history)
-    return Descent(at[:vectors], weights(), tau, history)
+    pays = end + tau / 2 * at.square().sum().item() / count < start  # which no value that is not finite does
+    return Descent(at[:vectors], weights(), tau, history) if pays else Descent(plain, None, tau, history)
 
 
 def _token_scores(problem: Problem, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n read"]:

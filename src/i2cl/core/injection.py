@@ -74,7 +74,7 @@ class Injection:
 
     Raises:
         I2CLError: on a label bias that is not one finite number for each label, a temperature outside
-            `TEMPERATURES`, or word weights where labels are not scored by words.
+            `TEMPERATURES`, or word weights of other labels, or where labels are not scored by words.
     """
 
     context: ContextVector
@@ -103,8 +103,10 @@ class Injection:
             raise I2CLError(
                 f"temperature {self.temperature!r} is no number from {least:g} to {most:g}: give one"
             )
-        if self.word_weights is not None and self.scoring != "words":
-            raise I2CLError(f"word weights go with scoring 'words', not {self.scoring!r}: fit it again")
+        weights = self.word_weights
+        if weights is not None and (self.scoring != "words" or weights.shape[1:] != (count,)):
+            what = f"word weights {tuple(weights.shape)} with scoring {self.scoring!r} and {count} labels"
+            raise I2CLError(f"{what}: fit it again, so that words are scored and each label has its own")
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""

@@ -95,7 +95,9 @@ class AdapterMethod(Method):
             labels = [questions.labels] * len(queries)
             likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
             learned, moved = None, []
-            if training.word_weights and words and questions.labels.words:
+            if training.word_weights and not (words and questions.labels.words):
+                raise I2CLError("word_weights takes scoring=words and loss=labels: set these too (--set)")
+            if training.word_weights:
                 learned = WordWeights(questions.labels, token_scores(wearing, queries, questions.labels))
                 moved = [torch.nn.Parameter(learned.zeros().to(decoder.device))]
 

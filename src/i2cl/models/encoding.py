@@ -219,7 +219,7 @@ class LabelTokens:
     full: bool  # whether whole sequences are scored instead of first tokens
     line: str = ""  # what stands between the template's query and these tokens, and is asked with the query
     words: tuple[Ids, ...] = ()  # tokens of each label whose mean is its score; empty where a token is
-    # what a fit found in the place of `weights`
+    # in the place of `weights` those of a fit, in which every token may count for every label
     fitted: Float[Tensor, "read labels"] | None = field(default=None, compare=False)
 
     @property
@@ -250,7 +250,7 @@ class LabelTokens:
         return weights / weights.sum(0)
 
     def weighted(self, fitted: Float[Tensor, "tokens labels"]) -> "LabelTokens":
-        """With the weights that a fit found. Raises I2CLError on those of other tokens or labels."""
+        """With the weights that a fit found. Raises I2CLError on those of more or fewer tokens or labels."""
         if fitted.shape != (sizes := (len(self.read), len(self.ids))):
             shapes = f"{tuple(fitted.shape)}, and these labels have {sizes}"
             raise I2CLError(f"word weights are of (tokens, labels) {shapes}: fit it again")

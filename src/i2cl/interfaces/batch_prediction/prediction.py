@@ -38,6 +38,7 @@ def digest(injection: Injection) -> str:
     said += [injection.scoring, injection.context.config.site, injection.seed, injection.label_bias]
     said += [injection.temperature] if injection.temperature != 1 else []  # other digests are as before
     sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    for tensor in (injection.context.values, injection.coefficients):
+    weights = [] if injection.word_weights is None else [injection.word_weights]
+    for tensor in (injection.context.values, injection.coefficients, *weights):
         sha.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()

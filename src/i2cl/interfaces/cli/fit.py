@@ -240,15 +240,17 @@ def _show_fit(
     json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
+    from i2cl.methods import Cost
     from i2cl.storage.card import confidence_words, prior_words, selection_words
 
+    kept = injection.context.values, injection.word_weights
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
     if json:
         record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
         record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
         record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
-        record |= {"fit_seconds": seconds, "cached_values": injection.context.values.numel()}
+        record |= {"fit_seconds": seconds, "cached_values": Cost.of(*kept).cached_values}
         record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
         record |= {"temperature": injection.temperature, "metrics": injection.metrics}
         console.print_json(record | {"worth": injection.worth or None})

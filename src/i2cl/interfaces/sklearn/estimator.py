@@ -73,7 +73,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         classes_: the classes, sorted; the columns of `predict_proba`.
         report_: how it does beside zero-shot and few-shot, on training texts that ``shots`` left over, or by
             refits.
-        injection_: what was fitted, its label words in the order of ``classes_``.
+        injection_: what was fitted; of a loaded one the label words keep the order in which they were stored.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         injection = Injection.from_pretrained(name, revision=revision)
         words = injection.task.labels
         stored = injection.settings.get(STORED, {"classes": list(words), "shots": None})
-        order = (classes := np.array(stored["classes"])).argsort()
+        classes = np.array(stored["classes"])
         method = injection.settings.get("method", I2CL.name)
         options = METHODS.get(method, I2CL).options()
         calibration = {option: value for option, value in injection.settings.items() if option in options}
@@ -249,16 +249,15 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             device=device,
             dtype=dtype,
         )
-        made.classes_ = classes[order]
-        task = replace(injection.task, labels=tuple(words[place] for place in order))
-        bias = injection.label_bias and tuple(injection.label_bias[place] for place in order)
-        made.injection_ = replace(injection, task=task, label_bias=bias)  # in the stored order
+        made.classes_, made.injection_ = np.sort(classes), injection
         return made
 
     def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:
         check_is_fitted(self)
         texts = as_texts(X)
-        return self.injection_.scores(self._decoder(), texts).double().numpy()
+        injection = self.injection_
+        stored = injection.settings.get(STORED, {"classes": injection.task.labels})["classes"]
+        return injection.scores(self._decoder(), texts).double().numpy()[:, np.argsort(stored)]
 
     def _checked(self) -> int | None:
         """Shots, once all parameters are of a kind that can be used."""
