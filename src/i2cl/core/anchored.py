@@ -60,7 +60,7 @@ COMPETING = 0.01  # probability from which on a label of several tokens is diffe
 
 MANY = (
     "{} labels share first tokens, and whole ones would take hours: each is told by its words, in any order. "
-    "With dozens of labels sentence_embeddings answers better (i2cl eval)"
+    "With five or more examples each sentence_embeddings may answer better (i2cl eval)"
 )
 FEW = "{} labels are told by their words, in any order: whole ones take more memory (--memory)"
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
