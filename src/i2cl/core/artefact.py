@@ -105,7 +105,7 @@ def write(
         raise I2CLError(f"this injection could not be read again ({first_problem(error)}): {cure}") from None
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / TENSORS, metadata={"format": "pt"})
-    card = model_card(description, name)
+    card = model_card({**description, "word_weights": "word_weights" in tensors}, name)
     if shared:
         base = description["base_model"]
         description = {**description, "base_model": base | {"name": public_name(base["name"])}}

@@ -202,7 +202,7 @@ def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
     losses = description["loss"]
     told = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats, first round to last of {len(losses)}" if losses else ""
     yield f"Calibration loss: {told}." if told else "The coefficients were not calibrated."
-    if description["format_version"] == 6:
+    if description.get("word_weights"):
         yield "A label is told by its words; the fit learned how much each counts (`word_weights`)."
     if "temperature" in description:
         divided = "Log-probabilities among the labels are divided by the `temperature`"
