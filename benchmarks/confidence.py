@@ -68,14 +68,14 @@ class Fit:
 
 def read(refits: Path, kept: Path) -> list[Fit]:
     """Fits that both files have."""
-    held, found = load_file(kept), []
+    held, result = load_file(kept), []
     for one in map(json.loads, refits.read_text(encoding="utf-8").splitlines()):
         name = f"{one['task']}-{one['seed']}"
         if f"{name}/scores" in held:
             scores, gold = normalised(held[f"{name}/scores"]), held[f"{name}/gold"].astype(int)
             own = np.array(one["scores"]), np.array(one["gold"])
-            found.append(Fit(one["task"], *own, scores, gold, one["cpu_seconds"]))
-    return found
+            result.append(Fit(one["task"], *own, scores, gold, one["cpu_seconds"]))
+    return result
 
 
 def temperature_table(fits: list[Fit]) -> str:
@@ -100,12 +100,12 @@ def temperature_table(fits: list[Fit]) -> str:
 
 def drawn(fits: list[Fit], random: np.random.Generator) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Task, log-probabilities, and answers drawn by them, so that the probabilities are right."""
-    found = []
+    result = []
     for fit in fits:
         at = normalised(fit.scores, fit.best)
         answers = (np.exp(at).cumsum(1) > random.random((len(at), 1))).argmax(1)
-        found.append((fit.task, at, answers))
-    return found
+        result.append((fit.task, at, answers))
+    return result
 
 
 def error_of_all_seeds(parts: list[tuple[str, np.ndarray, np.ndarray]]) -> float:
@@ -122,22 +122,22 @@ def with_unseen_rows(fits: list[Fit], times: int, random: np.random.Generator) -
 
     Of each fit's queries as many as it has examples, or ``times`` as many, take the place of its refits.
     """
-    found = []
+    result = []
     for _ in range(DRAWS):
         parts = []
         for fit in fits:
             rows = random.permutation(len(fit.gold))[: times * len(fit.left_out_gold)]
             chosen = likely_temperature(fit.scores[rows], fit.gold[rows])
             parts.append((fit.task, normalised(fit.scores, chosen), fit.gold))
-        found.append(error_of_all_seeds(parts))
-    return float(np.mean(found))
+        result.append(error_of_all_seeds(parts))
+    return float(np.mean(result))
 
 
 def threshold_table(fits: list[Fit], random: np.random.Generator) -> str:
     """Shares of the draws."""
     lines = ["| task | draws | threshold shown | promise broken | coverage |", "|---|---:|---:|---:|---:|"]
     for task in SELECTED:
-        found = []
+        result = []
         for fit in (one for one in fits if one.task == task):
             right = fit.scores.argmax(1) == fit.gold
             for _ in range(DRAWS):
@@ -147,9 +147,9 @@ def threshold_table(fits: list[Fit], random: np.random.Generator) -> str:
                 selection = select(sure[rows], right[rows], TARGET)
                 reached = sure >= (selection.threshold if selection else 2.0)
                 broken = bool(selection) and right[reached].mean() < TARGET
-                found.append((bool(selection), broken, reached.mean()))
-        shown, broken, coverage = np.mean(found, 0)
-        lines.append(f"| {task} | {len(found)} | {shown:.3f} | {broken:.3f} | {coverage:.3f} |")
+                result.append((bool(selection), broken, reached.mean()))
+        shown, broken, coverage = np.mean(result, 0)
+        lines.append(f"| {task} | {len(result)} | {shown:.3f} | {broken:.3f} | {coverage:.3f} |")
     return "\n".join(lines)
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     more = np.random.default_rng(1)
     all_seeds = np.mean([error_of_all_seeds(drawn(fits, more)) for _ in range(DRAWS)])
     unseen = [100 * with_unseen_rows(fits, times, more) for times in (1, 2)]
-    told = (
+    message = (
         f"{len(fits)} fits of {', '.join(sorted({fit.task for fit in fits}))}",
         temperature_table(fits),
         f"ECE of probabilities that are right: {100 * by_fit:.1f} %, of all seeds {100 * all_seeds:.1f} %",
@@ -174,7 +174,7 @@ def main() -> None:
         f"Refits less test accuracy: {sizes}; {seconds:.0f} CPU seconds a fit",
         threshold_table(fits, random),
     )
-    sys.stdout.write("\n\n".join(told) + "\n")
+    sys.stdout.write("\n\n".join(message) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def measured(decoder: Decoder, name: str, epochs: int, rounds: int) -> dict[str,
         "labels": labels,
         "demonstrations": len(shown),
         "seconds": {stage: median(one[stage] for one in turns) for stage in work},
-        "ratios": {name: median(found) for name, found in ratios.items()},
+        "ratios": {name: median(result) for name, result in ratios.items()},
         "rounds": turns,
     }
 
@@ -82,15 +82,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     decoder = Decoder.from_pretrained(given.model)
-    found = [measured(decoder, name, given.epochs, given.rounds) for name in given.tasks]
+    result = [measured(decoder, name, given.epochs, given.rounds) for name in given.tasks]
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all that there is")
     if given.json:
-        print(json.dumps({"machine": machine(), "isa": isa, "model": decoder.name, "tasks": found}))
+        print(json.dumps({"machine": machine(), "isa": isa, "model": decoder.name, "tasks": result}))
         return
     table = Table(
-        "task", *found[0]["seconds"], *found[0]["ratios"], title=f"{decoder.name}, {isa}: seconds, ratios"
+        "task", *result[0]["seconds"], *result[0]["ratios"], title=f"{decoder.name}, {isa}: seconds, ratios"
     )
-    for row in found:
+    for row in result:
         numbers = [*row["seconds"].values(), *row["ratios"].values()]
         table.add_row(row["task"], *(f"{value:.3g}" for value in numbers))
     Console(width=160).print(table)

@@ -38,13 +38,13 @@ def check(decoder: Decoder) -> dict[str, float]:
     values = torch.randn(decoder.layers, 2, d)
     coefficients = torch.tensor([0.1, 1.003]).repeat(decoder.layers, 2, 1)
     batch: Any = None
-    found = LinearEdit(values, coefficients).output(0, 0, output, batch).double().cpu()
+    result = LinearEdit(values, coefficients).output(0, 0, output, batch).double().cpu()
     wanted = 0.1 * values[0, 0].double() + 1.003 * output.double().cpu()
     slope = (
-        (found - 0.1 * values[0, 0].double()) * output.double().cpu()
+        (result - 0.1 * values[0, 0].double()) * output.double().cpu()
     ).sum() / output.double().cpu().square().sum()
     return {
-        "relative_error": ((found - wanted).norm() / wanted.norm()).item(),
+        "relative_error": ((result - wanted).norm() / wanted.norm()).item(),
         "beta_found": slope.item(),
         "beta_wanted": 1.003,
     }

@@ -41,10 +41,10 @@ def measured(
     longest = max(map(len, labels.ids)) if labels.full else 1
     for place in range(longest):
         so_far = [ids + tuple(tokens) for ids, tokens in zip(prompts, said, strict=True)]
-        found = next_token_log_probabilities(decoder, so_far, edit=edit)
+        result = next_token_log_probabilities(decoder, so_far, edit=edit)
         if not place:
-            first = found = labels.at_first(found).log_softmax(-1)  # as the head of an export has it
-        for tokens, token in zip(said, found.argmax(-1).tolist(), strict=True):
+            first = result = labels.at_first(result).log_softmax(-1)  # as the head of an export has it
+        for tokens, token in zip(said, result.argmax(-1).tolist(), strict=True):
             tokens.append(token)
     scores = score(decoder, prompts, labels, edit=edit) if labels.full else first[:, list(labels.first)]
     wanted = [labels.target(label) for label in range(len(task.labels))]

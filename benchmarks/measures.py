@@ -115,11 +115,11 @@ class Measure:
 
 def fit(work: Workload, recipe: str, **changes: object) -> tuple[Measure, Injection]:
     """Extract and calibrate under a recipe, with its peak memory beyond the model's."""
-    found: list[Injection] = []
+    result: list[Injection] = []
     with peak_memory(work.decoder.device) as peak:
-        taken = seconds(lambda: found.append(fitted(work, recipe, **changes)), work.decoder.device)
+        taken = seconds(lambda: result.append(fitted(work, recipe, **changes)), work.decoder.device)
     detail = {"peak_memory_bytes": peak.bytes, "added_memory_bytes": peak.added}
-    return Measure(f"fit, recipe {recipe}", taken, "s", detail), found[0]
+    return Measure(f"fit, recipe {recipe}", taken, "s", detail), result[0]
 
 
 def fitted(work: Workload, recipe: str, **changes: object) -> Injection:

@@ -155,10 +155,10 @@ def main() -> None:
         alone = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
         for layers, width, inner, rows in ((4, 512, 2048, 48), (8, 768, 2048, 48), (12, 384, 1024, 96)):
             shape = Shape(layers, width, width // 2, inner, 600, rows, 3, 60, 1024, 4)
-            told, seen = alone.submit(measured, shape, rows).result()
+            message, seen = alone.submit(measured, shape, rows).result()
             name = f"{layers} x {width}, inner {inner}"
-            cells = (name, f"{rows} x {shape.columns}", f"{told / GB:.2f} GB", f"{seen / GB:.2f} GB")
-            table.add_row(*cells, f"{told / seen:.2f}")
+            cells = (name, f"{rows} x {shape.columns}", f"{message / GB:.2f} GB", f"{seen / GB:.2f} GB")
+            table.add_row(*cells, f"{message / seen:.2f}")
     else:
         shape = Shape(**given, size=size)
         table = Table("what", "how much")

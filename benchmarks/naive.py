@@ -71,14 +71,14 @@ class Naive:
     def scores(self, texts: Sequence[str]) -> Tensor:
         """Log-probability of each label, two texts at a time in the order they come."""
         queries = self.encode([self.task.template.query(text) for text in texts])
-        found = []
+        result = []
         with torch.no_grad(), _hooked(self.writers, self._inject):
             for start in range(0, len(queries), BATCH):
                 rows = queries[start : start + BATCH]
                 last = torch.tensor([len(row) - 1 for row in rows])
                 logits = self._logits(rows)[torch.arange(len(rows)), last]
-                found.append(logits.log_softmax(-1)[:, self.words])
-        return torch.cat(found)
+                result.append(logits.log_softmax(-1)[:, self.words])
+        return torch.cat(result)
 
     def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         width = max(map(len, rows))

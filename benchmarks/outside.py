@@ -65,12 +65,12 @@ def measured(decoder: Decoder, folder: Path, draw: int) -> dict[str, Any]:
     questions = Questions(decoder, task, injection.scoring)
     scores = questions.scores(texts, edit=injection.edit()).double()
     plain = questions.scores(texts).double()
-    found = {
+    result = {
         "confidence": (scores / TYPICAL).softmax(-1).amax(-1),
         "mass": scores.logsumexp(-1),
         "plain_mass": plain.logsumexp(-1),
     }
-    kinds = {name: value.numpy() for name, value in found.items()}
+    kinds = {name: value.numpy() for name, value in result.items()}
     kinds["mix"] = (rankdata(kinds["confidence"]) + rankdata(kinds["mass"])) / 2
     known = np.arange(len(texts)) < len(inside)
     gold = torch.tensor([query.label for query in inside])

@@ -147,7 +147,7 @@ def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
     injection = work.injection()
     few = min(3, scale.pairs)
     rows = start_up(min(5, scale.pairs))
-    for told, measure, target in (
+    for message, measure, target in (
         ("injected / plain", lambda: measures.injected_over_plain(work, injection, scale.pairs), "<= 1.02"),
         ("64 tasks / one", lambda: measures.mixed_over_one(work, scale.pairs), ">= 0.95"),
         ("many loaded", lambda: measures.mixed_over_one(work, scale.pairs, scale.loaded), ">= 0.95"),
@@ -160,7 +160,7 @@ def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
         ),
         ("whole labels", lambda: measures.labels_over_repeated_queries(some, few), "> 1"),
     ):
-        console.print(told)
+        console.print(message)
         rows.append({**asdict(measure()), "target": target})
     rows.append(folded_over_plain(some, injection, min(11, scale.pairs)))
     rows.append(extraction(decoder, scale))

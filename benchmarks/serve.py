@@ -62,7 +62,7 @@ def client(
     port: int, connections: int, seconds: float, rate: float, tasks: int, texts: Sequence[str]
 ) -> None:
     """A process of clients: prints seconds and status of every request; a rate waits for no answer."""
-    found: list[tuple[float, int]] = []
+    result: list[tuple[float, int]] = []
     ends = time.perf_counter() + seconds
     begun = time.perf_counter()
 
@@ -77,14 +77,14 @@ def client(
                     return
                 time.sleep(max(0.0, due - time.perf_counter()))
                 turn += connections
-            found.append(asked(connection, f"t{draw.randrange(tasks)}", draw.choice(texts)))
+            result.append(asked(connection, f"t{draw.randrange(tasks)}", draw.choice(texts)))
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(connections)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    print(json.dumps({"requests": found, "seconds": time.perf_counter() - begun}))
+    print(json.dumps({"requests": result, "seconds": time.perf_counter() - begun}))
 
 
 class Bench:
@@ -120,16 +120,16 @@ class Bench:
         observer, self.service.batcher._observer = self.service.batcher._observer, _Rows(batches)  # noqa: SLF001
         options = [self.port, connections, seconds or self.seconds, rate, tasks, self.file]
         command = [sys.executable, __file__, "--client", *map(str, options)]
-        told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        message = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         self.service.batcher._observer = observer  # noqa: SLF001
-        done = sorted(taken for taken, status in told["requests"] if status == 200)
-        refused = sorted(taken for taken, status in told["requests"] if status == 429)
-        others = [status for _, status in told["requests"] if status not in {200, 429}]
+        done = sorted(taken for taken, status in message["requests"] if status == 200)
+        refused = sorted(taken for taken, status in message["requests"] if status == 429)
+        others = [status for _, status in message["requests"] if status not in {200, 429}]
         return {
             "done": done,
             "refused": refused,
             "others": others,
-            "rate": len(done) / told["seconds"],
+            "rate": len(done) / message["seconds"],
             "batch": sum(batches) / max(1, len(batches)),
         }
 
@@ -213,22 +213,22 @@ class Bench:
         tokens = sum(row.tokens for row in self.asked(1)) / ROWS
         batcher = self.service.batcher
         capacity = self.load(connections=32)["rate"]
-        told = []
+        message = []
         for _ in range(self.rounds):
             before, batcher.bound = batcher.bound, round(2 * capacity * tokens)  # two seconds' worth
-            found = self.load(connections=256, rate=OVERLOAD * capacity, seconds=2 * self.seconds)
+            result = self.load(connections=256, rate=OVERLOAD * capacity, seconds=2 * self.seconds)
             bound, batcher.bound = batcher.bound, before
             after = self.load(connections=32)["rate"]
             near, capacity = (capacity + after) / 2, after  # the machine is not as fast all the time
-            told.append(
+            message.append(
                 {
                     "capacity": near,
-                    "goodput": found["rate"] / near,
-                    "p99_over_bound": _quantile(found["done"], 0.99) * near * tokens / bound,
-                    "refused_p99_ms": 1000 * _quantile(found["refused"], 0.99),
-                    "refused_p50_ms": 1000 * _quantile(found["refused"], 0.5),
-                    "refused": len(found["refused"]),
-                    "others": len(found["others"]),
+                    "goodput": result["rate"] / near,
+                    "p99_over_bound": _quantile(result["done"], 0.99) * near * tokens / bound,
+                    "refused_p99_ms": 1000 * _quantile(result["refused"], 0.99),
+                    "refused_p50_ms": 1000 * _quantile(result["refused"], 0.5),
+                    "refused": len(result["refused"]),
+                    "others": len(result["others"]),
                 }
             )
         names = (
@@ -237,7 +237,7 @@ class Bench:
             ("the same: p99 of refusals", "refused_p99_ms", "ms", "< 50"),
         )
         for name, key, unit, target in names:
-            yield _row(name, median(one[key] for one in told), unit, target, {"rounds": told})
+            yield _row(name, median(one[key] for one in message), unit, target, {"rounds": message})
 
     def beside(self) -> Iterator[dict[str, Any]]:
         """Single texts while a task is fitted, and while a file runs, against single texts alone."""
@@ -291,12 +291,12 @@ class Bench:
 
 
 class _Rows:
-    def __init__(self, found: list[int]) -> None:
-        self.found = found
+    def __init__(self, result: list[int]) -> None:
+        self.result = result
 
     def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:  # noqa: ARG002
         """Note the rows."""
-        self.found.append(rows)
+        self.result.append(rows)
 
 
 def _served(app: Any, listener: Any, ready: Any) -> None:
@@ -352,8 +352,8 @@ def main() -> None:
         rows = list(Bench(work, Path(scratch), given.seconds, given.rounds).rows(given.only))
     if given.output:
         given.output.parent.mkdir(parents=True, exist_ok=True)
-        told = {"machine": machine(), "shape": given.shape, "rows": rows}
-        given.output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        message = {"machine": machine(), "shape": given.shape, "rows": rows}
+        given.output.write_text(json.dumps(message, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

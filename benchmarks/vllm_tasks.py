@@ -137,7 +137,7 @@ def start(model: Path, name: str) -> Any:
     )
 
 
-def told(engine: Any, word: str) -> str:
+def message(engine: Any, word: str) -> str:
     """The next line of an engine that holds a word; vLLM prints lines of its own."""
     return next(line for line in engine.stdout if word in line)
 
@@ -146,8 +146,8 @@ def turn(engine: Any) -> list[float]:
     """Let an engine run the requests once."""
     engine.stdin.write("\n")
     engine.stdin.flush()
-    found: list[float] = json.loads(told(engine, "["))
-    return found
+    outcome: list[float] = json.loads(message(engine, "["))
+    return outcome
 
 
 def make_tasks(model: Path, folder: Path) -> None:
@@ -218,9 +218,9 @@ class Server:
             before = time.perf_counter()
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            told = answer.read()
+            message = answer.read()
             if answer.status != 200:
-                raise SystemExit(told.decode())
+                raise SystemExit(message.decode())
             taken.append(time.perf_counter() - before)
         connection.close()
         return taken
@@ -268,8 +268,8 @@ def over_http(rounds: int) -> dict[str, list[float]]:
                 server.wait()
             for number in range(rounds + 2):  # the first two warm up
                 for name, (server, of) in asked.items():
-                    found = server.turn(of)
-                    taken[name] += [found] if number > 1 else []
+                    outcome = server.turn(of)
+                    taken[name] += [outcome] if number > 1 else []
         finally:
             for server in (plain, plugin):
                 server.process.terminate()
@@ -330,7 +330,7 @@ def in_engines(rounds: int, *, wall: bool) -> dict[str, list[float]]:
         engines = {name: start(Path(scratch), name) for name in ENGINES}
         try:
             for engine in engines.values():
-                told(engine, "ready")
+                message(engine, "ready")
                 turn(engine)
             taken: dict[str, list[float]] = {name: [] for name in engines}
             for _ in range(rounds):

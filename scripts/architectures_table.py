@@ -142,10 +142,10 @@ def decoder_of(model_type: str, dtype: torch.dtype = torch.float32) -> Decoder:
 def fold_error(decoder: Decoder, injection: Injection) -> float:
     """Of the logits after every token of some prompt, in float32."""
     with torch.no_grad():
-        found = fold(decoder, injection).float()(torch.tensor([IDS])).logits[0]
+        result = fold(decoder, injection).float()(torch.tensor([IDS])).logits[0]
         whole = Decoder(decoder.model.float(), decoder.tokenizer)
         batch, at = make_batch([IDS], torch.device("cpu")), torch.arange(len(IDS))[None]
-        return relative(found, whole.forward(batch, at=at, edit=injection.edit())[0])
+        return relative(result, whole.forward(batch, at=at, edit=injection.edit())[0])
 
 
 def measured(model_type: str) -> dict[str, str]:
@@ -180,12 +180,12 @@ def line(row: Architecture) -> str:
 def page() -> str:
     """The whole page."""
     figures: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
-    told = {"wrappers": ", ".join(WRAPPERS.split()), "epochs": CONFIG.epochs, "shots": len(SHOTS)}
+    message = {"wrappers": ", ".join(WRAPPERS.split()), "epochs": CONFIG.epochs, "shots": len(SHOTS)}
     return "\n".join(
         [
             HEAD.format(count=len(ARCHITECTURES)),
             *(line(row) for row in ARCHITECTURES.values()),
-            TEMPLATE.format(**told),
+            TEMPLATE.format(**message),
             *(f"| {kind} | {' | '.join(row.values())} |" for kind, row in figures["types"].items()),
             REST.format(version=figures["transformers"]),
             *(f"| {reason} | {' '.join(names.split())} |" for reason, names in UNSUPPORTED.items()),

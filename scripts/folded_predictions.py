@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=QUERIES)
     options = parser.parse_args()
     decoder = Decoder.from_pretrained("reference", device="cpu")
-    found = [compared(decoder, name, options.queries) for name in options.tasks]
-    table = "\n".join(lines(found))
+    result = [compared(decoder, name, options.queries) for name in options.tasks]
+    table = "\n".join(lines(result))
     if options.write is None:
         print(table)
         return
@@ -130,24 +130,24 @@ def asked(
         return torch.stack([logits(row).float().log_softmax(-1)[list(labels)] for row in rows])
 
 
-def lines(found: Sequence[Comparison]) -> list[str]:
+def lines(result: Sequence[Comparison]) -> list[str]:
     """The table, with what holds for all tasks in its last row, and a sentence on ties."""
     rows = [HEAD, "|---" + "|---:" * (HEAD.count("|") - 2) + "|"]
     rows += [
-        _line(one.task, one.accuracy, one.queries, one.equal, one.differences, one.encoded) for one in found
+        _line(one.task, one.accuracy, one.queries, one.equal, one.differences, one.encoded) for one in result
     ]
     ways = range(len(WAYS))
     rows.append(
         _line(
             "**all**",
-            sum(one.accuracy for one in found) / len(found),
-            sum(one.queries for one in found),
-            [sum(one.equal[way] for one in found) for way in ways],
-            [max(one.differences[way] for one in found) for way in ways],
-            sum(one.encoded for one in found),
+            sum(one.accuracy for one in result) / len(result),
+            sum(one.queries for one in result),
+            [sum(one.equal[way] for one in result) for way in ways],
+            [max(one.differences[way] for one in result) for way in ways],
+            sum(one.encoded for one in result),
         )
     )
-    closest = min(found, key=lambda one: one.ties)
+    closest = min(result, key=lambda one: one.ties)
     rows += ["", f"The two best labels of a query are at least {closest.ties:.1e} apart ({closest.task})."]
     return rows
 

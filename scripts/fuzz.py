@@ -43,13 +43,13 @@ def tried(inputs: Any, read: Callable[[Path, Any], None], count: int, drawn: int
     @seed(drawn)
     @settings(max_examples=count, phases=[Phase.generate], **test_fuzz.QUIET)
     @given(inputs)
-    def try_one(found: Any) -> None:
+    def try_one(result: Any) -> None:
         try:
-            outcomes["refused" if refused(lambda: read(folder, found)) else "read"] += 1
+            outcomes["refused" if refused(lambda: read(folder, result)) else "read"] += 1
         except Exception:  # noqa: BLE001  # any is what is looked for
             outcomes["wrong"] += 1
             if outcomes["wrong"] <= SHOWN:
-                print(f"{found!r:.2000}\n{traceback.format_exc()}", file=sys.stderr)
+                print(f"{result!r:.2000}\n{traceback.format_exc()}", file=sys.stderr)
 
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -61,10 +61,10 @@ def passed(*tests: str) -> Counter[str]:
     """Outcomes of tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "--no-header", *tests]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    found = Counter(word for line in said.splitlines() if (word := line.partition(" ")[0]) in WORDS)
-    if found["FAILED"] + found["ERROR"] or not found["PASSED"]:
+    result = Counter(word for line in said.splitlines() if (word := line.partition(" ")[0]) in WORDS)
+    if result["FAILED"] + result["ERROR"] or not result["PASSED"]:
         print(said, file=sys.stderr)
-    return Counter({"refused": found["PASSED"], "wrong": found["FAILED"] + found["ERROR"] + (not found)})
+    return Counter({"refused": result["PASSED"], "wrong": result["FAILED"] + result["ERROR"] + (not result)})
 
 
 def show(name: str, outcomes: Counter[str]) -> int:
@@ -92,9 +92,9 @@ def main() -> None:
             wrong += show(name, tried(inputs, read, count, asked.seed))
     kills: Counter[str] = Counter()
     while kills["refused"] < asked.kills and not kills["wrong"]:
-        found = passed(*KILLED)
-        kills["wrong"] += found["wrong"]
-        kills["refused"] += 0 if found["wrong"] else sum(KILLED.values())
+        result = passed(*KILLED)
+        kills["wrong"] += result["wrong"]
+        kills["refused"] += 0 if result["wrong"] else sum(KILLED.values())
     wrong += show("kills, after which all is whole", kills)
     wrong += show("full disks, one line and nothing left", passed(FULL))
     sys.exit(bool(wrong))

@@ -53,10 +53,10 @@ GROWTH = 0.05
 def started(folder: Path) -> tuple[Program, Client]:
     """A server of that folder, once it answers."""
     program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
-    while not (found := re.search(r"http://\S+", program.said()[0])):
+    while not (result := re.search(r"http://\S+", program.said()[0])):
         assert program.process.is_alive(), program.said()
         time.sleep(0.02)
-    return program, Client(found[0], retries=0)
+    return program, Client(result[0], retries=0)
 
 
 def artefacts(folder: Path, count: int) -> list[Injection]:
@@ -64,17 +64,17 @@ def artefacts(folder: Path, count: int) -> list[Injection]:
     from workload import Workload
 
     work = Workload.make(Decoder.from_pretrained("reference"), queries=1)
-    found = []
+    result = []
     for number in range(count):
         injection = work.injection(seed=number)
         injection.save_pretrained(folder / str(number))
-        found.append(injection)
-    return found
+        result.append(injection)
+    return result
 
 
 def kills(count: int, draw: random.Random) -> Counter[str]:
     """Upload, delete, fit and send files until a kill; the next start has what was acknowledged."""
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     with TemporaryDirectory() as scratch:
         artefacts(Path(scratch), 6)
         folder = Path(scratch) / "tasks"
@@ -88,27 +88,27 @@ def kills(count: int, draw: random.Random) -> Counter[str]:
             here = {one["id"]: one["digest"] for one in client.tasks()}
             for name, digest in names.items():
                 if name not in doubtful and here.get(name) != digest:
-                    found["lost or changed task"] += 1
+                    result["lost or changed task"] += 1
             names = {name: here.get(name) for name in names}
             for name in here:  # each can be loaded: its files are whole
                 if not name.startswith("fit-"):
                     client.classify(name, ["a warm film"])
             doubtful.clear()
             known = {job["id"] for job in client.jobs()}
-            found["lost job"] += len((fits | set(batches) | set(cancels)) - known)
+            result["lost job"] += len((fits | set(batches) | set(cancels)) - known)
             if number == count:
-                check_ends(client, fits, batches, cancels, found)
+                check_ends(client, fits, batches, cancels, result)
                 os.kill(program.process.pid, signal.SIGTERM)
-                found["exit code not 0"] += program.wait()[0] != 0
+                result["exit code not 0"] += program.wait()[0] != 0
                 break
             threading.Timer(draw.uniform(0.02, 2.0), os.kill, (program.process.pid, signal.SIGKILL)).start()
             with suppress(ServerError):
                 while True:
                     act(client, Path(scratch), draw, names, doubtful, fits, batches, cancels)
-                    found["acknowledged"] += 1
+                    result["acknowledged"] += 1
             program.process.join()
-            found["kills"] += 1
-    return found
+            result["kills"] += 1
+    return result
 
 
 def act(
@@ -163,21 +163,21 @@ def check_ends(
     fits: set[str],
     batches: dict[str, list[str]],
     cancels: dict[str, float],
-    found: Counter[str],
+    result: Counter[str],
 ) -> None:
     """Every job that was acknowledged ends, and no line of a file is missing or twice."""
     for job, when in cancels.items():
         ended(client, job)
-        told = client.job(job)
-        found["cancels"] += 1
-        found["cancels forgotten"] += told["status"] != "cancelled" and told["last"]["at"] > when + 1
+        message = client.job(job)
+        result["cancels"] += 1
+        result["cancels forgotten"] += message["status"] != "cancelled" and message["last"]["at"] > when + 1
     for job in fits:
-        found["fits done"] += client.wait(job)["event"] == "done"
+        result["fits done"] += client.wait(job)["event"] == "done"
     for job, texts in batches.items():
         client.wait(job)
         lines = [one["line"] for one in client.answers(job)]
-        found["files done"] += 1
-        found["lines missing, twice or out of order"] += lines != list(range(1, len(texts) + 1))
+        result["files done"] += 1
+        result["lines missing, twice or out of order"] += lines != list(range(1, len(texts) + 1))
 
 
 def ended(client: Client, job: str, seconds: float = 120.0) -> bool:
@@ -233,7 +233,7 @@ class Load:
         self.program, self.client = started(scratch / "tasks")
         self.versions = {self.client.upload(f"t{at % 4}", scratch / str(at)): at for at in range(8)}
         self.spoiled = spoiled(scratch / "0")
-        self.found: Counter[str] = Counter()
+        self.result: Counter[str] = Counter()
         self.ends = 0.0
 
     def run(self, minutes: float) -> Counter[str]:
@@ -251,11 +251,11 @@ class Load:
             thread.join()
         part = len(sizes) // 5
         growth = max(sizes[-part:]) / max(sizes[part : 2 * part]) - 1
-        self.found["growth of memory, per mille"] = round(1000 * growth)
-        self.found["memory grew"] = growth > GROWTH
+        self.result["growth of memory, per mille"] = round(1000 * growth)
+        self.result["memory grew"] = growth > GROWTH
         os.kill(self.program.process.pid, signal.SIGTERM)
-        self.found["exit code not 0"] = self.program.wait()[0] != 0
-        return self.found
+        self.result["exit code not 0"] = self.program.wait()[0] != 0
+        return self.result
 
     def ask(self, seed: int) -> None:
         """One thread's texts."""
@@ -265,28 +265,28 @@ class Load:
             try:
                 answers = self.client.classify(f"t{draw.randrange(4)}", [self.texts[row] for row in chosen])
             except ServerError as error:
-                self.found["busy" if error.status == 429 else "lost requests"] += 1
-                self.found[f"refused: {error.status} {error.code}"] += 1
+                self.result["busy" if error.status == 429 else "lost requests"] += 1
+                self.result[f"refused: {error.status} {error.code}"] += 1
                 continue
             for row, one in zip(chosen, answers, strict=True):
                 expected = self.right[self.versions[one.digest]][row]
                 away = torch.tensor(list(one.probabilities.values())).sub(expected).abs().max()
-                self.found["answers" if away < 1e-5 else "wrong answers"] += 1
+                self.result["answers" if away < 1e-5 else "wrong answers"] += 1
 
     def change(self) -> None:
         """Another one's uploads, fits and files."""
         draw = random.Random(99)
         while time.monotonic() < self.ends:
             self.client.upload(f"t{draw.randrange(4)}", self.scratch / str(draw.randrange(8)))
-            self.found["uploads"] += 1
+            self.result["uploads"] += 1
             if draw.random() < 0.1:
                 self.client.wait(self.client.fit("fit", EXAMPLES, TASK.template.format, **QUICK))
-                self.found["fits"] += 1
+                self.result["fits"] += 1
             if draw.random() < 0.2:
                 job = self.client.batch([{"input": text} for text in self.texts], "t0")
                 self.client.wait(job)
                 self.client.cancel(job)
-                self.found["files"] += 1
+                self.result["files"] += 1
             time.sleep(0.2)
 
     def cancel(self) -> None:
@@ -301,8 +301,8 @@ class Load:
             for job in jobs:
                 self.client.cancel(job)
                 with suppress(ServerError):  # removed, since it had ended
-                    self.found["cancels that do not end"] += not ended(self.client, job)
-                self.found["cancels"] += 1
+                    self.result["cancels that do not end"] += not ended(self.client, job)
+                self.result["cancels"] += 1
 
     def annoy(self) -> None:
         """Spoiled uploads, clients that leave, half headers, connections without a word."""
@@ -319,11 +319,11 @@ class Load:
             connection = HTTPConnection(*place, timeout=120)
             connection.request("PUT", "/v1/tasks/spoiled", body, {"Content-Type": "application/x-tar"})
             refused = connection.getresponse().status == 422
-            self.found["spoiled uploads refused" if refused else "spoiled uploads taken"] += 1
+            self.result["spoiled uploads refused" if refused else "spoiled uploads taken"] += 1
             connection.close()
             open_ones.append(socket.create_connection(place))
             open_ones[-1].sendall(draw.choice(said))
-            self.found["clients that leave"] += 1
+            self.result["clients that leave"] += 1
             while len(open_ones) > 20:
                 open_ones.pop(0).close()
             time.sleep(0.1)
@@ -338,7 +338,7 @@ def on_ray() -> Counter[str]:
 
     from i2cl.interfaces.server.ray_serve import deployment
 
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     with TemporaryDirectory() as scratch:
         (injection,) = artefacts(Path(scratch), 1)
         folder = Path(scratch) / "tasks"
@@ -354,7 +354,7 @@ def on_ray() -> Counter[str]:
         serve.run(deployment("reference", folder, replicas=2))
         client = Client("http://127.0.0.1:8000", retries=20)
         replicas = _processes("ServeReplica")
-        found["replicas"] = len(replicas)
+        result["replicas"] = len(replicas)
 
         def ask(number: int) -> str:
             if number == ASKED // 3:
@@ -367,28 +367,28 @@ def on_ray() -> Counter[str]:
             return "answers" if away < 1e-5 else "wrong answers"
 
         with ThreadPoolExecutor(8) as threads:
-            found.update(threads.map(ask, range(ASKED)))
+            result.update(threads.map(ask, range(ASKED)))
         serve.shutdown()
         ray.shutdown()
-    found["lost requests"] = ASKED - found["answers"] - found["wrong answers"]
-    found["replicas lacking"] = 2 - found["replicas"]
-    return found
+    result["lost requests"] = ASKED - result["answers"] - result["wrong answers"]
+    result["replicas lacking"] = 2 - result["replicas"]
+    return result
 
 
 def _processes(word: str) -> list[int]:
     """Those below this one whose command line holds a word."""
-    found, parents = [], {}
+    result, parents = [], {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            told = (path / "stat").read_text(encoding="utf-8", errors="replace")
-            parents[int(path.name)] = int(told.rpartition(")")[2].split()[1])
+            message = (path / "stat").read_text(encoding="utf-8", errors="replace")
+            parents[int(path.name)] = int(message.rpartition(")")[2].split()[1])
             if word in (path / "cmdline").read_text(encoding="utf-8", errors="replace"):
-                found.append(int(path.name))
+                result.append(int(path.name))
 
     def own(pid: int) -> bool:
         return pid == os.getpid() or (pid in parents and own(parents[pid]))
 
-    return [pid for pid in found if own(pid)]
+    return [pid for pid in result if own(pid)]
 
 
 def resident(pid: int) -> int:
@@ -427,11 +427,11 @@ def main() -> None:
     draw = random.Random(given.seed)
     if given.ray:
         import_module("ray.serve")  # before minutes of work
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for part in parts(given, draw):
         print(json.dumps(dict(part), indent=1), flush=True)
-        found.update(part)
-    sys.exit(any(found[name] for name in WRONG))
+        result.update(part)
+    sys.exit(any(result[name] for name in WRONG))
 
 
 def parts(given: argparse.Namespace, draw: random.Random) -> Iterator[Counter[str]]:

@@ -102,7 +102,7 @@ def filled(text: str) -> str:
         KeyError: for a marker that no function has the name of.
     """
     part = re.compile(r"(<!-- ([\w-]+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
-    return part.sub(lambda found: f"{found[1]}{PARTS[found[2]]()}\n{found[3]}", text)
+    return part.sub(lambda result: f"{result[1]}{PARTS[result[2]]()}\n{result[3]}", text)
 
 
 @cache
@@ -114,21 +114,21 @@ def records(store: str) -> tuple[Record, ...]:
 @cache
 def results(grid: str, store: str = "real", limit: int | None = None, skew: int = 1) -> Results:
     """What a store has of a grid, with the most queries where no limit is given."""
-    found = results_of(load_experiment(grid), records(store))
-    return next(one for one in found if limit in (None, one.setting.limit) and one.setting.skew == skew)
+    result = results_of(load_experiment(grid), records(store))
+    return next(one for one in result if limit in (None, one.setting.limit) and one.setting.skew == skew)
 
 
-def line_of(found: Results, wanted: str) -> Line | None:
+def line_of(result: Results, wanted: str) -> Line | None:
     """The line of a row's name, or else of a method's."""
-    named = [one for one in found.lines if one.name == wanted]
-    former = [one for one in found.lines if one.name == FORMER.get(wanted)]
-    method = [one for one in found.lines if one.row.method == wanted]
+    named = [one for one in result.lines if one.name == wanted]
+    former = [one for one in result.lines if one.name == FORMER.get(wanted)]
+    method = [one for one in result.lines if one.row.method == wanted]
     return next(iter(named or former or method), None)
 
 
-def lines_of(found: Results, wanted: Sequence[str]) -> dict[str, Line]:
+def lines_of(result: Results, wanted: Sequence[str]) -> dict[str, Line]:
     """Those that the store has, in the order asked for."""
-    return {name: line for name in wanted if (line := line_of(found, name)) is not None}
+    return {name: line for name in wanted if (line := line_of(result, name)) is not None}
 
 
 # Parts of docs/results.md
@@ -138,12 +138,12 @@ def measured() -> str:
     """How much was measured, and of which task which number of queries."""
     parts = []
     for store, name in (("real", "SmolLM2-135M-Instruct"), ("gemma", "Gemma 3 270M")):
-        found = results("real", store)
-        cells, limit = len(records(store)), found.setting.limit
+        result = results("real", store)
+        cells, most = len(records(store)), result.setting.limit
         days = sorted(str(one.provenance["time"])[:10] for one in records(store) if "time" in one.provenance)
         when = f", {days[0]} to {days[-1]}" if days else ""
         parts.append(
-            f"- {name}: {len(found.tasks)} tasks, {found.most_seeds} seeds, at most {limit} queries a task; "
+            f"- {name}: {len(result.tasks)} tasks, {result.most_seeds} seeds, at most {most} queries a task; "
             f"the store has {cells:,} cells{when}."
         )
     return "\n".join(parts)
@@ -151,11 +151,11 @@ def measured() -> str:
 
 def by_task() -> str:
     """Accuracy on every task."""
-    found = results("real")
-    lines = lines_of(found, COLUMNS)
+    result = results("real")
+    lines = lines_of(result, COLUMNS)
     head = ["Task", *(SHOWN[name] for name in lines)]
-    rows = [["**mean**", *(average(found, line) for line in lines.values())]]
-    rows += [[task, *(shown(found, line, task) for line in lines.values())] for task in found.tasks]
+    rows = [["**mean**", *(average(result, line) for line in lines.values())]]
+    rows += [[task, *(shown(result, line, task) for line in lines.values())] for task in result.tasks]
     return table(head, rows)
 
 
@@ -163,14 +163,14 @@ def verdicts() -> str:
     """The default against every other row, on both models."""
     rows: list[list[str]] = []
     for store, model in (("real", "SmolLM2-135M"), ("gemma", "Gemma 3 270M")):
-        found = results("real", store)
-        ours = found_line(found, OURS)
-        lines = {name: line for name, line in lines_of(found, tuple(SHOWN)).items() if name != OURS}
-        lines = {name: line for name, line in lines.items() if enough(found, line)}
-        told = differences(found, {name: (ours, line) for name, line in lines.items()})
-        rows.append([f"**{model}**: {SHOWN[OURS]}", average(found, ours), "", "", "", kept(found, ours)])
+        result = results("real", store)
+        ours = found_line(result, OURS)
+        lines = {name: line for name, line in lines_of(result, tuple(SHOWN)).items() if name != OURS}
+        lines = {name: line for name, line in lines.items() if enough(result, line)}
+        message = differences(result, {name: (ours, line) for name, line in lines.items()})
+        rows.append([f"**{model}**: {SHOWN[OURS]}", average(result, ours), "", "", "", kept(result, ours)])
         rows += [
-            [SHOWN[name], average(found, line), *told[name], kept(found, line)]
+            [SHOWN[name], average(result, line), *message[name], kept(result, line)]
             for name, line in lines.items()
         ]
     return table(["Row", "Mean", "Anchored minus it", "95 % interval", "q", "Numbers kept a task"], rows)
@@ -178,13 +178,13 @@ def verdicts() -> str:
 
 def losses() -> str:
     """Where others have a higher mean than the default, by row."""
-    found, lost = results("real"), []
-    ours = found_line(found, OURS)
-    for name, line in lines_of(found, tuple(SHOWN)).items():
+    result, lost = results("real"), []
+    ours = found_line(result, OURS)
+    for name, line in lines_of(result, tuple(SHOWN)).items():
         ahead = {
             task: 100 * (theirs.mean - own.mean)
-            for task in found.tasks
-            if (theirs := found.accuracy(line, task)) and (own := found.accuracy(ours, task))
+            for task in result.tasks
+            if (theirs := result.accuracy(line, task)) and (own := result.accuracy(ours, task))
         }
         ahead = {task: gap for task, gap in sorted(ahead.items(), key=lambda one: -one[1]) if gap >= 0.05}
         if ahead:
@@ -218,20 +218,20 @@ def texts_on_top() -> str:
 
 def shots(grid: str = "anchored-shots") -> str:
     """Accuracy by demonstrations a class, by task, and on average where no task is missing."""
-    found = results(grid)
-    counts = sorted({line.shots for line in found.lines if line.shots is not None})
+    result = results(grid)
+    counts = sorted({line.shots for line in result.lines if line.shots is not None})
     rows = []
-    for row in found.rows:
-        lines = {line.shots: line for line in found.lines if line.row is row}
+    for row in result.rows:
+        lines = {line.shots: line for line in result.lines if line.row is row}
         own = [lines.get(count, lines.get(None)) for count in counts]
-        there = [set(found.tasks_of(line)) for line in own if line is not None]
-        whole = len(found.tasks) > 1 and all(tasks == set(found.tasks) for tasks in there)
+        there = [set(result.tasks_of(line)) for line in own if line is not None]
+        whole = len(result.tasks) > 1 and all(tasks == set(result.tasks) for tasks in there)
         for task in (
             *([None] if whole else []),
-            *(one for one in found.tasks if any(one in tasks for tasks in there)),
+            *(one for one in result.tasks if any(one in tasks for tasks in there)),
         ):
             cells = [
-                "–" if line is None else average(found, line) if task is None else shown(found, line, task)
+                "–" if line is None else average(result, line) if task is None else shown(result, line, task)
                 for line in own
             ]
             if None in lines:  # it takes no demonstrations
@@ -242,10 +242,12 @@ def shots(grid: str = "anchored-shots") -> str:
 
 def second_model() -> str:
     """Accuracy on every task of the second model."""
-    found = results("real", "gemma")
-    lines = {name: line for name, line in lines_of(found, tuple(SHOWN)[::-1]).items() if enough(found, line)}
-    rows = [["**mean**", *(average(found, line) for line in lines.values())]]
-    rows += [[task, *(shown(found, line, task) for line in lines.values())] for task in found.tasks]
+    result = results("real", "gemma")
+    lines = {
+        name: line for name, line in lines_of(result, tuple(SHOWN)[::-1]).items() if enough(result, line)
+    }
+    rows = [["**mean**", *(average(result, line) for line in lines.values())]]
+    rows += [[task, *(shown(result, line, task) for line in lines.values())] for task in result.tasks]
     return table(["Task", *(SHOWN[name] for name in lines)], rows)
 
 
@@ -274,8 +276,8 @@ def rivals() -> str:
 
 def fewer_queries() -> str:
     """Rows that were run on 100 queries a task alone."""
-    found = results("real", limit=100)
-    return beside(found, ("Prefix tuning", "Prompt tuning"))
+    result = results("real", limit=100)
+    return beside(result, ("Prefix tuning", "Prompt tuning"))
 
 
 def frequent() -> str:
@@ -297,14 +299,14 @@ def frequent() -> str:
 
 def chat() -> str:
     """The plain prompt and the model's own chat template."""
-    found, rows = results("chat", limit=100), []
-    for line in found.lines:
+    result, rows = results("chat", limit=100), []
+    for line in result.lines:
         if ", chat" in line.name or line.name.endswith("chat"):
-            plain = line_of(found, line.name.replace(", chat", "", 1))
-            got = found.difference(line, plain) if plain is not None else None
+            plain = line_of(result, line.name.replace(", chat", "", 1))
+            got = result.difference(line, plain) if plain is not None else None
             if plain is not None and got is not None:
-                told = [f"{points(got.mean)}", interval(got), str(got.seeds)]
-                rows.append([plain.name, average(found, line), *told])
+                message = [f"{points(got.mean)}", interval(got), str(got.seeds)]
+                rows.append([plain.name, average(result, line), *message])
     return table(["Row", "In its chat template", "Minus the plain prompt", "95 % interval", "Seeds"], rows)
 
 
@@ -330,16 +332,16 @@ def thresholds() -> str:
 def greedy() -> str:
     """How often plain greedy decoding says a label."""
     path = ROOT / "docs/experiments/real/greedy.jsonl"
-    told = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    message = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
     names = {
         "accuracy": "Accuracy among the labels",
         "greedy_right": "Greedy token right",
         "greedy_is_a_label": "Greedy token is a label",
         "label_mass": "Labels' probability",
     }
-    tasks = sorted({one["task"] for one in told})
+    tasks = sorted({one["task"] for one in message})
     means = {
-        task: [100 * fmean(one[name] for one in told if one["task"] == task) for name in names]
+        task: [100 * fmean(one[name] for one in message if one["task"] == task) for name in names]
         for task in tasks
     }
     rows = [["**mean**", *(f"{fmean(column):.1f}" for column in zip(*means.values(), strict=True))]]
@@ -350,42 +352,42 @@ def greedy() -> str:
 # Entries
 
 
-def found_line(found: Results, name: str) -> Line:
+def found_line(result: Results, name: str) -> Line:
     """A line that has to be there.
 
     Raises:
         LookupError: where it is not.
     """
-    line = line_of(found, name)
+    line = line_of(result, name)
     if line is None:
         raise LookupError(f"the store has no row {name!r}")
     return line
 
 
-def enough(found: Results, line: Line) -> bool:
+def enough(result: Results, line: Line) -> bool:
     """Whether a row has all seeds and nearly all tasks, so that a verdict means something."""
-    got = found.accuracy(line)
-    seeds = got is not None and (line.fixed or got.seeds == found.most_seeds)
-    return seeds and 3 * len(found.tasks_of(line)) > 2 * len(found.tasks)
+    got = result.accuracy(line)
+    seeds = got is not None and (line.fixed or got.seeds == result.most_seeds)
+    return seeds and 3 * len(result.tasks_of(line)) > 2 * len(result.tasks)
 
 
-def seeds_of(found: Results, line: Line) -> int:
+def seeds_of(result: Results, line: Line) -> int:
     """Most seeds that it has on any task."""
-    return max(len(found.records(line, task)) for task in found.tasks_of(line))
+    return max(len(result.records(line, task)) for task in result.tasks_of(line))
 
 
-def average(found: Results, line: Line) -> str:
+def average(result: Results, line: Line) -> str:
     """Mean over tasks, with the number of tasks where it lacks some."""
-    got, tasks = found.accuracy(line), len(found.tasks_of(line))
+    got, tasks = result.accuracy(line), len(result.tasks_of(line))
     if got is None:
         return "–"
-    lacking = "" if tasks == len(found.tasks) else f" ({tasks} of {len(found.tasks)} tasks)"
+    lacking = "" if tasks == len(result.tasks) else f" ({tasks} of {len(result.tasks)} tasks)"
     return written(got.mean, got.sd, got.seeds) + lacking
 
 
-def shown(found: Results, line: Line, task: str) -> str:
+def shown(result: Results, line: Line, task: str) -> str:
     """Accuracy on one task."""
-    got = found.accuracy(line, task) if task in found.tasks_of(line) else None
+    got = result.accuracy(line, task) if task in result.tasks_of(line) else None
     return "–" if got is None else written(got.mean, got.sd, got.seeds)
 
 
@@ -399,9 +401,9 @@ def points(value: float) -> str:
     return f"{100 * value:+.1f}".replace("-", "−")
 
 
-def differences(found: Results, pairs: dict[str, tuple[Line, Line]]) -> dict[str, list[str]]:
+def differences(result: Results, pairs: dict[str, tuple[Line, Line]]) -> dict[str, list[str]]:
     """First minus second line of each pair, its interval, and its verdict; Holm over the pairs."""
-    got = {name: found.difference(*pair) for name, pair in pairs.items()}
+    got = {name: result.difference(*pair) for name, pair in pairs.items()}
     tested = {name: one.p for name, one in got.items() if one is not None and one.decidable}
     q = dict(zip(tested, holm(list(tested.values())), strict=True))
     return {
@@ -419,60 +421,60 @@ def verdict(got: Difference, q: float | None) -> str:
     """Corrected p, and what it shows."""
     if q is None:
         return "one seed" if got.seeds == 1 else f"{got.seeds} seeds"
-    told = f"{q:.3f}" if q >= 0.001 else "< 0.001"
+    message = f"{q:.3f}" if q >= 0.001 else "< 0.001"
     beyond = q < ALPHA and (got.low > 0 or got.high < 0)
-    return told if beyond else f"{told}, not shown"
+    return message if beyond else f"{message}, not shown"
 
 
-def kept(found: Results, line: Line) -> str:
+def kept(result: Results, line: Line) -> str:
     """Numbers that it keeps for a task: a range where tasks differ."""
-    counts = [one.cost.cached_values for task in found.tasks_of(line) for one in found.outcomes(line, task)]
+    counts = [one.cost.cached_values for task in result.tasks_of(line) for one in result.outcomes(line, task)]
     low, high = min(counts), max(counts)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def against_first(found: Results, name: str) -> str:
+def against_first(result: Results, name: str) -> str:
     """Every row of a grid against one, on average and by task."""
-    first = found_line(found, name)
-    others = [line for line in found.lines if line != first]
-    told = differences(found, {line.name: (line, first) for line in others})
+    first = found_line(result, name)
+    others = [line for line in result.lines if line != first]
+    message = differences(result, {line.name: (line, first) for line in others})
     rows = [
         [
             line.name if line != first else f"**{line.name}**",
-            average(found, line),
-            *(told[line.name] if line != first else [""] * 3),
-            *(shown(found, line, task).split(" ")[0] for task in found.tasks),
+            average(result, line),
+            *(message[line.name] if line != first else [""] * 3),
+            *(shown(result, line, task).split(" ")[0] for task in result.tasks),
         ]
         for line in (first, *others)
     ]
-    return table(["Row", "Mean", "Difference", "95 % interval", "q", *found.tasks], rows)
+    return table(["Row", "Mean", "Difference", "95 % interval", "q", *result.tasks], rows)
 
 
-def beside(found: Results, wanted: Sequence[str], against: str = OURS) -> str:
+def beside(result: Results, wanted: Sequence[str], against: str = OURS) -> str:
     """Some rows: mean, numbers kept, difference from one row on the tasks that both have."""
-    ours, lines = found_line(found, against), lines_of(found, wanted)
-    told = differences(found, {name: (line, ours) for name, line in lines.items()})
+    ours, lines = found_line(result, against), lines_of(result, wanted)
+    message = differences(result, {name: (line, ours) for name, line in lines.items()})
     rows = [
         [
             name,
-            average(found, line),
-            str(seeds_of(found, line)),
-            kept(found, line),
-            fit_beside(found, line, ours),
-            *told[name],
+            average(result, line),
+            str(seeds_of(result, line)),
+            kept(result, line),
+            fit_beside(result, line, ours),
+            *message[name],
         ]
         for name, line in lines.items()
     ]
-    last = [average(found, ours), str(seeds_of(found, ours)), kept(found, ours), "1", *[""] * 3]
+    last = [average(result, ours), str(seeds_of(result, ours)), kept(result, ours), "1", *[""] * 3]
     rows.append([f"**{against}**", *last])
     head = ["Row", "Mean", "Seeds", "Numbers kept", "Fit, ratio", "Difference", "95 % interval", "q"]
     return table(head, rows)
 
 
-def fit_beside(found: Results, line: Line, ours: Line) -> str:
+def fit_beside(result: Results, line: Line, ours: Line) -> str:
     """A row's time of fits against another's, on the tasks that both have."""
-    both = [task for task in found.tasks_of(line) if task in found.tasks_of(ours)]
-    theirs, own = (mean_times(found, one, both)[0] for one in (line, ours))
+    both = [task for task in result.tasks_of(line) if task in result.tasks_of(ours)]
+    theirs, own = (mean_times(result, one, both)[0] for one in (line, ours))
     return f"{theirs / own:.2g}"
 
 
@@ -534,9 +536,9 @@ def bars() -> str:
     figure = new_figure(8.6, 5.2)
     panels = figure.subplots(1, 2, width_ratios=(1, 1))
     for axes, store, model in zip(panels, STORES, ("SmolLM2-135M", "Gemma 3 270M"), strict=True):
-        found = results("real", store)
-        lines = {name: line for name, line in lines_of(found, tuple(SHOWN)).items() if enough(found, line)}
-        got = {name: found.accuracy(line) for name, line in lines.items()}
+        result = results("real", store)
+        lines = {name: line for name, line in lines_of(result, tuple(SHOWN)).items() if enough(result, line)}
+        got = {name: result.accuracy(line) for name, line in lines.items()}
         order = sorted((one.mean, name) for name, one in got.items() if one is not None)
         for place, (mean, name) in enumerate(order):
             one = got[name]
@@ -548,7 +550,7 @@ def bars() -> str:
             axes.text(2, place, f"{100 * mean:.1f}", va="center", color="#070707", fontsize=9)
         axes.set_yticks(range(len(order)), [SHOWN[name] for _, name in order])
         axes.set_xlim(0, 80)
-        axes.set_title(f"{model}, {len(found.tasks)} tasks", fontsize=11, color="#010101")
+        axes.set_title(f"{model}, {len(result.tasks)} tasks", fontsize=11, color="#010101")
         axes.set_xlabel("mean accuracy, %", color="#010101")
         plain(axes)
     title = "Mean accuracy of each row, with 95 % intervals"
@@ -566,29 +568,29 @@ CURVES = {
 """Colour and marker of a row in a figure of accuracy by demonstrations a class."""
 
 
-def draw_curves(axes: Axes, found: Results, task: str | None = None) -> None:
+def draw_curves(axes: Axes, result: Results, task: str | None = None) -> None:
     """Accuracy by demonstrations a class, on one task or on average, with intervals where there are seeds."""
-    every = sorted({line.shots for line in found.lines if line.shots is not None})
+    every = sorted({line.shots for line in result.lines if line.shots is not None})
     for name, (colour, marker) in CURVES.items():
-        told = {
+        message = {
             line.shots: got
-            for line in found.lines
+            for line in result.lines
             if name in {line.row.name, line.row.method}
             and line.shots
-            and set(found.tasks if task is None else [task]) <= set(found.tasks_of(line))
-            and (got := found.accuracy(line, task))
+            and set(result.tasks if task is None else [task]) <= set(result.tasks_of(line))
+            and (got := result.accuracy(line, task))
         }
-        if not told:
+        if not message:
             continue
-        counts, means = list(told), [100 * one.mean for one in told.values()]
+        counts, means = list(message), [100 * one.mean for one in message.values()]
         ends = [
-            [100 * (one.mean - one.low) for one in told.values()],
-            [100 * (one.high - one.mean) for one in told.values()],
+            [100 * (one.mean - one.low) for one in message.values()],
+            [100 * (one.high - one.mean) for one in message.values()],
         ]
         bars = ends if task is None else None
         axes.errorbar(counts, means, yerr=bars, color=colour, marker=marker, capsize=3, label=SHOWN[name])
-    level = line_of(found, "Zero-shot, label prior")
-    got = found.accuracy(level, task) if level is not None else None
+    level = line_of(result, "Zero-shot, label prior")
+    got = result.accuracy(level, task) if level is not None else None
     if got is not None:
         axes.axhline(100 * got.mean, color="#020202", linestyle="--", label=level.name)
     axes.set_xscale("log", base=2)
@@ -601,11 +603,11 @@ def draw_curves(axes: Axes, found: Results, task: str | None = None) -> None:
 
 def curves() -> str:
     """Mean accuracy by demonstrations a class, as SVG."""
-    found = results("anchored-shots")
+    result = results("anchored-shots")
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
-    draw_curves(axes, found)
-    axes.set_ylabel(f"mean accuracy over {len(found.tasks)} tasks, %", color="#010101")
+    draw_curves(axes, result)
+    axes.set_ylabel(f"mean accuracy over {len(result.tasks)} tasks, %", color="#010101")
     axes.legend(frameon=False, labelcolor="#010101", fontsize=9, ncols=2, loc="lower right")
     return svg(figure, "Mean accuracy by demonstrations a class, with 95 % intervals")
 
@@ -615,8 +617,8 @@ def learning() -> str:
     few, many = results("curves"), results("many-labels")
     panels = [*((few, task) for task in few.tasks), *((many, task) for task in many.tasks)]
     figure = new_figure(9.6, 3.2)
-    for axes, (found, task) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
-        draw_curves(axes, found, task)
+    for axes, (result, task) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        draw_curves(axes, result, task)
         axes.set_title(task, fontsize=10, color="#010101")
     figure.axes[0].set_ylabel("accuracy, %", color="#010101")
     shown = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
@@ -646,7 +648,7 @@ def svg(figure: Figure, title: str) -> str:
         f"<style>svg {{ {light} background: var(--back); }} "
         f"@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>\n"
     )
-    text = re.sub(r"( <defs>)", lambda found: " " + style + found[1], text, count=1)
+    text = re.sub(r"( <defs>)", lambda result: " " + style + result[1], text, count=1)
     return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
 
 

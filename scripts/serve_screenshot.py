@@ -29,12 +29,12 @@ def main() -> None:
 
     with TemporaryDirectory() as folder, sync_playwright() as play:
         program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
-        while not (found := re.search(r"http://\S+", program.said()[0])):
+        while not (result := re.search(r"http://\S+", program.said()[0])):
             assert program.process.is_alive(), program.said()
             time.sleep(0.1)
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 900, "height": 600})
-        page.goto(found[0])
+        page.goto(result[0])
         page.click("#example")
         page.wait_for_function("document.getElementById('examples').value")
         page.click("#begin")

@@ -107,8 +107,8 @@ def icae(decoder: Decoder) -> Compressor:
         scaled = {name: (first, second * scale) for name, (first, second) in pairs.items()}
         own = AutoEncoder(decoder, memory, scaled, "1")
         (context,) = decoder.encoder(["".join(exchanges(decoder, task, shown))])
-        found = behind_slots(own, task, own.slots(own.segments(context)), config)
-        return found.prefix, found.edit, found.right
+        result = behind_slots(own, task, own.slots(own.segments(context)), config)
+        return result.prefix, result.edit, result.right
 
     def tensors() -> Mapping[str, Tensor]:
         start = "icae.base_model.model."
@@ -165,12 +165,12 @@ def cepe(decoder: Decoder) -> Compressor:
         return None, own.edit(own.states(bare(decoder, exchanges(decoder, task, shown)))), ()
 
     def tensors() -> Mapping[str, Tensor]:
-        found = {f"encoder.{name}": one for name, one in encoder.named_parameters()}
+        result = {f"encoder.{name}": one for name, one in encoder.named_parameters()}
         for number, layer in layers.items():
             parts = {"layernorm": layer.norm, "q_proj": layer.q, "k_proj": layer.k, "v_proj": layer.v}
             for name, one in (parts | {"o_proj": layer.o}).items():
-                found[f"model.layers.{number}.cross_attn.{name}.weight"] = one
-        return found
+                result[f"model.layers.{number}.cross_attn.{name}.weight"] = one
+        return result
 
     cross = [one for layer in layers.values() for one in vars(layer).values()]
     kept = {key: value for key, value in config.items() if key in ENCODER}
@@ -208,7 +208,7 @@ def train(made: Compressor, steps: int, rate: float, seed: int) -> float:
             task, decoder = tasks[name], made.decoder
             prefix, edit, right = made.front(task, shown)
             ids = [one + right for one in decoder.encoder([task.template.query(one.text) for one in asked])]
-            found = label_log_probabilities(
+            result = label_log_probabilities(
                 decoder,
                 make_batch(ids, decoder.device),
                 [labels[name]] * len(asked),
@@ -216,7 +216,7 @@ def train(made: Compressor, steps: int, rate: float, seed: int) -> float:
                 edit,
                 prefix,
             )
-            loss = -found.mean() / DOCUMENTS
+            loss = -result.mean() / DOCUMENTS
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(made.parameters, MOST_GRADIENT)

@@ -83,17 +83,17 @@ def injected(decoder, task, shown, config=None, *, extraction=None, seed=0, **mo
 
 def free(lock):
     """Whether another thread gets the lock."""
-    found = []
+    result = []
 
     def ask():
-        found.append(lock.acquire(blocking=False))
-        if found[0]:
+        result.append(lock.acquire(blocking=False))
+        if result[0]:
             lock.release()
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    return found[0]
+    return result[0]
 
 
 def _hooked(model):
@@ -166,9 +166,9 @@ def log_probability(decoder, query, label):
     return sum(logits[step, token] for step, token in enumerate(label))
 
 
-def one_line(told, work, /, *given, **options):
+def one_line(message, work, /, *given, **options):
     """The one line of an `I2CLError` that a call raises, with this pattern in it."""
-    with pytest.raises(I2CLError, match=told or None) as raised:
+    with pytest.raises(I2CLError, match=message or None) as raised:
         work(*given, **options)
     assert "\n" not in str(raised.value)
     return str(raised.value)

@@ -128,10 +128,10 @@ def spoiled_toml(draw, good):
     """A TOML file spoiled as bytes or as values."""
     if draw(st.booleans()):
         return draw(spoiled_bytes(good))
-    found = draw(swapped(tomllib.loads(good.decode())))
-    if not isinstance(found, dict):
-        return toml(found).encode()
-    return "".join(f"{json.dumps(key)} = {toml(value)}\n" for key, value in found.items()).encode()
+    result = draw(swapped(tomllib.loads(good.decode())))
+    if not isinstance(result, dict):
+        return toml(result).encode()
+    return "".join(f"{json.dumps(key)} = {toml(value)}\n" for key, value in result.items()).encode()
 
 
 ROWS = st.sampled_from(sorted(GOOD_ROWS)).flatmap(
@@ -171,9 +171,9 @@ COMMANDS = st.sampled_from(GOOD_COMMANDS) | st.tuples(
 )
 
 
-def read_rows(folder, found):
+def read_rows(folder, result):
     """Rows as `fit` and `predict` read them."""
-    suffix, data, words = found
+    suffix, data, words = result
     path = folder / f"rows{suffix}"
     path.write_bytes(data)
     with warnings.catch_warnings():
@@ -183,9 +183,9 @@ def read_rows(folder, found):
             read_examples(path, ("good", "bad") if words else None)
 
 
-def use_template(_folder, found):
+def use_template(_folder, result):
     """A template and a task made of it, read back from what is written of them."""
-    form, separator, opening, labels, text = found
+    form, separator, opening, labels, text = result
     task = Task("mood", ("good", "bad", *labels), Template(form, separator, opening), title=text)
     prompt = task.template.prompt([(text, word) for word in task.labels], text)
     assert prompt.endswith(task.template.head + text + task.template.middle)
@@ -212,15 +212,15 @@ def read_grid(folder, data):
             assert len(cell.key) == 16
 
 
-def make_methods(_folder, found):
+def make_methods(_folder, result):
     """Methods under ``--set``."""
-    names, settings = found
+    names, settings = result
     load.methods(names, settings, "paper")
 
 
-def run_command(_folder, found):
+def run_command(_folder, result):
     """A command that cannot do anything: it must say so in its own way."""
-    command, words = found
+    command, words = result
     offline = patch("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with offline, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said:
         try:
@@ -259,8 +259,8 @@ def spoiled_file(draw, folder, names, values=None):
     elif name.endswith(".safetensors") and how in {"values", "header"}:
         size = int.from_bytes(data[:8], "little")
         header = json.dumps(draw(lying(json.loads(data[8 : 8 + size])))).encode()
-        told = draw(st.sampled_from([len(header)] * 4 + [len(header) + 8, 0, 2**63, 2**64 - 1]))
-        data = told.to_bytes(8, "little") + header + data[8 + size :]
+        message = draw(st.sampled_from([len(header)] * 4 + [len(header) + 8, 0, 2**63, 2**64 - 1]))
+        data = message.to_bytes(8, "little") + header + data[8 + size :]
     else:
         data = draw(spoiled_bytes(data))
     return Spoiled(name, how, data)

@@ -36,7 +36,7 @@ def pages():
 
 def blocks(page):
     """In the page's order."""
-    return [Block(*found) for found in FENCE.findall(page.read_text(encoding="utf-8"))]
+    return [Block(*result) for result in FENCE.findall(page.read_text(encoding="utf-8"))]
 
 
 def commands(page):
@@ -48,8 +48,8 @@ def commands(page):
     inline = re.findall(r"`(i2cl [^`]+)`", prose)
     for line in (*lines, *inline):
         for part in re.split(r" && | \| ", line):
-            if found := re.search(r"(?:^|\$ |--no-python )i2cl (.*)", " ".join(part.split())):
-                yield shlex.split(found[1], comments=True)
+            if result := re.search(r"(?:^|\$ |--no-python )i2cl (.*)", " ".join(part.split())):
+                yield shlex.split(result[1], comments=True)
 
 
 def play(played, folder, monkeypatch):
@@ -65,15 +65,15 @@ def play(played, folder, monkeypatch):
     for one in played:
         if one.language == "console" and "$ " in one.text:
             for typed, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n?)*)", one.text, re.MULTILINE):
-                told = said(typed)
-                assert not told.startswith("error: ") or shown.startswith("error: "), told
-                assert not shown.strip() or alike(told) == alike(shown), typed
+                message = said(typed)
+                assert not message.startswith("error: ") or shown.startswith("error: "), message
+                assert not shown.strip() or alike(message) == alike(shown), typed
         elif one.language == "python":
-            with redirect_stdout(StringIO()) as told:
+            with redirect_stdout(StringIO()) as message:
                 exec(compile(one.text, "<page>", "exec"), names)
             expected = re.findall(r"^ *print\(.*\)  # (.*?)(?:: .*)?$", one.text, re.MULTILINE)
             if expected:
-                assert told.getvalue().splitlines() == expected
+                assert message.getvalue().splitlines() == expected
         elif named := re.match(r"# ([\w/]+\.\w+)\n", one.text):
             path = folder / named[1]
             path.parent.mkdir(exist_ok=True)
@@ -90,10 +90,10 @@ def said(typed):
     if not typed.startswith("i2cl "):
         done = subprocess.run(typed, shell=True, text=True, capture_output=True, check=False)
         return done.stdout + done.stderr
-    with redirect_stdout(StringIO()) as told, redirect_stderr(told), suppress(SystemExit):
+    with redirect_stdout(StringIO()) as message, redirect_stderr(message), suppress(SystemExit):
         main(shlex.split(typed)[1:])
     bar = re.compile("it/s|s/it")  # tqdm's, of what is fast and what is slow
-    return "".join(line for line in told.getvalue().splitlines(keepends=True) if not bar.search(line))
+    return "".join(line for line in message.getvalue().splitlines(keepends=True) if not bar.search(line))
 
 
 def alike(text):

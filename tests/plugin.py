@@ -99,8 +99,8 @@ def said(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
     """Run a command that ends with this exit code; its stdout."""
 
     def ran(*words: Any, code: int = 0) -> str:
-        found, out, err = call(*words)
-        assert found == code, err
+        result, out, err = call(*words)
+        assert result == code, err
         return out
 
     return ran

@@ -46,11 +46,11 @@ def start(_=None):
 def until(come, seconds=120.0, program=None):
     """Wait for something that is true, and return it; fail once it takes longer or the program has ended."""
     end = time.monotonic() + seconds
-    while not (found := come()):
+    while not (result := come()):
         assert program is None or program.process.is_alive(), program.said()
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.01)
-    return found
+    return result
 
 
 class Program:
@@ -68,8 +68,8 @@ class Program:
         self.err = Path(self._folder.name) / "err"
         for path in (self.out, self.err):
             path.touch()
-        told = (code, ["-c", *map(str, arguments)], (self.out, self.err), environment() | variables)
-        self.process = start().Process(target=_run, args=told)
+        message = (code, ["-c", *map(str, arguments)], (self.out, self.err), environment() | variables)
+        self.process = start().Process(target=_run, args=message)
         self.process.start()
 
     def said(self):

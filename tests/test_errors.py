@@ -25,8 +25,8 @@ def test_a_package_that_is_lacking_is_named_with_its_cure(monkeypatch, tmp_path)
     with pytest.raises(I2CLError, match=r"^a map needs the package abacus: pip install 'i2cl\[maps\]'$"):
         needs("a map", "maps", "json", "abacus")
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    told = r"needs the packages abacus and scikit-learn: pip install 'i2cl\[maps\]', or draw it$"
-    one_line(told, needs, "a map", "maps", "abacus", "sklearn", instead="draw it")
+    message = r"needs the packages abacus and scikit-learn: pip install 'i2cl\[maps\]', or draw it$"
+    one_line(message, needs, "a map", "maps", "abacus", "sklearn", instead="draw it")
     (tmp_path / "abacus").mkdir()  # a folder beside the user's files is no package
     monkeypatch.syspath_prepend(str(tmp_path))
     one_line("needs the package abacus", needs, "a map", "maps", "abacus")

@@ -33,9 +33,9 @@ def test_it_runs_and_prints_what_it_is_for(script, tmp_path, monkeypatch):
         pytest.skip(f"no package {TAKES[script.stem]}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(script)])
-    with redirect_stdout(StringIO()) as told:
+    with redirect_stdout(StringIO()) as message:
         runpy.run_path(str(script), run_name="__main__")
-    assert re.search(SAID[script.stem], told.getvalue(), re.DOTALL), told.getvalue()
+    assert re.search(SAID[script.stem], message.getvalue(), re.DOTALL), message.getvalue()
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -44,10 +44,10 @@ def test_its_cells_print_what_it_shows(notebook, tmp_path, monkeypatch):
     names = {"__name__": "__main__"}
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
-            with redirect_stdout(StringIO()) as told:
+            with redirect_stdout(StringIO()) as message:
                 exec(compile("".join(cell["source"]), notebook.name, "exec"), names)
             shown = "".join(line for one in cell["outputs"] for line in one["text"])
-            assert alike(told.getvalue()) == alike(shown)
+            assert alike(message.getvalue()) == alike(shown)
 
 
 def test_the_list_names_all_of_them_and_nothing_else():

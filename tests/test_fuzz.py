@@ -30,8 +30,8 @@ def test_spoiled_inputs_are_read_or_refused(kinds, tmp_path, name):
 
     @settings(max_examples=EXAMPLES.get(name, 150), derandomize=True, **QUIET)
     @given(inputs)
-    def try_one(found):
-        outcomes.add(refused(lambda: read(tmp_path, found)))
+    def try_one(result):
+        outcomes.add(refused(lambda: read(tmp_path, result)))
 
     try_one()
     assert outcomes == {True, False}  # neither all good nor all bad

@@ -154,8 +154,8 @@ def documented_data():
     for path in FILES:
         body = parsed(path).body
         for node, below in pairwise(body):
-            told = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if told and isinstance(node, ast.Assign | ast.AnnAssign):
+            message = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if message and isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 yield from (target.id for target in targets if isinstance(target, ast.Name))
 

@@ -43,8 +43,8 @@ def logits(decoder, edit=None):
     queries = questions.queries([query["text"] for query in RECORD["queries"]])
     rows = torch.empty(len(queries), decoder.model.config.vocab_size)
     with torch.no_grad():
-        for batch, found in decoder.run_batches(queries, partial(decoder.forward, edit=edit)):
-            rows[list(batch.rows)] = found[:, 0]
+        for batch, result in decoder.run_batches(queries, partial(decoder.forward, edit=edit)):
+            rows[list(batch.rows)] = result[:, 0]
     return rows
 
 
@@ -63,6 +63,6 @@ def test_calibrated_coefficients_and_logits(context, golden, decoder):
     batches = RECORD["calibration"]["batches"]
     calibrated = calibrate(decoder, TASK, SHOWN, context, config, batches=batches)
     torch.testing.assert_close(calibrated.coefficients, golden["coefficients"], **CLOSE)
-    found = logits(decoder, calibrated.edit())
-    torch.testing.assert_close(found, golden["calibrated_logits"], atol=2e-5, rtol=0)
+    result = logits(decoder, calibrated.edit())
+    torch.testing.assert_close(result, golden["calibrated_logits"], atol=2e-5, rtol=0)
     assert not torch.allclose(golden["calibrated_logits"], golden["initial_logits"], atol=1e-3)

@@ -44,6 +44,6 @@ def words(figure):
 def test_every_part_stands_on_a_page_and_rows_that_no_cell_has_are_left_out(made):
     shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in made["PAGES"])
     assert [name for name in made["PARTS"] if f"<!-- {name}: begin -->" not in shown] == []
-    found = made["results"]("real")
-    assert list(made["lines_of"](found, ("Zero-shot", "no such row"))) == ["Zero-shot"]
-    assert made["line_of"](found, "zero_shot").name == "Zero-shot"  # by its method where no row is called so
+    result = made["results"]("real")
+    assert list(made["lines_of"](result, ("Zero-shot", "no such row"))) == ["Zero-shot"]
+    assert made["line_of"](result, "zero_shot").name == "Zero-shot"  # by its method where no row is called so

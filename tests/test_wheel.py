@@ -60,13 +60,15 @@ def python(wheel, tmp_path_factory):
     """An environment with the wheel, which finds its dependencies, but not the package, beside the tests."""
     folder = tmp_path_factory.mktemp("elsewhere")
     venv.create(folder, symlinks=True)
-    found = folder / "bin" / "python"
-    said(sys.executable, "-m", "pip", "--python", found, "install", "--quiet", "--no-deps", wheel, cwd=folder)
+    result = folder / "bin" / "python"
+    said(
+        sys.executable, "-m", "pip", "--python", result, "install", "--quiet", "--no-deps", wheel, cwd=folder
+    )
     site = Path(
-        said(found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+        said(result, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     )
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return found
+    return result
 
 
 def test_the_wheel_carries_every_file_of_the_package_and_the_licence(wheel):

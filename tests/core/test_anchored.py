@@ -54,8 +54,8 @@ def test_derivatives_are_those_of_finite_differences(model_type, full):
     generator = torch.Generator().manual_seed(0)
     u = 0.02 * torch.randn(fit.scale.numel(), generator=generator)
     along = torch.randn(fit.scale.numel(), generator=generator)
-    point, found = fit.point(u)
-    torch.testing.assert_close(found.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
+    point, result = fit.point(u)
+    torch.testing.assert_close(result.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
     step = 2e-3
 
     def values(at):
@@ -65,8 +65,8 @@ def test_derivatives_are_those_of_finite_differences(model_type, full):
 
     torch.testing.assert_close(point.values, values(u), atol=1e-4, rtol=1e-4)
     differences = (values(u + step * along) - values(u - step * along)) / (2 * step)
-    found = (point.jacobian @ along).view_as(differences).double()
-    torch.testing.assert_close(found, differences, atol=3e-2 * differences.abs().max().item(), rtol=0)
+    result = (point.jacobian @ along).view_as(differences).double()
+    torch.testing.assert_close(result, differences, atol=3e-2 * differences.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("labels", [2, 5])
@@ -74,13 +74,13 @@ def test_columns_hold_the_whole_loss(labels):
     generator = torch.Generator().manual_seed(labels)
     scores = 3 * torch.randn(7, labels, generator=generator)
     gold = torch.randint(labels, (7,), generator=generator)
-    found = columns(scores, gold)
-    assert found.shape == (7, labels - 1)
+    result = columns(scores, gold)
+    assert result.shape == (7, labels - 1)
     expected = torch.nn.functional.cross_entropy(scores.double(), gold, reduction="sum")
-    assert summed_loss(found) == pytest.approx(expected.item())
+    assert summed_loss(result) == pytest.approx(expected.item())
     slopes = directions(gold, labels)
-    torch.testing.assert_close((slopes.double() @ scores.double()[..., None])[..., 0], found)
-    chances = torch.nn.functional.pad(found, (1, 0)).softmax(-1)[:, 1:]
+    torch.testing.assert_close((slopes.double() @ scores.double()[..., None])[..., 0], result)
+    chances = torch.nn.functional.pad(result, (1, 0)).softmax(-1)[:, 1:]
     gradient = scores.double().softmax(-1) - torch.nn.functional.one_hot(gold, labels)
     torch.testing.assert_close((chances[:, None] @ slopes.double())[:, 0], gradient, atol=1e-6, rtol=1e-5)
 
@@ -98,8 +98,8 @@ def test_the_optimum_is_that_of_a_minimiser_of_scipy(shape):
         return summed_loss(start + (jacobian @ u).view(shape)) + (tau / 2 * u @ u).item()
 
     expected = optimize.minimize(value, torch.zeros(30).double().numpy(), options={"gtol": 1e-6})
-    found = jacobian.T @ optimum(start, kernel, tau)
-    assert value(found.numpy()) <= expected.fun + 1e-6
+    result = jacobian.T @ optimum(start, kernel, tau)
+    assert value(result.numpy()) <= expected.fun + 1e-6
 
 
 def test_it_ends_where_the_objective_is_smallest():
@@ -175,9 +175,9 @@ def test_a_step_that_brings_less_than_its_share_is_damped():
 
 
 def test_history_falls_and_is_the_loss_among_labels():
-    decoder, told = made("llama"), []
+    decoder, message = made("llama"), []
     config = AnchoredConfig(reach=3.0, steps=4, say_label=False)
-    injection = anchor(decoder, task(), SHOWN, config, progress=lambda *at: told.append(at))
+    injection = anchor(decoder, task(), SHOWN, config, progress=lambda *at: message.append(at))
     texts, gold = [one.text for one in SHOWN], torch.tensor([one.label for one in SHOWN])
 
     def loss(scores):
@@ -187,8 +187,8 @@ def test_history_falls_and_is_the_loss_among_labels():
     assert injection.history[0] == pytest.approx(loss(plain), abs=1e-5)
     assert injection.history[-1] == pytest.approx(loss(injection.scores(decoder, texts)), abs=1e-5)
     assert list(injection.history) == sorted(injection.history, reverse=True)
-    assert [at[0] for at in told] == list(range(1, len(injection.history)))
-    assert told[-1][2] == injection.history[-1]
+    assert [at[0] for at in message] == list(range(1, len(injection.history)))
+    assert message[-1][2] == injection.history[-1]
 
 
 @pytest.mark.parametrize("config", [AnchoredConfig(reach=0.0), AnchoredConfig(steps=0)])
@@ -232,8 +232,8 @@ def test_a_step_that_overflows_is_damped(monkeypatch):
 
     def overflowing(fit, u):
         calls.append(u)
-        found = scores(fit, u)
-        return found * float("nan") if len(calls) == 1 else found
+        result = scores(fit, u)
+        return result * float("nan") if len(calls) == 1 else result
 
     monkeypatch.setattr(Problem, "scores", overflowing)
     injection = anchor(decoder, task(), SHOWN, AnchoredConfig(reach=3.0, steps=1))

@@ -54,32 +54,32 @@ def test_one_step_by_hand(case, full):
     wanted = loss_by_hand(case, first, [0, 1, 2], full=full)
     (gradient,) = torch.autograd.grad(wanted, first)
     scoring = "full" if full else "auto"
-    found = fit(case, batches=[[0, 1, 2]], noise=0.0, lr=0.03, weight_decay=0.1, scoring=scoring)
-    assert found.history == (pytest.approx(wanted.item(), rel=1e-5),)
+    result = fit(case, batches=[[0, 1, 2]], noise=0.0, lr=0.03, weight_decay=0.1, scoring=scoring)
+    assert result.history == (pytest.approx(wanted.item(), rel=1e-5),)
     # The first step of AdamW goes the learning rate's length against the sign of the gradient.
     assert (gradient.abs() > 1e-6).all()
     stepped = first * (1 - 0.03 * 0.1) - 0.03 * gradient.sign()
-    assert torch.allclose(found.coefficients, stepped, atol=1e-4)
+    assert torch.allclose(result.coefficients, stepped, atol=1e-4)
 
 
 @pytest.mark.parametrize(("case", "place"), [*((case, "writer") for case in FAMILIES), ("llama", "residual")])
 def test_the_loss_decreases(case, place):
-    found = fit(case, epochs=12, batch_size=len(SHOTS), noise_place=place)
-    assert len(found.history) == 12
-    assert found.history[-1] < found.history[0] - 1e-3
-    assert found.coefficients.dtype == torch.float32
-    assert not found.coefficients.requires_grad
-    assert ((found.coefficients - torch.tensor([0.1, 1.0])).abs() > 1e-4).all()
+    result = fit(case, epochs=12, batch_size=len(SHOTS), noise_place=place)
+    assert len(result.history) == 12
+    assert result.history[-1] < result.history[0] - 1e-3
+    assert result.coefficients.dtype == torch.float32
+    assert not result.coefficients.requires_grad
+    assert ((result.coefficients - torch.tensor([0.1, 1.0])).abs() > 1e-4).all()
 
 
 def test_labels_of_several_tokens_are_learnt_whole():
     labels = Task("films", ("positive", "poor"), TASK.template)
     with pytest.warns(ScoringWarning) as caught:
-        found = fit(task=labels, noise=0.0, batches=[[1]])
+        result = fit(task=labels, noise=0.0, batches=[[1]])
     assert len(caught) == 1
     before = fit(task=labels, noise=0.0, epochs=0, scoring="full")
     probability = before.scores(decoder_of("llama"), ["dull"], scoring="full")[0, 1].item()
-    assert found.history[0] == pytest.approx(-probability, rel=1e-5)
+    assert result.history[0] == pytest.approx(-probability, rel=1e-5)
 
 
 @pytest.mark.parametrize("change", [{}, {"noise_place": "writer"}, {"positions": "random"}, {"draw": "step"}])
@@ -95,8 +95,8 @@ def test_bit_for_bit_repeatable(change):
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
 def test_noise_alone_depends_on_the_seed(noise):
-    found = [fit(seed=seed, batches=[[0, 1], [2, 3]], noise=noise).coefficients for seed in (0, 1)]
-    assert torch.equal(*found) == (noise == 0)
+    result = [fit(seed=seed, batches=[[0, 1], [2, 3]], noise=noise).coefficients for seed in (0, 1)]
+    assert torch.equal(*result) == (noise == 0)
 
 
 THIRDS = [("all", range(6)), ("early", [0, 1]), ("middle", [2, 3]), ("late", [4, 5])]
@@ -118,10 +118,10 @@ def test_only_the_chosen_sites_are_trained(layers, trained, writers, sites):
     if layers not in ("early", (0, 5)):
         return
     context = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers))
-    found = calibrate(decoder, TASK, SHOTS, context, config).coefficients
-    assert found.shape == (*shape, 2)
-    assert torch.equal(found[~mask], UNTOUCHED.expand_as(found[~mask]))
-    assert (found[mask] != torch.tensor([0.1, 1.0])).all()
+    result = calibrate(decoder, TASK, SHOTS, context, config).coefficients
+    assert result.shape == (*shape, 2)
+    assert torch.equal(result[~mask], UNTOUCHED.expand_as(result[~mask]))
+    assert (result[mask] != torch.tensor([0.1, 1.0])).all()
 
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
@@ -146,10 +146,10 @@ def test_noise_goes_where_the_injection_goes(monkeypatch, place):
 def test_the_add_formula(case):
     first = fit(case, formula="add", epochs=0, init_lambda=0.3)
     assert torch.equal(first.coefficients, torch.tensor([0.3, 1.0]).expand(first.coefficients.shape))
-    found = fit(case, formula="add", lr=0.5, epochs=4).coefficients
-    assert (found[..., 1] == 1).all()
-    assert (found[..., 0] >= 0).all()
-    assert (found[..., 0] == 0).any()  # at this rate some lambda would have become negative
+    result = fit(case, formula="add", lr=0.5, epochs=4).coefficients
+    assert (result[..., 1] == 1).all()
+    assert (result[..., 0] >= 0).all()
+    assert (result[..., 0] == 0).any()  # at this rate some lambda would have become negative
     assert CalibrationConfig(formula="add").parameters(2, "both") == 4
 
 
@@ -158,8 +158,8 @@ def test_the_balance_formula(case):
     first = fit(case, formula="balance", epochs=0, init_lambda=0.3, init_beta=0.5).coefficients
     # (lambda v + (1 - lambda) a) * beta
     assert torch.allclose(first, torch.tensor([0.3 * 0.5, (1 - 0.3) * 0.5]).expand(first.shape))
-    found = fit(case, formula="balance", lr=0.05, batches=[[0, 1]], noise=0.0)
-    amount, keep = found.coefficients.unbind(-1)
+    result = fit(case, formula="balance", lr=0.05, batches=[[0, 1]], noise=0.0)
+    amount, keep = result.coefficients.unbind(-1)
     scale = amount + keep  # = beta
     assert (scale > 0).all()
     # One step of AdamW: each trained scalar moved by the rate, apart from decay.
@@ -170,8 +170,8 @@ def test_the_balance_formula(case):
 
 @pytest.mark.parametrize("formula", ["linear", "add", "balance"])
 def test_untrained_sites_keep_zero_and_one_under_every_formula(formula):
-    found = fit(formula=formula, layers=(1,)).coefficients
-    assert torch.equal(found[0], UNTOUCHED.expand(2, 2))
+    result = fit(formula=formula, layers=(1,)).coefficients
+    assert torch.equal(result[0], UNTOUCHED.expand(2, 2))
     none = fit(epochs=0, init_lambda=0.25, init_beta=0.75)
     assert torch.equal(none.coefficients, torch.tensor([0.25, 0.75]).expand(2, 2, 2))
     assert none.history == ()
@@ -187,7 +187,7 @@ def test_start_coefficients():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"formula": "add", "start": torch.zeros(2, 2, 2)}, "use formula='linear'"),
         ({"formula": "balance", "start": torch.zeros(2, 2, 2)}, "use formula='linear'"),
@@ -206,16 +206,16 @@ def test_start_coefficients():
         ),
     ],
 )
-def test_what_does_not_fit_the_model_or_the_demonstrations_is_refused(changes, told):
-    one_line(told, fit, **changes)
+def test_what_does_not_fit_the_model_or_the_demonstrations_is_refused(changes, message):
+    one_line(message, fit, **changes)
 
 
 def test_batches_as_data():
-    found = fit(batches=[[0, 1], [4], [2, 3, 1]], epochs=1, noise=0.0)
-    assert len(found.history) == 1
+    result = fit(batches=[[0, 1], [4], [2, 3, 1]], epochs=1, noise=0.0)
+    assert len(result.history) == 1
     assert len(fit(batches=[[0, 1], [4], [2, 3, 1]], epochs=100).history) == 3
     other = fit(batches=[[4], [0, 1], [2, 3, 1]], epochs=1, noise=0.0)
-    assert not torch.equal(found.coefficients, other.coefficients)
+    assert not torch.equal(result.coefficients, other.coefficients)
 
 
 @pytest.mark.parametrize(
@@ -239,11 +239,11 @@ def test_random_batches(monkeypatch, draw, batch_size, steps, each_once):
 
 def test_what_the_injection_remembers():
     config = {"positions": "last", "noise": 0.0}
-    found = fit(seed=5, **config)
-    assert (found.task, found.base) == (TASK, decoder_of("llama").base)
-    assert (found.positions, found.seed) == ("last", 5)
-    assert torch.equal(found.context.values, context_of("llama").values)
-    assert CalibrationConfig.model_validate(found.settings) == CalibrationConfig(epochs=2, **config)
+    result = fit(seed=5, **config)
+    assert (result.task, result.base) == (TASK, decoder_of("llama").base)
+    assert (result.positions, result.seed) == ("last", 5)
+    assert torch.equal(result.context.values, context_of("llama").values)
+    assert CalibrationConfig.model_validate(result.settings) == CalibrationConfig(epochs=2, **config)
     assert fit(task=Task("films", TASK.labels, TASK.template, train=SHOTS), epochs=0).task == TASK
 
 
@@ -254,8 +254,8 @@ def test_a_loss_that_is_not_finite(change):
 
 def test_a_context_vector_of_another_model():
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
-    told = r"was extracted on 'llama', not 'other' \(weights .*extract it on"
-    one_line(told, calibrate, other, TASK, SHOTS, context_of("llama"))
+    message = r"was extracted on 'llama', not 'other' \(weights .*extract it on"
+    one_line(message, calibrate, other, TASK, SHOTS, context_of("llama"))
 
 
 def test_weights_and_gradients_that_are_not_finite():

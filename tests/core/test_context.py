@@ -59,20 +59,20 @@ OTHER_TOKENS = [{"separator": False}, {"token": "first"}, {"token": "first", "se
 )
 def test_the_mean_of_single_runs(case, config):
     decoder, place = decoder_of(case), {"first": 0}.get(config.get("token"), -1)
-    found = extract(decoder, TASK, SHOTS, ExtractConfig(**config))
-    told = {name: value for name, value in config.items() if name != "token"}
-    assert close(found.values, rows(decoder, case, place=place, **told).mean(0))
-    assert found.demonstrations == len(SHOTS)
-    assert found.values.dtype == torch.float32
+    outcome = extract(decoder, TASK, SHOTS, ExtractConfig(**config))
+    expected = {name: value for name, value in config.items() if name != "token"}
+    assert close(outcome.values, rows(decoder, case, place=place, **expected).mean(0))
+    assert outcome.demonstrations == len(SHOTS)
+    assert outcome.values.dtype == torch.float32
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_token_of_each_demonstration(seed):
     decoder, shot = decoder_of("llama"), SHOTS[:1]
-    found = extract(decoder, TASK, shot, ExtractConfig(token="random"), seed=seed)
+    outcome = extract(decoder, TASK, shot, ExtractConfig(token="random"), seed=seed)
     ids = prompt(shot[0])
     candidates = [single(decoder, "llama", ids, place) for place in range(len(ids))]
-    assert sum(bool(close(found.values, candidate)) for candidate in candidates) == 1
+    assert sum(bool(close(outcome.values, candidate)) for candidate in candidates) == 1
 
 
 @pytest.mark.parametrize("aggregate", ["mean", "pca"])
@@ -81,32 +81,32 @@ def test_a_random_token_of_each_demonstration(seed):
 def test_order_changes_nothing_bit_for_bit(budget, token, aggregate):
     decoder = decoder_of("gpt2", budget)
     config = ExtractConfig(token=token, aggregate=aggregate)
-    found = [extract(decoder, TASK, order, config).values for order in (SHOTS, SHOTS[3:] + SHOTS[2::-1])]
-    assert torch.equal(*found)
+    outcome = [extract(decoder, TASK, order, config).values for order in (SHOTS, SHOTS[3:] + SHOTS[2::-1])]
+    assert torch.equal(*outcome)
 
 
 @pytest.mark.parametrize("token", ["last", "random"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt", "gemma2"])
 def test_batch_size_changes_nothing(case, token):
     config = ExtractConfig(token=token)
-    found = [extract(decoder_of(case, budget), TASK, SHOTS, config).values for budget in (1, 60, 4096)]
-    assert close(found[0], found[2])
-    assert close(found[1], found[2])
+    outcome = [extract(decoder_of(case, budget), TASK, SHOTS, config).values for budget in (1, 60, 4096)]
+    assert close(outcome[0], outcome[2])
+    assert close(outcome[1], outcome[2])
     other = extract(decoder_of(case), TASK, SHOTS, config, seed=1).values  # which a random token depends on
-    assert torch.equal(other, found[2]) == (token == "last")
+    assert torch.equal(other, outcome[2]) == (token == "last")
 
 
 @pytest.mark.parametrize("writers", ["both", "hidden"])
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_pca_is_the_mean_plus_the_first_direction(case, writers):
     decoder = decoder_of(case, 60)
-    found = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers, aggregate="pca"))
+    outcome = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers, aggregate="pca"))
     single_runs = rows(decoder, case, writers=writers).double()
     for index in range(single_runs.shape[2]):
         flat = single_runs[:, :, index].flatten(1).numpy()
         mean = flat.mean(0)
         direction = np.linalg.svd(flat - mean)[2][0]
-        added = found.values[:, index].flatten().double().numpy() - mean
+        added = outcome.values[:, index].flatten().double().numpy() - mean
         assert np.linalg.norm(added) == pytest.approx(1, rel=1e-4)
         assert abs(added @ direction) == pytest.approx(1, rel=1e-4)
         assert added[np.abs(direction).argmax()] > 0
@@ -196,20 +196,20 @@ def test_vectors_of_two_models_are_refused():
 @pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0], [3.0, 0.0, 1.0], [0.2, 0.3, 0.5]])
 def test_the_weighted_mean_is_that_of_numpy(weights):
     vectors = [vector(seed) for seed in range(3)]
-    found = ContextVector.mean(vectors, weights=weights)
+    outcome = ContextVector.mean(vectors, weights=weights)
     wanted = np.average([one.values.double().numpy() for one in vectors], axis=0, weights=weights)
-    np.testing.assert_allclose(found.values.numpy(), wanted, atol=1e-6)
-    assert found.values.dtype == torch.float32
-    assert found.demonstrations == 1 + 2 + 3
-    assert found.config == vectors[0].config
+    np.testing.assert_allclose(outcome.values.numpy(), wanted, atol=1e-6)
+    assert outcome.values.dtype == torch.float32
+    assert outcome.demonstrations == 1 + 2 + 3
+    assert outcome.config == vectors[0].config
 
 
 @pytest.mark.parametrize(
     "weights", [[1.0], [1.0, 2.0, 3.0], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan], [1.0, math.inf]]
 )
 def test_weights_that_make_no_mean(weights):
-    told = r"make no mean of 2 context vector\(s\): give at least one"
-    one_line(told, ContextVector.mean, [vector(1), vector(2)], weights)
+    expected = r"make no mean of 2 context vector\(s\): give at least one"
+    one_line(expected, ContextVector.mean, [vector(1), vector(2)], weights)
     one_line(r"make no mean of 0 context vector\(s\)", ContextVector.mean, [])
 
 

@@ -84,9 +84,9 @@ MASKS = {"all": None, "first": masked([0] * len(LENGTHS)), "last": masked([n - 1
 def test_lambda_v_plus_beta_a_at_the_chosen_tokens(case, site, positions):
     decoder = decoder_of(case)
     values, coefficients = drawn(decoder, site)
-    found = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
-    assert close(found, by_hand(decoder, case, values, coefficients, site=site, mask=MASKS[positions]))
-    assert not close(found, plain(decoder))
+    result = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
+    assert close(result, by_hand(decoder, case, values, coefficients, site=site, mask=MASKS[positions]))
+    assert not close(result, plain(decoder))
 
 
 @pytest.mark.parametrize(("dtype", "more"), [(torch.bfloat16, 3e-3), (torch.float16, 4e-4)])
@@ -95,9 +95,9 @@ def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more)
     output = torch.randn(4, 50, 32, generator=generator).to(dtype)
     values = torch.randn(1, 2, 32, generator=generator)
     assert torch.tensor(1 + more).to(dtype) == 1
-    found = LinearEdit(values, torch.tensor([1.0, 1 + more]).expand(1, 2, 2)).output(0, 0, output, BATCH)
-    assert found.dtype == dtype
-    output, rest = output.double(), found.double() - values[0, 0]
+    result = LinearEdit(values, torch.tensor([1.0, 1 + more]).expand(1, 2, 2)).output(0, 0, output, BATCH)
+    assert result.dtype == dtype
+    output, rest = output.double(), result.double() - values[0, 0]
     slope = (rest * output).sum() / output.square().sum()
     assert slope - 1 == pytest.approx(more, rel=0.3)
 
@@ -113,20 +113,20 @@ def random_places(seed, rows=ROWS):
 
 
 def test_random_is_one_token_of_the_query_whatever_the_batching_and_a_mask_by_hand():
-    found = [random_places(seed) for seed in range(40)]
-    assert found[0] == random_places(0)
+    result = [random_places(seed) for seed in range(40)]
+    assert result[0] == random_places(0)
     for row, length in enumerate(LENGTHS):
-        taken = {places[row] for places in found}
+        taken = {places[row] for places in result}
         assert taken <= set(range(length))
         assert len(taken) > length / 2
-    for seed, together in enumerate(found[:5]):
+    for seed, together in enumerate(result[:5]):
         assert together == [random_places(seed, [row])[0] for row in ROWS]
         assert together[::-1] == random_places(seed, ROWS[::-1])
     decoder = decoder_of("gpt2")
     values, coefficients = drawn(decoder)
-    found = edited(decoder, LinearEdit(values, coefficients, positions="random", seed=3))
+    result = edited(decoder, LinearEdit(values, coefficients, positions="random", seed=3))
     mask = masked(random_places(3))
-    assert close(found, by_hand(decoder, "gpt2", values, coefficients, mask=mask))
+    assert close(result, by_hand(decoder, "gpt2", values, coefficients, mask=mask))
 
 
 # Noise
@@ -147,9 +147,9 @@ def noisy(decoder, *, site="writers", positions="all", active=None, seed=0, coef
 def test_no_noise_is_the_linear_edit_bit_for_bit(case, place, site, positions):
     decoder = decoder_of(case)
     values, coefficients = drawn(decoder, site)
-    found = edited(decoder, noisy(decoder, site=site, scale=0.0, place=place, positions=positions))
+    result = edited(decoder, noisy(decoder, site=site, scale=0.0, place=place, positions=positions))
     linear = LinearEdit(values, coefficients, site=site, positions=positions)
-    assert torch.equal(found, edited(decoder, linear))
+    assert torch.equal(result, edited(decoder, linear))
 
 
 def watched(decoder, case, edit):
@@ -255,10 +255,10 @@ def test_noise_is_drawn_from_its_own_generator(place):
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
-    found = [edited(decoder, noisy(decoder, place=place, seed=seed)) for seed in (0, 0, 1)]
+    result = [edited(decoder, noisy(decoder, place=place, seed=seed)) for seed in (0, 0, 1)]
     assert torch.equal(torch.rand(1), expected)
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    assert torch.equal(result[0], result[1])
+    assert not torch.equal(result[0], result[2])
 
 
 def test_noise_is_a_constant_for_the_gradient():

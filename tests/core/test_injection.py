@@ -56,15 +56,15 @@ def describe(folder, **changes):
 def test_scores_are_those_of_a_linear_edit(writers, positions):
     decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
     labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
-    told = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
-    edit = LinearEdit(injection.context.values, injection.coefficients, seed=injection.seed, **told)
-    for text, found in zip(TEXTS, injection.scores(decoder, TEXTS), strict=True):
+    message = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
+    edit = LinearEdit(injection.context.values, injection.coefficients, seed=injection.seed, **message)
+    for text, result in zip(TEXTS, injection.scores(decoder, TEXTS), strict=True):
         ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
         batch = make_batch([ids], torch.device("cpu"))
         with torch.no_grad():
             logits = decoder.forward(batch, edit=edit)[0, 0].log_softmax(-1)
-        assert torch.allclose(found, logits[list(labels.first)], atol=2e-5)
-        assert torch.allclose(score(decoder, [ids], labels, edit=injection.edit())[0], found, atol=2e-5)
+        assert torch.allclose(result, logits[list(labels.first)], atol=2e-5)
+        assert torch.allclose(score(decoder, [ids], labels, edit=injection.edit())[0], result, atol=2e-5)
 
 
 def test_predictions_are_label_words_and_whole_sequences_are_scored_on_demand():
@@ -140,8 +140,8 @@ def test_a_label_bias_is_kept_and_older_readers_are_told_to_upgrade(saved, tmp_p
     assert "label_bias" not in described(saved)
     injection = made(label_bias=(0.1 + 0.2, -1.5))
     injection.save_pretrained(tmp_path / "new")
-    told = {"format_version": FORMAT_VERSION + 1, "label_bias": [0.1 + 0.2, -1.5]}
-    assert described(tmp_path / "new") == described(saved) | told
+    message = {"format_version": FORMAT_VERSION + 1, "label_bias": [0.1 + 0.2, -1.5]}
+    assert described(tmp_path / "new") == described(saved) | message
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert loaded.label_bias == injection.label_bias
     assert torch.equal(*(one.scores(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
@@ -157,8 +157,8 @@ def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_pa
     for name in (DESCRIPTION, TENSORS, CARD):
         assert (tmp_path / "one" / saved.name / name).read_bytes() == (saved / name).read_bytes()
     made(temperature=2.25, label_bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
-    told = {"format_version": TEMPERED_VERSION, "temperature": 2.25, "label_bias": [0.5, 0.0]}
-    assert described(tmp_path / "new") == described(saved) | told
+    message = {"format_version": TEMPERED_VERSION, "temperature": 2.25, "label_bias": [0.5, 0.0]}
+    assert described(tmp_path / "new") == described(saved) | message
     assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "are divided by the `temperature`, 2.25; this changes no answer" in card
@@ -170,8 +170,8 @@ def test_word_weights_are_kept(saved, tmp_path):
     sizes = plain.questions(decoder_of("llama")).labels.weights.shape
     weighted = replace(plain, word_weights=torch.randn(sizes).T.contiguous().T)
     weighted.save_pretrained(tmp_path / "new")
-    told = {"format_version": WEIGHTED_VERSION, "scoring": "words"}
-    assert described(tmp_path / "new") == described(saved) | told
+    message = {"format_version": WEIGHTED_VERSION, "scoring": "words"}
+    assert described(tmp_path / "new") == described(saved) | message
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert torch.equal(loaded.word_weights, weighted.word_weights)
     scores = [one.scores(decoder_of("llama"), TEXTS) for one in (loaded, weighted, plain)]
@@ -191,24 +191,24 @@ def test_word_weights_are_kept(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prior", "told"),
+    ("prior", "message"),
     [(None, "equally frequent."), ([0.75, 0.25], "as frequent as positive 0.75, negative 0.25.")],
 )
-def test_the_card_says_what_a_label_bias_takes_for_granted(tmp_path, prior, told):
+def test_the_card_says_what_a_label_bias_takes_for_granted(tmp_path, prior, message):
     settings = {"label_prior": {"texts": 64, "prior": prior}}
     made(label_bias=(0.5, -0.5), settings=settings).save_pretrained(tmp_path / "out")
-    told = f"Measured on 64 texts without labels; classes are taken to be {told}"
-    assert told in " ".join((tmp_path / "out" / CARD).read_text(encoding="utf-8").split())
+    message = f"Measured on 64 texts without labels; classes are taken to be {message}"
+    assert message in " ".join((tmp_path / "out" / CARD).read_text(encoding="utf-8").split())
 
 
 def test_the_description_can_be_read_by_people_and_holds_no_demonstrations(saved, tmp_path):
     text = (saved / DESCRIPTION).read_text(encoding="utf-8")
     assert "Größe ☃" in text
     assert len(text.splitlines()) > 20
-    told = described(saved)
-    assert (told["format_version"], told["base_model"]["name"]) == (FORMAT_VERSION, "llama")
-    assert (told["task"]["labels"], told["task"]["separator"]) == (["positive", "negative"], "\n\n")
-    assert told["loss"] == [1.5, 0.1 + 0.2]
+    message = described(saved)
+    assert (message["format_version"], message["base_model"]["name"]) == (FORMAT_VERSION, "llama")
+    assert (message["task"]["labels"], message["task"]["separator"]) == (["positive", "negative"], "\n\n")
+    assert message["loss"] == [1.5, 0.1 + 0.2]
     assert listed(saved) == sorted([DESCRIPTION, TENSORS, CARD])
     replace(made(), task=TASK).save_pretrained(tmp_path / "out")
     assert b"secret" not in b"".join(entry.read_bytes() for entry in (tmp_path / "out").iterdir())
@@ -273,8 +273,8 @@ def test_a_wrong_field_is_named(saved, changes, named):
 def test_shapes_that_do_not_match_the_description(saved, changes):
     described_so = {"base_model": described(saved)["base_model"] | changes}
     describe(saved, **(described_so if changes else {"extraction": {"writers": "hidden"}}))
-    told = "" if changes else r"2, 1, 32\) and \(2, 1, 2\) are described"
-    one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \(" + told, Injection.from_pretrained, saved)
+    message = "" if changes else r"2, 1, 32\) and \(2, 1, 2\) are described"
+    one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \(" + message, Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("name", ["context_vector", "coefficients"])
@@ -291,8 +291,8 @@ def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
 def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
     download = Mock(return_value=str(saved))
     monkeypatch.setattr("i2cl.storage.hub.snapshot_download", download)
-    found = Injection.from_pretrained("somebody/films", revision="v1")
-    assert torch.equal(found.coefficients, made().coefficients)
+    result = Injection.from_pretrained("somebody/films", revision="v1")
+    assert torch.equal(result.coefficients, made().coefficients)
     Injection.from_pretrained(saved)
     download.assert_called_once_with("somebody/films", revision="v1", allow_patterns=[DESCRIPTION, TENSORS])
 

@@ -81,10 +81,10 @@ def test_block_outputs_go_together_too():
 def test_a_small_budget_makes_more_groups_of_the_same():
     decoder = made("llama")
     whole, _ = both(decoder, QUIET)
-    told = []
+    message = []
     decoder.token_budget = 1
-    parts, _ = both(decoder, QUIET, progress=lambda *at: told.append(at))
-    assert len(told) == len(RUNS) * QUIET.epochs
+    parts, _ = both(decoder, QUIET, progress=lambda *at: message.append(at))
+    assert len(message) == len(RUNS) * QUIET.epochs
     same(parts, whole)
 
 
@@ -146,8 +146,8 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
     monkeypatch.setattr(Decoder, "forward", Mock(side_effect=torch.OutOfMemoryError("no")))
     task, examples, _ = RUNS[0]
     context = whole[0].context
-    told = "a step of one run does not fit into memory"
-    one_line(told, calibrate_many, decoder, [task], [examples], [context], QUIET)
+    message = "a step of one run does not fit into memory"
+    one_line(message, calibrate_many, decoder, [task], [examples], [context], QUIET)
 
 
 def test_no_runs_no_epochs_and_bad_input():
@@ -158,10 +158,10 @@ def test_no_runs_no_epochs_and_bad_input():
     task, examples, _ = RUNS[0]
     context = extract(decoder, task, examples)
     wild = CalibrationConfig(lr=1e30)
-    for told, *given in (
+    for message, *given in (
         (r"\[2, 1, 1, 2\] tasks, sets of demonstrations", [task] * 2, [examples], [context]),
         ("demonstration", [task], [[]], [context]),
         ("the training loss became nan", [task], [examples], [context], wild),
         ("the training loss of run 1 of 2 became nan", [task] * 2, [examples] * 2, [context] * 2, wild),
     ):
-        one_line(told, calibrate_many, decoder, *given)
+        one_line(message, calibrate_many, decoder, *given)

@@ -50,22 +50,22 @@ def test_the_streams_end_in_the_models_own_logits(case):
     edit = edit_of(decoder)
     states = label_mass._streams(decoder, QUERIES, edit)
     with decoder.frozen(), torch.no_grad():
-        found = label_mass._Tail(decoder, tokens(LABELS)).logits(states)
+        result = label_mass._Tail(decoder, tokens(LABELS)).logits(states)
     expected = torch.stack([logits(decoder, ids, edit) for ids in QUERIES])
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(result, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", PATHS)
 def test_a_label_becomes_the_most_probable_token(case):
     decoder = made(case)
     edit = edit_of(decoder)
-    found = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
-    assert found.after > found.before or case == "modernbert-decoder"  # whose head is a network of its own
+    result = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
+    assert result.after > result.before or case == "modernbert-decoder"  # whose head is a network of its own
     values = edit.values.clone()
-    values[-1, -1] += found.vector / decoder.writer_scale
+    values[-1, -1] += result.vector / decoder.writer_scale
     pushed = LinearEdit(values, edit.coefficients)
     after = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(LABELS)]
-    assert after.logsumexp(-1).exp().mean().item() == pytest.approx(found.after, abs=1e-4)
+    assert after.logsumexp(-1).exp().mean().item() == pytest.approx(result.after, abs=1e-4)
     before = next_token_log_probabilities(decoder, OTHERS, edit=edit)[:, list(LABELS)]
     moved = next_token_log_probabilities(decoder, OTHERS, edit=pushed)[:, list(LABELS)]
     same = (before.argmax(-1) == moved.argmax(-1)).float().mean().item()
@@ -75,9 +75,9 @@ def test_a_label_becomes_the_most_probable_token(case):
 def test_labels_told_by_their_words_become_probable_behind_an_exports_head():
     decoder = made("llama")
     edit = edit_of(decoder)
-    found = raise_label_mass(decoder, QUERIES, WORDS, edit)
+    result = raise_label_mass(decoder, QUERIES, WORDS, edit)
     values = edit.values.clone()
-    values[-1, -1] += found.vector / decoder.writer_scale
+    values[-1, -1] += result.vector / decoder.writer_scale
     pushed = LinearEdit(values, edit.coefficients)
     before, after = (
         WORDS.scores(next_token_log_probabilities(decoder, OTHERS, edit=one)) for one in (edit, pushed)
@@ -85,8 +85,8 @@ def test_labels_told_by_their_words_become_probable_behind_an_exports_head():
     assert torch.equal(before.argmax(-1), after.argmax(-1))
     with edit_outputs([(decoder.model.lm_head, WORDS.at_first)]):
         spoken = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(WORDS.first)]
-    assert spoken.logsumexp(-1).exp().mean().item() == pytest.approx(found.after, abs=1e-4)
-    assert found.after > 2 * found.before
+    assert spoken.logsumexp(-1).exp().mean().item() == pytest.approx(result.after, abs=1e-4)
+    assert result.after > 2 * result.before
 
 
 def test_the_default_fit_says_labels_and_its_answers_are_those_without():
@@ -123,9 +123,9 @@ def test_where_nothing_can_be_added_the_fit_stays_as_it_is():
     silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
     torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)
     edit = edit_of(decoder)
-    found = raise_label_mass(decoder, QUERIES, tokens(range(40, 40 + decoder.d_model + 1)), edit)
-    assert not found.vector.any()
-    assert found.after == found.before
+    result = raise_label_mass(decoder, QUERIES, tokens(range(40, 40 + decoder.d_model + 1)), edit)
+    assert not result.vector.any()
+    assert result.after == result.before
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("inf"))
     assert not raise_label_mass(decoder, QUERIES, tokens(LABELS), edit).vector.any()

@@ -31,21 +31,21 @@ def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
     decoder, config = made(case), QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
     start = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"epochs": 0, "passes": 0}))
-    found = calibrate(decoder, task, SHOTS, context, config)
+    result = calibrate(decoder, task, SHOTS, context, config)
     wanted = cross_entropy(start.scores(decoder, TEXTS), GOLD).item()
-    assert found.history == (pytest.approx(wanted, rel=1e-5),)
+    assert result.history == (pytest.approx(wanted, rel=1e-5),)
     paper = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"loss": "vocabulary"}))
     assert paper.history[0] > wanted + 0.1  # the label has fewer rivals than that
-    assert (found.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
+    assert (result.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
 
 
 def test_labels_told_by_their_words_compete_and_nothing_else_is_learned_of_them():
     decoder, config = made("llama"), QUIET.model_copy(update={"epochs": 1})
     context = extract(decoder, WHOLE, SHOTS)
     start = calibrate(decoder, WHOLE, SHOTS, context, QUIET.model_copy(update={"epochs": 0}), scoring="words")
-    found = calibrate(decoder, WHOLE, SHOTS, context, config, scoring="words")
+    result = calibrate(decoder, WHOLE, SHOTS, context, config, scoring="words")
     scores = start.scores(decoder, TEXTS)
-    assert found.history == (pytest.approx(cross_entropy(scores, GOLD).item(), rel=1e-5),)
+    assert result.history == (pytest.approx(cross_entropy(scores, GOLD).item(), rel=1e-5),)
     assert not torch.allclose(scores, start.scores(decoder, TEXTS, scoring="full"))
     paper = config.model_copy(update={"loss": "vocabulary"})
     one_line("compares labels", calibrate, decoder, WHOLE, SHOTS, context, paper, scoring="words")
@@ -88,9 +88,9 @@ def test_the_loss_among_labels_falls(task, change):
     decoder = made("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
     config = QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
-    found, again = (calibrate(decoder, task, SHOTS, context, config, seed=1) for _ in range(2))
-    assert min(found.history) < found.history[0] - 0.02
-    assert torch.equal(found.coefficients, again.coefficients)
+    result, again = (calibrate(decoder, task, SHOTS, context, config, seed=1) for _ in range(2))
+    assert min(result.history) < result.history[0] - 0.02
+    assert torch.equal(result.coefficients, again.coefficients)
 
 
 @tasks

@@ -31,7 +31,7 @@ def test_a_kernel_is_solved_where_it_fits_the_memory():
 
 
 @pytest.mark.parametrize(
-    ("times", "scoring", "limit", "told"),
+    ("times", "scoring", "limit", "message"),
     [
         (1, "full", 1e-6, r"give more memory \(--memory\), or leave out scoring='full'"),
         (160, "full", None, "4800 whole sequences are more than the 4096"),
@@ -39,8 +39,8 @@ def test_a_kernel_is_solved_where_it_fits_the_memory():
         (40, "auto", 1e-6, "more than the 1e-06 GB that they may"),
     ],
 )
-def test_what_does_not_fit_is_refused(times, scoring, limit, told):
-    one_line(told, asked(SHOWN * times, scoring).fits, limit)
+def test_what_does_not_fit_is_refused(times, scoring, limit, message):
+    one_line(message, asked(SHOWN * times, scoring).fits, limit)
     assert asked(SHOWN * 40, "full").fits(None)  # 1,200 rows
 
 

@@ -48,23 +48,23 @@ def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
 
 def test_all_methods_are_those_of_an_evaluation_and_kept_with_the_artefact(decoder, task, tmp_path):
     injection = measured(decoder, task)
-    told = injection.worth
-    assert (told["rows"], told["split"], told["not_run"]) == (16, "test", {})
-    assert list(told["methods"]) == [*BASELINES, "i2cl"]
+    message = injection.worth
+    assert (message["rows"], message["split"], message["not_run"]) == (16, "test", {})
+    assert list(message["methods"]) == [*BASELINES, "i2cl"]
     names = ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
     methods = make_methods(names, {"epochs": 2})
     runs = {method.called: evaluate(decoder, task, method, shots=2) for method in methods}
-    for name, score in told["methods"].items():
+    for name, score in message["methods"].items():
         assert score["accuracy"] == runs[name].accuracy
         assert score["cached_bytes"] == runs[name].cost.cached_bytes
         assert 0 <= score["low"] <= score["accuracy"] <= score["high"] <= 1
         assert score["milliseconds_per_query"] > 0
-    assert told["methods"]["i2cl"]["fit_seconds"] == 7.0
+    assert message["methods"]["i2cl"]["fit_seconds"] == 7.0
     ours = runs["i2cl"]
     assert injection.metrics == {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": 16}
     free = {name: runs[name].accuracy for name in names[:2]}
-    assert told["against"] == max(free, key=free.get)
-    assert told["difference"] == pytest.approx(runs["i2cl"].accuracy - max(free.values()))
+    assert message["against"] == max(free, key=free.get)
+    assert message["difference"] == pytest.approx(runs["i2cl"].accuracy - max(free.values()))
     injection.save_pretrained(tmp_path / "with")
     assert Injection.from_pretrained(tmp_path / "with").worth == injection.worth
     replace(injection, worth={}).save_pretrained(tmp_path / "without")
@@ -76,19 +76,19 @@ def test_a_label_prior_is_measured_with_what_it_corrects(decoder, task):
     shown, injection = fitted(decoder, task)
     settings = {"label_prior": {"texts": 64, "prior": None}}
     forced = replace(injection, label_bias=(50.0, 0.0), settings=settings)
-    found = with_worth(forced, decoder, task, shown, task.test, seconds=7.0)
-    assert list(found.worth["methods"]) == [*BASELINES, "i2cl+label_prior"]
-    assert found.metrics["accuracy"] == 0.5  # one class for every text
-    mine = found.worth["methods"]["i2cl+label_prior"]
+    result = with_worth(forced, decoder, task, shown, task.test, seconds=7.0)
+    assert list(result.worth["methods"]) == [*BASELINES, "i2cl+label_prior"]
+    assert result.metrics["accuracy"] == 0.5  # one class for every text
+    mine = result.worth["methods"]["i2cl+label_prior"]
     assert mine["cached_bytes"] == 4 * (injection.context.values.numel() + 2)
     plain = measured(decoder, task).worth["methods"]
     for name in BASELINES:
-        assert found.worth["methods"][name]["accuracy"] == plain[name]["accuracy"]
+        assert result.worth["methods"][name]["accuracy"] == plain[name]["accuracy"]
 
 
 def test_what_is_scored_is_told_with_every_row_and_left_over_training_rows_as_such(decoder, task):
-    told = measured(decoder, replace(task, test=()), limit=6).worth
-    assert (told["rows"], told["split"]) == (6, "train")
+    message = measured(decoder, replace(task, test=()), limit=6).worth
+    assert (message["rows"], message["split"]) == (6, "train")
     names, rows = [], []
     measured(decoder, task, watch=names.append, progress=rows.append)
     assert names == [*BASELINES, "i2cl"]
@@ -97,12 +97,12 @@ def test_what_is_scored_is_told_with_every_row_and_left_over_training_rows_as_su
 
 def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
     short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
-    told = measured(short, task).worth
-    assert list(told["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "i2cl"]
-    assert "the context holds 64" in told["not_run"]["few_shot"]
-    told = measured(decoder, task, limit=1).worth
-    assert "by itself" in told["not_run"]["zero_shot+batch_calibration"]
-    assert ("on 1 row" in told["verdict"], "1 rows" in told["verdict"]) == (True, False)
+    message = measured(short, task).worth
+    assert list(message["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "i2cl"]
+    assert "the context holds 64" in message["not_run"]["few_shot"]
+    message = measured(decoder, task, limit=1).worth
+    assert "by itself" in message["not_run"]["zero_shot+batch_calibration"]
+    assert ("on 1 row" in message["verdict"], "1 rows" in message["verdict"]) == (True, False)
     shown, injection = fitted(decoder, task)
     one_line("no queries", with_worth, injection, decoder, task, shown, (), seconds=0.0)
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
@@ -125,10 +125,10 @@ def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name)
 
     names, rows = [], []
     watched = {"watch": names.append, "progress": rows.append, "method": method}
-    found = with_folds(injection, decoder, task, shown, make, seconds=7.0, folds=3, **watched)
-    told = found.worth
-    assert (told["rows"], told["split"]) == (len(shown), "demonstrations")
-    assert names == list(told["methods"]) == [*BASELINES, name]
+    result = with_folds(injection, decoder, task, shown, make, seconds=7.0, folds=3, **watched)
+    message = result.worth
+    assert (message["rows"], message["split"]) == (len(shown), "demonstrations")
+    assert names == list(message["methods"]) == [*BASELINES, name]
     assert (sum(rows), len(asked)) == (4 * len(shown), 3)
     gold = torch.tensor([one.label for one in shown])
     right = 0
@@ -136,12 +136,12 @@ def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name)
         out = [one for one in shown if one not in rest]
         best = make(rest).scores(decoder, [one.text for one in out]).argmax(-1)
         right += int((best == torch.tensor([one.label for one in out])).sum())
-    assert told["methods"][name]["accuracy"] == pytest.approx(right / len(shown))
+    assert message["methods"][name]["accuracy"] == pytest.approx(right / len(shown))
     plain = Questions(decoder, task).scores([one.text for one in shown]).argmax(-1)
-    assert told["methods"]["zero_shot"]["accuracy"] == pytest.approx((plain == gold).float().mean().item())
-    assert told["methods"][name]["fit_seconds"] == 7.0
-    assert told["methods"]["few_shot"]["fit_seconds"] > 0
-    assert found.metrics == {}  # a card is not to publish it as an evaluation
+    assert message["methods"]["zero_shot"]["accuracy"] == pytest.approx((plain == gold).float().mean().item())
+    assert message["methods"][name]["fit_seconds"] == 7.0
+    assert message["methods"]["few_shot"]["fit_seconds"] > 0
+    assert result.metrics == {}  # a card is not to publish it as an evaluation
 
 
 def test_a_text_with_copies_counts_once(decoder, task):
@@ -150,8 +150,8 @@ def test_a_text_with_copies_counts_once(decoder, task):
     twice = (*shown, *shown)
     injection = method.injection(decoder, task, twice, 0)
     make = partial(method.injection, decoder, task, seed=0)
-    found = with_folds(injection, decoder, task, twice, make, seconds=0.0, method=method)
-    assert found.worth["rows"] == len(shown)
+    result = with_folds(injection, decoder, task, twice, make, seconds=0.0, method=method)
+    assert result.worth["rows"] == len(shown)
 
 
 FIT = """
@@ -174,22 +174,22 @@ def test_fit_needs_no_extra(tmp_path):
 
 def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, task):
     _, plain = fitted(decoder, task)
-    found = measured(decoder, task)
+    result = measured(decoder, task)
     texts = [row.text for row in task.test]
     gold = np.array([row.label for row in task.test])
     scores = plain.scores(decoder, texts)
-    assert found.temperature == pytest.approx(likely_temperature(scores.numpy(), gold, 1.5, 1.0), rel=1e-2)
-    assert found.temperature != 1
-    assert found.predict(decoder, texts) == plain.predict(decoder, texts)
-    expected = confidence(normalised(found.scores(decoder, texts).numpy()), gold, scores.argmax(-1).numpy())
-    assert found.worth["confidence"] == pytest.approx(asdict(expected), abs=2e-3)
-    assert found.worth["selection"] == {}
+    assert result.temperature == pytest.approx(likely_temperature(scores.numpy(), gold, 1.5, 1.0), rel=1e-2)
+    assert result.temperature != 1
+    assert result.predict(decoder, texts) == plain.predict(decoder, texts)
+    expected = confidence(normalised(result.scores(decoder, texts).numpy()), gold, scores.argmax(-1).numpy())
+    assert result.worth["confidence"] == pytest.approx(asdict(expected), abs=2e-3)
+    assert result.worth["selection"] == {}
 
 
 def test_a_threshold_is_found_where_an_accuracy_is_asked_for(decoder, task):
     one_line("22 labelled rows beside the examples or more", measured, decoder, task, limit=10, target=0.9)
     rows = tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
-    told = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
-    assert told["target"] == 0.5
+    message = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
+    assert message["target"] == 0.5
     known = {"target", "rows"}
-    assert set(told) in (known | {"needed"}, known | {"threshold", "coverage", "accuracy"})
+    assert set(message) in (known | {"needed"}, known | {"threshold", "coverage", "accuracy"})

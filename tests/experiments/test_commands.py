@@ -26,12 +26,12 @@ def decoder():
 @pytest.fixture(scope="module")
 def alone(decoder, tmp_path_factory):
     """The record of a cell that is run by itself, in this process; each once."""
-    found = {}
+    result = {}
 
     def run(one):
-        if one.key not in found:
-            found[one.key] = run_alone(one, decoder, tmp_path_factory.mktemp("alone"))
-        return found[one.key]
+        if one.key not in result:
+            result[one.key] = run_alone(one, decoder, tmp_path_factory.mktemp("alone"))
+        return result[one.key]
 
     return run
 
@@ -56,9 +56,9 @@ def reported(said, tmp_path):
 
 def test_run_then_run_again_then_report(tmp_path, said, reported):
     assert json.loads(said(*written(tmp_path, "--json")))["done"] == 2 + 6 + 6
-    told = json.loads(said(*written(tmp_path, "--json", "--seeds", "4")))
-    assert told.pop("store")
-    assert told == {"done": 4, "failed": 0, "skipped": 0, "kept": 14}
+    expected = json.loads(said(*written(tmp_path, "--json", "--seeds", "4")))
+    assert expected.pop("store")
+    assert expected == {"done": 4, "failed": 0, "skipped": 0, "kept": 14}
     text = reported("--experiments", tmp_path / "mine.toml")
     assert "mood-colour-1" in text
     assert "Few-shot (ICL)" in text
@@ -109,8 +109,8 @@ def test_a_grid_that_names_tasks_runs_on_some_and_is_compared_with_any_row(tmp_p
 
 def test_grids_are_limited_each_to_its_own_tasks_and_compared_with_a_row_that_they_have():
     main_grid, real, chat = (load_experiment(name) for name in ("main", "real", "chat"))
-    found = limited([main_grid, real, chat], ["intents", "sst2", "rte"])
-    assert [one.tasks for one in found] == [("intents", "sst2", "rte"), ("sst2", "intents"), ("sst2",)]
+    result = limited([main_grid, real, chat], ["intents", "sst2", "rte"])
+    assert [one.tasks for one in result] == [("intents", "sst2", "rte"), ("sst2", "intents"), ("sst2",)]
     assert [one.name for one in limited([real, chat], ["intents"])] == ["real"]
     one_line(r"task 'trecc': did you mean 'trec'", limited, [real, chat], ["sst2", "trecc"])
     assert [one.against for one in compared_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
@@ -121,9 +121,9 @@ def test_grids_are_limited_each_to_its_own_tasks_and_compared_with_a_row_that_th
 
 def test_failures_are_told_and_set_the_exit_code(tmp_path, said):
     wrong = GRID.replace('name = "Few-shot (ICL)"', 'name = "Few-shot (ICL)", shots = [1, 100000]')
-    told = said(*written(tmp_path, grid=wrong), code=1)
-    assert "14 cells done, 6 failed" in told
-    assert "failed: mood-colour-1 few_shot seed 0: I2CLError: task 'mood-colour-1'" in told
+    expected = said(*written(tmp_path, grid=wrong), code=1)
+    assert "14 cells done, 6 failed" in expected
+    assert "failed: mood-colour-1 few_shot seed 0: I2CLError: task 'mood-colour-1'" in expected
     assert sum(one.status == "failed" for one in Store.open(tmp_path / "store").records.values()) == 6
 
 
@@ -140,9 +140,9 @@ def test_ls_lists_every_experiment(said):
 def test_ctrl_c_says_that_cells_are_kept(tmp_path, monkeypatch, call):
     pressed = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("i2cl.interfaces.cli.experiment._watch", lambda _bar: pressed)
-    code, _, told = call(*written(tmp_path))
+    code, _, expected = call(*written(tmp_path))
     assert code == 130
-    assert told == "error: interrupted: 1 cells are kept: the same command goes on with them\n"
+    assert expected == "error: interrupted: 1 cells are kept: the same command goes on with them\n"
 
 
 FORKING = """
@@ -166,8 +166,8 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
         process = psutil.Process(program.process.pid)
         started, own = process.children(recursive=True), process.children()  # a worker may be asking git
         program.process.kill()
-        code, _, told = program.wait()
-        assert code == -signal.SIGKILL, told
+        code, _, expected = program.wait()
+        assert code == -signal.SIGKILL, expected
         assert psutil.wait_procs(started, timeout=60)[1] == []
         assert len(own) == (workers if workers > 1 else 0) or not more
         store = Store.open(folder)
@@ -176,8 +176,8 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
     assert len(survivors) >= 4
     with (folder / "cells.jsonl").open("a") as handle:
         handle.write('{"key"')  # a torn line
-    code, told, _ = finished(FORKING + COMMAND, *arguments, "--json")
-    assert (code, json.loads(told)["done"]) == (0, 14 - len(survivors))
+    code, expected, _ = finished(FORKING + COMMAND, *arguments, "--json")
+    assert (code, json.loads(expected)["done"]) == (0, 14 - len(survivors))
     store = Store.open(folder)
     assert all(one.status == "done" for one in store.records.values())
     on_disk = (folder / "cells.jsonl").read_text().splitlines()
@@ -205,9 +205,9 @@ def test_two_processes_hold_one_model_together(tmp_path, alone):
     meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     words += ["--device-map", "tensor_parallel"]
     programs = [Program(COMMAND, *words, **rank, **meeting) for rank in ranks]
-    (first, told, errors), (second, *_) = [program.wait() for program in programs]
+    (first, expected, errors), (second, *_) = [program.wait() for program in programs]
     assert (first, second) == (0, 0), errors
-    assert told.count("6 cells done") == 1
+    assert expected.count("6 cells done") == 1
     records = Store.open(folder).records
     assert len(records) == len((folder / "cells.jsonl").read_text().splitlines()) == 6
     for record in records.values():

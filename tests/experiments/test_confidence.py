@@ -29,11 +29,11 @@ def measured(scores, gold):
 def test_the_four_numbers_by_hand():
     """Four queries, three right: at .9, .8 and .6; the wrong one at .7. Each is a bin of its own."""
     scores = np.log([[0.9, 0.1], [0.3, 0.7], [0.8, 0.2], [0.4, 0.6]])
-    found = measured(scores, np.array([0, 0, 0, 1]))
-    assert found.log_loss == pytest.approx(-np.log([0.9, 0.3, 0.8, 0.6]).mean())
-    assert found.brier == pytest.approx(2 * np.mean([0.1**2, 0.7**2, 0.2**2, 0.4**2]))
-    assert found.ece == pytest.approx(np.mean([0.1, 0.7, 0.2, 0.4]))
-    assert found.aurc == pytest.approx(np.mean([0, 0, 1 / 3, 1 / 4]))
+    result = measured(scores, np.array([0, 0, 0, 1]))
+    assert result.log_loss == pytest.approx(-np.log([0.9, 0.3, 0.8, 0.6]).mean())
+    assert result.brier == pytest.approx(2 * np.mean([0.1**2, 0.7**2, 0.2**2, 0.4**2]))
+    assert result.ece == pytest.approx(np.mean([0.1, 0.7, 0.2, 0.4]))
+    assert result.aurc == pytest.approx(np.mean([0, 0, 1 / 3, 1 / 4]))
 
 
 @pytest.mark.parametrize("labels", [2, 5])
@@ -41,11 +41,11 @@ def test_log_loss_and_brier_score_are_those_of_scikit_learn(labels):
     metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for the scores")
     scores, gold = drawn(labels=labels, sharper=1.7)
     probabilities, known = np.exp(normalised(scores)), range(labels)
-    found = measured(scores, gold)
-    assert found.log_loss == pytest.approx(metrics.log_loss(gold, probabilities, labels=known))
+    result = measured(scores, gold)
+    assert result.log_loss == pytest.approx(metrics.log_loss(gold, probabilities, labels=known))
     hits = np.eye(labels)[gold]
     each = [metrics.brier_score_loss(hits[:, label], probabilities[:, label]) for label in known]
-    assert found.brier == pytest.approx(sum(each))
+    assert result.brier == pytest.approx(sum(each))
 
 
 def test_calibration_error_is_that_of_quantile_bins_of_scikit_learn():
@@ -67,9 +67,9 @@ def test_bins_count_by_their_queries_and_equal_confidence_depends_on_no_order():
     assert measured(scores, gold).ece == pytest.approx((sizes * np.abs(sure - hits)).sum() / sizes.sum())
     scores = np.log(np.tile([0.75, 0.25], (60, 1)))
     for order in (np.arange(60), np.random.default_rng(1).permutation(60)):
-        found = measured(scores, (order % 4 == 0).astype(int))
-        assert found.ece == pytest.approx(0, abs=1e-12)
-        assert found.aurc == pytest.approx(0.25)
+        result = measured(scores, (order % 4 == 0).astype(int))
+        assert result.ece == pytest.approx(0, abs=1e-12)
+        assert result.aurc == pytest.approx(0.25)
 
 
 def test_risk_falls_where_the_sure_are_right_and_answers_are_not_read_from_ties():
@@ -90,8 +90,8 @@ def test_the_temperature_undoes_what_made_scores_sharper(sharper):
 def searched(loss):
     """The temperature where a loss of its logarithm is smallest, and that loss."""
     optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference for the search")
-    found = optimize.minimize_scalar(loss, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
-    return np.exp(found.x), found.fun
+    result = optimize.minimize_scalar(loss, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
+    return np.exp(result.x), result.fun
 
 
 def test_the_temperature_is_that_of_a_search_of_scipy():
@@ -101,9 +101,9 @@ def test_the_temperature_is_that_of_a_search_of_scipy():
         return measured(normalised(scores, np.exp(log_temperature)), gold).log_loss
 
     expected, least = searched(loss)
-    found = best_temperature(scores, gold)
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert measured(normalised(scores, found), gold).log_loss <= least + 1e-12
+    result = best_temperature(scores, gold)
+    assert result == pytest.approx(expected, rel=1e-4)
+    assert measured(normalised(scores, result), gold).log_loss <= least + 1e-12
 
 
 def test_temperatures_are_finite_whatever_the_scores():
@@ -112,12 +112,12 @@ def test_temperatures_are_finite_whatever_the_scores():
     assert best_temperature(scores, scores.argmin(1)) == pytest.approx(HOTTEST)
     assert best_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == 1
     scores = np.array([[0.0, -65504.0], [-65504.0, 0.0]])
-    found = measured(scores, np.array([1, 1]))
-    assert found.log_loss == pytest.approx(65504 / 2)
+    result = measured(scores, np.array([1, 1]))
+    assert result.log_loss == pytest.approx(65504 / 2)
     assert np.isfinite(best_temperature(scores, np.array([1, 1])))
     scores = np.array([[0.0, -1.0, -np.inf], [-2.0, 0.0, -np.inf], [0.0, -1.0, -np.inf]])
-    found = likely_temperature(scores, np.array([0, 1, 2]))
-    assert TYPICAL < found <= HOTTEST
+    result = likely_temperature(scores, np.array([0, 1, 2]))
+    assert TYPICAL < result <= HOTTEST
 
 
 def test_a_prior_pulls_the_temperature_of_few_rows_to_where_loss_and_prior_are_least():

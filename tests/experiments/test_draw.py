@@ -31,7 +31,7 @@ def counts(rows):
 
 
 def asked(task, method=ANCHORED, shots=None, **more):
-    return draw(task, method, shots, 0, **{"own": True, "keep_back": None, "scored": True} | more)
+    return draw(task, method, shots, 0, **{"from_file": True, "keep_back": None, "scored": True} | more)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
     assert counts(asked(of(30, 3), shots=10).demonstrations) == [10, 3]
     assert counts(asked(of(30, 30), I2CL).demonstrations) == [5, 5]
     assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # labels are never too many
-    one_line("class 'word0' has 3 training examples but 5 shots", asked, of(3, 9), own=False)
+    one_line("class 'word0' has 3 training examples but 5 shots", asked, of(3, 9), from_file=False)
     one_line("give fewer", asked, of(MOST_DEMONSTRATIONS, 9), shots=MOST_DEMONSTRATIONS)
     one_line(r"class 'word1' has 0 training examples .* add rows of that class$", asked, of(3, 0, 3))
 
@@ -79,12 +79,12 @@ def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
 )
 def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, task, scored, shown, more):
     fast(0.0)
-    found = fitting(decoder, task, 4, 0, keep_back=None, scored=scored)
-    assert counts(found.demonstrations) == shown
-    assert (found.shots, found.rows) == (max(shown), len(task.train))
-    assert (found.more and found.more[:2]) == more
-    again = asked(task, shots=found.shots, keep_back=found.keep_back)
-    assert again.demonstrations == found.demonstrations, "the command on the card draws the same"
+    result = fitting(decoder, task, 4, 0, keep_back=None, scored=scored)
+    assert counts(result.demonstrations) == shown
+    assert (result.shots, result.rows) == (max(shown), len(task.train))
+    assert (result.more and result.more[:2]) == more
+    again = asked(task, shots=result.shots, keep_back=result.keep_back)
+    assert again.demonstrations == result.demonstrations, "the command on the card draws the same"
 
 
 def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
@@ -93,10 +93,10 @@ def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
     once = module.FORWARD + module.BACKWARD / module.SHARED  # labels that share their first token
     a_row = tokens / 80 * (2 * once + 4 + module.FORWARD)
     fast(module.PATIENCE / (13 * a_row))
-    found = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
-    assert (found.shots, len(found.demonstrations)) == (6, 12)
-    assert found.seconds <= module.PATIENCE
-    assert found.more[:2] == (40, 80)
+    result = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
+    assert (result.shots, len(result.demonstrations)) == (6, 12)
+    assert result.seconds <= module.PATIENCE
+    assert result.more[:2] == (40, 80)
     fast(1e9)
     slow = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
     assert (slow.shots, slow.seconds > module.PATIENCE) == (5, True), "but to no fewer than the paper's five"

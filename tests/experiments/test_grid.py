@@ -30,7 +30,7 @@ def test_cells_are_rows_times_tasks_times_seeds_up_to_what_a_scale_limits():
     cells = list(made().cells(BASE, TASKS, Scale(seeds=2, limit=7)))
     by_row = {row.name: [cell for cell in cells if row.holds(cell)] for row in ROWS}
     numbers = {"Zero-shot": 3, "I2CL": 3 * 2 * 2, "Moved": 3 * 3 * 2, "Transferred": 3 * 2}
-    assert {name: len(found) for name, found in by_row.items()} == numbers
+    assert {name: len(result) for name, result in by_row.items()} == numbers
     assert sum(map(len, by_row.values())) == len(cells) == len({cell.key for cell in cells})
     assert {cell.limit for cell in cells} == {7}
     assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
@@ -92,9 +92,9 @@ def test_every_file_is_listed_every_printed_row_shown_and_every_method_used():
 def test_a_users_file_and_unknown_names(tmp_path):
     file = tmp_path / "my grid.toml"
     file.write_text('title = "T"\nmeasures = "M"\ntasks = ["x.csv"]\nrows = [{ name = "I2CL" }]\n')
-    found = load_experiment(file)
-    assert (found.name, found.tasks, found.rows[0].method) == ("my grid", ("x.csv",), "i2cl")
-    assert found.command == f"i2cl experiment run '{file}'"
+    result = load_experiment(file)
+    assert (result.name, result.tasks, result.rows[0].method) == ("my grid", ("x.csv",), "i2cl")
+    assert result.command == f"i2cl experiment run '{file}'"
     assert load_experiment("real").command == "i2cl experiment run real"
     one_line("did you mean 'main'", load_experiment, "mian")
     one_line("no file", load_experiment, tmp_path / "none.toml")

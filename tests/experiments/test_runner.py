@@ -108,15 +108,15 @@ def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeyp
     monkeypatch.setattr(GroupJob, "run", noted)
     with Store.writing(tmp_path) as store:
         run_groups(pending(cells, store), store, lambda: decoder, 1, None)
-        found = dict(store.records)
+        result = dict(store.records)
     zero, few, over, prior, other = (one.key for one in cells)
     assert jobs == [[zero], [few, over, prior], [other]]
     assert len(fits) == 2
     for one in cells:
-        assert kept(found[one.key]) == kept(run_alone(one, decoder, tmp_path / "alone"))
-    assert found[over].outcome.fit_seconds > found[few].outcome.fit_seconds
-    gold = found[prior].outcome.gold
-    assert sorted(map(gold.count, set(gold))) != sorted(map(found[few].outcome.gold.count, set(gold)))
+        assert kept(result[one.key]) == kept(run_alone(one, decoder, tmp_path / "alone"))
+    assert result[over].outcome.fit_seconds > result[few].outcome.fit_seconds
+    gold = result[prior].outcome.gold
+    assert sorted(map(gold.count, set(gold))) != sorted(map(result[few].outcome.gold.count, set(gold)))
 
 
 def test_a_store_refuses_other_weights(tmp_path):
@@ -125,8 +125,8 @@ def test_a_store_refuses_other_weights(tmp_path):
     cells = [cell(method="few_shot", seed=seed, limit=2, shots=1) for seed in range(3)]
     assert run_groups_of(cells[:1], first, tmp_path / "s")["done"] == 1
     assert run_groups_of(cells[:2], first, tmp_path / "s")["done"] == 1
-    told = "results of other weights than 'm' has now: choose another --store"
-    one_line(told, run_groups_of, cells, other, tmp_path / "s")
+    message = "results of other weights than 'm' has now: choose another --store"
+    one_line(message, run_groups_of, cells, other, tmp_path / "s")
     assert len(Store.open(tmp_path / "s").records) == 2
 
 
@@ -138,8 +138,8 @@ def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
             jsonl(tmp_path / folder / "sst2" / f"{split}.jsonl", lines)
     cells = [cell(task="sst2", method="few_shot", seed=seed, limit=2, shots=1) for seed in range(2)]
     assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one"))["done"] == 1
-    told, given = "the store has results on other rows of task 'sst2'", (cells, decoder, tmp_path / "s")
-    one_line(told, run_groups_of, *given, str(tmp_path / "other"))
+    message, given = "the store has results on other rows of task 'sst2'", (cells, decoder, tmp_path / "s")
+    one_line(message, run_groups_of, *given, str(tmp_path / "other"))
 
 
 def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
@@ -160,6 +160,6 @@ def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
     assert run_groups_of(cells[:1], decoder, tmp_path / "s")["done"] == 1
     assert run_groups_of(cells[:1], decoder, tmp_path / "s")["done"] == 0
     written("{text} is {label}")
-    told = "with another template, label words, instruction or shots"
-    one_line(told, run_groups_of, cells, decoder, tmp_path / "s")
+    message = "with another template, label words, instruction or shots"
+    one_line(message, run_groups_of, cells, decoder, tmp_path / "s")
     assert run_groups_of(cells, decoder, tmp_path / "other")["done"] == 2

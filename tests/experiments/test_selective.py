@@ -27,10 +27,10 @@ def test_all_rows_right_is_shown_from_the_fewest_rows_on():
     for target in (0.8, 0.9, 0.95):
         n = fewest_rows(target)
         sure = np.linspace(0.5, 0.9, n)
-        found = select(sure, np.ones(n, bool), target)
-        assert (found.threshold, found.coverage, found.accuracy) == (0.5, 1.0, 1.0)
-        told = f"{n} labelled rows beside the examples or more, and {n - 1} remain"
-        one_line(told, select, sure[1:], np.ones(n - 1, bool), target)
+        result = select(sure, np.ones(n, bool), target)
+        assert (result.threshold, result.coverage, result.accuracy) == (0.5, 1.0, 1.0)
+        message = f"{n} labelled rows beside the examples or more, and {n - 1} remain"
+        one_line(message, select, sure[1:], np.ones(n - 1, bool), target)
 
 
 @pytest.mark.parametrize("target", [0.2, 1.0, float("nan"), -1.0])
@@ -60,10 +60,10 @@ def test_the_guarantee_holds_in_draws_from_a_population(kind):
     broken = shown = 0
     for _ in range(400):
         rows = random.integers(0, len(sure), 120)
-        found = select(sure[rows], right[rows], 0.9)
-        if found is not None:
+        result = select(sure[rows], right[rows], 0.9)
+        if result is not None:
             shown += 1
-            broken += right[sure >= found.threshold].mean() < 0.9
+            broken += right[sure >= result.threshold].mean() < 0.9
     # Four standard errors of a share of LEVEL over so many draws.
     assert broken / 400 <= LEVEL + 4 * (LEVEL * (1 - LEVEL) / 400) ** 0.5
     assert (shown > 40) is (kind != "useless")
@@ -74,9 +74,9 @@ def test_without_a_threshold_it_says_how_many_rows_would_show_one():
     sure = np.linspace(1, 0.4, 100)
     right = np.ones(100, bool)
     right[[5, 15, 25]] = False  # 3 of the 40 surest: 7.5 %, where 10 % are allowed
-    told = selection(sure, right, 0.9)
-    assert set(told) == {"target", "rows", "needed"}
-    needed = told["needed"]
+    message = selection(sure, right, 0.9)
+    assert set(message) == {"target", "rows", "needed"}
+    needed = message["needed"]
     assert 100 < needed < 10_000
     often = 0
     for _ in range(50):  # that many rows of the same kind do show one, about every other time or more

@@ -29,20 +29,20 @@ def one(*answers):
 
 
 def test_accuracy_by_hand_over_tasks_and_of_one_seed():
-    found = accuracy(one("1100", "1000", "1111"))
-    assert found.mean == pytest.approx(7 / 12)
-    assert found.sd == pytest.approx(np.std([0.5, 0.25, 1.0], ddof=1))
-    assert (found.seeds, found.queries) == (3, 4)
-    assert 0 <= found.low < found.mean < found.high <= 1
-    found = accuracy([*one("10", "11"), *one("00000000", "11110000")])
-    assert found.mean == pytest.approx((0.75 + 0.25) / 2)
-    assert found.sd == pytest.approx(np.std([(0.5 + 0) / 2, (1 + 0.5) / 2], ddof=1))
-    assert (found.seeds, found.queries) == (2, 10)
-    found = accuracy(one("1100110011"))
-    assert found.sd == 0
-    assert found.low < 0.6 < found.high
-    found = accuracy([np.ones((5, 7), bool), np.ones((5, 11), bool), np.ones((5, 3), bool)])
-    assert (found.mean, found.sd, found.low, found.high) == (1, 0, 1, 1)
+    result = accuracy(one("1100", "1000", "1111"))
+    assert result.mean == pytest.approx(7 / 12)
+    assert result.sd == pytest.approx(np.std([0.5, 0.25, 1.0], ddof=1))
+    assert (result.seeds, result.queries) == (3, 4)
+    assert 0 <= result.low < result.mean < result.high <= 1
+    result = accuracy([*one("10", "11"), *one("00000000", "11110000")])
+    assert result.mean == pytest.approx((0.75 + 0.25) / 2)
+    assert result.sd == pytest.approx(np.std([(0.5 + 0) / 2, (1 + 0.5) / 2], ddof=1))
+    assert (result.seeds, result.queries) == (2, 10)
+    result = accuracy(one("1100110011"))
+    assert result.sd == 0
+    assert result.low < 0.6 < result.high
+    result = accuracy([np.ones((5, 7), bool), np.ones((5, 11), bool), np.ones((5, 3), bool)])
+    assert (result.mean, result.sd, result.low, result.high) == (1, 0, 1, 1)
 
 
 def gathered(tasks, resamples, rng):
@@ -58,9 +58,9 @@ def test_intervals_are_those_of_index_gathering_with_seeds_shared_over_tasks():
     luck = np.linspace(-0.8, 0.8, 6)[:, None]  # the same in both tasks, so sharing shows in the width
     tasks = [luck + rng.standard_normal((6, n)) > ease for n, ease in ((20, -0.5), (80, 0.5))]
     low, high = np.quantile(list(gathered(tasks, 8000, rng)), (0.025, 0.975))
-    found = accuracy(tasks, resamples=20_000)
-    assert found.low == pytest.approx(low, abs=0.01)
-    assert found.high == pytest.approx(high, abs=0.01)
+    result = accuracy(tasks, resamples=20_000)
+    assert result.low == pytest.approx(low, abs=0.01)
+    assert result.high == pytest.approx(high, abs=0.01)
     apart = [single.high - single.low for single in (accuracy([task]) for task in tasks)]
     assert high - low > 1.15 * np.hypot(*apart) / 2  # the width if each task drew its own seeds
     rng = np.random.default_rng(1)
@@ -68,17 +68,17 @@ def test_intervals_are_those_of_index_gathering_with_seeds_shared_over_tasks():
     ours, theirs = (simulated(rng, queries=60, ease=ease, hardness=hardness) for ease in (0.9, 0.4))
     paired = ours.astype(float) - theirs
     low, high = np.quantile(list(gathered([paired], 8000, rng)), (0.025, 0.975))
-    found = difference([ours], [theirs], resamples=20_000)
-    assert found.mean == pytest.approx(paired.mean())
-    assert found.low == pytest.approx(low, abs=0.01)
-    assert found.high == pytest.approx(high, abs=0.01)
+    result = difference([ours], [theirs], resamples=20_000)
+    assert result.mean == pytest.approx(paired.mean())
+    assert result.low == pytest.approx(low, abs=0.01)
+    assert result.high == pytest.approx(high, abs=0.01)
 
 
 def test_interval_covers_the_true_accuracy():
     """Resampling queries alone would cover 73 % here, and seeds alone 78 %."""
     rng = np.random.default_rng(2)
-    found = [accuracy([simulated(rng)], resamples=400, seed=number) for number in range(200)]
-    covered = np.mean([one.low <= expected(0.8) <= one.high for one in found])
+    result = [accuracy([simulated(rng)], resamples=400, seed=number) for number in range(200)]
+    covered = np.mean([one.low <= expected(0.8) <= one.high for one in result])
     assert 0.89 <= covered <= 0.99
 
 
@@ -89,9 +89,9 @@ def test_interval_covers_the_true_difference():
     for number in range(200):
         hardness = rng.standard_normal(100)
         ours, theirs = ([simulated(rng, ease=ease, hardness=hardness)] for ease in (0.8, 0.5))
-        found = difference(ours, theirs, resamples=400, permutations=1, seed=number)
-        covered.append(found.low <= truth <= found.high)
-        widths.append(found.high - found.low)
+        result = difference(ours, theirs, resamples=400, permutations=1, seed=number)
+        covered.append(result.low <= truth <= result.high)
+        widths.append(result.high - result.low)
         single = [accuracy(results, resamples=400, seed=number) for results in (ours, theirs)]
         unpaired.append(np.hypot(*(a.high - a.low for a in single)))
     assert 0.89 <= np.mean(covered) <= 0.99
@@ -102,9 +102,9 @@ def test_interval_covers_the_true_difference():
 def test_one_seed_is_mcnemars_exact_test(better, worse):
     ours = one("1" * better + "0" * worse + "1" * 20 + "0" * 10)
     theirs = one("0" * better + "1" * worse + "1" * 20 + "0" * 10)
-    found = difference(ours, theirs)
-    assert found.p_queries == pytest.approx(binomtest(better, better + worse).pvalue)
-    assert found.mean == pytest.approx((better - worse) / (better + worse + 30))
+    result = difference(ours, theirs)
+    assert result.p_queries == pytest.approx(binomtest(better, better + worse).pvalue)
+    assert result.mean == pytest.approx((better - worse) / (better + worse + 30))
 
 
 @pytest.mark.parametrize(
@@ -131,18 +131,18 @@ def test_many_queries_are_sampled_and_differences_that_cancel_are_no_evidence():
     assert difference(one("11"), one("10")).p == 1
     # Three times 0.1 less three times 0.1 is not 0 in floating point; a tie must still count as one.
     assert np.sum([0.1] * 3 + [-0.1] * 3) != 0
-    found = difference(one("1110000000"), one("0001110000"))
-    assert (found.mean, found.p_queries, found.p_seeds) == (0, 1, 1)
+    result = difference(one("1110000000"), one("0001110000"))
+    assert (result.mean, result.p_queries, result.p_seeds) == (0, 1, 1)
 
 
 def test_one_seed_is_paired_with_every_seed_and_a_seed_gives_the_same_again():
     rng = np.random.default_rng(5)
     ours, fixed = rng.random((5, 50)) < 0.8, rng.random((1, 50)) < 0.6
-    found = difference([ours], [fixed])
-    assert found == difference([ours], [np.repeat(fixed, 5, axis=0)])
+    result = difference([ours], [fixed])
+    assert result == difference([ours], [np.repeat(fixed, 5, axis=0)])
     back = difference([fixed], [ours])
-    assert (back.mean, back.p) == (-found.mean, found.p)
-    assert (back.low, back.high) == pytest.approx((-found.high, -found.low))
+    assert (back.mean, back.p) == (-result.mean, result.p)
+    assert (back.low, back.high) == pytest.approx((-result.high, -result.low))
     rng = np.random.default_rng(6)
     ours, theirs = ([rng.random((5, 80)) < share] for share in (0.6, 0.5))
     assert accuracy(ours) == accuracy(ours)
@@ -176,21 +176,21 @@ def test_distinguishable_needs_tests_and_interval_and_where_no_seed_changes_anyt
     for seeds in (1, 2, 3):
         assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).distinguishable
     ours, theirs = [np.ones((1, 60), bool)], [np.arange(60)[None] % 2 == 0]
-    found = difference(ours, theirs, drawn=False)
-    assert found.p == found.p_queries < ALPHA
-    assert Comparison(found, found.p).distinguishable
-    assert not Comparison(difference(ours, theirs), found.p).distinguishable
+    result = difference(ours, theirs, drawn=False)
+    assert result.p == result.p_queries < ALPHA
+    assert Comparison(result, result.p).distinguishable
+    assert not Comparison(difference(ours, theirs), result.p).distinguishable
 
 
 def test_p_of_seeds_is_that_of_a_paired_t_test_of_macro_averages_unless_all_seeds_say_alike():
     rng = np.random.default_rng(7)
     ours, theirs = ([rng.random((5, n)) < share for n in (30, 70)] for share in (0.8, 0.6))
     macro = [np.mean([task.mean(1) for task in tasks], axis=0) for tasks in (ours, theirs)]
-    found = difference(ours, theirs)
-    assert found.p_seeds == pytest.approx(ttest_rel(*macro).pvalue)
-    assert found.p == max(found.p_queries, found.p_seeds)
-    found = difference(one(*["1" * 12] * 4), one(*["0" * 10 + "11"] * 4))
-    assert (found.p_seeds, found.p) == (0, found.p_queries)
+    result = difference(ours, theirs)
+    assert result.p_seeds == pytest.approx(ttest_rel(*macro).pvalue)
+    assert result.p == max(result.p_queries, result.p_seeds)
+    result = difference(one(*["1" * 12] * 4), one(*["0" * 10 + "11"] * 4))
+    assert (result.p_seeds, result.p) == (0, result.p_queries)
     assert difference(one("1" * 12), one("0" * 12)).p_seeds == 1  # one seed says nothing of others
 
 
@@ -211,9 +211,9 @@ def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hun
         accuracies = np.stack(others).mean(2) - reference.mean(1)
         if min(holm(ttest_1samp(accuracies, 0, axis=1).pvalue)) >= ALPHA:
             continue  # the larger p-values reject no more
-        found = [difference([other], [reference], resamples=400, permutations=999) for other in others]
-        corrected = holm([one.p for one in found])
-        shown = [Comparison(one, q).distinguishable for one, q in zip(found, corrected, strict=True)]
+        result = [difference([other], [reference], resamples=400, permutations=999) for other in others]
+        corrected = holm([one.p for one in result])
+        shown = [Comparison(one, q).distinguishable for one, q in zip(result, corrected, strict=True)]
         false += any(shown)
     assert false / families < 0.07
 
@@ -222,13 +222,13 @@ def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hun
 def test_the_larger_p_holds_where_one_alone_does_not(luck, taste, wrong):
     """Two equal methods, whose seeds are lucky on all queries, or which find other queries hard."""
     rng = np.random.default_rng(5)
-    found = []
+    result = []
     for _ in range(200):
         liked = taste * rng.standard_normal((2, 1, 100))
         made = luck * rng.standard_normal((2, 6, 1)) + liked + rng.standard_normal((2, 6, 100)) > -EASE
-        found.append(difference([made[0]], [made[1]], resamples=1, permutations=499))
-    assert np.mean([getattr(one, wrong) < ALPHA for one in found]) > 0.15
-    assert np.mean([one.p < ALPHA for one in found]) < 0.08
+        result.append(difference([made[0]], [made[1]], resamples=1, permutations=499))
+    assert np.mean([getattr(one, wrong) < ALPHA for one in result]) > 0.15
+    assert np.mean([one.p < ALPHA for one in result]) < 0.08
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,9 @@ def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
 )
 def test_a_line_that_contradicts_itself_is_named(tmp_path, changes, named):
     write(tmp_path, record(0))
-    told = record(1).model_dump(mode="json") | changes
+    message = record(1).model_dump(mode="json") | changes
     with (tmp_path / "cells.jsonl").open("a") as handle:
-        handle.write(json.dumps(told) + "\n")
+        handle.write(json.dumps(message) + "\n")
     one_line(rf"line 2 of the store .*{named}.* remove that line", Store.open, tmp_path)
 
 
@@ -167,8 +167,8 @@ def test_packing_keeps_everything(tmp_path):
     unpacked = Store.open(tmp_path / "unpacked")
     assert unpacked.records == again.records | {record(2).key: record(2)}
     for store in (again, unpacked):
-        found = store.vectors()[record(0).key]["context_vector"]
-        np.testing.assert_array_equal(found, vectors["context_vector"])
+        result = store.vectors()[record(0).key]["context_vector"]
+        np.testing.assert_array_equal(result, vectors["context_vector"])
     with gzip.open(packed / "cells.jsonl.gz", "rt") as lines:
         assert [json.loads(line)["status"] for line in lines] == ["done", "failed"]
 

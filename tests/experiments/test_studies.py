@@ -39,10 +39,10 @@ def outcome_of(bench, cell):
 def keep_short(bench, task):
     """As if an earlier cell had fitted plain I2CL, in a few epochs."""
     own = cell(task=task)
-    found = bench.task(own)
-    shown = found.sample(None, 0)
+    result = bench.task(own)
+    shown = result.sample(None, 0)
     (method,) = make_methods(["i2cl"], {"epochs": 3})
-    (fitted,) = fit_seeds(bench.decoder, found, method, [shown], [0])
+    (fitted,) = fit_seeds(bench.decoder, result, method, [shown], [0])
     bench.keep(own, fitted)
     return fitted.predictor
 
@@ -75,10 +75,10 @@ def test_only_plain_i2cl_keeps_vectors(bench):
     assert len(outcome_of(bench, cell(options={"epochs": 1})).coefficients) == bench.decoder.layers
     assert not bench.vectors.exists()
     predictor = keep_short(bench, ONE)
-    found = bench.injection(cell())
-    assert isinstance(found, Injection)
-    torch.testing.assert_close(found.coefficients, predictor.edit.coefficients)
-    torch.testing.assert_close(found.context.values, predictor.edit.values)
+    result = bench.injection(cell())
+    assert isinstance(result, Injection)
+    torch.testing.assert_close(result.coefficients, predictor.edit.coefficients)
+    torch.testing.assert_close(result.context.values, predictor.edit.values)
     task = bench.task(cell())
     shown = [one for one in task.sample(None, 0) if one.label == 2]
     (kept,) = bench.vectors.glob("*.safetensors")
@@ -162,6 +162,6 @@ def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_
     rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})
     plan = Experiment(name="mine", title="T", measures="M", rows=rows)
     (section,) = build([plan], store.records.values(), {}, figures=False).sections
-    told = "AutoComp. was skipped: autocompressor is known for llama and opt, not for 'gpt2'"
-    assert told in section.missing
+    message = "AutoComp. was skipped: autocompressor is known for llama and opt, not for 'gpt2'"
+    assert message in section.missing
     assert not any("makes them" in one for one in section.missing)

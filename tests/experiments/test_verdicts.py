@@ -29,10 +29,10 @@ def test_the_verdict_is_what_both_free_rows_and_the_interval_allow(zero_shot, ba
 
 
 def test_few_rows_are_no_reason_to_drop_a_fit_and_one_rival_alone_none_to_keep_it():
-    found = verdict({"zero_shot": (3, 3)}, 20)
-    assert found.verdict.startswith("not shown on 20 rows; about ")
-    assert (found.difference, found.p) == (0, 1)
-    assert found.low == -found.high < -0.2
+    result = verdict({"zero_shot": (3, 3)}, 20)
+    assert result.verdict.startswith("not shown on 20 rows; about ")
+    assert (result.difference, result.p) == (0, 1)
+    assert result.low == -result.high < -0.2
     strong, none = (40, 0), (12, 3)
     assert mcnemar(*none) < LEVEL  # shown alone, and with Holm's correction where the other one is shown too
     assert verdict({"zero_shot": strong, "batch": none}, 160).verdict.startswith("better than batch")
@@ -41,7 +41,7 @@ def test_few_rows_are_no_reason_to_drop_a_fit_and_one_rival_alone_none_to_keep_i
     assert verdict({"zero_shot": strong, "batch": (9, 6)}, 160).verdict.startswith("not shown")
 
 
-def told(monkeypatch, n, accuracies, alike, draws=2000):
+def message(monkeypatch, n, accuracies, alike, draws=2000):
     """Shares of the verdicts, where rows are alike hard for all methods with this probability."""
     for name in ("mcnemar", "paired_interval", "rows_for"):
         monkeypatch.setattr(verdicts, name, cache(getattr(verdicts, name)))
@@ -60,7 +60,7 @@ def told(monkeypatch, n, accuracies, alike, draws=2000):
 @pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("mine", [0.6, 0.8, 0.95])
 def test_a_fit_that_gains_ten_points_is_rarely_advised_against_on_forty_rows(monkeypatch, mine, alike):
-    assert told(monkeypatch, 40, (mine, mine - 0.1, mine - 0.1), alike)[1] <= 0.03
+    assert message(monkeypatch, 40, (mine, mine - 0.1, mine - 0.1), alike)[1] <= 0.03
 
 
 @pytest.mark.parametrize("n", [20, 40, 160])
@@ -68,7 +68,7 @@ def test_a_fit_that_gains_ten_points_is_rarely_advised_against_on_forty_rows(mon
 @pytest.mark.parametrize("other", [0.7, 0.4])
 def test_a_fit_that_gains_nothing_is_rarely_told_to_pay(monkeypatch, n, alike, other):
     """Whether both rivals are as good as it or one of them."""
-    assert told(monkeypatch, n, (0.7, 0.7, other), alike)[0] <= LEVEL
+    assert message(monkeypatch, n, (0.7, 0.7, other), alike)[0] <= LEVEL
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.7, 0.95])
@@ -77,7 +77,7 @@ def test_the_rows_that_are_asked_for_show_the_gain(monkeypatch, gain, alike):
     mine, other = 0.8, 0.8 - gain
     discordant = (1 - alike**2) * (mine * (1 - other) + other * (1 - mine)) + alike**2 * gain
     n = rows_for(gain, discordant)
-    shown, _ = told(monkeypatch, n, (mine, other, other - 0.1), alike, 500)
+    shown, _ = message(monkeypatch, n, (mine, other, other - 0.1), alike, 500)
     assert shown == pytest.approx(verdicts.POWER, abs=0.1)
 
 
@@ -100,5 +100,5 @@ def test_the_paired_test_is_scipys_sign_test(better, worse):
 def test_the_paired_interval_covers_the_true_difference(n, chances):
     up, down = chances
     drawn = np.random.default_rng(0).multinomial(n, [up, down, 1 - up - down], size=2000)
-    found = [paired_interval(int(better), int(worse), n) for better, worse, _ in drawn]
-    assert np.mean([low <= up - down <= high for low, high in found]) >= 0.93
+    result = [paired_interval(int(better), int(worse), n) for better, worse, _ in drawn]
+    assert np.mean([low <= up - down <= high for low, high in result]) >= 0.93

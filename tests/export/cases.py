@@ -114,9 +114,9 @@ def saved(decoder, folder):
 def memory_of(write, base, artefact, out, **options):
     """Bytes that an export adds to a program that has made one."""
     injection_for(Decoder.from_pretrained("reference", device="cpu")).save_pretrained(f"{artefact}-small")
-    code, told, errors = finished(MEASURED.replace("OPTIONS", repr(options)), write, base, artefact, out)
+    code, message, errors = finished(MEASURED.replace("OPTIONS", repr(options)), write, base, artefact, out)
     assert code == 0, errors
-    return int(told)
+    return int(message)
 
 
 def stored(decoder, folder, **options):
@@ -130,8 +130,8 @@ def field(path, name):
     """What a GGUF file says under a name."""
     from gguf import GGUFReader
 
-    found = GGUFReader(path).get_field(name)
-    return None if found is None else found.contents()
+    result = GGUFReader(path).get_field(name)
+    return None if result is None else result.contents()
 
 
 def scaled(injection, factor):
@@ -145,9 +145,9 @@ def change(path, tensor=None, fields=()):
     from gguf import GGUFReader
 
     inside = GGUFReader(path, "r+")
-    for found in inside.tensors:
-        if found.name == tensor:
-            found.data[:] = 0
+    for result in inside.tensors:
+        if result.name == tensor:
+            result.data[:] = 0
     for name, value in fields:
         inside.get_field(name).parts[-1][0] = value
     inside.data.flush()

@@ -41,9 +41,9 @@ def decoder(folder):
 
 @pytest.fixture(scope="module")
 def anchored(decoder):
-    found = anchor(decoder, TASK, SHOWN, AnchoredConfig(reach=3.0, steps=2, say_label=False))
-    assert found.context.values.abs().max() > 0
-    return found
+    result = anchor(decoder, TASK, SHOWN, AnchoredConfig(reach=3.0, steps=2, say_label=False))
+    assert result.context.values.abs().max() > 0
+    return result
 
 
 @pytest.fixture
@@ -59,14 +59,14 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     assert wanted != anchored.predict(decoder, golden.TEXTS)
     biased.save_pretrained(tmp_path / "artefact")
     words = ("export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--json")
-    told, ids = json.loads(said(*words)), Questions(decoder, TASK).labels.first
-    assert told["prior_kept"] is True
+    message, ids = json.loads(said(*words)), Questions(decoder, TASK).labels.first
+    assert message["prior_kept"] is True
     sent = {str(ids[0]): 100.0 + min(between, 0), str(ids[1]): 100.0 - max(between, 0)}
-    assert told["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
+    assert message["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
 
-    found = verify(tmp_path / "out")
-    assert found.passed
-    assert [row["found"] for row in found.rows()] == wanted
+    result = verify(tmp_path / "out")
+    assert result.passed
+    assert [row["found"] for row in result.rows()] == wanted
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
     for text, label in zip(golden.TEXTS, wanted, strict=True):
         query = torch.tensor(Questions(decoder, TASK).queries([text]))
@@ -91,12 +91,12 @@ def test_a_label_prior_stands_beside_what_the_base_generates_by(biased, decoder,
     export_hf(of_own, biased, tmp_path / "out", golden=lambda: known)
     made = GenerationConfig.from_pretrained(tmp_path / "out")
     assert made.eos_token_id == 7
-    found = golden.biases_of(made)
-    assert found == {(3, 4): 1.5} | known.sequence_bias
-    assert [found[(*known.tail, token)] for token in first] == [100.25, 99.5]
+    result = golden.biases_of(made)
+    assert result == {(3, 4): 1.5} | known.sequence_bias
+    assert [result[(*known.tail, token)] for token in first] == [100.25, 99.5]
     settings.sequence_bias = [[[*known.tail, first[0]], 1.5]]
-    told = f"label token {first[0]} already"
-    one_line(told, export_hf, of_own, biased, tmp_path / "new", golden=lambda: known)
+    message = f"label token {first[0]} already"
+    one_line(message, export_hf, of_own, biased, tmp_path / "new", golden=lambda: known)
 
 
 def test_a_base_without_generation_settings_keeps_those_of_its_config(anchored, own, tmp_path):
@@ -124,9 +124,9 @@ def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folde
     one_line("scored as whole sequences", export_hf, decoder, whole, tmp_path / "out", golden=made)
     biased.save_pretrained(tmp_path / "artefact")
     words = ["export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--drop-prior"]
-    told, ids = said(*words), Questions(decoder, TASK).labels.first
-    assert "positive +0.2500, negative -0.5000" in told
-    assert f'"logit_bias": {{"{ids[0]}": 100.0000, "{ids[1]}": 99.2500}}' in told
+    message, ids = said(*words), Questions(decoder, TASK).labels.first
+    assert "positive +0.2500, negative -0.5000" in message
+    assert f'"logit_bias": {{"{ids[0]}": 100.0000, "{ids[1]}": 99.2500}}' in message
     assert verify(tmp_path / "out").passed
     kept = golden.biases_of(GenerationConfig.from_pretrained(tmp_path / "out"))
     assert all(value % 100 == 0 for value in kept.values())  # they make it say a label, whatever the prior

@@ -26,9 +26,9 @@ from i2cl.export.llama_cpp import LlamaCpp
 
 def ran(code):
     """What a Python call prints."""
-    with redirect_stdout(StringIO()) as told:
+    with redirect_stdout(StringIO()) as message:
         exec(compile(code, "<call>", "exec"), {})
-    return told.getvalue().strip("\n")
+    return message.getvalue().strip("\n")
 
 
 def vllm_call(made):
@@ -61,8 +61,8 @@ def test_the_call_of_transformers_runs_as_printed(tmp_path, monkeypatch, said, t
 def test_the_call_of_peft_runs_as_printed(tmp_path, monkeypatch, said, refused):
     pytest.importorskip("peft", reason="peft is an extra")
     prepared(tmp_path, monkeypatch, case="phi")
-    told = said("export", "artefact", "out", "--to", "peft", "--device", "cpu", "--json")
-    code = json.loads(told)["calls"]["transformers"]
+    message = said("export", "artefact", "out", "--to", "peft", "--device", "cpu", "--json")
+    code = json.loads(message)["calls"]["transformers"]
     assert code in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert ran(code).removesuffix("<|endoftext|>") in TASK.labels
     assert biases_of(GenerationConfig.from_pretrained("out")) == Golden.from_export("out").sequence_bias

@@ -40,8 +40,8 @@ def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_
     injection = replace(Injection.from_pretrained(artefact), label_bias=(0.75, -0.5), temperature=2.0)
     injection.save_pretrained(tmp_path / "warm")
     out = tmp_path / "out"
-    told = said("export", tmp_path / "warm", out, "--model", base, "--temperature", "fold")
-    assert "Its temperature 2 is in the head: all probabilities are those at it." in told
+    message = said("export", tmp_path / "warm", out, "--model", base, "--temperature", "fold")
+    assert "Its temperature 2 is in the head: all probabilities are those at it." in message
     outcome = verify(out)
     assert outcome.passed
     assert outcome.golden.label_bias == [0.375, -0.25]
@@ -63,10 +63,10 @@ def test_an_export_says_that_its_probabilities_are_those_at_1(to, case, tmp_path
     one, two, three = (tmp_path / f"out{number}.gguf" for number in range(3))
     words = ["export", tmp_path / "warm", "--to", to, "--model", base, "--no-golden"]
     words += ["--no-tokenizer"] if to == "gguf" else []
-    told, record = " ".join(said(*words, one).split()), json.loads(said(*words, two, "--json"))
+    message, record = " ".join(said(*words, one).split()), json.loads(said(*words, two, "--json"))
     assert (record["temperature"], record["temperature_kept"]) == (2.5, False)
     at_1 = "those of temperature 1: divide log-probabilities among the labels by 2.5"
-    assert at_1 + (", or export with --temperature fold." if to == "hf" else ".") in told
+    assert at_1 + (", or export with --temperature fold." if to == "hf" else ".") in message
     if to != "hf":
         line = refused(*words, three, "--temperature", "fold")
         assert f"--temperature fold is for --to hf, {to} leaves the head as it is" in line
@@ -175,8 +175,8 @@ def test_a_zeroed_bias_is_found_and_named(exported, said):
     printed = said("verify", exported, "--device", "cpu", code=1)
     assert "does not hold" in printed
     assert "The bias model.layers.1.mlp.down_proj.bias is dropped." in printed
-    told = json.loads(said("verify", exported, "--device", "cpu", "--json", code=1))
-    assert (told["passed"], told["worst"] > told["tolerance"]) == (False, True)
+    message = json.loads(said("verify", exported, "--device", "cpu", "--json", code=1))
+    assert (message["passed"], message["worst"] > message["tolerance"]) == (False, True)
 
 
 def test_other_weights_are_told_apart_from_dropped_biases(exported):
@@ -190,10 +190,10 @@ def test_golden_values_in_bfloat16_are_those_of_the_model_in_float32(case, monke
     monkeypatch.setattr(golden, "TEXTS", golden.TEXTS[:1])
     decoder = decoder_of(case, torch.bfloat16)
     injection = injection_for(decoder)
-    found = make_golden(decoder, injection)
+    result = make_golden(decoder, injection)
     assert {parameter.dtype for parameter in decoder.model.parameters()} == {torch.bfloat16}
     whole = Decoder(decoder.model.float(), decoder.tokenizer)
-    for one, other in zip(found.prompts, make_golden(whole, injection).prompts, strict=True):
+    for one, other in zip(result.prompts, make_golden(whole, injection).prompts, strict=True):
         assert one.labels == pytest.approx(other.labels, rel=1e-5)
         assert one.top_logits == pytest.approx(other.top_logits, rel=1e-5)
         assert one.top_ids[0] == other.top_ids[0]
@@ -225,8 +225,8 @@ def test_export_and_verify(artefact, tmp_path, said):
     assert "Next: i2cl verify" in said("export", artefact, out, "--to", "hf", "--device", "cpu")
     assert "The export holds" in said("verify", out, "--device", "cpu")
     options = ("--no-golden", "--json", "--max-shard-size", "500KB")
-    told = json.loads(said("export", artefact, tmp_path / "bare", *options))
-    assert told["files"] > 1
+    message = json.loads(said("export", artefact, tmp_path / "bare", *options))
+    assert message["files"] > 1
     assert GOLDEN not in listed(tmp_path / "bare")
     assert weights(out).keys() == weights(tmp_path / "bare").keys()
 
@@ -241,8 +241,8 @@ def test_bad_input_is_one_line(artefact, tmp_path, refused, monkeypatch):
     assert "is no size" in refused("export", artefact, out, "--no-golden", "--max-shard-size", "big")
     assert "no config.json" in refused("export", artefact, out, "--model", full)
     monkeypatch.setattr(checkpoint, "snapshot_download", Mock(side_effect=LocalEntryNotFoundError("offline")))
-    told = refused("export", artefact, out, "--model", "nobody/none")
-    assert "the hub says LocalEntryNotFoundError" in told
+    message = refused("export", artefact, out, "--model", "nobody/none")
+    assert "the hub says LocalEntryNotFoundError" in message
     assert "has no i2cl_golden.json" in refused("verify", full)
     assert listed(tmp_path) == ["full"]
 
@@ -256,8 +256,8 @@ def test_another_configuration_or_model_is_refused(tmp_path, artefact, refused):
     saved(decoder_of("llama"), tmp_path)
     assert "(layers, width)" in refused("export", artefact, tmp_path / "out", "--model", base)
     other = stored(decoder_of("llama", vocab_size=310), tmp_path / "other")
-    told = refused("export", mine, tmp_path / "out", "--model", other, "--no-golden")
-    assert "this injection was made on" in told
+    message = refused("export", mine, tmp_path / "out", "--model", other, "--no-golden")
+    assert "this injection was made on" in message
     assert run("export", mine, tmp_path / "forced", "--model", other, "--device", "cpu", "--force") == 0
     assert not (tmp_path / "out").exists()
 
@@ -267,8 +267,8 @@ def test_a_family_that_is_not_known_is_refused_from_files(artefact, tmp_path, re
     decoder_of("llama").tokenizer.save_pretrained(tmp_path / "base")
     for kind in ("vit", "mixtral"):
         (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
-        told = refused("export", artefact, tmp_path / "out", "--model", tmp_path / "base")
-        assert f"a '{kind}' model cannot hold an injection in its weights" in told
+        message = refused("export", artefact, tmp_path / "out", "--model", tmp_path / "base")
+        assert f"a '{kind}' model cannot hold an injection in its weights" in message
 
 
 def test_damaged_files_and_missing_tensors_are_named(exported, tmp_path, refused):

@@ -95,8 +95,8 @@ def test_every_tensor_is_the_folded_one(exported):
             left_out.add(name)
             assert not tensor.any()  # llama.cpp does without a bias of zeros
             continue
-        found = torch.from_numpy(there[mine].data.copy())
-        assert torch.equal(found, neighbours(tensor, 8) if "q_proj" in name or "k_proj" in name else tensor)
+        result = torch.from_numpy(there[mine].data.copy())
+        assert torch.equal(result, neighbours(tensor, 8) if "q_proj" in name or "k_proj" in name else tensor)
     assert len(left_out) == 2 * 5  # q, k, v, gate and up of two layers
     assert "output.weight" in there
 
@@ -150,8 +150,8 @@ def test_memory_stays_near_one_tensor(tmp_path):
 @pytest.mark.parametrize("case", sorted(set(FAMILIES) - LLAMAS))
 def test_what_is_no_llama_is_refused(case, tmp_path):
     reason = "has the activation 'gelu" if case == "gemma" else "only a 'llama' is written as GGUF"
-    told = one_line(reason, export_gguf, *drawn(case), tmp_path / "out.gguf")
-    assert told.endswith("export it with --to hf")
+    message = one_line(reason, export_gguf, *drawn(case), tmp_path / "out.gguf")
+    assert message.endswith("export it with --to hf")
     assert listed(tmp_path) == []
 
 
@@ -160,15 +160,15 @@ def test_a_dtype_that_gguf_lacks_or_that_overflows_is_refused(tmp_path):
     one_line("choose float32, float16 or bfloat16", *call, out, dtype=torch.float64)
     with torch.no_grad():
         call[1].model.lm_head.weight[3, 3] = 1e6
-    told = r"lm_head.weight has values that torch.float16 does not hold"
-    one_line(told, *call, out, dtype=torch.float16, force=True)
+    message = r"lm_head.weight has values that torch.float16 does not hold"
+    one_line(message, *call, out, dtype=torch.float16, force=True)
     assert listed(tmp_path) == []
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    told = r"needs the package gguf: pip install 'i2cl\[gguf\]'"
-    one_line(told, export_gguf, *drawn("llama"), tmp_path / "out.gguf")
+    message = r"needs the package gguf: pip install 'i2cl\[gguf\]'"
+    one_line(message, export_gguf, *drawn("llama"), tmp_path / "out.gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     one_line("needs the package llama-cpp-python", LlamaCpp, tmp_path / "out.gguf", 8)
 
@@ -178,9 +178,9 @@ def test_what_verify_lacks_is_told_before_the_file_is_written(tmp_path, refused,
     export = ("export", artefact, "--model", base, "--to", "gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(Weights, "tensor", Mock(side_effect=I2CLError("the disk is full")))
-    told = refused(*export, tmp_path / "out.gguf", lines=2)
-    assert told.startswith("`i2cl verify` of a GGUF file needs the package llama-cpp-python: pip install")
-    assert "the disk is full" in told
+    message = refused(*export, tmp_path / "out.gguf", lines=2)
+    assert message.startswith("`i2cl verify` of a GGUF file needs the package llama-cpp-python: pip install")
+    assert "the disk is full" in message
     assert "llama" not in refused(*export, tmp_path / "out.gguf", "--no-golden")
 
 
@@ -216,9 +216,9 @@ def test_llama_cpp_does_what_the_hooks_do(case, fields, tmp_path):
     expected = hooked(decoder, injection)
     with LlamaCpp(tmp_path / "out.gguf", len(IDS)) as model:
         for length in (1, 7, len(IDS)):
-            found = model.logits(IDS[:length])
+            result = model.logits(IDS[:length])
             wanted = expected[length - 1]
-            assert (found.log_softmax(-1) - wanted.log_softmax(-1)).abs().max() < CLOSE
+            assert (result.log_softmax(-1) - wanted.log_softmax(-1)).abs().max() < CLOSE
     with torch.no_grad():
         bare = decoder.model(torch.tensor([IDS])).logits[0, -1]
     assert relative(bare, expected[-1]) > 0.1  # the injection is not lost in the bound
@@ -230,8 +230,8 @@ def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     assert field(tmp_path / "out.gguf", "granite.context_length") == len(IDS)
     with LlamaCpp(tmp_path / "out.gguf", len(IDS)) as model:
-        found = model.logits(IDS).log_softmax(-1)
-    assert (found - hooked(decoder, injection)[-1].log_softmax(-1)).abs().max() < CLOSE
+        result = model.logits(IDS).log_softmax(-1)
+    assert (result - hooked(decoder, injection)[-1].log_softmax(-1)).abs().max() < CLOSE
 
 
 @llama_cpp

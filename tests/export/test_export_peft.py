@@ -131,10 +131,10 @@ def test_a_writer_that_is_left_alone_needs_no_adapter(case, tmp_path):
 def test_an_anchored_fit_of_attention_alone_is_an_adapter_of_experts(case, tmp_path):
     decoder = decoder_of(case)
     shown = (Example("a warm film", 0), Example("dull, dull", 1))
-    found = anchor(decoder, TASK, shown, AnchoredConfig(writers="mha", reach=300.0, steps=1))
-    assert not found.context.values[:, 1].any()
-    assert len(export_peft(decoder, found, tmp_path / "out", golden=False).constants) == decoder.layers
-    close(decoder, tmp_path / "out", found)
+    result = anchor(decoder, TASK, shown, AnchoredConfig(writers="mha", reach=300.0, steps=1))
+    assert not result.context.values[:, 1].any()
+    assert len(export_peft(decoder, result, tmp_path / "out", golden=False).constants) == decoder.layers
+    close(decoder, tmp_path / "out", result)
     both = anchor(decoder, TASK, shown, AnchoredConfig(steps=1))
     one_line("fit with --set writers=mha; else", make_adapter, decoder.model.config, both)
 
@@ -147,8 +147,8 @@ def test_adapters_of_a_model_in_bfloat16_round_once_more(case, tmp_path):
     assert decoder.model.dtype == torch.bfloat16
     worn = wearing(decoder, tmp_path / "out")
     with torch.no_grad():
-        found = worn(torch.tensor([IDS])).logits[0].float()
-    assert relative(found, hooked(decoder, injection)) <= 0.05
+        result = worn(torch.tensor([IDS])).logits[0].float()
+    assert relative(result, hooked(decoder, injection)) <= 0.05
     assert all(tensor.dtype == torch.float32 for tensor in load_file(tmp_path / "out" / WEIGHTS).values())
 
 
@@ -187,12 +187,12 @@ def test_injections_that_are_no_bias_are_refused():
     hidden = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
     nothing = torch.tensor([0.0, 1.0]).expand_as(injection.coefficients)
     blocks = {"context": hidden, "coefficients": torch.zeros(decoder.layers, 1, 2)}
-    for changes, told in (
+    for changes, message in (
         ({"positions": "last"}, "positions 'last'"),
         (blocks, "block outputs"),
         ({"coefficients": nothing}, "changes nothing"),
     ):
-        one_line(told, make_adapter, config, replace(injection, **changes))
+        one_line(message, make_adapter, config, replace(injection, **changes))
     quantized = copy.deepcopy(config)
     quantized.quantization_config = {"quant_method": "bitsandbytes"}
     one_line("quantized", make_adapter, quantized, injection)
@@ -240,11 +240,11 @@ def test_export_and_verify(exported, tmp_path, said):
     config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
     assert (config["base_model_name_or_path"], config["task_type"]) == (str(base), "CAUSAL_LM")
     assert config["inference_mode"] is True
-    told = said("export", artefact, tmp_path / "bare", "--to", "peft", "--no-golden", "--json")
-    assert json.loads(told)["files"] == 1
+    message = said("export", artefact, tmp_path / "bare", "--to", "peft", "--no-golden", "--json")
+    assert json.loads(message)["files"] == 1
     assert listed(tmp_path / "bare") == [CONFIG, WEIGHTS]
-    told = said("export", artefact, tmp_path / "told", "--to", "peft", "--no-golden")
-    assert f"films as a GLoRA adapter of {base}" in told
+    message = said("export", artefact, tmp_path / "told", "--to", "peft", "--no-golden")
+    assert f"films as a GLoRA adapter of {base}" in message
 
 
 def test_a_base_model_that_moved_is_named(exported, tmp_path, refused):

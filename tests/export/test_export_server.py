@@ -20,8 +20,8 @@ def by_text(golden, values):
 
 def by_id(golden, values):
     """llama.cpp's shape."""
-    told = [{"id": i, "logprob": v} for i, v in zip(golden.label_ids, values, strict=True)]
-    return {"content": [{"top_logprobs": [*told, {"id": -1, "logprob": -20.0}]}]}
+    reason = [{"id": i, "logprob": v} for i, v in zip(golden.label_ids, values, strict=True)]
+    return {"content": [{"top_logprobs": [*reason, {"id": -1, "logprob": -20.0}]}]}
 
 
 def expected(golden, prompt):
@@ -54,8 +54,8 @@ def serving(golden, *, values=lambda prompt: prompt.labels, shape=by_text, takes
                 self._send(reply or {"error": "Only no echo is supported"}, status if reply else 400)
                 return
             (prompt,) = [one for one in golden.prompts if body["prompt"] in (one.ids, one.query)]
-            told = {"text": says(golden, prompt), "logprobs": shape(golden, values(prompt))}
-            self._send({"choices": [told]})
+            reason = {"text": says(golden, prompt), "logprobs": shape(golden, values(prompt))}
+            self._send({"choices": [reason]})
 
         def _send(self, reply, code=status):
             content = raw if raw is not None else json.dumps(reply).encode()
@@ -107,10 +107,10 @@ def test_a_label_prior_is_told_as_what_the_server_has_to_be_sent(exported, golde
     prior = [0.25, *[0.0 for _ in golden.labels[1:]]]
     golden.model_copy(update={"label_bias": prior}).write(exported)
     with serving(golden) as (url, _):
-        told = said("verify", exported, "--url", url)
+        reason = said("verify", exported, "--url", url)
         record = json.loads(said("verify", exported, "--url", url, "--json"))
     # on top of what makes it say a label
-    assert f'the server adds with "logit_bias": {{"{golden.label_ids[0]}": 100.0000' in told
+    assert f'the server adds with "logit_bias": {{"{golden.label_ids[0]}": 100.0000' in reason
     sent = {str(token): 99.75 + more for token, more in zip(golden.label_ids, prior, strict=True)}
     assert record["logit_bias"] == sent
 
@@ -129,8 +129,8 @@ def test_a_server_that_takes_no_token_ids_gets_text_and_one_that_takes_neither_i
 @pytest.mark.parametrize("writers", ["attention", "mlp", "attention and mlp"])
 def test_a_server_that_drops_biases_is_found_out(exported, golden, said, writers):
     with serving(golden, values=lambda prompt: prompt.dropped[writers]) as (url, seen):
-        told = said("verify", exported, "--url", url, "--model-name", "mine", code=1)
-    assert f"as if the biases of {writers} were dropped." in told
+        reason = said("verify", exported, "--url", url, "--model-name", "mine", code=1)
+    assert f"as if the biases of {writers} were dropped." in reason
     assert {body["model"] for body in seen} == {"mine"}
 
 
@@ -138,11 +138,11 @@ def test_other_errors_are_not_blamed_on_biases_and_labels_may_be_left_untold(exp
     with serving(golden, values=lambda prompt: [-30.0 for _ in prompt.labels]) as (url, _):
         assert json.loads(said("verify", exported, "--url", url, "--json", code=1))["dropped"] is None
 
-    def told(golden, values):
+    def reason(golden, values):
         best = max(values)
         return {"top_logprobs": [{golden.label_texts[values.index(best)]: best}]}
 
-    with serving(golden, shape=told) as (url, _):
+    with serving(golden, shape=reason) as (url, _):
         assert run("verify", exported, "--url", url) == 0
     with serving(golden, shape=lambda *_: {"top_logprobs": [{" other": -0.1}]}) as (url, _):
         assert "told no label's probability" in refused("verify", exported, "--url", url)

@@ -58,9 +58,9 @@ def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
 
 @pytest.mark.parametrize("case", sorted(set(CASES) - set(FOLDED)))
 def test_what_cannot_be_folded_says_why_and_what_else(case):
-    told = one_line("", fold, *drawn(case))
-    assert REFUSED.get(CASES[case][0], "sliding window of 8 tokens is shorter than") in told
-    assert told.endswith("predict with hooks instead (`i2cl predict`)")
+    error = one_line("", fold, *drawn(case))
+    assert REFUSED.get(CASES[case][0], "sliding window of 8 tokens is shorter than") in error
+    assert error.endswith("predict with hooks instead (`i2cl predict`)")
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def script():
 
 def test_the_page_of_model_types_is_printed_from_figures_that_hold_what_is_claimed(script):
     assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
-    told = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
-    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *told]
+    error = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
+    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *error]
     assert len(known) == len(set(known))
     if transformers.__version__ == FIGURES["transformers"]:
         assert set(known) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -92,10 +92,10 @@ def test_a_model_that_says_labels_is_left_alone(tmp_path, said, monkeypatch):
     assert not made.forced
     assert {prompt.prediction for prompt in made.prompts} == set(TASK.labels)
     assert "sequence_bias" not in (tmp_path / "out" / "generation_config.json").read_text()
-    told = "Plain greedy decoding answers 20 of 20 prompts with the expected label"
-    assert told in said("verify", tmp_path / "out", "--device", "cpu")
+    message = "Plain greedy decoding answers 20 of 20 prompts with the expected label"
+    assert message in said("verify", tmp_path / "out", "--device", "cpu")
     with serving(made) as (url, seen):
-        assert told in said("verify", tmp_path / "out", "--url", url)
+        assert message in said("verify", tmp_path / "out", "--url", url)
     assert len(seen) == len(made.prompts)  # the reply with log-probabilities is the answer
 
 
@@ -105,10 +105,10 @@ def test_settings_that_change_what_is_said_are_found(tmp_path, said):
     printed = said("verify", tmp_path / "out", "--device", "cpu", code=1)
     for part in ("answers 0 of 2 prompts", "decode at temperature 0 without penalties", "does not hold"):
         assert part in printed
-    told = json.loads(said("verify", tmp_path / "out", "--device", "cpu", "--json", code=1))
-    assert told["greedy"] == {"right": 0, "of": 2}
-    assert told["worst"] < told["tolerance"]
-    assert {row["greedy"] for row in told["prompts"]} == {"no label"}
+    message = json.loads(said("verify", tmp_path / "out", "--device", "cpu", "--json", code=1))
+    assert message["greedy"] == {"right": 0, "of": 2}
+    assert message["worst"] < message["tolerance"]
+    assert {row["greedy"] for row in message["prompts"]} == {"no label"}
 
 
 @pytest.mark.parametrize(("right", "passes"), [(19, True), (18, False)])
@@ -127,11 +127,11 @@ def test_nineteen_of_twenty_are_enough(tmp_path, monkeypatch, right, passes):
 
 def by_hand(model, ids, sequences):
     """The label that the model's own logits choose, token by token among those of labels."""
-    found = []
-    while not (said := [one for one in sequences if list(one) == found]):
-        allowed = sorted({one[len(found)] for one in sequences if list(one[: len(found)]) == found})
-        after = last_logits(model, [*ids, *found])
-        found.append(max(allowed, key=lambda token: after[token]))
+    result = []
+    while not (said := [one for one in sequences if list(one) == result]):
+        allowed = sorted({one[len(result)] for one in sequences if list(one[: len(result)]) == result})
+        after = last_logits(model, [*ids, *result])
+        result.append(max(allowed, key=lambda token: after[token]))
     return said[0]
 
 
@@ -144,12 +144,12 @@ def test_generate_says_a_label_to_its_end_and_stops(tmp_path, monkeypatch, task)
     assert bool(made.tail) == (task is not NO_END)
     model, said = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), set()
     for prompt in made.prompts:
-        told = said_by(model, prompt.ids, do_sample=False, max_new_tokens=20)
+        message = said_by(model, prompt.ids, do_sample=False, max_new_tokens=20)
         if made.beams:
-            assert told == max(made.spoken, key=lambda label: whole(model, prompt.ids, label))
+            assert message == max(made.spoken, key=lambda label: whole(model, prompt.ids, label))
         else:
-            assert told == [*by_hand(model, prompt.ids, made.spoken), made.end]
-        said.add(tuple(told))
+            assert message == [*by_hand(model, prompt.ids, made.spoken), made.end]
+        said.add(tuple(message))
     assert bool(made.beams) == (task in (SHARED, BEGUN))
     assert len(said) > 1
 
@@ -157,7 +157,7 @@ def test_generate_says_a_label_to_its_end_and_stops(tmp_path, monkeypatch, task)
 @pytest.mark.parametrize("labels", [LONG, LONG[::-1][:7]], ids=["eight", "seven"])
 def test_a_beam_for_each_label_finds_the_best_whole_one(labels):
     """Labels of one to six tokens, whose logits differ by tens, against every sum."""
-    tail, found = (7, 8), set()
+    tail, result = (7, 8), set()
     assert beams_for(labels, tail) == len(labels)
     generation = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=0)
     search_whole(generation, len(labels), labels, 0)
@@ -174,8 +174,8 @@ def test_a_beam_for_each_label_finds_the_best_whole_one(labels):
             made = said_by(model, ids, generation_config=generation)
             sums = [whole(model, ids, label) for label in labels]
             assert made == list(labels[sums.index(max(sums))])
-            found.add(tuple(made))
-    assert len(found) > 2
+            result.add(tuple(made))
+    assert len(result) > 2
 
 
 def test_whether_beams_can_compare():
@@ -202,8 +202,8 @@ def test_a_lost_search_or_bias_is_named(tmp_path, change):
 
 
 def test_the_bias_is_for_the_end_of_a_prompt_alone():
-    found = forced_sequences([[5, 6], [5, 7], [8]], (), (1, 2), 0)
-    assert found == {
+    result = forced_sequences([[5, 6], [5, 7], [8]], (), (1, 2), 0)
+    assert result == {
         (1, 2, 5): FORCE,
         (1, 2, 5, 6): 2 * FORCE,
         (1, 2, 5, 6, 0): 3 * FORCE,
@@ -222,9 +222,9 @@ def test_the_bias_is_for_the_end_of_a_prompt_alone():
 
 def test_whole_labels_that_cannot_be_forced_right_are_told(tmp_path, said, monkeypatch):
     monkeypatch.setattr(golden, "TEXTS", TEXTS)
-    for task, code, told in (
+    for task, code, message in (
         (SHARED, 0, "A search over whole labels (3 beams) answers 20 of 20 prompts"),
         (NO_END, 1, "That is too few: compare log-probabilities of whole labels"),  # token by token
     ):
         with_golden(export_hf, drawn("llama", task), tmp_path / str(code))
-        assert told in said("verify", tmp_path / str(code), "--device", "cpu", code=code)
+        assert message in said("verify", tmp_path / str(code), "--device", "cpu", code=code)

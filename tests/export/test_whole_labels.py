@@ -68,15 +68,15 @@ def test_the_export_holds_and_a_change_that_only_later_tokens_show_is_found(expo
     assert (outcome.passed, outcome.worst < 1e-5, bool(outcome.unchecked)) == (True, True, False)
     assert len({row["found"] for row in outcome.rows()}) > 1
     assert all(row["found"] == row["expected"] for row in outcome.rows())
-    told = Golden.from_export(export)
-    first = told.label_ids[0]
-    assert not any(first in prompt.ids for prompt in told.prompts)
+    message = Golden.from_export(export)
+    first = message.label_ids[0]
+    assert not any(first in prompt.ids for prompt in message.prompts)
     state = load_file(export / "model.safetensors")
     state["model.embed_tokens.weight"][first] *= -1
     save_file(state, export / "model.safetensors", metadata={"format": "pt"})
     outcome = verify(export, device="cpu")
     assert not outcome.passed
-    firsts = [pytest.approx(prompt.labels, rel=1e-4) for prompt in told.prompts]
+    firsts = [pytest.approx(prompt.labels, rel=1e-4) for prompt in message.prompts]
     assert [list(answer.labels) for answer in outcome.answers] == firsts
 
 
@@ -114,8 +114,8 @@ def test_a_folded_model_in_memory_tells_labels_by_their_words(case):
     injection = weighted(decoder, injection)
     folded = Decoder(fold(decoder, injection), decoder.tokenizer)
     labels, queries = injection.questions(decoder).labels, injection.questions(decoder).queries(TEXTS)
-    found = next_token_log_probabilities(folded, queries)[:, list(labels.first)].log_softmax(-1)
-    torch.testing.assert_close(found, injection.scores(decoder, TEXTS).log_softmax(-1), atol=1e-4, rtol=1e-4)
+    result = next_token_log_probabilities(folded, queries)[:, list(labels.first)].log_softmax(-1)
+    torch.testing.assert_close(result, injection.scores(decoder, TEXTS).log_softmax(-1), atol=1e-4, rtol=1e-4)
     one_line("give a Decoder", fold, decoder.model, injection)
 
 
@@ -155,8 +155,8 @@ def test_the_card_says_which_label_each_answer_stands_for(tmp_path):
 def test_the_command_says_that_an_answer_stands_for_a_label(tmp_path, said):
     base = Decoder.from_pretrained(str(stored(decoder_of("llama"), tmp_path / "base")), device="cpu")
     weighted(base, replace(injection_for(base), task=MIXED)).save_pretrained(tmp_path / "artefact")
-    told = said("export", tmp_path / "artefact", tmp_path / "out", "--to", "hf")
-    assert "An answer is one token, which stands for a label" in told
+    message = said("export", tmp_path / "artefact", tmp_path / "out", "--to", "hf")
+    assert "An answer is one token, which stands for a label" in message
 
 
 def test_a_temperature_is_folded_with_the_words(tmp_path):
@@ -201,8 +201,8 @@ class Echo:
     def __call__(self, body):
         ids = body["prompt"] if isinstance(body["prompt"], list) else self.encoded(body["prompt"])
         with torch.no_grad():
-            told = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        behind = told if self.late else told[:-1]
+            message = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        behind = message if self.late else message[:-1]
         wanted = ids if self.late else ids[1:]
         values = behind[torch.arange(len(wanted)), wanted].tolist()
         values = ([None, *values[1:]] if self.late else [None, *values])[self.bos :] + [-0.5] * self.generated
@@ -220,11 +220,11 @@ class Echo:
 )
 def test_a_server_that_echoes_is_checked_by_whole_sequences(export, said, reply, takes):
     with serving(Golden.from_export(export), echo=Echo(export, **reply), takes=takes) as (url, seen):
-        told = json.loads(said("verify", export, "--url", url, "--json"))
-    assert (told["worst"] < 1e-5, told["unchecked"]) == (True, None)
-    assert all(row["found"] == row["expected"] for row in told["prompts"])
+        message = json.loads(said("verify", export, "--url", url, "--json"))
+    assert (message["worst"] < 1e-5, message["unchecked"]) == (True, None)
+    assert all(row["found"] == row["expected"] for row in message["prompts"])
     echoed = [body for body in seen if body.get("echo")]
-    assert len(echoed) == 3 * len(told["prompts"])
+    assert len(echoed) == 3 * len(message["prompts"])
     assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in echoed)
 
 
@@ -234,20 +234,20 @@ def test_labels_that_are_not_among_the_first_tokens_are_compared_all_the_same(ex
     def others(*_):
         return {"top_logprobs": [{" other": -0.5}]}
 
-    told = Golden.from_export(export)
-    with serving(told, echo=Echo(export), shape=others) as (url, seen):
+    message = Golden.from_export(export)
+    with serving(message, echo=Echo(export), shape=others) as (url, seen):
         assert "The most probable whole label answers 3 of 3 prompts" in said("verify", export, "--url", url)
     assert all(body["max_tokens"] == 1 for body in seen)  # nothing is generated
-    with serving(told, shape=others, echo=refusing) as (url, _):
+    with serving(message, shape=others, echo=refusing) as (url, _):
         assert "ask for more with --logprobs" in refused("verify", export, "--url", url)
 
 
 def test_a_server_with_another_model_is_found_out(export, said):
-    told = Golden.from_export(export)
+    message = Golden.from_export(export)
     other = Echo(export)
     with torch.no_grad():
-        other.model.get_input_embeddings().weight[told.label_ids[0]] *= -1
-    with serving(told, echo=other) as (url, _):
+        other.model.get_input_embeddings().weight[message.label_ids[0]] *= -1
+    with serving(message, echo=other) as (url, _):
         assert "does not hold" in said("verify", export, "--url", url, "--tolerance", "0.01", code=1)
 
 
@@ -275,7 +275,7 @@ def test_a_server_that_tells_no_sequences_names_no_label(export, said, echo):
     with serving(Golden.from_export(export), echo=shown) as (url, _):
         printed = said("verify", export, "--url", url)
         assert "holds" in printed
-        told = json.loads(said("verify", export, "--url", url, "--json"))
-    assert {row["found"] for row in told["prompts"]} == {"-"}
-    assert "whole label sequences were not checked" in told["unchecked"].lower()
-    assert told["unchecked"].lower() in " ".join(printed.lower().split())
+        message = json.loads(said("verify", export, "--url", url, "--json"))
+    assert {row["found"] for row in message["prompts"]} == {"-"}
+    assert "whole label sequences were not checked" in message["unchecked"].lower()
+    assert message["unchecked"].lower() in " ".join(printed.lower().split())

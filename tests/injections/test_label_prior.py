@@ -25,38 +25,38 @@ def test_scores_are_those_of_the_wrapper(injection, decoder, task):
     rows = replace(task, train=tuple(Example(text, number % 2) for number, text in enumerate(UNLABELLED)))
     below = predictor_of(injection, decoder, task)
     wrapper = LabelPrior().over(decoder, below, rows, (), seed=0)
-    found = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
+    result = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
     wanted = wrapper.scores(TEXTS)
-    assert torch.equal(found.scores(decoder, TEXTS), wanted)
+    assert torch.equal(result.scores(decoder, TEXTS), wanted)
     assert not torch.allclose(wanted, below.scores(TEXTS).log_softmax(-1), atol=1e-2)
-    assert found.predict(decoder, TEXTS) == [task.labels[best] for best in wanted.argmax(-1)]
-    torch.testing.assert_close(found.scores(decoder, TEXTS[1:2]), wanted[1:2], atol=1e-5, rtol=1e-5)
+    assert result.predict(decoder, TEXTS) == [task.labels[best] for best in wanted.argmax(-1)]
+    torch.testing.assert_close(result.scores(decoder, TEXTS[1:2]), wanted[1:2], atol=1e-5, rtol=1e-5)
 
 
 def test_the_bias_is_the_prior_over_the_mean_in_one_step(injection, decoder):
     mean = injection.scores(decoder, UNLABELLED).softmax(-1).double().mean(0)
     for prior in (None, (0.8, 0.2)):
-        found = with_label_prior(injection, decoder, UNLABELLED, prior)
+        result = with_label_prior(injection, decoder, UNLABELLED, prior)
         wanted = (torch.tensor(prior or (0.5, 0.5)).double() / mean).log()
-        torch.testing.assert_close(torch.tensor(found.label_bias).double(), wanted, atol=1e-5, rtol=1e-5)
-        assert found.settings["label_prior"] == {"texts": 40, "prior": list(prior) if prior else None}
-        again = with_label_prior(found, decoder, UNLABELLED, prior)
-        assert again.label_bias == found.label_bias  # it does not stand on itself
+        torch.testing.assert_close(torch.tensor(result.label_bias).double(), wanted, atol=1e-5, rtol=1e-5)
+        assert result.settings["label_prior"] == {"texts": 40, "prior": list(prior) if prior else None}
+        again = with_label_prior(result, decoder, UNLABELLED, prior)
+        assert again.label_bias == result.label_bias  # it does not stand on itself
 
 
 def test_what_was_measured_without_it_is_forgotten(injection, decoder):
-    told = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
-    found = with_label_prior(told, decoder, UNLABELLED)
-    assert (found.metrics, found.worth, found.command) == ({}, {}, "")
+    message = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
+    result = with_label_prior(message, decoder, UNLABELLED)
+    assert (result.metrics, result.worth, result.command) == ({}, {}, "")
     assert without_label_prior(injection) is injection
-    plain = without_label_prior(replace(found, metrics={"accuracy": 0.5}))
+    plain = without_label_prior(replace(result, metrics={"accuracy": 0.5}))
     assert (plain.label_bias, plain.metrics, plain.settings) == (None, {}, injection.settings)
 
 
 def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
     with pytest.warns(FewTextsWarning, match="from 31 texts is little more than chance: give at least 32"):
-        found = with_label_prior(injection, decoder, UNLABELLED[:31])
-    assert all(map(math.isfinite, found.label_bias))
+        result = with_label_prior(injection, decoder, UNLABELLED[:31])
+    assert all(map(math.isfinite, result.label_bias))
     with_label_prior(injection, decoder, UNLABELLED[:32])
     one_line("no texts were given", with_label_prior, injection, decoder, [])
 

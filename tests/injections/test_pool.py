@@ -29,11 +29,11 @@ def test_every_row_has_its_own_injection(case, dtype, apart):
     injections = [made(decoder, number) for number in range(5)]
     texts = TEXTS * 4
     names = [str(7 * row % 5) for row in range(len(texts))]
-    found = pool_of(decoder, injections).scores(texts, names)
-    for text, name, row in zip(texts, names, found, strict=True):
+    outcome = pool_of(decoder, injections).scores(texts, names)
+    for text, name, row in zip(texts, names, outcome, strict=True):
         own = injections[int(name)].scores(decoder, [text])[0]
         torch.testing.assert_close(row, own, rtol=apart, atol=apart)
-    assert len({tuple(row.tolist()) for row in found}) > 20
+    assert len({tuple(row.tolist()) for row in outcome}) > 20
 
 
 def test_all_kinds_of_injection_at_once():
@@ -50,14 +50,14 @@ def test_all_kinds_of_injection_at_once():
     injections.append(made(decoder, 1, label_bias=(1.0, -1.0, 2.0)))
     texts = [text for text in TEXTS for _ in injections]
     names = [str(number) for _ in TEXTS for number in range(len(injections))]
-    found = pool_of(decoder, injections).scores(texts, names)
-    for text, name, row in zip(texts, names, found, strict=True):
+    outcome = pool_of(decoder, injections).scores(texts, names)
+    for text, name, row in zip(texts, names, outcome, strict=True):
         own = injections[int(name)]
         assert row.shape == (len(own.task.labels),)
         wanted = own.scores(decoder, [text])[0]
         torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4, check_dtype=False)
     labels = [injections[int(name)].task.labels for name in names]
-    words = [each[int(row.argmax())] for each, row in zip(labels, found, strict=True)]
+    words = [each[int(row.argmax())] for each, row in zip(labels, outcome, strict=True)]
     assert pool_of(decoder, injections).predict(texts, names) == words
 
 

@@ -24,9 +24,9 @@ def injection(decoder, task):
 @pytest.mark.parametrize("bias", [None, BIAS])
 def test_log_probabilities_are_divided_behind_the_label_prior(injection, decoder, bias):
     plain = replace(injection, label_bias=bias).scores(decoder, TEXTS).double()
-    found = with_temperature(replace(injection, label_bias=bias), 2.5).scores(decoder, TEXTS)
-    torch.testing.assert_close(found, (plain.log_softmax(-1) / 2.5).log_softmax(-1), atol=1e-12, rtol=0)
-    odds = (found[:, 1] - found[:, 0]) * 2.5
+    result = with_temperature(replace(injection, label_bias=bias), 2.5).scores(decoder, TEXTS)
+    torch.testing.assert_close(result, (plain.log_softmax(-1) / 2.5).log_softmax(-1), atol=1e-12, rtol=0)
+    odds = (result[:, 1] - result[:, 0]) * 2.5
     torch.testing.assert_close(odds, plain[:, 1] - plain[:, 0], atol=1e-12, rtol=0)
 
 
@@ -45,25 +45,25 @@ def test_answers_stay_where_scores_differ_by_their_last_bit():
     for temperature in (*TEMPERATURES, 0.3, 2.2, 117.0):
         for bias in (None, torch.tensor(BIAS)):
             wanted = among(pairs, bias, 1.0).argmax(-1)
-            found = among(pairs, bias, temperature)
-            assert torch.equal(found.argmax(-1), wanted)
-            assert torch.equal(found.softmax(-1).argmax(-1), wanted)  # what a table and a server read
+            result = among(pairs, bias, temperature)
+            assert torch.equal(result.argmax(-1), wanted)
+            assert torch.equal(result.softmax(-1).argmax(-1), wanted)  # what a table and a server read
 
 
 def test_a_label_that_cannot_be_said_stays_so():
-    found = among(torch.tensor([[-math.inf, -1.0, -2.0]]), None, 2.0)
-    torch.testing.assert_close(found.exp()[0, 1:], torch.tensor([-0.5, -1.0]).double().softmax(-1))
-    assert found[0, 0] == -math.inf
+    result = among(torch.tensor([[-math.inf, -1.0, -2.0]]), None, 2.0)
+    torch.testing.assert_close(result.exp()[0, 1:], torch.tensor([-0.5, -1.0]).double().softmax(-1))
+    assert result[0, 0] == -math.inf
 
 
 def test_what_was_measured_of_answers_stays_and_a_label_prior_takes_the_temperature_away(injection, decoder):
-    told = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
-    found = with_temperature(told, 2.0)
-    assert (found.metrics, found.worth, found.command) == (told.metrics, told.worth, "")
-    assert with_temperature(found, 3.0).temperature == 3
-    found = with_label_prior(with_temperature(injection, 2.0), decoder, UNLABELLED)
-    assert found.temperature == 1
-    assert found.label_bias == with_label_prior(injection, decoder, UNLABELLED).label_bias
+    message = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
+    result = with_temperature(message, 2.0)
+    assert (result.metrics, result.worth, result.command) == (message.metrics, message.worth, "")
+    assert with_temperature(result, 3.0).temperature == 3
+    result = with_label_prior(with_temperature(injection, 2.0), decoder, UNLABELLED)
+    assert result.temperature == 1
+    assert result.label_bias == with_label_prior(injection, decoder, UNLABELLED).label_bias
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 1e-4, 1e4])

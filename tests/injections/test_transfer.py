@@ -45,9 +45,9 @@ def test_similarity_is_the_cosine_of_all_coefficients():
     rows = [[number.item() for number in values.flatten()] for values in (one, other)]
     product = sum(a * b for a, b in zip(*rows, strict=True))
     lengths = [math.sqrt(sum(number**2 for number in row)) for row in rows]
-    found = similarity(anchor(one), anchor(other))
-    assert isinstance(found, float)
-    assert found == pytest.approx(product / math.prod(lengths), abs=1e-7)
+    result = similarity(anchor(one), anchor(other))
+    assert isinstance(result, float)
+    assert result == pytest.approx(product / math.prod(lengths), abs=1e-7)
     assert similarity(anchor(one), anchor(-2 * one)) == pytest.approx(-1)
     assert similarity(turned(10), turned(70)) == pytest.approx(0.5)
     pair = anchor([0.1, 1.0]), anchor([0.1, 1.0], writers="hidden")
@@ -57,13 +57,13 @@ def test_similarity_is_the_cosine_of_all_coefficients():
 @pytest.mark.parametrize("temperature", [0.5, 0.05, 100.0])
 def test_weights_are_a_softmax_over_the_related(temperature):
     anchors = [turned(30), turned(60), turned(0), turned(20), turned(180)]
-    found = related(NEW, anchors, TransferConfig(temperature=temperature))
+    result = related(NEW, anchors, TransferConfig(temperature=temperature))
     angles = {0: 30, 2: 0, 3: 20}
     powers = {index: math.exp(math.cos(math.radians(at)) / temperature) for index, at in angles.items()}
-    assert [index for index, _ in found] == [0, 2, 3]
-    for index, weight in found:
+    assert [index for index, _ in result] == [0, 2, 3]
+    for index, weight in result:
         assert weight == pytest.approx(powers[index] / sum(powers.values()), rel=1e-5)
-    assert sum(weight for _, weight in found) == pytest.approx(1)
+    assert sum(weight for _, weight in result) == pytest.approx(1)
 
 
 def test_by_default_threshold_and_temperature_are_the_papers():
@@ -105,14 +105,14 @@ def test_averages_are_calibrated_once_more(case, calibration):
     decoder = decoder_of(case)
     steps = []
     options = {"calibration": calibration, "seed": 4, "progress": lambda *at: steps.append(at)}
-    found = transfer(decoder, TASK, SHOTS, anchors_of(case), **options)
+    result = transfer(decoder, TASK, SHOTS, anchors_of(case), **options)
     first = injected(decoder, TASK, SHOTS, calibration, seed=4)
-    assert torch.equal(found.first.coefficients, first.coefficients)
-    assert torch.equal(found.first.context.values, first.context.values)
+    assert torch.equal(result.first.coefficients, first.coefficients)
+    assert torch.equal(result.first.context.values, first.context.values)
     indices, shares, expected = direct(decoder, case, first, calibration, seed=4)
-    assert tuple(index for index, _ in found.weights) == indices
-    assert [weight for _, weight in found.weights] == pytest.approx(shares, rel=1e-5)
-    injection = found.injection
+    assert tuple(index for index, _ in result.weights) == indices
+    assert [weight for _, weight in result.weights] == pytest.approx(shares, rel=1e-5)
+    injection = result.injection
     torch.testing.assert_close(injection.context.values, expected.context.values, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(injection.coefficients, expected.coefficients, atol=1e-5, rtol=1e-4)
     assert (injection.task, injection.base, injection.seed) == (TASK, decoder.base, 4)
@@ -126,23 +126,23 @@ def test_averages_are_calibrated_once_more(case, calibration):
 def test_other_writers_are_averaged_too(writers):
     decoder, extraction = decoder_of("llama"), ExtractConfig(writers=writers)
     anchors = [anchor([0.2, 0.9], writers=writers), anchor([0.1, 1.1], writers=writers, seed=1)]
-    found = transfer(decoder, TASK, SHOTS, anchors, extraction=extraction, calibration=UNTRAINED)
-    weights = torch.tensor([weight for _, weight in found.weights])
+    result = transfer(decoder, TASK, SHOTS, anchors, extraction=extraction, calibration=UNTRAINED)
+    weights = torch.tensor([weight for _, weight in result.weights])
     expected = torch.stack([weights @ torch.tensor([0.2, 0.1]), weights @ torch.tensor([0.9, 1.1])])
-    torch.testing.assert_close(found.injection.coefficients[0, 0], expected)
-    assert found.injection.context.config.writers == writers
+    torch.testing.assert_close(result.injection.coefficients[0, 0], expected)
+    assert result.injection.context.config.writers == writers
     if writers == "mha":  # the site that is left out stays untouched
-        assert torch.equal(found.injection.coefficients[:, 1], torch.tensor([[0.0, 1.0]] * 2))
+        assert torch.equal(result.injection.coefficients[:, 1], torch.tensor([[0.0, 1.0]] * 2))
 
 
 @pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.parametrize("anchors", [[], [[1.0, -1.0]]])
 def test_without_related_anchors_the_first_stays(case, anchors):
     anchors = [anchor(pair, case) for pair in anchors]
-    found = transfer(decoder_of(case), TASK, SHOTS, anchors, calibration=QUICK)
-    assert found.injection is found.first
-    assert found.weights == ()
-    assert (found.first.task, found.first.settings) == (TASK, QUICK.model_dump(mode="json"))
+    result = transfer(decoder_of(case), TASK, SHOTS, anchors, calibration=QUICK)
+    assert result.injection is result.first
+    assert result.weights == ()
+    assert (result.first.task, result.first.settings) == (TASK, QUICK.model_dump(mode="json"))
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -159,8 +159,8 @@ def test_a_first_injection_is_not_made_again(case, monkeypatch):
 def test_scoring_goes_over_from_the_first():
     decoder = decoder_of("llama")
     first = injected(decoder, TASK, SHOTS, UNTRAINED, scoring="full")
-    found = transfer(decoder, TASK, SHOTS, anchors_of("llama"), calibration=UNTRAINED, first=first)
-    assert found.injection.scoring == "full"
+    result = transfer(decoder, TASK, SHOTS, anchors_of("llama"), calibration=UNTRAINED, first=first)
+    assert result.injection.scoring == "full"
 
 
 @pytest.fixture

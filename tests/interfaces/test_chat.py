@@ -53,9 +53,9 @@ def test_it_is_exported_verified_and_kept_as_a_chat(home):
     assert run("export", home / "out", "--to", "hf", home / "folded") == 0
     assert run("verify", home / "folded") == 0
     assert any(SAY in path.read_text() for path in (home / "folded").glob("*golden*.json"))
-    told = json.loads((home / "out" / "injection.json").read_text())["task"]
-    assert told["opening"] == f"<system>\n{SAY}</end>\n"
-    assert Task.from_dict(told).to_dict() == told
+    message = json.loads((home / "out" / "injection.json").read_text())["task"]
+    assert message["opening"] == f"<system>\n{SAY}</end>\n"
+    assert Task.from_dict(message).to_dict() == message
 
 
 def test_the_classifier_asks_in_the_same_way(home):
@@ -76,8 +76,8 @@ def test_the_classifier_asks_in_the_same_way(home):
     ],
 )
 def test_what_cannot_be_is_one_line(home, refused, model, more, says):
-    told = refused("fit", home / model, home / "films.jsonl", "-o", home / "none", "--shots", 2, *more)
-    assert says in told
+    message = refused("fit", home / model, home / "films.jsonl", "-o", home / "none", "--shots", 2, *more)
+    assert says in message
     assert not (home / "none").exists()
 
 

@@ -81,9 +81,9 @@ def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
 
 
-def shown_of(found, shots):
+def shown_of(result, shots):
     """The task that a classifier has made of its texts, and so many demonstrations of a class."""
-    task = replace(TASK, labels=tuple(found.classes_), train=(), test=())
+    task = replace(TASK, labels=tuple(result.classes_), train=(), test=())
     rows = [Example(text, task.labels.index(word)) for text, word in zip(X, Y, strict=True)]
     return task, replace(task, train=tuple(rows)).sample(shots, 0)
 
@@ -91,32 +91,32 @@ def shown_of(found, shots):
 def test_it_is_what_extract_and_calibrate_make():
     tags = quick().__sklearn_tags__().input_tags
     assert (tags.string, tags.two_d_array) == (True, False)
-    decoder, found = reference(), fitted()
-    task, shown = shown_of(found, 5)
+    decoder, result = reference(), fitted()
+    task, shown = shown_of(result, 5)
     injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast", passes=25))
-    assert found.classes_.tolist() == sorted(TASK.labels)
-    assert torch.equal(found.injection_.coefficients, injection.coefficients)
-    injection = with_temperature(injection, found.injection_.temperature)  # chosen on rows that shots left
+    assert result.classes_.tolist() == sorted(TASK.labels)
+    assert torch.equal(result.injection_.coefficients, injection.coefficients)
+    injection = with_temperature(injection, result.injection_.temperature)  # chosen on rows that shots left
     scores = injection.scores(decoder, QUERIES).double()
-    assert np.allclose(found.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
-    assert np.array_equal(found.decision_function(QUERIES), scores.numpy())
-    assert found.predict(QUERIES).tolist() == injection.predict(decoder, QUERIES)
+    assert np.allclose(result.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
+    assert np.array_equal(result.decision_function(QUERIES), scores.numpy())
+    assert result.predict(QUERIES).tolist() == injection.predict(decoder, QUERIES)
 
 
 def test_another_method_and_unlabelled_texts(tmp_path):
     unlabelled = [example.text for example in TASK.train[-64:]]
     chosen = {"method": "anchored", "settings": {"steps": 2}, "unlabelled": unlabelled}
-    found = quick(shots=5, evaluate=8, **chosen).fit(X, Y)
-    plain = anchor(reference(), *shown_of(found, 5), AnchoredConfig(steps=2))
+    result = quick(shots=5, evaluate=8, **chosen).fit(X, Y)
+    plain = anchor(reference(), *shown_of(result, 5), AnchoredConfig(steps=2))
     injection = with_label_prior(plain, reference(), unlabelled)
-    assert torch.equal(found.injection_.context.values, injection.context.values)
-    injection = with_temperature(injection, found.injection_.temperature)
-    assert np.allclose(found.decision_function(QUERIES), injection.scores(reference(), QUERIES).numpy())
-    assert "anchored+label_prior" in found.report_["methods"]
-    found.save_pretrained(tmp_path / "out")
+    assert torch.equal(result.injection_.context.values, injection.context.values)
+    injection = with_temperature(injection, result.injection_.temperature)
+    assert np.allclose(result.decision_function(QUERIES), injection.scores(reference(), QUERIES).numpy())
+    assert "anchored+label_prior" in result.report_["methods"]
+    result.save_pretrained(tmp_path / "out")
     again = I2CLClassifier.from_pretrained(tmp_path / "out", model=reference())
     assert (again.method, again.settings["steps"]) == ("anchored", 2)
-    assert np.array_equal(again.predict(QUERIES), found.predict(QUERIES))
+    assert np.array_equal(again.predict(QUERIES), result.predict(QUERIES))
 
 
 def test_a_loaded_task_keeps_the_order_that_its_numbers_are_in(tmp_path):
@@ -126,10 +126,10 @@ def test_a_loaded_task_keeps_the_order_that_its_numbers_are_in(tmp_path):
     injection = replace(weighted(reference(), plain), label_bias=(0.5, 0.0, -0.5, 1.0))
     injection.save_pretrained(tmp_path / "one")
     for name, after in (("one", "two"), ("two", "three")):
-        found = I2CLClassifier.from_pretrained(tmp_path / name, model=reference())
-        assert found.classes_.tolist() == sorted(task.labels)
-        assert found.predict(QUERIES).tolist() == injection.predict(reference(), QUERIES)
-        found.save_pretrained(tmp_path / after)
+        result = I2CLClassifier.from_pretrained(tmp_path / name, model=reference())
+        assert result.classes_.tolist() == sorted(task.labels)
+        assert result.predict(QUERIES).tolist() == injection.predict(reference(), QUERIES)
+        result.save_pretrained(tmp_path / after)
 
 
 def test_it_learns_the_task_from_all_texts_unless_shots_says_less():
@@ -155,16 +155,16 @@ def test_classes_of_any_kind_with_words_of_their_own():
     by_id = I2CLClassifier(reference(), shots=5, labels=words | {99: "unused"}, **FAST).fit(X, ids)
     assert by_id.classes_.tolist() == [0, 10, 20, 30]
     assert by_id.injection_.task.labels == TASK.labels
-    assert [words[found] for found in by_id.predict(QUERIES).tolist()] == fitted().predict(QUERIES).tolist()
+    assert [words[result] for result in by_id.predict(QUERIES).tolist()] == fitted().predict(QUERIES).tolist()
 
 
 def test_two_classes_have_log_odds():
     pair = [(x, y) for x, y in zip(X, Y, strict=True) if y in {"red", "blue"}]
-    found = quick().fit(*zip(*pair, strict=True))
-    odds = found.decision_function(QUERIES)
-    log = found.predict_log_proba(QUERIES)
+    result = quick().fit(*zip(*pair, strict=True))
+    odds = result.decision_function(QUERIES)
+    log = result.predict_log_proba(QUERIES)
     assert np.allclose(odds, log[:, 1] - log[:, 0])
-    assert found.predict(QUERIES).tolist() == found.classes_[(odds > 0).astype(int)].tolist()
+    assert result.predict(QUERIES).tolist() == result.classes_[(odds > 0).astype(int)].tolist()
 
 
 def test_texts_come_in_many_containers():
@@ -175,20 +175,20 @@ def test_texts_come_in_many_containers():
         lambda values: pandas.Series(values, index=range(100, 100 + len(values)), dtype=object),
         lambda values: pandas.Series(values, dtype="string"),
     ):
-        found = quick().fit(made(X), made(Y)).decision_function(made(QUERIES))
-        assert np.array_equal(found, expected)
+        result = quick().fit(made(X), made(Y)).decision_function(made(QUERIES))
+        assert np.array_equal(result, expected)
 
 
 def test_it_reports_on_the_texts_that_shots_left_over():
-    found = I2CLClassifier(reference(), shots=2, recipe="fast", settings={"passes": 20}).fit(X, Y)
-    report = found.report_
+    result = I2CLClassifier(reference(), shots=2, recipe="fast", settings={"passes": 20}).fit(X, Y)
+    report = result.report_
     assert (report["rows"], report["split"]) == (len(X) - 8, "train")
     assert list(report["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
-    shown = {row.text for row in shown_of(found, 2)[1]}
+    shown = {row.text for row in shown_of(result, 2)[1]}
     left = [(text, word) for text, word in zip(X, Y, strict=True) if text not in shown]
-    assert report["methods"]["i2cl"]["accuracy"] == found.score(*zip(*left, strict=True))
+    assert report["methods"]["i2cl"]["accuracy"] == result.score(*zip(*left, strict=True))
     assert report["methods"]["zero_shot"]["fit_seconds"] < report["methods"]["i2cl"]["fit_seconds"]
-    assert json.dumps(report) == json.dumps(pickle.loads(pickle.dumps(found)).report_)
+    assert json.dumps(report) == json.dumps(pickle.loads(pickle.dumps(result)).report_)
 
 
 def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
@@ -200,9 +200,9 @@ def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
     assert (report["rows"], report["split"]) == (len(set(texts)), "demonstrations")
     assert refitted.injection_.temperature != 1
     one_line("folds=1", quick(folds=1).fit, X, Y)
-    found = quick(evaluate=0).fit(X, Y)
-    assert found.report_ is None
-    found.save_pretrained(tmp_path / "out")
+    result = quick(evaluate=0).fit(X, Y)
+    assert result.report_ is None
+    result.save_pretrained(tmp_path / "out")
     assert I2CLClassifier.from_pretrained(tmp_path / "out").report_ is None
     assert quick(evaluate=7).fit(X, Y).report_["rows"] == 7
     one_line("-1 queries", quick(evaluate=-1).fit, X, Y)
@@ -272,11 +272,11 @@ def test_nothing_works_before_fit(method):
 
 
 def test_a_fitted_classifier_is_kept_when_a_later_fit_fails():
-    found = quick().fit(X, Y)
-    before = found.predict_proba(QUERIES)
+    result = quick().fit(X, Y)
+    before = result.predict_proba(QUERIES)
     with pytest.raises(I2CLError):
-        found.set_params(shots=50).fit(X, Y)
-    assert np.array_equal(found.predict_proba(QUERIES), before)
+        result.set_params(shots=50).fit(X, Y)
+    assert np.array_equal(result.predict_proba(QUERIES), before)
 
 
 def test_it_is_anchored_where_nothing_of_i2cl_is_asked_for():
@@ -292,32 +292,32 @@ def test_below_min_confidence_predict_gives_no_class(classes, none):
     if classes is not None:
         labels = dict(zip(classes, TASK.labels, strict=True))
         y = [classes[TASK.labels.index(word)] for word in Y]
-    found = quick(labels=labels).fit(X, y)
-    plain, best = found.predict(QUERIES), found.predict_proba(QUERIES).max(-1)
+    result = quick(labels=labels).fit(X, y)
+    plain, best = result.predict(QUERIES), result.predict_proba(QUERIES).max(-1)
     middle = float(np.sort(best)[len(best) // 2])
-    sure = clone(found).set_params(min_confidence=middle).fit(X, y)
+    sure = clone(result).set_params(min_confidence=middle).fit(X, y)
     answers = sure.predict(QUERIES)
     assert answers.tolist() == np.where(best >= middle, plain, none).tolist()
     assert 0 < np.sum(answers == none) < len(QUERIES)
-    assert np.array_equal(sure.predict_proba(QUERIES), found.predict_proba(QUERIES))
+    assert np.array_equal(sure.predict_proba(QUERIES), result.predict_proba(QUERIES))
     right = np.where(best >= middle, plain == plain, False).mean()
     assert sure.score(QUERIES, plain) == right  # what gets no class counts as wrong
-    assert found.set_params(min_confidence=middle).predict(QUERIES).tolist() == answers.tolist()
+    assert result.set_params(min_confidence=middle).predict(QUERIES).tolist() == answers.tolist()
 
 
 def test_a_class_of_the_name_of_no_class_is_refused():
     words = dict(zip([-1, 1, 2, 3], TASK.labels, strict=True))
     y = [[-1, 1, 2, 3][TASK.labels.index(word)] for word in Y]
-    found = quick(labels=words).fit(X, y)
-    assert -1 in found.predict(QUERIES)
-    told = r"^-1 is a class and what min_confidence answers: "
-    one_line(told, found.set_params(min_confidence=0.5).predict, QUERIES)
+    result = quick(labels=words).fit(X, y)
+    assert -1 in result.predict(QUERIES)
+    message = r"^-1 is a class and what min_confidence answers: "
+    one_line(message, result.set_params(min_confidence=0.5).predict, QUERIES)
 
 
 @pytest.mark.parametrize("least", [0.0, -1.0, 1.5, float("nan")])
 def test_a_threshold_that_is_none_is_refused_at_fit_and_later(least):
-    told = r"^min_confidence .* is no probability: give a number above 0, up to 1$"
-    one_line(told, quick(min_confidence=least).fit, X, Y)
+    message = r"^min_confidence .* is no probability: give a number above 0, up to 1$"
+    one_line(message, quick(min_confidence=least).fit, X, Y)
     later = copy.copy(fitted()).set_params(min_confidence=least)
     one_line("is no probability", later.predict, QUERIES)
 
@@ -326,13 +326,13 @@ def test_the_model_is_left_as_found(decoder):
     next(decoder.model.train().parameters()).requires_grad_(False)
     decoder.tokenizer.padding_side = "left"
     with left_as_found(decoder.model):
-        found = quick(model=decoder).fit(X, Y)
-        found.predict_proba(QUERIES)
+        result = quick(model=decoder).fit(X, Y)
+        result.predict_proba(QUERIES)
         with pytest.raises(I2CLError):
-            found.predict([""])
+            result.predict([""])
     assert decoder.tokenizer.padding_side == "left"
 
 
 def test_without_scikit_learn_the_cure_is_named():
-    _, _, told = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
-    assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in told
+    _, _, message = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
+    assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in message

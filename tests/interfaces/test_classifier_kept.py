@@ -97,10 +97,10 @@ with joblib.parallel_config("multiprocessing"):  # forks, where loky would start
 
 
 def test_a_grid_search_over_processes_in_a_pipeline():
-    code, found, errors = finished(IN_PROCESSES)
+    code, result, errors = finished(IN_PROCESSES)
     assert code == 0, errors
     here = searched()
-    assert json.loads(found) == here
+    assert json.loads(result) == here
     assert here[1]
 
 
@@ -111,11 +111,11 @@ def test_a_pickle_holds_no_weights(module):
     tensors = fitted().injection_.context.values.nbytes + fitted().injection_.coefficients.nbytes
     assert carried.tell() < tensors + 5000
     carried.seek(0)
-    found = module.load(carried)
-    assert found.model == reference().base
-    assert not hasattr(found, "_held")  # nothing is loaded yet
-    assert np.array_equal(found.predict_proba(QUERIES), fitted().predict_proba(QUERIES))
-    assert clone(found).fit(X, Y).predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
+    result = module.load(carried)
+    assert result.model == reference().base
+    assert not hasattr(result, "_held")  # nothing is loaded yet
+    assert np.array_equal(result.predict_proba(QUERIES), fitted().predict_proba(QUERIES))
+    assert clone(result).fit(X, Y).predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
 
 
 def test_a_pickle_works_in_a_fresh_process(tmp_path):
@@ -124,18 +124,18 @@ def test_a_pickle_works_in_a_fresh_process(tmp_path):
         "import joblib, sys; found = joblib.load(sys.argv[1]); "
         "assert 'model' in repr(found); print(*found.predict(sys.argv[2:]))"
     )
-    code, told, errors = finished(program, tmp_path / "classifier", *QUERIES)
+    code, message, errors = finished(program, tmp_path / "classifier", *QUERIES)
     assert code == 0, errors
-    assert told.split() == fitted().predict(QUERIES).tolist()
+    assert message.split() == fitted().predict(QUERIES).tolist()
 
 
 def test_precision_travels_with_a_pickle(tmp_path):
     tiny_folder(tmp_path)
     half = I2CLClassifier(Decoder.from_pretrained(str(tmp_path), dtype="bfloat16"), shots=1, settings=QUICK)
     half.fit(X, Y)
-    found = pickle.loads(pickle.dumps(half))
-    assert found.dtype == "bfloat16"
-    assert np.array_equal(found.decision_function(QUERIES), half.decision_function(QUERIES))
+    result = pickle.loads(pickle.dumps(half))
+    assert result.dtype == "bfloat16"
+    assert np.array_equal(result.decision_function(QUERIES), half.decision_function(QUERIES))
 
 
 def test_another_model_under_the_same_name_is_refused(tmp_path):
@@ -153,10 +153,10 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
 
 def test_a_model_in_memory_alone_is_given_again():
     decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="./tiny-llama")
-    found = pickle.loads(pickle.dumps(quick(model=decoder).fit(X, Y)))
-    one_line(r"tiny-llama.*set_params\(model=...\)", found.predict, QUERIES)
-    found.set_params(model=decoder)
-    assert found.predict(QUERIES).tolist() == quick(model=decoder).fit(X, Y).predict(QUERIES).tolist()
+    result = pickle.loads(pickle.dumps(quick(model=decoder).fit(X, Y)))
+    one_line(r"tiny-llama.*set_params\(model=...\)", result.predict, QUERIES)
+    result.set_params(model=decoder)
+    assert result.predict(QUERIES).tolist() == quick(model=decoder).fit(X, Y).predict(QUERIES).tolist()
 
 
 def test_saved_and_loaded(tmp_path):
@@ -164,11 +164,11 @@ def test_saved_and_loaded(tmp_path):
     words = dict(enumerate(TASK.labels))
     made = I2CLClassifier(reference(), shots=2, labels=words, recipe="released", settings=QUICK).fit(X, ids)
     made.save_pretrained(tmp_path / "mood")
-    found = I2CLClassifier.from_pretrained(tmp_path / "mood")
-    assert found.classes_.tolist() == [0, 1, 2, 3]
-    assert found.shots == 2
-    assert np.array_equal(found.predict_proba(QUERIES), made.predict_proba(QUERIES))
-    again = clone(found).fit(X, ids)
+    result = I2CLClassifier.from_pretrained(tmp_path / "mood")
+    assert result.classes_.tolist() == [0, 1, 2, 3]
+    assert result.shots == 2
+    assert np.array_equal(result.predict_proba(QUERIES), made.predict_proba(QUERIES))
+    again = clone(result).fit(X, ids)
     assert torch.equal(again.injection_.coefficients, made.injection_.coefficients)
     plain = Injection.from_pretrained(tmp_path / "mood")
     assert plain.predict(reference(), QUERIES) == [words[label] for label in made.predict(QUERIES)]
@@ -176,11 +176,11 @@ def test_saved_and_loaded(tmp_path):
 
 def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
     replace(fitted().injection_, settings={"combined": []}).save_pretrained(tmp_path / "both")
-    found = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())
-    assert "epochs" not in found.settings
-    again = clone(found).set_params(settings=QUICK, shots=1).fit(X, Y)
+    result = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())
+    assert "epochs" not in result.settings
+    again = clone(result).set_params(settings=QUICK, shots=1).fit(X, Y)
     assert again.predict(QUERIES).shape == (len(QUERIES),)
-    calibrating_method(found.method, found.settings, found.recipe)  # its own settings are known options
+    calibrating_method(result.method, result.settings, result.recipe)  # its own settings are known options
 
 
 @pytest.mark.parametrize("bias", [None, tuple(50.0 * (word == "red") for word in TASK.labels)])
@@ -189,13 +189,13 @@ def test_an_injection_is_a_classifier_of_its_label_words_whose_bias_follows_them
     backwards = replace(fitted().injection_.task, labels=TASK.labels)
     injection = replace(fitted().injection_, task=backwards, settings={}, label_bias=bias)
     injection.save_pretrained(tmp_path / "mood")
-    found = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
-    assert found.classes_.tolist() == sorted(TASK.labels)
+    result = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
+    assert result.classes_.tolist() == sorted(TASK.labels)
     wanted = injection.scores(reference(), QUERIES).softmax(-1).numpy()
-    order = [TASK.labels.index(word) for word in found.classes_]
-    np.testing.assert_allclose(found.predict_proba(QUERIES), wanted[:, order], rtol=1e-5)
+    order = [TASK.labels.index(word) for word in result.classes_]
+    np.testing.assert_allclose(result.predict_proba(QUERIES), wanted[:, order], rtol=1e-5)
     said = fitted().predict(QUERIES).tolist() if bias is None else ["red"] * len(QUERIES)
-    assert found.predict(QUERIES).tolist() == said
+    assert result.predict(QUERIES).tolist() == said
 
 
 def test_a_grid_search_over_numpy_numbers_can_be_saved(tmp_path):

@@ -84,8 +84,8 @@ def test_fit_reports_what_it_saved(call, home, tmp_path):
 
 def test_fit_ends_with_whether_it_pays(call, home, tmp_path):
     arguments = fit_arguments(home, tmp_path / "new")
-    told, out = (call(*arguments, *more)[1] for more in (["--json"], []))
-    record = json.loads(told)
+    message, out = (call(*arguments, *more)[1] for more in (["--json"], []))
+    record = json.loads(message)
     worth = record["worth"]
     assert (worth["rows"], worth["split"]) == (12, "train")  # of 16 rows, 4 are demonstrations
     assert list(worth["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
@@ -143,8 +143,8 @@ def test_fit_without_rows_to_score_says_the_price_of_refits_and_makes_them(call,
 
 
 def test_fit_measures_nothing_if_asked_not_to_and_one_fold_is_refused(call, refused, home, tmp_path):
-    told = refused(*fit_arguments(home, tmp_path / "new", "--folds", "1"))
-    assert told.startswith("error: folds=1: give 2 or more")
+    message = refused(*fit_arguments(home, tmp_path / "new", "--folds", "1"))
+    assert message.startswith("error: folds=1: give 2 or more")
     assert not (tmp_path / "new").exists()
     arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0")
     assert "pays" not in call(*arguments)[1]
@@ -166,8 +166,8 @@ def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch
     monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=True, width=500))
     assert call(*fit_arguments(home, tmp_path / "new", "--evaluate", "0"))[0] == 0
     words = ("PyTorch", f"loading {home / 'model'}", "extracting", "loss")
-    told = [seen.getvalue().find(one) for one in words]
-    assert -1 < told[0] < told[1] < told[2] < told[3]
+    message = [seen.getvalue().find(one) for one in words]
+    assert -1 < message[0] < message[1] < message[2] < message[3]
 
 
 def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_path):
@@ -184,10 +184,10 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     torch.testing.assert_close(torch.tensor(injection.label_bias), torch.tensor(wanted.label_bias))
     assert list(injection.worth["methods"])[-1] == "i2cl+label_prior"
     assert "--unlabelled texts.csv --prior '0.75, 0.25'" in injection.command
-    _, found = parsed(call("predict", tmp_path / "new", texts)[1])
+    _, result = parsed(call("predict", tmp_path / "new", texts)[1])
     wanted = with_temperature(wanted, injection.temperature)  # chosen behind the prior
     shifted = wanted.scores(decoder, [f"film {number}" for number in range(40)]).softmax(-1).float()
-    torch.testing.assert_close(found, shifted, atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(result, shifted, atol=2e-6, rtol=1e-4)
 
 
 def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
@@ -205,9 +205,9 @@ def test_recipe_options_and_loss_reach_calibration_by_name(call, said, home, tmp
     assert (settings["draw"], settings["noise_place"], settings["lr_final"]) == ("step", "writer", 0.0)
     assert (settings["warmup"], settings["epochs"]) == (0.5, 2)
     said(*fit_arguments(home, tmp_path / "new", "--set", "loss=labels"))
-    found, paper = (Injection.from_pretrained(where) for where in (tmp_path / "new", home / "artefact"))
-    assert (found.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
-    assert max(found.history) < min(paper.history)
+    result, paper = (Injection.from_pretrained(where) for where in (tmp_path / "new", home / "artefact"))
+    assert (result.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
+    assert max(result.history) < min(paper.history)
 
 
 RECORD = {"model", "task", "method", "seed", "accuracy", "macro_f1", "n"}
@@ -266,8 +266,8 @@ def test_check_tells_right_writers_from_wrong_ones(call, refused, home):
     paths = ["--layers", "layers", "--mlp", "mlp", "--attention"]
     code, out, _ = call("check", home / "model", "--json", *paths, "input_layernorm")
     assert (code, json.loads(out)["passed"]) == (1, False)
-    told = refused("check", home / "model", *paths, "no_such_module")
-    assert (told.startswith("error: "), "no_such_module" in told) == (True, True)
+    message = refused("check", home / "model", *paths, "no_such_module")
+    assert (message.startswith("error: "), "no_such_module" in message) == (True, True)
 
 
 TEXTS = [f"a{' very' * (number % 4)} long film, number {number}" for number in range(10)]
@@ -292,8 +292,8 @@ def written_as(kind, path):
 @pytest.mark.parametrize(("kind", "ending"), [("lines", "txt"), ("jsonl", "data")])
 def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, ending):
     path = written_as(kind, tmp_path / f"texts.{ending}")
-    told = ["--input-format", kind] if ending == "data" else []
-    code, out, err = call("predict", home / "artefact", path, *told)
+    message = ["--input-format", kind] if ending == "data" else []
+    code, out, err = call("predict", home / "artefact", path, *message)
     assert (code, err) == (0, "")
     labels, probabilities = parsed(out)
     assert labels == expected[0]
@@ -315,10 +315,10 @@ def test_texts_come_from_stdin_or_another_column(call, home, expected, monkeypat
 def test_input_longer_than_a_chunk_and_an_output_file_give_the_same_lines(call, home, tmp_path):
     path = written_as("lines", tmp_path / "texts.txt")
     _, whole, _ = call("predict", home / "artefact", path)
-    code, nothing, told = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
+    code, nothing, message = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
     assert (code, nothing) == (0, "")
     saved = rf"Saved {re.escape(str(tmp_path))}/out.tsv: {len(TEXTS)} rows in \d+\.\d s\.\n"
-    assert re.fullmatch(saved, told)
+    assert re.fullmatch(saved, message)
     assert (tmp_path / "out.tsv").read_text(encoding="utf-8") == whole
     _, parts, _ = call("predict", home / "artefact", path, "--chunk", "3")
     (labels, values), (wanted, close) = parsed(parts), parsed(whole)
@@ -335,5 +335,5 @@ def test_a_reader_that_stops_early_gets_no_traceback(home, tmp_path):
     with (tmp_path / "pipe").open() as pipe:
         assert pipe.readline().startswith("label")
     program.process.join()
-    told = program.err.read_text(encoding="utf-8")
-    assert ("Traceback" in told, "Error" in told) == (False, False)
+    message = program.err.read_text(encoding="utf-8")
+    assert ("Traceback" in message, "Error" in message) == (False, False)

@@ -33,10 +33,10 @@ def test_every_command_has_help_json_and_seed(call, words):
     code, out, err = call(*words, "--help")
     assert (code, err) == (0, "")
     assert f"Usage: i2cl {' '.join(words)}" in out
-    told = {name: option.help for option in COMMANDS[words].params for name in option.opts}
-    assert told["--json"] == "Print JSON on stdout."
-    assert ("--seed" in told) == ("--seed " in out) == (words in RANDOM)
-    assert all(told.values())
+    message = {name: option.help for option in COMMANDS[words].params for name in option.opts}
+    assert message["--json"] == "Print JSON on stdout."
+    assert ("--seed" in message) == ("--seed " in out) == (words in RANDOM)
+    assert all(message.values())
     first, second = COMMANDS[words].help.split("\n\n")
     assert max(len(first), len(second)) <= 76
     assert (first[-1], second[-1]) == (".", ".")
@@ -117,8 +117,8 @@ def keys(value):
     ("words", "shown"), [(("experiment", "ls"), "main"), *((("ls", kind), LISTS[kind]) for kind in LISTS)]
 )
 def test_lists_have_plain_keys_as_json_and_are_tables_for_people(call, words, shown):
-    found = keys(json.loads(call(*words, "--json")[1]))
-    assert found
-    assert [key for key in found if not key.isidentifier()] == []
+    result = keys(json.loads(call(*words, "--json")[1]))
+    assert result
+    assert [key for key in result if not key.isidentifier()] == []
     code, out, err = call(*words)
     assert (code, err, shown in out) == (0, "", True)

@@ -45,7 +45,7 @@ def mood():
 def right():
     """Its answers to the rows, and the accuracy of them."""
     best = mood().scores(reference(), [row.text for row in ROWS]).argmax(-1).tolist()
-    return best, sum(found == row.label for found, row in zip(best, ROWS, strict=True)) / len(ROWS)
+    return best, sum(result == row.label for result, row in zip(best, ROWS, strict=True)) / len(ROWS)
 
 
 def requests(kind, arguments):
@@ -72,10 +72,10 @@ def likelihoods(harness, pairs):
 def measured(model, folder):
     """Accuracy by the harness, and its answer to each row."""
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    found = simple_evaluate(model, tasks=["mood"], task_manager=tasks, bootstrap_iters=0)
-    logs = sorted(found["samples"]["mood"], key=lambda sample: sample["doc_id"])
+    result = simple_evaluate(model, tasks=["mood"], task_manager=tasks, bootstrap_iters=0)
+    logs = sorted(result["samples"]["mood"], key=lambda sample: sample["doc_id"])
     best = [max(range(4), key=lambda place: log["filtered_resps"][place][0]) for log in logs]
-    return found["results"]["mood"]["acc,none"], best
+    return result["results"]["mood"]["acc,none"], best
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt", "falcon", "gemma2", "mistral-sliding"])
@@ -89,8 +89,8 @@ def test_log_likelihoods_are_scores_of_whole_sequences(case):
     expected = score(decoder, queries, labels, edit=injection.edit())
     template = FILMS.template
     asked = product(map(template.query, TEXTS), map(template.continuation, FILMS.labels))
-    found = likelihoods(I2CLHarness(injection, decoder, batch_size=4), list(asked))
-    values = torch.tensor([value for value, _ in found]).view(len(TEXTS), -1)
+    result = likelihoods(I2CLHarness(injection, decoder, batch_size=4), list(asked))
+    values = torch.tensor([value for value, _ in result]).view(len(TEXTS), -1)
     assert torch.allclose(values, expected, atol=1e-4)
     assert not torch.allclose(values, score(decoder, queries, labels), atol=1e-2)
 
@@ -112,10 +112,10 @@ def test_generated_text_is_that_of_the_folded_model():
     def generated(model):
         return model.generate_until(requests("generate_until", asked), disable_tqdm=True)
 
-    found = generated(I2CLHarness(injection, decoder, batch_size=3))
+    result = generated(I2CLHarness(injection, decoder, batch_size=3))
     folded = HFLM(fold(decoder, injection), tokenizer=decoder.tokenizer, batch_size=3)
-    assert found == generated(folded)
-    assert found != generated(I2CLHarness(None, decoder, batch_size=3))
+    assert result == generated(folded)
+    assert result != generated(I2CLHarness(None, decoder, batch_size=3))
 
 
 def test_accuracy_on_a_task_is_that_of_this_package_and_of_the_export(tmp_path):
@@ -136,8 +136,8 @@ def test_the_command_line(tmp_path, monkeypatch):
     paths = f"--include_path {folder} --output_path {tmp_path / 'results'} --batch_size 16"
     monkeypatch.setattr(sys, "argv", ["i2cl.interfaces.harness", *arguments.split(), *paths.split()])
     main()
-    (found,) = (tmp_path / "results").rglob("results_*.json")
-    assert json.loads(found.read_text())["results"]["mood"]["acc,none"] == pytest.approx(right()[1])
+    (result,) = (tmp_path / "results").rglob("results_*.json")
+    assert json.loads(result.read_text())["results"]["mood"]["acc,none"] == pytest.approx(right()[1])
 
 
 def test_the_injection_names_its_model(tmp_path):
@@ -197,9 +197,9 @@ def test_the_model_is_left_as_found():
 
 
 def test_without_lm_eval_the_cure_is_named():
-    told = "the harness needs the package lm_eval: pip install 'i2cl[harness]'"
+    message = "the harness needs the package lm_eval: pip install 'i2cl[harness]'"
     lacking = "import runpy, sys; sys.modules['lm_eval'] = None; "
     _, _, err = finished(f"{lacking}import i2cl.interfaces.harness")
-    assert f"I2CLError: {told}" in err
+    assert f"I2CLError: {message}" in err
     code, _, err = finished(f"{lacking}runpy.run_module('i2cl.interfaces.harness', run_name='__main__')")
-    assert (code, err) == (2, f"error: {told}\n")
+    assert (code, err) == (2, f"error: {message}\n")

@@ -71,8 +71,8 @@ def test_rows_of_another_run_are_refused_until_they_are_discarded(tmp_path):
     path = tmp_path / "out.tsv"
     stopped(path)
     there = (tmp_path / ".out.tsv.part").read_text()
-    told, settings = r"another model, dtype \(see .out.tsv.part.json\).*--restart", {"dtype": "float16"}
-    with pytest.raises(I2CLError, match=told), writing(path, settings=settings | {"model": "two"}):
+    message, settings = r"another model, dtype \(see .out.tsv.part.json\).*--restart", {"dtype": "float16"}
+    with pytest.raises(I2CLError, match=message), writing(path, settings=settings | {"model": "two"}):
         pass
     assert (tmp_path / ".out.tsv.part").read_text() == there
     for damaged in ("5", "[]", "{"):

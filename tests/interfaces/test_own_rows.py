@@ -43,24 +43,24 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
     assert err.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
     block, rest = out.split("\n\n", 1)
     assert all(len(line) <= 80 for line in block.splitlines())
-    told = " ".join(block.split())
+    message = " ".join(block.split())
     tokens = max(len(tiny_tokenizer()(text)["input_ids"]) for text, _ in ROWS + odd)
     for part in (
         f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens",
         *("Labels: Price 1, login 14, price 12.", "! 'Price' has 1 row: did you mean 'price'?"),
         *("! 'ticket 3 about price' is labelled login and price: keep one.", "All 27 rows used: about "),
     ):
-        assert part in told
+        assert part in message
     assert rest.startswith("Saved ")
 
 
 def test_the_block_is_in_the_record_and_not_in_the_way_of_json(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
     out, _ = fitted(call, model, path, tmp_path / "new", "--json", "--evaluate", "4")
-    told = json.loads(out)["rows"]
-    assert told["labels"] == {"login": 12, "price": 12}
-    assert (told["rows"], told["used"], told["kept_back"], told["shots"]) == (24, 18, 4, 9)
-    assert told["estimated_seconds"] > 0
+    message = json.loads(out)["rows"]
+    assert message["labels"] == {"login": 12, "price": 12}
+    assert (message["rows"], message["used"], message["kept_back"], message["shots"]) == (24, 18, 4, 9)
+    assert message["estimated_seconds"] > 0
     assert "--shots 9 --seed 0 --keep-back 5" in Injection.from_pretrained(tmp_path / "new").command
 
 
@@ -110,11 +110,13 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
 def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", lambda *_: pytest.fail("the model was read"))
     path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(6000)])
-    told = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
-    assert "6000 examples are more than the 4096 that anchored calibration takes: give fewer of each" in told
+    message = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
+    assert (
+        "6000 examples are more than the 4096 that anchored calibration takes: give fewer of each" in message
+    )
     path = write(tmp_path / "labels.csv", [(f"text {row}", f"label {row}") for row in range(5000)])
-    told = refused("fit", "reference", path, "-o", tmp_path / "new")
-    assert "they have 5000 labels, all of which sentence_embeddings takes (i2cl eval)" in told
+    message = refused("fit", "reference", path, "-o", tmp_path / "new")
+    assert "they have 5000 labels, all of which sentence_embeddings takes (i2cl eval)" in message
 
 
 def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):

@@ -50,18 +50,18 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
         wanted = lines_of(part) + more
         until(lambda wanted=wanted: lines_of(part) >= wanted, program=program)
         program.process.kill()
-        code, _, told = program.wait()
-        assert code == -signal.SIGKILL, told
+        code, _, message = program.wait()
+        assert code == -signal.SIGKILL, message
         assert not output.exists()
         if kept:
-            assert told == f"{kept[-1]} rows of an earlier run are kept\n"
+            assert message == f"{kept[-1]} rows of an earlier run are kept\n"
         kept.append((lines_of(part) - 1) // CHUNK * CHUNK)
     assert kept[0] < kept[1] < kept[2] < ROWS
     with part.open("a") as handle:
         handle.write("ha")  # a torn line
-    code, out, told = finished(COMMAND, *arguments(home, output))
+    code, out, message = finished(COMMAND, *arguments(home, output))
     assert (code, out) == (0, "")
-    first, last = told.splitlines()
+    first, last = message.splitlines()
     assert first == f"{kept[-1]} rows of an earlier run are kept"
     assert last.startswith(f"Saved {output}: {ROWS} rows in ")
     assert last.endswith(f" s, {kept[-1]} of them from an earlier run.")
@@ -91,8 +91,8 @@ def test_ctrl_c_says_that_rows_are_kept_and_the_same_command_goes_on(home, tmp_p
     halted(KeyboardInterrupt())
     output = tmp_path / "out.tsv"
     assert run(*arguments(home, output)) == 130
-    told = capsys.readouterr().err
-    assert told == "error: interrupted: 40 rows are kept: the same command goes on with them\n"
+    message = capsys.readouterr().err
+    assert message == "error: interrupted: 40 rows are kept: the same command goes on with them\n"
     assert run(*arguments(home, output)) == 0
     assert capsys.readouterr().err.startswith("40 rows of an earlier run are kept\nSaved ")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
@@ -154,11 +154,11 @@ def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(home, tm
     numbers = before.select_dtypes("number")
     least = round(float(numbers.max(axis=1).median()), 6) + 5e-7  # no rounded probability is that
     assert run(*words, sure, "--min-confidence", least) == 0
-    found = READERS[kind](pandas, sure)
+    result = READERS[kind](pandas, sure)
     below = numbers.max(axis=1) < least
     assert 0 < below.sum() < len(below)
-    assert found["label"].fillna("").tolist() == before["label"].mask(below, "").tolist()
-    pandas.testing.assert_frame_equal(found.select_dtypes("number"), numbers)
+    assert result["label"].fillna("").tolist() == before["label"].mask(below, "").tolist()
+    pandas.testing.assert_frame_equal(result.select_dtypes("number"), numbers)
 
 
 TEXTS = ["plain", 'commas, "quotes" and;', "two\nlines", "=1+1", "\u00fcber @ 5", " padded "]
@@ -187,9 +187,9 @@ def test_pandas_reads_what_the_ending_says_also_after_a_kill(home, tmp_path, ask
     halted(KeyboardInterrupt())
     assert run(*words) == 130
     assert run(*words) == 0
-    told = capsys.readouterr().err
-    assert "28 rows of an earlier run are kept" in told
-    assert ("begin with =, +, - or @: 17." in told) is (kind == "csv")
+    message = capsys.readouterr().err
+    assert "28 rows of an earlier run are kept" in message
+    assert ("begin with =, +, - or @: 17." in message) is (kind == "csv")
     assert listed(tmp_path) == ["in.jsonl", output.name]
     table = READERS[kind](pandas, output).rename(columns=lambda name: name.removeprefix("input."))
     labels = load_task("mood-colour-1").labels

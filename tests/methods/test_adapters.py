@@ -76,20 +76,20 @@ def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monk
         torch.testing.assert_close(weights.sum(0), torch.ones(3))
         assert not torch.allclose(weights, Questions(decoder, task, "words").labels.weights)
         assert trained.cost.trained == sum(one.numel() for one in (*trained.state.values(), weights))
-    told = []
+    error = []
 
     def record(_parameters, loss, *_more, **_options):
-        told.append(loss(range(len(SHOWN))).item())
+        error.append(loss(range(len(SHOWN))).item())
 
     monkeypatch.setattr(adapters, "train", record)
     untrained = fitted()
-    assert told == [pytest.approx(loss(untrained), rel=1e-5)]
+    assert error == [pytest.approx(loss(untrained), rel=1e-5)]
 
 
 def test_word_weights_take_words_and_the_loss_among_labels(films, demonstrations):
     for options in ({}, {"loss": "labels"}):
-        told = "word_weights takes scoring=words and loss=labels"
-        one_line(told, fit, "lora", made("llama"), films, demonstrations, word_weights=True, **options)
+        error = "word_weights takes scoring=words and loss=labels"
+        one_line(error, fit, "lora", made("llama"), films, demonstrations, word_weights=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +127,11 @@ def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstr
     shown = (ids(decoder, text) * count)[:count]
     assert len(set(shown)) > 1
     options = {"epochs": 0, "start_text": text, "virtual_tokens": count}
-    found = fit(name, decoder, films, demonstrations, **options).scores(TEXTS)
+    result = fit(name, decoder, films, demonstrations, **options).scores(TEXTS)
     rows = [torch.tensor([shown + ids(decoder, films.template.query(text))]) for text in TEXTS]
     with torch.no_grad():
         expected = torch.stack([decoder.model(row).logits[0, -1].log_softmax(-1) for row in rows])
-    torch.testing.assert_close(found, expected[:, first_tokens(decoder, films)], **CLOSE)
+    torch.testing.assert_close(result, expected[:, first_tokens(decoder, films)], **CLOSE)
 
 
 @pytest.mark.parametrize("model_type", PATHS)
@@ -139,9 +139,9 @@ def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstr
 def test_virtual_tokens_run_on_a_model_or_are_refused_by_name(name, model_type, films, demonstrations):
     decoder, options = made(model_type), {"epochs": 1, "virtual_tokens": 3}
     if name == "prefix_tuning" and model_type in {"deepseek_v3", "modernbert-decoder"}:
-        told = f"prefix_tuning cannot run on '{model_type}': its layers"
+        error = f"prefix_tuning cannot run on '{model_type}': its layers"
         for start in ({}, {"start_text": "kind"}):
-            one_line(told, fit, name, decoder, films, demonstrations, **options, **start)
+            one_line(error, fit, name, decoder, films, demonstrations, **options, **start)
         return
     assert fit(name, decoder, films, demonstrations, **options).scores(TEXTS).isfinite().all()
 
@@ -162,11 +162,11 @@ def test_what_virtual_tokens_cannot_be(name, options, message, films, demonstrat
 def test_a_start_has_tokens_and_all_layers_keep_them(films, demonstrations):
     decoder = made("llama")
     decoder.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
-    told = "start_text ' ' has no token: give a longer one"
-    one_line(told, fit, "prompt_tuning", decoder, films, demonstrations, start_text=" ")
+    error = "start_text ' ' has no token: give a longer one"
+    one_line(error, fit, "prompt_tuning", decoder, films, demonstrations, start_text=" ")
     decoder, options = made("mistral-sliding"), {"start_text": "a", "virtual_tokens": 40}
-    told = f"virtual_tokens is 40, but some layers see only {WINDOW} tokens"
-    one_line(told, fit, "prefix_tuning", decoder, films, demonstrations, **options)
+    error = f"virtual_tokens is 40, but some layers see only {WINDOW} tokens"
+    one_line(error, fit, "prefix_tuning", decoder, films, demonstrations, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -207,8 +207,8 @@ def test_an_adapter_that_fails_half_way_on_leaves_nothing(name, films, demonstra
     assert fit(name, decoder, films, demonstrations, epochs=1).scores(TEXTS).isfinite().all()
     decoder.model.set_submodule("model.layers.1.self_attn.v_proj", torch.nn.Sequential(torch.nn.Identity()))
     modules = dict(decoder.model.named_modules())
-    told = r"PEFT cannot adapt this 'llama': Target module Sequential.*; take an"
-    one_line(told, fit, name, decoder, films, demonstrations, epochs=1)
+    error = r"PEFT cannot adapt this 'llama': Target module Sequential.*; take an"
+    one_line(error, fit, name, decoder, films, demonstrations, epochs=1)
     assert dict(decoder.model.named_modules()) == modules
 
 

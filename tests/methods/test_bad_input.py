@@ -51,8 +51,8 @@ def test_a_model_or_demonstrations_that_will_not_do_are_told(name, case, shown, 
 
 
 def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
-    told, options = "injects at every token: leave out positions=last", {"positions": "last", "epochs": 1}
-    one_line(told, fit, "i2cl_over_icl", made("llama"), films, demonstrations, **options)
+    expected, options = "injects at every token: leave out positions=last", {"positions": "last", "epochs": 1}
+    one_line(expected, fit, "i2cl_over_icl", made("llama"), films, demonstrations, **options)
 
 
 @pytest.mark.parametrize("name", ["linear_probe", "tfidf", "knn_prompting", "few_shot"])

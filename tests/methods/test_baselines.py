@@ -111,11 +111,11 @@ def test_task_vector_tries_each_layer_as_if_by_itself(model_type, scoring, films
     decoder = made(model_type)
     questions = Questions(decoder, films, scoring)
     states = 3 * torch.randn(decoder.layers, decoder.d_model, generator=torch.Generator().manual_seed(0))
-    found = layer_scores(questions, states, TEXTS)
+    result = layer_scores(questions, states, TEXTS)
     for layer, state in enumerate(states):
         alone = questions.scores(TEXTS, edit=ReplaceLast(layer, state))
-        torch.testing.assert_close(found[layer], alone, **CLOSE)
-    assert (found[0] - found[1]).abs().max() > 0.01
+        torch.testing.assert_close(result[layer], alone, **CLOSE)
+    assert (result[0] - result[1]).abs().max() > 0.01
 
 
 def test_task_vector_takes_the_layer_that_does_best(films, demonstrations):
@@ -135,15 +135,15 @@ def test_task_vector_takes_the_layer_that_does_best(films, demonstrations):
 def test_icv_turns_states_and_keeps_their_norm(model_type, variant, films, demonstrations):
     decoder = made(model_type)
     predictor = fit("icv", decoder, films, demonstrations, strength=0.3, variant=variant)
-    found = directions(decoder, films, demonstrations, variant)
+    result = directions(decoder, films, demonstrations, variant)
     states = [[last_states(decoder, one) for one in (WORDS[label], text)] for text, label in SHOWN]
     expected = {"paper": direction_of_the_paper, "released": direction_of_the_released_code}[variant](
         np.stack([(answer - sentence).reshape(-1) for answer, sentence in states])
     ).reshape(decoder.layers, -1)
     expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
+    np.testing.assert_allclose(result.numpy(), expected, atol=1e-4)
     places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.writers]
-    turned = [(place, _turned(found[layer], 0.3, variant)) for layer, place in enumerate(places)]
+    turned = [(place, _turned(result[layer], 0.3, variant)) for layer, place in enumerate(places)]
     with torch.no_grad(), fitting.replacing(turned):
         scores = fitting.plain_logits(decoder, [films.template.query(text) for text in TEXTS])
     scores = scores.log_softmax(-1)[:, fitting.first_tokens(decoder, films)]
@@ -222,8 +222,8 @@ def test_icv_searches_the_grid_or_takes_the_papers_strength(films, demonstration
     assert searched.cost.held_out == 32
     one_line("no ICV strength for 'films'", fit, "icv", decoder, films, demonstrations, strength="paper")
     sst5 = Task("sst5", WORDS, films.template, train=films.train)
-    found = fit("icv", decoder, sst5, demonstrations, strength="paper")
-    assert found.edit.strength == PAPER_STRENGTHS["sst5"]
+    result = fit("icv", decoder, sst5, demonstrations, strength="paper")
+    assert result.edit.strength == PAPER_STRENGTHS["sst5"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -253,10 +253,10 @@ def test_calibrations_divide_by_a_prior(below, films, demonstrations):
     probable = plain.scores(TEXTS).softmax(-1)
     prior = plain.scores(["N/A", "[MASK]", "..."]).softmax(-1).mean(0)
     for name, divisor in (("batch", probable.mean(0)), ("contextual", prior)):
-        found = fit(f"{below}+{name}_calibration", decoder, films, demonstrations, **options)
+        result = fit(f"{below}+{name}_calibration", decoder, films, demonstrations, **options)
         expected = probable / divisor
         expected /= expected.sum(-1, keepdim=True)
-        torch.testing.assert_close(found.scores(TEXTS).exp(), expected, **CLOSE)
+        torch.testing.assert_close(result.scores(TEXTS).exp(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot"])
@@ -265,16 +265,16 @@ def test_a_label_prior_is_the_mean_over_unlabelled_texts_and_serves_single_queri
 ):
     decoder = made("llama")
     plain = fit(below, decoder, films, demonstrations)
-    found = fit(f"{below}+label_prior", decoder, films, demonstrations)
+    result = fit(f"{below}+label_prior", decoder, films, demonstrations)
     texts = films.unlabelled(64, demonstrations, 0)
     assert len(set(texts)) == 64
     assert not set(texts) & {example.text for example in demonstrations}
     expected = plain.scores(TEXTS).softmax(-1) / plain.scores(list(texts)).softmax(-1).mean(0)
     expected /= expected.sum(-1, keepdim=True)
-    torch.testing.assert_close(found.scores(TEXTS).exp(), expected, **CLOSE)
-    torch.testing.assert_close(found.scores(TEXTS[:1]).exp(), expected[:1], **CLOSE)
-    assert found.cost.unlabelled == 64
-    assert found.cost.cached_values == plain.cost.cached_values + len(WORDS)
+    torch.testing.assert_close(result.scores(TEXTS).exp(), expected, **CLOSE)
+    torch.testing.assert_close(result.scores(TEXTS[:1]).exp(), expected[:1], **CLOSE)
+    assert result.cost.unlabelled == 64
+    assert result.cost.cached_values == plain.cost.cached_values + len(WORDS)
 
 
 def test_a_label_prior_of_few_texts_is_refused(films, demonstrations):
@@ -286,10 +286,10 @@ def test_a_label_prior_of_few_texts_is_refused(films, demonstrations):
 
 def test_anchored_injects_what_anchoring_finds(films, demonstrations):
     decoder = made("llama")
-    found = fit("anchored", decoder, films, demonstrations, steps=2, reach=3)
+    result = fit("anchored", decoder, films, demonstrations, steps=2, reach=3)
     expected = anchor(decoder, films, demonstrations, AnchoredConfig(steps=2, reach=3.0))
-    torch.testing.assert_close(found.scores(TEXTS), expected.scores(decoder, TEXTS), atol=0, rtol=0)
-    assert found.cost.trained == found.cost.cached_values == expected.context.values.numel()
+    torch.testing.assert_close(result.scores(TEXTS), expected.scores(decoder, TEXTS), atol=0, rtol=0)
+    assert result.cost.trained == result.cost.cached_values == expected.context.values.numel()
 
 
 def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
@@ -313,10 +313,10 @@ def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
     regression = linear_model.LogisticRegression(C=10, max_iter=10_000)
     regression.fit([row(text) for text, _ in SHOWN], [label for _, label in SHOWN])
     expected = regression.predict_log_proba([row(text) for text in texts])
-    found = fit("tfidf", made("llama"), films, demonstrations)
-    torch.testing.assert_close(found.scores(texts), torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3)
-    assert found.cost.trained == len(known) + 1
-    assert found.cost.cached_values == 2 * len(known) + 1
+    result = fit("tfidf", made("llama"), films, demonstrations)
+    torch.testing.assert_close(result.scores(texts), torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3)
+    assert result.cost.trained == len(known) + 1
+    assert result.cost.cached_values == 2 * len(known) + 1
 
 
 def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
@@ -330,11 +330,11 @@ def test_knn_takes_either_divergence(direction):
     generator = torch.Generator().manual_seed(0)
     queries, anchors = (torch.randn(n, 9, generator=generator).log_softmax(-1) for n in (3, 5))
     first, second = (queries, anchors) if direction == "query_anchor" else (anchors, queries)
-    found = divergence(first, second)
+    result = divergence(first, second)
     for row, own in enumerate(first):
         for column, other in enumerate(second):
             wanted = torch.nn.functional.kl_div(other, own, reduction="sum", log_target=True)
-            torch.testing.assert_close(found[row, column], wanted)
+            torch.testing.assert_close(result[row, column], wanted)
     (method,) = make_methods(["knn_prompting"], {"divergence": direction})
     assert method.config.divergence == direction
 
@@ -357,8 +357,8 @@ def test_icv_in_half_precision_rounds_once(dtype, variant):
 
 
 def test_knn_asks_for_so_many_texts_at_a_time(films, demonstrations, monkeypatch):
-    predictor, told = fit("knn_prompting", made("llama"), films, demonstrations), []
+    predictor, message = fit("knn_prompting", made("llama"), films, demonstrations), []
     whole = predictor.scores(TEXTS)
     monkeypatch.setattr(knn_prompting, "AT_ONCE", 2)
-    assert torch.equal(predictor.scores(TEXTS, told.append), whole)
-    assert told == [2, 1]
+    assert torch.equal(predictor.scores(TEXTS, message.append), whole)
+    assert message == [2, 1]

@@ -28,22 +28,24 @@ def vectors(folder, texts):
     """Mean states of each text's tokens, of unit length."""
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        found = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
-    return torch.nn.functional.normalize(torch.stack(found), dim=-1).numpy()
+        result = [
+            model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts
+        ]
+    return torch.nn.functional.normalize(torch.stack(result), dim=-1).numpy()
 
 
 @needs_encoders
 def test_sentence_embeddings_are_logistic_regression_on_mean_states(task, demonstrations, encoder):
     from sklearn.linear_model import LogisticRegression
 
-    told = []
-    found = fit("sentence_embeddings", made("llama"), task, demonstrations, encoder=encoder, embeddings_c=3)
+    error = []
+    result = fit("sentence_embeddings", made("llama"), task, demonstrations, encoder=encoder, embeddings_c=3)
     head = LogisticRegression(C=3, max_iter=10_000)
     head.fit(vectors(encoder, [text for text, _ in SHOWN]), [label for _, label in SHOWN])
     expected = torch.from_numpy(head.predict_log_proba(vectors(encoder, TEXTS))).float()
-    torch.testing.assert_close(found.scores(TEXTS, told.append), expected, atol=1e-4, rtol=1e-4)
-    assert sum(told) == len(TEXTS)
-    assert found.cost.trained == found.cost.cached_values == 33
+    torch.testing.assert_close(result.scores(TEXTS, error.append), expected, atol=1e-4, rtol=1e-4)
+    assert sum(error) == len(TEXTS)
+    assert result.cost.trained == result.cost.cached_values == 33
 
 
 @needs_encoders
@@ -55,8 +57,8 @@ def test_a_label_without_demonstrations_and_what_cannot_be_fitted_to(name, task,
     assert (scores[:, 1] == -torch.inf).all()
     assert scores[:, [0, 2]].isfinite().all()
     assert fit(name, made("llama"), three, shown, encoder=encoder).scores([]).shape == (0, 3)
-    decoder, told = made("llama"), f"{name} needs demonstrations of at least two classes"
-    one_line(told, fit, name, decoder, task, demonstrations[:1], encoder=encoder)
+    decoder, error = made("llama"), f"{name} needs demonstrations of at least two classes"
+    one_line(error, fit, name, decoder, task, demonstrations[:1], encoder=encoder)
     one_line("no demonstrations were given", fit, name, decoder, task, [], encoder=encoder)
     one_line("text 5 is empty", fit, name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
 
@@ -107,8 +109,8 @@ def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, t
 @pytest.mark.parametrize("name", ["sentence_embeddings", "setfit"])
 def test_without_the_extra_its_name_is_told(name, task, demonstrations, monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
-    told = rf"{name} needs the packages s.*'i2cl\[embeddings\]'"
-    one_line(told, fit, name, made("llama"), task, demonstrations)
+    error = rf"{name} needs the packages s.*'i2cl\[embeddings\]'"
+    one_line(error, fit, name, made("llama"), task, demonstrations)
 
 
 @needs_encoders
@@ -133,15 +135,15 @@ def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, enc
 
 
 @pytest.mark.parametrize(
-    ("here", "found"), [("epc", "minilm"), ("ec", embeddings.HUB_ID), ("e", None), ("pc", None)]
+    ("here", "result"), [("epc", "minilm"), ("ec", embeddings.HUB_ID), ("e", None), ("pc", None)]
 )
-def test_what_is_here_without_a_download(here, found, tmp_path, monkeypatch):
+def test_what_is_here_without_a_download(here, result, tmp_path, monkeypatch):
     """The extra, the package and the cache, by their first letters."""
     monkeypatch.undo()  # as it is in use
     monkeypatch.setattr(embeddings, "find_spec", lambda module: True if "e" in here else None)
     monkeypatch.setattr(embeddings, "_archive", lambda: tmp_path if "p" in here else None)
     monkeypatch.setattr(embeddings, "_is_cached", lambda name: "c" in here)
-    assert embeddings.local_encoder() == found
+    assert embeddings.local_encoder() == result
 
 
 @pytest.mark.parametrize("damage", ["none", "cut", "spoiled", "code", "outside"])

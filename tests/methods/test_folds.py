@@ -26,21 +26,21 @@ def of(count):
 @pytest.mark.parametrize("counts", [(2, 2), (5, 5, 5), (2, 9, 3), (20, 2)])
 def test_every_refit_sees_every_label_and_every_row_is_left_out_once(counts, folds, seed):
     shown = rows(*(label for label, count in enumerate(counts) for _ in range(count)))
-    found = fold_rows(of(len(counts)), shown, folds, seed)
-    assert sorted(row for fold in found for row in fold) == list(range(len(shown)))
-    assert len(found) == min(folds, int(median(counts)))
-    for fold in found:
+    result = fold_rows(of(len(counts)), shown, folds, seed)
+    assert sorted(row for fold in result for row in fold) == list(range(len(shown)))
+    assert len(result) == min(folds, int(median(counts)))
+    for fold in result:
         rest = Counter(shown[row].label for row in range(len(shown)) if row not in fold)
         assert len(rest) == len(counts)
         for label, count in enumerate(counts):
-            assert count - rest[label] <= -(-count // len(found))  # spread as evenly as they can be
+            assert count - rest[label] <= -(-count // len(result))  # spread as evenly as they can be
 
 
 def test_copies_of_a_text_stay_together_and_the_seed_deals_the_texts():
     shown = (*rows(0, 0, 1, 1), *rows(0, 0, 1, 1), Example("text 0", 1))
     for seed in range(5):
-        found = fold_rows(of(2), shown, FOLDS, seed)
-        where = [{shown[row].text for row in fold} for fold in found]
+        result = fold_rows(of(2), shown, FOLDS, seed)
+        where = [{shown[row].text for row in fold} for fold in result]
         assert sum(map(len, where)) == 4
     shown = rows(*[0, 1] * 6)
     assert fold_rows(of(2), shown, 3, 0) == fold_rows(of(2), shown, 3, 0) != fold_rows(of(2), shown, 3, 1)
@@ -70,11 +70,11 @@ def test_scores_are_those_of_the_refit_without_the_text(decoder, task):
     def refit(rest):
         return injected(method.injection(decoder, task, rest, 0), decoder, task)
 
-    found = folded(task, shown, refit, 3, 4).scores([one.text for one in shown])
+    result = folded(task, shown, refit, 3, 4).scores([one.text for one in shown])
     for fold in fold_rows(task, shown, 3, 4):
         rest = tuple(one for row, one in enumerate(shown) if row not in fold)
         expected = refit(rest).scores([shown[row].text for row in fold])
-        torch.testing.assert_close(found[fold], expected)
+        torch.testing.assert_close(result[fold], expected)
 
 
 def test_a_temperature_over_a_method_takes_refits_and_keeps_answers(decoder, task):

@@ -55,14 +55,14 @@ def test_a_probe_is_chosen_by_what_its_folds_get_right(place, other, films, monk
     decoder = made("llama", num_hidden_layers=11)
     shown = [Example(f"film {number}", number % 2) for number in range(20)]
 
-    def told(_questions, texts, layers, *, pooled):
+    def error(_questions, texts, layers, *, pooled):
         states = torch.randn(len(texts), len(layers), 2, 8, generator=torch.Generator().manual_seed(1))
         labels = torch.tensor([int(text.split()[1]) % 2 for text in texts])
         if 8 in layers:
             states[:, list(layers).index(8), place] += 3.0 * labels[:, None]
         return states
 
-    monkeypatch.setattr(linear_probe, "query_states", told)
+    monkeypatch.setattr(linear_probe, "query_states", error)
     best = fit("linear_probe", decoder, films, shown).choice
     assert best.layer == 8
     assert best.tokens != other

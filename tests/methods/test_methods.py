@@ -155,10 +155,10 @@ def test_seeds_fitted_together_are_those_fitted_alone(name, decoder, rows):
     assert method.joint
     shown, seeds = [rows.sample(2, seed) for seed in (3, 4)], (3, 4)
     together = method.fit_many(decoder, rows, shown, seeds)
-    for found, own, seed in zip(together, shown, seeds, strict=True):
+    for result, own, seed in zip(together, shown, seeds, strict=True):
         alone = method.fit(decoder, rows, own, seed)
-        assert found.cost == alone.cost
-        torch.testing.assert_close(found.scores(TEXTS), alone.scores(TEXTS), **CLOSE)
+        assert result.cost == alone.cost
+        torch.testing.assert_close(result.scores(TEXTS), alone.scores(TEXTS), **CLOSE)
 
 
 def test_what_takes_no_steps_together_is_fitted_one_by_one(decoder, rows):
@@ -166,9 +166,9 @@ def test_what_takes_no_steps_together_is_fitted_one_by_one(decoder, rows):
     for name, options in alone.items():
         (method,) = make_methods([name], options)
         assert not method.joint
-    found = method.fit_many(decoder, rows, [rows.sample(1, 0), rows.sample(1, 1)], (0, 1))
-    assert [len(one.shown) for one in found] == [2, 2]
-    assert found[0].shown != found[1].shown
+    result = method.fit_many(decoder, rows, [rows.sample(1, 0), rows.sample(1, 1)], (0, 1))
+    assert [len(one.shown) for one in result] == [2, 2]
+    assert result[0].shown != result[1].shown
 
 
 def test_costs_add_up(decoder):
@@ -240,8 +240,8 @@ def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
     decoder = Decoder(tiny_model("llama", max_position_embeddings=needed), tiny_tokenizer())
     assert len(fit("few_shot", decoder, films, demonstrations).shown) == 4
     decoder = Decoder(tiny_model("llama", max_position_embeddings=needed - 1), tiny_tokenizer())
-    told = rf"2 demonstrations per class and a query need {needed} tokens, .* showing 1 per class"
-    with pytest.warns(UserWarning, match=told):
+    reason = rf"2 demonstrations per class and a query need {needed} tokens, .* showing 1 per class"
+    with pytest.warns(UserWarning, match=reason):
         predictor = fit("few_shot", decoder, films, demonstrations)
     assert predictor.shown == tuple((text, WORDS[label]) for text, label in SHOWN[:2])
     decoder = Decoder(tiny_model("llama", max_position_embeddings=30), tiny_tokenizer())
@@ -289,8 +289,8 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
     recipe = RECIPES["released"]
     lora, i2cl, noise = make_methods(["lora", "i2cl", "noise+label_prior"], {}, recipe)
     assert lora == make_methods(["lora"])[0]
-    for found in (i2cl, noise.below):
-        assert found.calibration == CalibrationConfig(**recipe)
+    for result in (i2cl, noise.below):
+        assert result.calibration == CalibrationConfig(**recipe)
 
 
 @pytest.mark.parametrize(

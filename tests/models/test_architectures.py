@@ -119,10 +119,10 @@ def test_activations_not_finite_and_writers_never_run_or_of_another_width_fail(g
     assert not residual_identity(llama, architecture_of(llama), IDS).passed
     # With these two options Bloom reads the weights of its output projection but does not call it.
     bloom = tiny_model("bloom", pretraining_tp=2, slow_but_exact=True)
-    told = r"'attention' of layer 0 was never run.*BloomBlock"
-    one_line(told, residual_identity, bloom, architecture_of(bloom), IDS)
-    told = r"'mlp' of layer 0 has shape \(3, 26, 48\).*Gemma2DecoderLayer"
-    one_line(told, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], mlp="mlp.up_proj"), IDS)
+    error = r"'attention' of layer 0 was never run.*BloomBlock"
+    one_line(error, residual_identity, bloom, architecture_of(bloom), IDS)
+    error = r"'mlp' of layer 0 has shape \(3, 26, 48\).*Gemma2DecoderLayer"
+    one_line(error, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], mlp="mlp.up_proj"), IDS)
 
 
 def test_the_check_leaves_the_model_as_it_was(gemma2):

@@ -56,10 +56,10 @@ def test_logits_at_chosen_places(case):
     decoder = decoder_of(case)
     at = torch.tensor([[0, 3], [0, 0], [6, 2]])
     with torch.no_grad():
-        found, last = decoder.forward(BATCH, at=at), decoder.forward(BATCH)
+        result, last = decoder.forward(BATCH, at=at), decoder.forward(BATCH)
         for row, ids in enumerate(ROWS):
             alone = decoder.model(torch.tensor([ids]), use_cache=False).logits[0]
-            assert close(found[row], alone[at[row]])
+            assert close(result[row], alone[at[row]])
             assert close(last[row, 0], alone[-1])
 
 
@@ -79,15 +79,15 @@ def test_the_head_runs_on_the_chosen_places_alone(decoder):
 @pytest.mark.parametrize("case", FAMILIES)
 def test_capture_at_chosen_tokens_is_that_of_a_row_alone(case, site):
     decoder = decoder_of(case)
-    found = decoder.capture(BATCH, torch.tensor([1, 0, 4]), site=site)
+    result = decoder.capture(BATCH, torch.tensor([1, 0, 4]), site=site)
     for row, (ids, place) in enumerate(zip(ROWS, (1, 0, 4), strict=True)):
         alone = decoder.capture(make_batch([ids[: place + 1]], CPU), site=site)
-        assert close(found[row], alone[0])
+        assert close(result[row], alone[0])
 
 
 def test_capture_is_float32_on_the_cpu():
-    found = decoder_of("llama", torch.bfloat16).capture(BATCH)
-    assert (found.dtype, found.device, found.requires_grad) == (torch.float32, CPU, False)
+    result = decoder_of("llama", torch.bfloat16).capture(BATCH)
+    assert (result.dtype, result.device, result.requires_grad) == (torch.float32, CPU, False)
 
 
 # The prefix cache
@@ -187,8 +187,8 @@ def test_working_does_not_change_training_that_goes_on():
             module.p = 0.5
     decoder = Decoder(model.train(), tiny_tokenizer())
     assert torch.equal(decoder.capture(BATCH), decoder.capture(BATCH))  # no dropout while it works
-    found = calibrated(decoder).coefficients
-    assert torch.equal(found, calibrated(decoder).coefficients)
+    result = calibrated(decoder).coefficients
+    assert torch.equal(result, calibrated(decoder).coefficients)
     assert model.training
     model(BATCH.input_ids).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

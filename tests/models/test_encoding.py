@@ -112,20 +112,20 @@ SHOTS = (Example(EVIL, 0), Example("dull", 1))
 @pytest.fixture
 def seen(decoder, monkeypatch):
     """Token ids of everything that the model runs on."""
-    found = []
+    result = []
     before = decoder.model.base_model.register_forward_pre_hook(
-        lambda _module, _args, options: found.append(options["input_ids"]), with_kwargs=True
+        lambda _module, _args, options: result.append(options["input_ids"]), with_kwargs=True
     )
-    yield found
+    yield result
     before.remove()
 
 
-def control_tokens(found):
+def control_tokens(result):
     """How many stand in what was run, behind a row's first place, where ICV puts one itself.
 
     In the tiny vocabulary the token is 0, as is padding behind a row.
     """
-    rows = [row.tolist() for ids in found for row in ids]
+    rows = [row.tolist() for ids in result for row in ids]
     return sum(0 in row[1 : max(place for place, token in enumerate(row) if token) + 1] for row in rows)
 
 
@@ -173,29 +173,29 @@ def test_the_answer_is_that_of_the_characters(decoder):
 
 def test_labels_of_several_words_are_told_by_the_mean_of_their_tokens(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d", "aea")
-    found = label_tokens(decoder.encoder, template, labels, "words")
-    assert (found.full, found.room) == (False, 0)
-    assert found.words == (*map(decoder.encoder.plain, labels[:3]), decoder.encoder.plain("ae"))
-    assert len(found.read) == 5
+    result = label_tokens(decoder.encoder, template, labels, "words")
+    assert (result.full, result.room) == (False, 0)
+    assert result.words == (*map(decoder.encoder.plain, labels[:3]), decoder.encoder.plain("ae"))
+    assert len(result.read) == 5
     many, once = math.log1p(4 / 3), math.log1p(4)
     wide = torch.randn(2, 3, len(decoder.tokenizer))
     a, b, c, d, e = (wide[..., ids[0]] for ids in map(decoder.encoder.plain, "abcde"))
     expected = [(many * a + once * other) / (many + once) for other in (b, c, e)]
     expected.insert(2, d)
-    torch.testing.assert_close(found.scores(wide), torch.stack(expected, -1))
-    torch.testing.assert_close(found.mean(wide[..., list(found.read)]), found.scores(wide))
-    changed = found.at_first(wide)
-    torch.testing.assert_close(changed[..., list(found.first)], found.scores(wide))
+    torch.testing.assert_close(result.scores(wide), torch.stack(expected, -1))
+    torch.testing.assert_close(result.mean(wide[..., list(result.read)]), result.scores(wide))
+    changed = result.at_first(wide)
+    torch.testing.assert_close(changed[..., list(result.first)], result.scores(wide))
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
 
 
 def test_a_fit_may_say_how_much_each_token_counts(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d")
     weights, plain = torch.randn(4, 3), label_tokens(decoder.encoder, template, labels, "words")
-    found = plain.weighted(weights)
+    result = plain.weighted(weights)
     tokens = torch.randn(2, 4)
-    torch.testing.assert_close(found.mean(tokens), tokens @ weights)
-    assert found == plain  # the same labels
+    torch.testing.assert_close(result.mean(tokens), tokens @ weights)
+    assert result == plain  # the same labels
     with pytest.raises(I2CLError, match=r"\(3, 4\), and these labels have \(4, 3\): fit it again"):
         plain.weighted(weights.T)
 
@@ -205,25 +205,25 @@ def test_a_fit_may_say_how_much_each_token_counts(decoder):
     [("ab", "bba", "cd"), ("a", "ab", "ba"), ("b", "ab", "ba", "ac", "ca", "cc"), ("cb", "bc", "c", "b")],
 )
 def test_no_two_labels_are_told_by_the_same_tokens(decoder, labels):
-    found = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
-    assert len(set(map(frozenset, found.words))) == len(labels)
+    result = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
+    assert len(set(map(frozenset, result.words))) == len(labels)
     if "bba" in labels:  # two of the same letters, told by a token of their own each
-        assert found.words == (found.ids[0], found.ids[1], decoder.encoder.plain("cd"))
-        assert len(found.ids[0]) == 1
-        assert found.ids[0] != found.ids[1]
+        assert result.words == (result.ids[0], result.ids[1], decoder.encoder.plain("cd"))
+        assert len(result.ids[0]) == 1
+        assert result.ids[0] != result.ids[1]
 
 
 def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
-    found = label_tokens(decoder.encoder, template, labels, "words")
-    tokens = [token for (token,) in found.ids]
+    result = label_tokens(decoder.encoder, template, labels, "words")
+    tokens = [token for (token,) in result.ids]
     assert len(set(tokens)) == len(labels)
     own = [set(decoder.encoder.plain(label)) for label in labels]
     # Five labels of four characters: all but one of them have a character of their own.
     assert sum(token in some for token, some in zip(tokens, own, strict=True)) == 4
     assert not set(tokens) & decoder.encoder.special
-    assert label_tokens(decoder.encoder, template, labels, "words") == found
+    assert label_tokens(decoder.encoder, template, labels, "words") == result
     labels = tuple(f"{number:05}" for number in range(2000))
     with pytest.raises(I2CLError, match="fewer tokens than there are labels, 2000"):
         label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")

@@ -55,8 +55,8 @@ def file(tmp_path):
 def test_a_file_gives_weights_tokens_and_identity_of_what_was_written(file, tmp_path, monkeypatch):
     decoder = Decoder.from_pretrained(str(file), device="cpu")
     expected = tiny_model("llama")
-    found = decoder.model.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    result = decoder.model.state_dict()
+    assert all(torch.equal(result[name], value) for name, value in expected.state_dict().items())
     assert not decoder.model.training
     assert decoder.encoder([PROBE]) == Decoder(expected, tiny_tokenizer()).encoder([PROBE])
     with torch.no_grad():
@@ -80,8 +80,8 @@ def test_values_are_those_that_the_codes_stand_for(tmp_path, kind, dtype):
     for tensor in gguf.GGUFReader(path).tensors:
         if tensor.name == "blk.1.ffn_down.weight":
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    found = model.get_parameter("model.layers.1.mlp.down_proj.weight")
-    assert torch.equal(found, torch.from_numpy(values.copy()).to(wanted))
+    result = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    assert torch.equal(result, torch.from_numpy(values.copy()).to(wanted))
 
 
 def test_files_beside_it_are_those_of_another_model(file):
@@ -114,12 +114,12 @@ def test_digits_are_split_where_the_file_says_so(tmp_path):
     tokenizer = digits_apart()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     path = written(tmp_path / "model.gguf", tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
-    _, found = load_model_and_tokenizer(str(path), device="cpu")
-    assert found(PROBE).input_ids == tokenizer(PROBE).input_ids
-    assert found.chat_template == tokenizer.chat_template
-    assert found.eos_token == "<|endoftext|>"
+    _, result = load_model_and_tokenizer(str(path), device="cpu")
+    assert result(PROBE).input_ids == tokenizer(PROBE).input_ids
+    assert result.chat_template == tokenizer.chat_template
+    assert result.eos_token == "<|endoftext|>"
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert found(PROBE).input_ids != tokenizer(PROBE).input_ids  # the probe shows the difference
+    assert result(PROBE).input_ids != tokenizer(PROBE).input_ids  # the probe shows the difference
 
 
 def test_fit_predict_and_export_take_a_file(file, tmp_path, call, said):
@@ -162,9 +162,9 @@ def test_tensors_that_would_be_left_out_are_refused(tmp_path, extra):
 
 def test_a_head_of_its_own_and_a_tied_one(tmp_path):
     model = tiny_model("llama", tie_word_embeddings=True)
-    found, _ = load_model_and_tokenizer(str(written(tmp_path / "tied.gguf", model)), device="cpu")
-    assert found.lm_head.weight is found.model.embed_tokens.weight
-    assert torch.equal(found.lm_head.weight, model.lm_head.weight)
+    result, _ = load_model_and_tokenizer(str(written(tmp_path / "tied.gguf", model)), device="cpu")
+    assert result.lm_head.weight is result.model.embed_tokens.weight
+    assert torch.equal(result.lm_head.weight, model.lm_head.weight)
 
 
 def test_a_file_that_is_not_there(tmp_path):
@@ -189,10 +189,10 @@ def test_a_damaged_file(file, kept):
 )
 def test_text_that_is_no_text_or_of_another_architecture(file, key, letter, named):
     change(file, fields=[(key, letter)])
-    told = refused(file)
-    assert "transformers cannot convert" in told
-    assert named in told
-    assert "folder" in told
+    error = refused(file)
+    assert "transformers cannot convert" in error
+    assert named in error
+    assert "folder" in error
 
 
 def test_a_file_without_tensors_or_tokens(tmp_path):

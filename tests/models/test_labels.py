@@ -28,8 +28,8 @@ def random_labels(seed):
     """2 to 20 different label words of one to three words, which often begin one another."""
     picker = random.Random(seed)
     wanted = picker.randint(2, 20)
-    found = {" ".join(picker.choices(WORDS, k=picker.randint(1, 3))) for _ in range(wanted)}
-    return tuple(sorted(found | {"hate", "hate speech"}, key=lambda _: picker.random()))
+    result = {" ".join(picker.choices(WORDS, k=picker.randint(1, 3))) for _ in range(wanted)}
+    return tuple(sorted(result | {"hate", "hate speech"}, key=lambda _: picker.random()))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
@@ -39,7 +39,7 @@ def test_no_label_begins_another_one_that_is_scored(case, seed):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScoringWarning)
         asked = Questions(decoder, Task("films", labels, TEMPLATE))
-        found = asked.scores(["a warm film"])[0]
+        result = asked.scores(["a warm film"])[0]
     ids = asked.labels.ids
     assert not any(one != other and other[: len(one)] == one for one in ids for other in ids)
     (end,) = {one[-1] for one in ids}  # what ends all of them: the separator's first token
@@ -48,13 +48,13 @@ def test_no_label_begins_another_one_that_is_scored(case, seed):
     wholes = [encode(TEMPLATE.query("a warm film") + label + "\n") for label in labels]
     with torch.no_grad():
         by_hand = [log_probability(decoder, prompt, whole[len(prompt) :]) for whole in wholes]
-    assert torch.allclose(found, torch.stack(by_hand), atol=1e-4)
-    assert found.exp().sum() <= 1 + 1e-5  # different answers exclude each other
+    assert torch.allclose(result, torch.stack(by_hand), atol=1e-4)
+    assert result.exp().sum() <= 1 + 1e-5  # different answers exclude each other
 
 
 def test_labels_that_begin_no_other_stay_as_they_are():
-    found = label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "full")
-    assert found.ids == tuple(map(encode, LABELS))
+    result = label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "full")
+    assert result.ids == tuple(map(encode, LABELS))
 
 
 def test_eos_ends_labels_where_the_separator_merges_with_them_and_no_token_to_end_them_is_an_error():
@@ -62,12 +62,12 @@ def test_eos_ends_labels_where_the_separator_merges_with_them_and_no_token_to_en
     template = Template("Review: {text}\nSentiment:{label}", separator="n")
     assert encode("on")[:1] != encode("o")
     with pytest.warns(ScoringWarning):
-        found = label_tokens(decoder.encoder, template, ("a o", "a o a"))
-    assert {ids[-1] for ids in found.ids} == {decoder.tokenizer.eos_token_id}
+        result = label_tokens(decoder.encoder, template, ("a o", "a o a"))
+    assert {ids[-1] for ids in result.ids} == {decoder.tokenizer.eos_token_id}
     decoder = Decoder(decoder.model, copy.deepcopy(decoder.tokenizer))
     decoder.tokenizer.eos_token = None
-    told = r"label .a o. is how label .a o a. begins.*use other label words"
-    with pytest.warns(ScoringWarning), pytest.raises(I2CLError, match=told):
+    message = r"label .a o. is how label .a o a. begins.*use other label words"
+    with pytest.warns(ScoringWarning), pytest.raises(I2CLError, match=message):
         label_tokens(decoder.encoder, template, ("a o", "a o a"))
 
 

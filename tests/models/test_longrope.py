@@ -48,8 +48,8 @@ def test_a_query_is_scored_as_if_alone_cached_or_not(decoder, cached, full):
     around = range(LIMIT - 2, LIMIT + 2)
     rows = [ids(length, length) for length in (2, 1, 3, 4, 5, 6, 7, *around, LIMIT + 9, 40, 70)]
     wanted = torch.stack([by_hand(decoder, front + row, labels) for row in rows])
-    found = score(decoder, rows, labels, prefix=decoder.prefix(front) if front else None)
-    torch.testing.assert_close(found, wanted, **SAME)
+    result = score(decoder, rows, labels, prefix=decoder.prefix(front) if front else None)
+    torch.testing.assert_close(result, wanted, **SAME)
 
 
 def test_few_shot_is_the_same_cached_or_not_and_a_vector_is_the_mean_of_those_alone(decoder):
@@ -91,8 +91,8 @@ def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, s
 
     def loss(rows):
         config = CalibrationConfig(noise=0.0, epochs=1, loss=among)
-        found = calibrate(decoder, task, SHOWN, context, config, batches=[rows], prompt=prompt)
-        return found.history[0]
+        result = calibrate(decoder, task, SHOWN, context, config, batches=[rows], prompt=prompt)
+        return result.history[0]
 
     alone = [loss([row]) for row in range(len(SHOWN))]
     assert loss([0, 1, 2, 3, 4]) == pytest.approx(sum(alone) / 5, abs=1e-5)
@@ -105,10 +105,10 @@ def test_runs_together_end_where_each_ends_by_itself(decoder, monkeypatch, packe
     config = CalibrationConfig(epochs=3, noise=noise, lr=0.05)
     seeds, context = [3, 0, 1], extract(decoder, FILMS, SHOWN)
     together = calibrate_many(decoder, [FILMS] * 3, [SHOWN] * 3, [context] * 3, config, seeds=seeds)
-    for seed, found in zip(seeds, together, strict=True):
+    for seed, result in zip(seeds, together, strict=True):
         alone = calibrate(decoder, FILMS, SHOWN, context, config, seed=seed)
-        torch.testing.assert_close(found.coefficients, alone.coefficients, rtol=1e-3, atol=1e-4)
-        assert found.history == pytest.approx(alone.history, rel=1e-3)
+        torch.testing.assert_close(result.coefficients, alone.coefficients, rtol=1e-3, atol=1e-4)
+        assert result.history == pytest.approx(alone.history, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_a_pool_scores_each_text_as_if_alone(decoder):
     quick = CalibrationConfig(epochs=1)
     made = {str(seed): calibrate(decoder, FILMS, SHOWN, context, quick, seed=seed) for seed in range(2)}
     texts, names = [example.text for example in SHOWN], ["0", "1", "1", "0", "1"]
-    found = InjectionPool(decoder, made).scores(texts, names)
-    for text, name, row in zip(texts, names, found, strict=True):
+    result = InjectionPool(decoder, made).scores(texts, names)
+    for text, name, row in zip(texts, names, result, strict=True):
         torch.testing.assert_close(row, made[name].scores(decoder, [text])[0], **SAME)
 
 

@@ -77,16 +77,16 @@ def test_what_exceeds_the_memory_is_halved_and_said_once(error):
     runner = Runner(1000)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        found = [row for _, done in runner.run_batches(rows(23), run) for row in done]
-    assert sorted(found) == list(range(23))
+        result = [row for _, done in runner.run_batches(rows(23), run) for row in done]
+    assert sorted(result) == list(range(23))
     assert sum(size > 30 for size in tried) == 3  # then the budget holds for all others
     assert 15 < runner.token_budget <= 33
     assert {warning.category for warning in caught} == {MemoryWarning}
 
 
 def test_a_single_query_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden():
-    told = "a query of 11 tokens does not fit into memory"
-    with pytest.warns(MemoryWarning), pytest.raises(I2CLError, match=told):
+    message = "a query of 11 tokens does not fit into memory"
+    with pytest.warns(MemoryWarning), pytest.raises(I2CLError, match=message):
         list(Runner(50).run_batches(rows(23), Mock(side_effect=ERRORS[0])))
     with pytest.raises(RuntimeError, match="shapes"):
         list(Runner(50).run_batches(rows(3), Mock(side_effect=RuntimeError("shapes do not match"))))

@@ -68,22 +68,22 @@ def test_all_four_scalars_of_every_layer_have_the_right_gradient(decoder):
     ids = torch.tensor(demonstrations(decoder)[:1])
 
     def gradient(logits):
-        (found,) = torch.autograd.grad(-logits.log_softmax(-1)[5], coefficients)
-        return found
+        (result,) = torch.autograd.grad(-logits.log_softmax(-1)[5], coefficients)
+        return result
 
     with injecting(decoder, values, coefficients):
         wanted = gradient(decoder.model(input_ids=ids, use_cache=False).logits[0, -1])
     with decoder.frozen():
         batch = make_batch([tuple(ids[0].tolist())], torch.device("cpu"))
-        found = gradient(decoder.forward(batch, edit=LinearEdit(values, coefficients))[0, 0])
-    assert found.shape == (decoder.layers, 2, 2)
-    assert (found.abs() > 1e-6).all()
-    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+        result = gradient(decoder.forward(batch, edit=LinearEdit(values, coefficients))[0, 0])
+    assert result.shape == (decoder.layers, 2, 2)
+    assert (result.abs() > 1e-6).all()
+    assert (result - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("decoder", PATHS, indirect=True)
 def test_calibration_lowers_the_loss_and_leaves_the_model_as_found(decoder):
     config = CalibrationConfig(epochs=20, batch_size=len(SHOTS), lr=0.05)
     with left_as_found(decoder.model):
-        found = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), config)
-    assert found.history[-1] < found.history[0] - 0.1
+        result = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), config)
+    assert result.history[-1] < result.history[0] - 0.1

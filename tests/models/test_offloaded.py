@@ -72,8 +72,8 @@ def test_tied_offloaded_weights_count_once(model_type, dtype, tmp_path):
     folder = saved(tmp_path / "model", model_type)
     expected = Decoder.from_pretrained(folder)
     assert expected.model.config.tie_word_embeddings
-    found = Decoder.from_pretrained(folder, dtype=dtype, device_map={"": "disk"}, offload_folder=tmp_path)
-    assert found.base.weights == expected.base.weights
+    result = Decoder.from_pretrained(folder, dtype=dtype, device_map={"": "disk"}, offload_folder=tmp_path)
+    assert result.base.weights == expected.base.weights
 
 
 def test_a_model_without_values_is_refused():
@@ -88,8 +88,8 @@ def test_the_command_line_quantizes_and_offloads(checkpoint, tmp_path, capsys):
     rows.write_text("text,label\n" + "".join(f"film {n},{('bad', 'good')[n % 2]}\n" for n in range(8)))
     fit = ["fit", checkpoint, rows, "--template", "{text}: {label}", "-o", out, "--shots", 2]
     assert run(*fit, "--recipe", "fast", "--quantization", "8bit") == 0
-    told = json.loads((out / "injection.json").read_text())
-    assert told["base_model"]["quantization"] == "bitsandbytes 8bit"
+    message = json.loads((out / "injection.json").read_text())
+    assert message["base_model"]["quantization"] == "bitsandbytes 8bit"
     texts.write_text("film 1\n")
     capsys.readouterr()
     answers, quantized = [], ["--quantization", "8bit"]

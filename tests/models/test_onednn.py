@@ -45,8 +45,8 @@ def test_fit_and_scores_agree_with_the_models_own_products(model_type, monkeypat
     calls = []
     product = onednn._product
     monkeypatch.setattr(onednn, "_product", lambda *args: calls.append(args) or product(*args))
-    for found, wanted in zip(fitted(decoder), plain, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    for result, wanted in zip(fitted(decoder), plain, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-3)
     assert len(calls) > 10  # Falcon's own linear class leaves but the head
 
 
@@ -67,10 +67,10 @@ def test_value_and_gradient(forced, kind, shape, bias):
     (wanted,) = torch.autograd.grad((plain * weights).sum(), x)
     with onednn.fast_products(module):
         assert swapped(module)
-        found = module(x)
-        (gradient,) = torch.autograd.grad((found * weights).sum(), x)
+        result = module(x)
+        (gradient,) = torch.autograd.grad((result * weights).sum(), x)
         torch.testing.assert_close(module(x.detach()), plain.detach())
-    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(result, plain)
     torch.testing.assert_close(gradient, wanted)
 
 

@@ -21,8 +21,8 @@ from .conftest import TEXTS, WIDE, edit_of, gradients, look, needs_bitsandbytes,
 FAST = make_methods(["i2cl"], {}, RECIPES["fast"])[0].calibration.model_copy(update={"passes": 20})
 
 
-def off(found, expected):
-    return float((found - expected).norm() / expected.norm())
+def off(result, expected):
+    return float((result - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -190,8 +190,8 @@ def injection(quantized, task):
 
 def test_an_injection_from_quantized_weights_warns_on_others(quantized, plain, injection):
     injection.require_base(quantized)
-    told = "made with bitsandbytes .bit and the model is .* no quantization"
-    with pytest.warns(PrecisionWarning, match=told):
+    message = "made with bitsandbytes .bit and the model is .* no quantization"
+    with pytest.warns(PrecisionWarning, match=message):
         injection.require_base(plain)
 
 
@@ -234,8 +234,8 @@ def test_repacked_codes_and_broken_blocks_are_refused(checkpoint, tmp_path):
     model = Decoder.from_pretrained(checkpoint, quantization="4bit").model
     model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
     one_line(r"has run before.*load it anew", Decoder, model, tiny_tokenizer())
-    told, options = r"takes 32 inputs.*multiples of 64: load it in 8bit", {"quantization": "4bit"}
-    one_line(told, Decoder.from_pretrained, saved(tmp_path), **options, device="cpu")
+    message, options = r"takes 32 inputs.*multiples of 64: load it in 8bit", {"quantization": "4bit"}
+    one_line(message, Decoder.from_pretrained, saved(tmp_path), **options, device="cpu")
 
 
 def test_a_config_of_torchao(checkpoint, plain):

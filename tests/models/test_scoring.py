@@ -115,14 +115,14 @@ def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, posit
     queries = asked.queries(TEXTS)
     assert decoder.can_fork is (case not in NO_FORKS and not decoder.rope_limits)
     once = decoder.can_split and positions != "last" and not decoder.rope_limits
-    found, tokens = [], []
+    result, tokens = [], []
     ways = (decoder.can_fork, decoder.can_split), (False, decoder.can_split), (False, False)
     for fork, split in ways:  # as a trie, behind cached keys, one by one
         decoder.tokens, decoder.can_fork, decoder.can_split = 0, fork, split
-        found.append(score(decoder, queries, asked.labels, edit=edit))
+        result.append(score(decoder, queries, asked.labels, edit=edit))
         tokens.append(decoder.tokens)
-    assert close(found[0], found[2])
-    assert close(found[1], found[2])
+    assert close(result[0], result[2])
+    assert close(result[1], result[2])
     assert (1.5 * max(tokens[:2]) < tokens[2]) is once
     assert once or len(set(tokens)) == 1
 
@@ -142,9 +142,9 @@ def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(limited):
     lengths = [len(query) + len(Trie.of(asked.labels.ids).tokens) for query in queries]
     assert min(lengths) <= 42 < max(lengths)
     decoder.tokens = 0
-    found, once = score(decoder, queries, asked.labels), decoder.tokens
+    result, once = score(decoder, queries, asked.labels), decoder.tokens
     decoder.tokens, decoder.can_fork, decoder.can_split = 0, False, False
-    assert close(found, score(decoder, queries, asked.labels))
+    assert close(result, score(decoder, queries, asked.labels))
     assert once < decoder.tokens
 
 
@@ -155,10 +155,10 @@ def test_every_query_keeps_its_own_vectors_where_some_fork_and_some_do_not(limit
     draw = torch.Generator().manual_seed(0)
     vectors = torch.randn(4, decoder.layers, 2, decoder.d_model, generator=draw)
     keep = torch.ones(4, decoder.layers, 2)
-    found = score(decoder, queries, asked.labels, edit=RowsEdit(vectors, keep, torch.arange(4)))
+    result = score(decoder, queries, asked.labels, edit=RowsEdit(vectors, keep, torch.arange(4)))
     for row, query in enumerate(queries):
         own = RowsEdit(vectors[row : row + 1], keep[:1], torch.zeros(1, dtype=torch.long))
-        assert close(found[row : row + 1], score(decoder, [query], asked.labels, edit=own))
+        assert close(result[row : row + 1], score(decoder, [query], asked.labels, edit=own))
 
 
 def test_an_attention_that_takes_no_mask_does_not_fork():
@@ -225,8 +225,8 @@ def test_running_out_of_memory_behind_shared_queries_halves_them(monkeypatch, li
 
     monkeypatch.setattr(decoder, "forward", short_of_memory)
     with pytest.warns(MemoryWarning, match="smaller batches"):
-        found = score(decoder, queries, asked.labels, progress=done.append)
-    assert close(found, wanted)
+        result = score(decoder, queries, asked.labels, progress=done.append)
+    assert close(result, wanted)
     assert sum(done) == len(queries)
     assert decoder.token_budget >= len(queries[0])
 
@@ -243,9 +243,9 @@ def test_progress_counts_every_query_once_and_no_texts_have_no_scores(full):
 
 
 def test_scores_are_float32_whatever_the_model_is():
-    found = scores(decoder_of("llama", torch.bfloat16))
-    assert found.dtype == torch.float32
-    assert torch.allclose(found, scores(decoder_of("llama")), atol=0.3)
+    result = scores(decoder_of("llama", torch.bfloat16))
+    assert result.dtype == torch.float32
+    assert torch.allclose(result, scores(decoder_of("llama")), atol=0.3)
 
 
 # The prefix cache
@@ -266,8 +266,8 @@ def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, budget, full
     prefix = decoder.prefix(shown)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in prefix.cache.layers]
     edit = drawn_edit(decoder, 0.0, 1.0) if edited else None  # runs the hooks and changes nothing
-    found = scores(decoder, kind(full), prefix=prefix, edit=edit)
-    assert close(found, expected(decoder_of(case), full=full, before=SHOWN))
+    result = scores(decoder, kind(full), prefix=prefix, edit=edit)
+    assert close(result, expected(decoder_of(case), full=full, before=SHOWN))
     for layer, (keys, values) in zip(prefix.cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
@@ -286,10 +286,10 @@ def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
     decoder, shown = decoder_of(case), encode(SHOWN)
     labels = label_tokens(decoder.encoder, TEMPLATE, LABELS)
     edit = drawn_edit(decoder, 0.3, 0.8)
-    found = scores(decoder, edit=edit, prefix=decoder.prefix(shown, edit=edit))
+    result = scores(decoder, edit=edit, prefix=decoder.prefix(shown, edit=edit))
     whole = [shown + encode(TEMPLATE.query(text)) for text in TEXTS]
-    assert close(found, score(decoder, whole, labels, edit=edit))
-    assert not close(found, scores(decoder, edit=edit, prefix=decoder.prefix(shown)))
+    assert close(result, score(decoder, whole, labels, edit=edit))
+    assert not close(result, scores(decoder, edit=edit, prefix=decoder.prefix(shown)))
 
 
 # Label tokens
@@ -298,13 +298,13 @@ def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
 def test_labels_are_encoded_as_they_follow_the_prompt_and_scored_by_a_first_token_that_differs():
     encoder, spaced = decoder_of("llama").encoder, Template("Review: {text}\nSentiment: {label}")
     with pytest.warns(ScoringWarning):
-        found = label_tokens(encoder, spaced, LABELS)
-    assert found.ids == tuple(encode(" " + label) for label in LABELS)
+        result = label_tokens(encoder, spaced, LABELS)
+    assert result.ids == tuple(encode(" " + label) for label in LABELS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, forced = (label_tokens(encoder, TEMPLATE, LABELS, scoring) for scoring in ("auto", "full"))
-    assert found.ids == tuple(encode(label) for label in LABELS)
-    assert (found.full, found.room, found.target(0)) == (False, 0, encode("positive")[:1])
+        result, forced = (label_tokens(encoder, TEMPLATE, LABELS, scoring) for scoring in ("auto", "full"))
+    assert result.ids == tuple(encode(label) for label in LABELS)
+    assert (result.full, result.room, result.target(0)) == (False, 0, encode("positive")[:1])
     room = max(len(encode(label)) for label in LABELS) - 1
     assert (forced.full, forced.room, forced.target(1)) == (True, room, encode("negative"))
 
@@ -312,11 +312,11 @@ def test_labels_are_encoded_as_they_follow_the_prompt_and_scored_by_a_first_toke
 def test_labels_that_share_their_first_token_are_scored_whole():
     decoder, labels = decoder_of("llama"), ("positive", "poor", "negative")
     with pytest.warns(ScoringWarning, match="share their first token") as caught:
-        found = label_tokens(decoder.encoder, TEMPLATE, labels)
+        result = label_tokens(decoder.encoder, TEMPLATE, labels)
     assert len(caught) == 1
-    assert found.full
+    assert result.full
     queries = questions(decoder, labels=labels).queries(TEXTS)
-    assert close(score(decoder, queries, found), expected(decoder, full=True, labels=labels))
+    assert close(score(decoder, queries, result), expected(decoder, full=True, labels=labels))
     one_line("scoring='full'", label_tokens, decoder.encoder, TEMPLATE, labels, "first_token")
 
 
@@ -331,17 +331,17 @@ def test_labels_that_merge_with_the_prompt_or_have_the_same_tokens_are_refused()
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         *((text, "is empty") for text in ("", " \n\t")),
         ("b \ud83d", "holds half a surrogate pair"),
         *((text, "is .* and no string") for text in (None, 1, float("nan"), b"bytes")),
     ],
 )
-def test_a_text_that_cannot_be_asked_is_named(text, told):
-    one_line(f"text 2 {told}", inspect.unwrap(require_texts), ["good", text])
+def test_a_text_that_cannot_be_asked_is_named(text, message):
+    one_line(f"text 2 {message}", inspect.unwrap(require_texts), ["good", text])
     if isinstance(text, str):
-        one_line(f"text 2 {told}", questions(decoder_of("llama")).queries, ["good", text])
+        one_line(f"text 2 {message}", questions(decoder_of("llama")).queries, ["good", text])
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt"])

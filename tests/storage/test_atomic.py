@@ -123,8 +123,8 @@ def test_a_new_file_appears_at_the_end_or_not_at_all_also_without_hard_links(tmp
         pass
     with pytest.raises(ZeroDivisionError), new_file(path.with_name("half")) as fresh:
         assert fresh.write_text("half") / 0
-    told = r"cannot write .*No space left.*free space"
-    with pytest.raises(I2CLError, match=told), new_file(path.with_name("full")):
+    message = r"cannot write .*No space left.*free space"
+    with pytest.raises(I2CLError, match=message), new_file(path.with_name("full")):
         raise OSError(28, "No space left on device")
     assert contents(path.parent) == {"out": "whole"}
 

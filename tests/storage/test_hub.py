@@ -175,9 +175,9 @@ def test_a_cached_repository_is_read_offline_and_what_is_not_cached_is_told(cach
         assert Injection.from_pretrained("somebody/films", revision=revision).seed == seed
     for name, revision in (("somebody/films", "v2"), ("nobody/films", None), ("not a name!", None)):
         says = "no such folder, and the hub says"
-        told = one_line(says, Injection.from_pretrained, name, revision=revision)
-        assert name in told
-        assert (f"at revision {revision!r}" in told) == (revision is not None)
+        message = one_line(says, Injection.from_pretrained, name, revision=revision)
+        assert name in message
+        assert (f"at revision {revision!r}" in message) == (revision is not None)
     (cached / "models--somebody--films" / "snapshots" / ("a" * 40) / TENSORS).unlink()
     one_line(r"damaged or missing|the hub says", Injection.from_pretrained, "somebody/films")
     assert "no injection at 'nobody/films'" in refused("predict", "nobody/films", "texts.txt")
@@ -252,8 +252,8 @@ def test_push_on_the_command_line(uploads, tmp_path, said):
     assert "Pushed" in said("push", tmp_path / "out", "me/films")
     assert uploads[0][2]["private"] is False
     assert uploads[1][2]["commit_message"] == "I2CL injection for films"
-    told = said("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json")
-    assert json.loads(told)["commit"].startswith("https://")
+    message = said("push", tmp_path / "out", "me/films", "--private", "--branch", "v2", "--json")
+    assert json.loads(message)["commit"].startswith("https://")
     assert uploads[-1][2]["revision"] == "v2"
 
 
@@ -263,7 +263,7 @@ def unauthorised(status):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (unauthorised(401), "does not know this token: log in with `hf auth login`"),
         (unauthorised(403), "may not write there"),
@@ -274,10 +274,10 @@ def unauthorised(status):
     ],
     ids=str,
 )
-def test_a_push_that_fails_is_one_line(error, told, tmp_path, monkeypatch, refused):
+def test_a_push_that_fails_is_one_line(error, message, tmp_path, monkeypatch, refused):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=error))
-    one_line(told, made().push_to_hub, "me/films")
+    one_line(message, made().push_to_hub, "me/films")
     made().save_pretrained(tmp_path / "out")
     assert "cannot push to 'me/films'" in refused("push", tmp_path / "out", "me/films")
 
@@ -295,6 +295,6 @@ def test_nobody_is_logged_in(uploads, tmp_path, refused, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     made().save_pretrained(tmp_path / "out")
-    told = refused("push", tmp_path / "out", "me/films")
-    assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in told
+    message = refused("push", tmp_path / "out", "me/films")
+    assert "you are not logged in: log in with `hf auth login`, or set HF_TOKEN" in message
     assert uploads == []

@@ -33,11 +33,11 @@ NAMES = ["chatml", "trimmed", "no system", "system inside", "system ignored"]
 
 
 def tokenizer(template, bos=None):
-    found = tiny_tokenizer()
-    found.chat_template = template
+    result = tiny_tokenizer()
+    result.chat_template = template
     if bos is not None:
-        found.bos_token = bos
-    return found
+        result.bos_token = bos
+    return result
 
 
 def messages(template, instruction, *turns):
@@ -54,17 +54,17 @@ def messages(template, instruction, *turns):
 @pytest.mark.parametrize("source", ALL, ids=NAMES)
 def test_prompts_are_those_of_the_chat_template(source, instruction):
     made = tokenizer(source, "<|endoftext|>")
-    found = Template.chat(made, instruction)
+    result = Template.chat(made, instruction)
 
     def render(*turns, ask):
         said = messages(source, instruction, *turns)
         return made.apply_chat_template(said, tokenize=False, add_generation_prompt=ask)
 
-    assert found.query("It rises.") == render("It rises.", ask=True).rstrip()
-    assert found.demonstration("It rises.", "up") == render("It rises.", "up", ask=False)
-    prompt = found.prompt([("It falls.", "down")], "It rises.")
+    assert result.query("It rises.") == render("It rises.", ask=True).rstrip()
+    assert result.demonstration("It rises.", "up") == render("It rises.", "up", ask=False)
+    prompt = result.prompt([("It falls.", "down")], "It rises.")
     assert prompt == render("It falls.", "down", "It rises.", ask=True).rstrip()
-    assert (instruction in found.opening) is (source in SYSTEM or not instruction)
+    assert (instruction in result.opening) is (source in SYSTEM or not instruction)
 
 
 def test_a_bos_that_the_tokenizer_puts_in_front_is_left_to_it():
@@ -74,8 +74,8 @@ def test_a_bos_that_the_tokenizer_puts_in_front_is_left_to_it():
 
     class Putting(made.__class__):
         def __call__(self, text, add_special_tokens=True, **options):
-            found = plain(self, text, add_special_tokens=False, **options)
-            return {"input_ids": [self.bos_token_id, *found["input_ids"]]} if add_special_tokens else found
+            result = plain(self, text, add_special_tokens=False, **options)
+            return {"input_ids": [self.bos_token_id, *result["input_ids"]]} if add_special_tokens else result
 
     made.__class__ = Putting
     assert Template.chat(made).query("x").startswith("<|h|>user")
@@ -97,8 +97,8 @@ def test_what_cannot_be_a_chat_is_one_line(source, says):
 
 
 def test_an_instruction_before_a_plain_template_stands_once_and_one_with_braces_is_named():
-    found = Template("Text: {text}\nLabel: {label}").instructed("Say up or down.")
-    assert found.prompt([("a", "up")], "b") == "Say up or down.\nText: a\nLabel: up\nText: b\nLabel:"
-    assert found.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
-    assert found.instructed("") == Template("Text: {text}\nLabel: {label}")
+    result = Template("Text: {text}\nLabel: {label}").instructed("Say up or down.")
+    assert result.prompt([("a", "up")], "b") == "Say up or down.\nText: a\nLabel: up\nText: b\nLabel:"
+    assert result.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
+    assert result.instructed("") == Template("Text: {text}\nLabel: {label}")
     one_line(r"the instruction 'Use \{a\}' holds braces", Template.chat, tokenizer(CHATML), "Use {a}")

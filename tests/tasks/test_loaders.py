@@ -49,8 +49,8 @@ def test_errors_around_a_file_of_rows(mails, tmp_path):
     assert "none.jsonl does not exist" in failure(mails, template=TEMPLATE, test_path=tmp_path / "none.jsonl")
     assert "leave test_path out" in failure("synthetic", test_path=mails)
     mails.rename(tmp_path / "rows.txt")
-    told = failure(tmp_path / "rows.txt")
-    assert "cannot read files ending in '.txt': use one of .toml, .csv" in told
+    expected = failure(tmp_path / "rows.txt")
+    assert "cannot read files ending in '.txt': use one of .toml, .csv" in expected
 
 
 def test_a_task_toml_reads_files_beside_it(mails, tmp_path):
@@ -85,8 +85,8 @@ def test_a_paper_task_from_a_data_folder_in_words_of_its_own(tmp_path, monkeypat
     task = load_task("sst2", data_dir=tmp_path, template=Template.plain(), labels=["no", "yes"])
     assert (task.template, task.labels) == (Template.plain(), ("no", "yes"))
     assert task.train == (Example("fine", 1),)
-    told = failure("sst2", data_dir=tmp_path, labels=["a", "b", "c"])
-    assert "has 2 classes (negative, positive), not 3" in told
+    expected = failure("sst2", data_dir=tmp_path, labels=["a", "b", "c"])
+    assert "has 2 classes (negative, positive), not 3" in expected
 
 
 def test_data_folders_that_do_not_fit(tmp_path):
@@ -96,8 +96,8 @@ def test_data_folders_that_do_not_fit(tmp_path):
     (tmp_path / "sst2" / "test.jsonl").unlink()
     assert "test.jsonl does not exist" in failure("sst2", data_dir=tmp_path)
     write_sst2(tmp_path, train='{"text": "fine", "label": 2}')
-    told = "train.jsonl line 1: label 2 is not one of negative, positive"
-    assert told in failure("sst2", data_dir=tmp_path)
+    expected = "train.jsonl line 1: label 2 is not one of negative, positive"
+    assert expected in failure("sst2", data_dir=tmp_path)
     write_sst2(tmp_path, train='{"text": " ", "label": 1}')
     assert "the text is empty" in failure("sst2", data_dir=tmp_path)
 

@@ -101,8 +101,8 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_columns_that_are_kept_come_as_the_file_has_them(tmp_path, name):
     content, kept = KEPT[name]
-    found = list(read_queries(str(write(tmp_path, name, content)), kept=("id", "n")))
-    assert found == [Query(text, values) for text, values in zip(("one", "two"), kept, strict=True)]
+    result = list(read_queries(str(write(tmp_path, name, content)), kept=("id", "n")))
+    assert result == [Query(text, values) for text, values in zip(("one", "two"), kept, strict=True)]
 
 
 def test_of_lines_the_text_can_be_kept_and_half_a_surrogate_pair_of_none(tmp_path):
@@ -286,9 +286,9 @@ SAVED = {
 def test_what_spreadsheets_save_is_read_and_told_in_one_line(tmp_path, case):
     content, said = SAVED[case]
     path = write(tmp_path, "a.csv", content)
-    with pytest.warns(ReadAsWarning) as told:
+    with pytest.warns(ReadAsWarning) as reason:
         examples, words = read_examples(path)
-    (line,) = told
+    (line,) = reason
     assert str(line.message).startswith(f"{path} is read {said}")
     assert words == ("bad", "good")
     assert examples == (Example("\u00fcber, \u201esehr\u201c gut", 1), Example("\u00e4rgerlich", 0))
@@ -320,8 +320,8 @@ def test_an_encoding_is_that_of_the_first_line_that_needs_one(tmp_path):
 
 def test_an_unknown_column_gets_other_advice_than_the_error(tmp_path):
     path = write(tmp_path, "a.csv", "Message,topic\nx,good\n")
-    told = failure(path, text_column="mesage", label_column="topic")
-    assert "no text column 'mesage', the columns are Message, topic: did you mean 'Message'?" in told
+    reason = failure(path, text_column="mesage", label_column="topic")
+    assert "no text column 'mesage', the columns are Message, topic: did you mean 'Message'?" in reason
     path = write(tmp_path, "b.csv", "I was charged twice,billing\nit is late,delivery\n")
     assert "if that is a row and no header, add one: text,label" in failure(path, labels=None)
 
@@ -331,11 +331,11 @@ BAD = "text,label\nx,good\n,good\ny,bad\n ,bad\nz,\nw,good,more\n"
 
 def test_all_rows_that_cannot_be_used_are_told_at_once_or_left_out(tmp_path):
     path = write(tmp_path, "a.csv", BAD)
-    told = failure(path, labels=None)
-    assert f"{path}: 4 of 6 rows cannot be used: " in told
+    reason = failure(path, labels=None)
+    assert f"{path}: 4 of 6 rows cannot be used: " in reason
     for part in ("rows 3 and 5: the text is empty", "row 6: label '' is not a word", "row 7: 3 cells but"):
-        assert part in told
-    assert "--skip-bad-rows" in told
+        assert part in reason
+    assert "--skip-bad-rows" in reason
     with pytest.warns(ReadAsWarning, match="4 of 6 rows are left out: rows 3 and 5: the text.*row 7"):
         examples, lookup = read_labelled(path, skip=True)
     assert (examples, lookup.labels) == ((Example("x", 1), Example("y", 0)), ("bad", "good"))
@@ -343,9 +343,9 @@ def test_all_rows_that_cannot_be_used_are_told_at_once_or_left_out(tmp_path):
     with pytest.raises(RowError, match="no row is left without them"):
         read_labelled(hopeless, skip=True)
     path = write(tmp_path, "c.csv", "text,label\nx,good\ny,bad\n" + ",good\n" * 100)
-    told = failure(path)
+    reason = failure(path)
     for part in ("rows 4, 5, 6,", "and 80 more: the text is empty"):
-        assert part in told
+        assert part in reason
     assert len(refused_rows(path)) == 100
 
 
@@ -363,7 +363,7 @@ def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("counts", "found"),
+    ("counts", "result"),
     [
         ({"Price": 1, "price": 20}, [("Price", "price")]),
         ({"prices": 20, "price": 18}, [("price", "prices")]),
@@ -376,5 +376,5 @@ def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):
         ({"positive": 1, "negative": 20}, []),
     ],
 )
-def test_labels_that_look_like_slips_of_others(counts, found):
-    assert slips(counts) == found
+def test_labels_that_look_like_slips_of_others(counts, result):
+    assert slips(counts) == result

@@ -108,8 +108,8 @@ def test_bad_label_words(labels, said):
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_out_of_range_names_the_row_and_no_shots_are_refused(label):
-    told = rf"test row 2: label {label} is not one of 0 to 2 \(red, green, blue\)"
-    one_line(told, Task, "bad", WORDS, Template.plain(), test=(Example("a", 0), Example("b", label)))
+    message = rf"test row 2: label {label} is not one of 0 to 2 \(red, green, blue\)"
+    one_line(message, Task, "bad", WORDS, Template.plain(), test=(Example("a", 0), Example("b", label)))
     one_line("0 shots", task, shots=0)
 
 

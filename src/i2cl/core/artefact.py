@@ -63,9 +63,9 @@ class Stored(pydantic.BaseModel):
         base = ModelIdentity.from_dict(self.base_model)
         shape = (base.layers, len(SITES[self.extraction.writers]), base.d_model)
         if values.shape != shape or coefficients.shape != (*shape[:2], 2):
-            found = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
+            shapes = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
             raise I2CLError(
-                f"{TENSORS} holds shapes {found}, {shape} and {(*shape[:2], 2)} are described: fit it again"
+                f"{TENSORS} holds shapes {shapes}, {shape} and {(*shape[:2], 2)} are described: fit it again"
             )
         for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and tensor.isfinite().all()):

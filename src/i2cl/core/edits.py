@@ -182,9 +182,9 @@ def draw_together(
         d = like.shape[-1]
         each = zip(generators, sizes, strict=True)
         drawn = torch.cat([_normal((size, d), generator, like) for generator, size in each])
-        found = torch.zeros_like(like).view(-1, d)
-        found[place.to(like.device)] = drawn[source.to(like.device)]
-        return found.view(like.shape)
+        noise = torch.zeros_like(like).view(-1, d)
+        noise[place.to(like.device)] = drawn[source.to(like.device)]
+        return noise.view(like.shape)
 
     return numbers
 

@@ -175,8 +175,8 @@ class CalibrationLoss:
     def _draw(self, batch: Batch, rows: Sequence[int]) -> Callable[[Tensor], Tensor]:
         if len(self.generators) == 1 or not self.config.noise:
             return draw_from(self.generators[0])
-        runs = {owner: list(own) for owner, own in groupby(rows, self.owners.__getitem__)}
-        alone = [self._batch(own) for own in runs.values()]
+        runs = {owner: list(part) for owner, part in groupby(rows, self.owners.__getitem__)}
+        alone = [self._batch(part) for part in runs.values()]
         return draw_together([self.generators[owner] for owner in runs], alone, batch, self._lengths(rows))
 
     def _injection(self, rows: Sequence[int]) -> PlacedEdit:

@@ -121,9 +121,9 @@ class Problem:
             self.scale = some.scale
             return variance
         labels = len(self.questions.labels.ids)
-        own = one_hot(self.gold, labels).float() - 1 / labels
-        slopes = torch.empty(len(own), 1, self.scale.numel())
-        scores = self._derive(slopes, torch.zeros(self.scale.numel()), self.every, own[:, None])
+        gold_direction = one_hot(self.gold, labels).float() - 1 / labels
+        slopes = torch.empty(len(gold_direction), 1, self.scale.numel())
+        scores = self._derive(slopes, torch.zeros(self.scale.numel()), self.every, gold_direction[:, None])
         _require_finite(scores, slopes)
         return self._scaled(slopes[:, 0].square_().mean(0))[1]
 
@@ -211,8 +211,8 @@ class Problem:
         """Scores of whole sequences; writes derivatives of the labels but the gold one, less its own."""
         gold: list[int] = self.gold.tolist()
         scores = torch.zeros(len(gold), len(self.questions.labels.ids))
-        own = torch.empty(len(gold), 1, u.numel())
-        self._derive_pairs(own, scores, u, [(row, gold[row], 0) for row in chosen])
+        rest = torch.empty(len(gold), 1, u.numel())
+        self._derive_pairs(rest, scores, u, [(row, gold[row], 0) for row in chosen])
         read = torch.ones_like(scores, dtype=torch.bool) if competing is None else competing
         others = [
             (row, label, label - (label > gold[row]))
@@ -222,7 +222,7 @@ class Problem:
         ]
         self._derive_pairs(into, scores, u, others)
         for row, _, column in others:
-            into[row, column] -= own[row, 0]
+            into[row, column] -= rest[row, 0]
         return scores[list(chosen)]
 
     def _derive_pairs(
@@ -230,14 +230,14 @@ class Problem:
         into: Float[Tensor, "n columns parameters"],
         scores: Float[Tensor, "n labels"],
         u: Float[Tensor, " parameters"],
-        asked: Sequence[tuple[int, int, int]],
+        triples: Sequence[tuple[int, int, int]],
     ) -> None:
         """Write scores and derivatives of some labels: of each a row, the label and its column are asked."""
         decoder, labels = self.questions.decoder, self.questions.labels.ids
 
         def run(batch: Batch) -> None:
-            rows, chosen, columns = zip(*[asked[place] for place in batch.rows], strict=True)
-            leaf, edit = self._rows_edit(u, batch.rows, len(asked))
+            rows, chosen, columns = zip(*[triples[place] for place in batch.rows], strict=True)
+            leaf, edit = self._rows_edit(u, batch.rows, len(triples))
             targets = [labels[label] for label in chosen]
             labelled = labelled_batch([self.queries[row] for row in rows], targets, decoder.device)
             with torch.enable_grad():
@@ -248,7 +248,7 @@ class Problem:
                 (slopes,) = Backward([leaf], decoder.model.dtype).gradients(values.sum())
             scores[rows, chosen], into[rows, columns] = values.detach().cpu(), self._in_units(slopes)
 
-        whole = [self.queries[row] + labels[label][:-1] for row, label, _ in asked]
+        whole = [self.queries[row] + labels[label][:-1] for row, label, _ in triples]
         for _ in decoder.run_batches(whole, run):
             pass
 

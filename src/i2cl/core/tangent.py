@@ -28,11 +28,11 @@ class Tangent:
     @cached_property
     def kernel(self) -> Float[Tensor, "n_columns n_columns"]:
         """Inner products of the derivatives, in float64."""
-        found = torch.zeros(len(self.jacobian), len(self.jacobian), dtype=torch.float64)
+        kernel = torch.zeros(len(self.jacobian), len(self.jacobian), dtype=torch.float64)
         for part in self.jacobian.split(SLICE, dim=1):
             wide = part.double()
-            found += wide @ wide.T
-        return found
+            kernel += wide @ wide.T
+        return kernel
 
     def spread(self) -> Float[Tensor, " parameters"]:
         """Variance over labels of the scores' derivatives, the mean over demonstrations.
@@ -99,11 +99,11 @@ def optimum(
         bent = (curvature @ kernel.view(n, count, -1)).view_as(kernel)
         move = torch.linalg.solve(tau * eye + bent, probable.flatten() + tau * weights)
         length = 1.0
-        while (found := objective(weights - length * move))[1] > best and length > 1e-3:
+        while (trial := objective(weights - length * move))[1] > best and length > 1e-3:
             length /= 2
-        if found[1] > best:
+        if trial[1] > best:
             break
-        gain, best, values = best - found[1], found[1], found[0]
+        gain, best, values = best - trial[1], trial[1], trial[0]
         weights = weights - length * move
         if gain < 1e-9:
             break

@@ -62,26 +62,26 @@ def draw(
     shots: int | None,
     seed: int,
     *,
-    own: bool,
+    from_file: bool,
     keep_back: int | None,
     scored: bool,
 ) -> Draw | None:
     """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
-    Shots are by default the task's own, or of a file of somebody's ``own``, of which a class may have fewer
-    rows than are asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where shots
-    are not given and something is to be ``scored`` without test rows. Raises I2CLError if rows are lacking,
+    Shots are by default the task's own, or of rows ``from_file``, of which a class may
+    have fewer than are asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where
+    shots are not given and something is to be ``scored`` without test rows. Raises I2CLError if rows lack,
     or too many for anchored calibration.
     """
     anchored, count = isinstance(method, Anchored), shots or task.shots
-    if own and shots is None and anchored:
+    if from_file and shots is None and anchored:
         require_few(up_to(task, 1, seed))
         return None
     if keep_back is None:
         keep_back = KEPT_BACK if scored and shots is None else 0
-    shown = up_to(task, count, seed, keep_back) if own else task.sample(shots, seed)
+    shown = up_to(task, count, seed, keep_back) if from_file else task.sample(shots, seed)
     if anchored:
         require_few(shown)
-    return Draw(shown, count, len(task.train), keep_back if own else 0)
+    return Draw(shown, count, len(task.train), keep_back if from_file else 0)
 
 
 def fitting(

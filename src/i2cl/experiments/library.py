@@ -67,12 +67,12 @@ def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> No
 
 def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
     """The same grids, tested against this row where they have it; raises I2CLError if none has."""
-    names = list(dict.fromkeys(own.name for one in experiments for own in one.rows))
+    names = list(dict.fromkeys(line.name for one in experiments for line in one.rows))
     if row not in names:
         cure = f"{did_you_mean(row, names)}known are {'; '.join(names)}"
         raise I2CLError(f"no experiment has a row {row!r}: {cure}")
     return [
-        one.model_copy(update={"against": row}) if row in {own.name for own in one.rows} else one
+        one.model_copy(update={"against": row}) if row in {line.name for line in one.rows} else one
         for one in experiments
     ]
 

@@ -98,9 +98,9 @@ def _hashes(name: str, data_dir: str | None, wording: Wording) -> dict[str, str]
 
 def plain(cell: Cell, task: str) -> Cell:
     """The cell of plain I2CL on a task, with the same model, seed, queries and wording."""
-    own = {name: told for name, told in cell.own.items() if name == task}
+    wordings = {name: wording for name, wording in cell.own.items() if name == task}
     same = ("model", "revision", "dtype", "seed", "limit", "chat")
-    return Cell(task=task, own=own, **{name: getattr(cell, name) for name in same})
+    return Cell(task=task, own=wordings, **{name: getattr(cell, name) for name in same})
 
 
 @dataclass(frozen=True)

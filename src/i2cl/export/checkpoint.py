@@ -216,14 +216,14 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
         raise I2CLError(f"{what}: leave it out with --drop-prior (in Python: without_label_prior)")
     made = copy.deepcopy(generation)
     bias = biases_of(made)
-    own = golden.sequence_bias
-    if taken := own.keys() & bias.keys():
+    added = golden.sequence_bias
+    if taken := added.keys() & bias.keys():
         cure = "leave the label prior out with --drop-prior (in Python: without_label_prior)"
         raise I2CLError(
             f"the base's generation config has a sequence_bias on label token {min(taken)[-1]} already: "
             + (cure if golden.label_bias else "take it out of the base's generation_config.json")
         )
-    bias |= own
+    bias |= added
     made.sequence_bias = [[list(tokens), value] for tokens, value in bias.items()]
     if golden.compared:
         search_whole(made, golden.beams, golden.spoken, golden.end)

@@ -152,8 +152,8 @@ class Folding:
                 if bias not in self.shapes:
                     raise I2CLError(f"{self.config.model_type!r} has no tensor {bias}: {HOOKED}")
                 self.constants[bias] = self.constants.get(bias, torch.zeros(shape[1])) + added[layer, site]
-                own = path if home == path else path[:-1]
-                self.scales |= {f"{layers}.{layer}.{name}": kept[site] for name in own}
+                target = path if home == path else path[:-1]
+                self.scales |= {f"{layers}.{layer}.{name}": kept[site] for name in target}
 
 
 def added_and_kept(

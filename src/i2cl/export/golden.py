@@ -134,8 +134,8 @@ class Golden(pydantic.BaseModel):
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""
         name = dtype_name(dtype)
-        told = {"dtype": name, "tolerance": TOLERANCES.get(name, max(TOLERANCES.values()))}
-        return self.model_copy(update=told | {"model_type": model_type, "biases": biases})
+        precision = {"dtype": name, "tolerance": TOLERANCES.get(name, max(TOLERANCES.values()))}
+        return self.model_copy(update=precision | {"model_type": model_type, "biases": biases})
 
     @property
     def targets(self) -> list[list[int]]:

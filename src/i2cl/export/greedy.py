@@ -131,11 +131,11 @@ def forced_sequences(
 
 def added(wanted: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
     """What each sequence adds, so that with those which end it the last token has what is wanted."""
-    found: dict[tuple[int, ...], float] = {}
+    sums: dict[tuple[int, ...], float] = {}
     for sequence in sorted(wanted, key=len):
-        shorter = (found.get(sequence[start:], 0.0) for start in range(1, len(sequence)))
-        found[sequence] = wanted[sequence] - sum(shorter)
-    return found
+        shorter = (sums.get(sequence[start:], 0.0) for start in range(1, len(sequence)))
+        sums[sequence] = wanted[sequence] - sum(shorter)
+    return sums
 
 
 def forced_tokens(labels: Sequence[Sequence[int]], prior: Sequence[float]) -> dict[int, float]:
@@ -157,8 +157,8 @@ def grammar_of(words: Sequence[str]) -> str:
 
 def biases_of(generation: GenerationConfig) -> dict[tuple[int, ...], float]:
     """What a generation config adds to the logits of some tokens, in either of the forms that it takes."""
-    told: Any = generation.sequence_bias or {}
-    pairs = told.items() if isinstance(told, dict) else told
+    biases: Any = generation.sequence_bias or {}
+    pairs = biases.items() if isinstance(biases, dict) else biases
     return {tuple(tokens): float(value) for tokens, value in pairs}
 
 

@@ -100,7 +100,7 @@ def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verifica
     with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
         said, whole = partial(model.said, golden=golden), bool(golden.sequences)
         answers = [answer_of(golden, one, model.logits, said, compared=whole) for one in golden.prompts]
-        asked = golden.prompts if model.has_tokenizer else ()
-        texts = [(one.query, one.ids) for one in asked if one.query is not None]
+        prompts = golden.prompts if model.has_tokenizer else ()
+        texts = [(one.query, one.ids) for one in prompts if one.query is not None]
         others = tuple(text for text, ids in texts if model.tokens(text) != ids)
     return replace(compare(golden, answers, tolerance, golden.lost(there)), retokenized=others)

@@ -89,8 +89,8 @@ def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:
     for layer, site in product(range(len(added)), sites):
         scales[f"{layers}.{layer}.{maps[site]}"] = float(kept[layer, site])
         home = f"{layers}.{layer}.{maps[{'attention': 0, 'mlp': 1}.get(joint, site)]}"
-        own = added[layer, site]
-        constants[home] = constants[home] + own if home in constants else own.clone()
+        constant = added[layer, site]
+        constants[home] = constants[home] + constant if home in constants else constant.clone()
     if not lora:
         _require_glora(config, empty, scales, constants)
     return _adapter(empty, scales, constants, lora=lora)
@@ -140,18 +140,21 @@ def _refusal(config: PreTrainedConfig, reason: str) -> I2CLError:
 
 def _adapter(empty: Any, scales: _Scales, constants: _Constants, *, lora: bool) -> Adapter:
     """The tuner's config, and its own tensors on an empty model."""
-    own: dict[str, Any]
+    fields: dict[str, Any]
     if lora:
         tuner, constant = "LoRA", "lora_B.bias"
         transposed = any(not isinstance(empty.get_submodule(name), nn.Linear) for name in scales)
-        own = {"r": 1, "lora_alpha": 1, "lora_bias": True, "fan_in_fan_out": transposed}  # of GPT-2's Conv1D
+        # transposed: of GPT-2's Conv1D
+        fields = {"r": 1, "lora_alpha": 1, "lora_bias": True, "fan_in_fan_out": transposed}
     else:
         tuner, constant = "GLoRA", "glora_E.X"
-        own = {"config_A_B": "constant", "config_C": "none", "config_D_E": "vector"}
+        fields = {"config_A_B": "constant", "config_C": "none", "config_D_E": "vector"}
     # maps have the same names in all layers
-    own["target_modules"] = sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in scales | constants})
-    config = _of_peft("LoraConfig" if lora else "GloraConfig")(task_type="CAUSAL_LM", **own)
-    config.target_modules = own["target_modules"]  # PEFT makes a set of it, whose order varies in files
+    targets = sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in scales | constants})
+    config = _of_peft("LoraConfig" if lora else "GloraConfig")(
+        task_type="CAUSAL_LM", target_modules=targets, **fields
+    )
+    config.target_modules = targets  # PEFT makes a set of it, whose order varies in files
     with warnings.catch_warnings(action="ignore"):  # LoRA's vector cannot be merged where a layer has no bias
         wearing = _of_peft("get_peft_model")(empty, config)
         names = _of_peft("get_peft_model_state_dict")(wearing, save_embedding_layers=False)
@@ -218,8 +221,8 @@ def export_peft(
             known = expected.model_copy(update={"model_type": kind, "biases": norms})
             write_golden(fresh, path.resolve().name, known, "peft")
             if known.forced:
-                own = decoder.model.generation_config or GenerationConfig()
-                with_bias(own, known).save_pretrained(fresh)
+                generation = decoder.model.generation_config or GenerationConfig()
+                with_bias(generation, known).save_pretrained(fresh)
     return made
 
 

@@ -60,7 +60,7 @@ class TaskQuery:
     def tokens(self) -> int:
         """Tokens that run, at most: of labels that are scored whole, the query with each."""
         labels = self.task.questions.labels
-        return sum(len(self.ids) + len(own) - 1 for own in labels.ids) if labels.full else len(self.ids)
+        return sum(len(self.ids) + len(label) - 1 for label in labels.ids) if labels.full else len(self.ids)
 
 
 class InjectionPool:
@@ -160,12 +160,12 @@ class InjectionPool:
             by_kind[one.task.kind].append(row)
         for rows in by_kind.values():
             chosen = [queries[row].task for row in rows]
-            asked, labels = [queries[row].ids for row in rows], [one.questions.labels for one in chosen]
-            values = score(self.decoder, asked, labels, edit=_edit(chosen), progress=progress)
+            texts, labels = [queries[row].ids for row in rows], [one.questions.labels for one in chosen]
+            values = score(self.decoder, texts, labels, edit=_edit(chosen), progress=progress)
             require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
-                own = line[: len(task.questions.labels.ids)]
-                scores[row] = among(own, task.bias, task.temperature)
+                label_scores = line[: len(task.questions.labels.ids)]
+                scores[row] = among(label_scores, task.bias, task.temperature)
         return scores
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:

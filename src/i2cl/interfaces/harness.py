@@ -88,9 +88,10 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
                 super().__init__(pretrained.model, tokenizer=pretrained.tokenizer, **options)
         else:
             source = located(str(pretrained))
-            own: dict[str, Any] = {"use_safetensors": True, "revision": revision or "main"}
-            own |= {} if torch.accelerator.is_available() else {"device": "cpu"}  # it would insist on CUDA
-            super().__init__(source, **own | options)
+            defaults: dict[str, Any] = {"use_safetensors": True, "revision": revision or "main"}
+            if not torch.accelerator.is_available():
+                defaults["device"] = "cpu"  # it would insist on CUDA
+            super().__init__(source, **defaults | options)
             self._decoder = Decoder(self.model, self._plain_tokenizer, name=str(pretrained))
         self._temperature = 1.0 if chosen is None else chosen.temperature
         self._changes: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []

@@ -90,8 +90,8 @@ def _parts(name: str) -> list[str]:
 
 def _built(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Method:
     lowest = _known(parts[0])
-    own = {**recipe, **options} if issubclass(lowest, InjectionMethod) else options
-    method = lowest.configured(own)
+    settings = {**recipe, **options} if issubclass(lowest, InjectionMethod) else options
+    method = lowest.configured(settings)
     for part in parts[1:]:
         above = _known(part)
         if not issubclass(above, Wrapper):

@@ -34,8 +34,8 @@ class NoiseConfig(Settings):
 
 def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVector:
     """A Gaussian vector in place of a context vector."""
-    own = random.Random(f"noise vector {seed}").getrandbits(63)  # calibration draws from the seed itself
-    drawn = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(own))
+    number = random.Random(f"noise vector {seed}").getrandbits(63)  # calibration draws from the seed itself
+    drawn = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(number))
     if config.noise_vector == "matched":
         drawn = drawn / drawn.norm(dim=-1, keepdim=True) * real.values.norm(dim=-1, keepdim=True)
     return replace(real, values=drawn)
@@ -57,16 +57,16 @@ def corrupted(
     task: Task, demonstrations: Examples, config: CorruptionConfig, seed: int
 ) -> tuple[Task, tuple[Example, ...]]:
     """The task and demonstrations that the chosen stage gets to see."""
-    own = random.Random(f"corrupted demonstrations {seed}")  # batches are drawn from the seed itself
+    rng = random.Random(f"corrupted demonstrations {seed}")  # batches are drawn from the seed itself
     if config.corruption == "without_format":
         plain = replace(Template.plain(), separator=task.template.separator)
         return replace(task, template=plain), tuple(demonstrations)
     if config.corruption == "random_label":
         return task, tuple(
-            replace(example, label=own.randrange(len(task.labels))) for example in demonstrations
+            replace(example, label=rng.randrange(len(task.labels))) for example in demonstrations
         )
     split = [(example, example.text.split()) for example in demonstrations]
-    return task, tuple(replace(one, text=" ".join(own.sample(words, len(words)))) for one, words in split)
+    return task, tuple(replace(one, text=" ".join(rng.sample(words, len(words)))) for one, words in split)
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class I2CL(InjectionMethod):
         injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
         predictors = []
         for plan, injection in zip(plans, injections, strict=True):
-            own = replace(injection, context=plan.injected or injection.context)
-            predictors.append(self.predictor(questions, own, held_out=plan.held_out))
+            final = replace(injection, context=plan.injected or injection.context)
+            predictors.append(self.predictor(questions, final, held_out=plan.held_out))
         return predictors
 
 

@@ -115,8 +115,8 @@ def context_length(config: Any, otherwise: int) -> int | None:
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """What a config says of its rotary embedding, or of that of each kind of layer."""
-    own = getattr(config, "rope_parameters", None) or {}
-    return [own] if "rope_type" in own else [one for one in own.values() if isinstance(one, dict)]
+    ropes = getattr(config, "rope_parameters", None) or {}
+    return [ropes] if "rope_type" in ropes else [one for one in ropes.values() if isinstance(one, dict)]
 
 
 def by_side(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:

@@ -107,8 +107,8 @@ class Decoder:
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        own: dict[str, Any] = {"architecture": architecture, "token_budget": token_budget}
-        return cls(model, tokenizer, name=name, revision=revision, **own)
+        options: dict[str, Any] = {"architecture": architecture, "token_budget": token_budget}
+        return cls(model, tokenizer, name=name, revision=revision, **options)
 
     def __sklearn_clone__(self) -> "Decoder":
         """scikit-learn's clones of an estimator share its model, which none of them changes."""
@@ -181,7 +181,7 @@ class Decoder:
             return False
         trie = Trie.of(tuple((*end, 0) for end in ends))
         forked = forked_batch([query], [trie], self.device)
-        last = [len(query) + trie.edges[own[-1]][0] for own in trie.steps]
+        last = [len(query) + trie.edges[steps[-1]][0] for steps in trie.steps]
         places = torch.tensor([last], device=self.device)
         try:
             with self.frozen(), torch.no_grad():
@@ -246,8 +246,9 @@ class Decoder:
         budget = self.token_budget
         room = max(budget, CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET)
         sides = [len(side) for side in reversed(self.together([length + reserve for length in lengths]))]
-        alike = (rest for side in sides for rest in range(side, 0, -1))  # rows from here on that may share
-        pairs = zip(lengths, alike, strict=True)
+        # rows from here on that may share
+        rests = (rest for side in sides for rest in range(side, 0, -1))
+        pairs = zip(lengths, rests, strict=True)
         most = [max(1, min(budget // length, room // (length + reserve), rest)) for length, rest in pairs]
         return batching.batch_sizes(lengths, most, budget / batching.PASSES_A_BATCH)
 

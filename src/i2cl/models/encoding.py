@@ -59,8 +59,8 @@ class Encoder:
     def __call__(self, prompts: Sequence[str]) -> list[Ids]:
         """Token ids of each prompt, special tokens in front included."""
         plain = [prompt for prompt in prompts if _MARK not in prompt]
-        found = self.tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else ()
-        ids = map(tuple, found)
+        options = {"add_special_tokens": False, "verbose": False}
+        ids = map(tuple, self.tokenizer(plain, **options)["input_ids"] if plain else ())
         return [self.front + (self._marked(one)[0] if _MARK in one else next(ids)) for one in prompts]
 
     def plain(self, text: str) -> Ids:
@@ -72,7 +72,7 @@ class Encoder:
         if _MARK not in text and not self._special.search(text):
             return text
         kept = text.replace(_MARK, _KEPT)
-        return self._special.sub(lambda found: found[0][0] + _BROKEN + found[0][1:], kept)
+        return self._special.sub(lambda match: match[0][0] + _BROKEN + match[0][1:], kept)
 
     def spans(self, prompt: str) -> list[tuple[int, int]]:
         """Where in the prompt each of its tokens stands, those in front left out; of fast tokenizers."""
@@ -199,8 +199,8 @@ class Encoder:
 def _unmarked(part: str) -> tuple[str, list[int]]:
     """A part without its marks, and where each of its characters stood."""
     characters = re.finditer(f"{_BROKEN}|{_KEPT}|.", part, re.DOTALL)
-    found = [one for one in characters if one[0] != _BROKEN]
-    return "".join(one[0][0] for one in found), [one.start() for one in found]
+    kept = [one for one in characters if one[0] != _BROKEN]
+    return "".join(one[0][0] for one in kept), [one.start() for one in kept]
 
 
 Scoring = Literal["auto", "first_token", "full", "words"]
@@ -303,28 +303,30 @@ def label_tokens(
         if not ids:
             cure = "put a space or a newline before {label} in the template"
             raise I2CLError(f"this tokenizer merges label {label!r} with the end of the prompt: {cure}")
-    found = tuple(tokens)
-    if len(set(found)) < len(found):
+    sequences = tuple(tokens)
+    if len(set(sequences)) < len(sequences):
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "words":
-        own = [(token,) for token in keywords(encoder, labels, found)]
-        words = [tuple(dict.fromkeys(ids)) for ids in found]
-        while len(alike := Counter(map(frozenset, words))) < len(words):  # an own token may be another's word
-            words = [ids if alike[frozenset(ids)] == 1 else one for ids, one in zip(words, own, strict=True)]
-        return LabelTokens(tuple(own), full=False, line=line, words=tuple(words))
-    shared = len({ids[0] for ids in found}) < len(found)
+        first = [(token,) for token in keywords(encoder, labels, sequences)]
+        words = [tuple(dict.fromkeys(ids)) for ids in sequences]
+        sets = Counter(map(frozenset, words))
+        while len(sets) < len(words):  # the token of one may be another's word
+            words = [ids if sets[frozenset(ids)] == 1 else one for ids, one in zip(words, first, strict=True)]
+            sets = Counter(map(frozenset, words))
+        return LabelTokens(tuple(first), full=False, line=line, words=tuple(words))
+    shared = len({ids[0] for ids in sequences}) < len(sequences)
     if shared and scoring == "first_token":
         raise I2CLError("labels share their first token: use scoring='full', or other label words")
     if shared and scoring == "auto":
         message = "labels share their first token; scoring whole label sequences instead"
         warnings.warn(message, ScoringWarning, stacklevel=2)
-    if begun := _begun(found):
+    if begun := _begun(sequences):
         ended = _behind(encoder, template, labels, line, template.separator)
-        found = _ended(found, ended, encoder, [labels[one] for one in begun])
-    return LabelTokens(found, full=scoring == "full" or shared, line=line)
+        sequences = _ended(sequences, ended, encoder, [labels[one] for one in begun])
+    return LabelTokens(sequences, full=scoring == "full" or shared, line=line)
 
 
-def keywords(encoder: Encoder, labels: Sequence[str], found: Sequence[Ids]) -> Ids:
+def keywords(encoder: Encoder, labels: Sequence[str], sequences: Sequence[Ids]) -> Ids:
     """One token for each label, all different: of its own tokens, of its words in other spellings, or any.
     A label takes the token that fewest labels have, the earlier one of two; where that is taken, labels
     change places (augmenting paths, Kuhn 1955), so that no label goes without one that could have one. What
@@ -332,13 +334,13 @@ def keywords(encoder: Encoder, labels: Sequence[str], found: Sequence[Ids]) -> I
     label has: the fit teaches them. Raises I2CLError if the vocabulary has fewer tokens than there are
     labels.
     """
-    common = Counter(token for ids in found for token in set(ids))
+    common = Counter(token for ids in sequences for token in set(ids))
     choices = []
-    for label, ids in zip(labels, found, strict=True):
-        own = sorted(dict.fromkeys(ids), key=lambda token: common[token])
+    for label, ids in zip(labels, sequences, strict=True):
+        rarest = sorted(dict.fromkeys(ids), key=lambda token: common[token])
         words = [f" {spelt(word)}" for spelt in (str.title, str.upper, str.lower) for word in label.split()]
         spare = [token for word in words for token in encoder.plain(word)[:1] if token not in common]
-        choices.append([*own, *dict.fromkeys(spare)])
+        choices.append([*rarest, *dict.fromkeys(spare)])
     owner: dict[int, int] = {}
 
     def settled(label: int, tried: set[int]) -> bool:
@@ -371,21 +373,21 @@ def _behind(
     return [ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in whole]
 
 
-def _begun(found: Sequence[Ids]) -> tuple[int, int] | None:
+def _begun(sequences: Sequence[Ids]) -> tuple[int, int] | None:
     """Two labels the first of which begins the second, if there are any."""
-    places = sorted(range(len(found)), key=lambda one: found[one])
+    places = sorted(range(len(sequences)), key=lambda one: sequences[one])
     for first, second in pairwise(places):  # in this order nothing stands between a prefix and what it begins
-        if found[second][: len(found[first])] == found[first]:
+        if sequences[second][: len(sequences[first])] == sequences[first]:
             return first, second
     return None
 
 
 def _ended(
-    found: Sequence[Ids], ended: Sequence[Ids], encoder: Encoder, begun: Sequence[str]
+    sequences: Sequence[Ids], ended: Sequence[Ids], encoder: Encoder, begun: Sequence[str]
 ) -> tuple[Ids, ...]:
     """Labels with the separator's first token behind them, or with EOS where that merges with one."""
-    with_ends = tuple(long[: len(short) + 1] for short, long in zip(found, ended, strict=True))
-    apart = all(whole[:-1] == short for short, whole in zip(found, with_ends, strict=True))
+    with_ends = tuple(long[: len(short) + 1] for short, long in zip(sequences, ended, strict=True))
+    apart = all(whole[:-1] == short for short, whole in zip(sequences, with_ends, strict=True))
     if apart and _begun(with_ends) is None:
         return with_ends
     end = encoder.tokenizer.eos_token_id
@@ -394,4 +396,4 @@ def _ended(
             f"label {begun[0]!r} is how label {begun[1]!r} begins, and this tokenizer has no token that ends "
             "them (EOS): use other label words"
         )
-    return tuple((*ids, int(end)) for ids in found)
+    return tuple((*ids, int(end)) for ids in sequences)

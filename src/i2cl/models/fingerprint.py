@@ -127,10 +127,10 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
         held = kept.read_text(encoding="ascii")
         if re.fullmatch(r"[0-9a-f]{16}", held):
             return held
-    found = tensors_fingerprint(_checkpoint_weights(model))
+    fingerprint = tensors_fingerprint(_checkpoint_weights(model))
     with suppress(I2CLError):
-        replaced_file(kept, found)
-    return found
+        replaced_file(kept, fingerprint)
+    return fingerprint
 
 
 def _kept_place(model: PreTrainedModel) -> Path | None:

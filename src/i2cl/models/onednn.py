@@ -75,8 +75,8 @@ class _Swapped:
         weight, bias = self.module.weight, self.module.bias
         plain = _plain(weight) and (bias is None or _plain(bias)) and x.dtype == torch.float32
         if not plain or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            own: Callable[..., Tensor] = type(self.module).forward
-            return own(self.module, x)
+            forward: Callable[..., Tensor] = type(self.module).forward
+            return forward(self.module, x)
         weight = weight.t() if type(self.module) is Conv1D else weight
         if torch.is_grad_enabled() and x.requires_grad:
             result: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]

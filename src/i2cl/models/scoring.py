@@ -76,8 +76,8 @@ class Questions:
     def labels(self) -> LabelTokens:
         """Tokens of the label words as they follow a query. Raises I2CLError: see `label_tokens`."""
         task = self.task
-        found = label_tokens(self.decoder.encoder, task.template, task.labels, self.scoring)
-        return found if self.weights is None else found.weighted(self.weights)
+        tokens = label_tokens(self.decoder.encoder, task.template, task.labels, self.scoring)
+        return tokens if self.weights is None else tokens.weighted(self.weights)
 
     def queries(
         self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True
@@ -106,9 +106,9 @@ class Questions:
         """Log-probability of each label word after each text's query. Raises I2CLError: as `queries`, and
         where a score is not a number.
         """
-        found = score(self.decoder, self.queries(texts), self.labels, edit=edit, progress=progress)
-        require_finite(found, self.decoder)
-        return found
+        values = score(self.decoder, self.queries(texts), self.labels, edit=edit, progress=progress)
+        require_finite(values, self.decoder)
+        return values
 
 
 def score(
@@ -126,12 +126,12 @@ def score(
     others have -inf behind theirs. The edit works at every layer; progress is told as queries finish.
     """
     each = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
-    most = max((len(own.ids) for own in each), default=0)
+    most = max((len(one.ids) for one in each), default=0)
     scores = torch.full((len(queries), most), -torch.inf)
     with decoder.frozen(), torch.no_grad():
-        asked = _Asked(decoder, queries, each[: len(queries)], edit, prefix)
-        for way, chosen in _ways(asked).items():
-            for places, values, finished in way(asked, chosen):
+        work = _Work(decoder, queries, each[: len(queries)], edit, prefix)
+        for way, chosen in _ways(work).items():
+            for places, values, finished in way(work, chosen):
                 rows, columns = torch.tensor(places).unbind(-1)
                 scores[rows, columns] = values.cpu()
                 if progress is not None:
@@ -177,7 +177,7 @@ Part = tuple[list[tuple[int, int]], Tensor, float]
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
+class _Work:
     """What `score` is asked: queries, each with its labels, under an edit and behind a prefix."""
 
     decoder: Decoder
@@ -187,10 +187,10 @@ class _Asked:
     prefix: Prefix | None
 
 
-def _first(asked: _Asked, _chosen: Sequence[int]) -> Iterator[Part]:
-    for batch, values in _read(asked.decoder, asked.queries, asked.edit, asked.prefix):
-        places = [(row, column) for row in batch.rows for column in range(len(asked.labels[row].ids))]
-        each = [asked.labels[row] for row in batch.rows]
+def _first(work: _Work, _chosen: Sequence[int]) -> Iterator[Part]:
+    for batch, values in _read(work.decoder, work.queries, work.edit, work.prefix):
+        places = [(row, column) for row in batch.rows for column in range(len(work.labels[row].ids))]
+        each = [work.labels[row] for row in batch.rows]
         if all(labels is each[0] for labels in each):
             yield places, each[0].scores(values).flatten(), len(batch.rows)
         else:
@@ -210,56 +210,56 @@ def _read(
 
 
 # Reads the labels of some queries, whose places come last.
-Way = Callable[[_Asked, Sequence[int]], Iterator[Part]]
+Way = Callable[[_Work, Sequence[int]], Iterator[Part]]
 
 
-def _ways(asked: _Asked) -> dict[Way, list[int]]:
+def _ways(work: _Work) -> dict[Way, list[int]]:
     """Places of the queries by how their labels are read.
 
     All labels of several tokens stand behind their query at once, where the model lets a row fork. A mask of
     one's own knows no window, some models have no place for more tokens than their context has, and a mask
     grows with the square of a row.
     """
-    if not any(own.full for own in asked.labels):
-        return {_first: list(range(len(asked.queries)))}
-    everywhere = asked.prefix is None and (asked.edit is None or asked.edit.everywhere)
-    limit = min(asked.decoder.window or LONGEST_FORK, asked.decoder.max_length or LONGEST_FORK, LONGEST_FORK)
+    if not any(labels.full for labels in work.labels):
+        return {_first: list(range(len(work.queries)))}
+    everywhere = work.prefix is None and (work.edit is None or work.edit.everywhere)
+    limit = min(work.decoder.window or LONGEST_FORK, work.decoder.max_length or LONGEST_FORK, LONGEST_FORK)
     forks, others = list[int](), list[int]()
-    for row, (query, own) in enumerate(zip(asked.queries, asked.labels, strict=True)):
-        fits = everywhere and len(query) + len(Trie.of(own.ids).tokens) <= limit
-        (forks if fits and asked.decoder.can_fork else others).append(row)
-    shared = everywhere and _shares(asked, others)
+    for row, (query, labels) in enumerate(zip(work.queries, work.labels, strict=True)):
+        fits = everywhere and len(query) + len(Trie.of(labels.ids).tokens) <= limit
+        (forks if fits and work.decoder.can_fork else others).append(row)
+    shared = everywhere and _shares(work, others)
     return {_forked: forks, (_shared if shared else _whole): others}
 
 
-def _forked(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
+def _forked(work: _Work, chosen: Sequence[int]) -> Iterator[Part]:
     """Whole label sequences, each query run once with all of its labels behind it."""
-    tries = [Trie.of(asked.labels[row].ids) for row in chosen]
+    tries = [Trie.of(work.labels[row].ids) for row in chosen]
 
     def run(batch: Batch) -> list[Tensor]:
-        own = [tries[place] for place in batch.rows]
+        some = [tries[place] for place in batch.rows]
         rows = tuple(chosen[place] for place in batch.rows)
-        forked = forked_batch([asked.queries[row] for row in rows], own, asked.decoder.device)
-        at = _from_last(forked, 1 + max(len(trie.tokens) for trie in own))
-        return edge_scores(asked.decoder.forward(replace(forked, rows=rows), at=at, edit=asked.edit), own)
+        forked = forked_batch([work.queries[row] for row in rows], some, work.decoder.device)
+        at = _from_last(forked, 1 + max(len(trie.tokens) for trie in some))
+        return edge_scores(work.decoder.forward(replace(forked, rows=rows), at=at, edit=work.edit), some)
 
-    whole = [asked.queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
-    for batch, each in asked.decoder.run_batches(whole, run):
+    whole = [work.queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
+    for batch, each in work.decoder.run_batches(whole, run):
         rows = zip((chosen[place] for place in batch.rows), each, strict=True)
         places = [(row, column) for row, values in rows for column in range(len(values))]
         yield places, torch.cat(each), len(batch.rows)
 
 
-def _shares(asked: _Asked, chosen: Sequence[int]) -> bool:
+def _shares(work: _Work, chosen: Sequence[int]) -> bool:
     """Whether each query is to run once, with its labels behind the keys that it leaves.
     They follow in a pass for every length of query, so that has to save a fair part of a batch each. Beyond a
     limit of longrope a label turns the keys of its query.
     """
-    if not asked.decoder.can_split or asked.decoder.rope_limits:
+    if not work.decoder.can_split or work.decoder.rope_limits:
         return False
-    lengths = [len(asked.queries[row]) for row in chosen]
-    saved = sum(n * (len(asked.labels[row].ids) - 1) for n, row in zip(lengths, chosen, strict=True))
-    return PASSES_A_BATCH * saved > asked.decoder.token_budget * len(set(lengths))
+    lengths = [len(work.queries[row]) for row in chosen]
+    saved = sum(n * (len(work.labels[row].ids) - 1) for n, row in zip(lengths, chosen, strict=True))
+    return PASSES_A_BATCH * saved > work.decoder.token_budget * len(set(lengths))
 
 
 class _Branch(NamedTuple):
@@ -271,35 +271,35 @@ class _Branch(NamedTuple):
     ids: Ids
 
 
-def _shared(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
+def _shared(work: _Work, chosen: Sequence[int]) -> Iterator[Part]:
     """Whole label sequences, each query run once, and its labels behind the keys that it leaves."""
 
     def run(batch: Batch) -> tuple[list[_Branch], Tensor]:
         batch = replace(batch, rows=tuple(chosen[place] for place in batch.rows))
         caches: list[Cache] = []
-        read = asked.decoder.forward(batch, edit=asked.edit, caches=caches)[:, 0].float().log_softmax(-1)
+        read = work.decoder.forward(batch, edit=work.edit, caches=caches)[:, 0].float().log_softmax(-1)
         branches = [
             _Branch(line, row, column, ids)
             for line, row in enumerate(batch.rows)
-            for column, ids in enumerate(asked.labels[row].ids)
+            for column, ids in enumerate(work.labels[row].ids)
         ]
         values = read[[branch.line for branch in branches], [branch.ids[0] for branch in branches]]
-        alike = defaultdict(list)  # behind queries of one length no key is padding
+        by_length = defaultdict(list)  # behind queries of one length no key is padding
         for place, branch in enumerate(branches):
             if len(branch.ids) > 1:
-                alike[len(asked.queries[branch.row])].append(place)
-        for length, places in alike.items():
+                by_length[len(work.queries[branch.row])].append(place)
+        for length, places in by_length.items():
             lengths = [len(branches[place].ids) for place in places]
-            for group in _groups(asked.decoder, places, lengths, length):
-                own = [branches[place] for place in group]
-                behind = Prefix.of_rows(caches[0], [branch.line for branch in own], length)
-                targets = [branch.ids[1:] for branch in own]
-                rests = make_batch([branch.ids[:-1] for branch in own], asked.decoder.device)
-                rests = replace(rests, last=rests.first, rows=tuple(branch.row for branch in own))
-                values[group] += sequence_log_probabilities(asked.decoder, rests, targets, asked.edit, behind)
+            for group in _groups(work.decoder, places, lengths, length):
+                some = [branches[place] for place in group]
+                behind = Prefix.of_rows(caches[0], [branch.line for branch in some], length)
+                targets = [branch.ids[1:] for branch in some]
+                rests = make_batch([branch.ids[:-1] for branch in some], work.decoder.device)
+                rests = replace(rests, last=rests.first, rows=tuple(branch.row for branch in some))
+                values[group] += sequence_log_probabilities(work.decoder, rests, targets, work.edit, behind)
         return branches, values
 
-    for batch, (branches, values) in asked.decoder.run_batches([asked.queries[row] for row in chosen], run):
+    for batch, (branches, values) in work.decoder.run_batches([work.queries[row] for row in chosen], run):
         yield [(branch.row, branch.column) for branch in branches], values, len(batch.rows)
 
 
@@ -312,39 +312,39 @@ def _groups(
     the memory halves the batch of queries, and the token budget with it.
     """
     room = decoder.token_budget * (CPU_KEPT_BUDGET // CPU_BUDGET if decoder.device.type == "cpu" else 1)
-    alike = defaultdict(list)
+    by_length = defaultdict(list)
     for place, length in zip(places, lengths, strict=True):
-        alike[length].append(place)
+        by_length[length].append(place)
     groups: list[tuple[int, list[int]]] = []  # the longest label's length, and places
     padding = 0
-    for length in sorted(alike, reverse=True):
-        padding += len(alike[length]) * (groups[-1][0] - length) if groups else 0
+    for length in sorted(by_length, reverse=True):
+        padding += len(by_length[length]) * (groups[-1][0] - length) if groups else 0
         if not groups or PASSES_A_BATCH * padding > decoder.token_budget:
             groups.append((length, []))
             padding = 0
-        groups[-1][1].extend(alike[length])
+        groups[-1][1].extend(by_length[length])
     for longest, group in groups:
         size = max(1, room // (cached + longest))
         yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
-def _whole(asked: _Asked, chosen: Sequence[int]) -> Iterator[Part]:
+def _whole(work: _Work, chosen: Sequence[int]) -> Iterator[Part]:
     """Whole label sequences, each query run with each of its labels."""
-    pairs = [(row, label) for row in chosen for label in range(len(asked.labels[row].ids))]
-    whole = [asked.queries[row] + asked.labels[row].ids[label][:-1] for row, label in pairs]  # what will run
+    pairs = [(row, label) for row in chosen for label in range(len(work.labels[row].ids))]
+    whole = [work.queries[row] + work.labels[row].ids[label][:-1] for row, label in pairs]  # what will run
 
-    reserve = asked.prefix.length if asked.prefix else 0
+    reserve = work.prefix.length if work.prefix else 0
 
     def run(group: Batch) -> Tensor:
-        own = [pairs[place] for place in group.rows]
-        targets = [asked.labels[row].ids[column] for row, column in own]
-        batch = labelled_batch([asked.queries[row] for row, _ in own], targets, asked.decoder.device)
-        batch = replace(batch, rows=tuple(row for row, _ in own))
-        return sequence_log_probabilities(asked.decoder, batch, targets, asked.edit, asked.prefix)
+        some = [pairs[place] for place in group.rows]
+        targets = [work.labels[row].ids[column] for row, column in some]
+        batch = labelled_batch([work.queries[row] for row, _ in some], targets, work.decoder.device)
+        batch = replace(batch, rows=tuple(row for row, _ in some))
+        return sequence_log_probabilities(work.decoder, batch, targets, work.edit, work.prefix)
 
-    for group, values in asked.decoder.run_batches(whole, run, reserve=reserve):
+    for group, values in work.decoder.run_batches(whole, run, reserve=reserve):
         places = [pairs[place] for place in group.rows]
-        yield places, values, sum(1 / len(asked.labels[row].ids) for row, _ in places)
+        yield places, values, sum(1 / len(work.labels[row].ids) for row, _ in places)
 
 
 def labelled_batch(

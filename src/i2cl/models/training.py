@@ -93,16 +93,16 @@ class LabelLikelihood:
         among_labels: bool,
     ) -> None:
         self.decoder, self.labels, self.gold = decoder, labels, gold
-        self.whole = among_labels and any(own.full for own in labels)
+        self.whole = among_labels and any(tokens.full for tokens in labels)
         self.first = among_labels and not self.whole
-        if not among_labels and any(own.words for own in labels):
+        if not among_labels and any(tokens.words for tokens in labels):
             raise I2CLError("scoring='words' compares labels, and nothing else: take loss='labels' with it")
         answers = zip(labels, gold, strict=True)
-        places = [range(len(own.ids)) if self.whole else [right] for own, right in answers]
-        pairs = [(place, label) for place, own in enumerate(places) for label in own]
+        places = [range(len(tokens.ids)) if self.whole else [right] for tokens, right in answers]
+        pairs = [(place, label) for place, some in enumerate(places) for label in some]
         self.queries = [queries[place] for place, _ in pairs]
         self.targets = [labels[place].target(label) for place, label in pairs]
-        self.lengths = [len(ids) + len(own) - 1 for ids, own in zip(self.queries, self.targets, strict=True)]
+        self.lengths = [len(ids) + len(end) - 1 for ids, end in zip(self.queries, self.targets, strict=True)]
         self.rows = [range(*ends) for ends in pairwise([0, *accumulate(map(len, places))])]
 
     def __call__(
@@ -290,7 +290,7 @@ def label_log_probabilities(
     ``gold`` is the right one's place.
     """
     logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
-    return right_among([own.scores(row) for row, own in zip(logits, labels, strict=True)], gold)
+    return right_among([tokens.scores(row) for row, tokens in zip(logits, labels, strict=True)], gold)
 
 
 def right_among(scores: Sequence[Tensor], gold: Sequence[int]) -> Float[Tensor, " queries"]:

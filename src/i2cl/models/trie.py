@@ -37,8 +37,8 @@ class Trie:
         for ids in labels:
             for end in range(1, len(ids)):
                 places.setdefault(ids[:end], len(places) - 1)
-            own = [(places[ids[:end]], token) for end, token in enumerate(ids)]
-            steps.append(tuple(edges.setdefault(edge, len(edges)) for edge in own))
+            path = [(places[ids[:end]], token) for end, token in enumerate(ids)]
+            steps.append(tuple(edges.setdefault(edge, len(edges)) for edge in path))
         beginnings = [ids for ids in places if ids]
         parents = tuple(places[ids[:-1]] for ids in beginnings)
         return cls(tuple(ids[-1] for ids in beginnings), parents, tuple(edges), tuple(steps))
@@ -51,16 +51,18 @@ class Trie:
     @cached_property
     def visible(self) -> Bool[Tensor, "nodes nodes"]:
         """What each beginning sees: itself, and those before it."""
-        found = torch.eye(len(self.parents), dtype=torch.bool)
+        mask = torch.eye(len(self.parents), dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
-                found[node] |= found[parent]
-        return found
+                mask[node] |= mask[parent]
+        return mask
 
     def scores(self, edges: Float[Tensor, " edges"]) -> Float[Tensor, " labels"]:
         """Log-probability of each label, from those of the edges."""
-        rows = torch.tensor([label for label, own in enumerate(self.steps) for _ in own], device=edges.device)
-        taken = torch.tensor([edge for own in self.steps for edge in own], device=edges.device)
+        rows = torch.tensor(
+            [label for label, path in enumerate(self.steps) for _ in path], device=edges.device
+        )
+        taken = torch.tensor([edge for path in self.steps for edge in path], device=edges.device)
         return edges.new_zeros(len(self.steps)).index_add(0, rows, edges[taken])
 
 
@@ -82,10 +84,10 @@ def edge_scores(
     logits: Float[Tensor, "batch positions vocab"], tries: Sequence[Trie]
 ) -> list[Float[Tensor, " labels"]]:
     """Log-probability of each row's labels, from logits at its query's end and at every beginning."""
-    found = []
-    for own, trie in zip(logits, tries, strict=True):
-        wide = own.float()  # a row at a time: each has a vocabulary for every beginning
+    values = []
+    for row, trie in zip(logits, tries, strict=True):
+        wide = row.float()  # a row at a time: each has a vocabulary for every beginning
         whole = wide.logsumexp(-1)
         nodes, tokens = torch.tensor(trie.edges, device=wide.device).unbind(-1)
-        found.append(trie.scores(wide[nodes + 1, tokens] - whole[nodes + 1]))
-    return found
+        values.append(trie.scores(wide[nodes + 1, tokens] - whole[nodes + 1]))
+    return values

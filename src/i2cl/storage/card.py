@@ -200,8 +200,11 @@ print(injection.predict(decoder, ["a text to classify"]))"""
 def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
     """Paragraphs on the loss, and on the temperature and the label bias where there are any."""
     losses = description["loss"]
-    told = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats, first round to last of {len(losses)}" if losses else ""
-    yield f"Calibration loss: {told}." if told else "The coefficients were not calibrated."
+    if losses:
+        course = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats, first round to last of {len(losses)}"
+        yield f"Calibration loss: {course}."
+    else:
+        yield "The coefficients were not calibrated."
     if description.get("word_weights"):
         yield "A label is told by its words; the fit learned how much each counts (`word_weights`)."
     if "temperature" in description:

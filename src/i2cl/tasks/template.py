@@ -128,7 +128,7 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], bef
     several = rendered(_FIRST, _ANSWER, _SECOND, ask=True)
     try:
         before, start = query.split(_FIRST)
-        told, end = exchange.split(_ANSWER)
+        question, end = exchange.split(_ANSWER)
         _, rest = several.split(_ANSWER)
         between, _ = rest.split(_SECOND)
     except ValueError:
@@ -136,7 +136,7 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], bef
     head = between.removeprefix(end)
     if not (between.startswith(end) and before.endswith(head)):
         raise I2CLError("the chat template's turns are not independent: leave out chat (--chat)")
-    shown = told.split(_FIRST)[1]
+    shown = question.split(_FIRST)[1]
     middle = shown if shown.startswith(start) and not shown.removeprefix(start).strip() else start
     opening = before.removesuffix(head)
     bos = tokenizer.bos_token

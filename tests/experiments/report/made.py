@@ -32,18 +32,18 @@ def record(method, task, seed, answers, model="reference", **more):
     cell = Cell(**{"model": model, "task": task, "method": method, "seed": seed, "limit": 40, **more})
     gold = tuple(place % 2 for place in range(len(right)))
     answers = tuple(int(place % 2 == ok) for place, ok in enumerate(right))
-    found = {"accuracy": float(right.mean()), "macro_f1": 0.5, "gold": gold, "predictions": answers}
-    found |= {"labels": ("a", "b"), "demonstrations": (0, 1), "fit_seconds": 1.0, "predict_seconds": 2.0}
-    return told(cell, status="done", outcome=found | outcome, provenance=provenance)
+    result = {"accuracy": float(right.mean()), "macro_f1": 0.5, "gold": gold, "predictions": answers}
+    result |= {"labels": ("a", "b"), "demonstrations": (0, 1), "fit_seconds": 1.0, "predict_seconds": 2.0}
+    return message(cell, status="done", outcome=result | outcome, provenance=provenance)
 
 
-def told(cell, **fields):
+def message(cell, **fields):
     return Record(key=cell.key, cell=cell, started="2025-01-02T03:04:05+00:00", **fields)
 
 
 def failed(method, task, seed, error):
     cell = Cell(model="reference", task=task, method=method, seed=seed, limit=40)
-    return told(cell, status="failed", error=error)
+    return message(cell, status="failed", error=error)
 
 
 def changed(record, **update):
@@ -88,9 +88,9 @@ def cells(table):
 
 
 def noted(table, part):
-    found = [note for note in table.notes if part in note]
-    assert len(found) == 1, table.notes
-    return found[0]
+    result = [note for note in table.notes if part in note]
+    assert len(result) == 1, table.notes
+    return result[0]
 
 
 def random(share, seed, queries=40):

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from experiments.report.made import changed, told
+from experiments.report.made import changed, message
 from fitting import one_line
 from i2cl.experiments.confidence import highest, reliability
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
@@ -52,7 +52,7 @@ def record(cell, labels=("a", "b"), layers=4, sites=2):
     outcome |= {"labels": labels, "demonstrations": (0,), "coefficients": coefficients}
     outcome |= {"fit_seconds": 1, "predict_seconds": milliseconds / 10, "trainable_parameters": 0}
     outcome |= {"cached_values": 0, "cached_bytes": size, "held_out": 0}
-    return told(cell, status="done", outcome=outcome)
+    return message(cell, status="done", outcome=outcome)
 
 
 def results(*rows, tasks=TASKS, seeds=3, keep=lambda cell: True, **made):
@@ -61,12 +61,12 @@ def results(*rows, tasks=TASKS, seeds=3, keep=lambda cell: True, **made):
     return results_of(experiment, [record(cell, **made) for cell in cells if keep(cell)])[0]
 
 
-def vectors_of(found, classes=2, d=3):
+def vectors_of(result, classes=2, d=3):
     """Tasks and classes far from each other, seeds near."""
     made = {}
-    for one in found.cells:
+    for one in result.cells:
         rng = np.random.default_rng([one.cell.seed, 7])
-        middle = 10 * found.tasks.index(one.cell.task) + np.arange(classes)[:, None, None, None]
+        middle = 10 * result.tasks.index(one.cell.task) + np.arange(classes)[:, None, None, None]
         parts = {"context_vector": (4, 2, d), "coefficients": (4, 2, 2), "class_vectors": (classes, 4, 2, d)}
         made[one.key] = {name: rng.random(shape) for name, shape in parts.items()}
         made[one.key]["context_vector"] += middle[0]
@@ -74,8 +74,8 @@ def vectors_of(found, classes=2, d=3):
     return made
 
 
-def drawn(view, found, vectors=None):
-    figure = FIGURES[view](found, vectors or {})
+def drawn(view, result, vectors=None):
+    figure = FIGURES[view](result, vectors or {})
     assert isinstance(figure, Figure)
     figure.draw_without_rendering()
     return figure
@@ -113,12 +113,12 @@ def test_nothing_is_drawn_of_nothing(view):
 
 @pytest.mark.parametrize("view", ["efficiency", "matrix", "coefficient-map"])
 def test_files_are_the_same_every_time(view, tmp_path):
-    found = results(*EVERYTHING[view])
-    vectors = vectors_of(found)
+    result = results(*EVERYTHING[view])
+    vectors = vectors_of(result)
     before = dict(mpl.rcParams)
-    figures = [drawn(view, found, vectors)]
+    figures = [drawn(view, result, vectors)]
     with mpl.rc_context({"font.size": 20, "svg.fonttype": "path", "savefig.bbox": "tight"}):
-        figures.append(drawn(view, found, vectors))
+        figures.append(drawn(view, result, vectors))
         paths = [save(figure, tmp_path / str(n) / "some.figure") for n, figure in enumerate(figures)]
     assert [path.name for path in paths[0]] == ["some.figure.png", "some.figure.svg"]
     assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[1]]
@@ -151,8 +151,8 @@ def test_bars_tell_which_rows_lack_tasks_and_leave_out_what_moves_and_other_seed
     (axes,) = drawn("bars", short).axes  # of the seeds that all tasks have
     assert axes.patches[0].get_width() == pytest.approx(60 + 5 + 0.5)
     assert FIGURES["bars"](results(I2CL, keep=lambda cell: cell.seed == TASKS.index(cell.task)), {}) is None
-    found = results(ZERO.model_copy(update={"seeds": None}))  # by another experiment in the same store
-    limited = replace(found, experiment=found.experiment.model_copy(update={"rows": (ZERO,)}))
+    result = results(ZERO.model_copy(update={"seeds": None}))  # by another experiment in the same store
+    limited = replace(result, experiment=result.experiment.model_copy(update={"rows": (ZERO,)}))
     (axes,) = drawn("bars", limited).axes
     assert texts(axes) == ["25.0"]
     (axes,) = drawn("bars", results(GridRow(name="I2CL", shots=(1, 5)), tasks=("films",))).axes
@@ -208,18 +208,18 @@ def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
     assert max(time.get_yticks()) <= 100
     rows = [row for row in load_experiment("efficiency").rows if row.method in COST]  # the paper's figure
     for axes, part in zip(drawn("efficiency", results(*rows)).axes, (0, 1), strict=True):
-        found = dict(zip(texts(axes), [line.get_xdata()[0] for line in points_of(axes)], strict=True))
+        result = dict(zip(texts(axes), [line.get_xdata()[0] for line in points_of(axes)], strict=True))
         for name, method in (("AutoComp.", "autocompressor"), ("ICAE", "icae"), ("CEPE", "cepe")):
-            assert found[name] == pytest.approx(COST[method][part])
+            assert result[name] == pytest.approx(COST[method][part])
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_names_do_not_overlap(step):
     """Twelve methods on one spot, close together, and further apart."""
     rows = tuple(GridRow(name=f"A method of number {n}", options={"n": n}) for n in range(12))
-    found = results(*rows, seeds=1, tasks=("films",))
-    moved = (changed(one, predictions=answered(60 + step * at)) for at, one in enumerate(found.cells))
-    for axes in drawn("efficiency", replace(found, cells=tuple(moved))).axes:
+    result = results(*rows, seeds=1, tasks=("films",))
+    moved = (changed(one, predictions=answered(60 + step * at)) for at, one in enumerate(result.cells))
+    for axes in drawn("efficiency", replace(result, cells=tuple(moved))).axes:
         extents = [text.get_window_extent() for text in axes.texts]
         assert len(extents) == 12
         assert not any(one.overlaps(other) for one, other in combinations(extents, 2))
@@ -246,12 +246,14 @@ def test_matrix_is_accuracy_minus_zero_shot():
 
 
 def test_matrix_signs_cells_that_were_not_run_and_only_what_is_readable():
-    found = results(ZERO, MOVED, seeds=1, keep=lambda cell: cell.sources != ("news",) or cell.task != "films")
+    result = results(
+        ZERO, MOVED, seeds=1, keep=lambda cell: cell.sources != ("news",) or cell.task != "films"
+    )
     worse = {("zero_shot", "films"): 0.6, ("zero_shot", "news"): 0.99}
-    keys = [(one.cell.method, one.cell.task) for one in found.cells]
-    pairs = zip(keys, found.cells, strict=True)
+    keys = [(one.cell.method, one.cell.task) for one in result.cells]
+    pairs = zip(keys, result.cells, strict=True)
     records = [changed(one, accuracy=worse[key]) if key in worse else one for key, one in pairs]
-    axes = drawn("matrix", replace(found, cells=tuple(records))).axes[0]
+    axes = drawn("matrix", replace(result, cells=tuple(records))).axes[0]
     values = np.ma.getmaskarray(axes.images[0].get_array())
     assert values.tolist() == [[False] * 3, [True, False, False], [False] * 3]
     assert texts(axes) == ["0", "−34", "+40", "−27", "+47", "+14", "−20", "+54"]
@@ -265,20 +267,20 @@ def test_matrix_signs_cells_that_were_not_run_and_only_what_is_readable():
 
 @pytest.mark.parametrize("view", ["vectors", "coefficient-map"])
 def test_maps_have_a_point_for_each_task_and_seed(view):
-    found = results(ZERO, I2CL)
-    figure = drawn(view, found, vectors_of(found))
+    result = results(ZERO, I2CL)
+    figure = drawn(view, result, vectors_of(result))
     (axes,) = figure.axes
     assert [len(line.get_xdata()) for line in axes.lines] == [3, 3, 3]
     assert legend_of(figure) == list(TASKS)
     assert np.isfinite([line.get_xydata() for line in axes.lines]).all()
     many = tuple(f"task-{number}" for number in range(20))
-    figure = drawn("vectors", (found := results(I2CL, tasks=many, seeds=1)), vectors_of(found))
+    figure = drawn("vectors", (result := results(I2CL, tasks=many, seeds=1)), vectors_of(result))
     assert len({(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}) == 20
 
 
 def test_tasks_that_lie_apart_are_apart_on_the_map():
-    found = results(I2CL, seeds=5)
-    (axes,) = drawn("vectors", found, vectors_of(found)).axes
+    result = results(I2CL, seeds=5)
+    (axes,) = drawn("vectors", result, vectors_of(result)).axes
     groups = np.array([line.get_xydata() for line in axes.lines])
     middles = groups.mean(1)
     within = np.linalg.norm(groups - middles[:, None], axis=-1).max()
@@ -290,8 +292,8 @@ def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors(monkeypat
     one, few = results(I2CL, tasks=("films",), seeds=6), results(I2CL, tasks=("films", "news"), seeds=2)
     many, other = results(I2CL), results(ICL)
     equal = {key: {"context_vector": np.ones((4, 2, 3))} for key in vectors_of(many)}
-    for found, vectors in ((one, vectors_of(one)), (few, vectors_of(few)), (many, {}), (many, equal)):
-        assert FIGURES["vectors"](found, vectors) is None
+    for result, vectors in ((one, vectors_of(one)), (few, vectors_of(few)), (many, {}), (many, equal)):
+        assert FIGURES["vectors"](result, vectors) is None
     assert FIGURES["class-vectors"](many, equal) is None
     assert FIGURES["vectors"](other, vectors_of(other)) is None
     monkeypatch.setitem(sys.modules, "sklearn", None)
@@ -299,25 +301,25 @@ def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors(monkeypat
 
 
 def test_class_vectors_have_a_panel_for_each_task_and_the_label_words(monkeypatch):
-    found = results(I2CL, labels=("good", "$bad"))
-    vectors = vectors_of(found)
+    result = results(I2CL, labels=("good", "$bad"))
+    vectors = vectors_of(result)
     whole = dict(vectors)
-    del vectors[found.cells[0].key]  # a task with four points is too little
-    figure = drawn("class-vectors", found, vectors)
+    del vectors[result.cells[0].key]  # a task with four points is too little
+    figure = drawn("class-vectors", result, vectors)
     assert [axes.get_title() for axes in figure.axes] == ["news", "plots"]
     for axes in figure.axes:
         assert [len(line.get_xdata()) for line in axes.lines] == [3, 3]
         assert legend_of(axes) == ["good", "$bad"]
     monkeypatch.setattr(figures_maps, "MOST_NAMED", 1)  # a legend larger than its panel
-    axes = drawn("class-vectors", found, whole).axes[0]
+    axes = drawn("class-vectors", result, whole).axes[0]
     assert (axes.get_legend(), axes.get_xlabel()) == (None, "2 classes")
 
 
 def test_coefficients_are_means_over_seeds_by_layer():
-    found = results(I2CL)
-    figure = drawn("coefficients", found)
+    result = results(I2CL)
+    figure = drawn("coefficients", result)
     assert [axes.get_title() for axes in figure.axes] == list(TASKS)
-    values = np.array([one.outcome.coefficients for one in found.of_default("news")])
+    values = np.array([one.outcome.coefficients for one in result.of_default("news")])
     lines = figure.axes[1].lines
     wanted = values.mean(0).reshape(4, 4).T  # attention's lambda and beta, the MLP's lambda and beta
     assert np.array([line.get_ydata() for line in lines]) == pytest.approx(wanted)
@@ -334,13 +336,13 @@ def test_coefficients_of_one_site_and_one_seed_and_of_tasks_with_dollars(tmp_pat
     (axes,) = drawn("coefficients", results(I2CL, tasks=("films",), seeds=1, sites=1)).axes
     assert len(axes.lines) == 2
     assert not axes.collections
-    found = results(I2CL, tasks=("cost_in_$", "price_in_$"))
-    svg = save(drawn("coefficients", found), tmp_path / "figure")[1].read_text()
+    result = results(I2CL, tasks=("cost_in_$", "price_in_$"))
+    svg = save(drawn("coefficients", result), tmp_path / "figure")[1].read_text()
     assert "λ" in svg
     assert ">cost_in_$<" in svg
 
 
-def scored(found, row=None):
+def scored(result, row=None):
     """The same results with scores: sure of the label that was answered, less so the later the query."""
     each = np.linspace(9, 3, 100)
 
@@ -350,14 +352,14 @@ def scored(found, row=None):
         side = np.where(np.array(one.outcome.predictions) == 1, 1, -1) * each
         return changed(one, scores=Scores.of(np.stack([-side, side], 1)))
 
-    return replace(found, cells=tuple(map(kept, found.cells)))
+    return replace(result, cells=tuple(map(kept, result.cells)))
 
 
 def test_reliability_is_accuracy_by_confidence_as_it_is_and_at_the_best_temperature():
-    found = scored(results(ZERO, I2CL))
-    figure = drawn("reliability", found)
+    result = scored(results(ZERO, I2CL))
+    figure = drawn("reliability", result)
     assert [axes.get_title() for axes in figure.axes] == ["as it is", "at the best temperature of each task"]
-    tasks = [[one.outcome for one in found.of_default(task)] for task in TASKS]
+    tasks = [[one.outcome for one in result.of_default(task)] for task in TASKS]
     arrays = [np.concatenate([run.scores.array for run in runs]) for runs in tasks]
     gold = [np.concatenate([run.gold for run in runs]) for runs in tasks]
     hits = np.concatenate([np.equal(run.gold, run.predictions) for runs in tasks for run in runs])
@@ -373,13 +375,13 @@ def test_reliability_is_accuracy_by_confidence_as_it_is_and_at_the_best_temperat
 
 
 def test_risk_coverage_ends_at_all_errors_and_rows_without_scores_are_left_out():
-    found = scored(results(ZERO, I2CL), I2CL)
-    (axes,) = drawn("risk-coverage", found).axes
+    result = scored(results(ZERO, I2CL), I2CL)
+    (axes,) = drawn("risk-coverage", result).axes
     (line,) = axes.lines
     assert to_hex(line.get_color()) == "#d55e00"
     assert (line.get_xdata()[0], line.get_xdata()[-1]) == pytest.approx((5, 100))
     assert line.get_ydata()[-1] == pytest.approx(100 - (60 + 5 + 5 / 3))
-    runs = [one.outcome for one in found.cells if one.outcome.scores is not None]
+    runs = [one.outcome for one in result.cells if one.outcome.scores is not None]
     half = [100 * (1 - np.equal(run.gold, run.predictions)[:50].mean()) for run in runs]
     assert line.get_ydata()[list(line.get_xdata()).index(50)] == pytest.approx(np.mean(half))
     for view in ("reliability", "risk-coverage"):

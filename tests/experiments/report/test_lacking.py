@@ -15,11 +15,11 @@ def test_a_row_with_fewer_tasks_is_marked_and_noted():
     made = [one for one in trial() if (one.cell.method, one.cell.task) != ("i2cl", "trec")]
     made += [record("icv", task, seed, "1010101010") for task in ("sst2", "trec") for seed in range(3)]
     three = grid(("Zero-shot", "ICV", "I2CL"))
-    found = table("tasks", three, made)
-    assert texts(found)["I2CL"] == ["73.3 ± 25.2", "73.3 ± 25.2", "–"]
-    assert cells(found)["I2CL"]["Average"].mark == "†"
-    assert cells(found)["Zero-shot"]["Average"].mark == ""
-    assert "1 of 2 tasks, not trec: I2CL." in noted(found, "†")
+    result = table("tasks", three, made)
+    assert texts(result)["I2CL"] == ["73.3 ± 25.2", "73.3 ± 25.2", "–"]
+    assert cells(result)["I2CL"]["Average"].mark == "†"
+    assert cells(result)["Zero-shot"]["Average"].mark == ""
+    assert "1 of 2 tasks, not trec: I2CL." in noted(result, "†")
     compared = table("comparison", three, made)
     assert compared.values[0]["mean"] == pytest.approx(40 - 220 / 3)  # on sst2 alone
     assert compared.rows[0][0].mark == "†"
@@ -28,18 +28,18 @@ def test_a_row_with_fewer_tasks_is_marked_and_noted():
 
 def test_tasks_that_other_experiments_ran_are_left_out_and_named():
     made = [one for one in trial() if (one.cell.method, one.cell.task) != ("i2cl", "trec")]
-    found = section(grid(), made)
-    assert texts(found.tables[0])["I2CL"][0] == "73.3 ± 25.2"
-    assert "trec" not in found.tables[0].columns
-    assert "tasks that at most half of the rows have: trec" in found.missing
+    result = section(grid(), made)
+    assert texts(result.tables[0])["I2CL"][0] == "73.3 ± 25.2"
+    assert "trec" not in result.tables[0].columns
+    assert "tasks that at most half of the rows have: trec" in result.missing
 
 
 def test_fewer_seeds_are_marked_averaged_over_what_tasks_share_and_said_once():
     made = [one for one in trial() if (one.cell.task, one.cell.seed) != ("sst2", 2)]
-    found = table("tasks", grid(), made)
-    assert texts(found)["I2CL"] == ["55.0 ± 7.1", "60.0 ± 14.1", "50.0 ± 0.0"]
-    assert cells(found)["I2CL"]["Average"].mark == "†"
-    assert "fewer than 3 seeds on sst2 (2);" in noted(found, "†")
+    result = table("tasks", grid(), made)
+    assert texts(result)["I2CL"] == ["55.0 ± 7.1", "60.0 ± 14.1", "50.0 ± 0.0"]
+    assert cells(result)["I2CL"]["Average"].mark == "†"
+    assert "fewer than 3 seeds on sst2 (2);" in noted(result, "†")
     made = [one for one in trial() if one.cell.seed < 2]
     for view in ("tasks", "cost"):
         assert noted(table(view, grid(), made), "†") == "† 2 of 3 seeds: I2CL."
@@ -63,17 +63,17 @@ def test_tasks_without_common_seeds_have_no_average_and_the_scale_says_how_many_
     asked = grid(quick=quick).model_copy(update={"full": Scale(seeds=5, limit=500)})
     assert not any("†" in note for note in table("tasks", asked, made).notes)
     made = [record(name, "sst2", seed, "1") for name, n in (("i2cl", 4), ("icv", 3)) for seed in range(n)]
-    found = table("tasks", grid(("ICV", "I2CL"), seeds=2), made)  # beyond it, of every row
-    assert noted(found, "3 of 4 seeds") == "† 3 of 4 seeds: ICV."
+    result = table("tasks", grid(("ICV", "I2CL"), seeds=2), made)  # beyond it, of every row
+    assert noted(result, "3 of 4 seeds") == "† 3 of 4 seeds: ICV."
 
 
 def test_rows_views_and_tasks_without_results():
-    found = table("tasks", grid(tasks=("sst2", "trec", "mr")), trial())
-    assert "No results on mr." in found.notes
-    found = section(grid(("Zero-shot", "ICV"), views=("comparison", "matrix", "bars")), trial())
-    assert found.tables == ()
-    assert found.missing[0] == "rows without results: ICV (`i2cl experiment run trial` makes them)"
-    assert [line.split(":")[0] for line in found.missing[1:]] == ["comparison", "matrix, bars"]
+    result = table("tasks", grid(tasks=("sst2", "trec", "mr")), trial())
+    assert "No results on mr." in result.notes
+    result = section(grid(("Zero-shot", "ICV"), views=("comparison", "matrix", "bars")), trial())
+    assert result.tables == ()
+    assert result.missing[0] == "rows without results: ICV (`i2cl experiment run trial` makes them)"
+    assert [line.split(":")[0] for line in result.missing[1:]] == ["comparison", "matrix, bars"]
     assert f"run trial --model {LLAMA}` makes them" in section(grid(("I2CL", "ICV")), llama()).missing[0]
     own = grid(("I2CL", "ICV")).model_copy(update={"file": "my grids/trial.toml"})
     line = section(own, llama(model="reference", limit=100)).missing[0]
@@ -81,20 +81,20 @@ def test_rows_views_and_tasks_without_results():
 
 
 def test_an_experiment_without_cells_says_so_in_one_line():
-    found = build([grid(("ICV",))], trial(), {})
-    (only,) = found.sections
+    result = build([grid(("ICV",))], trial(), {})
+    (only,) = result.sections
     assert only.missing == ("no cells in this store: `i2cl experiment run trial` makes them",)
-    assert "no cells in this store: `i2cl experiment run trial` makes them" in markdown(found)
-    assert r"no cells in this store: \texttt{i2cl experiment run trial} makes them" in latex(found)
-    assert "no cells in this store: <code>i2cl experiment run trial</code> makes them" in html(found, {})
+    assert "no cells in this store: `i2cl experiment run trial` makes them" in markdown(result)
+    assert r"no cells in this store: \texttt{i2cl experiment run trial} makes them" in latex(result)
+    assert "no cells in this store: <code>i2cl experiment run trial</code> makes them" in html(result, {})
 
 
 def test_different_queries_rows_and_weights_are_not_mixed():
     made = [record("i2cl", "sst2", 0, "1010"), record("i2cl", "sst2", 1, "101010")]
     assert "different queries of task 'sst2'" in section(grid(), made).missing[-1]
 
-    def of(told):
-        return [record("i2cl", "sst2", seed, "10", provenance=one) for seed, one in enumerate(told)]
+    def of(message):
+        return [record("i2cl", "sst2", seed, "10", provenance=one) for seed, one in enumerate(message)]
 
     made = of([{}, {"rows": "a"}, {"rows": "b"}])
     assert "come from different rows of task 'sst2'" in section(grid(), made).missing[-1]
@@ -105,16 +105,16 @@ def test_different_queries_rows_and_weights_are_not_mixed():
 
 
 @pytest.mark.parametrize(
-    ("seeds", "few", "many", "told"), [(1, "10", "11", "100.0"), (3, "00", "11", "0.0 ± 0.0")]
+    ("seeds", "few", "many", "message"), [(1, "10", "11", "100.0"), (3, "00", "11", "0.0 ± 0.0")]
 )
-def test_a_transfer_from_more_tasks_counts_and_is_not_averaged_with_others(seeds, few, many, told):
+def test_a_transfer_from_more_tasks_counts_and_is_not_averaged_with_others(seeds, few, many, message):
     """With three seeds the last one of more sources is lacking."""
     study = {"study": "transfer"}
     one = [record("i2cl", "sst2", seed, few, sources=("a",), **study) for seed in range(seeds)]
     two = [record("i2cl", "sst2", seed, many, sources=("a", "b"), **study) for seed in range(min(seeds, 2))]
     row = GridRow(name="I2CL", **study)
     for made in ([*one, *two], [*two, *one]):
-        assert texts(table("tasks", grid([row], seeds=seeds), made))["I2CL"] == [told]
+        assert texts(table("tasks", grid([row], seeds=seeds), made))["I2CL"] == [message]
 
 
 def test_one_seed_of_a_method_that_draws_stands_for_no_other():
@@ -123,31 +123,31 @@ def test_one_seed_of_a_method_that_draws_stands_for_no_other():
     made = [record("few_shot", "sst2", 0, "1" * 40), record("zero_shot", "sst2", 0, "0" * 40)]
     made += [record("icv", "sst2", seed, "10" * 20) for seed in range(4)]
     for other in ("Zero-shot", "ICV"):
-        found = texts(table("comparison", grid(rows, seeds=4, against=other), made))
-        assert found["Few-shot (ICL)"][-1] == "fewer than 4 seeds cannot tell"
-    assert found["Zero-shot"][-1] != "fewer than 4 seeds cannot tell"
+        result = texts(table("comparison", grid(rows, seeds=4, against=other), made))
+        assert result["Few-shot (ICL)"][-1] == "fewer than 4 seeds cannot tell"
+    assert result["Zero-shot"][-1] != "fewer than 4 seeds cannot tell"
 
 
 def test_queries_that_are_not_balanced_are_not_said_to_be():
     row = GridRow(name="Batch", method="zero_shot+batch_calibration", seeds=1)
-    for skew, told in ((1, "of balanced classes"), (3, "which are not of balanced classes")):
+    for skew, message in ((1, "of balanced classes"), (3, "which are not of balanced classes")):
         made = [record(row.method, "sst2", 0, "10", skew=skew)]
         asked = grid([row], seeds=1, skews=(1, 3), against="Batch")
-        assert noted(table("tasks", asked, made), told)
+        assert noted(table("tasks", asked, made), message)
         assert f",{skew}," in csv_text(build([asked], made, {}, figures=False))
 
 
 def test_shares_of_common_fits_are_no_seconds_of_single_ones():
     made = [record("i2cl", "sst2", seed, "10", together=2) for seed in range(2)]
-    found = table("cost", grid(("I2CL",), seeds=2), made)
-    assert noted(found, "Seconds of equal shares of seeds that were fitted together: I2CL.")
+    result = table("cost", grid(("I2CL",), seeds=2), made)
+    assert noted(result, "Seconds of equal shares of seeds that were fitted together: I2CL.")
 
 
 def test_every_setting_has_a_section_but_not_for_a_single_row_that_another_experiment_brought():
-    found = build([grid()], [*trial(), *llama(), *llama("zero_shot")], {}, figures=False)
-    assert {one.setting.model for one in found.sections} == {"reference", LLAMA}
-    assert len({one.anchor for one in found.sections}) == 2
-    assert found.sections[1].heading == f"Trial ({found.sections[1].setting.model})"
+    result = build([grid()], [*trial(), *llama(), *llama("zero_shot")], {}, figures=False)
+    assert {one.setting.model for one in result.sections} == {"reference", LLAMA}
+    assert len({one.anchor for one in result.sections}) == 2
+    assert result.sections[1].heading == f"Trial ({result.sections[1].setting.model})"
     (only,) = build([grid()], [*trial(), *llama()], {}, figures=False).sections
     assert only.setting.model == "reference"
     assert only.missing == (f"a section for {LLAMA}, at most 40 queries per task: only I2CL there",)

@@ -17,12 +17,12 @@ TABLES = printed_tables()
 
 
 def test_tables_are_those_of_the_paper_in_its_order():
-    found = [(int(t.paper.split(":")[0].removeprefix("Table ")), t.name) for t in TABLES]
+    result = [(int(t.paper.split(":")[0].removeprefix("Table ")), t.name) for t in TABLES]
     ablations = [f"ablation-{name}" for name in ("module", "layer", "position", "noise", "formula")]
     names = ["main", "peft", "transfer", *ablations, "main", "main", "main", "synthetic", "over-icl"]
-    assert found == list(zip([*range(1, 9), *range(11, 16)], names, strict=True))
+    assert result == list(zip([*range(1, 9), *range(11, 16)], names, strict=True))
     others = {11: "GPT-J-6B", 12: "GPT2-XL", 13: "Llama3-8B"}
-    assert [t.model for t in TABLES] == [others.get(number, "Llama2-7b") for number, _ in found]
+    assert [t.model for t in TABLES] == [others.get(number, "Llama2-7b") for number, _ in result]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.name}-{table.model}")
@@ -100,17 +100,17 @@ def test_rows_and_averages_are_the_printed_ones(name, model, rows, averages):
 )
 def test_accuracies_are_the_printed_ones(name, model, called, task, mean, sd):
     table = printed_for(name, model)
-    place, found = table.tasks.index(task), table.rows[called]
-    assert (found.mean[place], found.sd[place] if found.sd else None) == (mean, sd)
+    place, result = table.tasks.index(task), table.rows[called]
+    assert (result.mean[place], result.sd[place] if result.sd else None) == (mean, sd)
 
 
 def test_costs_and_tasks_are_the_printed_ones():
     peft = printed_for("peft", LLAMA).rows.values()
-    assert [found.trainable_thousands for found in peft] == [4.10, 4194.30, 262.14, 0.13]
+    assert [result.trainable_thousands for result in peft] == [4.10, 4194.30, 262.14, 0.13]
     main = printed_for("main", LLAMA).rows.values()
     compressed = "2(M/K)DL"
     expected = ["0", "2MDL", "2DL", compressed, "D", "DL", "2DL", compressed, compressed, compressed]
-    assert [found.cached for found in main] == expected
+    assert [result.cached for result in main] == expected
     assert set(printed_for("main", LLAMA).tasks) == set(PAPER_TASKS)
     assert set(PAPER_TASKS) - set(printed_for("main", GPT2).tasks) == {"agnews", "dbpedia"}
     assert set(PAPER_TASKS) - set(printed_for("over-icl", LLAMA).tasks) == {"agnews"}
@@ -134,7 +134,9 @@ def test_four_printed_averages_are_not_the_mean_of_their_row():
     """Those of docs/reference/fidelity.md; all others are right to their last digit."""
     rows = [(t, name, row) for t in TABLES for name, row in t.rows.items() if row.mean and row.average]
     means = [(t.name, t.model, name, row.average, sum(row.mean) / len(row.mean)) for t, name, row in rows]
-    wrong = [(*what, told, round(mean, 2)) for *what, told, mean in means if abs(told - mean) > 0.0051]
+    wrong = [
+        (*what, message, round(mean, 2)) for *what, message, mean in means if abs(message - mean) > 0.0051
+    ]
     assert wrong == [
         ("main", "Llama2-7b", "AutoComp.", 63.94, 65.05),
         ("peft", "Llama2-7b", "Prompt-tuning", 54.94, 53.83),
@@ -176,11 +178,11 @@ def test_a_compressor_stands_above_its_printed_row_alone(model, row, sst2, avera
     method = next(one.method for one in asked.rows if one.name == row)
     tasks = whole.tasks
     made = [one for name in (method, "i2cl") for one in llama(name, model, [0.72] * len(tasks), tasks)]
-    found = table("tasks", asked, made)
-    assert [one[0].text for one in found.rows] == [row, f"{row} (paper)", "I2CL"]
-    printed = cells(found)[f"{row} (paper)"]
+    result = table("tasks", asked, made)
+    assert [one[0].text for one in result.rows] == [row, f"{row} (paper)", "I2CL"]
+    printed = cells(result)[f"{row} (paper)"]
     assert (printed["sst2"].text, printed["Average"].text) == (sst2, average)
-    assert "Table 1" in noted(found, "(paper)")
+    assert "Table 1" in noted(result, "(paper)")
 
 
 def test_unknown_names_are_told_and_tables_are_checked_and_frozen():
@@ -198,27 +200,27 @@ def test_unknown_names_are_told_and_tables_are_checked_and_frozen():
 
 
 def test_printed_rows_stand_below_ours_by_name_of_task():
-    found = table("tasks", grid(["I2CL"], printed="main"), llama(tasks=("trec", "sst2")))
-    assert [row[0].text for row in found.rows] == ["I2CL", "I2CL (paper)"]
-    printed = cells(found)["I2CL (paper)"]
+    result = table("tasks", grid(["I2CL"], printed="main"), llama(tasks=("trec", "sst2")))
+    assert [row[0].text for row in result.rows] == ["I2CL", "I2CL (paper)"]
+    printed = cells(result)["I2CL (paper)"]
     shown = {name: cell.text for name, cell in printed.items()}
     assert shown == {"Average": "75.12", "sst2": "87.68 ± 2.47", "trec": "78.56 ± 5.32"}
     assert all(cell.printed for cell in printed.values())
     assert printed["sst2"].mark == "‡"
-    assert "outside our 95 % interval" in noted(found, "‡")
-    assert "as printed in Table 1" in noted(found, "(paper)")
-    assert "2 here, 9 there" in noted(found, "other tasks than the paper's")
+    assert "outside our 95 % interval" in noted(result, "‡")
+    assert "as printed in Table 1" in noted(result, "(paper)")
+    assert "2 here, 9 there" in noted(result, "other tasks than the paper's")
     assert printed["Average"].mark == ""  # other tasks: nothing to compare
-    assert noted(found, "without results here").endswith("Task-vector, ICV and 3 more.")
-    found = table("tasks", grid(["I2CL"], printed="main"), llama(tasks=("sst2", "mine")))
-    assert cells(found)["I2CL (paper)"]["mine"].text == ""
+    assert noted(result, "without results here").endswith("Task-vector, ICV and 3 more.")
+    result = table("tasks", grid(["I2CL"], printed="main"), llama(tasks=("sst2", "mine")))
+    assert cells(result)["I2CL (paper)"]["mine"].text == ""
 
 
 @pytest.mark.parametrize("view", ["tasks", "average", "cost"])
 @pytest.mark.parametrize(("model", "name"), [("reference", "main"), (LLAMA, None), (LLAMA3, "peft")])
 def test_no_printed_rows_for_other_models_and_experiments(view, model, name):
-    found = table(view, grid(["I2CL"], printed=name), llama(model=model))
-    assert "(paper)" not in str((found.columns, found.rows, found.notes))
+    result = table(view, grid(["I2CL"], printed=name), llama(model=model))
+    assert "(paper)" not in str((result.columns, result.rows, result.notes))
 
 
 def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
@@ -230,11 +232,11 @@ def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
 
 
 @pytest.mark.parametrize(
-    ("name", "column", "told"),
+    ("name", "column", "message"),
     [("peft", "Trained, thousands (paper)", "0.13"), ("main", "Values kept (paper)", "2DL")],
 )
-def test_printed_costs(name, column, told):
-    assert cells(table("cost", grid(["I2CL"], printed=name), llama()))["I2CL"][column].text == told
+def test_printed_costs(name, column, message):
+    assert cells(table("cost", grid(["I2CL"], printed=name), llama()))["I2CL"][column].text == message
 
 
 def test_another_printed_table(monkeypatch):
@@ -242,6 +244,6 @@ def test_another_printed_table(monkeypatch):
     mine = PrintedTable(name="x", paper="Table 9: mine", model="m", tasks=("sst2",), rows=rows)
     assert "no table 'x'" in section(grid(printed="x"), trial()).missing[0]
     monkeypatch.setattr("i2cl.experiments.report.document.printed_for", lambda *_: mine)
-    found = table("tasks", grid(["I2CL"], printed="x"), trial())
-    assert texts(found)["I2CL (paper)"] == ["", "12.50", ""]
-    assert not any("other tasks" in note for note in found.notes)  # no average is printed
+    result = table("tasks", grid(["I2CL"], printed="x"), trial())
+    assert texts(result)["I2CL (paper)"] == ["", "12.50", ""]
+    assert not any("other tasks" in note for note in result.notes)  # no average is printed

@@ -58,13 +58,13 @@ def test_markdown_escapes_and_emphasises():
 
 def test_csv_holds_the_raw_numbers_and_tells_printed_from_measured():
     rows = csv_lines(grid(), trial())
-    found = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
-    assert len(found) == 6
-    ours = found["I2CL", "sst2"]
+    result = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
+    assert len(result) == 6
+    ours = result["I2CL", "sst2"]
     assert float(ours["mean"]) == pytest.approx(220 / 3)
     assert float(ours["sd"]) == pytest.approx(np.std([70, 50, 100], ddof=1))
-    assert float(found["I2CL", "(average)"]["mean"]) == pytest.approx(185 / 3)
-    assert float(found["Zero-shot", "trec"]["mean"]) == 20
+    assert float(result["I2CL", "(average)"]["mean"]) == pytest.approx(185 / 3)
+    assert float(result["Zero-shot", "trec"]["mean"]) == 20
     assert (ours["seeds"], ours["queries"], ours["model"]) == ("3", "10", "reference")
     assert {one["limit"] for one in rows} == {"40"}
     cost = {(one["row"], one["task"]): one for one in rows if one["view"] == "cost"}
@@ -105,10 +105,10 @@ def test_failed_cells_are_listed_and_provenance_names_everything_found():
         record("i2cl", "sst2", seed, "10", fit_seconds=3600.0, provenance=provenance)
         for seed, provenance in enumerate(({"torch": "2.9", "extra": 1}, {"torch": "2.10", "commit": None}))
     ]
-    found = dict(build([grid()], made, {}, figures=False).provenance)
-    assert (found["PyTorch"], found["extra"], found["Run"]) == (("2.9", "2.10"), ("1",), ("2025-01-02",))
-    assert found["Hours"] == ("2.00 fitting, 0.00 predicting",)
-    assert "Commit" not in found
+    result = dict(build([grid()], made, {}, figures=False).provenance)
+    assert (result["PyTorch"], result["extra"], result["Run"]) == (("2.9", "2.10"), ("1",), ("2025-01-02",))
+    assert result["Hours"] == ("2.00 fitting, 0.00 predicting",)
+    assert "Commit" not in result
 
 
 @pytest.fixture

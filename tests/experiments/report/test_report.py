@@ -33,19 +33,19 @@ from i2cl.injections.temperature import best_temperature, normalised
 
 
 def test_accuracy_by_task_by_hand_and_the_average_with_its_interval():
-    found = table("tasks", grid(), trial())
-    assert found.columns == ("Row", "Average", "sst2", "trec")
+    result = table("tasks", grid(), trial())
+    assert result.columns == ("Row", "Average", "sst2", "trec")
     ours, free = ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"], ["30.0", "40.0", "20.0"]
-    assert texts(found) == {"Zero-shot": free, "I2CL": ours}
+    assert texts(result) == {"Zero-shot": free, "I2CL": ours}
     for part in ("3 seeds", "a single seed has no ±", "10 queries per task"):
-        assert part in found.notes[0]
-    assert not any("†" in note for note in found.notes)
-    found = texts(table("average", grid(), trial()))
+        assert part in result.notes[0]
+    assert not any("†" in note for note in result.notes)
+    result = texts(table("average", grid(), trial()))
     right = np.array([[answer == "1" for answer in one] for one in SEEDS])
     expected = accuracy([right, np.tile(np.arange(10) < 5, (3, 1))])
     interval = f"{100 * expected.low:.1f} to {100 * expected.high:.1f}"
-    assert found["I2CL"] == ["61.7 ± 12.6", interval, "2", "3"]
-    assert found["Zero-shot"][0] == "30.0"
+    assert result["I2CL"] == ["61.7 ± 12.6", interval, "2", "3"]
+    assert result["Zero-shot"][0] == "30.0"
 
 
 def test_cost_by_hand_and_times_from_several_places_that_cannot_be_compared():
@@ -56,9 +56,9 @@ def test_cost_by_hand_and_times_from_several_places_that_cannot_be_compared():
         record("i2cl", "trec", 1, "1010", fit_seconds=7.0, predict_seconds=1.0, cached_values=3072),
     ]
     made = [changed(one, cost=replace(one.outcome.cost, trained=16)) for one in made]
-    found = cells(table("cost", grid(["I2CL"], seeds=2), made))["I2CL"]
+    result = cells(table("cost", grid(["I2CL"], seeds=2), made))["I2CL"]
     names = ("Values kept", "Trained parameters", "Fit, s", "Query, ms")
-    assert [found[name].text for name in names] == ["768–3,072", "16", "4.00", "375"]
+    assert [result[name].text for name in names] == ["768–3,072", "16", "4.00", "375"]
     made = [
         record("zero_shot", "sst2", 0, "10", provenance={"device": "cpu", "threads": "2"}),
         record("i2cl", "sst2", 0, "10", provenance={"device": "cuda:0", "threads": "2"}),
@@ -91,9 +91,9 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
         for number in ("mean", "low", "high"):
             assert values[name][number] == pytest.approx(100 * getattr(one, number))
         assert (values[name]["p"], values[name]["q"]) == (one.p, corrected[name])
-    verdicts = {name: found[-1] for name, found in texts(average).items()}
+    verdicts = {name: result[-1] for name, result in texts(average).items()}
     assert verdicts == {"Zero-shot": "lower", "Few-shot (ICL)": "higher", "ICV": "no difference shown"}
-    marks = {name: "".join(text[-1] for text in found) for name, found in texts(by_task).items()}
+    marks = {name: "".join(text[-1] for text in result) for name, result in texts(by_task).items()}
     assert marks == {"Zero-shot": "▼▼", "Few-shot (ICL)": "▲▲", "ICV": "··"}
     assert "the family is all 6 tests of this table" in noted(by_task, "Holm")
     assert "the family is all 3 tests of this table" in noted(average, "Holm")
@@ -119,17 +119,17 @@ def test_the_p_that_is_printed_is_the_one_that_decides():
 
 def test_one_task_needs_neither_average_nor_a_table_by_task_and_many_are_lines():
     made = [one for one in trial() if one.cell.task == "sst2"]
-    found = section(grid(), made)
+    result = section(grid(), made)
     titles = ["Accuracy by task", "Average accuracy over tasks", "Difference from I2CL", "Cost"]
-    assert [one.title for one in found.tables] == titles
-    assert found.tables[0].columns == ("Row", "sst2")
+    assert [one.title for one in result.tables] == titles
+    assert result.tables[0].columns == ("Row", "sst2")
     tasks = [f"task{number:02}" for number in range(11)]
     made = [record("i2cl", task, 0, "1" * number + "0") for number, task in reversed([*enumerate(tasks)])]
     made += [record("zero_shot", task, 0, "0" * number + "0") for number, task in enumerate(tasks)]
-    found = table("tasks", grid(seeds=1), made)
-    assert found.columns == ("Task", "Zero-shot", "I2CL")
-    assert [row[0].text for row in found.rows] == ["Average", *tasks]
-    assert texts(found)["task01"] == ["0.0", "50.0"]
+    result = table("tasks", grid(seeds=1), made)
+    assert result.columns == ("Task", "Zero-shot", "I2CL")
+    assert [row[0].text for row in result.rows] == ["Average", *tasks]
+    assert texts(result)["task01"] == ["0.0", "50.0"]
     by_task = table("comparison", grid(seeds=1), made, place=1)
     assert by_task.columns == ("Task", "Zero-shot")
     assert texts(by_task)["task01"] == ["−50.0 ·"]
@@ -152,10 +152,10 @@ def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():
     rows = ("Zero-shot", "I2CL", GridRow(name="Moved", study="move"))
     asked = grid(rows, views=("tasks", "comparison", "matrix"))
     assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL"]
-    found = table("matrix", asked, made)
-    assert found.columns == ("From", "sst2", "trec")
-    assert texts(found) == {"sst2": ["10.0", "20.0"], "trec": ["30.0", "40.0"]}
-    assert "1 of 3 seeds: all rows." in noted(found, "†")
+    result = table("matrix", asked, made)
+    assert result.columns == ("From", "sst2", "trec")
+    assert texts(result) == {"sst2": ["10.0", "20.0"], "trec": ["30.0", "40.0"]}
+    assert "1 of 3 seeds: all rows." in noted(result, "†")
 
 
 def with_scores(method, task, seed, sharper=3.0, queries=60):
@@ -173,7 +173,7 @@ def trusted(seeds=3):
 
 def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
     made = trusted()
-    found = table("confidence", grid(("ICV", "I2CL")), made)
+    result = table("confidence", grid(("ICV", "I2CL")), made)
     each, best, temperatures = [], [], []
     for task in ("sst2", "agnews"):
         runs = [one.outcome for one in made if (one.cell.task, one.cell.method) == (task, "i2cl")]
@@ -182,23 +182,23 @@ def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
         temperatures.append(best_temperature(scores, gold))
         each.append([confidence(*one) for one in sets])
         best.append([confidence(normalised(a, temperatures[-1]), g, p) for a, g, p in sets])
-    shown = [cell.text for cell in found.rows[1][1:]]
+    shown = [cell.text for cell in result.rows[1][1:]]
     expected = []
     for name, factor, digits in (("log_loss", 1, 3), ("brier", 1, 3), ("ece", 100, 1), ("aurc", 100, 1)):
         for held in (each, best):
             seeds = factor * np.mean([[getattr(one, name) for one in task] for task in held], axis=0)
             expected.append(f"{seeds.mean():.{digits}f} ± {seeds.std(ddof=1):.{digits}f}")
     assert shown == [*expected, f"{np.median(temperatures):.2f}"]
-    assert cells(found)["I2CL"]["Best T"].text == shown[-1]
+    assert cells(result)["I2CL"]["Best T"].text == shown[-1]
     assert 1.5 < np.median(temperatures) < 6
     losses = [float(text.split()[0]) for text in shown[:2]]
     assert losses[1] < losses[0]
 
 
 def test_confidence_in_the_file_and_of_rows_without_scores():
-    found = table("confidence", grid(("ICV", "I2CL")), trusted())
-    assert set(texts(found)["ICV"]) == {"–"}
-    assert noted(found, "cells without scores").endswith(": ICV.")
+    result = table("confidence", grid(("ICV", "I2CL")), trusted())
+    assert set(texts(result)["ICV"]) == {"–"}
+    assert noted(result, "cells without scores").endswith(": ICV.")
     views = ("tasks", "confidence", "reliability", "risk-coverage")
     (only,) = build([grid(views=views)], trial(), {}).sections
     assert [one.title for one in only.tables] == ["Accuracy by task"]
@@ -223,17 +223,17 @@ def bold(table):
 def test_nothing_is_bold_among_equals(view):
     asked = product(("few_shot", "i2cl"), ("sst2", "agnews"), range(3))
     made = [record(method, task, seed, random(0.7, [seed, len(task)])) for method, task, seed in asked]
-    found = table(view, grid(("Few-shot (ICL)", "I2CL")), made)
-    assert bold(found) == []
-    assert "Nothing is bold" in noted(found, "bold")
+    result = table(view, grid(("Few-shot (ICL)", "I2CL")), made)
+    assert bold(result) == []
+    assert "Nothing is bold" in noted(result, "bold")
 
 
 def test_what_is_right_everywhere_is_bold():
     asked = grid(("Few-shot (ICL)", "ICV", "I2CL"))
-    found = table("tasks", asked, always_right())
-    assert bold(found) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
-    assert "better than every other row: q < 0.05" in noted(found, "Bold")
-    assert "the family is the other rows" in noted(found, "Bold")
+    result = table("tasks", asked, always_right())
+    assert bold(result) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
+    assert "better than every other row: q < 0.05" in noted(result, "Bold")
+    assert "the family is the other rows" in noted(result, "Bold")
     assert bold(table("average", asked, always_right())) == [("Few-shot (ICL)", "Average")]
 
 
@@ -247,12 +247,12 @@ def test_rows_that_cannot_be_tested_cost_the_others_nothing():
     alone = table("comparison", grid(("ICV", "I2CL")), made).values
     made.append(record("zero_shot", "sst2", 0, random(0.1, [9])))
     made.append(record("few_shot", "sst2", 0, random(0.9, [10])))
-    found = table("comparison", grid(("Few-shot (ICL)", "ICV", "I2CL")), made)
-    values = {one["row"]: one for one in found.values}
+    result = table("comparison", grid(("Few-shot (ICL)", "ICV", "I2CL")), made)
+    values = {one["row"]: one for one in result.values}
     assert values["ICV"]["p"] == values["ICV"]["q"] == alone[0]["q"] < 1
     assert values["Few-shot (ICL)"]["q"] == 1
-    assert texts(found)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds cannot tell"]
-    assert "the family is the one test" in noted(found, "Holm")
+    assert texts(result)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds cannot tell"]
+    assert "the family is the one test" in noted(result, "Holm")
 
 
 def test_what_no_single_query_could_be_asked_of_is_named_in_every_table():
@@ -263,6 +263,6 @@ def test_what_no_single_query_could_be_asked_of_is_named_in_every_table():
     ]
     made = [*trial(), record("zero_shot+batch_calibration", "sst2", 0, "1" * 10)]
     for view in ("tasks", "average", "comparison"):
-        found = table(view, grid(rows), made)
-        assert "of balanced classes: Zero-shot, calibrated." in noted(found, "Of all queries together")
+        result = table(view, grid(rows), made)
+        assert "of balanced classes: Zero-shot, calibrated." in noted(result, "Of all queries together")
         assert not any("together" in note for note in table(view, grid(), trial()).notes)

@@ -21,9 +21,9 @@ def made(decoder, number, **fields):
     return random_injection(decoder, task, number, fields=fields)
 
 
-def refusal(told, work, *given):
+def refusal(message, work, *given):
     """What a call is refused with, with this pattern in its words."""
-    with pytest.raises(RefusalError, match=told or None) as refused:
+    with pytest.raises(RefusalError, match=message or None) as refused:
         work(*given)
     return refused.value
 
@@ -77,8 +77,8 @@ def client(service, asking):
 
 def packed(folder):
     """A tar file of an artefact."""
-    told = io.BytesIO()
-    with tarfile.open(fileobj=told, mode="w") as tar:
+    message = io.BytesIO()
+    with tarfile.open(fileobj=message, mode="w") as tar:
         for name in ("injection.json", "injection.safetensors"):
             tar.add(folder / name, arcname=name)
-    return told.getvalue()
+    return message.getvalue()

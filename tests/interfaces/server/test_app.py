@@ -27,11 +27,11 @@ NAMED = {"name": "new", "template": "Review: {text}\nSentiment: {label}"}
 
 
 def error_of(reply):
-    told = reply.json()["error"]
-    assert told["message"], told["cure"]
+    expected = reply.json()["error"]
+    assert expected["message"], expected["cure"]
     assert "Traceback" not in reply.text
     assert "site-packages" not in reply.text
-    return reply.status_code, told["code"]
+    return reply.status_code, expected["code"]
 
 
 def test_texts_are_classified_in_every_shape(client, service):
@@ -39,16 +39,18 @@ def test_texts_are_classified_in_every_shape(client, service):
     right = injection.scores(service.decoder, list(TEXTS)).softmax(-1)
     entry = service.tasks.entry("films")
     reply = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS)})
-    told = reply.json()
+    expected = reply.json()
     assert (reply.status_code, reply.headers["X-Task-Digest"]) == (200, entry.digest)
-    assert told.keys() == {"id", "object", "created", "model", "labels", "data", "usage"}
-    assert (told["object"], told["labels"]) == ("list", list(entry.labels))
-    torch.testing.assert_close(torch.tensor([one["probs"] for one in told["data"]]), right, rtol=0, atol=1e-5)
-    assert [one["label"] for one in told["data"]] == injection.predict(service.decoder, list(TEXTS))
-    assert [one["index"] for one in told["data"]] == [*range(len(TEXTS))]
-    assert {one["num_classes"] for one in told["data"]} == {2}
+    assert expected.keys() == {"id", "object", "created", "model", "labels", "data", "usage"}
+    assert (expected["object"], expected["labels"]) == ("list", list(entry.labels))
+    torch.testing.assert_close(
+        torch.tensor([one["probs"] for one in expected["data"]]), right, rtol=0, atol=1e-5
+    )
+    assert [one["label"] for one in expected["data"]] == injection.predict(service.decoder, list(TEXTS))
+    assert [one["index"] for one in expected["data"]] == [*range(len(TEXTS))]
+    assert {one["num_classes"] for one in expected["data"]} == {2}
     unsure = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS), "min_confidence": 1})
-    assert unsure.json()["data"] == [one | {"label": ""} for one in told["data"]]
+    assert unsure.json()["data"] == [one | {"label": ""} for one in expected["data"]]
     alone = client.post("/v1/classify", json={"model": "films", "input": TEXT}).json()
     best = alone["data"][0]["label"]
     ((first, second),) = client.post("/models/films", json={"inputs": TEXT}).json()
@@ -58,18 +60,18 @@ def test_texts_are_classified_in_every_shape(client, service):
     assert [len(one) for one in client.post("/models/films", json=top).json()] == [1] * len(TEXTS)
     messages = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
     chat = {"model": "films", "messages": messages, "logprobs": True, "top_logprobs": 2, "temperature": 0}
-    told = client.post("/v1/chat/completions", json=chat).json()
-    assert told["choices"][0]["message"]["content"] == best
-    assert len(told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    expected = client.post("/v1/chat/completions", json=chat).json()
+    assert expected["choices"][0]["message"]["content"] == best
+    assert len(expected["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
 def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tmp_path):
     rows = json.loads(examples(task))
     fit = {**NAMED, "examples": rows[:12], "settings": {"steps": 0}, "evaluate": 0, "shots": 1}
-    told = client.post("/v1/tasks", json={**fit, "check": True}).json()
-    assert (told["rows"], told["labels"]) == (12, sorted(task.labels))
-    assert (told["data"]["rows"], sum(told["data"]["labels"].values())) == (12, 12)
-    assert 0 < told["data"]["longest_tokens"] < told["data"]["most_tokens"]
+    expected = client.post("/v1/tasks", json={**fit, "check": True}).json()
+    assert (expected["rows"], expected["labels"]) == (12, sorted(task.labels))
+    assert (expected["data"]["rows"], sum(expected["data"]["labels"].values())) == (12, 12)
+    assert 0 < expected["data"]["longest_tokens"] < expected["data"]["most_tokens"]
     reply = client.post("/v1/tasks", json=fit)
     assert (reply.status_code, reply.json()["status"]) == (202, "queued")
     ended(service.jobs.get(reply.json()["id"]))
@@ -245,12 +247,12 @@ def test_no_other_site_can_ask_unless_named_and_the_page_loads_nothing_of_others
 def test_figures_tell_of_requests_and_name_no_task(client, service):
     client.post(CLASSIFY, json=ONE)
     client.post(CLASSIFY, json=ONE | {"model": "none"})
-    told = client.get("/metrics").text
-    assert 'i2cl_requests_total{route="/v1/classify",status="200"} 1.0' in told
-    assert 'i2cl_refusals_total{reason="unknown_task"} 1.0' in told
-    assert "i2cl_batch_rows_count 1.0" in told
-    assert "i2cl_resident_tasks 1.0" in told
-    assert "films" not in told
+    expected = client.get("/metrics").text
+    assert 'i2cl_requests_total{route="/v1/classify",status="200"} 1.0' in expected
+    assert 'i2cl_refusals_total{reason="unknown_task"} 1.0' in expected
+    assert "i2cl_batch_rows_count 1.0" in expected
+    assert "i2cl_resident_tasks 1.0" in expected
+    assert "films" not in expected
 
 
 def test_two_processes_do_not_write_to_one_folder_and_an_end_takes_nothing_new(service, opened, client):
@@ -285,6 +287,6 @@ def test_an_answer_that_nobody_waits_for_does_not_run(service):
 
 
 def test_a_cure_is_short_however_long_the_message():
-    told = RefusalError(422, "bad_input", "x: " + "': a' " * 1000).body()["error"]
-    assert len(told["cure"]) <= LONG
+    expected = RefusalError(422, "bad_input", "x: " + "': a' " * 1000).body()["error"]
+    assert len(expected["cure"]) <= LONG
     assert RefusalError(422, "bad_input", "it is 'a: b': say 'c: d'").body()["error"]["cure"] == "say 'c: d'"

@@ -272,9 +272,9 @@ def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(filled, decoder, task
     assert not hooks  # at a pause: they would work on others' requests as well
     for ticket in tickets:
         torch.testing.assert_close(ticket.done.result(SOON)[0], right, rtol=1e-5, atol=1e-5)
-    alone, found = alone.result(), fit.result()
-    assert torch.equal(found.coefficients, alone.coefficients)
-    assert torch.equal(found.context.values, alone.context.values)
+    alone, outcome = alone.result(), fit.result()
+    assert torch.equal(outcome.coefficients, alone.coefficients)
+    assert torch.equal(outcome.context.values, alone.context.values)
 
 
 def test_the_end_answers_what_waits_and_stops_what_is_long(filled, task, held):

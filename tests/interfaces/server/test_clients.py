@@ -44,8 +44,8 @@ def test_openai(served):
             model="a/films", messages=[{"role": "user", "content": text}], logprobs=True, top_logprobs=2
         )
         assert reply.choices[0].message.content == label
-        told = {one.token: exp(one.logprob) for one in reply.choices[0].logprobs.content[0].top_logprobs}
-        assert [told["positive"], told["negative"]] == pytest.approx(probs, abs=1e-5)
+        expected = {one.token: exp(one.logprob) for one in reply.choices[0].logprobs.content[0].top_logprobs}
+        assert [expected["positive"], expected["negative"]] == pytest.approx(probs, abs=1e-5)
         assert reply.usage.prompt_tokens > 0
     for wrong, options in (
         (openai.BadRequestError, {"stream": True}),
@@ -66,10 +66,10 @@ def test_huggingface_hub(served):
     for options in ({"model": f"{url}/models/a/films"}, {"base_url": f"{url}/models/a/films"}):
         client = hub.InferenceClient(token=token, **options)
         for text, probs in zip(TEXTS, right, strict=True):
-            found = client.text_classification(text)
-            assert found[0].score >= found[1].score
-            told = {one.label: one.score for one in found}
-            assert [told["positive"], told["negative"]] == pytest.approx(probs, abs=1e-5)
+            result = client.text_classification(text)
+            assert result[0].score >= result[1].score
+            expected = {one.label: one.score for one in result}
+            assert [expected["positive"], expected["negative"]] == pytest.approx(probs, abs=1e-5)
         assert len(client.text_classification(TEXTS[0], top_k=1, function_to_apply="softmax")) == 1
         with pytest.raises(hub.errors.HfHubHTTPError, match="function_to_apply"):
             client.text_classification(TEXTS[0], function_to_apply="sigmoid")

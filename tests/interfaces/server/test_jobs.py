@@ -86,9 +86,9 @@ def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path,
         until(lambda: any(one.get("method") == "anchored" for one in job.events))
         service.close()
     again = opened()
-    found = ended(again.jobs.get(job.id))
-    assert [one["event"] for one in found.events].count("resumed") == 1
-    assert found.status == "done"
+    result = ended(again.jobs.get(job.id))
+    assert [one["event"] for one in result.events].count("resumed") == 1
+    assert result.status == "done"
     after = again.tasks.injection(again.tasks.entry("films").digest)
     assert torch.equal(after.context.values, before.context.values)
     assert after.history == before.history
@@ -103,8 +103,8 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     texts = [f"{text} {number}" for number in range(3) for text in TEXTS]
     lines = [{"input": text, "model": "ab"[at % 2], "custom_id": f"n{at}"} for at, text in enumerate(texts)]
     body = "\n".join(json.dumps(line) for line in lines).encode()
-    told, held = checked(service, body)
-    injections = {name: service.tasks.injection(digest) for name, digest in told["digests"].items()}
+    message, held = checked(service, body)
+    injections = {name: service.tasks.injection(digest) for name, digest in message["digests"].items()}
     right = [injections[line["model"]].scores(service.decoder, [line["input"]])[0] for line in lines]
     whole = service.batcher.pool.answers
     calls = []
@@ -117,16 +117,16 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
         return whole(rows)
 
     service.batcher.pool.answers = some
-    job = service.jobs.add("batch", told, held)
+    job = service.jobs.add("batch", message, held)
     until(lambda: len(calls) >= 4)
     service.close()
     with (tmp_path / "tasks" / "jobs" / job.id / files.OUTPUT).open("ab") as torn:
         torn.write(b'{"line": 13, "half')
     again = opened()
     again.tasks.put("a", made(again.decoder, 5))  # the file's version is that of when it came
-    found = ended(again.jobs.get(job.id))
-    assert found.status == "done", found.events
-    out = answers(found)
+    result = ended(again.jobs.get(job.id))
+    assert result.status == "done", result.events
+    out = answers(result)
     assert len(out) == len(texts)
     for at, (one, scores) in enumerate(zip(out, right, strict=True)):
         assert (one["line"], one["custom_id"]) == (at + 1, f"n{at}")

@@ -28,10 +28,10 @@ main()
 """
 
 
-def asked(inside, parts, told=None, path="/v1/batches"):
+def asked(inside, parts, expected=None, path="/v1/batches"):
     """What a guard answers to a body that comes in parts, each when its time has come; and how it is left."""
     headers = [(b"content-type", b"application/jsonl")]
-    headers += [] if told is None else [(b"content-length", b"%d" % told)]
+    headers += [] if expected is None else [(b"content-length", b"%d" % expected)]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
     waiting, sent = list(parts), []
 
@@ -54,9 +54,9 @@ def around():
     def make(limit=10**6):
         async def app(scope, receive, send):
             whole = await receive()
-            told = [len(whole["body"]), scope[guard.BODY].seek(0, 2), made_one.held, made_one.running]
+            expected = [len(whole["body"]), scope[guard.BODY].seek(0, 2), made_one.held, made_one.running]
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": json.dumps(told).encode()})
+            await send({"type": "http.response.body", "body": json.dumps(expected).encode()})
 
         made_one = Guard(app, Access(), lambda *_: (("application/jsonl",), limit), Metrics())
         return made_one
@@ -69,8 +69,8 @@ def test_a_body_has_a_time_that_grows_with_it(around, monkeypatch):
     monkeypatch.setattr(guard, "BODY_RATE", 10)
     one = around()
     assert asked(one, [(0, b"a" * 1000), (0.4, b"b")]) == (200, [1001, 1001, 1001, 1])
-    status, told = asked(one, [(0, b"a"), (3600, b"b")], told=2)
-    assert (status, told["error"]["code"]) == (408, "slow_body")
+    status, expected = asked(one, [(0, b"a"), (3600, b"b")], expected=2)
+    assert (status, expected["error"]["code"]) == (408, "slow_body")
     assert (one.held, one.running) == (0, 0)
 
 
@@ -78,11 +78,11 @@ def test_bodies_are_bounded_alone_and_together(around, monkeypatch):
     monkeypatch.setattr(guard, "SMALL", 10)
     monkeypatch.setattr(guard, "MOST_HELD", 100)
     one = around(limit=150)
-    for parts, told in (([(0, b"a" * 151)], None), ([(0, b"a")], 151)):
-        assert asked(one, parts, told)[1]["error"]["code"] == "body_too_long"
+    for parts, expected in (([(0, b"a" * 151)], None), ([(0, b"a")], 151)):
+        assert asked(one, parts, expected)[1]["error"]["code"] == "body_too_long"
     one.held = 60
-    status, told = asked(one, [(0, b"a" * 50)])
-    assert (status, told["error"]["code"]) == (429, "busy")
+    status, expected = asked(one, [(0, b"a" * 50)])
+    assert (status, expected["error"]["code"]) == (429, "busy")
     assert asked(one, [(0, b"a" * 40)])[0] == asked(one, [(0, b"a" * 9)])[0] == 200
     one.held = 1000
     assert asked(one, [(0, b"a" * 9)])[0] == 200  # a text gets in beside files
@@ -99,27 +99,27 @@ def test_a_long_body_lies_on_the_disk_and_requests_at_once_are_bounded(around, m
     monkeypatch.setattr(guard, "MOST_RUNNING", 3)
     one = around()
     one.running = 3
-    status, told = asked(one, [(0, b"a")])
-    assert (status, told["error"]["code"], one.running) == (503, "busy", 3)
+    status, expected = asked(one, [(0, b"a")])
+    assert (status, expected["error"]["code"], one.running) == (503, "busy", 3)
     assert asked(one, [(0, b"a")], path="/healthz")[0] == 200
 
 
 def connected(url, first=b""):
     host, port = re.fullmatch(r"http://(.*):(\d+)", url).groups()
-    found = socket.create_connection((host, int(port)), timeout=SECONDS)
-    found.sendall(first)
-    return found
+    result = socket.create_connection((host, int(port)), timeout=SECONDS)
+    result.sendall(first)
+    return result
 
 
 def ended(connection):
     """Wait for the other side's end; what came before it."""
-    told = b""
+    expected = b""
     try:
         while part := connection.recv(2**16):
-            told += part
+            expected += part
     except ConnectionResetError:
         pass
-    return told
+    return expected
 
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

@@ -43,27 +43,27 @@ def described(tmp_path_factory):
     injection.save_pretrained(folder / "films")
     entry = service.tasks.put("films", injection)
     line = json.dumps({"input": "a warm film", "model": "films", "custom_id": None}).encode() + b"\n"
-    told = {"rows": 1, "tasks": ["films"], "digests": {"films": entry.digest}}
-    job = ended(service.jobs.add("batch", told, {"input.jsonl": line})).id
+    message = {"rows": 1, "tasks": ["films"], "digests": {"films": entry.digest}}
+    job = ended(service.jobs.add("batch", message, {"input.jsonl": line})).id
     app = make_app(service, Access())
     schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=Config.from_dict(CONFIG))
     here = {"name": "films", "identity": job}
 
-    def found(given):
+    def result(given):
         return len(str(given)) % 2 == 0
 
     @schema.hook
     def map_path_parameters(context, path_parameters):
-        if path_parameters and found(path_parameters) and context.operation.method != "delete":
+        if path_parameters and result(path_parameters) and context.operation.method != "delete":
             return path_parameters | {name: here[name] for name in path_parameters.keys() & here}
         return path_parameters
 
     @schema.hook
     def map_body(context, body):
         model = body.get("model") if isinstance(body, dict) else None
-        if isinstance(model, str) and 0 < len(model) <= 128 and found(body):
+        if isinstance(model, str) and 0 < len(model) <= 128 and result(body):
             return body | {"model": "films"}
-        if context.operation.method == "put" and found(body):
+        if context.operation.method == "put" and result(body):
             return packed(folder / "films")
         return body
 

@@ -33,10 +33,12 @@ def url(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    found = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
+    result = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
     with sync_api.sync_playwright() as play:
         try:
-            one = play.chromium.launch(executable_path=next(filter(None, found), None), args=["--no-sandbox"])
+            one = play.chromium.launch(
+                executable_path=next(filter(None, result), None), args=["--no-sandbox"]
+            )
         except sync_api.Error as error:
             pytest.skip(f"needs Chromium: {str(error).splitlines()[0]}")
         yield one
@@ -60,7 +62,10 @@ def opened(browser, url):
 
         page.on("request", asked)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda told: wrong.append(told.text) if "Content Security" in told.text else None)
+        page.on(
+            "console",
+            lambda message: wrong.append(message.text) if "Content Security" in message.text else None,
+        )
         page.goto(at)
         return page
 
@@ -75,8 +80,8 @@ def shows(page, where, pattern):
 
 
 def accessible(page):
-    found = page.evaluate(AXE + ";axe.run(document, {})")
-    assert not [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]]
+    result = page.evaluate(AXE + ";axe.run(document, {})")
+    assert not [(one["id"], [node["target"] for node in one["nodes"]]) for one in result["violations"]]
 
 
 # Words of headings that stand on two lines.
@@ -243,7 +248,7 @@ def test_what_looks_wrong_with_rows_is_said_before_a_fit(opened):
 def test_rows_that_are_refused_are_listed(opened):
     page = opened()
     page.fill("#name", "none")
-    for text, told in (
+    for text, message in (
         ("text,label\na,x\n,y\nb,\n", ["row 3", "row 4"]),
         ('[{"text": "a", "label": "x"}, {"text": 1, "label": "y"}, {"label": "y"}]', ["item 2", "item 3"]),
     ):
@@ -251,20 +256,20 @@ def test_rows_that_are_refused_are_listed(opened):
         page.click("#check")
         shows(page, "#state", "2 rows cannot be used")
         rows = page.locator("#refused li").all_inner_texts()
-        assert [word in row for word, row in zip(told, rows, strict=True)] == [True, True]
+        assert [word in row for word, row in zip(message, rows, strict=True)] == [True, True]
     narrow(page)
-    for text, told in (
+    for text, message in (
         ('{"text": "a", "label": "x"}\n{', "Line 2 cannot be read as JSON"),
         ("a", "name the columns text and label"),
     ):
         page.fill("#examples", text)
         page.click("#begin")
-        shows(page, "#state", told)
-    for name, told, state in (
+        shows(page, "#state", message)
+    for name, message, state in (
         ("l", b"text,label\n\xe9,x\n", "l.csv is no text in UTF-8"),
         ("u", "é,x".encode(), "^$"),
     ):
-        page.set_input_files("#file", {"name": f"{name}.csv", "mimeType": "text/csv", "buffer": told})
+        page.set_input_files("#file", {"name": f"{name}.csv", "mimeType": "text/csv", "buffer": message})
         shows(page, "#state", state)
     assert page.input_value("#examples") == "é,x"
     page.set_input_files("#file", [])  # a choice that is taken back

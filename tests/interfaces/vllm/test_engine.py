@@ -35,13 +35,13 @@ class EngineCore:
     """vLLM's, as far as calls to workers go."""
 
     def __init__(self):
-        self.sent, self.told = [], [None, None]
+        self.sent, self.message = [], [None, None]
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         self.sent.append((method, *args))
-        if isinstance(self.told, Exception):
-            raise self.told
-        return self.told
+        if isinstance(self.message, Exception):
+            raise self.message
+        return self.message
 
     def get_supported_tasks(self):
         return ("generate",)
@@ -82,14 +82,14 @@ def test_loading_books_a_slot_and_writes_it_once(core):
     assert core.sent[1:] == [("another", 1)]
 
 
-@pytest.mark.parametrize("told", [[None, "no memory: buy some"], RuntimeError("a worker is gone")])
-def test_a_task_that_was_not_written_is_not_booked(core, told):
-    core.told = told
+@pytest.mark.parametrize("message", [[None, "no memory: buy some"], RuntimeError("a worker is gone")])
+def test_a_task_that_was_not_written_is_not_booked(core, message):
+    core.message = message
     for _ in range(2):
         with pytest.raises((I2CLError, RuntimeError), match=r"1 of 2 workers .* buy some|a worker is gone"):
             core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
         one_line("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
-    core.told = [None, None]
+    core.message = [None, None]
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
     assert [method for method, *_ in core.sent] == [WRITE] * 3
     assert Request.from_engine_core_request(asked(ONE.digest), None).cache_salt
@@ -109,11 +109,11 @@ def test_a_worker_tells_its_error_and_goes_on():
 
 def test_a_request_gets_its_tasks_salt_and_a_plain_one_keeps_its_own(core):
     core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
-    found = Request.from_engine_core_request(asked(ONE.digest, "mine"), None).cache_salt
-    assert found == Core.current.salts.of("mine", ONE.digest) != "mine"
+    result = Request.from_engine_core_request(asked(ONE.digest, "mine"), None).cache_salt
+    assert result == Core.current.salts.of("mine", ONE.digest) != "mine"
     assert Request.from_engine_core_request(asked(salt="mine"), None).cache_salt == "mine"
     assert Request.from_engine_core_request(asked(), None).cache_salt is None
-    assert Request.from_engine_core_request(asked(salt=found), None).cache_salt != found
+    assert Request.from_engine_core_request(asked(salt=result), None).cache_salt != result
 
 
 def test_a_request_whose_task_went_meanwhile_is_refused(core):
@@ -182,11 +182,11 @@ class Blocks:
 )
 def test_the_canary_finds_an_edit_that_does_not_act(edited, fault):
     blocks = Blocks(4, 32)
-    told = [blocks.answers(one, edited) for one in (None, *engine.canaries(4, 32))]
+    message = [blocks.answers(one, edited) for one in (None, *engine.canaries(4, 32))]
     if fault is None:
-        engine.require_edited(*told)
+        engine.require_edited(*message)
     else:
-        one_line(fault, engine.require_edited, *told)
+        one_line(fault, engine.require_edited, *message)
 
 
 def test_answers_that_are_no_numbers_are_no_edit():

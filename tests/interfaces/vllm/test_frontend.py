@@ -37,11 +37,11 @@ def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, t
         frontend.load(llm, name, injection)
     assert llm.sent == [LOAD] * 4
     texts = [text for text in TEXTS for _ in held]
-    found = frontend.classify(llm, texts, list(held) * len(TEXTS))
+    result = frontend.classify(llm, texts, list(held) * len(TEXTS))
     for place, (text, name) in enumerate(zip(texts, list(held) * len(TEXTS), strict=True)):
         wanted = held[name].scores(base, [text])[0]
-        torch.testing.assert_close(found[place].scores, wanted, rtol=0, atol=1e-5)
-        assert found[place].label == held[name].predict(base, [text])[0]
+        torch.testing.assert_close(result[place].scores, wanted, rtol=0, atol=1e-5)
+        assert result[place].label == held[name].predict(base, [text])[0]
 
 
 def test_more_labels_than_vllm_tells_at_once_are_asked_in_parts(llm, base, task, monkeypatch):
@@ -49,8 +49,8 @@ def test_more_labels_than_vllm_tells_at_once_are_asked_in_parts(llm, base, task,
     labels = ("positive", "negative", "good", "bad", "this")
     many = injection_for(base, replace(task, labels=labels, train=(), test=()))
     frontend.load(llm, "many", many)
-    (found,) = frontend.classify(llm, TEXTS[:1], ["many"])
-    torch.testing.assert_close(found.scores, many.scores(base, TEXTS[:1])[0], rtol=0, atol=1e-5)
+    (result,) = frontend.classify(llm, TEXTS[:1], ["many"])
+    torch.testing.assert_close(result.scores, many.scores(base, TEXTS[:1])[0], rtol=0, atol=1e-5)
 
 
 def test_a_name_is_looked_up_for_every_request(llm, base, task):

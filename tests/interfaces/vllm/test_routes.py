@@ -39,9 +39,9 @@ class Engine(LLM):
         try:
             await self.go.wait()
             await asyncio.sleep(0)
-            found = self.answer(tuple(prompt["prompt_token_ids"]), params)
+            result = self.answer(tuple(prompt["prompt_token_ids"]), params)
             self.digests.append(params.extra_args[DIGEST])
-            yield found
+            yield result
         finally:
             self.inside -= 1
             self.ended += 1
@@ -58,9 +58,9 @@ def app(base, monkeypatch):
     monkeypatch.setattr(routes, "TASKS", frontend.TASKS)
     monkeypatch.setattr(routes, "parameters", parameters)
     monkeypatch.setenv(routes.ADMIN, "key")
-    found = FastAPI()
-    routes.Routes().attach_router(found)
-    return found
+    result = FastAPI()
+    routes.Routes().attach_router(result)
+    return result
 
 
 async def started(app, base, *injections):
@@ -84,8 +84,8 @@ async def call(app, method, path, body=None):
     headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer key")]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
     await app(scope | {"http_version": "1.1", "scheme": "http", "root_path": ""}, receive, send)
-    found = b"".join(message.get("body", b"") for message in sent)
-    return sent[0]["status"], json.loads(found), dict(sent[0]["headers"])
+    result = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], json.loads(result), dict(sent[0]["headers"])
 
 
 async def classify(app, model, texts):
@@ -117,14 +117,14 @@ async def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(ap
     path, body = "/v1/i2cl/classify", {"model": "mood", "input": ["good", "this film", "bad"]}
     plain = (await call(app, "POST", path, body))[1]["data"]
     least = max(max(one["probs"]) for one in plain) - 1e-9
-    found = (await call(app, "POST", path, body | {"min_confidence": least}))[1]["data"]
+    result = (await call(app, "POST", path, body | {"min_confidence": least}))[1]["data"]
     statuses = [(await call(app, "POST", path, body | {"min_confidence": bad}))[0] for bad in (0, 1.5)]
     wanted = warm.scores(base, body["input"]).softmax(-1)
     found_probs = torch.tensor([one["probs"] for one in plain]).double()
     torch.testing.assert_close(found_probs, wanted, rtol=0, atol=1e-5)
     sure = [max(one["probs"]) >= least for one in plain]
     assert sorted(set(sure)) == [False, True]
-    for before, after, kept in zip(plain, found, sure, strict=True):
+    for before, after, kept in zip(plain, result, sure, strict=True):
         assert after == before | {"label": before["label"] if kept else ""}
     assert statuses == [422, 422]
 
@@ -150,8 +150,8 @@ async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, ta
     await routes._load(app.state, "mood", str(saved / "1"))
     assert list(engine.held) == [frontend.TASKS.get("mood").packed.digest]  # its slot is free again
     wanted = injection_for(base, task, 0).scores(base, texts).softmax(-1)
-    found = torch.tensor([one["probs"] for one in reply["data"]], dtype=wanted.dtype)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    result = torch.tensor([one["probs"] for one in reply["data"]], dtype=wanted.dtype)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
 
 
 @in_a_loop

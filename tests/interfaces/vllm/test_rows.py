@@ -51,10 +51,10 @@ def packed(seed):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    found = LlamaForCausalLM(vllm_config=vllm_config())
+    result = LlamaForCausalLM(vllm_config=vllm_config())
     for slot, seed in ((2, 10), (5, 11)):
-        found.i2cl_tables.write(slot, packed(seed).digest, packed(seed))
-    return found
+        result.i2cl_tables.write(slot, packed(seed).digest, packed(seed))
+    return result
 
 
 def ready(model):
@@ -109,13 +109,13 @@ def test_each_token_is_edited_as_the_core_edits_it(model):
     for layer, block in enumerate(model.model.layers):
         for index, writer in enumerate((block.self_attn.o_proj, block.mlp.down_proj)):
             plain = torch.nn.functional.linear(states, writer.weight, writer.bias)
-            found, bias = writer(states)
+            result, bias = writer(states)
             assert bias is None
             for rows, seed in ((slice(0, 2), 10), (slice(3, 6), 11)):
                 wanted = LinearEdit(*edit(seed)).injected(layer, index, plain[None, rows])[0]
-                torch.testing.assert_close(found[rows], wanted)
-            assert torch.equal(found[2], plain[2])
-            assert torch.equal(found[6:], plain[6:])
+                torch.testing.assert_close(result[rows], wanted)
+            assert torch.equal(result[2], plain[2])
+            assert torch.equal(result[6:], plain[6:])
 
 
 def test_plain_rows_are_exact_in_bfloat16(model):
@@ -125,9 +125,9 @@ def test_plain_rows_are_exact_in_bfloat16(model):
     plain = torch.nn.functional.linear(states, writer.weight, writer.bias)
     for name in ("i2cl_rows", "i2cl_scales"):  # which .bfloat16() has rounded, as vLLM never does
         setattr(writer, name, getattr(writer, name).float())
-    found, _ = writer(states)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, plain)
+    result, _ = writer(states)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, plain)
 
 
 def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):

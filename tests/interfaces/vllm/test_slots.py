@@ -18,9 +18,9 @@ class Request:
 
 
 def test_every_token_gets_its_requests_slot_and_padding_none():
-    found = token_slots([3, 0, 7], np.array([0, 2, 3, 6]), 8)
-    assert found.tolist() == [3, 3, 0, 7, 7, 7, PLAIN, PLAIN]
-    assert found.dtype == np.int32
+    result = token_slots([3, 0, 7], np.array([0, 2, 3, 6]), 8)
+    assert result.tolist() == [3, 3, 0, 7, 7, 7, PLAIN, PLAIN]
+    assert result.dtype == np.int32
     assert token_slots([], np.array([0]), 2).tolist() == [PLAIN, PLAIN]
 
 

@@ -62,11 +62,11 @@ LOGITS = {
 
 
 def test_summaries_what_follows_them_and_losses(own, segments, release, within):
-    found = softs(own, segments, release)
-    for name, soft in found.items():
+    result = softs(own, segments, release)
+    for name, soft in result.items():
         torch.testing.assert_close(soft, release[name], **within)
     for name, soft in LOGITS.items():
-        torch.testing.assert_close(after(own, found[soft], release), release[name], **within)
+        torch.testing.assert_close(after(own, result[soft], release), release[name], **within)
     plain = after(own, own.embeddings[:0], release)
     torch.testing.assert_close(plain, release["query_logits_plain"], **within)
     soft, first = (release[f"softprompt_after_{number}"] for number in (2, 1))
@@ -83,22 +83,22 @@ def test_summaries_what_follows_them_and_losses(own, segments, release, within):
 
 def likelihoods(own, soft, ids, labels):
     """Mean negative log-likelihood of each label's tokens behind a query."""
-    found = []
+    result = []
     for label in labels:
         table = logits(own, soft, ids + label[:-1])[len(ids) - 1 :].log_softmax(-1)
-        found.append(-table[range(len(label)), list(label)].mean())
-    return torch.stack(found)
+        result.append(-table[range(len(label)), list(label)].mean())
+    return torch.stack(result)
 
 
 @pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])
 def test_scores_whatever_the_batching(decoder, release, within, budget):
     decoder.token_budget = budget
     predictor = release.fitted(decoder, "autocompressor")
-    found = predictor.scores(release.record["queries"])
-    torch.testing.assert_close(found, release.expected("query_logits_one_segment"), **within)
+    result = predictor.scores(release.record["queries"])
+    torch.testing.assert_close(result, release.expected("query_logits_one_segment"), **within)
     whole = after(summarizer(decoder), release["softprompt_one_segment"], release)
     uncached = whole.log_softmax(-1)[:, [ids[0] for ids in release.labels]]
-    torch.testing.assert_close(found, uncached, atol=3e-5, rtol=0)
+    torch.testing.assert_close(result, uncached, atol=3e-5, rtol=0)
     config = decoder.model.config
     assert predictor.cost.cached_values == 2 * 5 * config.hidden_size * config.num_hidden_layers
     assert predictor.cost.trained == 0
@@ -106,17 +106,17 @@ def test_scores_whatever_the_batching(decoder, release, within, budget):
 
 def test_segments_hold_whole_demonstrations(decoder, release, segments, within):
     predictor = release.fitted(decoder, "autocompressor", segment=str(max(map(len, segments))))
-    found = predictor.scores(release.record["queries"])
-    torch.testing.assert_close(found, release.expected("query_logits"), **within)
+    result = predictor.scores(release.record["queries"])
+    torch.testing.assert_close(result, release.expected("query_logits"), **within)
     assert (predictor.prefix.length, predictor.prefix.behind) == (10, 10 if "llama" in release.name else 0)
 
 
 def test_a_bos_stands_before_the_first_segment_alone(own, release):
-    found = own.segments(release.shown_ids, (7, 8), 60)
-    assert sum(found, ()) == (7, 8, *release.context)
-    assert all(len(ids) <= 60 for ids in found)
+    result = own.segments(release.shown_ids, (7, 8), 60)
+    assert sum(result, ()) == (7, 8, *release.context)
+    assert all(len(ids) <= 60 for ids in result)
     ends = {len((7, 8, *sum(release.shown_ids[:count], ()))) for count in range(1, 11)}
-    starts = [len(sum(found[:count], ())) for count in range(1, len(found) + 1)]
+    starts = [len(sum(result[:count], ())) for count in range(1, len(result) + 1)]
     assert set(starts) <= ends
 
 
@@ -125,18 +125,18 @@ def test_embeddings_of_another_model_are_refused(release, tmp_path):
     tensors = load_file(release.folder / "model.safetensors")
     tensors["embed_summary.weight"] = tensors["embed_summary.weight"][:, :31].contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    told = r"embed_summary.weight as \(5, 31\), this model needs \(5, 32\)"
-    one_line(told, release.fitted, release.decoder(tmp_path), "autocompressor")
+    message = r"embed_summary.weight as \(5, 31\), this model needs \(5, 32\)"
+    one_line(message, release.fitted, release.decoder(tmp_path), "autocompressor")
 
 
 def test_what_does_not_fit_is_refused(decoder, release):
-    told = r"demonstration 1 takes 30 tokens, and a segment behind 0 .* holds 29"
-    one_line(told, release.fitted, decoder, "autocompressor", segment=29)
+    message = r"demonstration 1 takes 30 tokens, and a segment behind 0 .* holds 29"
+    one_line(message, release.fitted, decoder, "autocompressor", segment=29)
     short = release.decoder()
     short.max_length = 60
     if "llama" in release.name:
-        told = r"summary vectors holds \d+: use shorter"
-        one_line(told, release.fitted, short, "autocompressor", shown=release.shown * 4)
+        message = r"summary vectors holds \d+: use shorter"
+        one_line(message, release.fitted, short, "autocompressor", shown=release.shown * 4)
 
 
 @pytest.fixture

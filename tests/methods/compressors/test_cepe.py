@@ -49,8 +49,8 @@ def test_states_logits_and_losses(own, release, decoder):
         torch.testing.assert_close(after(decoder, edit, release.queries), release[name], **CLOSE)
     edit = own.edit(states(own, release.shown_ids[2:]))
     front = sum(release.shown_ids[:2], ())
-    found = after(decoder, edit, [front + ids for ids in release.queries])
-    torch.testing.assert_close(found, release["query_logits_two_in_decoder"], **CLOSE)
+    result = after(decoder, edit, [front + ids for ids in release.queries])
+    torch.testing.assert_close(result, release["query_logits_two_in_decoder"], **CLOSE)
     edit = own.edit(release["encoder_states"])
     row = release.queries[0] + release.labels[1]
     batch = make_batch([row], decoder.device)
@@ -67,10 +67,10 @@ def test_states_logits_and_losses(own, release, decoder):
 def test_scores_whatever_the_batching(decoder, release, budget, in_decoder, name):
     decoder.token_budget = budget
     predictor = release.fitted(decoder, "cepe", in_decoder=str(in_decoder))
-    found = predictor.scores(release.record["queries"])
-    torch.testing.assert_close(found, release.expected(name), **CLOSE)
+    result = predictor.scores(release.record["queries"])
+    torch.testing.assert_close(result, release.expected(name), **CLOSE)
     uncached = replace(predictor, prompt=replace(predictor.prompt, prefix=None))
-    torch.testing.assert_close(uncached.scores(release.record["queries"]), found, **ALIKE)
+    torch.testing.assert_close(uncached.scores(release.record["queries"]), result, **ALIKE)
     shared = predictor.prompt.prefix
     assert (shared is None) == (in_decoder == 0)
     keys = 2 * 3 * 16 * shared.length if shared else 0
@@ -119,7 +119,7 @@ LAST, NORM = "model.layers.2.cross_attn.o_proj.weight", "encoder.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "settings", "told"),
+    ("tensors", "settings", "message"),
     [
         ({LAST: None}, {}, f"lacks {LAST}"),
         ({NORM: torch.ones(15)}, {}, rf"{NORM} as \(15,\), this model needs \(16\)"),
@@ -131,8 +131,8 @@ LAST, NORM = "model.layers.2.cross_attn.o_proj.weight", "encoder.norm.weight"
         ),
     ],
 )
-def test_what_does_not_belong_together_is_refused(release, tmp_path, tensors, settings, told):
-    one_line(told, release.fitted, changed(tmp_path, release, tensors, **settings), "cepe")
+def test_what_does_not_belong_together_is_refused(release, tmp_path, tensors, settings, message):
+    one_line(message, release.fitted, changed(tmp_path, release, tensors, **settings), "cepe")
 
 
 def test_the_encoder_is_loaded_once_and_goes_with_its_model_also_into_another_dtype(tmp_path):

@@ -46,18 +46,18 @@ def test_memory_slots_logits_and_losses(own, release, within):
     torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **within)
     for name, tokens in (("one_segment", 32), ("two_segments", 33)):
         if f"memory_slots_{name}" in release.tensors:
-            found = slots(own, release.context[:tokens])
-            torch.testing.assert_close(found, release[f"memory_slots_{name}"], **within)
+            result = slots(own, release.context[:tokens])
+            torch.testing.assert_close(result, release[f"memory_slots_{name}"], **within)
     for row, ids in enumerate(release.queries):
         for name, parts in forms(own, release, ids).items():
             torch.testing.assert_close(logits(own, *parts)[-1], release[name][row], **within)
-    found = logits(own, release["memory_slots"], own.special("ae"))[-1]
-    torch.testing.assert_close(found, release["logits_after_ae"], **within)
+    result = logits(own, release["memory_slots"], own.special("ae"))[-1]
+    torch.testing.assert_close(result, release["logits_after_ae"], **within)
     kept, query, label = release["memory_slots"], release.queries[0], release.labels[1]
     ft, first = own.special("ft"), own.version == "1"
-    told = release.context if first else (*release.context, release.record["eos"])
-    found = nll(logits(own, kept, own.special("ae"), told), told)
-    torch.testing.assert_close(found, release["ae_loss"], **within)
+    message = release.context if first else (*release.context, release.record["eos"])
+    result = nll(logits(own, kept, own.special("ae"), message), message)
+    torch.testing.assert_close(result, release["ae_loss"], **within)
     asked = (kept, ft, query, *([ft] if first else []))
     torch.testing.assert_close(nll(logits(own, *asked, label), label), release["ft_loss"], **within)
     front = (kept, own.special("lm")) if first else (kept,)
@@ -89,8 +89,8 @@ def test_scores_whatever_the_batching(decoder, release, options, within, budget)
     for form, name in (("ft", "ft"), ("lm", "lm"), ("bare", "continue")):
         if f"query_logits_{name}" in release.tensors:
             predictor = release.fitted(decoder, "icae", form=form, **options)
-            found = predictor.scores(release.record["queries"])
-            torch.testing.assert_close(found, release.expected(f"query_logits_{name}"), **within)
+            result = predictor.scores(release.record["queries"])
+            torch.testing.assert_close(result, release.expected(f"query_logits_{name}"), **within)
     assert torch.equal(logits_of(decoder, release), before)
 
 
@@ -105,14 +105,14 @@ def test_labels_of_several_tokens_stand_behind_the_last_vector(decoder, own, rel
     with torch.no_grad():
         predictor = behind_slots(own, task, release["memory_slots"], ICAEConfig(**options))
     with pytest.warns(UserWarning, match="share their first token"):
-        found = predictor.scores(release.record["queries"])
+        result = predictor.scores(release.record["queries"])
     for row, ids in enumerate(release.queries):
         parts = forms(own, release, ids)["query_logits_ft"]
         for column, word in enumerate(words):
             query = release.task.template.query("x")
             label = decoder.encoder([f"{query} {word}"])[0][len(decoder.encoder([query])[0]) :]
             expected = -nll(logits(own, *parts, label), label) * len(label)
-            torch.testing.assert_close(found[row, column], expected[0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(result[row, column], expected[0], atol=1e-4, rtol=0)
 
 
 def test_a_vector_is_put_in_padded_and_packed_alike(decoder, release):
@@ -150,7 +150,7 @@ SEVENTH = FIRST.replace("layers.0", "layers.7").replace("_B", "_A")
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "message"),
     [
         (MEMORY, lambda one: one[:, 1:], r"embed.weight as \(11, 31\), this model needs \(any, 32\)"),
         (MEMORY, lambda one: one[:3], "holds 3 memory embeddings"),
@@ -159,12 +159,12 @@ SEVENTH = FIRST.replace("layers.0", "layers.7").replace("_B", "_A")
         (SEVENTH, lambda one: torch.zeros(4, 32), "adapts model.layers.7.self_attn.q_proj, which"),
     ],
 )
-def test_a_compressor_of_another_model_is_refused(decoder, options, tmp_path, name, change, told):
+def test_a_compressor_of_another_model_is_refused(decoder, options, tmp_path, name, change, message):
     tensors = load_file(options["compressor"])
     tensors[name] = change(tensors.get(name))
     path = tmp_path / "icae.safetensors"
     save_file({name: value.contiguous() for name, value in tensors.items() if value is not None}, path)
-    one_line(told, auto_encoder, decoder, ICAEConfig(compressor=str(path)))
+    one_line(message, auto_encoder, decoder, ICAEConfig(compressor=str(path)))
 
 
 def test_fewer_layers_and_what_cannot_be_are_told(decoder, options, tmp_path, release):
@@ -172,14 +172,14 @@ def test_fewer_layers_and_what_cannot_be_are_told(decoder, options, tmp_path, re
     save_file(tensors, tmp_path / "icae.safetensors")
     config = ICAEConfig(compressor=str(tmp_path / "icae.safetensors"))
     one_line(r"adapts 4 projections, and .* has 6", auto_encoder, decoder, config)
-    told = r"as \(11, 32\), this model needs \(10, 32\)"
-    one_line(told, release.fitted, decoder, "icae", **options, memory=7)
+    message = r"as \(11, 32\), this model needs \(10, 32\)"
+    one_line(message, release.fitted, decoder, "icae", **options, memory=7)
     short = release.decoder()
     short.max_length = 20
     one_line(r"a segment and its memory take|the memory slots take", release.fitted, short, "icae", **options)
     if "left" in options:
-        told, given = "token id 28793 of the form is none of", {"compressor": options["compressor"]}
-        one_line(told, release.fitted, decoder, "icae", **given)
+        message, given = "token id 28793 of the form is none of", {"compressor": options["compressor"]}
+        one_line(message, release.fitted, decoder, "icae", **given)
 
 
 def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, tmp_path):
@@ -188,8 +188,8 @@ def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, t
     torch.save(tensors | zeros, tmp_path / "icae.pt")
     queries = release.record["queries"]
     expected = release.fitted(decoder, "icae", **options).scores(queries)
-    found = release.fitted(decoder, "icae", **options | {"compressor": str(tmp_path / "icae.pt")})
-    assert torch.equal(found.scores(queries), expected)
+    result = release.fitted(decoder, "icae", **options | {"compressor": str(tmp_path / "icae.pt")})
+    assert torch.equal(result.scores(queries), expected)
 
 
 def test_no_tokens_have_no_embeddings_and_no_file_has_so_long_a_name(decoder, release):

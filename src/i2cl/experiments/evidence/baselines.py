@@ -207,13 +207,13 @@ def _measured(
     ours = _right(run)
     free = {name: _right(runs[name]) for name in FREE if name in runs}
     counts = {name: (int((ours & ~one).sum()), int((one & ~ours).sum())) for name, one in free.items()}
-    found: dict[str, Any] = {}
+    threshold: dict[str, Any] = {}
     if target is not None and run.scores is not None:
-        found = selection(highest(normalised(run.scores.array, temperature)), ours, target)
+        threshold = selection(highest(normalised(run.scores.array, temperature)), ours, target)
     answer: dict[str, Any] = asdict(verdict(counts, run.n))
     scores = {name: _score(one) for name, one in runs.items()}
     worth = Worth(
-        run.n, split, **answer, methods=scores, not_run=not_run, confidence=asdict(sure), selection=found
+        run.n, split, **answer, methods=scores, not_run=not_run, confidence=asdict(sure), selection=threshold
     )
     injection = replace(injection, temperature=temperature, worth=asdict(worth))
     if split == "demonstrations":  # no measurement to publish

@@ -128,8 +128,8 @@ def time_notes(results: Results) -> list[str]:
         for line in results.lines
     }
     origins = (one.provenance for records in by_line.values() for one in records)
-    told = ([f"{part} {got}" for part in WHERE if (got := one.get(part)) is not None] for one in origins)
-    places = list(dict.fromkeys(map(", ".join, told)))
+    parts = ([f"{part} {got}" for part in WHERE if (got := one.get(part)) is not None] for one in origins)
+    places = list(dict.fromkeys(map(", ".join, parts)))
     notes = [f"Measured on: {places[0]}."] if places[0] else []
     if len(places) > 1:
         several = f"{len(places)}: {'; '.join(places)}"

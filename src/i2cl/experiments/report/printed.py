@@ -79,7 +79,7 @@ def printed_for(name: str, model: str) -> PrintedTable | None:
     for table in tables:
         if last in map(str.casefold, _file().models[table.model]):
             return table
-        for row, own in _file().own_models.items():
-            if row in table.rows and last in map(str.casefold, own):
+        for row, models in _file().own_models.items():
+            if row in table.rows and last in map(str.casefold, models):
                 return table.model_copy(update={"rows": {row: table.rows[row]}})
     return None

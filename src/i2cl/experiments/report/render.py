@@ -171,7 +171,7 @@ def _tex(tokens: Sequence[Token]) -> Iterator[str]:
 
 def _tex_text(text: str) -> str:
     """Text that LaTeX shows as it is; a letter that it lacks by its number, such as ``<U+4F60>``."""
-    return _NO_TEX.sub(lambda found: f"<U+{ord(found[0]):04X}>", text).translate(_TEX_SIGNS)
+    return _NO_TEX.sub(lambda match: f"<U+{ord(match[0]):04X}>", text).translate(_TEX_SIGNS)
 
 
 def html(report: Report, images: Mapping[str, str]) -> str:

@@ -146,17 +146,17 @@ class Results:
         first: dict[tuple[str, str | None], tuple[object, str]] = {}
         for record in self.cells:
             task, origin = record.cell.task, record.provenance
-            told: dict[tuple[str, str | None], object] = {}
-            told["classify different queries", task] = outcome(record).gold
+            traits: dict[tuple[str, str | None], object] = {}
+            traits["classify different queries", task] = outcome(record).gold
             if "wording" in origin:  # which older records do not tell
                 what = "come from different wordings (template, label words, shots)"
-                told[what, task] = origin["wording"]
+                traits[what, task] = origin["wording"]
             if "rows" in origin:  # of an older record, the weights may have another hash too
-                told["come from different rows", task] = origin["rows"]
-                told["come from different weights", origin.get("dtype")] = origin.get("weights")
-            for place, found in told.items():
-                known, key = first.setdefault(place, (found, record.key))
-                if known != found:
+                traits["come from different rows", task] = origin["rows"]
+                traits["come from different weights", origin.get("dtype")] = origin.get("weights")
+            for place, value in traits.items():
+                known, key = first.setdefault(place, (value, record.key))
+                if known != value:
                     cure = "keep them in stores of their own"
                     raise I2CLError(f"cells {key} and {record.key} {place[0]} of task {task!r}: {cure}")
 

@@ -42,18 +42,18 @@ PRINTED: dict[str, Callable[[PrintedRow], str | None]] = {
 def tasks_table(results: Results, paper: Paper) -> list[Table]:
     """Accuracy of every row on every task; printed numbers stand below the row that they belong to."""
     averaged = len(results.tasks) > 1
-    asked = (*([None] if averaged else []), *results.tasks)
-    leaders = {task: results.leader(task) for task in asked}
+    places = (*([None] if averaged else []), *results.tasks)
+    leaders = {task: results.leader(task) for task in places}
     rows: list[list[Entry]] = []
     for line in results.lines:
-        cells = (_accuracy(results, line, task, bold=leaders[task] == line) for task in asked)
+        cells = (_accuracy(results, line, task, bold=leaders[task] == line) for task in places)
         rows.append([Entry(line.name), *cells])
         if paper.row(line) is not None:
-            printed = (paper.cell(line, task) for task in asked)
+            printed = (paper.cell(line, task) for task in places)
             rows.append([Entry(f"{line.name} (paper)", printed=True), *printed])
     notes = layout.accuracy_notes(results, rows, paper.notes(rows, averaged=averaged))
-    columns = ("Row", *(task or "Average" for task in asked))
-    values = _values("tasks", results, results.lines, asked, paper)
+    columns = ("Row", *(task or "Average" for task in places))
+    values = _values("tasks", results, results.lines, places, paper)
     return [Table("Accuracy by task", columns, rows, notes, values).narrow(len(results.tasks))]
 
 

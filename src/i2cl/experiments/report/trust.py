@@ -118,6 +118,6 @@ def _values(
             }
             for (name, unit), each in zip(UNITS.items(), seeds.T, strict=True):
                 factor, sd = 100 if unit == "percent" else 1, each.std(ddof=1) if len(each) > 1 else 0.0
-                own = {"mean": round(factor * float(each.mean()), 8), "sd": round(factor * float(sd), 8)}
-                values.append({**common, "measure": name + suffix, "unit": unit, **own})
+                spread = {"mean": round(factor * float(each.mean()), 8), "sd": round(factor * float(sd), 8)}
+                values.append({**common, "measure": name + suffix, "unit": unit, **spread})
     return values

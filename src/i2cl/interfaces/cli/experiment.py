@@ -82,9 +82,9 @@ def run(
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
     only = load.split(tasks) if tasks is not None and tasks != "all" else None
     cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
-    for name, own in {(cell.task, cell.wording) for cell in cells}:  # what is lacking is told at once
-        test = Path(own.test) if own.test is not None else None
-        load.task(name, replace(rows, template=own.template, test=test))
+    for name, wording in {(cell.task, cell.wording) for cell in cells}:  # what is lacking is told at once
+        test = Path(wording.test) if wording.test is not None else None
+        load.task(name, replace(rows, template=wording.template, test=test))
     data_dir = str(rows.data_dir) if rows.data_dir else None
     source = partial(load.decoder, model, loading)
     with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
@@ -137,9 +137,9 @@ def _cells(
     named: dict[str, Any] = {"tasks": None} if only else {}  # who names tasks wants them all
     for one in limited(chosen, only) if only else chosen:
         scale = one.quick if quick else one.full
-        own = list(one.cells(base, tasks, scale.model_copy(update=named | changes)))
-        cells += own
-        timed |= {cell.key for cell in own if one.timed}
+        of_grid = list(one.cells(base, tasks, scale.model_copy(update=named | changes)))
+        cells += of_grid
+        timed |= {cell.key for cell in of_grid if one.timed}
     return cells, timed
 
 

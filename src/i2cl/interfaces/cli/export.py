@@ -74,7 +74,7 @@ def export(
     from i2cl.export.folding import at_temperature
     from i2cl.injections.label_prior import without_label_prior
 
-    own = form.of_format(output)
+    chosen = form.of_format(output)
     injection = Injection.from_pretrained(artefact)
     folds, divided = form.temperature == "fold", injection.temperature
     if folds and form.to != "hf":
@@ -105,7 +105,7 @@ def export(
     else:
         golden = answers if form.golden else None
         write: Callable[..., None] = export_hf if form.to == "hf" else export_gguf
-        write(name, injection, output, golden=golden, revision=loading.revision, force=force, **own)
+        write(name, injection, output, golden=golden, revision=loading.revision, force=force, **chosen)
         what = f"{name} with {task} in its weights"
     record = {"output": str(output), "task": task, "base_model": name, "golden": form.golden}
     _show_export(output, what, record, form, prior, divided, json=json)
@@ -164,9 +164,9 @@ def _about_temperature(temperature: float, form: FormatOptions) -> str:
     """Which temperature an export's probabilities are at."""
     if form.temperature == "fold":
         return f"Its temperature {temperature:g} is in the head: all probabilities are those at it."
-    told = "Probabilities of this export are those of temperature 1: divide log-probabilities among"
+    note = "Probabilities of this export are those of temperature 1: divide log-probabilities among"
     cure = ", or export with --temperature fold" if form.to == "hf" else ""
-    return f"{told} the labels by {temperature:g}{cure}."
+    return f"{note} the labels by {temperature:g}{cure}."
 
 
 def _as_json(golden: "Golden", calls: Mapping[str, str]) -> dict[str, Any]:

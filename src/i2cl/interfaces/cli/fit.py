@@ -137,9 +137,10 @@ def fit(
         require_folds(scoring.folds)
     chosen = calibrating_method(way.method, way.chosen, way.recipe)
     loaded = load.task(task, rows)
-    own = is_own(task)
+    is_file = is_own(task)
     choice: Any = {"keep_back": keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
-    drawn = draw(loaded, chosen, shots, seed, own=own, **choice)  # sizes are checked before the model is read
+    # sizes are checked before the model is read
+    drawn = draw(loaded, chosen, shots, seed, from_file=is_file, **choice)
     texts, shares = _prior_of(way, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
@@ -150,9 +151,9 @@ def fit(
     queries = labelled_rows(loaded, demonstrations, scoring.evaluate)
     if scoring.target_accuracy is not None:
         require_target(scoring.target_accuracy, len(queries))
-    survey, told = data.surveyed(loaded, decoder, drawn, queries) if own else (None, "")
-    if told and not json:
-        console.say(told, wrapped=True)
+    survey, summary = data.surveyed(loaded, decoder, drawn, queries) if is_file else (None, "")
+    if summary and not json:
+        console.say(summary, wrapped=True)
     started = time.perf_counter()
     with console.progress(max(1, chosen.rounds), "extracting") as bar:
         injection = chosen.injection(decoder, loaded, demonstrations, seed, bar.epoch)

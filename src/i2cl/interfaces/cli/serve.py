@@ -64,12 +64,12 @@ def serve(
     from i2cl.interfaces.server.guard import Access, is_loopback, read_tokens
 
     host = access.host
-    own = is_loopback(host)
+    local = is_loopback(host)
     tokens = read_tokens(access.token_file) if access.token_file is not None else {}
-    if not (own or tokens):
+    if not (local or tokens):
         cure = "give a --token-file, or listen on 127.0.0.1"
         raise I2CLError(f"--host {host} can be reached from other machines: {cure}")
-    names = {"localhost", "127.0.0.1", "[::1]", host} if own else set()
+    names = {"localhost", "127.0.0.1", "[::1]", host} if local else set()
     hosts = frozenset(name.lower() for name in (*(access.allowed_host or ()), *names))
     load.libraries()
     from i2cl.interfaces.server.app import make_app

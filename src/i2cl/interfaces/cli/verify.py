@@ -97,8 +97,8 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
     if tokens and outcome.golden.label_bias:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     _say_greedy(outcome)
-    for told in filter(None, (outcome.unchecked, outcome.dropped)):
-        console.say(f"{told[0].upper()}{told[1:]}.")
+    for problem in filter(None, (outcome.unchecked, outcome.dropped)):
+        console.say(f"{problem[0].upper()}{problem[1:]}.")
     if outcome.retokenized:
         first = outcome.retokenized[0].splitlines()[0]
         console.say(

@@ -48,7 +48,7 @@ class Ticket:
     # log-probabilities of each row's labels, in the rows' order; of a row of a file that cannot run, why
     done: "Future[list[Outcome]]" = field(default_factory=Future)
     begun: int = 0
-    found: "list[Outcome]" = field(default_factory=list)
+    outcomes: "list[Outcome]" = field(default_factory=list)
 
     @property
     def counted(self) -> bool:
@@ -58,7 +58,7 @@ class Ticket:
     @property
     def tokens(self) -> int:
         """Tokens that are still to run."""
-        return sum(row.tokens for row in self.rows[len(self.found) :])
+        return sum(row.tokens for row in self.rows[len(self.outcomes) :])
 
 
 class Batcher:
@@ -278,10 +278,10 @@ class Batcher:
             if refusal := next((one for one in answers if isinstance(one, RefusalError)), None):
                 self._fail(ticket, refusal)
                 return
-            self.waiting -= sum(row.tokens for row in ticket.rows[len(ticket.found) :][: len(answers)])
-        ticket.found += answers
-        if len(ticket.found) == len(ticket.rows):
-            ticket.done.set_result(ticket.found)
+            self.waiting -= sum(row.tokens for row in ticket.rows[len(ticket.outcomes) :][: len(answers)])
+        ticket.outcomes += answers
+        if len(ticket.outcomes) == len(ticket.rows):
+            ticket.done.set_result(ticket.outcomes)
 
     def _fail(self, ticket: Ticket, refusal: RefusalError) -> None:
         self._end(ticket)

@@ -151,7 +151,7 @@ class Client:
                 sent = True
                 connection.request(method, self._url.path + path, content, headers)
                 reply = connection.getresponse()
-                found = reply.read()
+                answer = reply.read()
             except (OSError, http.client.HTTPException) as error:
                 if (kept := getattr(self._own, "connection", None)) is not None:
                     kept.close()
@@ -162,14 +162,14 @@ class Client:
                 time.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
             fields = {name.lower(): value for name, value in reply.getheaders()}
-            refused = _refused(reply.status, found) if reply.status >= 400 else None
+            refused = _refused(reply.status, answer) if reply.status >= 400 else None
             if refused is not None:
                 if last or not _again(method, path, refused):
                     raise refused
                 time.sleep(_pause(fields.get("retry-after", "")))
                 continue
             is_json = fields.get("content-type", "").partition(";")[0] == "application/json"
-            return (json.loads(found) if is_json else found), fields
+            return (json.loads(answer) if is_json else answer), fields
         raise AssertionError  # the last attempt returns or raises
 
     def _kept(self) -> http.client.HTTPConnection:

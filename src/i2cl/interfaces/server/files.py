@@ -85,7 +85,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     A line that cannot be answered has its reason in the place of a label. Raises FitStoppedError if it is
     cancelled.
     """
-    digests, rows, out = job.told["digests"], job.told["rows"], job.folder / OUTPUT
+    digests, rows, out = job.request["digests"], job.request["rows"], job.folder / OUTPUT
     with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
         done = journal.kept
         with out.open("rb") as written:

@@ -119,7 +119,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     vectors. Raises I2CLError on examples that cannot be fitted, such as scores that are not finite;
     FitStoppedError if it is cancelled, or the server stops.
     """
-    request = job.told
+    request = job.request
     decoder = SharedDecoder(batcher, job)
     task, demonstrations = read_task(decoder, request, job.folder)
 
@@ -148,10 +148,10 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
 
     injection: Injection = batcher.run(work).result()
     entry = tasks.put(request["name"], injection)
-    told: dict[str, Any] = {"name": entry.name, "digest": entry.digest, "labels": list(entry.labels)}
-    told |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
-    told |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
-    return told | map_of(injection.edit())
+    record: dict[str, Any] = {"name": entry.name, "digest": entry.digest, "labels": list(entry.labels)}
+    record |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
+    record |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
+    return record | map_of(injection.edit())
 
 
 def _untimed(injection: Injection) -> Injection:

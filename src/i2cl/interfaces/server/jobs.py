@@ -48,7 +48,7 @@ class Head(pydantic.BaseModel):
 
     kind: Kind
     created: float
-    told: dict[str, Any]
+    request: dict[str, Any] = pydantic.Field(validation_alias=pydantic.AliasChoices("request", "told"))
     owner: str | None = None
 
 
@@ -58,7 +58,7 @@ class Job:
 
     folder: Path  # of its files; its name is the job's id
     kind: Kind  # what is done
-    told: dict[str, Any]  # what is to be done, JSON-able, as the kind knows it
+    request: dict[str, Any]  # what is to be done, JSON-able, as the kind knows it
     created: float  # seconds since 1970
     # what has happened by now, each with its name under ``event``, and under ``at`` a time that no other one
     # has. Of those that are not on the disk these are the last `MOST_SHOWN`, and only the last one has a map
@@ -130,7 +130,7 @@ class Job:
     def described(self) -> dict[str, Any]:
         """As JSON has it: what it is, where it stands, and its last event."""
         first = {"id": self.id, "object": "job", "kind": self.kind, "created": int(self.created)}
-        shown = {name: value for name, value in self.told.items() if name in {"name", "rows", "tasks"}}
+        shown = {name: value for name, value in self.request.items() if name in {"name", "rows", "tasks"}}
         return {**first, "status": self.status, **shown, "last": self.events[-1]}
 
 
@@ -180,7 +180,11 @@ class Jobs:
             yield Path(folder)
 
     def add(
-        self, kind: Kind, told: Mapping[str, Any], files: Mapping[str, bytes | Path], owner: str | None = None
+        self,
+        kind: Kind,
+        request: Mapping[str, Any],
+        files: Mapping[str, bytes | Path],
+        owner: str | None = None,
     ) -> Job:
         """Queue a job, which is on the disk when this returns, with its ``files``: a path, which is in a
         `scratch` folder, is moved. Raises RefusalError, see `require_room`; OSError if it cannot be written.
@@ -188,7 +192,7 @@ class Jobs:
         self.require_room(kind, owner)
         folder = self._root / f"{kind}-{secrets.token_hex(8)}"
         created = round(time.time(), 3)
-        head = Head(kind=kind, created=created, told=dict(told), owner=owner)
+        head = Head(kind=kind, created=created, request=dict(request), owner=owner)
         queued = {"event": "queued", "at": created}
         with self.scratch() as scratch:
             fresh = scratch / "job"
@@ -203,7 +207,7 @@ class Jobs:
             synced(*fresh.iterdir(), fresh)
             fresh.rename(folder)
             synced(self._root)
-        job = Job(folder, kind, dict(told), created, [queued], owner=owner)
+        job = Job(folder, kind, dict(request), created, [queued], owner=owner)
         with self._changed:
             self._jobs[job.id] = job
             self._waiting[kind].append(job)

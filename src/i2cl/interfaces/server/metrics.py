@@ -12,14 +12,14 @@ class Metrics:
     """The figures of one server."""
 
     def __init__(self) -> None:
-        self._registry = own = CollectorRegistry()
-        self.requests = Counter("i2cl_requests", "Requests", ["route", "status"], registry=own)
-        self.refusals = Counter("i2cl_refusals", "Refused requests by reason", ["reason"], registry=own)
-        self._rows = Histogram("i2cl_batch_rows", "Rows of a batch", buckets=_SIZES, registry=own)
-        self._tasks = Histogram("i2cl_batch_tasks", "Tasks of a batch", buckets=_SIZES, registry=own)
-        self._running = Histogram("i2cl_running_seconds", "Of a batch", buckets=_SECONDS, registry=own)
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter("i2cl_requests", "Requests", ["route", "status"], registry=registry)
+        self.refusals = Counter("i2cl_refusals", "Refused requests by reason", ["reason"], registry=registry)
+        self._rows = Histogram("i2cl_batch_rows", "Rows of a batch", buckets=_SIZES, registry=registry)
+        self._tasks = Histogram("i2cl_batch_tasks", "Tasks of a batch", buckets=_SIZES, registry=registry)
+        self._running = Histogram("i2cl_running_seconds", "Of a batch", buckets=_SECONDS, registry=registry)
         until = "Of a request until its rows begin"
-        self._waiting = Histogram("i2cl_waiting_seconds", until, buckets=_SECONDS, registry=own)
+        self._waiting = Histogram("i2cl_waiting_seconds", until, buckets=_SECONDS, registry=registry)
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Tell a figure as it is when it is asked for."""

@@ -82,7 +82,7 @@ class Service:
             }
             self.jobs = jobs = Jobs(folder / "jobs", workers)
             self.tasks.needed = lambda: set().union(
-                *(job.told.get("digests", {}).values() for job in jobs.all() if not job.ended)
+                *(job.request.get("digests", {}).values() for job in jobs.all() if not job.ended)
             )
             self.tasks.keeps_all |= not jobs.whole
             self.tasks.sweep()

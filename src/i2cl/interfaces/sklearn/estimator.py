@@ -311,6 +311,6 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     def __sklearn_tags__(self) -> Any:
         """One text a row, and no numbers."""
         tags = super().__sklearn_tags__()
-        own = tags.input_tags
-        own.one_d_array, own.two_d_array, own.string = True, False, True
+        inputs = tags.input_tags
+        inputs.one_d_array, inputs.two_d_array, inputs.string = True, False, True
         return tags

@@ -183,8 +183,8 @@ def ask(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]
         max_tokens=1, temperature=0.0, logprob_token_ids=list(range(16)), extra_args=extra
     )
     names = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
-    asked: dict[str, Any] = dict.fromkeys(names) | {"prompt_token_ids": prompt, "arrival_time": 0.0}
-    request = EngineCoreRequest(request_id=f"i2cl-canary-{digest}", sampling_params=params, **asked)
+    fields: dict[str, Any] = dict.fromkeys(names) | {"prompt_token_ids": prompt, "arrival_time": 0.0}
+    request = EngineCoreRequest(request_id=f"i2cl-canary-{digest}", sampling_params=params, **fields)
     core.add_request(*core.preprocess_add_request(request))
     for _ in range(MOST_STEPS):
         outputs, _ = core.step_fn()

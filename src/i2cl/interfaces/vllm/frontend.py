@@ -60,11 +60,11 @@ class Served:
 
     def answer(self, edges: Mapping[Edge, float]) -> Answer:
         """The labels' scores from what the engine told of a text."""
-        told = (
+        log_probabilities = (
             [edges[ids[:place], token] for place, token in enumerate(ids)]
             for ids in self.label_prompts.labels
         )
-        values = self.questions.labels.mean(torch.tensor(list(map(math.fsum, told))))
+        values = self.questions.labels.mean(torch.tensor(list(map(math.fsum, log_probabilities))))
         bias = None if self.bias is None else torch.tensor(self.bias)
         scores = among(values, bias, self.temperature)
         return Answer(self.questions.task.labels[int(scores.argmax())], scores)
@@ -269,6 +269,9 @@ def parameters(served: Served, prompt: Prompt) -> Any:
     """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
     from vllm import SamplingParams
 
-    told = {"logprob_token_ids": list(prompt.tokens), "prompt_logprobs": 0 if prompt.along else None}
+    asks = {
+        "logprob_token_ids": list(prompt.tokens),
+        "prompt_logprobs": 0 if prompt.along else None,
+    }
     extra = {NAME: Bound(served.name, served.packed.digest)}
-    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra, **told)
+    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra, **asks)

@@ -63,9 +63,9 @@ def install_in_server() -> None:
 
 def _put(owner: Any, name: str, wrap: Any) -> None:
     """Wrap a method of vLLM, once."""
-    own = vars(owner)[name]
-    classmethod_ = isinstance(own, classmethod)
-    original = own.__func__ if classmethod_ else own
+    attribute = vars(owner)[name]
+    classmethod_ = isinstance(attribute, classmethod)
+    original = attribute.__func__ if classmethod_ else attribute
     if not hasattr(original, _MARK):
         fresh = wrap(original)
         setattr(fresh, _MARK, original)

@@ -38,9 +38,9 @@ class Prompt:
         """Log-probabilities by edge, from vLLM's ``RequestOutput``."""
         values = {(self.before, token): one.logprob for token, one in output.outputs[0].logprobs[0].items()}
         if self.along:
-            own = output.prompt_logprobs[len(self.query) :]
+            tail = output.prompt_logprobs[len(self.query) :]
             for place, token in enumerate(self.before):
-                values[self.before[:place], token] = own[place][token].logprob
+                values[self.before[:place], token] = tail[place][token].logprob
         return values
 
 

@@ -177,11 +177,11 @@ async def _booked(engine: Any, packed: Packed) -> None:
 async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:
     edges: list[dict[Edge, float]] = [{} for _ in queries]
 
-    async def ask(row: int, asked: Prompt) -> None:
-        prompt, name = {"prompt_token_ids": list(asked.ids)}, f"i2cl-{uuid4().hex}"
-        async for output in state.i2cl_engine.generate(prompt, parameters(served, asked), name):
+    async def ask(row: int, part: Prompt) -> None:
+        prompt, name = {"prompt_token_ids": list(part.ids)}, f"i2cl-{uuid4().hex}"
+        async for output in state.i2cl_engine.generate(prompt, parameters(served, part), name):
             last = output
-        edges[row] |= asked.edges(last)
+        edges[row] |= part.edges(last)
 
     def left(size: int, _task: asyncio.Task[None]) -> None:  # also of a task that was ended before it began
         state.i2cl_share.leave(size)
@@ -189,10 +189,10 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
     try:
         async with asyncio.TaskGroup() as group:  # which ends all of them with the first that fails
             for row, query in enumerate(queries):
-                for asked in served.label_prompts.prompts(query, state.i2cl_reach):
-                    size = len(asked.ids)
+                for part in served.label_prompts.prompts(query, state.i2cl_reach):
+                    size = len(part.ids)
                     await state.i2cl_share.enter(size)
-                    task = group.create_task(ask(row, asked))
+                    task = group.create_task(ask(row, part))
                     task.add_done_callback(partial(left, size))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -38,19 +38,19 @@ def fold_rows(
     Raises I2CLError on fewer than two folds, or where some refit would not see all labels.
     """
     require_folds(folds)
-    alike: dict[str, list[int]] = defaultdict(list)
+    copies: dict[str, list[int]] = defaultdict(list)
     for row, example in enumerate(demonstrations):
-        alike[example.text].append(row)
-    groups = list(alike.values())
+        copies[example.text].append(row)
+    groups = list(copies.values())
     frequent = np.bincount([example.label for example in demonstrations], minlength=len(task.labels))
     usual = max(2, int(np.median(frequent)))
-    found: list[list[int]] = [[] for _ in range(min(folds, len(groups), usual))]
-    held = np.zeros((len(found), len(task.labels)), dtype=int)
+    parts: list[list[int]] = [[] for _ in range(min(folds, len(groups), usual))]
+    held = np.zeros((len(parts), len(task.labels)), dtype=int)
     order = [groups[at] for at in np.random.default_rng(seed).permutation(len(groups))]
     for rows in sorted(order, key=lambda rows: min(frequent[demonstrations[row].label] for row in rows)):
-        own = sorted({demonstrations[row].label for row in rows}, key=lambda label: frequent[label])
-        fold = min(range(len(found)), key=lambda at: (*held[at, own], len(found[at])))
-        found[fold] += rows
+        labels = sorted({demonstrations[row].label for row in rows}, key=lambda label: frequent[label])
+        fold = min(range(len(parts)), key=lambda at: (*held[at, labels], len(parts[at])))
+        parts[fold] += rows
         for row in rows:
             held[fold, demonstrations[row].label] += 1
     lacking = [name for name, lost in zip(task.labels, (held == frequent).any(0), strict=True) if lost]
@@ -58,7 +58,7 @@ def fold_rows(
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         cure = "give two texts a label"
         raise I2CLError(f"a refit would not know the label {', '.join(map(repr, lacking[:3]))}{more}: {cure}")
-    return [sorted(rows) for rows in found if rows]
+    return [sorted(rows) for rows in parts if rows]
 
 
 def unmeasurable(task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0) -> str:
@@ -84,7 +84,7 @@ class FoldPredictor:
         for at, text in enumerate(texts):
             rows[self.fold_of[text]].append(at)
         each = ((rows[fold], self.refits[fold]) for fold in sorted(rows))
-        return in_order((own, refit.scores([texts[at] for at in own], progress)) for own, refit in each)
+        return in_order((rows, refit.scores([texts[at] for at in rows], progress)) for rows, refit in each)
 
 
 def folded(

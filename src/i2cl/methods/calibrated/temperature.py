@@ -40,8 +40,8 @@ class Temperature(Wrapper):
         def refit(rest: tuple[Example, ...]) -> Predictor:
             return self.below.fit(decoder, task, rest, seed)
 
-        found = folded(task, shown, refit, parts, seed).scores([example.text for example in shown])
+        scores = folded(task, shown, refit, parts, seed).scores([example.text for example in shown])
         gold = np.array([example.label for example in shown])
-        chosen = likely_temperature(found.numpy(), gold, *self.below.temperatures)
+        chosen = likely_temperature(scores.numpy(), gold, *self.below.temperatures)
         cost = below.cost + Cost(cached_values=1, cached_bytes=8)
         return MendedPredictor(below, cost, temperature=chosen)

@@ -113,12 +113,12 @@ class AutoCompressor(Method):
         """Run the demonstrations, then their summaries. Raises I2CLError if MODEL is no AutoCompressor, a
         demonstration is longer than a segment, or the context is full.
         """
-        own = summarizer(decoder)
+        model = summarizer(decoder)
         texts = base.exchanges(decoder, task, demonstrations)
         texts[0] = task.template.opening + texts[0]
         with torch.no_grad():
-            segments = own.segments(base.bare(decoder, texts), decoder.encoder.front, self.config.segment)
-            return own.behind(task, own.summaries(segments))
+            segments = model.segments(base.bare(decoder, texts), decoder.encoder.front, self.config.segment)
+            return model.behind(task, model.summaries(segments))
 
 
 def summarizer(decoder: Decoder) -> Summarizer:

@@ -60,8 +60,8 @@ class CrossAttention(Edit):
         self.layers = layers if len(states) else {}
         self.heads, self.eps = heads, eps
         self._read = {
-            number: [self._split(linear(states, weight)[None], own) for weight in (own.k, own.v)]
-            for number, own in self.layers.items()
+            number: [self._split(linear(states, weight)[None], cross) for weight in (cross.k, cross.v)]
+            for number, cross in self.layers.items()
         }
         self._residual = states
 
@@ -71,24 +71,24 @@ class CrossAttention(Edit):
 
     def output(self, layer: int, index: int, output: States, _batch: Batch) -> States | None:
         """Attention's own output and the cross-attention of their sum; nothing else of the MLP's."""
-        own = self.layers.get(layer)
-        if index == 1 or own is None:
+        cross = self.layers.get(layer)
+        if index == 1 or cross is None:
             return None
         return output + self.attend(layer, self._residual.to(output.device) + output)
 
     def attend(self, layer: int, stream: States) -> States:
         """What the cross-attention of a layer writes, given the residual stream."""
-        own, where = self.layers[layer], stream.device
-        normed = rms_norm(stream, (stream.shape[-1],), own.norm.to(where), self.eps)
-        queries = self._split(linear(normed, own.q.to(where)), own)
+        cross, where = self.layers[layer], stream.device
+        normed = rms_norm(stream, (stream.shape[-1],), cross.norm.to(where), self.eps)
+        queries = self._split(linear(normed, cross.q.to(where)), cross)
         keys, values = (one.to(where).expand(len(stream), -1, -1, -1) for one in self._read[layer])
         attention = scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
-        written: Tensor = linear(attention.transpose(1, 2).flatten(2), own.o.to(where))
+        written: Tensor = linear(attention.transpose(1, 2).flatten(2), cross.o.to(where))
         return written
 
-    def _split(self, wide: Float[Tensor, "lines tokens wide"], own: CrossLayer) -> Tensor:
+    def _split(self, wide: Float[Tensor, "lines tokens wide"], cross: CrossLayer) -> Tensor:
         """By heads: (lines, heads, tokens, size)."""
-        heads: Tensor = wide.unflatten(-1, (-1, len(own.q) // self.heads)).transpose(1, 2)
+        heads: Tensor = wide.unflatten(-1, (-1, len(cross.q) // self.heads)).transpose(1, 2)
         return heads
 
 
@@ -112,7 +112,7 @@ class ContextEncoder:
             mask = real.expand(-1, 1, len(places), -1)
             output = self.encoder(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
             states |= {
-                row: own[: len(chunks[row])] for row, own in zip(rows, output.last_hidden_state, strict=True)
+                row: one[: len(chunks[row])] for row, one in zip(rows, output.last_hidden_state, strict=True)
             }
         none = torch.empty(0, self.encoder.config.hidden_size, device=self.encoder.device)
         return torch.cat([none.to(self.encoder.dtype), *(states[row] for row in range(len(chunks)))])
@@ -127,14 +127,14 @@ class CrossPredictor:
     """Scores label words behind a prompt whose tokens attend to the states of demonstrations too."""
 
     prompt: PromptPredictor
-    own: ContextEncoder
+    encoder: ContextEncoder
     states: Float[Tensor, "tokens width"]
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word."""
         with torch.no_grad():
-            edit = self.own.edit(self.states)
+            edit = self.encoder.edit(self.states)
         return replace(self.prompt, edit=edit).scores(texts, progress)
 
 
@@ -154,16 +154,17 @@ class CEPE(Method):
         """Encode the demonstrations, and run those that stand before the query.
         Raises I2CLError if MODEL is no CEPE model, or what stands before the query does not fit the context.
         """
-        own = context_encoder(decoder)
+        encoder = context_encoder(decoder)
         first = demonstrations[: self.config.in_decoder]
         chunks = _ends(bare(decoder, exchanges(decoder, task, demonstrations)[len(first) :]), task)
         shown = tuple((decoder.encoder.literal(one.text), task.labels[one.label]) for one in first)
         questions = Questions(decoder, task)
         with torch.no_grad():
-            states = own.states(chunks)
-            prefix = decoder.prefix(shared_ids(questions, shown), edit=own.edit(states)) if shown else None
+            states = encoder.states(chunks)
+            edit = encoder.edit(states)
+            prefix = decoder.prefix(shared_ids(questions, shown), edit=edit) if shown else None
         prompt = PromptPredictor(questions, shown, prefix)
-        return CrossPredictor(prompt, own, states, Cost.of(states, prefix))
+        return CrossPredictor(prompt, encoder, states, Cost.of(states, prefix))
 
 
 def _ends(chunks: Sequence[Ids], task: Task) -> list[Ids]:
@@ -209,8 +210,8 @@ def _loaded(decoder: Decoder) -> ContextEncoder:
 
 def _layer(decoder: Decoder, compressor: Compressor, number: int, width: int) -> CrossLayer:
     config: Any = decoder.model.config
-    own = getattr(config, "head_dim", None) or decoder.d_model // config.num_attention_heads
-    wide, narrow = own * config.num_attention_heads, own * config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or decoder.d_model // config.num_attention_heads
+    wide, narrow = head_dim * config.num_attention_heads, head_dim * config.num_key_value_heads
     shapes = {
         "layernorm": (decoder.d_model,),
         "q_proj": (wide, decoder.d_model),

@@ -139,22 +139,22 @@ class ICAE(Method):
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
         """Write the slots, then run them. Raises I2CLError without a compressor, or on a full context."""
-        own = auto_encoder(decoder, self.config)
+        encoder = auto_encoder(decoder, self.config)
         text = task.template.opening + "".join(base.exchanges(decoder, task, demonstrations))
         with torch.no_grad():
-            slots = own.slots(own.segments(decoder.encoder([text])[0]))
-            return behind_slots(own, task, slots, self.config)
+            slots = encoder.slots(encoder.segments(decoder.encoder([text])[0]))
+            return behind_slots(encoder, task, slots, self.config)
 
 
 def behind_slots(
-    own: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"], config: ICAEConfig
+    encoder: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"], config: ICAEConfig
 ) -> BehindVectors:
     """A task whose queries stand behind memory slots; raises I2CLError if these do not fit the model."""
-    decoder, edit = own.decoder, None
+    decoder, edit = encoder.decoder, None
     right: Ids = ()
-    parts = [slots] if config.form == "bare" else [slots, own.special(config.form)]
-    if config.form == "ft" and own.version == "1":
-        right, edit = (0,), PutIn(own.special("ft")[0])  # whatever token stands there
+    parts = [slots] if config.form == "bare" else [slots, encoder.special(config.form)]
+    if config.form == "ft" and encoder.version == "1":
+        right, edit = (0,), PutIn(encoder.special("ft")[0])  # whatever token stands there
     elif config.form == "ft":
         left, right = (_ids(decoder, given) for given in (config.left, config.right))
         parts = [decoder.embed(left), *parts]

@@ -55,7 +55,7 @@ class Engine:
     def ask(self, ids, task, new, salt=None):
         prompt = {"prompt_token_ids": ids} | ({} if salt is None else {"cache_salt": salt})
         (output,) = self.llm.generate([prompt], params(task, new), use_tqdm=False)
-        return told(output)
+        return message(output)
 
     def digest(self, task):
         return TASKS.get(task).packed.digest
@@ -83,11 +83,11 @@ class Engine:
                 ids, task = asked[key]
                 engine.add_request(key, {"prompt_token_ids": ids}, params(task, draw.randint(1, 40)))
                 aborted |= {key} if draw.random() < 0.15 else set()
-            done |= {output.request_id: told(output) for output in engine.step() if output.finished}
+            done |= {output.request_id: message(output) for output in engine.step() if output.finished}
             if draw.random() < 0.3:
                 engine.abort_request([key for key in aborted if key not in done])
-        kept = {key: found for key, found in done.items() if key not in aborted}
-        return [{"prompt": asked[key][0], "task": asked[key][1], **found} for key, found in kept.items()]
+        kept = {key: outcome for key, outcome in done.items() if key not in aborted}
+        return [{"prompt": asked[key][0], "task": asked[key][1], **outcome} for key, outcome in kept.items()]
 
     def step(self, kind, *given):
         try:
@@ -116,7 +116,7 @@ def params(task, new):
     return SamplingParams(max_tokens=new, temperature=0.0, logprobs=1, ignore_eos=True, extra_args=extra)
 
 
-def told(output):
+def message(output):
     ids = list(output.outputs[0].token_ids)
     steps = zip(output.outputs[0].logprobs, ids, strict=True)
     values = [step[token].logprob for step, token in steps]
@@ -134,8 +134,8 @@ def main(job):
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
     runner = getattr(getattr(executor, "driver_worker", None), "worker", None)  # or one a rank
     v2 = None if runner is None else runner.use_v2_model_runner
-    found = {"answers": answers, "counted": engine.counted(), "v2": v2}
-    Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+    outcome = {"answers": answers, "counted": engine.counted(), "v2": v2}
+    Path(job["result"]).write_text(json.dumps(outcome), encoding="utf-8")
 
 
 def forked(job):

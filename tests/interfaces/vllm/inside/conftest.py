@@ -49,12 +49,12 @@ def artefacts(decoder, tmp_path_factory):
     """Fifty tasks that change what the model says by nats, saved."""
     draw, folder = torch.Generator().manual_seed(0), tmp_path_factory.mktemp("tasks")
     names = ("mood-colour-1", "place-colour-2", "job-letter-2")
-    found = {}
+    outcome = {}
     for number in range(50):
         injection = random_injection(decoder, draw, names[number % 3])
         injection.save_pretrained(folder / f"t{number}")
-        found[f"t{number}"] = injection
-    return folder, found
+        outcome[f"t{number}"] = injection
+    return folder, outcome
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +89,13 @@ def run(engines, tmp_path, model):
         engine.stdin.flush()
         while not (status := engine.stdout.readline().strip()).lstrip("-").isdigit():
             assert engine.poll() is None
-        told = log.read_text(encoding="utf-8")
-        assert (status == "0") == succeeds, told[-6000:]
+        message = log.read_text(encoding="utf-8")
+        assert (status == "0") == succeeds, message[-6000:]
         if not succeeds:
-            return told
-        found = json.loads(result.read_text(encoding="utf-8"))
-        assert found["v2"] in {None, runner == "V2"}
-        return found
+            return message
+        outcome = json.loads(result.read_text(encoding="utf-8"))
+        assert outcome["v2"] in {None, runner == "V2"}
+        return outcome
 
     return run
 

@@ -35,13 +35,13 @@ def texts(count, seed=0, most=60):
     return [" ".join(draw.choices(WORDS, k=draw.randint(2, most))) for _ in range(count)]
 
 
-def apart(found, decoder, injections, asked, tasks):
+def apart(result, decoder, injections, asked, tasks):
     """Largest difference of what was found to `Injection.scores`, in nats."""
     worst = 0.0
     for name in set(tasks):
         rows = [row for row, task in enumerate(tasks) if task == name]
         wanted = injections[name].scores(decoder, [asked[row] for row in rows])
-        worst = max(worst, float((torch.tensor([found[row] for row in rows]) - wanted).abs().max()))
+        worst = max(worst, float((torch.tensor([result[row] for row in rows]) - wanted).abs().max()))
     return worst
 
 
@@ -60,9 +60,9 @@ def off(decoder, injection, prompt, answer):
     return float((torch.tensor(answer["logprobs"]) - wanted).abs().max())
 
 
-def nats(found, injection, decoder, prompts):
+def nats(result, injection, decoder, prompts):
     """Largest difference of each prompt's first new token's log-probability to the injected model's."""
-    first = [{name: one[name][:1] for name in ("ids", "logprobs")} for one in found]
+    first = [{name: one[name][:1] for name in ("ids", "logprobs")} for one in result]
     return max(off(decoder, injection, *pair) for pair in zip(prompts, first, strict=True))
 
 

@@ -44,8 +44,8 @@ def paths(folder, *names):
     return {name: str(folder / name) for name in names}
 
 
-def close(found, wanted):
-    torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=1e-4)
+def close(result, wanted):
+    torch.testing.assert_close(torch.tensor(result), wanted, rtol=0, atol=1e-4)
 
 
 def cached(run, decoder, artefacts, **more):
@@ -137,8 +137,8 @@ def test_labels_of_many_tokens_are_scored_as_injections_score_them(run, decoder,
         ("beginnings", {"max_num_seqs": 4, "enable_prefix_caching": True}, 0),
     ):
         more = {"options": options | {"max_num_batched_tokens": 256}, "rows": rows, "runner": runner}
-        found = run(steps, paths(tmp_path, "intents"), **more)["answers"][0]
-        worst[way] = float((torch.tensor(found) - wanted).abs().max())
+        result = run(steps, paths(tmp_path, "intents"), **more)["answers"][0]
+        worst[way] = float((torch.tensor(result) - wanted).abs().max())
     print(f"\nworst {worst}")
     assert max(worst.values()) < 1e-3  # sums of up to 15 log-probabilities
 
@@ -172,8 +172,8 @@ def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
 
 @RUNNERS
 def test_a_start_whose_edit_does_not_act_fails(run, runner):
-    told = run([], unedited=True, succeeds=False, runner=runner)
-    assert "edit does not act in this vLLM: its answer with a task is that without one" in told
+    message = run([], unedited=True, succeeds=False, runner=runner)
+    assert "edit does not act in this vLLM: its answer with a task is that without one" in message
 
 
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -206,8 +206,8 @@ def test_compiled_answers_are_the_eager_ones_also_after_a_start_without_the_plug
     worst = []
     for _ in range(2):  # the second start takes the graph that the first one saved
         steps = [["classify", asked, tasks]]
-        found = run(steps, paths(folder, *tasks), options=compiled, env=env)["answers"][0]
-        worst.append(apart(found, decoder, injections, asked, tasks))
+        result = run(steps, paths(folder, *tasks), options=compiled, env=env)["answers"][0]
+        worst.append(apart(result, decoder, injections, asked, tasks))
     print(f"\nworst {worst}, saved graphs {len(plain)} and then {len(graphs(tmp_path))}")
     assert max(worst) < 1e-4
     assert plain
@@ -244,8 +244,8 @@ def test_every_architecture_of_the_table_answers_as_injected(run, tmp_path, arch
     prompts = [[draw.randrange(1, 690) for _ in range(draw.randint(3, 60))] for _ in range(12)]
     steps = [["ask", prompt, task, 4] for prompt in prompts for task in ("task", None)]
     options = {"max_model_len": 128}
-    found = run(steps, paths(tmp_path, "task"), where=tmp_path / "model", options=options)["answers"]
-    worst = [nats(found[start::2], own, decoder, prompts) for start, own in enumerate((injection, None))]
+    result = run(steps, paths(tmp_path, "task"), where=tmp_path / "model", options=options)["answers"]
+    worst = [nats(result[start::2], own, decoder, prompts) for start, own in enumerate((injection, None))]
     print(f"\n{architecture}, injected and plain: {worst}")
     assert max(worst) < 1e-4
 
@@ -254,8 +254,8 @@ def test_two_ranks_answer_as_one(run, decoder, artefacts):
     folder, injections = artefacts
     asked, tasks = texts(12, seed=5), [f"t{number % 3}" for number in range(12)]
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    found = run([["classify", asked, tasks]], paths(folder, *tasks), options=options)["answers"][0]
-    worst = apart(found, decoder, injections, asked, tasks)
+    result = run([["classify", asked, tasks]], paths(folder, *tasks), options=options)["answers"][0]
+    worst = apart(result, decoder, injections, asked, tasks)
     print(f"\nworst {worst:.2e}")
     assert worst < 1e-4
 
@@ -273,8 +273,8 @@ def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, 
     ):
         steps = [["ask", prompt, task, 1] for prompt in prompts]
         tasks = paths(folder, *([] if task is None else [task]))
-        found = run(steps, tasks, where=where, options=options)["answers"]
-        worst[name] = nats(found, injections["t0"], decoder, prompts)
+        result = run(steps, tasks, where=where, options=options)["answers"]
+        worst[name] = nats(result, injections["t0"], decoder, prompts)
     print(f"\n{worst}")
     assert worst["folded"] < 1e-4
     assert worst["plugin bfloat16"] <= worst["folded bfloat16"]

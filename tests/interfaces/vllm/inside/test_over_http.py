@@ -46,8 +46,8 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
     for task in ("t0", "t1", None):
         status, reply, _ = completion(task)
         assert status == 200
-        told = reply["choices"][0]["logprobs"]
-        token, value = int(told["tokens"][0].removeprefix("token_id:")), told["token_logprobs"][0]
+        expected = reply["choices"][0]["logprobs"]
+        token, value = int(expected["tokens"][0].removeprefix("token_id:")), expected["token_logprobs"][0]
         assert abs(value - float(followed(decoder, injections.get(task), [5, 6, 7, 8], [token])[0])) < 1e-4
 
     assert call(classify, {"model": "t0", "input": "x"}, key=None)[0] == 401
@@ -128,18 +128,18 @@ def test_over_http_what_is_refused_says_why_and_what_to_do(server, decoder, arte
         ({"model": "t0", "input": ["x"] * 2049}, 413, "has 2049 texts, and 2048 may come at once: send"),
         ({"model": "t0", "input": []}, 400, "at least 1 item"),
     ):
-        status, told, _ = call(classify, body)
+        status, expected, _ = call(classify, body)
         assert status == code
-        error = json.loads(told)["error"]
+        error = json.loads(expected)["error"]
         assert re.search(words, error["message"])
         assert error.keys() >= {"message", "type", "code"}
 
     beams = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 2}
     body = {"model": str(decoder.name), "prompt": [5, 6, 7]} | beams
     assert call(f"{server}/v1/completions", body)[0] == 200
-    status, told, _ = call(f"{server}/v1/completions", body | {"vllm_xargs": {"i2cl": "t0"}})
+    status, expected, _ = call(f"{server}/v1/completions", body | {"vllm_xargs": {"i2cl": "t0"}})
     assert status == 400
-    assert "beam search takes no task" in told
+    assert "beam search takes no task" in expected
 
     for name, path in (("team/mood", "team/mood"), ("team/other", "team%2Fother"), ("a b", "a%20b")):
         assert call(listed, {"name": name, "artefact": str(folder / "t2")}, key=ADMIN)[0] == 200
@@ -153,30 +153,30 @@ def test_over_http_the_printed_call_of_an_export_compares_whole_labels(server, d
     one = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
     plain = torch.tensor([0.0, 1.0]).expand(one.coefficients.shape)
     made = make_golden(decoder, replace(one, task=task, coefficients=plain, scoring="full"))
-    found = []
+    answer = []
     for text, prompt in zip(calls.TEXTS, made.prompts, strict=True):
         monkeypatch.setattr(calls, "TEXTS", (text,))
         (code,) = [one.code for one in calls.calls_of(made, str(decoder.name), "hf") if one.program == "vLLM"]
         code = code.replace("http://localhost:8000", server).replace("'none'", repr(USER))
         asked = {}
-        with redirect_stdout(StringIO()) as told:
+        with redirect_stdout(StringIO()) as expected:
             exec(compile(code, "<call>", "exec"), asked)
-        found.append(told.getvalue().strip())
+        answer.append(expected.getvalue().strip())
         scores = torch.tensor([asked["scores"][label] for label in task.labels])
         torch.testing.assert_close(scores, torch.tensor(prompt.whole), rtol=0, atol=1e-4)
-    assert found == [prompt.prediction for prompt in made.prompts]
-    assert len(set(found)) > 1
-    print(f"\nprinted call: {len(found)} of {len(found)} answers")
+    assert answer == [prompt.prediction for prompt in made.prompts]
+    assert len(set(answer)) > 1
+    print(f"\nprinted call: {len(answer)} of {len(answer)} answers")
 
 
 def test_over_http_work_stops_when_the_client_leaves(server):
     def figures():
         with urlopen(f"{server}/metrics", timeout=60) as reply:
             lines = [line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if line[0] != "#"]
-        told = {name.partition("{")[0]: 0.0 for name, _ in lines}
+        expected = {name.partition("{")[0]: 0.0 for name, _ in lines}
         for name, value in lines:
-            told[name.partition("{")[0]] += float(value)
-        return told["vllm:request_success_total"], told["vllm:num_requests_running"]
+            expected[name.partition("{")[0]] += float(value)
+        return expected["vllm:request_success_total"], expected["vllm:num_requests_running"]
 
     before, _ = figures()
     body = json.dumps({"model": "t0", "input": texts(2000, seed=12)}).encode()

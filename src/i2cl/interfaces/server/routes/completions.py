@@ -31,8 +31,8 @@ def add_chat(app: FastAPI, service: Service) -> None:
         most = min(20, 20 if body.top_logprobs is None else body.top_logprobs)
         tokens = sum(answer.tokens)
         message = {"role": "assistant", "content": ranked[0]["token"], "refusal": None}
-        told = {"content": [{**ranked[0], "top_logprobs": ranked[:most]}], "refusal": None}
-        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": told}
+        logprobs = {"content": [{**ranked[0], "top_logprobs": ranked[:most]}], "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion",
