@@ -11,6 +11,7 @@ SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
 AT_200 := real,main-real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled
 OTHERS := skewed,chat
 SEEN := $(addprefix tests/interfaces/server/test_,clients.py openapi.py page.py)
+ON_RAY := 'tests/test_pages.py::test_it_runs_and_says_what_the_page_shows[predict]'
 
 .PHONY: demo demo-real test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean
 
@@ -49,10 +50,11 @@ fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load, a r
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	$(VENV)/bin/python scripts/fuzz_serve.py --ray
 
-test-serve: $(READY)  ## `i2cl serve` as others see it: their clients, its description fuzzed, its page in Chromium
+test-serve: $(READY)  ## `i2cl serve` as others see it: clients, a fuzzed description, its page in Chromium; and Ray Data
 	-timeout 120 $(VENV)/bin/pip install --quiet --disable-pip-version-check openai schemathesis playwright axe-playwright-python
 	-command -v chromium || command -v chromium-browser || command -v google-chrome || timeout 120 $(VENV)/bin/playwright install chromium
-	$(VENV)/bin/pytest -n 2 --dist worksteal -rs $(SEEN)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[data]'
+	$(VENV)/bin/pytest -n 2 --dist worksteal -rs $(SEEN) $(ON_RAY)
 
 test-real: $(REAL)  ## the tests that need that model
 	$(VENV)/bin/pytest tests/real

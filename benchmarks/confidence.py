@@ -15,6 +15,7 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +43,12 @@ class Fit:
     gold: np.ndarray
     seconds: float
 
-    @property
+    @cached_property
     def best(self) -> float:
         """The temperature with the least log-loss on the test queries."""
         return best_temperature(self.scores, self.gold)
 
-    @property
+    @cached_property
     def chosen(self) -> float:
         """The temperature that `i2cl fit` chooses by refits."""
         return likely_temperature(self.left_out, self.left_out_gold)

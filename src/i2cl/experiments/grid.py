@@ -114,6 +114,8 @@ class GridRow(Frozen):
 
     def holds(self, cell: Cell) -> bool:
         """Whether a cell belongs to this row, whatever its model, task, seed and queries."""
+        if self.method != cell.method:  # most often, and told fast
+            return False
         same = all(getattr(self, name) == getattr(cell, name) for name in SHARED)
         return same and cell.shots in (self.shots or (None,))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt16
+from jaxtyping import Bool, Float, Int
 from scipy.stats import ttest_1samp
 
 from i2cl.errors import I2CLError
@@ -159,8 +159,9 @@ def _interval(cells: Cells, resamples: int, seed: int) -> tuple[float, float]:
     rows, columns = _draws(resamples, len(cells[0]), tuple(task.shape[1] for task in cells), seed)
     total = np.zeros(resamples)
     for task, drawn in zip(cells, columns, strict=True):
-        # A cell is drawn as often as its row times its column, so no submatrix is formed.
-        total += ((rows @ task) * drawn).sum(1) / task.size
+        # A cell is drawn as often as its row times its column. All are whole numbers, exact in float32.
+        by_row = drawn @ task.T.astype(np.float32)
+        total += np.einsum("rs,rs->r", by_row, rows).astype(float) / task.size
     low, high = np.quantile((total / len(cells)).round(DECIMALS), (ALPHA / 2, 1 - ALPHA / 2))
     return round(float(low), DECIMALS), round(float(high), DECIMALS)
 
@@ -168,11 +169,11 @@ def _interval(cells: Cells, resamples: int, seed: int) -> tuple[float, float]:
 @lru_cache(maxsize=4)  # results of one report have few shapes, and drawing takes longer than all the rest
 def _draws(
     resamples: int, seeds: int, queries: tuple[int, ...], seed: int
-) -> tuple[Float[np.ndarray, "resamples seeds"], list[UInt16[np.ndarray, "resamples _queries"]]]:
+) -> tuple[Float[np.ndarray, "resamples seeds"], list[Float[np.ndarray, "resamples _queries"]]]:
     """How often each seed is drawn, and each query of each task."""
     rng = np.random.default_rng(seed)
-    rows = _counts(rng, resamples, seeds).astype(float)
-    return rows, [_counts(rng, resamples, n).astype(np.uint16) for n in queries]
+    rows = _counts(rng, resamples, seeds).astype(np.float32)
+    return rows, [_counts(rng, resamples, n).astype(np.float32) for n in queries]
 
 
 def _counts(rng: np.random.Generator, resamples: int, n: int) -> Int[np.ndarray, "resamples n"]:
