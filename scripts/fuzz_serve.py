@@ -21,10 +21,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPConnection
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,8 +42,6 @@ TASK = load_task("mood-colour-1")
 TEXTS = [row.text for row in TASK.test]
 EXAMPLES = [{"text": row.text, "label": TASK.labels[row.label]} for row in TASK.train[:40]]
 QUICK: dict[str, Any] = {"settings": {"steps": 1}, "evaluate": 0, "shots": 1}
-ASKED = 600
-"""Requests to Ray Serve, of eight clients at once; a replica is killed after a third of them."""
 GROWTH = 0.05
 """Share by which resident memory may grow from the second fifth of the time to the last."""
 
@@ -331,66 +327,6 @@ class Load:
             one.close()
 
 
-def on_ray() -> Counter[str]:
-    """Two replicas of Ray Serve under load: the same answers, also when one is killed, if clients retry."""
-    import ray
-    from ray import serve
-
-    from i2cl.interfaces.server.ray_serve import deployment
-
-    result: Counter[str] = Counter()
-    with TemporaryDirectory() as scratch:
-        (injection,) = artefacts(Path(scratch), 1)
-        folder = Path(scratch) / "tasks"
-        program, client = started(folder)
-        client.upload("a", Path(scratch) / "0")
-        os.kill(program.process.pid, signal.SIGTERM)
-        program.wait()
-        texts = TEXTS[:20]
-        right = injection.scores(Decoder.from_pretrained("reference"), texts).softmax(-1)
-        paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-        runtime = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=runtime)
-        serve.run(deployment("reference", folder, replicas=2))
-        client = Client("http://127.0.0.1:8000", retries=20)
-        replicas = _processes("ServeReplica")
-        result["replicas"] = len(replicas)
-
-        def ask(number: int) -> str:
-            if number == ASKED // 3:
-                os.kill(replicas[0], signal.SIGKILL)
-            try:
-                (answer,) = client.classify("a", [texts[number % 20]])
-            except ServerError as error:
-                return f"lost requests: status {error.status}"
-            away = torch.tensor(list(answer.probabilities.values())).sub(right[number % 20]).abs().max()
-            return "answers" if away < 1e-5 else "wrong answers"
-
-        with ThreadPoolExecutor(8) as threads:
-            result.update(threads.map(ask, range(ASKED)))
-        serve.shutdown()
-        ray.shutdown()
-    result["lost requests"] = ASKED - result["answers"] - result["wrong answers"]
-    result["replicas lacking"] = 2 - result["replicas"]
-    return result
-
-
-def _processes(word: str) -> list[int]:
-    """Those below this one whose command line holds a word."""
-    result, parents = [], {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            message = (path / "stat").read_text(encoding="utf-8", errors="replace")
-            parents[int(path.name)] = int(message.rpartition(")")[2].split()[1])
-            if word in (path / "cmdline").read_text(encoding="utf-8", errors="replace"):
-                result.append(int(path.name))
-
-    def own(pid: int) -> bool:
-        return pid == os.getpid() or (pid in parents and own(parents[pid]))
-
-    return [pid for pid in result if own(pid)]
-
-
 def resident(pid: int) -> int:
     """Bytes that a process has in memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
@@ -404,11 +340,9 @@ WRONG = (
     "wrong answers",
     "memory grew",
     "exit code not 0",
-    "lost requests",
     "cancels forgotten",
     "cancels that do not end",
     "spoiled uploads taken",
-    "replicas lacking",
 )
 
 
@@ -419,14 +353,11 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--ray", action="store_true", help="and Ray Serve (i2cl[ray])")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))
     torch.set_num_threads(1)
     draw = random.Random(given.seed)
-    if given.ray:
-        import_module("ray.serve")  # before minutes of work
     result: Counter[str] = Counter()
     for part in parts(given, draw):
         print(json.dumps(dict(part), indent=1), flush=True)
@@ -441,8 +372,6 @@ def parts(given: argparse.Namespace, draw: random.Random) -> Iterator[Counter[st
     if given.minutes:
         with TemporaryDirectory() as scratch:
             yield Load(Path(scratch)).run(given.minutes)
-    if given.ray:
-        yield on_ray()
 
 
 if __name__ == "__main__":

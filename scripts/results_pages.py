@@ -8,55 +8,34 @@ A row that no cell of a store belongs to is left out, so a row may be listed her
 
 import json
 import re
-import runpy
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from io import StringIO
-from pathlib import Path
+from functools import partial
 from statistics import fmean
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from i2cl.experiments.confidence import highest
-from i2cl.experiments.confidence import reliability as curve
 from i2cl.experiments.evidence.verdicts import holm
-from i2cl.experiments.library import load_experiment
-from i2cl.experiments.records import Record
-from i2cl.experiments.report.figures_base import new_figure
-from i2cl.experiments.report.results import Line, Results, mean_times, results_of
+from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.statistics import ALPHA, Difference
-from i2cl.experiments.store import Store
-from i2cl.injections.temperature import normalised
+from results_figures import FIGURES
+from results_stores import (
+    OURS,
+    ROOT,
+    SHOWN,
+    average,
+    confidence_fits,
+    enough,
+    line_of,
+    lines_of,
+    named_line,
+    points,
+    records,
+    results,
+    seeds_of,
+    shown,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
-STORES = {"real": "docs/experiments/real/store", "gemma": "docs/experiments/gemma/store"}
 PAGES = ("docs/results.md", "docs/ablations.md", "docs/guide/confidence.md")
-
-OURS = "Anchored"
-FORMER = {OURS: "Anchored, all anew"}
-"""What stands for a row in a store that was made before its default changed."""
-
-SHOWN = {
-    "Zero-shot": "Zero-shot",
-    "Zero-shot, label prior": "Zero-shot, label prior",
-    "Zero-shot, batch calibration": "Zero-shot, batch calibration",
-    "Few-shot (ICL)": "Few-shot",
-    "Few-shot, label prior": "Few-shot, label prior",
-    "TF-IDF": "TF-IDF + logistic regression",
-    "Linear probe": "Linear probe of the LLM",
-    "Linear probe, last layer and token": "Linear probe, last layer",
-    "I2CL": "I2CL, fast recipe",
-    "IA3": "IA3",
-    "LoRA": "LoRA",
-    "sentence_embeddings": "Sentence embeddings + logistic regression",
-    "setfit": "SetFit",
-    OURS: "Anchored calibration",
-}
-"""Rows of the grid ``real`` by name, or by method, and what the pages call them."""
 
 COLUMNS = (
     OURS,
@@ -70,17 +49,6 @@ COLUMNS = (
     "Few-shot (ICL)",
 )
 """Rows that the table by task has as columns."""
-
-INK = {
-    "#010101": ("ink", "#1f2328", "#f0f6fc"),
-    "#020202": ("faint", "#59636e", "#9198a1"),
-    "#030303": ("ours", "#d55e00", "#ff9a4d"),
-    "#040404": ("other", "#4f76a8", "#6d93c4"),
-    "#050505": ("second", "#009e73", "#3ddbb0"),
-    "#060606": ("third", "#0072b2", "#56b4e9"),
-    "#070707": ("back", "#ffffff", "#0d1117"),
-}
-"""Colours that matplotlib is given, and what stands for them on light and on dark pages."""
 
 
 def main() -> None:
@@ -103,32 +71,6 @@ def filled(text: str) -> str:
     """
     part = re.compile(r"(<!-- ([\w-]+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
     return part.sub(lambda result: f"{result[1]}{PARTS[result[2]]()}\n{result[3]}", text)
-
-
-@cache
-def records(store: str) -> tuple[Record, ...]:
-    """All cells of a committed store."""
-    return tuple(Store.open(ROOT / STORES[store]).records.values())
-
-
-@cache
-def results(grid: str, store: str = "real", limit: int | None = None, skew: int = 1) -> Results:
-    """What a store has of a grid, with the most queries where no limit is given."""
-    result = results_of(load_experiment(grid), records(store))
-    return next(one for one in result if limit in (None, one.setting.limit) and one.setting.skew == skew)
-
-
-def line_of(result: Results, wanted: str) -> Line | None:
-    """The line of a row's name, or else of a method's."""
-    named = [one for one in result.lines if one.name == wanted]
-    former = [one for one in result.lines if one.name == FORMER.get(wanted)]
-    method = [one for one in result.lines if one.row.method == wanted]
-    return next(iter(named or former or method), None)
-
-
-def lines_of(result: Results, wanted: Sequence[str]) -> dict[str, Line]:
-    """Those that the store has, in the order asked for."""
-    return {name: line for name in wanted if (line := line_of(result, name)) is not None}
 
 
 # Parts of docs/results.md
@@ -164,13 +106,13 @@ def verdicts() -> str:
     rows: list[list[str]] = []
     for store, model in (("real", "SmolLM2-135M"), ("gemma", "Gemma 3 270M")):
         result = results("real", store)
-        ours = found_line(result, OURS)
+        ours = named_line(result, OURS)
         lines = {name: line for name, line in lines_of(result, tuple(SHOWN)).items() if name != OURS}
         lines = {name: line for name, line in lines.items() if enough(result, line)}
-        message = differences(result, {name: (ours, line) for name, line in lines.items()})
+        gaps = differences(result, {name: (ours, line) for name, line in lines.items()})
         rows.append([f"**{model}**: {SHOWN[OURS]}", average(result, ours), "", "", "", kept(result, ours)])
         rows += [
-            [SHOWN[name], average(result, line), *message[name], kept(result, line)]
+            [SHOWN[name], average(result, line), *gaps[name], kept(result, line)]
             for name, line in lines.items()
         ]
     return table(["Row", "Mean", "Anchored minus it", "95 % interval", "q", "Numbers kept a task"], rows)
@@ -179,7 +121,7 @@ def verdicts() -> str:
 def losses() -> str:
     """Where others have a higher mean than the default, by row."""
     result, lost = results("real"), []
-    ours = found_line(result, OURS)
+    ours = named_line(result, OURS)
     for name, line in lines_of(result, tuple(SHOWN)).items():
         ahead = {
             task: 100 * (theirs.mean - own.mean)
@@ -305,16 +247,9 @@ def chat() -> str:
             plain = line_of(result, line.name.replace(", chat", "", 1))
             got = result.difference(line, plain) if plain is not None else None
             if plain is not None and got is not None:
-                message = [f"{points(got.mean)}", interval(got), str(got.seeds)]
-                rows.append([plain.name, average(result, line), *message])
+                gap = [f"{points(got.mean)}", interval(got), str(got.seeds)]
+                rows.append([plain.name, average(result, line), *gap])
     return table(["Row", "In its chat template", "Minus the plain prompt", "95 % interval", "Seeds"], rows)
-
-
-@cache
-def confidence_fits() -> tuple[dict[str, Any], Any]:
-    """The functions of benchmarks/confidence.py, and the fits that it reads."""
-    functions, folder = runpy.run_path(str(ROOT / "benchmarks/confidence.py")), ROOT / "docs/experiments/real"
-    return functions, functions["read"](folder / "refits.jsonl", folder / "scores.safetensors")
 
 
 def temperatures() -> str:
@@ -332,16 +267,16 @@ def thresholds() -> str:
 def greedy() -> str:
     """How often plain greedy decoding says a label."""
     path = ROOT / "docs/experiments/real/greedy.jsonl"
-    message = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    answers = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
     names = {
         "accuracy": "Accuracy among the labels",
         "greedy_right": "Greedy token right",
         "greedy_is_a_label": "Greedy token is a label",
         "label_mass": "Labels' probability",
     }
-    tasks = sorted({one["task"] for one in message})
+    tasks = sorted({one["task"] for one in answers})
     means = {
-        task: [100 * fmean(one[name] for one in message if one["task"] == task) for name in names]
+        task: [100 * fmean(one[name] for one in answers if one["task"] == task) for name in names]
         for task in tasks
     }
     rows = [["**mean**", *(f"{fmean(column):.1f}" for column in zip(*means.values(), strict=True))]]
@@ -350,55 +285,6 @@ def greedy() -> str:
 
 
 # Entries
-
-
-def found_line(result: Results, name: str) -> Line:
-    """A line that has to be there.
-
-    Raises:
-        LookupError: where it is not.
-    """
-    line = line_of(result, name)
-    if line is None:
-        raise LookupError(f"the store has no row {name!r}")
-    return line
-
-
-def enough(result: Results, line: Line) -> bool:
-    """Whether a row has all seeds and nearly all tasks, so that a verdict means something."""
-    got = result.accuracy(line)
-    seeds = got is not None and (line.fixed or got.seeds == result.most_seeds)
-    return seeds and 3 * len(result.tasks_of(line)) > 2 * len(result.tasks)
-
-
-def seeds_of(result: Results, line: Line) -> int:
-    """Most seeds that it has on any task."""
-    return max(len(result.records(line, task)) for task in result.tasks_of(line))
-
-
-def average(result: Results, line: Line) -> str:
-    """Mean over tasks, with the number of tasks where it lacks some."""
-    got, tasks = result.accuracy(line), len(result.tasks_of(line))
-    if got is None:
-        return "–"
-    lacking = "" if tasks == len(result.tasks) else f" ({tasks} of {len(result.tasks)} tasks)"
-    return written(got.mean, got.sd, got.seeds) + lacking
-
-
-def shown(result: Results, line: Line, task: str) -> str:
-    """Accuracy on one task."""
-    got = result.accuracy(line, task) if task in result.tasks_of(line) else None
-    return "–" if got is None else written(got.mean, got.sd, got.seeds)
-
-
-def written(mean: float, sd: float, seeds: int) -> str:
-    """In percent, with the standard deviation over seeds where there are several."""
-    return f"{100 * mean:.1f}" + (f" ± {100 * sd:.1f}" if seeds > 1 else "")
-
-
-def points(value: float) -> str:
-    """Percentage points, signed."""
-    return f"{100 * value:+.1f}".replace("-", "−")
 
 
 def differences(result: Results, pairs: dict[str, tuple[Line, Line]]) -> dict[str, list[str]]:
@@ -421,9 +307,9 @@ def verdict(got: Difference, q: float | None) -> str:
     """Corrected p, and what it shows."""
     if q is None:
         return "one seed" if got.seeds == 1 else f"{got.seeds} seeds"
-    message = f"{q:.3f}" if q >= 0.001 else "< 0.001"
+    number = f"{q:.3f}" if q >= 0.001 else "< 0.001"
     beyond = q < ALPHA and (got.low > 0 or got.high < 0)
-    return message if beyond else f"{message}, not shown"
+    return number if beyond else f"{number}, not shown"
 
 
 def kept(result: Results, line: Line) -> str:
@@ -435,14 +321,14 @@ def kept(result: Results, line: Line) -> str:
 
 def against_first(result: Results, name: str) -> str:
     """Every row of a grid against one, on average and by task."""
-    first = found_line(result, name)
+    first = named_line(result, name)
     others = [line for line in result.lines if line != first]
-    message = differences(result, {line.name: (line, first) for line in others})
+    gaps = differences(result, {line.name: (line, first) for line in others})
     rows = [
         [
             line.name if line != first else f"**{line.name}**",
             average(result, line),
-            *(message[line.name] if line != first else [""] * 3),
+            *(gaps[line.name] if line != first else [""] * 3),
             *(shown(result, line, task).split(" ")[0] for task in result.tasks),
         ]
         for line in (first, *others)
@@ -452,8 +338,8 @@ def against_first(result: Results, name: str) -> str:
 
 def beside(result: Results, wanted: Sequence[str], against: str = OURS) -> str:
     """Some rows: mean, numbers kept, difference from one row on the tasks that both have."""
-    ours, lines = found_line(result, against), lines_of(result, wanted)
-    message = differences(result, {name: (line, ours) for name, line in lines.items()})
+    ours, lines = named_line(result, against), lines_of(result, wanted)
+    gaps = differences(result, {name: (line, ours) for name, line in lines.items()})
     rows = [
         [
             name,
@@ -461,7 +347,7 @@ def beside(result: Results, wanted: Sequence[str], against: str = OURS) -> str:
             str(seeds_of(result, line)),
             kept(result, line),
             fit_beside(result, line, ours),
-            *message[name],
+            *gaps[name],
         ]
         for name, line in lines.items()
     ]
@@ -505,158 +391,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "frequent": frequent,
     "chat": chat,
     "greedy": greedy,
-}
-
-
-# Figures
-
-
-def reliability() -> str:
-    """Accuracy against confidence, as probabilities are and at the temperature that refits choose."""
-    _, fits = confidence_fits()
-    figure = new_figure(4.8, 4.0)
-    axes = figure.add_subplot()
-    axes.plot([0, 100], [0, 100], linestyle="--", color="#020202", label="as sure as right")
-    for rule, colour, marker in (("as it is", "#040404", "s"), ("at the temperature", "#030303", "o")):
-        chosen = [fit.chosen if marker == "o" else 1.0 for fit in fits]
-        pairs = [(normalised(fit.scores, one), fit) for fit, one in zip(fits, chosen, strict=True)]
-        sure = np.concatenate([highest(scores) for scores, _ in pairs])
-        right = np.concatenate([scores.argmax(1) == fit.gold for scores, fit in pairs])
-        means, shares = curve(sure, right)
-        axes.plot(100 * means, 100 * shares, color=colour, marker=marker, label=rule)
-    axes.set_xlabel("highest probability among the labels, %", color="#010101")
-    axes.set_ylabel("accuracy, %", color="#010101")
-    axes.legend(frameon=False, labelcolor="#010101", fontsize=9, loc="upper left")
-    plain(axes)
-    return svg(figure, "Accuracy against confidence, before and after the temperature")
-
-
-def bars() -> str:
-    """Mean accuracy of the listed rows on both models, with 95 % intervals, as SVG."""
-    figure = new_figure(8.6, 5.2)
-    panels = figure.subplots(1, 2, width_ratios=(1, 1))
-    for axes, store, model in zip(panels, STORES, ("SmolLM2-135M", "Gemma 3 270M"), strict=True):
-        result = results("real", store)
-        lines = {name: line for name, line in lines_of(result, tuple(SHOWN)).items() if enough(result, line)}
-        got = {name: result.accuracy(line) for name, line in lines.items()}
-        order = sorted((one.mean, name) for name, one in got.items() if one is not None)
-        for place, (mean, name) in enumerate(order):
-            one = got[name]
-            assert one is not None
-            colour = "#030303" if name == OURS else "#040404"
-            axes.barh(place, 100 * mean, color=colour, height=0.72)
-            ends = [[100 * (mean - one.low)], [100 * (one.high - mean)]]
-            axes.errorbar(100 * mean, place, xerr=ends, color="#010101", elinewidth=1, capsize=2.5)
-            axes.text(2, place, f"{100 * mean:.1f}", va="center", color="#070707", fontsize=9)
-        axes.set_yticks(range(len(order)), [SHOWN[name] for _, name in order])
-        axes.set_xlim(0, 80)
-        axes.set_title(f"{model}, {len(result.tasks)} tasks", fontsize=11, color="#010101")
-        axes.set_xlabel("mean accuracy, %", color="#010101")
-        plain(axes)
-    title = "Mean accuracy of each row, with 95 % intervals"
-    return svg(figure, title)
-
-
-CURVES = {
-    OURS: ("#030303", "o"),
-    "sentence_embeddings": ("#010101", "D"),
-    "Linear probe": ("#050505", "s"),
-    "LoRA": ("#060606", "P"),
-    "Few-shot, label prior": ("#060606", "^"),
-    "Few-shot (ICL)": ("#040404", "v"),
-}
-"""Colour and marker of a row in a figure of accuracy by demonstrations a class."""
-
-
-def draw_curves(axes: Axes, result: Results, task: str | None = None) -> None:
-    """Accuracy by demonstrations a class, on one task or on average, with intervals where there are seeds."""
-    every = sorted({line.shots for line in result.lines if line.shots is not None})
-    for name, (colour, marker) in CURVES.items():
-        message = {
-            line.shots: got
-            for line in result.lines
-            if name in {line.row.name, line.row.method}
-            and line.shots
-            and set(result.tasks if task is None else [task]) <= set(result.tasks_of(line))
-            and (got := result.accuracy(line, task))
-        }
-        if not message:
-            continue
-        counts, means = list(message), [100 * one.mean for one in message.values()]
-        ends = [
-            [100 * (one.mean - one.low) for one in message.values()],
-            [100 * (one.high - one.mean) for one in message.values()],
-        ]
-        bars = ends if task is None else None
-        axes.errorbar(counts, means, yerr=bars, color=colour, marker=marker, capsize=3, label=SHOWN[name])
-    level = line_of(result, "Zero-shot, label prior")
-    got = result.accuracy(level, task) if level is not None else None
-    if got is not None:
-        axes.axhline(100 * got.mean, color="#020202", linestyle="--", label=level.name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(every, map(str, every))
-    axes.minorticks_off()
-    axes.set_xlabel("demonstrations a class", color="#010101")
-    axes.set_ylim(0, 100 if task else 90)
-    plain(axes)
-
-
-def curves() -> str:
-    """Mean accuracy by demonstrations a class, as SVG."""
-    result = results("anchored-shots")
-    figure = new_figure(7.2, 4.2)
-    axes = figure.subplots()
-    draw_curves(axes, result)
-    axes.set_ylabel(f"mean accuracy over {len(result.tasks)} tasks, %", color="#010101")
-    axes.legend(frameon=False, labelcolor="#010101", fontsize=9, ncols=2, loc="lower right")
-    return svg(figure, "Mean accuracy by demonstrations a class, with 95 % intervals")
-
-
-def learning() -> str:
-    """Accuracy by demonstrations a class on three tasks, and with 77 and 150 labels, as SVG."""
-    few, many = results("curves"), results("many-labels")
-    panels = [*((few, task) for task in few.tasks), *((many, task) for task in many.tasks)]
-    figure = new_figure(9.6, 3.2)
-    for axes, (result, task) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
-        draw_curves(axes, result, task)
-        axes.set_title(task, fontsize=10, color="#010101")
-    figure.axes[0].set_ylabel("accuracy, %", color="#010101")
-    shown = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
-    lines = {name: handle for pairs in shown for handle, name in pairs}
-    look: dict[str, Any] = {"frameon": False, "labelcolor": "#010101", "fontsize": 9, "ncols": 3}
-    figure.legend(lines.values(), lines.keys(), loc="outside upper center", **look)
-    return svg(figure, "Accuracy by demonstrations a class, up to eighty, and with 77 and 150 labels")
-
-
-def plain(axes: Axes) -> None:
-    """No frame, quiet ticks."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#020202")
-    axes.tick_params(colors="#020202", labelcolor="#010101", labelsize=9)
-
-
-def svg(figure: Figure, title: str) -> str:
-    """A figure as text, the same bytes each time, in colours that follow the reader's light or dark mode."""
-    out = StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "i2cl"}):
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Title": title})
-    text = out.getvalue()
-    for given, (name, _, _) in INK.items():
-        text = text.replace(given, f"var(--{name})")
-    light, dark = (" ".join(f"--{name}: {pair[which]};" for name, *pair in INK.values()) for which in (0, 1))
-    style = (
-        f"<style>svg {{ {light} background: var(--back); }} "
-        f"@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>\n"
-    )
-    text = re.sub(r"( <defs>)", lambda result: " " + style + result[1], text, count=1)
-    return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
-
-
-FIGURES: dict[str, Callable[[], str]] = {
-    "docs/_static/averages.svg": bars,
-    "docs/_static/shots.svg": curves,
-    "docs/_static/learning.svg": learning,
-    "docs/_static/reliability.svg": reliability,
 }
 
 

@@ -1,4 +1,4 @@
-"""A replica without Ray: the answers of the plain server. `scripts/fuzz_serve.py --ray` kills one of two."""
+"""A replica without Ray: the answers of the plain server. `scripts/fuzz_ray.py` kills one of two."""
 
 import asyncio
 import subprocess
