@@ -142,6 +142,14 @@ def test_noise_goes_where_the_injection_goes(monkeypatch, place):
     assert edits[0].draw is not edits[1].draw
 
 
+@pytest.mark.parametrize(("place", "layers"), [("writer", []), ("residual", [0, 1])])
+def test_noise_looks_at_the_residual_stream_only_where_it_goes_there(monkeypatch, place, layers):
+    seen = []
+    monkeypatch.setattr(NoisyEdit, "enter", lambda _edit, layer, _residual: seen.append(layer))
+    fit(noise_place=place, batches=[[0]])
+    assert seen == layers
+
+
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 def test_the_add_formula(case):
     first = fit(case, formula="add", epochs=0, init_lambda=0.3)
