@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save  # noqa: E402
@@ -355,7 +355,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     torch.set_num_threads(1)
     draw = random.Random(given.seed)
     result: Counter[str] = Counter()
