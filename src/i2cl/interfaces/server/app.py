@@ -29,11 +29,7 @@ REFUSED = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504,
 
 
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:
-    """The whole server as an ASGI program.
-
-    ``service``: what answers; ``access``: who may ask; ``page``: whether there is a page for people at ``/``;
-    ``origins``: sites whose pages may ask.
-    """
+    """The server as an ASGI program; ``page``: with one for people at ``/``; ``origins``: whose may ask."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

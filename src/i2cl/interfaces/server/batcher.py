@@ -102,9 +102,7 @@ class Batcher:
             raise busy(429, f"{self.waiting} tokens wait already", seconds)
 
     def submit(self, rows: Sequence[TaskQuery], deadline: float) -> Ticket:
-        """Let a request of at least one row wait for its turn, which has to come before ``deadline`` on
-        `time.monotonic`. Raises RefusalError, see `require_room`.
-        """
+        """Queue at least one row, to begin before ``deadline`` of `time.monotonic`; see `require_room`."""
         with self._changed:
             tokens = sum(row.tokens for row in rows)
             self.require_room(tokens)

@@ -43,8 +43,7 @@ def read_lines(
     Raises RefusalError: 422 naming every line that cannot be used, 404 on an unknown task.
     """
     count, names, refused = 0, set(), []
-    read = partial(body.readline, LONGEST_LINE + 1)
-    for number, text in enumerate(iter(read, b""), start=1):
+    for number, text in enumerate(iter(partial(body.readline, LONGEST_LINE + 1), b""), start=1):
         if not text.strip():
             continue
         try:

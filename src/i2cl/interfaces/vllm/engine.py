@@ -139,10 +139,8 @@ def canaries(layers: int, d: int) -> tuple[Packed, Packed]:
 
 
 def try_canary(core: Any) -> None:
-    """Ask the plain model and both canaries one prompt, through the whole engine.
-
-    ``core``: an ``EngineCore`` that has just started. Raises I2CLError if the answers come back unedited, or
-    edited in part.
+    """Ask the plain model and both canaries one prompt, through a whole ``EngineCore`` that has just started.
+    Raises I2CLError if the answers come back unedited, or edited in part.
     """
     config = core.vllm_config.model_config
     pair = canaries(config.get_total_num_hidden_layers(), config.get_hidden_size())
@@ -157,10 +155,8 @@ def try_canary(core: Any) -> None:
 
 
 def require_edited(plain: Float[Tensor, " n"], one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> None:
-    """Refuse answers that show no edit, or not that of every writer.
-
-    ``plain``: log-probabilities of some tokens without a task; ``one``: the same with the first canary;
-    ``other``: with the second one. Raises I2CLError, saying which of the two.
+    """Refuse (I2CLError) log-probabilities that show no edit, or not that of every writer: ``plain`` without
+    a task, ``one`` and ``other`` with the two canaries.
     """
     change, apart = float((one - plain).abs().max()), float((one - other).abs().max())
     if not change > 1e-3:

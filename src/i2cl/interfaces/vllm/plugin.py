@@ -13,10 +13,8 @@ _MARK = "_i2cl_wraps"
 
 
 def register() -> None:
-    """Install the plugin, once a process, where ``VLLM_PLUGINS`` names it.
-
-    An environment that holds both packages for other reasons is left as it is. Raises I2CLError if this
-    version of vLLM was not tested.
+    """Install the plugin, once a process, where ``VLLM_PLUGINS`` names it, and not wherever both packages
+    are. Raises I2CLError if this version of vLLM was not tested.
     """
     import vllm
     from vllm import envs

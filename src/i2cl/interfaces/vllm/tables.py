@@ -23,7 +23,7 @@ class Tables:
     """
 
     def __init__(self, writers: list[nn.Module], count: int, d: int, tokens: int) -> None:
-        self.writers = writers  # in the order of a context vector's [layer, (mha, mlp)]
+        self.writers: list[Any] = writers  # in the order of a context vector's [layer, (mha, mlp)]
         self.slots = torch.full((tokens,), PLAIN, dtype=torch.int32)  # of every token of the batch that runs
         self.places: dict[str, int] = {}  # slot of each edit that was written, by digest
         for writer in writers:
@@ -34,17 +34,14 @@ class Tables:
 
     def write(self, slot: int, digest: str, packed: Packed) -> None:
         """Fill a slot that no running request has. Raises I2CLError on another number of writers."""
-        first: Any = self.writers[0]
-        rows, scales = packed.tensors(first.i2cl_rows.shape[1])
+        rows, scales = packed.tensors(self.writers[0].i2cl_rows.shape[1])
         if not len(rows) == len(scales) == len(self.writers):
-            raise I2CLError(
-                f"this task edits {len(scales)} residual writers, and the model has {len(self.writers)}"
-            )
+            message = f"this task edits {len(scales)} residual writers, and the model has {len(self.writers)}"
+            raise I2CLError(message)
         self.places = {other: place for other, place in self.places.items() if place != slot}
         for writer, row, scale in zip(self.writers, rows, scales, strict=True):
-            held: Any = writer
-            held.i2cl_rows[slot].copy_(row)
-            held.i2cl_scales[slot].copy_(scale)
+            writer.i2cl_rows[slot].copy_(row)
+            writer.i2cl_scales[slot].copy_(scale)
         self.places[digest] = slot
 
     def place(self, digest: str | None) -> int:
