@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from i2cl.errors import I2CLError
@@ -56,8 +57,6 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
             app.add_api_route(path, partial(_file, PAGE / name), include_in_schema=False)
     guard: Any = Guard(app, access, partial(_bodies, app, service), service.metrics)
     if origins:
-        from starlette.middleware.cors import CORSMiddleware
-
         guard = CORSMiddleware(
             guard,
             allow_origins=list(origins),

@@ -140,9 +140,7 @@ class Batcher:
         return future
 
     def pause(self) -> None:
-        """Called by what `run` runs: answer those that wait, for as long as it ran since its last pause.
-        Raises FitStoppedError if the server stops.
-        """
+        """Answer what waits, for as long as `run`'s work ran since; raises FitStoppedError at a stop."""
         began = time.monotonic()
         ran = began - self._resumed
         while not self.stops and (self._single or self._large):

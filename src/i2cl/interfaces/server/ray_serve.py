@@ -21,9 +21,7 @@ class Replica:
     def __init__(
         self, model: str, tasks: str, options: Mapping[str, Any], token_file: str | None = None
     ) -> None:
-        """Load the model, and open the folder to read it; arguments are those of `deployment`. Raises
-        I2CLError on a file without tokens, or a folder without tasks.
-        """
+        """See `deployment`. Raises I2CLError on a file without tokens, or a folder without tasks."""
         from i2cl.interfaces.server.app import make_app
         from i2cl.interfaces.server.guard import Access, read_tokens
         from i2cl.interfaces.server.service import Service

@@ -35,9 +35,7 @@ class RefusalError(I2CLError):
 
     @classmethod
     def of(cls, error: Exception) -> "RefusalError":
-        """An error as what a request is refused with: of one that nobody expected the kind alone, since its
-        words may hold a user's text.
-        """
+        """An error as a refusal: of an unexpected one the kind alone, as its words may hold a user's text."""
         if isinstance(error, RefusalError):
             return error
         if isinstance(error, WriteError | OSError):

@@ -133,9 +133,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parsing, work, *args)
 
     async def upload(self, name: str, body: bytes) -> Entry:
-        """Give a name to an artefact in a tar file, once it has answered a text. Raises RefusalError: 422 on
-        one that cannot be used; see `TaskStore.put`.
-        """
+        """Name a tar file's artefact once it has answered a text; 422 on a bad one; see `TaskStore.put`."""
         injection = await self.parsed(unpack, body)
         rows = await self.parsed(lambda: self.tasks.loaded(injection).queries(["a"], cut=False))
         if rows[0].tokens > self.batcher.bound:

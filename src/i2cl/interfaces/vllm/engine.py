@@ -73,9 +73,8 @@ def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         packed = Packed(*args)
         slot, fresh = ledger.load(packed.digest)
         if fresh:
-            given = slot, packed.digest, packed.rows, packed.scales
             try:
-                _require_written(original(core, WRITE, timeout, given, None))
+                _require_written(original(core, WRITE, timeout, (slot, packed.digest, *args), None))
             except BaseException:
                 ledger.unbook(packed.digest)
                 raise

@@ -194,9 +194,7 @@ def wrap_beam_search(
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
-    """Which model an engine with this ``ModelConfig`` runs, from its files, which are read once. Raises
-    I2CLError if they cannot be found or read.
-    """
+    """Which model an engine runs, from its files, which are read once. Raises I2CLError if they cannot be."""
     empty, text = skeleton(config.hf_config), config.hf_text_config
     files = Files(checkpoint_folder(config.model, config.revision), empty, "lm_head")
     weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))

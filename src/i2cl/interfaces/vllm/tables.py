@@ -17,10 +17,7 @@ from i2cl.interfaces.vllm.slots import PLAIN, Packed, digest_of, token_slots
 
 
 class Tables:
-    """The buffers of a model's residual writers: one row a slot, and the slot of every token.
-
-    They are registered on the writers, where tracing finds them, and in no checkpoint.
-    """
+    """The buffers of residual writers, registered on them, where tracing finds them; in no checkpoint."""
 
     def __init__(self, writers: list[nn.Module], count: int, d: int, tokens: int) -> None:
         self.writers: list[Any] = writers  # in the order of a context vector's [layer, (mha, mlp)]

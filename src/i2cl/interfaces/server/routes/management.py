@@ -224,9 +224,8 @@ def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
 
 
 async def job_events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
-    """Server-sent events of a job behind the one that was ``seen``, until it ends.
-
-    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
+    """Server-sent events of a job behind the one that was ``seen``, until it ends. Source:
+    https://html.spec.whatwg.org/multipage/server-sent-events.html.
     """
     last = time.monotonic()
     while True:
