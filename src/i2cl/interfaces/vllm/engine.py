@@ -33,54 +33,51 @@ class Core:
         self.tried = False  # whether the canary has answered
 
 
-def wrap_executor(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_executor(
+    original: Callable[..., None], executor: Any, vllm_config: Any, *args: Any, **more: Any
+) -> None:
     """``Executor.__init__``, the first thing that a core does: refuse what cannot be served."""
-
-    def start(executor: Any, vllm_config: Any, *args: Any, **more: Any) -> None:
-        require_supported(vllm_config)
-        settings = settings_of(vllm_config)
-        # In the key of compiled graphs, which knows of no hooks: graphs of a plain model must not be found.
-        vllm_config.parallel_config.worker_extension_cls = WORKER
-        vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
-        Core.current = Core(settings["slots"])
-        original(executor, vllm_config, *args, **more)
-
-    return start
+    require_supported(vllm_config)
+    settings = settings_of(vllm_config)
+    # In the key of compiled graphs, which knows of no hooks: graphs of a plain model must not be found.
+    vllm_config.parallel_config.worker_extension_cls = WORKER
+    vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
+    Core.current = Core(settings["slots"])
+    original(executor, vllm_config, *args, **more)
 
 
-def wrap_supported_tasks(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_supported_tasks(original: Callable[..., Any], core: Any) -> Any:
     """``EngineCore.get_supported_tasks``, which a front end asks before its first request: try the edit."""
-
-    def supported(core: Any) -> Any:
-        if Core.current is not None and not Core.current.tried:
-            try_canary(core)
-            Core.current.tried = True
-        return original(core)
-
-    return supported
+    if Core.current is not None and not Core.current.tried:
+        try_canary(core)
+        Core.current.tried = True
+    return original(core)
 
 
-def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_rpc(
+    original: Callable[..., Any],
+    core: Any,
+    method: Any,
+    timeout: Any = None,
+    args: Any = (),
+    kwargs: Any = None,
+) -> Any:
     """``EngineCore.collective_rpc``: loading and dropping go by the ledger."""
-
-    def call(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if method not in {LOAD, DROP} or Core.current is None:
-            return original(core, method, timeout, args, kwargs)
-        ledger = Core.current.ledger
-        if method == DROP:
-            ledger.drop(*args)
-            return []
-        packed = Packed(*args)
-        slot, fresh = ledger.load(packed.digest)
-        if fresh:
-            try:
-                _require_written(original(core, WRITE, timeout, (slot, packed.digest, *args), None))
-            except BaseException:
-                ledger.unbook(packed.digest)
-                raise
-        return [slot]
-
-    return call
+    if method not in {LOAD, DROP} or Core.current is None:
+        return original(core, method, timeout, args, kwargs)
+    ledger = Core.current.ledger
+    if method == DROP:
+        ledger.drop(*args)
+        return []
+    packed = Packed(*args)
+    slot, fresh = ledger.load(packed.digest)
+    if fresh:
+        try:
+            _require_written(original(core, WRITE, timeout, (slot, packed.digest, *args), None))
+        except BaseException:
+            ledger.unbook(packed.digest)
+            raise
+    return [slot]
 
 
 def _require_written(results: list[str | None]) -> None:
@@ -88,21 +85,17 @@ def _require_written(results: list[str | None]) -> None:
         raise I2CLError(f"{len(faults)} of {len(results)} workers could not write this task, {faults[0]}")
 
 
-def wrap_request(original: Any) -> Any:
+def wrap_request(original: Callable[..., Any], cls: Any, request: Any, block_hasher: Any) -> Any:
     """``Request.from_engine_core_request``: a cache salt of its edit, and the ledger's note."""
-
-    def make(cls: Any, request: Any, block_hasher: Any) -> Any:
-        core = Core.current
-        if core is None:
-            return original(cls, request, block_hasher)
-        digest = digest_of(request.sampling_params)
-        request.cache_salt = core.salts.of(request.cache_salt, digest)
-        fresh = original(cls, request, block_hasher)
-        if digest is not None:
-            core.ledger.admit(digest, fresh)
-        return fresh
-
-    return make
+    core = Core.current
+    if core is None:
+        return original(cls, request, block_hasher)
+    digest = digest_of(request.sampling_params)
+    request.cache_salt = core.salts.of(request.cache_salt, digest)
+    fresh = original(cls, request, block_hasher)
+    if digest is not None:
+        core.ledger.admit(digest, fresh)
+    return fresh
 
 
 class Worker:

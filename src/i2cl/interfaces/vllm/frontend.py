@@ -167,30 +167,24 @@ class ServedTasks:
 TASKS = ServedTasks()  # those of this process
 
 
-def wrap_verify(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
+def wrap_verify(
+    original: Callable[..., None], params: Any, *args: Any, refusal: type[I2CLError] = I2CLError, **more: Any
+) -> None:
     """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end."""
-
-    def verify(params: Any, *args: Any, **more: Any) -> None:
-        original(params, *args, **more)
-        try:
-            TASKS.admit(params)
-        except I2CLError as error:
-            raise refusal(str(error)) from None
-
-    return verify
+    original(params, *args, **more)
+    try:
+        TASKS.admit(params)
+    except I2CLError as error:
+        raise refusal(str(error)) from None
 
 
 def wrap_beam_search(
-    original: Callable[..., Any], refusal: type[I2CLError] = I2CLError
-) -> Callable[..., Any]:
+    original: Callable[..., Any], request: Any, *args: Any, refusal: type[I2CLError] = I2CLError, **more: Any
+) -> Any:
     """``to_beam_search_params`` of a request of the server: beam search would forget the task."""
-
-    def beams(request: Any, *args: Any, **more: Any) -> Any:
-        if NAME in (request.vllm_xargs or {}):
-            raise refusal("beam search takes no task: leave use_beam_search out, or the task")
-        return original(request, *args, **more)
-
-    return beams
+    if NAME in (request.vllm_xargs or {}):
+        raise refusal("beam search takes no task: leave use_beam_search out, or the task")
+    return original(request, *args, **more)
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:

@@ -4,6 +4,7 @@ Addresses never change, so captured and compiled graphs go on when tasks come an
 runners fill the slots from the requests of a batch.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -69,25 +70,22 @@ def edit_hook(writer: nn.Module, _inputs: Any, output: Any) -> Any:
     return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
 
-def forward_v1(original: Any) -> Any:
+def forward_v1(
+    original: Callable[..., Any],
+    runner: Any,
+    input_ids: Any = None,
+    positions: Any = None,
+    intermediate_tensors: Any = None,
+    inputs_embeds: Any = None,
+    **more: Any,
+) -> Any:
     """``_model_forward`` of model runner V1, a ``GPUModelRunner``, with the slots of a real batch filled."""
-
-    def forward(
-        runner: Any,
-        input_ids: Any = None,
-        positions: Any = None,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Any = None,
-        **more: Any,
-    ) -> Any:
-        if hasattr(runner.model, "i2cl_tables"):  # vLLM's wrappers for graphs pass it on
-            tables, given = runner.model.i2cl_tables, inputs_embeds if input_ids is None else input_ids
-            names = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
-            slots = [tables.place(digest_of(runner.requests[name].sampling_params)) for name in names]
-            tables.fill(token_slots(slots, runner.query_start_loc.np[: len(names) + 1], len(given)))
-        return original(runner, input_ids, positions, intermediate_tensors, inputs_embeds, **more)
-
-    return forward
+    if hasattr(runner.model, "i2cl_tables"):  # vLLM's wrappers for graphs pass it on
+        tables, given = runner.model.i2cl_tables, inputs_embeds if input_ids is None else input_ids
+        names = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
+        slots = [tables.place(digest_of(runner.requests[name].sampling_params)) for name in names]
+        tables.fill(token_slots(slots, runner.query_start_loc.np[: len(names) + 1], len(given)))
+    return original(runner, input_ids, positions, intermediate_tensors, inputs_embeds, **more)
 
 
 class RowsV2:
