@@ -36,7 +36,7 @@ class State:
 
 
 class InjectedState(RowsV2, State):
-    """As `i2cl.interfaces.vllm.tables.model_state` makes it."""
+    """As `i2cl.interfaces.vllm.model.Hooked` makes it."""
 
 
 def edit(seed):

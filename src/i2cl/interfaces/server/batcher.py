@@ -109,8 +109,7 @@ class Batcher:
             ticket = Ticket(rows, deadline, large=tokens > self.pool.decoder.token_budget // LARGE)
             self._seen = self._seen if ticket.large else ticket.since
             self.waiting += tokens
-            self._put(ticket)
-        return ticket
+            return self._put(ticket)
 
     def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
         """Let at least one row of a file run between requests, beside the bound; with ``large=False`` few
@@ -119,9 +118,7 @@ class Batcher:
         with self._changed:
             if self.stops:
                 raise stopping()
-            ticket = Ticket(rows, deadline=float("inf"), large=large)
-            self._put(ticket)
-        return ticket
+            return self._put(Ticket(rows, deadline=float("inf"), large=large))
 
     def cancel(self, ticket: Ticket) -> None:
         """Forget a request: its rows that have not begun do not run."""
@@ -170,11 +167,12 @@ class Batcher:
         """Tokens of a slice, and of what a fit runs at a time."""
         return max(1, self.pool.decoder.token_budget // SLICES)
 
-    def _put(self, ticket: Ticket) -> None:
+    def _put(self, ticket: Ticket) -> Ticket:
         heap = self._large if ticket.large else self._single
         before = min(ticket.deadline, ticket.since + PATIENCE)
         heapq.heappush(heap, (before, next(self._numbers), ticket))
         self._changed.notify()
+        return ticket
 
     def _loop(self) -> None:
         while True:

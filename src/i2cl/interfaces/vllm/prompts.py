@@ -115,7 +115,7 @@ class Share:
     """
 
     def __init__(self, reach: Reach) -> None:
-        self._reach = reach
+        self.reach = reach
         self._prompts = self._tokens = 0
         self._turn, self._left = asyncio.Lock(), asyncio.Event()
 
@@ -123,7 +123,7 @@ class Share:
         """Wait until there is room for a prompt of so many tokens."""
         async with self._turn:
             while self._prompts and not (
-                self._prompts < self._reach.prompts and self._tokens + tokens <= self._reach.tokens
+                self._prompts < self.reach.prompts and self._tokens + tokens <= self.reach.tokens
             ):
                 self._left.clear()
                 await self._left.wait()

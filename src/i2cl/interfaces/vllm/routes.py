@@ -67,8 +67,7 @@ class Routes:
     async def init_state(self, engine_client: Any, state: Any, _args: Any) -> None:
         """Load the tasks of the folder in the environment. Raises I2CLError, which ends the start."""
         state.i2cl_engine, state.i2cl_lock = engine_client, asyncio.Lock()
-        state.i2cl_reach = Reach.of(engine_client.vllm_config)
-        state.i2cl_share = Share(state.i2cl_reach)
+        state.i2cl_share = Share(Reach.of(engine_client.vllm_config))
         folder = os.environ.get(FOLDER)
         if folder is None:
             return
@@ -183,7 +182,7 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
     try:
         async with asyncio.TaskGroup() as group:  # which ends all of them with the first that fails
             for row, query in enumerate(queries):
-                for part in served.label_prompts.prompts(query, state.i2cl_reach):
+                for part in served.label_prompts.prompts(query, state.i2cl_share.reach):
                     size = len(part.ids)
                     await state.i2cl_share.enter(size)
                     group.create_task(ask(row, part)).add_done_callback(partial(left, size))

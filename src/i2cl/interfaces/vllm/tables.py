@@ -5,7 +5,6 @@ runners fill the slots from the requests of a batch.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -107,11 +106,3 @@ class RowsV2:
         starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1]
         self.i2cl_tables.fill(token_slots(slots, starts, input_batch.num_tokens_after_padding))
         return super().prepare_inputs(input_batch, req_states)  # type: ignore[misc]
-
-
-@cache
-def model_state() -> type:
-    """Model runner V2's default state of requests, with the slots."""
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-
-    return type("InjectedModelState", (RowsV2, DefaultModelState), {"__module__": __name__})
