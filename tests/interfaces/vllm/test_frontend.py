@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -117,12 +118,12 @@ def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, tas
 
 
 def test_beam_search_refuses_a_task_that_it_would_forget_and_verify_still_verifies(llm):
-    beams = frontend.wrap_beam_search(lambda request, *args: args)
+    beams = partial(frontend.wrap_beam_search, lambda request, *args: args)
     assert beams(SimpleNamespace(vllm_xargs=None), 4) == (4,)
     assert beams(SimpleNamespace(vllm_xargs={"other": 1}), 4) == (4,)
     one_line("beam search takes no task", beams, SimpleNamespace(vllm_xargs={"i2cl": "mood"}), 4)
     seen = []
-    verify = frontend.wrap_verify(lambda params, *args: seen.append(args))
+    verify = partial(frontend.wrap_verify, lambda params, *args: seen.append(args))
     verify(params(), "config")
     assert seen == [("config",)]
     one_line("no task", verify, params(i2cl="a"), "config")

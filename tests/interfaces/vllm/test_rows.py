@@ -1,5 +1,6 @@
 """From a batch's requests to edited outputs, for both model runners, on stand-ins."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,7 @@ class State:
 
 
 class InjectedState(RowsV2, State):
-    """As `i2cl.interfaces.vllm.tables.model_state` makes it."""
+    """As `i2cl.interfaces.vllm.model.Hooked` makes it."""
 
 
 def edit(seed):
@@ -84,7 +85,7 @@ def test_v1_fills_the_slots_of_a_padded_batch(model):
     asked = {name: params(digest) for name, digest in digests.items()}
     runner = runner_v1(model, asked, ["y", "z", "x"], [1, 2, 2])
     given = []
-    forward = forward_v1(lambda *args, **more: given.append((args, more)))
+    forward = partial(forward_v1, lambda *args, **more: given.append((args, more)))
     model.i2cl_tables.slots.fill_(9)
     forward(runner, torch.zeros(7), "positions", None, None, more=1)
     assert model.i2cl_tables.slots[:8].tolist() == [2, PLAIN, PLAIN, 5, 5, PLAIN, PLAIN, 9]
@@ -97,9 +98,9 @@ def test_v1_fills_the_slots_of_a_padded_batch(model):
 
 def test_v1_leaves_other_models_alone_and_never_answers_plain_what_is_in_no_slot(model):
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    assert forward_v1(lambda *args: args[1:])(runner, 1, 2, 3, 4) == (1, 2, 3, 4)
+    assert forward_v1(lambda *args: args[1:], runner, 1, 2, 3, 4) == (1, 2, 3, 4)
     runner = runner_v1(model, {"x": params("gone")}, ["x"], [1])
-    one_line("in no slot", forward_v1(lambda *args: None), runner, torch.zeros(1))
+    one_line("in no slot", forward_v1, lambda *args: None, runner, torch.zeros(1))
 
 
 def test_each_token_is_edited_as_the_core_edits_it(model):

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from i2cl.errors import I2CLError
@@ -29,11 +30,7 @@ REFUSED = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504,
 
 
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:
-    """The whole server as an ASGI program.
-
-    ``service``: what answers; ``access``: who may ask; ``page``: whether there is a page for people at ``/``;
-    ``origins``: sites whose pages may ask.
-    """
+    """The server as an ASGI program; ``page``: with one for people at ``/``; ``origins``: whose may ask."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -60,8 +57,6 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
             app.add_api_route(path, partial(_file, PAGE / name), include_in_schema=False)
     guard: Any = Guard(app, access, partial(_bodies, app, service), service.metrics)
     if origins:
-        from starlette.middleware.cors import CORSMiddleware
-
         guard = CORSMiddleware(
             guard,
             allow_origins=list(origins),

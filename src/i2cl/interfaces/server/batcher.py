@@ -102,17 +102,14 @@ class Batcher:
             raise busy(429, f"{self.waiting} tokens wait already", seconds)
 
     def submit(self, rows: Sequence[TaskQuery], deadline: float) -> Ticket:
-        """Let a request of at least one row wait for its turn, which has to come before ``deadline`` on
-        `time.monotonic`. Raises RefusalError, see `require_room`.
-        """
+        """Queue at least one row, to begin before ``deadline`` of `time.monotonic`; see `require_room`."""
         with self._changed:
             tokens = sum(row.tokens for row in rows)
             self.require_room(tokens)
             ticket = Ticket(rows, deadline, large=tokens > self.pool.decoder.token_budget // LARGE)
             self._seen = self._seen if ticket.large else ticket.since
             self.waiting += tokens
-            self._put(ticket)
-        return ticket
+            return self._put(ticket)
 
     def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
         """Let at least one row of a file run between requests, beside the bound; with ``large=False`` few
@@ -121,9 +118,7 @@ class Batcher:
         with self._changed:
             if self.stops:
                 raise stopping()
-            ticket = Ticket(rows, deadline=float("inf"), large=large)
-            self._put(ticket)
-        return ticket
+            return self._put(Ticket(rows, deadline=float("inf"), large=large))
 
     def cancel(self, ticket: Ticket) -> None:
         """Forget a request: its rows that have not begun do not run."""
@@ -142,9 +137,7 @@ class Batcher:
         return future
 
     def pause(self) -> None:
-        """Called by what `run` runs: answer those that wait, for as long as it ran since its last pause.
-        Raises FitStoppedError if the server stops.
-        """
+        """Answer what waits, for as long as `run`'s work ran since; raises FitStoppedError at a stop."""
         began = time.monotonic()
         ran = began - self._resumed
         while not self.stops and (self._single or self._large):
@@ -174,11 +167,12 @@ class Batcher:
         """Tokens of a slice, and of what a fit runs at a time."""
         return max(1, self.pool.decoder.token_budget // SLICES)
 
-    def _put(self, ticket: Ticket) -> None:
+    def _put(self, ticket: Ticket) -> Ticket:
         heap = self._large if ticket.large else self._single
         before = min(ticket.deadline, ticket.since + PATIENCE)
         heapq.heappush(heap, (before, next(self._numbers), ticket))
         self._changed.notify()
+        return ticket
 
     def _loop(self) -> None:
         while True:

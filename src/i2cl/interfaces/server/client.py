@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from email.message import Message
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ class Client:
 
     def _asked(
         self, method: str, path: str, body: Any = None, kind: str = "application/json"
-    ) -> tuple[Any, dict[str, str]]:
+    ) -> tuple[Any, Message]:
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = self._headers | ({"Content-Type": kind} if content is not None else {})
         twice = _may_be_done_twice(method, path)
@@ -161,15 +162,13 @@ class Client:
                     raise ServerError(0, "unreachable", message) from None
                 time.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
-            fields = {name.lower(): value for name, value in reply.getheaders()}
-            refused = _refused(reply.status, answer) if reply.status >= 400 else None
-            if refused is not None:
-                if last or not _again(method, path, refused):
-                    raise refused
-                time.sleep(_pause(fields.get("retry-after", "")))
-                continue
-            is_json = fields.get("content-type", "").partition(";")[0] == "application/json"
-            return (json.loads(answer) if is_json else answer), fields
+            if reply.status < 400:
+                is_json = reply.headers.get_content_type() == "application/json"
+                return (json.loads(answer) if is_json else answer), reply.headers
+            refused = _refused(reply.status, answer)
+            if last or not _again(method, path, refused):
+                raise refused
+            time.sleep(_pause(reply.headers.get("Retry-After", "")))
         raise AssertionError  # the last attempt returns or raises
 
     def _kept(self) -> http.client.HTTPConnection:

@@ -43,8 +43,7 @@ def read_lines(
     Raises RefusalError: 422 naming every line that cannot be used, 404 on an unknown task.
     """
     count, names, refused = 0, set(), []
-    read = partial(body.readline, LONGEST_LINE + 1)
-    for number, text in enumerate(iter(read, b""), start=1):
+    for number, text in enumerate(iter(partial(body.readline, LONGEST_LINE + 1), b""), start=1):
         if not text.strip():
             continue
         try:
@@ -80,10 +79,8 @@ def _line(text: bytes, model: str | None) -> tuple[Line, str]:
 
 
 def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
-    """Do the job of a file: what its last event tells. Goes on behind the last chunk that is on the disk.
-
-    A line that cannot be answered has its reason in the place of a label. Raises FitStoppedError if it is
-    cancelled.
+    """Do the job of a file: what its last event tells. Goes on behind the last chunk that is on the disk. A
+    line without an answer has its reason in the place of a label. Raises FitStoppedError if it is cancelled.
     """
     digests, rows, out = job.request["digests"], job.request["rows"], job.folder / OUTPUT
     with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:

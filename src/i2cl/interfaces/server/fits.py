@@ -42,7 +42,6 @@ class SharedDecoder(Decoder):
 
     def __init__(self, batcher: Batcher, job: Job) -> None:
         whole = batcher.pool.decoder
-        _ = whole.base, whole.residual_identity  # read once for all fits
         vars(self).update(vars(whole), token_budget=batcher.slice)
         self.job = job  # that it is used for
         self.seen: Edit | None = None  # what was injected last

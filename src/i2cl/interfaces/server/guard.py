@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,8 @@ from tempfile import SpooledTemporaryFile
 from typing import IO, Any, Literal
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
 from starlette.types import Message, Scope
 
 from i2cl.errors import I2CLError
@@ -145,7 +146,9 @@ class Guard:
                 places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
                 _log.error("%s at %s", type(error).__name__, places)  # not its words, which may hold a text
             if not began:
-                await self._refuse(RefusalError.of(error), sent)
+                refusal = RefusalError.of(error)
+                self.metrics.refusals.labels(refusal.code).inc()
+                await JSONResponse(refusal.body(), refusal.status, refusal.headers)(scope, receive, sent)
         finally:
             ends.close()
             self.running -= 1
@@ -161,13 +164,11 @@ class Guard:
             header = headers.get("authorization", "")
             role = self.access.role(header)
             if role is None:
-                challenge = {"WWW-Authenticate": "Bearer"}
                 message = "no token that is known: send Authorization: Bearer TOKEN"
-                raise RefusalError(401, "no_token", message, headers=challenge)
-            changes = method not in {"GET", "HEAD", "OPTIONS"} and path.startswith("/v1/tasks")
-            if role == "read" and changes:
-                raise RefusalError(403, "read_token", "this token only reads: take an admin's")
+                raise RefusalError(401, "no_token", message, headers={"WWW-Authenticate": "Bearer"})
             if role == "read":
+                if method not in {"GET", "HEAD", "OPTIONS"} and path.startswith("/v1/tasks"):
+                    raise RefusalError(403, "read_token", "this token only reads: take an admin's")
                 scope[READER] = self.access.reader(header)
         allowed, limit = self.bodies(method, path)
         if not allowed:
@@ -177,7 +178,7 @@ class Guard:
             message = f"the body is no {' or '.join(allowed)}: say so in Content-Type"
             raise RefusalError(415, "content_type", message)
         body = ends.enter_context(SpooledTemporaryFile(IN_MEMORY))  # noqa: SIM115 - closes with ends
-        await self._fill(body, receive, headers.get("content-length", ""), limit, ends)
+        await self._fill(body, Request(scope, receive), limit, ends)
         body.seek(0)
         scope[BODY] = body
         whole = [body]
@@ -189,8 +190,9 @@ class Guard:
 
         return received
 
-    async def _fill(self, body: IO[bytes], receive: Any, length: str, limit: int, ends: ExitStack) -> None:
+    async def _fill(self, body: IO[bytes], request: Request, limit: int, ends: ExitStack) -> None:
         """Write what comes in, in a time that grows with it."""
+        length = request.headers.get("content-length", "")
         long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
         if length.isdecimal() and int(length[:18]) > limit:
             raise long
@@ -198,11 +200,7 @@ class Guard:
         size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS) as time:
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise RefusalError(400, "gone", "the client went away: send the whole body")
-                    part = message.get("body", b"")
+                async for part in request.stream():
                     size += len(part)
                     self.held += len(part)
                     ends.callback(self._let_go, len(part))
@@ -211,9 +209,9 @@ class Guard:
                     if size > SMALL and self.held > MOST_HELD:
                         raise busy(429, f"bodies of {MOST_HELD} bytes are here already")
                     body.write(part)
-                    if not message.get("more_body"):
-                        return
                     time.reschedule(began + BODY_SECONDS + size / BODY_RATE)
+        except ClientDisconnect:
+            raise RefusalError(400, "gone", "the client went away: send the whole body") from None
         except TimeoutError:
             allowed = f"{BODY_SECONDS:.0f} s, and one for each {BODY_RATE} bytes"
             message = f"the body did not come in time ({allowed}): send it faster"
@@ -221,11 +219,3 @@ class Guard:
 
     def _let_go(self, size: int) -> None:
         self.held -= size
-
-    async def _refuse(self, refusal: RefusalError, send: Any) -> None:
-        self.metrics.refusals.labels(refusal.code).inc()
-        body = json.dumps(refusal.body()).encode()
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **refusal.headers}
-        fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": refusal.status, "headers": fields})
-        await send({"type": "http.response.body", "body": body})

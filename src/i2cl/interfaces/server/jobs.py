@@ -134,17 +134,15 @@ class Job:
         return {**first, "status": self.status, **shown, "last": self.events[-1]}
 
 
-# Does a job and returns what its end tells; begins where an earlier run of it stood.
-Worker = Callable[[Job], dict[str, Any]]
-
-
 class Jobs:
     """All jobs of a server. Of each kind one runs at a time, in the order they came."""
 
-    def __init__(self, root: Path, workers: Mapping[Kind, Worker]) -> None:
-        """Take up what an earlier process left in a folder; ``workers`` do the jobs of each kind."""
-        self._root = root
-        self._workers = workers
+    def __init__(self, root: Path, workers: Mapping[Kind, Callable[[Job], dict[str, Any]]]) -> None:
+        """Take up what an earlier process left in a folder.
+
+        ``workers``: each does the jobs of a kind from where they stood, and returns what their end tells.
+        """
+        self._root, self._workers = root, workers
         self._jobs: dict[str, Job] = {}
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
         self._changed = threading.Condition()

@@ -21,16 +21,13 @@ class Replica:
     def __init__(
         self, model: str, tasks: str, options: Mapping[str, Any], token_file: str | None = None
     ) -> None:
-        """Load the model, and open the folder to read it; arguments are those of `deployment`. Raises
-        I2CLError on a file without tokens, or a folder without tasks.
-        """
+        """See `deployment`. Raises I2CLError on a file without tokens, or a folder without tasks."""
         from i2cl.interfaces.server.app import make_app
         from i2cl.interfaces.server.guard import Access, read_tokens
         from i2cl.interfaces.server.service import Service
 
         tokens = {} if token_file is None else read_tokens(Path(token_file))
-        decoder = Decoder.from_pretrained(model, **options)
-        self._service = Service(decoder, Path(tasks), read_only=True)
+        self._service = Service(Decoder.from_pretrained(model, **options), Path(tasks), read_only=True)
         self._app = make_app(self._service, Access(tokens), page=False)
 
     async def classify(self, task: str, texts: list[str], timeout: float | None = None) -> dict[str, Any]:
@@ -74,19 +71,13 @@ def deployment(
     actor: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """An application for ``serve.run``.
+    """An application for ``serve.run``: so many replicas, each with the whole model.
 
-    Args:
-        model: see `i2cl.Decoder.from_pretrained`.
-        tasks: folder that `i2cl serve --tasks` has written, as all machines see it.
-        replicas: how many, each with the whole model.
-        token_file: as `i2cl serve --token-file` has it, where all machines can read it; without one
-            everybody who reaches Ray's proxy may ask. Calls through a handle need no token.
-        actor: what each takes, such as ``{"num_gpus": 1}``; default: one core.
-        options: of `i2cl.Decoder.from_pretrained`.
-
-    Raises:
-        I2CLError: if the package ray, or what Ray Serve needs, is lacking.
+    ``model`` and ``options``: see `i2cl.Decoder.from_pretrained`; ``tasks``: folder that `i2cl serve --tasks`
+    has written, as all machines see it; ``token_file``: as `i2cl serve --token-file` has it, where all
+    machines can read it; ``actor``: what each takes, such as ``{"num_gpus": 1}``; default: one core. Without
+    a token file everybody who reaches Ray's proxy may ask; calls through a handle need no token. Raises
+    I2CLError if the package ray, or what Ray Serve needs, is lacking.
     """
     needs("a deployment of Ray Serve", "ray", "ray", "starlette")
     needs("a deployment of Ray Serve", "serve", "fastapi", "prometheus_client")

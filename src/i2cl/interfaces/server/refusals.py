@@ -35,9 +35,7 @@ class RefusalError(I2CLError):
 
     @classmethod
     def of(cls, error: Exception) -> "RefusalError":
-        """An error as what a request is refused with: of one that nobody expected the kind alone, since its
-        words may hold a user's text.
-        """
+        """An error as a refusal: of an unexpected one the kind alone, as its words may hold a user's text."""
         if isinstance(error, RefusalError):
             return error
         if isinstance(error, WriteError | OSError):
@@ -50,14 +48,14 @@ class RefusalError(I2CLError):
 
     def body(self) -> dict[str, object]:
         """As OpenAI's clients and people read it."""
-        told_whole = str(self)
-        quoted = CURE.fullmatch(told_whole) if len(told_whole) <= LONG else None
-        cure = quoted[1] if quoted else told_whole.rpartition(": ")[2][:LONG]
+        message = str(self)
+        quoted = CURE.fullmatch(message) if len(message) <= LONG else None
+        cure = quoted[1] if quoted else message.rpartition(": ")[2][:LONG]
         problem: dict[str, object] = {
-            "message": told_whole,
+            "message": message,
             "type": "server_error" if self.status >= 500 else "invalid_request_error",
             "code": self.code,
-            "cure": cure if cure != told_whole else "see /openapi.json",
+            "cure": cure if cure != message else "see /openapi.json",
         }
         return {"error": problem if self.rows is None else problem | {"rows": self.rows}}
 

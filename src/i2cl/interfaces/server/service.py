@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
-from i2cl.interfaces.server.jobs import Job, Jobs
+from i2cl.interfaces.server.jobs import Jobs, Kind
 from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, stopping
 from i2cl.interfaces.server.routes.schemas import require_number
@@ -28,8 +28,8 @@ TIMEOUT = 60.0  # seconds before which a request has to begin to run, where it d
 LONGEST = 1e9  # seconds that any request waits: a deadline that never comes is a file's
 READERS = 2  # bodies that are parsed at once
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Service:
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
             cure = "stop it, choose another folder, or add --read-only"
-            busy = f"another process serves {str(folder)!r}: {cure}"
-            self._held.enter_context(only_writer(folder / ".lock", busy))
+            held = only_writer(folder / ".lock", f"another process serves {str(folder)!r}: {cure}")
+            self._held.enter_context(held)
         pool = InjectionPool(decoder)
         # the folder of tasks
         self.tasks = TaskStore(folder, pool, most_resident=most_resident, read_only=read_only)
@@ -76,10 +76,9 @@ class Service:
         self._parsing = ThreadPoolExecutor(READERS, "parsing")
         self.jobs: Jobs | None = None  # fits and files; None where nothing is written
         if not read_only:
-            workers: dict[Any, Callable[[Job], dict[str, Any]]] = {
-                "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
-                "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
-            }
+            runs: dict[Kind, Callable[..., dict[str, Any]]] = {"fit": fits.run, "batch": files.run}
+            parts: dict[str, Any] = {"batcher": self.batcher, "tasks": self.tasks}
+            workers = {kind: partial(run, **parts) for kind, run in runs.items()}
             self.jobs = jobs = Jobs(folder / "jobs", workers)
             self.tasks.needed = lambda: set().union(
                 *(job.request.get("digests", {}).values() for job in jobs.all() if not job.ended)
@@ -127,16 +126,14 @@ class Service:
                 watch.cancel()
         return Answer(entry, [row.softmax(-1).tolist() for row in scores], [len(row.ids) for row in rows])
 
-    async def parsed(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def parsed(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """Do something long with a body, on a thread of its own; 503 if nothing new is taken."""
         if self.batcher.stops:
             raise stopping()
-        return await asyncio.get_running_loop().run_in_executor(self._parsing, partial(work, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, work, *args)
 
     async def upload(self, name: str, body: bytes) -> Entry:
-        """Give a name to an artefact in a tar file, once it has answered a text. Raises RefusalError: 422 on
-        one that cannot be used; see `TaskStore.put`.
-        """
+        """Name a tar file's artefact once it has answered a text; 422 on a bad one; see `TaskStore.put`."""
         injection = await self.parsed(unpack, body)
         rows = await self.parsed(lambda: self.tasks.loaded(injection).queries(["a"], cut=False))
         if rows[0].tokens > self.batcher.bound:

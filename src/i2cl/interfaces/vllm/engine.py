@@ -33,55 +33,51 @@ class Core:
         self.tried = False  # whether the canary has answered
 
 
-def wrap_executor(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_executor(
+    original: Callable[..., None], executor: Any, vllm_config: Any, *args: Any, **more: Any
+) -> None:
     """``Executor.__init__``, the first thing that a core does: refuse what cannot be served."""
-
-    def start(executor: Any, vllm_config: Any, *args: Any, **more: Any) -> None:
-        require_supported(vllm_config)
-        settings = settings_of(vllm_config)
-        # In the key of compiled graphs, which knows of no hooks: graphs of a plain model must not be found.
-        vllm_config.parallel_config.worker_extension_cls = WORKER
-        vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
-        Core.current = Core(settings["slots"])
-        original(executor, vllm_config, *args, **more)
-
-    return start
+    require_supported(vllm_config)
+    settings = settings_of(vllm_config)
+    # In the key of compiled graphs, which knows of no hooks: graphs of a plain model must not be found.
+    vllm_config.parallel_config.worker_extension_cls = WORKER
+    vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
+    Core.current = Core(settings["slots"])
+    original(executor, vllm_config, *args, **more)
 
 
-def wrap_supported_tasks(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_supported_tasks(original: Callable[..., Any], core: Any) -> Any:
     """``EngineCore.get_supported_tasks``, which a front end asks before its first request: try the edit."""
-
-    def supported(core: Any) -> Any:
-        if Core.current is not None and not Core.current.tried:
-            try_canary(core)
-            Core.current.tried = True
-        return original(core)
-
-    return supported
+    if Core.current is not None and not Core.current.tried:
+        try_canary(core)
+        Core.current.tried = True
+    return original(core)
 
 
-def wrap_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_rpc(
+    original: Callable[..., Any],
+    core: Any,
+    method: Any,
+    timeout: Any = None,
+    args: Any = (),
+    kwargs: Any = None,
+) -> Any:
     """``EngineCore.collective_rpc``: loading and dropping go by the ledger."""
-
-    def call(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if method not in {LOAD, DROP} or Core.current is None:
-            return original(core, method, timeout, args, kwargs)
-        ledger = Core.current.ledger
-        if method == DROP:
-            ledger.drop(*args)
-            return []
-        packed = Packed(*args)
-        slot, fresh = ledger.load(packed.digest)
-        if fresh:
-            given = slot, packed.digest, packed.rows, packed.scales
-            try:
-                _require_written(original(core, WRITE, timeout, given, None))
-            except BaseException:
-                ledger.unbook(packed.digest)
-                raise
-        return [slot]
-
-    return call
+    if method not in {LOAD, DROP} or Core.current is None:
+        return original(core, method, timeout, args, kwargs)
+    ledger = Core.current.ledger
+    if method == DROP:
+        ledger.drop(*args)
+        return []
+    packed = Packed(*args)
+    slot, fresh = ledger.load(packed.digest)
+    if fresh:
+        try:
+            _require_written(original(core, WRITE, timeout, (slot, packed.digest, *args), None))
+        except BaseException:
+            ledger.unbook(packed.digest)
+            raise
+    return [slot]
 
 
 def _require_written(results: list[str | None]) -> None:
@@ -89,21 +85,17 @@ def _require_written(results: list[str | None]) -> None:
         raise I2CLError(f"{len(faults)} of {len(results)} workers could not write this task, {faults[0]}")
 
 
-def wrap_request(original: Any) -> Any:
+def wrap_request(original: Callable[..., Any], cls: Any, request: Any, block_hasher: Any) -> Any:
     """``Request.from_engine_core_request``: a cache salt of its edit, and the ledger's note."""
-
-    def make(cls: Any, request: Any, block_hasher: Any) -> Any:
-        core = Core.current
-        if core is None:
-            return original(cls, request, block_hasher)
-        digest = digest_of(request.sampling_params)
-        request.cache_salt = core.salts.of(request.cache_salt, digest)
-        fresh = original(cls, request, block_hasher)
-        if digest is not None:
-            core.ledger.admit(digest, fresh)
-        return fresh
-
-    return make
+    core = Core.current
+    if core is None:
+        return original(cls, request, block_hasher)
+    digest = digest_of(request.sampling_params)
+    request.cache_salt = core.salts.of(request.cache_salt, digest)
+    fresh = original(cls, request, block_hasher)
+    if digest is not None:
+        core.ledger.admit(digest, fresh)
+    return fresh
 
 
 class Worker:
@@ -139,10 +131,8 @@ def canaries(layers: int, d: int) -> tuple[Packed, Packed]:
 
 
 def try_canary(core: Any) -> None:
-    """Ask the plain model and both canaries one prompt, through the whole engine.
-
-    ``core``: an ``EngineCore`` that has just started. Raises I2CLError if the answers come back unedited, or
-    edited in part.
+    """Ask the plain model and both canaries one prompt, through a whole ``EngineCore`` that has just started.
+    Raises I2CLError if the answers come back unedited, or edited in part.
     """
     config = core.vllm_config.model_config
     pair = canaries(config.get_total_num_hidden_layers(), config.get_hidden_size())
@@ -157,10 +147,8 @@ def try_canary(core: Any) -> None:
 
 
 def require_edited(plain: Float[Tensor, " n"], one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> None:
-    """Refuse answers that show no edit, or not that of every writer.
-
-    ``plain``: log-probabilities of some tokens without a task; ``one``: the same with the first canary;
-    ``other``: with the second one. Raises I2CLError, saying which of the two.
+    """Refuse (I2CLError) log-probabilities that show no edit, or not that of every writer: ``plain`` without
+    a task, ``one`` and ``other`` with the two canaries.
     """
     change, apart = float((one - plain).abs().max()), float((one - other).abs().max())
     if not change > 1e-3:

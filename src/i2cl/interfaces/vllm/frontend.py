@@ -167,51 +167,34 @@ class ServedTasks:
 TASKS = ServedTasks()  # those of this process
 
 
-def wrap_verify(original: Callable[..., None], refusal: type[I2CLError] = I2CLError) -> Callable[..., None]:
-    """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end.
-
-    ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
-    """
-
-    def verify(params: Any, *args: Any, **more: Any) -> None:
-        original(params, *args, **more)
-        try:
-            TASKS.admit(params)
-        except I2CLError as error:
-            raise refusal(str(error)) from None
-
-    return verify
+def wrap_verify(
+    original: Callable[..., None], params: Any, *args: Any, refusal: type[I2CLError] = I2CLError, **more: Any
+) -> None:
+    """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end."""
+    original(params, *args, **more)
+    try:
+        TASKS.admit(params)
+    except I2CLError as error:
+        raise refusal(str(error)) from None
 
 
 def wrap_beam_search(
-    original: Callable[..., Any], refusal: type[I2CLError] = I2CLError
-) -> Callable[..., Any]:
-    """``to_beam_search_params`` of a request of the server: beam search would forget the task.
-
-    ``original``: vLLM's; ``refusal``: what is raised, of which vLLM's server makes a 400.
-    """
-
-    def beams(request: Any, *args: Any, **more: Any) -> Any:
-        if NAME in (request.vllm_xargs or {}):
-            raise refusal("beam search takes no task: leave use_beam_search out, or the task")
-        return original(request, *args, **more)
-
-    return beams
+    original: Callable[..., Any], request: Any, *args: Any, refusal: type[I2CLError] = I2CLError, **more: Any
+) -> Any:
+    """``to_beam_search_params`` of a request of the server: beam search would forget the task."""
+    if NAME in (request.vllm_xargs or {}):
+        raise refusal("beam search takes no task: leave use_beam_search out, or the task")
+    return original(request, *args, **more)
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
-    """Which model an engine runs, from its files, which are read once.
-
-    ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's. Raises I2CLError if its files
-    cannot be found or read.
-    """
+    """Which model an engine runs, from its files, which are read once. Raises I2CLError if they cannot be."""
     empty, text = skeleton(config.hf_config), config.hf_text_config
     files = Files(checkpoint_folder(config.model, config.revision), empty, "lm_head")
     weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))
     sizes = text.model_type, text.num_hidden_layers, text.hidden_size
     prints = weights, tokenizer_fingerprint(tokenizer)
-    more: dict[str, Any] = {"dtype": dtype_name(config.dtype)}
-    more["config"] = told_config(config.hf_config)
+    more: Any = {"dtype": dtype_name(config.dtype), "config": told_config(config.hf_config)}
     return ModelIdentity(str(config.model), config.revision, *sizes, *prints, **more)
 
 
@@ -269,9 +252,6 @@ def parameters(served: Served, prompt: Prompt) -> Any:
     """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
     from vllm import SamplingParams
 
-    asks = {
-        "logprob_token_ids": list(prompt.tokens),
-        "prompt_logprobs": 0 if prompt.along else None,
-    }
+    asks = {"logprob_token_ids": list(prompt.tokens), "prompt_logprobs": 0 if prompt.along else None}
     extra = {NAME: Bound(served.name, served.packed.digest)}
     return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra, **asks)

@@ -8,7 +8,7 @@ from torch import nn
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.support import WRITERS, settings_of
-from i2cl.interfaces.vllm.tables import Tables, model_state
+from i2cl.interfaces.vllm.tables import RowsV2, Tables
 
 
 class Hooked:
@@ -27,8 +27,10 @@ class Hooked:
         )
 
     def get_model_state_cls(self) -> Any:
-        """What model runner V2 asks for the requests' state."""
-        return model_state()
+        """What model runner V2 asks for the requests' state: its default one, with the slots."""
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+        return type("InjectedModelState", (RowsV2, DefaultModelState), {"__module__": __name__})
 
 
 def found_writers(model: Any, architecture: str) -> list[nn.Module]:

@@ -3,7 +3,8 @@
 Group ``vllm.general_plugins``: vLLM calls `register` in the front end, the engine core and every worker.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 from i2cl.errors import I2CLError
@@ -13,10 +14,8 @@ _MARK = "_i2cl_wraps"
 
 
 def register() -> None:
-    """Install the plugin, once a process, where ``VLLM_PLUGINS`` names it.
-
-    An environment that holds both packages for other reasons is left as it is. Raises I2CLError if this
-    version of vLLM was not tested.
+    """Install the plugin, once a process, where ``VLLM_PLUGINS`` names it, and not wherever both packages
+    are. Raises I2CLError if this version of vLLM was not tested.
     """
     import vllm
     from vllm import envs
@@ -61,12 +60,16 @@ def install_in_server() -> None:
         _put(body, "to_beam_search_params", partial(frontend.wrap_beam_search, refusal=refusal))
 
 
-def _put(owner: Any, name: str, wrap: Any) -> None:
-    """Wrap a method of vLLM, once."""
+def _put(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
+    """Call ``wrap`` in place of a method of vLLM, with that in front of what it is given; once."""
     attribute = vars(owner)[name]
     classmethod_ = isinstance(attribute, classmethod)
     original = attribute.__func__ if classmethod_ else attribute
     if not hasattr(original, _MARK):
-        fresh = wrap(original)
+
+        @wraps(original)  # by whose signature the engine core takes calls of front ends
+        def fresh(*args: Any, **more: Any) -> Any:
+            return wrap(original, *args, **more)
+
         setattr(fresh, _MARK, original)
         setattr(owner, name, classmethod(fresh) if classmethod_ else fresh)

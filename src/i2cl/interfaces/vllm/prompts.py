@@ -115,14 +115,16 @@ class Share:
     """
 
     def __init__(self, reach: Reach) -> None:
-        self._reach = reach
+        self.reach = reach
         self._prompts = self._tokens = 0
         self._turn, self._left = asyncio.Lock(), asyncio.Event()
 
     async def enter(self, tokens: int) -> None:
         """Wait until there is room for a prompt of so many tokens."""
         async with self._turn:
-            while not self._fits(tokens):
+            while self._prompts and not (
+                self._prompts < self.reach.prompts and self._tokens + tokens <= self.reach.tokens
+            ):
                 self._left.clear()
                 await self._left.wait()
             self._prompts += 1
@@ -133,7 +135,3 @@ class Share:
         self._prompts -= 1
         self._tokens -= tokens
         self._left.set()
-
-    def _fits(self, tokens: int) -> bool:
-        fits = self._prompts < self._reach.prompts and self._tokens + tokens <= self._reach.tokens
-        return fits or not self._prompts

@@ -25,7 +25,6 @@ from i2cl.interfaces.server.routes.schemas import Classification, Classify, requ
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.frontend import TASKS, Answer, Served, parameters
 from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Share
-from i2cl.interfaces.vllm.slots import Packed
 from i2cl.models.batching import Ids
 from i2cl.models.encoding import TooLongError
 
@@ -68,8 +67,7 @@ class Routes:
     async def init_state(self, engine_client: Any, state: Any, _args: Any) -> None:
         """Load the tasks of the folder in the environment. Raises I2CLError, which ends the start."""
         state.i2cl_engine, state.i2cl_lock = engine_client, asyncio.Lock()
-        state.i2cl_reach = Reach.of(engine_client.vllm_config)
-        state.i2cl_share = Share(state.i2cl_reach)
+        state.i2cl_share = Share(Reach.of(engine_client.vllm_config))
         folder = os.environ.get(FOLDER)
         if folder is None:
             return
@@ -107,8 +105,7 @@ async def classify(body: Classify, raw_request: Request, response: Response) -> 
         raise HTTPException(400, str(error)) from None
     response.headers["X-I2CL-Digest"] = served.packed.digest
     probabilities = [one.scores.softmax(-1).tolist() for one in answers]
-    labels = served.questions.task.labels
-    return Classification.of(body, labels, probabilities, list(map(len, queries)))
+    return Classification.of(body, served.questions.task.labels, probabilities, list(map(len, queries)))
 
 
 async def listed() -> dict[str, Any]:
@@ -155,7 +152,10 @@ async def _load(state: Any, name: str, artefact: str) -> Served:
             TASKS.prepare, name, injection, config, tokenizer, force=False
         )
         await _forget(state)
-        await _booked(engine, served.packed)
+        try:
+            await engine.collective_rpc(LOAD, args=(served.packed.rows, served.packed.scales))
+        except Exception as error:  # noqa: BLE001 - vLLM's clients raise plain ones, with the core's words
+            raise I2CLError(str(error).rpartition("failed: ")[2]) from None
         TASKS.add(served)
         await _forget(state)
     return served
@@ -165,13 +165,6 @@ async def _forget(state: Any) -> None:
     """Drop what nobody needs; what a running request still needs is dropped after a later change."""
     for digest in TASKS.unneeded():
         await state.i2cl_engine.collective_rpc(DROP, args=(digest,))
-
-
-async def _booked(engine: Any, packed: Packed) -> None:
-    try:
-        await engine.collective_rpc(LOAD, args=(packed.rows, packed.scales))
-    except Exception as error:  # noqa: BLE001 - vLLM's clients raise plain ones, with the core's words
-        raise I2CLError(str(error).rpartition("failed: ")[2]) from None
 
 
 async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[Answer]:
@@ -189,11 +182,10 @@ async def _answers(state: Any, served: Served, queries: Sequence[Ids]) -> list[A
     try:
         async with asyncio.TaskGroup() as group:  # which ends all of them with the first that fails
             for row, query in enumerate(queries):
-                for part in served.label_prompts.prompts(query, state.i2cl_reach):
+                for part in served.label_prompts.prompts(query, state.i2cl_share.reach):
                     size = len(part.ids)
                     await state.i2cl_share.enter(size)
-                    task = group.create_task(ask(row, part))
-                    task.add_done_callback(partial(left, size))
+                    group.create_task(ask(row, part)).add_done_callback(partial(left, size))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [served.answer(values) for values in edges]

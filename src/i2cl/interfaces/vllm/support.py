@@ -53,9 +53,7 @@ WRITERS: Mapping[str, Writers] = MappingProxyType(
 
 
 def require_version(version: str) -> None:
-    """Refuse a version of vLLM that nothing was tested with. Raises I2CLError, naming the tested ones, and
-    how to go on in spite of that.
-    """
+    """Refuse (I2CLError) a version of vLLM that nothing was tested with, and say how to go on anyway."""
     minor = ".".join(version.split(".")[:2])
     if minor not in TESTED and os.environ.get(ANY) != "1":
         known = ", ".join(f"{one}.*" for one in TESTED)
@@ -64,9 +62,8 @@ def require_version(version: str) -> None:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The plugin's own part of ``additional_config``, whole, with the version that compiled graphs depend on.
-
-    ``config``: a ``VllmConfig``. Raises I2CLError on an unknown field, or a number of slots that is none.
+    """The plugin's part of a ``VllmConfig``'s ``additional_config``, with the version, which compiled graphs
+    depend on. Raises I2CLError on an unknown field, or a number of slots that is none.
     """
     whole = config.additional_config
     given = whole.get(NAME, {}) if isinstance(whole, dict) else None

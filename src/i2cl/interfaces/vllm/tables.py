@@ -4,7 +4,7 @@ Addresses never change, so captured and compiled graphs go on when tasks come an
 runners fill the slots from the requests of a batch.
 """
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,10 @@ from i2cl.interfaces.vllm.slots import PLAIN, Packed, digest_of, token_slots
 
 
 class Tables:
-    """The buffers of a model's residual writers: one row a slot, and the slot of every token.
-
-    They are registered on the writers, where tracing finds them, and in no checkpoint.
-    """
+    """The buffers of residual writers, registered on them, where tracing finds them; in no checkpoint."""
 
     def __init__(self, writers: list[nn.Module], count: int, d: int, tokens: int) -> None:
-        self.writers = writers  # in the order of a context vector's [layer, (mha, mlp)]
+        self.writers: list[Any] = writers  # in the order of a context vector's [layer, (mha, mlp)]
         self.slots = torch.full((tokens,), PLAIN, dtype=torch.int32)  # of every token of the batch that runs
         self.places: dict[str, int] = {}  # slot of each edit that was written, by digest
         for writer in writers:
@@ -34,17 +31,14 @@ class Tables:
 
     def write(self, slot: int, digest: str, packed: Packed) -> None:
         """Fill a slot that no running request has. Raises I2CLError on another number of writers."""
-        first: Any = self.writers[0]
-        rows, scales = packed.tensors(first.i2cl_rows.shape[1])
+        rows, scales = packed.tensors(self.writers[0].i2cl_rows.shape[1])
         if not len(rows) == len(scales) == len(self.writers):
-            raise I2CLError(
-                f"this task edits {len(scales)} residual writers, and the model has {len(self.writers)}"
-            )
+            message = f"this task edits {len(scales)} residual writers, and the model has {len(self.writers)}"
+            raise I2CLError(message)
         self.places = {other: place for other, place in self.places.items() if place != slot}
         for writer, row, scale in zip(self.writers, rows, scales, strict=True):
-            held: Any = writer
-            held.i2cl_rows[slot].copy_(row)
-            held.i2cl_scales[slot].copy_(scale)
+            writer.i2cl_rows[slot].copy_(row)
+            writer.i2cl_scales[slot].copy_(scale)
         self.places[digest] = slot
 
     def place(self, digest: str | None) -> int:
@@ -75,25 +69,22 @@ def edit_hook(writer: nn.Module, _inputs: Any, output: Any) -> Any:
     return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
 
-def forward_v1(original: Any) -> Any:
+def forward_v1(
+    original: Callable[..., Any],
+    runner: Any,
+    input_ids: Any = None,
+    positions: Any = None,
+    intermediate_tensors: Any = None,
+    inputs_embeds: Any = None,
+    **more: Any,
+) -> Any:
     """``_model_forward`` of model runner V1, a ``GPUModelRunner``, with the slots of a real batch filled."""
-
-    def forward(
-        runner: Any,
-        input_ids: Any = None,
-        positions: Any = None,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Any = None,
-        **more: Any,
-    ) -> Any:
-        if hasattr(runner.model, "i2cl_tables"):  # vLLM's wrappers for graphs pass it on
-            tables, given = runner.model.i2cl_tables, inputs_embeds if input_ids is None else input_ids
-            names = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
-            slots = [tables.place(digest_of(runner.requests[name].sampling_params)) for name in names]
-            tables.fill(token_slots(slots, runner.query_start_loc.np[: len(names) + 1], len(given)))
-        return original(runner, input_ids, positions, intermediate_tensors, inputs_embeds, **more)
-
-    return forward
+    if hasattr(runner.model, "i2cl_tables"):  # vLLM's wrappers for graphs pass it on
+        tables, given = runner.model.i2cl_tables, inputs_embeds if input_ids is None else input_ids
+        names = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
+        slots = [tables.place(digest_of(runner.requests[name].sampling_params)) for name in names]
+        tables.fill(token_slots(slots, runner.query_start_loc.np[: len(names) + 1], len(given)))
+    return original(runner, input_ids, positions, intermediate_tensors, inputs_embeds, **more)
 
 
 class RowsV2:
@@ -115,11 +106,3 @@ class RowsV2:
         starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1]
         self.i2cl_tables.fill(token_slots(slots, starts, input_batch.num_tokens_after_padding))
         return super().prepare_inputs(input_batch, req_states)  # type: ignore[misc]
-
-
-@cache
-def model_state() -> type:
-    """Model runner V2's default state of requests, with the slots."""
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-
-    return type("InjectedModelState", (RowsV2, DefaultModelState), {"__module__": __name__})

@@ -54,5 +54,4 @@ def _require_label_alone(body: schemas.Chat) -> None:
         (not alone, "a task has a prompt of its own", "send one message, the user's, with the text"),
     ):
         if wrong:
-            message = f"{why}, and a label is all that is answered: {cure}"
-            raise RefusalError(400, "label_alone", message)
+            raise RefusalError(400, "label_alone", f"{why}, and a label is all that is answered: {cure}")

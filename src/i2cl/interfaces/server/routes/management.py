@@ -148,8 +148,7 @@ def _task(entry: Entry) -> dict[str, Any]:
 
 
 def _model(entry: Entry, base: str) -> dict[str, Any]:
-    fields = {"object": "model", "owned_by": "i2cl", "root": base, "parent": base}
-    return _task(entry) | fields
+    return _task(entry) | {"object": "model", "owned_by": "i2cl", "root": base, "parent": base}
 
 
 def queue_fit(service: Service, request: Request, body: bytes) -> Response:
@@ -169,13 +168,12 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
         except (ValueError, RecursionError) as error:
             message = f"the body is no JSON ({type(error).__name__}): correct it"
             raise RefusalError(422, "bad_request", message) from None
-        fit = _valid(schemas.Fit, given)
-        options = schemas.FitOptions(**fit.model_dump(exclude={"examples", "test"}))
+        options = _valid(schemas.Fit, given)
         inputs = {"input.json": json.dumps(given["examples"]).encode()}
-        if fit.test:
+        if options.test:
             inputs["input.test.json"] = json.dumps(given["test"]).encode()
     _require_name(service, options.name)
-    fields = options.model_dump(exclude={"check"})
+    fields = options.model_dump(exclude={"check", "examples", "test"})
     with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
@@ -226,9 +224,8 @@ def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
 
 
 async def job_events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
-    """Server-sent events of a job behind the one that was ``seen``, until it ends.
-
-    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
+    """Server-sent events of a job behind the one that was ``seen``, until it ends. Source:
+    https://html.spec.whatwg.org/multipage/server-sent-events.html.
     """
     last = time.monotonic()
     while True:
