@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from i2cl.interfaces.server import files as of_texts
 from i2cl.interfaces.server import service as services
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, require_moderate, unpack
+from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, most_bytes, require_moderate, unpack
 from i2cl.models.scoring import NotFiniteError
 
 from .conftest import LINES, TAR, made, packed, refusal
@@ -33,6 +33,11 @@ def files(decoder, tmp_path):
 
 
 TENSORS = "injection.safetensors"
+
+
+def test_the_longest_upload_holds_the_weights_of_two_words_of_every_label(decoder):
+    weights = {"word_weights": torch.zeros(2 * MOST_LABELS, MOST_LABELS)}
+    assert len(save(weights)) + 2 * MOST_TOLD < most_bytes(decoder)
 
 
 def member(name, content=b"", kind=tarfile.REGTYPE, size=None, fields=()):

@@ -17,11 +17,12 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.models.decoder import Decoder
 from i2cl.storage.card import CARD, model_card
 
-ROOM = 16 * 2**20  # bytes of an artefact beside its vectors: description, card, what tar adds
+ROOM = 16 * 2**20  # bytes of an artefact beside its tensors: description, card, what tar adds
 MOST_TOLD = 2**20  # bytes of a description, which takes thirty times as many while it is read
 MOST_HEADER = 2**16  # bytes in which the file of tensors says what it holds
 MOST_MEMBERS = 32  # of a tar, with what it tells of files beside them
 MOST_LABELS = 2048
+MOST_WORDS = 2 * MOST_LABELS  # tokens that tell these
 
 
 @contextmanager
@@ -36,8 +37,10 @@ def refused_artefact() -> Iterator[None]:
 
 
 def most_bytes(decoder: Decoder) -> int:
-    """The longest tar file of an artefact of this model that is read at all."""
-    return ROOM + 4 * 2 * decoder.layers * (decoder.d_model + 2)
+    """The longest tar file of an artefact of this model that is read at all, with a weight for each of
+    `MOST_LABELS` and each of `MOST_WORDS`.
+    """
+    return ROOM + 4 * (2 * decoder.layers * (decoder.d_model + 2) + MOST_LABELS * MOST_WORDS)
 
 
 def require_moderate(injection: Injection, decoder: Decoder) -> None:
