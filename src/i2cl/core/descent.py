@@ -55,7 +55,7 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
     if not 0 < tau < math.inf:
         return Descent(plain, None, None, (start,))
     words = WordWeights(labels, tokens) if labels.words else None
-    at = torch.nn.Parameter(torch.cat([plain, *([words.zeros().flatten()] if words else [])]))
+    at = torch.nn.Parameter(torch.zeros(vectors + (words.start.numel() if words else 0)))
     backward = Backward([at], decoder.model.dtype)
 
     def weights() -> Float[Tensor, "read labels"] | None:

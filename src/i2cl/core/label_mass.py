@@ -38,9 +38,8 @@ ROWS = 128  # run together: each has the logits of a whole vocabulary
 class LabelMass(NamedTuple):
     """The vector and its effect on the demonstrations."""
 
-    vector: Float[
-        Tensor, " d"
-    ]  # to be added at the end of the last block; zero where none is better than none
+    # to be added at the end of the last block; zero where none is better than none
+    vector: Float[Tensor, " d"]
     before: float  # mean total probability of the labels' first tokens
     after: float  # the same with the vector
 

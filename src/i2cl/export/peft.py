@@ -51,19 +51,12 @@ _Constants = dict[str, Float[Tensor, " d"]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT adapter.
+    """A PEFT adapter."""
 
-    Attributes:
-        tuner: LoRA or GLoRA.
-        config: of the tuner.
-        tensors: as PEFT names them in files.
-        constants: names of those that hold ``lambda * v``.
-    """
-
-    tuner: str
-    config: "PeftConfig"
-    tensors: dict[str, Tensor] = field(repr=False)
-    constants: tuple[str, ...]
+    tuner: str  #: LoRA or GLoRA
+    config: "PeftConfig"  #: of the tuner
+    tensors: dict[str, Tensor] = field(repr=False)  #: as PEFT names them in files
+    constants: tuple[str, ...]  #: names of those that hold ``lambda * v``
 
 
 def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:

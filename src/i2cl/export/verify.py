@@ -26,45 +26,28 @@ CLOSER = 4  # a wrong answer is told to be that without biases if it is this man
 
 @dataclass(frozen=True)
 class Answer:
-    """What a target says after one prompt.
+    """What a target says after one prompt."""
 
-    Attributes:
-        labels: log-probability of each label's first token; None where it was not told.
-        floor: no token that was not told is more probable than this; None where all were.
-        top_logits: of the golden prompt's top tokens, where logits are told.
-        whole: log-probability of each label's whole sequence; empty where they were not told or asked.
-        said: the label that greedy decoding says, empty where it says none.
-        compared: whether ``said`` is the most probable whole label instead, as the export's call finds it.
-    """
-
-    labels: tuple[float | None, ...]
-    floor: float | None = None
-    top_logits: tuple[float, ...] = ()
-    whole: tuple[float, ...] = ()
-    said: str = ""
-    compared: bool = False
+    labels: tuple[float | None, ...]  #: log-probability of each label's first token; None where not told
+    floor: float | None = None  #: no token that was not told is more probable than this; None where all were
+    top_logits: tuple[float, ...] = ()  #: of the golden prompt's top tokens, where logits are told
+    whole: tuple[float, ...] = ()  #: log-probability of each label's whole sequence; empty where not told
+    said: str = ""  #: the label that greedy decoding says, empty where it says none
+    compared: bool = False  #: whether ``said`` is the most probable whole label, as the export's call has it
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome.
+    """The outcome."""
 
-    Attributes:
-        golden: what was expected.
-        answers: what was found, prompt by prompt.
-        tolerance: largest relative difference that is accepted.
-        dropped: biases that are not there any more, or the writers without whose constants the target
-            seems to run; None if there is no sign of that.
-        retokenized: prompts that the target's own tokenizer encodes otherwise, as far as it was asked.
-        searched: whether what is told of greedy decoding is of a beam search over whole labels.
-    """
-
-    golden: Golden
-    answers: tuple[Answer, ...]
-    tolerance: float
+    golden: Golden  #: what was expected
+    answers: tuple[Answer, ...]  #: what was found, prompt by prompt
+    tolerance: float  #: largest relative difference that is accepted
+    #: biases that are not there any more, or the writers without whose constants the target seems to run;
+    #: None if there is no sign of that
     dropped: str | None = None
-    retokenized: tuple[str, ...] = ()
-    searched: bool = False
+    retokenized: tuple[str, ...] = ()  #: prompts that the target's own tokenizer, if asked, splits otherwise
+    searched: bool = False  #: whether what is told of greedy decoding is of a beam search over whole labels
 
     @property
     def differences(self) -> list[float]:
