@@ -43,9 +43,7 @@ class Descent(NamedTuple):
 
 
 def descended(problem: Problem, reach: float, seed: int, progress: StepProgress | None = None) -> Descent:
-    """Fit; what does not lower the loss ends at the plain model. Raises I2CLError on a loss that is not
-    finite.
-    """
+    """Fit; what lowers no loss ends at the plain model. Raises I2CLError on a loss that is not finite."""
     decoder, labels = problem.questions.decoder, problem.questions.labels
     variance = problem.scaled_by_gold()
     tau = variance / reach**2 if reach > 0 else math.inf

@@ -107,7 +107,6 @@ class Problem:
 
     def scaled_by_gold(self, most: int = SCALED) -> float:
         """Set the scale by the gold labels of at most so many demonstrations; the variance of their scores.
-
         It is that of the gold label around the mean of all labels, over demonstrations: the same as over all
         labels where classes are equally frequent, and a backward pass in all.
         """
@@ -144,7 +143,6 @@ class Problem:
         competing: Bool[Tensor, "n labels"] | None = None,
     ) -> Tangent:
         """The tangent at u, where the label scores are known.
-
         Some demonstrations are differentiated anew; the others keep the derivatives that they have, and so do
         labels of several tokens that are not ``competing``. Those are written over, so ``point`` is used up.
         """
@@ -160,7 +158,6 @@ class Problem:
         competing: Bool[Tensor, "n labels"] | None = None,
     ) -> Float[Tensor, "rows labels"]:
         """Scores of some demonstrations; writes the columns' derivatives.
-
         Of labels of several tokens only those are read that compete, if that is given; others score 0.
         """
         labels = self.questions.labels

@@ -19,7 +19,6 @@ from i2cl.models.scoring import score
 
 class WordWeights:
     """The weights as a function of numbers that start at zero, in a unit of their own.
-
     The unit is one over the root of the Fisher information where all labels are equally probable, averaged
     over all weights: that of a site's numbers in anchored calibration.
     """

@@ -76,7 +76,6 @@ class Folding:
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the result, a new one where it is not the source's own.
-
         ``name``: in the state dict of the result; ``dtype``: what it is rounded to, once; default: the
         source's own. Raises I2CLError if the source lacks a tensor.
         """

@@ -61,7 +61,6 @@ class Adapter:
 
 def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:
     """Express an injection by one of PEFT's tuners: LoRA where every beta is 1, else GLoRA.
-
     ``config``: of the base model, whose weights are not needed; ``injection``: at all positions, into the
     residual writers. Raises I2CLError if no tuner expresses it, saying why and what to do instead, or peft is
     not installed.
@@ -228,7 +227,6 @@ def load_adapter(
     folder: str | Path, model: str | None = None, device: str | torch.device | None = None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The base model in float32 wearing an adapter, and the adapter's tensors by name.
-
     ``folder``: holds the adapter, in safetensors; ``model``: base model; default: the one that the adapter's
     config names; ``device``: see `i2cl.Decoder.from_pretrained`. Raises I2CLError if either cannot be read,
     or they do not fit together.

@@ -165,7 +165,6 @@ def answer_of(
     compared: bool = False,
 ) -> Answer:
     """What a target that can be run here says after one prompt.
-
     ``golden``: which labels to ask for; ``prompt``: what to ask; ``logits``: of the token after some ids, in
     float32; ``said``: the label that greedy decoding says; ``compared``: the export's call compares whole
     labels, and greedy decoding is not asked.
@@ -196,7 +195,6 @@ def compare(
     golden: Golden, answers: Sequence[Answer], tolerance: float | None = None, lost: Sequence[str] = ()
 ) -> Verification:
     """Compare answers with what was expected, and look for dropped biases if they differ.
-
     ``golden``: what was expected; ``answers``: what a target said, prompt by prompt; ``tolerance``: largest
     relative difference; default: the export's own; ``lost``: names of biases that are known to be dropped.
     Raises I2CLError if a target told nothing about any label.

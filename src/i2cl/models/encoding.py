@@ -232,7 +232,6 @@ class LabelTokens:
     @cached_property
     def weights(self) -> Float[Tensor, "read labels"]:
         """How much of a label's score each of these tokens is where words are scored.
-
         Like inverse document frequency: what fewer labels have weighs more. A label's weights add up to 1;
         those that a fit found do so too, and each label has one for every token.
         """

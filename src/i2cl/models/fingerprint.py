@@ -104,7 +104,6 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     are read from where they are. Tensors are read one by one, at about a gigabyte a second; quantized ones
     are dequantized one by one. A tensor that is split over processes is put together first, so all of them
     are to call this.
-
     From `KEPT_FROM` on the result is kept among huggingface_hub's assets. It is taken from there while the
     files of the checkpoint have the same size and time, and `SAMPLED` values of each tensor are the same.
     """

@@ -121,9 +121,8 @@ class LabelLikelihood:
         if self.first:
             labels, gold = [self.labels[row] for row in rows], [self.gold[row] for row in rows]
             return label_log_probabilities(self.decoder, batch, labels, gold, edit, prefix)
-        return sequence_log_probabilities(
-            self.decoder, batch, [self.targets[row] for row in rows], edit, prefix
-        )
+        targets = [self.targets[row] for row in rows]
+        return sequence_log_probabilities(self.decoder, batch, targets, edit, prefix)
 
 
 def train(
