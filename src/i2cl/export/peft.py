@@ -42,7 +42,6 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _ADD = "--set formula=add"
 
-
 # What becomes of linear maps, by their names: beta; and ``lambda * v`` in float32, of the map's own writer
 # and of one that has no bias for it.
 _Scales = dict[str, float]

@@ -181,9 +181,7 @@ def answer_of(
         top_logits=tuple(first[prompt.top_ids].tolist()),
         whole=tuple(map(whole, golden.sequences)),
     )
-    if compared:
-        return by_whole_labels(golden, answer)
-    return replace(answer, said=said(prompt))
+    return by_whole_labels(golden, answer) if compared else replace(answer, said=said(prompt))
 
 
 def by_whole_labels(golden: Golden, answer: Answer) -> Answer:
