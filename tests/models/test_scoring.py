@@ -178,9 +178,8 @@ def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
     beginnings = {ids[:end] for ids in labels for end in range(1, len(ids))}
     assert len(trie.tokens) == len(beginnings)
     spelled: list[tuple[int, ...]] = []
-    for token, parent, depth, seen in zip(trie.tokens, trie.parents, trie.depths, trie.visible, strict=True):
+    for token, parent, seen in zip(trie.tokens, trie.parents, trie.visible, strict=True):
         spelled.append((*(spelled[parent] if parent >= 0 else ()), token))
-        assert depth == len(spelled[-1]) - 1
         assert [trie.tokens[node] for node in seen.nonzero()[:, 0]] == list(spelled[-1])
     assert set(spelled) == beginnings
     assert len(set(trie.edges)) == len(trie.edges)

@@ -137,9 +137,8 @@ def anchor(
         if small:
             u, tau, history = solved(problem, config, progress)
         else:
-            u, weights, tau, history = descended(
-                problem, config.reach if config.steps else 0.0, seed, progress
-            )
+            reach = config.reach if config.steps else 0.0
+            u, weights, tau, history = descended(problem, reach, seed, progress)
             questions = replace(questions, weights=weights)
     if not u.any() and config.steps and config.reach:
         warnings.warn(NO_STEP, UserWarning, stacklevel=2)

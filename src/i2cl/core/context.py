@@ -81,16 +81,6 @@ class ContextVector:
                 f"({difference}): extract it on this model"
             )
 
-    def require_match(self, other: "ContextVector") -> None:
-        """Refuse a vector of another shape, writer or model, which has no mean with this one (I2CLError)."""
-        _common_base([self, other])
-        mine, theirs = self.config.writers, other.config.writers
-        if mine != theirs or self.values.shape != other.values.shape:
-            raise I2CLError(
-                f"context vectors do not match: {mine} {tuple(self.values.shape)} and "
-                f"{theirs} {tuple(other.values.shape)}; extract both from one model with one setting"
-            )
-
     @classmethod
     def mean(
         cls, vectors: Sequence["ContextVector"], weights: Sequence[float] | Sequence[int] | None = None
@@ -112,16 +102,15 @@ class ContextVector:
                 f"weights {shares.tolist()} make no mean of {len(vectors)} context vector(s): "
                 "give at least one vector, and one weight each, at least 0 and not all 0"
             )
-        for vector in vectors:
-            vectors[0].require_match(vector)
+        base, first = _common_base(vectors), vectors[0]
+        kinds = [f"{one.config.writers} {tuple(one.values.shape)}" for one in vectors]
+        if other := next((kind for kind in kinds if kind != kinds[0]), None):
+            cure = "extract both from one model with one setting"
+            raise I2CLError(f"context vectors do not match: {kinds[0]} and {other}; {cure}")
         pairs = zip(shares / shares.sum(), vectors, strict=True)
-        parts = [share * one.values.double() for share, one in pairs]
-        return replace(
-            vectors[0],
-            values=torch.stack(parts).sum(0).to(vectors[0].values.dtype),
-            demonstrations=sum(one.demonstrations for one in vectors),
-            base=_common_base(vectors),
-        )
+        values = torch.stack([share * one.values.double() for share, one in pairs]).sum(0)
+        count = sum(one.demonstrations for one in vectors)
+        return replace(first, values=values.to(first.values.dtype), demonstrations=count, base=base)
 
 
 def extract(

@@ -43,19 +43,18 @@ class Descent(NamedTuple):
 
 
 def descended(problem: Problem, reach: float, seed: int, progress: StepProgress | None = None) -> Descent:
-    """Fit; what does not lower the loss ends at the plain model. Raises I2CLError on a loss that is not
-    finite.
-    """
+    """Fit; what lowers no loss ends at the plain model. Raises I2CLError on a loss that is not finite."""
     decoder, labels = problem.questions.decoder, problem.questions.labels
     variance = problem.scaled_by_gold()
     tau = variance / reach**2 if reach > 0 else math.inf
     plain = torch.zeros(problem.scale.numel())
-    tokens, vectors, count = _token_scores(problem, plain), len(plain), len(problem.queries)
+    tokens = token_scores(decoder, problem.queries, labels, problem.edit(plain))
+    vectors, count = len(plain), len(problem.queries)
     start = _mean_loss(labels.mean(tokens), problem.gold)
     if not 0 < tau < math.inf:
         return Descent(plain, None, None, (start,))
     words = WordWeights(labels, tokens) if labels.words else None
-    at = torch.nn.Parameter(torch.cat([plain, *([words.zeros().flatten()] if words else [])]))
+    at = torch.nn.Parameter(torch.zeros(vectors + (words.start.numel() if words else 0)))
     backward = Backward([at], decoder.model.dtype)
 
     def weights() -> Float[Tensor, "read labels"] | None:
@@ -85,15 +84,11 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
     steps = schedule(count)
     (means,) = train([at], loss, steps.batches(count, seed), steps, progress)
     at.requires_grad_(False)
-    end = _mean_loss(mean(_token_scores(problem, at[:vectors])), problem.gold)
+    moved = token_scores(decoder, problem.queries, labels, problem.edit(at[:vectors]))
+    end = _mean_loss(mean(moved), problem.gold)
     history = (start, *means, end)
     pays = end + tau / 2 * at.square().sum().item() / count < start  # which no value that is not finite does
     return Descent(at[:vectors], weights(), tau, history) if pays else Descent(plain, None, tau, history)
-
-
-def _token_scores(problem: Problem, u: Float[Tensor, " parameters"]) -> Float[Tensor, "n read"]:
-    questions = problem.questions
-    return token_scores(questions.decoder, problem.queries, questions.labels, problem.edit(u))
 
 
 def _mean_loss(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> float:

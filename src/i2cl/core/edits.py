@@ -65,12 +65,7 @@ class PlacedEdit(Edit):
 
 class LinearEdit(PlacedEdit):
     """Writes ``lambda * v + beta * a`` instead of ``a``.
-
     Coefficients act in float32 also on a model in lower precision, where a beta of 1.003 would be 1.
-
-    Attributes:
-        values: context vector.
-        coefficients: axes [layer, (mha, mlp), (lambda, beta)]; gradients flow to them if they are on.
     """
 
     def __init__(
@@ -82,7 +77,8 @@ class LinearEdit(PlacedEdit):
         seed: int = 0,
     ) -> None:
         super().__init__(site, positions, seed)
-        self.values = values
+        self.values = values  #: context vector
+        #: axes [layer, (mha, mlp), (lambda, beta)]; gradients flow to them if they are on
         self.coefficients = coefficients
         self._pairs = coefficients.flatten(0, 1).unbind()
         self._fixed: dict[tuple[int, int], tuple[Tensor, float]] = {}

@@ -15,16 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.artefact import (
-    BIASED_VERSION,
-    FILES,
-    FORMAT_VERSION,
-    TEMPERED_VERSION,
-    WEIGHTED_VERSION,
-    own_files,
-    read,
-    write,
-)
+from i2cl.core import artefact
 from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
 from i2cl.errors import I2CLError
@@ -188,7 +179,7 @@ class Injection:
         or holds something else.
         """
         path = Path(folder)
-        with new_folder(path, own_files) as fresh:
+        with new_folder(path, artefact.own_files) as fresh:
             self._write(fresh, path.resolve().name, shared=False)
 
     def push_to_hub(
@@ -225,7 +216,7 @@ class Injection:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
         if self.word_weights is not None:
             tensors["word_weights"] = self.word_weights
-        write(folder, tensors, self.description(), name, shared=shared)
+        artefact.write(folder, tensors, self.description(), name, shared=shared)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> "Injection":
@@ -240,19 +231,19 @@ class Injection:
         """
         folder = Path(name)
         if not folder.exists():
-            folder = download(str(name), revision, FILES)
-        return cls(**read(folder, str(name)))
+            folder = download(str(name), revision, artefact.FILES)
+        return cls(**artefact.read(folder, str(name)))
 
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
         optional: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
-        version = FORMAT_VERSION
+        version = artefact.FORMAT_VERSION
         if self.label_bias is not None:
-            version, optional["label_bias"] = BIASED_VERSION, list(self.label_bias)
+            version, optional["label_bias"] = artefact.BIASED_VERSION, list(self.label_bias)
         if self.temperature != 1:
-            version, optional["temperature"] = TEMPERED_VERSION, self.temperature
+            version, optional["temperature"] = artefact.TEMPERED_VERSION, self.temperature
         if self.word_weights is not None:
-            version = WEIGHTED_VERSION
+            version = artefact.WEIGHTED_VERSION
         return {
             "format_version": version,
             "base_model": self.base.to_dict(),

@@ -38,9 +38,8 @@ ROWS = 128  # run together: each has the logits of a whole vocabulary
 class LabelMass(NamedTuple):
     """The vector and its effect on the demonstrations."""
 
-    vector: Float[
-        Tensor, " d"
-    ]  # to be added at the end of the last block; zero where none is better than none
+    # to be added at the end of the last block; zero where none is better than none
+    vector: Float[Tensor, " d"]
     before: float  # mean total probability of the labels' first tokens
     after: float  # the same with the vector
 
@@ -109,7 +108,6 @@ class _Watch(Edit):
 
 class _Ending(Edit):
     """States in the place of what the last block puts out.
-
     As an edit of a pass it is on the model while that pass runs, and not while a server's fit lets others in.
     """
 
@@ -128,7 +126,6 @@ class _Ending(Edit):
 
 class _Tail:
     """The final norm and the LM head of a model, whatever they are, and the labels' first tokens.
-
     Rows of one token run, and the states take the place of the last block's output. So the blocks need not
     run a second time.
     """
@@ -161,7 +158,6 @@ class _Tail:
 
     def apart(self) -> Float[Tensor, "d directions"]:
         """An orthonormal basis of the directions in which labels differ.
-
         They are the slopes of the logits at a stream of zeros, where a norm has no share in them.
         """
         zero = torch.nn.Parameter(torch.zeros(1, self.decoder.d_model, device=self.decoder.device))

@@ -85,7 +85,7 @@ class CalibrationRun:
     @property
     def longest(self) -> int:
         """Tokens of its longest row."""
-        targets = self.questions.targets(self.demonstrations)
+        targets = (self.questions.labels.target(example.label) for example in self.demonstrations)
         return max(len(query) + len(target) for query, target in zip(self.whole, targets, strict=True))
 
 

@@ -61,13 +61,9 @@ class Problem:
 
     def fits(self, memory: float | None) -> bool:
         """Whether a kernel with a row for every label but the gold one of each demonstration is small enough.
-
-        Args:
-            memory: gigabytes that it and the derivatives may take; None: a quarter of what is free.
-
-        Raises:
-            I2CLError: if it is not, and somebody asked for whole sequences, which nothing else fits; or if
-                a descent does not go into the memory either.
+        It and the derivatives may take ``memory`` in gigabytes; None: a quarter of what is free. Raises
+        I2CLError if it is not, and somebody asked for whole sequences, which nothing else fits; or if a
+        descent does not go into the memory either.
         """
         count, labels = len(self.queries), len(self.questions.labels.ids)
         rows, most = count * (labels - 1), MOST_SEQUENCES if self.questions.labels.full else MOST_COLUMNS
@@ -111,7 +107,6 @@ class Problem:
 
     def scaled_by_gold(self, most: int = SCALED) -> float:
         """Set the scale by the gold labels of at most so many demonstrations; the variance of their scores.
-
         It is that of the gold label around the mean of all labels, over demonstrations: the same as over all
         labels where classes are equally frequent, and a backward pass in all.
         """
@@ -148,7 +143,6 @@ class Problem:
         competing: Bool[Tensor, "n labels"] | None = None,
     ) -> Tangent:
         """The tangent at u, where the label scores are known.
-
         Some demonstrations are differentiated anew; the others keep the derivatives that they have, and so do
         labels of several tokens that are not ``competing``. Those are written over, so ``point`` is used up.
         """
@@ -164,7 +158,6 @@ class Problem:
         competing: Bool[Tensor, "n labels"] | None = None,
     ) -> Float[Tensor, "rows labels"]:
         """Scores of some demonstrations; writes the columns' derivatives.
-
         Of labels of several tokens only those are read that compete, if that is given; others score 0.
         """
         labels = self.questions.labels
@@ -240,10 +233,9 @@ class Problem:
             leaf, edit = self._rows_edit(u, batch.rows, len(triples))
             targets = [labels[label] for label in chosen]
             labelled = labelled_batch([self.queries[row] for row in rows], targets, decoder.device)
+            labelled = replace(labelled, rows=batch.rows)
             with torch.enable_grad():
-                values = sequence_log_probabilities(
-                    decoder, replace(labelled, rows=batch.rows), targets, edit
-                )
+                values = sequence_log_probabilities(decoder, labelled, targets, edit)
                 decoder.pause()
                 (slopes,) = Backward([leaf], decoder.model.dtype).gradients(values.sum())
             scores[rows, chosen], into[rows, columns] = values.detach().cpu(), self._in_units(slopes)

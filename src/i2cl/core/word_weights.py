@@ -7,7 +7,6 @@ read-out of what the model would say next. It costs a query nothing, and exports
 import math
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from i2cl.models.scoring import score
 
 class WordWeights:
     """The weights as a function of numbers that start at zero, in a unit of their own.
-
     The unit is one over the root of the Fisher information where all labels are equally probable, averaged
     over all weights: that of a site's numbers in anchored calibration.
     """
@@ -30,10 +28,6 @@ class WordWeights:
         self.start, count = labels.weights, len(labels.ids)
         apart = (tokens - tokens.mean(-1, keepdim=True)).square().mean().item()
         self.unit = count / math.sqrt(max(apart, 1e-12) * (count - 1))
-
-    def zeros(self) -> Float[Tensor, "read labels"]:
-        """Where a fit starts."""
-        return torch.zeros_like(self.start)
 
     def at(self, moved: Float[Tensor, "read labels"]) -> Float[Tensor, "read labels"]:
         """The weights there; those of a label add up to 1, as they did."""

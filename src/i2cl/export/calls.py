@@ -132,7 +132,6 @@ def lifted(golden: Golden) -> dict[int, float]:
 
 def sent_to_servers(golden: Golden) -> dict[str, Any]:
     """What a request has besides, so that any server says a label; empty where the model does so by itself.
-
     Whole sequences take a grammar too, for servers such as llama.cpp's, which tell no log-probabilities of
     a prompt's own tokens: where a server does, whole labels are compared.
     """

@@ -29,7 +29,6 @@ def same(name: str, _config: PreTrainedConfig) -> Piece:
 
 def from_gemma(name: str, config: PreTrainedConfig) -> Piece:
     """Norms that multiply by ``1 + w``, and an embedding that is scaled by the root of the width.
-
     The head is not scaled. Source: https://github.com/huggingface/transformers/pull/29402.
     """
     if "norm" in name.rsplit(".", 2)[-2]:

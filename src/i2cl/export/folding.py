@@ -9,12 +9,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from i2cl.core.injection import Injection
@@ -81,17 +76,13 @@ class Folding:
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the result, a new one where it is not the source's own.
-
         ``name``: in the state dict of the result; ``dtype``: what it is rounded to, once; default: the
         source's own. Raises I2CLError if the source lacks a tensor.
         """
         source, change = self.family.piece(name, self.source_config)
-        if source in self._source_names:
-            value = self._source_tensor(source)
-        else:
-            value = torch.zeros(self.shapes[name], dtype=self.dtype)
-        if change is not None:
-            value = change(value)
+        new = source not in self._source_names
+        value = torch.zeros(self.shapes[name], dtype=self.dtype) if new else self._source_tensor(source)
+        value = value if change is None else change(value)
         if value.shape != self.shapes[name]:
             shapes = f"{tuple(value.shape)}, and not {tuple(self.shapes[name])}"
             raise I2CLError(f"the source holds {source} as {shapes}: it is of another model")

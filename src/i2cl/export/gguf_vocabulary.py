@@ -197,7 +197,6 @@ def _sentencepiece(state: dict[str, Any]) -> bool:
 
 def _scores(tokens: Sequence[str], kinds: Sequence[str], merges: Sequence[tuple[str, ...]]) -> list[float]:
     """Minus the place of the first merge that makes a token.
-
     SentencePiece merges whatever two neighbours make a token, the token with the highest score first. That is
     what the list of merges says if it holds every such pair, those of one token side by side.
     """

@@ -56,80 +56,44 @@ DROPPED = {"attention": (0,), "mlp": (1,), "attention and mlp": (0, 1)}
 
 
 class GoldenPrompt(pydantic.BaseModel):
-    """One prompt and the injected model's next-token values, in float32.
+    """One prompt and the injected model's next-token values, in float32."""
 
-    Attributes:
-        text: the prompt.
-        ids: its tokens.
-        labels: log-probability of each label's first token, without a prior.
-        dropped: the same where the constants of some writers are left out, by `DROPPED`; of the first
-            prompts alone.
-        top_ids: tokens of the largest logits.
-        top_logits: those logits.
-        prediction: the most probable label, by whole sequences where these were scored, with the prior.
-        whole: log-probability of each label's whole sequence; empty where first tokens decide.
-        query: what was encoded to ``ids``; None where it was cut.
-        greedy: what plain greedy decoding answers with the prior, a label long.
-    """
-
-    text: str
-    ids: list[int]
-    labels: list[float]
+    text: str  #: the prompt
+    ids: list[int]  #: its tokens
+    labels: list[float]  #: log-probability of each label's first token, without a prior
+    #: the same where the constants of some writers are left out, by `DROPPED`; of the first prompts alone
     dropped: dict[str, list[float]] = {}
-    top_ids: list[int]
-    top_logits: list[float]
-    prediction: str
-    whole: list[float] = []
-    query: str | None = None
-    greedy: list[int]
+    top_ids: list[int]  #: tokens of the largest logits
+    top_logits: list[float]  #: those logits
+    prediction: str  #: the most probable label, by whole sequences where these were scored, with the prior
+    whole: list[float] = []  #: log-probability of each label's tokens; empty where first tokens decide
+    query: str | None = None  #: what was encoded to ``ids``; None where it was cut
+    greedy: list[int]  #: what plain greedy decoding answers with the prior, a label long
 
 
 class Golden(pydantic.BaseModel):
-    """What an export carries about itself.
+    """What an export carries about itself."""
 
-    Attributes:
-        format_version: of this file.
-        i2cl: version that wrote it.
-        artefact: task, base model and settings of the injection.
-        labels: label words.
-        label_ids: first token of each, or the token that stands for it.
-        label_texts: that token as text.
-        sequences: tokens of each label where the injection scores whole sequences; empty where it does not.
-        sequence_texts: those tokens as text.
-        label_bias: a number for each label, in nats, added to its log-probability; empty without a prior.
-        prompts: what to ask, and what to answer.
-        model_type: of the export.
-        dtype: of its weights.
-        tolerance: largest relative difference.
-        biases: L2 norm of every bias that holds a part of the injection.
-        prompt: what every prompt is, ``{text}`` for the text.
-        tail: tokens that end every prompt, whatever its text.
-        spoken: tokens of each label to its end, whichever of them are scored.
-        words: those tokens as text, without what ends a text.
-        end: token that ends a text.
-        beams: with which transformers' `generate` compares whole labels; 0 where it cannot.
-    """
-
-    format_version: int = FORMAT_VERSION
-    i2cl: str = __version__
-    artefact: dict[str, Any]
-    labels: list[str]
-    label_ids: list[int]
-    label_texts: list[str]
-    sequences: list[list[int]] = []
-    sequence_texts: list[str] = []
-    label_bias: list[float] = []
-    prompts: list[GoldenPrompt]
-    model_type: str = ""
-    dtype: str = "float32"
-    tolerance: float = TOLERANCES["float32"]
-    biases: dict[str, float] = {}
-    prompt: str
-    tail: list[int]
-    spoken: list[list[int]]
-    words: list[str]
-    end: int | None
-    beams: int
+    format_version: int = FORMAT_VERSION  #: of this file
+    i2cl: str = __version__  #: version that wrote it
+    artefact: dict[str, Any]  #: task, base model and settings of the injection
+    labels: list[str]  #: label words
+    label_ids: list[int]  #: first token of each, or the token that stands for it
+    label_texts: list[str]  #: that token as text
+    sequences: list[list[int]] = []  #: tokens of each label, where whole sequences are scored; else empty
+    sequence_texts: list[str] = []  #: those tokens as text
+    label_bias: list[float] = []  #: added to each label's log-probability, in nats; empty without a prior
+    prompts: list[GoldenPrompt]  #: what to ask, and what to answer
+    model_type: str = ""  #: of the export
+    dtype: str = "float32"  #: of its weights
+    tolerance: float = TOLERANCES["float32"]  #: largest relative difference
+    biases: dict[str, float] = {}  #: L2 norm of every bias that holds a part of the injection
+    prompt: str  #: what every prompt is, ``{text}`` for the text
+    tail: list[int]  #: tokens that end every prompt, whatever its text
+    spoken: list[list[int]]  #: tokens of each label to its end, whichever of them are scored
+    words: list[str]  #: those tokens as text, without what ends a text
+    end: int | None  #: token that ends a text
+    beams: int  #: with which transformers' `generate` compares whole labels; 0 where it cannot
 
     def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
         """The same, with what only the folded checkpoint knows (see the attributes)."""

@@ -87,7 +87,6 @@ def enough(right: Sequence[bool]) -> bool:
 
 def label_in(text: str, words: Sequence[str], *, whole: bool) -> int | None:
     """The label that begins an answer's text, blanks in front aside; None where none does.
-
     ``whole``: the text may go on behind a word; False where it is one token, which has to be the word.
     """
     answer, bare = text.lstrip(), [word.lstrip() for word in words]
@@ -140,7 +139,6 @@ def added(wanted: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], floa
 
 def forced_tokens(labels: Sequence[Sequence[int]], prior: Sequence[float]) -> dict[int, float]:
     """A ``logit_bias`` that lifts every token of a label, by `FORCE` at most.
-
     By itself it makes a program say one of some labels of one token each; a grammar says how longer ones
     go on.
     """
@@ -168,7 +166,6 @@ MOST_BEAMS = 64
 
 def beams_for(labels: Sequence[Sequence[int]], tail: Sequence[int]) -> int:
     """How many beams compare whole labels in transformers' `generate`: one for each; 0 where none do.
-
     A label has to be over with its last token, which ends a beam, so that token stands nowhere else in a
     label. And the bias has to know where a prompt ends. ``labels``: tokens of each, of which none begins
     another; ``tail``: tokens that end every prompt.
@@ -181,7 +178,6 @@ def beams_for(labels: Sequence[Sequence[int]], tail: Sequence[int]) -> int:
 
 def compared_sequences(labels: Sequence[Sequence[int]], tail: Sequence[int]) -> dict[tuple[int, ...], float]:
     """A ``sequence_bias`` under which beam search says the most probable whole label.
-
     Beam search adds it to log-probabilities. Each beginning of a label is lifted above all other text, and
     whole labels all by the same sum, so what is left between them is their log-probabilities. With a beam
     for each label, and without a length penalty, none is lost on the way. ``labels``: tokens of each, for
@@ -197,7 +193,6 @@ def search_whole(
     generation: GenerationConfig, beams: int, labels: Sequence[Sequence[int]], end: int | None
 ) -> None:
     """Make `generate` under a generation config compare whole labels: their last tokens end an answer.
-
     ``beams``: see `beams_for`; ``labels``: tokens of each; ``end``: of a text, which pads where the config
     names nothing: else the first of the ends does.
     """

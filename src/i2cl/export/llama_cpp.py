@@ -25,7 +25,6 @@ from i2cl.models.loading import gguf_reader
 
 class LlamaCpp(AbstractContextManager["LlamaCpp"]):
     """A GGUF file that llama.cpp has loaded, on the CPU, with keys and values in float32.
-
     A context manager, which frees it at the end. ``length``: the most tokens of a text. Raises I2CLError if
     llama.cpp refuses it, or llama-cpp-python is not installed.
     """

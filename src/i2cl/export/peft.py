@@ -42,7 +42,6 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _ADD = "--set formula=add"
 
-
 # What becomes of linear maps, by their names: beta; and ``lambda * v`` in float32, of the map's own writer
 # and of one that has no bias for it.
 _Scales = dict[str, float]
@@ -51,24 +50,16 @@ _Constants = dict[str, Float[Tensor, " d"]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT adapter.
+    """A PEFT adapter."""
 
-    Attributes:
-        tuner: LoRA or GLoRA.
-        config: of the tuner.
-        tensors: as PEFT names them in files.
-        constants: names of those that hold ``lambda * v``.
-    """
-
-    tuner: str
-    config: "PeftConfig"
-    tensors: dict[str, Tensor] = field(repr=False)
-    constants: tuple[str, ...]
+    tuner: str  #: LoRA or GLoRA
+    config: "PeftConfig"  #: of the tuner
+    tensors: dict[str, Tensor] = field(repr=False)  #: as PEFT names them in files
+    constants: tuple[str, ...]  #: names of those that hold ``lambda * v``
 
 
 def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:
     """Express an injection by one of PEFT's tuners: LoRA where every beta is 1, else GLoRA.
-
     ``config``: of the base model, whose weights are not needed; ``injection``: at all positions, into the
     residual writers. Raises I2CLError if no tuner expresses it, saying why and what to do instead, or peft is
     not installed.
@@ -235,7 +226,6 @@ def load_adapter(
     folder: str | Path, model: str | None = None, device: str | torch.device | None = None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The base model in float32 wearing an adapter, and the adapter's tensors by name.
-
     ``folder``: holds the adapter, in safetensors; ``model``: base model; default: the one that the adapter's
     config names; ``device``: see `i2cl.Decoder.from_pretrained`. Raises I2CLError if either cannot be read,
     or they do not fit together.

@@ -26,45 +26,28 @@ CLOSER = 4  # a wrong answer is told to be that without biases if it is this man
 
 @dataclass(frozen=True)
 class Answer:
-    """What a target says after one prompt.
+    """What a target says after one prompt."""
 
-    Attributes:
-        labels: log-probability of each label's first token; None where it was not told.
-        floor: no token that was not told is more probable than this; None where all were.
-        top_logits: of the golden prompt's top tokens, where logits are told.
-        whole: log-probability of each label's whole sequence; empty where they were not told or asked.
-        said: the label that greedy decoding says, empty where it says none.
-        compared: whether ``said`` is the most probable whole label instead, as the export's call finds it.
-    """
-
-    labels: tuple[float | None, ...]
-    floor: float | None = None
-    top_logits: tuple[float, ...] = ()
-    whole: tuple[float, ...] = ()
-    said: str = ""
-    compared: bool = False
+    labels: tuple[float | None, ...]  #: log-probability of each label's first token; None where not told
+    floor: float | None = None  #: no token that was not told is more probable than this; None where all were
+    top_logits: tuple[float, ...] = ()  #: of the golden prompt's top tokens, where logits are told
+    whole: tuple[float, ...] = ()  #: log-probability of each label's whole sequence; empty where not told
+    said: str = ""  #: the label that greedy decoding says, empty where it says none
+    compared: bool = False  #: whether ``said`` is the most probable whole label, as the export's call has it
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome.
+    """The outcome."""
 
-    Attributes:
-        golden: what was expected.
-        answers: what was found, prompt by prompt.
-        tolerance: largest relative difference that is accepted.
-        dropped: biases that are not there any more, or the writers without whose constants the target
-            seems to run; None if there is no sign of that.
-        retokenized: prompts that the target's own tokenizer encodes otherwise, as far as it was asked.
-        searched: whether what is told of greedy decoding is of a beam search over whole labels.
-    """
-
-    golden: Golden
-    answers: tuple[Answer, ...]
-    tolerance: float
+    golden: Golden  #: what was expected
+    answers: tuple[Answer, ...]  #: what was found, prompt by prompt
+    tolerance: float  #: largest relative difference that is accepted
+    #: biases that are not there any more, or the writers without whose constants the target seems to run;
+    #: None if there is no sign of that
     dropped: str | None = None
-    retokenized: tuple[str, ...] = ()
-    searched: bool = False
+    retokenized: tuple[str, ...] = ()  #: prompts that the target's own tokenizer, if asked, splits otherwise
+    searched: bool = False  #: whether what is told of greedy decoding is of a beam search over whole labels
 
     @property
     def differences(self) -> list[float]:
@@ -182,7 +165,6 @@ def answer_of(
     compared: bool = False,
 ) -> Answer:
     """What a target that can be run here says after one prompt.
-
     ``golden``: which labels to ask for; ``prompt``: what to ask; ``logits``: of the token after some ids, in
     float32; ``said``: the label that greedy decoding says; ``compared``: the export's call compares whole
     labels, and greedy decoding is not asked.
@@ -199,9 +181,7 @@ def answer_of(
         top_logits=tuple(first[prompt.top_ids].tolist()),
         whole=tuple(map(whole, golden.sequences)),
     )
-    if compared:
-        return by_whole_labels(golden, answer)
-    return replace(answer, said=said(prompt))
+    return by_whole_labels(golden, answer) if compared else replace(answer, said=said(prompt))
 
 
 def by_whole_labels(golden: Golden, answer: Answer) -> Answer:
@@ -213,7 +193,6 @@ def compare(
     golden: Golden, answers: Sequence[Answer], tolerance: float | None = None, lost: Sequence[str] = ()
 ) -> Verification:
     """Compare answers with what was expected, and look for dropped biases if they differ.
-
     ``golden``: what was expected; ``answers``: what a target said, prompt by prompt; ``tolerance``: largest
     relative difference; default: the export's own; ``lost``: names of biases that are known to be dropped.
     Raises I2CLError if a target told nothing about any label.

@@ -99,7 +99,7 @@ class AdapterMethod(Method):
                 raise I2CLError("word_weights takes scoring=words and loss=labels: set these too (--set)")
             if training.word_weights:
                 learned = WordWeights(questions.labels, token_scores(wearing, queries, questions.labels))
-                moved = [torch.nn.Parameter(learned.zeros().to(decoder.device))]
+                moved = [torch.nn.Parameter(torch.zeros_like(learned.start, device=decoder.device))]
 
             def loss(chosen: Sequence[int]) -> Tensor:
                 if learned is not None:

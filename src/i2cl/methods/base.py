@@ -29,21 +29,13 @@ C = TypeVar("C", bound="Method")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a predictor takes, time aside; costs add up.
+    """What a predictor takes, time aside; costs add up."""
 
-    Attributes:
-        trained: how many numbers were trained.
-        cached_values: how many numbers are kept per task (paper, column "# cached param.").
-        cached_bytes: how many bytes those take, in the precision they are kept in.
-        held_out: how many labelled examples beyond the demonstrations were used.
-        unlabelled: how many texts without labels were used.
-    """
-
-    trained: int = 0
-    cached_values: int = 0
-    cached_bytes: int = 0
-    held_out: int = 0
-    unlabelled: int = 0
+    trained: int = 0  #: how many numbers were trained
+    cached_values: int = 0  #: how many numbers are kept per task (paper, column "# cached param.")
+    cached_bytes: int = 0  #: how many bytes those take, in the precision they are kept in
+    held_out: int = 0  #: how many labelled examples beyond the demonstrations were used
+    unlabelled: int = 0  #: how many texts without labels were used
 
     @classmethod
     def of(

@@ -231,7 +231,6 @@ def _archive() -> Path | None:
 
 def unpacked(archive: Path) -> Path:
     """The folder of an encoder that is packed as a zip archive; unpacked at the first call.
-
     It lies where the hub's client keeps the files of other libraries (``HF_ASSETS_CACHE``), under a name that
     changes with the archive's contents. Raises I2CLError if the archive is damaged or holds code or pickles,
     or the folder cannot be written.

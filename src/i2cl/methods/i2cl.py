@@ -62,10 +62,8 @@ def corrupted(
         plain = replace(Template.plain(), separator=task.template.separator)
         return replace(task, template=plain), tuple(demonstrations)
     if config.corruption == "random_label":
-        return task, tuple(
-            replace(example, label=rng.randrange(len(task.labels))) for example in demonstrations
-        )
-    split = [(example, example.text.split()) for example in demonstrations]
+        return task, tuple(replace(one, label=rng.randrange(len(task.labels))) for one in demonstrations)
+    split = [(one, one.text.split()) for one in demonstrations]
     return task, tuple(replace(one, text=" ".join(rng.sample(words, len(words)))) for one, words in split)
 
 
@@ -155,11 +153,9 @@ class I2CL(InjectionMethod):
         plans = [self.plan(decoder, task, shown, seed) for shown, seed in pairs]
         tasks, shown, contexts = zip(*(plan[:3] for plan in plans), strict=True)
         injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
-        predictors = []
-        for plan, injection in zip(plans, injections, strict=True):
-            final = replace(injection, context=plan.injected or injection.context)
-            predictors.append(self.predictor(questions, final, held_out=plan.held_out))
-        return predictors
+        fitted = zip(plans, injections, strict=True)
+        finals = [(plan, replace(one, context=plan.injected or one.context)) for plan, one in fitted]
+        return [self.predictor(questions, final, held_out=plan.held_out) for plan, final in finals]
 
 
 @dataclass(frozen=True)

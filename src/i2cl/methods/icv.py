@@ -102,9 +102,8 @@ class ICV(Method):
 
         if strength == "search":  # ties go to the first tried, the smaller
             rows = task.held_out(HELD_OUT, demonstrations, seed)
-            return max(
-                (make(one, len(rows)) for one in COARSE + FINE), key=lambda one: right_answers(one, rows)
-            )
+            tried = [make(one, len(rows)) for one in COARSE + FINE]
+            return max(tried, key=lambda one: right_answers(one, rows))
         if strength == "paper":
             if task.name not in PAPER_STRENGTHS:
                 raise I2CLError(f"the paper gives no ICV strength for {task.name!r}: use strength=search")

@@ -28,24 +28,15 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids of some queries: a right-padded row for each, or all of them packed into one row.
+    """Token ids of some queries: a right-padded row for each, or all of them packed into one row."""
 
-    Attributes:
-        input_ids: token ids; what stands right of a row's end is padding.
-        first: index of each query's first token in its row: 0, unless packed.
-        last: index of each query's last token in its row, whose next token is predicted.
-        rows: place of each query in the caller's list.
-        position_ids: of a packed batch, which start again with every query, or of one whose rows fork; None
-            otherwise.
-        visible: of each token, which others of its row it sees, where rows fork (`i2cl.models.trie`); None
-            otherwise: all before it.
-    """
-
-    input_ids: Int[Tensor, "lines tokens"]
-    first: Int[Tensor, " batch"]
-    last: Int[Tensor, " batch"]
-    rows: tuple[int, ...]
+    input_ids: Int[Tensor, "lines tokens"]  #: what stands right of a row's end is padding
+    first: Int[Tensor, " batch"]  #: index of each query's first token in its row: 0, unless packed
+    last: Int[Tensor, " batch"]  #: index of each query's last token, whose next token is predicted
+    rows: tuple[int, ...]  #: place of each query in the caller's list
+    #: of a packed batch, which start again with every query, or of one whose rows fork; None otherwise
     position_ids: Int[Tensor, "lines tokens"] | None = None
+    #: which others of its row each token sees, where rows fork (`i2cl.models.trie`); None: all before it
     visible: Bool[Tensor, "lines tokens tokens"] | None = None
 
     @property
@@ -120,7 +111,7 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def by_side(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-    """Places of the rows between two limits each, those of the shortest first."""
+    """Places of the rows between two limits each, which may share a batch; those of the shortest first."""
     sides = defaultdict(list)
     for place, length in enumerate(lengths):
         sides[bisect_left(limits, length)].append(place)
@@ -146,11 +137,11 @@ def longest_first(ids: Sequence[Ids]) -> list[int]:
 
 def budget_chunks(ids: Sequence[Ids], token_budget: int) -> list[list[int]]:
     """Places of all rows, longest first, in parts of at most ``token_budget`` padded tokens, or one row."""
-    order, chunks, start = longest_first(ids), [], 0
-    while start < len(order):
-        size = max(1, token_budget // len(ids[order[start]]))
-        chunks.append(order[start : start + size])
-        start += size
+    order, chunks = longest_first(ids), []
+    while order:
+        size = max(1, token_budget // len(ids[order[0]]))
+        chunks.append(order[:size])
+        del order[:size]
     return chunks
 
 

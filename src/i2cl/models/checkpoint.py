@@ -86,10 +86,7 @@ def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Ten
     beside them. Raises I2CLError as `read_tensors` does.
     """
     for paths in (_weight_files(folder), sorted(folder.glob("pytorch_model*.bin"))):
-        tensors: dict[str, Tensor] = {}
-        for path in paths:
-            tensors |= _tensors(path, wanted)
-        if tensors:
+        if tensors := {name: one for path in paths for name, one in _tensors(path, wanted).items()}:
             return tensors
     return {}
 

@@ -245,16 +245,12 @@ class Decoder:
         """How many rows of these lengths, longest first, run together, behind so many cached tokens each."""
         budget = self.token_budget
         room = max(budget, CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET)
-        sides = [len(side) for side in reversed(self.together([length + reserve for length in lengths]))]
+        sides = reversed(batching.by_side([length + reserve for length in lengths], self.rope_limits))
         # rows from here on that may share
-        rests = (rest for side in sides for rest in range(side, 0, -1))
+        rests = (rest for side in sides for rest in range(len(side), 0, -1))
         pairs = zip(lengths, rests, strict=True)
         most = [max(1, min(budget // length, room // (length + reserve), rest)) for length, rest in pairs]
         return batching.batch_sizes(lengths, most, budget / batching.PASSES_A_BATCH)
-
-    def together(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Places of rows that may share a batch, by their tokens, cached ones included; shortest first."""
-        return batching.by_side(lengths, self.rope_limits)
 
     def _shrink(self, rows: int, length: int, reserve: int) -> None:
         if rows == 1:
@@ -308,7 +304,7 @@ class Decoder:
                 placed = keys_at(self.model, self.blocks, keys)
         at_head = edit_inputs([(self.model.get_output_embeddings(), look)])
         again = nullcontext() if replay is None else replay.during(batch)
-        with lock_of(self.model), placed, at_head, again, self._editing(edit, batch):
+        with lock_of(self.model), placed, at_head, again, editing(edit, self.blocks, self.sites, batch):
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         if caches is not None:
             caches.append(arguments["past_key_values"])
@@ -320,7 +316,7 @@ class Decoder:
         """What each site writes at one token of each row (default: the last), in float32 on the CPU."""
         self.pause()
         keep = Keep(site, batch.last if at is None else at)
-        with self.frozen(), torch.no_grad(), self._editing(keep, batch):
+        with self.frozen(), torch.no_grad(), editing(keep, self.blocks, self.sites, batch):
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         states = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
         return states.view(len(states), self.layers, -1, self.d_model)
@@ -331,7 +327,7 @@ class Decoder:
         trains, if the caller has them on.
         """
         batch = make_batch([ids], self.device)
-        with self.frozen(), self._editing(edit, batch):
+        with self.frozen(), editing(edit, self.blocks, self.sites, batch):
             cache = DynamicCache() if whole else DynamicCache(config=self.model.config)
             self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
         return Prefix(ids, cache, len(ids), len(ids))
@@ -374,7 +370,7 @@ class Decoder:
     def _joins(self, prefix: Prefix, width: int) -> bool:
         """Whether a prefix's keys stay in front of ``width`` more tokens: a window counts cached keys."""
         tokens, why = prefix.length + width, ""
-        joins = len(self.together([prefix.length, tokens])) == 1
+        joins = len(batching.by_side([prefix.length, tokens], self.rope_limits)) == 1
         if prefix.thinned and self.window is not None and tokens > self.window:
             why = f"some layers see only {self.window} at a time"
         elif not joins and (prefix.thinned or not prefix.ids):
@@ -386,6 +382,3 @@ class Decoder:
                 "express: use fewer or shorter demonstrations"
             )
         return joins
-
-    def _editing(self, edit: Edit | None, batch: Batch) -> AbstractContextManager[None]:
-        return editing(edit, self.blocks, self.sites, batch)

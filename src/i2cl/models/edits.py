@@ -60,14 +60,12 @@ class Replay:
     Beyond the paper: what a fit does at the upper end of a model takes many passes over the same
     demonstrations. Its owner answers for it that nothing below changes from pass to pass, and that passes
     fill no caches.
-
-    Attributes:
-        blocks: the lower ones; none of them where somebody, such as Accelerate, has replaced a ``forward``.
-        kept: the stream behind the last of them, for each batch.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        #: the lower ones; none of them where somebody, such as Accelerate, has replaced a ``forward``
         self.blocks = [] if any("forward" in block.__dict__ for block in blocks) else list(blocks)
+        #: the stream behind the last of them, for each batch
         self.kept: dict[tuple[Any, ...], Float[Tensor, "lines tokens d"]] = {}
         self._tuples: dict[int, int] = {}
 
@@ -128,18 +126,14 @@ Places = Callable[[AnySite], list[tuple[int, int, nn.Module]]]  # layer, index a
 
 
 class Edit:
-    """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`.
+    """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`."""
 
-    Attributes:
-        site: the two residual writers (index 0 attention, 1 MLP), the block output (index 0), or the tokens'
-            input embeddings (layer 0, index 0).
-        sees_input: whether `enter` is to be called.
-        everywhere: whether it does the same at every token, whatever stands at others, so that a row may
-            run in parts, the later ones behind cached keys.
-    """
-
+    #: the two residual writers (index 0 attention, 1 MLP), the block output (index 0), or the tokens' input
+    #: embeddings (layer 0, index 0)
     site: AnySite = "writers"
-    sees_input: bool = False
+    sees_input: bool = False  #: whether `enter` is to be called
+    #: whether it does the same at every token, whatever stands at others, so that a row may run in parts, the
+    #: later ones behind cached keys
     everywhere: bool = False
 
     def enter(self, layer: int, residual: States) -> None:

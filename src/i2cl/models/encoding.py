@@ -85,7 +85,10 @@ class Encoder:
         """Tokens and their places; what is marked is text, other special tokens are special."""
         ids, spans = list[int](), list[tuple[int, int]]()
         vocabulary = self.tokenizer.get_vocab()
-        for start, part in self._parts(prompt):
+        parts = re.split(f"({self._special.pattern})", prompt)
+        for start, part in zip(accumulate(map(len, parts), initial=0), parts, strict=False):
+            if not part:
+                continue
             special = self._special.fullmatch(part)
             tokens, places = ([vocabulary[part]], [(0, len(part))]) if special else self._text(part)
             ids += tokens
@@ -124,12 +127,6 @@ class Encoder:
         """Encode a text with no token of it special, and with the tokens' places where they are known."""
         plain: Any = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         return self._splitting(text, return_offsets_mapping=self.tokenizer.is_fast, **plain)
-
-    def _parts(self, prompt: str) -> list[tuple[int, str]]:
-        """The prompt cut at its unmarked special tokens, with the place of each part."""
-        parts = re.split(f"({self._special.pattern})", prompt)
-        starts = accumulate(map(len, parts), initial=0)
-        return [(start, part) for start, part in zip(starts, parts, strict=False) if part]
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -235,7 +232,6 @@ class LabelTokens:
     @cached_property
     def weights(self) -> Float[Tensor, "read labels"]:
         """How much of a label's score each of these tokens is where words are scored.
-
         Like inverse document frequency: what fewer labels have weighs more. A label's weights add up to 1;
         those that a fit found do so too, and each label has one for every token.
         """

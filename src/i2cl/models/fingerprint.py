@@ -41,31 +41,19 @@ MOST_NAMED = 5  # differences that an error spells out
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The model an injection was made on.
+    """The model an injection was made on."""
 
-    Attributes:
-        name: hub id or folder name, as given at loading.
-        revision: hub revision, if any.
-        model_type: ``config.model_type``.
-        layers: number of blocks.
-        d_model: width of the residual stream.
-        weights: fingerprint of the weights (see `weights_fingerprint`).
-        tokenizer: fingerprint of the tokenizer (see `tokenizer_fingerprint`).
-        dtype: precision that it ran in, such as ``"bfloat16"``, or None where nobody says.
-        quantization: how its weights were stored in memory, such as ``"bitsandbytes 8bit"``, or None.
-        config: fields that change results (see `told_config`).
-    """
-
-    name: str
-    revision: str | None
-    model_type: str
-    layers: int
-    d_model: int
-    weights: str
-    tokenizer: str
-    dtype: str | None = None
+    name: str  #: hub id or folder name, as given at loading
+    revision: str | None  #: hub revision, if any
+    model_type: str  #: ``config.model_type``
+    layers: int  #: number of blocks
+    d_model: int  #: width of the residual stream
+    weights: str  #: fingerprint of the weights (see `weights_fingerprint`)
+    tokenizer: str  #: fingerprint of the tokenizer (see `tokenizer_fingerprint`)
+    dtype: str | None = None  #: precision that it ran in, such as ``"bfloat16"``, or None where nobody says
+    #: how its weights were stored in memory, such as ``"bitsandbytes 8bit"``, or None
     quantization: str | None = None
-    config: dict[str, Any] = field(hash=False, kw_only=True)
+    config: dict[str, Any] = field(hash=False, kw_only=True)  #: fields that change results (`told_config`)
 
     def difference(self, other: "ModelIdentity") -> str | None:
         """What sets two base models apart, in words, or None. Name, revision and precision do not count.
@@ -116,7 +104,6 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     are read from where they are. Tensors are read one by one, at about a gigabyte a second; quantized ones
     are dequantized one by one. A tensor that is split over processes is put together first, so all of them
     are to call this.
-
     From `KEPT_FROM` on the result is kept among huggingface_hub's assets. It is taken from there while the
     files of the checkpoint have the same size and time, and `SAMPLED` values of each tensor are the same.
     """

@@ -53,10 +53,9 @@ def fast_products(model: nn.Module) -> Iterator[None]:
 def _fits(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False
-    held = [module.weight, *([] if module.bias is None else [module.bias])]
-    return min(module.weight.shape) >= SMALLEST and all(
-        type(one) is nn.Parameter and type(one.data) is Tensor and _plain(one) for one in held
-    )
+    held = [one for one in (module.weight, module.bias) if one is not None]
+    plain = all(type(one) is nn.Parameter and type(one.data) is Tensor and _plain(one) for one in held)
+    return plain and min(module.weight.shape) >= SMALLEST
 
 
 def _plain(tensor: Tensor) -> bool:

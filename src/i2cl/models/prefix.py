@@ -19,23 +19,14 @@ from i2cl.models.edits import held
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens or input vectors run once, whose keys and values every query then reuses.
+    """Tokens or input vectors run once, whose keys and values every query then reuses."""
 
-    Attributes:
-        ids: the tokens; none where it is made of vectors.
-        cache: keys and values for one row (transformers Cache); never changed, unless ``once``.
-        length: how many tokens or vectors it was made of.
-        behind: position of the first token behind it; less than the length where vectors have no position.
-        kept: places of the tokens that the cache still holds, or None for all.
-        once: whether the cache has a row for each row of the one batch that comes behind it, which takes it.
-    """
-
-    ids: Ids
-    cache: Cache
-    length: int
-    behind: int
-    kept: tuple[int, ...] | None = None
-    once: bool = False
+    ids: Ids  #: the tokens; none where it is made of vectors
+    cache: Cache  #: keys and values for one row (transformers Cache); never changed, unless ``once``
+    length: int  #: how many tokens or vectors it was made of
+    behind: int  #: position of the first token behind it; less than the length where vectors have none
+    kept: tuple[int, ...] | None = None  #: places of the tokens that the cache still holds, or None for all
+    once: bool = False  #: whether the cache has a row for each row of the one batch behind it, which takes it
 
     def expanded(self, rows: int) -> Cache:
         """A cache of its own for a batch of ``rows``; gradients flow to this one."""

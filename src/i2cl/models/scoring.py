@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
-from i2cl.errors import I2CLError
+from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.models.batching import CPU_KEPT_BUDGET, PASSES_A_BATCH, Batch, Ids, make_batch, pack_batch
 from i2cl.models.decoder import CPU_BUDGET, Decoder
 from i2cl.models.edits import Edit
@@ -19,7 +19,7 @@ from i2cl.models.encoding import LabelTokens, Scoring, label_tokens
 from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
 from i2cl.models.trie import Trie, edge_scores, forked_batch
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Task
 
 # Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
@@ -50,7 +50,7 @@ def require_texts(texts: Sequence[str]) -> None:
             raise I2CLError(f"text {row + 1} is {text!r:.60} and no string: remove it, or make it one")
         if not text.strip():
             raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
-        if any("\ud800" <= character <= "\udfff" for character in text):
+        if HALF_PAIR.search(text):
             raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
 
 
@@ -95,10 +95,6 @@ class Questions:
     def prompt(self, text: str) -> str:
         """What stands before a label: the template's query, and a line's end where that belongs to it."""
         return self.task.template.query(text) + self.labels.line
-
-    def targets(self, examples: Sequence[Example]) -> list[Ids]:
-        """What is to follow each example's query: its label's first token, or all of them."""
-        return [self.labels.target(example.label) for example in examples]
 
     def scores(
         self, texts: Sequence[str], *, edit: Edit | None = None, progress: Progress | None = None
@@ -215,7 +211,6 @@ Way = Callable[[_Work, Sequence[int]], Iterator[Part]]
 
 def _ways(work: _Work) -> dict[Way, list[int]]:
     """Places of the queries by how their labels are read.
-
     All labels of several tokens stand behind their query at once, where the model lets a row fork. A mask of
     one's own knows no window, some models have no place for more tokens than their context has, and a mask
     grows with the square of a row.
@@ -332,7 +327,6 @@ def _whole(work: _Work, chosen: Sequence[int]) -> Iterator[Part]:
     """Whole label sequences, each query run with each of its labels."""
     pairs = [(row, label) for row in chosen for label in range(len(work.labels[row].ids))]
     whole = [work.queries[row] + work.labels[row].ids[label][:-1] for row, label in pairs]  # what will run
-
     reserve = work.prefix.length if work.prefix else 0
 
     def run(group: Batch) -> Tensor:

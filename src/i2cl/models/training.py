@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import Batch, Ids
+from i2cl.models.batching import Batch, Ids, by_side
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens
@@ -34,27 +34,17 @@ class Settings(BaseModel):
 
 
 class TrainConfig(Settings):
-    """Optimiser and schedule (paper, section "Experimental Setup").
+    """Optimiser and schedule (paper, section "Experimental Setup")."""
 
-    Attributes:
-        epochs: passes over the demonstrations.
-        batch_size: queries a step (the paper is silent; released code).
-        draw: shuffle once an epoch, or draw each step's batch afresh (released code).
-        lr: first learning rate of AdamW.
-        lr_final: the rate that the cosine ends at.
-        warmup: share of the steps over which the rate first rises from 0 (released code).
-        weight_decay: of AdamW (the paper is silent; released code).
-        loss: what a label competes with: the whole vocabulary (the paper), or the task's other labels, as
-            prediction has it.
-    """
-
-    epochs: int = Field(100, ge=0)
-    batch_size: int = Field(2, ge=1)
+    epochs: int = Field(100, ge=0)  #: passes over the demonstrations
+    batch_size: int = Field(2, ge=1)  #: queries a step (the paper is silent; released code)
+    #: shuffle once an epoch, or draw each step's batch afresh (released code)
     draw: Literal["epoch", "step"] = "epoch"
-    lr: float = Field(1e-2, gt=0)
-    lr_final: float = Field(1e-5, ge=0)
-    warmup: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(1e-3, ge=0)
+    lr: float = Field(1e-2, gt=0)  #: first learning rate of AdamW
+    lr_final: float = Field(1e-5, ge=0)  #: the rate that the cosine ends at
+    warmup: float = Field(0.0, ge=0, lt=1)  #: share of steps in which the rate rises from 0 (released code)
+    weight_decay: float = Field(1e-3, ge=0)  #: of AdamW (the paper is silent; released code)
+    #: what a label competes with: the whole vocabulary (the paper), or the other labels, as in prediction
     loss: Literal["vocabulary", "labels"] = "vocabulary"
 
     def rate(self, step: int, steps: int) -> float:
@@ -110,7 +100,7 @@ class LabelLikelihood:
     ) -> Float[Tensor, " chosen"]:
         """That of the chosen queries, in nats."""
         rows = [row for place in chosen for row in self.rows[place]]
-        parts = self.decoder.together([reserve + self.lengths[row] for row in rows])
+        parts = by_side([reserve + self.lengths[row] for row in rows], self.decoder.rope_limits)
         values = torch.cat([run([rows[place] for place in part]) for part in parts])
         self.decoder.pause()
         order = torch.tensor([place for part in parts for place in part], device=values.device).argsort()
@@ -131,9 +121,8 @@ class LabelLikelihood:
         if self.first:
             labels, gold = [self.labels[row] for row in rows], [self.gold[row] for row in rows]
             return label_log_probabilities(self.decoder, batch, labels, gold, edit, prefix)
-        return sequence_log_probabilities(
-            self.decoder, batch, [self.targets[row] for row in rows], edit, prefix
-        )
+        targets = [self.targets[row] for row in rows]
+        return sequence_log_probabilities(self.decoder, batch, targets, edit, prefix)
 
 
 def train(

@@ -22,9 +22,8 @@ class Trie:
 
     tokens: Ids  # the last token of each beginning
     parents: tuple[int, ...]  # the beginning before it, always an earlier one; -1: the query alone
-    edges: tuple[
-        tuple[int, int], ...
-    ]  # a beginning or -1, and a token that some label has behind it; each once
+    # a beginning or -1, and a token that some label has behind it; each once
+    edges: tuple[tuple[int, int], ...]
     steps: tuple[tuple[int, ...], ...]  # of each label its edges, whose log-probabilities add up to its own
 
     @classmethod
@@ -44,11 +43,6 @@ class Trie:
         return cls(tuple(ids[-1] for ids in beginnings), parents, tuple(edges), tuple(steps))
 
     @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """How many beginnings stand before each one."""
-        return tuple((self.visible.sum(1) - 1).tolist())
-
-    @cached_property
     def visible(self) -> Bool[Tensor, "nodes nodes"]:
         """What each beginning sees: itself, and those before it."""
         mask = torch.eye(len(self.parents), dtype=torch.bool)
@@ -59,10 +53,8 @@ class Trie:
 
     def scores(self, edges: Float[Tensor, " edges"]) -> Float[Tensor, " labels"]:
         """Log-probability of each label, from those of the edges."""
-        rows = torch.tensor(
-            [label for label, path in enumerate(self.steps) for _ in path], device=edges.device
-        )
-        taken = torch.tensor([edge for path in self.steps for edge in path], device=edges.device)
+        pairs = [(label, edge) for label, path in enumerate(self.steps) for edge in path]
+        rows, taken = torch.tensor(pairs, device=edges.device).unbind(-1)
         return edges.new_zeros(len(self.steps)).index_add(0, rows, edges[taken])
 
 
@@ -75,7 +67,7 @@ def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.de
     for row, (query, trie) in enumerate(zip(queries, tries, strict=True)):
         branches = slice(len(query), len(query) + len(trie.tokens))
         visible[row, branches, branches] = trie.visible
-        places[row, branches] = len(query) + torch.tensor(trie.depths)
+        places[row, branches] = len(query) - 1 + trie.visible.sum(1)  # behind as many beginnings as it sees
     ends = torch.tensor([len(query) - 1 for query in queries], device=device)
     return replace(batch, last=ends, position_ids=places.to(device), visible=visible.to(device))
 

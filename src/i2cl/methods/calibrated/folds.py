@@ -100,18 +100,16 @@ def folded(
     """
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
-    refits = [
-        refit(tuple(one for one in demonstrations if fold_of[one.text] != fold)) for fold in range(len(parts))
-    ]
+    others = ([one for one in demonstrations if fold_of[one.text] != fold] for fold in range(len(parts)))
+    refits = [refit(tuple(rest)) for rest in others]
     return FoldPredictor(refits, fold_of, refits[0].cost if cost is None else cost)
 
 
 def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
     """What an injection answers, under its label bias where it has one."""
     cost = Cost.of(injection.context.values, injection.word_weights)
-    below = PromptPredictor(
-        replace(injection.questions(decoder), task=task), edit=injection.edit(), cost=cost
-    )
+    questions = replace(injection.questions(decoder), task=task)
+    below = PromptPredictor(questions, edit=injection.edit(), cost=cost)
     if injection.label_bias is None:
         return below
     bias = torch.tensor(injection.label_bias)

@@ -74,17 +74,13 @@ class CrossAttention(Edit):
         cross = self.layers.get(layer)
         if index == 1 or cross is None:
             return None
-        return output + self.attend(layer, self._residual.to(output.device) + output)
-
-    def attend(self, layer: int, stream: States) -> States:
-        """What the cross-attention of a layer writes, given the residual stream."""
-        cross, where = self.layers[layer], stream.device
+        stream, where = self._residual.to(output.device) + output, output.device
         normed = rms_norm(stream, (stream.shape[-1],), cross.norm.to(where), self.eps)
         queries = self._split(linear(normed, cross.q.to(where)), cross)
         keys, values = (one.to(where).expand(len(stream), -1, -1, -1) for one in self._read[layer])
         attention = scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
         written: Tensor = linear(attention.transpose(1, 2).flatten(2), cross.o.to(where))
-        return written
+        return output + written
 
     def _split(self, wide: Float[Tensor, "lines tokens wide"], cross: CrossLayer) -> Tensor:
         """By heads: (lines, heads, tokens, size)."""
@@ -111,9 +107,8 @@ class ContextEncoder:
             real = (places <= batch.last[:, None])[:, None, None]  # every token sees all of its chunk
             mask = real.expand(-1, 1, len(places), -1)
             output = self.encoder(input_ids=batch.input_ids, attention_mask=mask, use_cache=False)
-            states |= {
-                row: one[: len(chunks[row])] for row, one in zip(rows, output.last_hidden_state, strict=True)
-            }
+            each = zip(rows, output.last_hidden_state, strict=True)
+            states |= {row: one[: len(chunks[row])] for row, one in each}
         none = torch.empty(0, self.encoder.config.hidden_size, device=self.encoder.device)
         return torch.cat([none.to(self.encoder.dtype), *(states[row] for row in range(len(chunks)))])
 
@@ -193,19 +188,14 @@ def _loaded(decoder: Decoder) -> ContextEncoder:
             f"1 to {decoder.layers}: download it again"
         )
     encoder = LlamaModel(LlamaConfig.from_dict({**fields, "attn_implementation": "sdpa"}))
-    shapes = {name: value.shape for name, value in encoder.state_dict().items()}
-    encoder.load_state_dict(
-        {name: compressor.tensor(f"encoder.{name}", *shape) for name, shape in shapes.items()}
-    )
+    state = encoder.state_dict().items()
+    encoder.load_state_dict({name: compressor.tensor(f"encoder.{name}", *one.shape) for name, one in state})
     encoder = encoder.eval().requires_grad_(False).to(decoder.device, decoder.model.dtype)
+    last, width = range(decoder.layers - count, decoder.layers), encoder.config.hidden_size
+    layers = {number: _layer(decoder, compressor, number, width) for number in last}
     config: Any = decoder.model.config
-    layers = {
-        number: _layer(decoder, compressor, number, encoder.config.hidden_size)
-        for number in range(decoder.layers - count, decoder.layers)
-    }
-    return ContextEncoder(
-        encoder, layers, config.num_attention_heads, config.rms_norm_eps, decoder.token_budget
-    )
+    heads, eps = config.num_attention_heads, config.rms_norm_eps
+    return ContextEncoder(encoder, layers, heads, eps, decoder.token_budget)
 
 
 def _layer(decoder: Decoder, compressor: Compressor, number: int, width: int) -> CrossLayer:
