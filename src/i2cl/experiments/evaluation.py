@@ -19,7 +19,7 @@ from i2cl.errors import OUT_OF_MEMORY, I2CLError
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
-from i2cl.methods import Method, Predictor
+from i2cl.methods import Cost, Method, Predictor
 from i2cl.methods.base import Wrapper
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.methods.prompts import PromptPredictor
@@ -33,7 +33,9 @@ from i2cl.version import __version__
 
 @dataclass(frozen=True)
 class Fitted:
-    """A method fitted with one seed; ``seconds`` are an equal share where seeds were fitted ``together``."""
+    """A method fitted with one seed; ``seconds`` are an equal share where seeds were fitted ``together``,
+    ``held_out`` is how many rows chose its demonstrations.
+    """
 
     method: Method
     predictor: Predictor
@@ -41,6 +43,7 @@ class Fitted:
     seed: int
     seconds: float
     together: int = 1
+    held_out: int = 0
 
     @property
     def injected(self) -> LinearEdit | None:
@@ -103,7 +106,7 @@ def measure(
         fit_seconds=fitted.seconds,
         predict_seconds=seconds,
         together=fitted.together,
-        cost=fitted.predictor.cost,
+        cost=fitted.predictor.cost + Cost(held_out=fitted.held_out),
         coefficients=fitted.injected.coefficients.tolist() if fitted.injected else None,
         versions=software(decoder),
     )
