@@ -125,20 +125,10 @@ def evaluate(
 ) -> Run:
     """Fit a method on demonstrations drawn with ``seed`` and score it on the task's queries.
 
-    All seeds and methods see the same queries, so they can be compared in pairs.
-
-    Args:
-        decoder: the model.
-        task: with its splits.
-        method: see `i2cl.methods.make_methods`.
-        shots: demonstrations per class; default: the task's own.
-        seed: of demonstrations and method.
-        limit: at most so many queries, near-uniform over classes.
-        demonstrations: these, instead of ones drawn with ``seed``.
-        progress: called as queries finish.
-
-    Raises:
-        I2CLError: if demonstrations or queries are lacking, or the method cannot be fitted.
+    All seeds and methods see the same queries, so they can be compared in pairs. ``shots`` are per class, by
+    default the task's own; ``limit`` is the most queries, near-uniform over classes; ``demonstrations`` stand
+    instead of drawn ones; ``progress`` is called as queries finish. Raises I2CLError if demonstrations or
+    queries are lacking, or the method cannot be fitted.
     """
     shown = task.sample(shots, seed) if demonstrations is None else demonstrations
     queries = task.queries(limit)

@@ -185,14 +185,8 @@ class Move(Method):
 
     source: Injection
 
-    def fit(
-        self,
-        decoder: Decoder,
-        task: Task,
-        demonstrations: Examples,  # noqa: ARG002 - the protocol fixes the arguments
-        seed: int,  # noqa: ARG002
-    ) -> Predictor:
-        """Nothing to fit."""
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:  # noqa: ARG002
+        """Nothing to fit; the protocol fixes the arguments."""
         return injected(self.source, decoder, task)
 
 

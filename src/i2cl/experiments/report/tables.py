@@ -63,8 +63,7 @@ def average_table(results: Results, paper: Paper) -> list[Table]:
     rows: list[list[Entry]] = []
     for line in results.lines:
         got = results.accuracy(line)
-        seeds = got.seeds if got is not None else 0
-        numbers = (_interval(got), str(len(results.tasks_of(line))), str(seeds))
+        numbers = map(str, (_interval(got), len(results.tasks_of(line)), got.seeds if got else 0))
         rows.append([Entry(line.name), _accuracy(results, line, bold=overall == line), *map(Entry, numbers)])
         rows[-1] += [paper.cell(line, None)] if beside else []
     meaning = "The interval is for other demonstrations and other queries (bootstrap over both)."
@@ -106,9 +105,9 @@ def matrix_table(results: Results, _paper: Paper) -> list[Table]:
 def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
     """Differences from the row that others are tested against: of averages; with several tasks, on each."""
     pairs = [(line, other) for line in results.lines if (other := results.reference(line)) is not None]
-    if not pairs or results.default is None:
+    if not pairs:
         return []
-    against = results.default.name
+    against = results.experiment.against
     minus = f"Row minus {against} in percentage points"
     lacking = layout.incomplete_notes(results, results.lines)
     lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
