@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,7 +110,7 @@ def _recorded(bench: Bench, cell: Cell, fitted: Fitted | None, started: str, mem
             status, error = "skipped", str(lacking)
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             status, error = "failed", f"{type(raised).__name__}: {raised}"
-    hashes = bench.hashes(cell) if outcome else {}
+    decoder = bench.decoder
     return Record(
         key=cell.key,
         cell=cell,
@@ -120,7 +119,14 @@ def _recorded(bench: Bench, cell: Cell, fitted: Fitted | None, started: str, mem
         error=error,
         started=started,
         peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder) | hashes,
+        provenance={
+            **software(decoder),
+            "weights": decoder.base.weights,
+            "commit": _commit(),
+            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            "accelerator": torch.cuda.get_device_name() if decoder.device.type == "cuda" else None,
+            **(bench.hashes(cell) if outcome else {}),
+        },
     )
 
 
@@ -180,17 +186,6 @@ def run_groups(
             if watch is not None:
                 watch(record)
     return statuses
-
-
-def provenance(decoder: Decoder) -> dict[str, Any]:
-    """What a result depends on beside its cell."""
-    return {
-        **software(decoder),
-        "weights": decoder.base.weights,
-        "commit": _commit(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "accelerator": torch.cuda.get_device_name() if decoder.device.type == "cuda" else None,
-    }
 
 
 @cache
