@@ -310,11 +310,9 @@ def summarize(runs: Iterable[Run]) -> list[Summary]:
 
 
 def _summary(runs: Sequence[Run]) -> Summary:
-    first, accuracies = runs[0], [run.accuracy for run in runs]
-    each = [(run.macro_f1, run.fit_seconds, 1000 * run.predict_seconds / run.n) for run in runs]
-    f1, fit, query = (float(np.mean(column)) for column in zip(*each, strict=True))
-    mean = float(np.mean(accuracies))
-    sd = float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0
-    known = first.task, first.method, len(runs), first.n
+    first, known = runs[0], (runs[0].task, runs[0].method, len(runs), runs[0].n)
+    each = [(run.accuracy, run.macro_f1, run.fit_seconds, 1000 * run.predict_seconds / run.n) for run in runs]
+    mean, f1, fit, query = (float(np.mean(column)) for column in zip(*each, strict=True))
+    sd = float(np.std([run.accuracy for run in runs], ddof=1)) if len(runs) > 1 else 0.0
     trust = mean_confidence([run.confidence for run in runs])
     return Summary(*known, mean, sd, f1, fit, query, first.cost.cached_values, trust)

@@ -40,9 +40,9 @@ def with_label_prior(
     It is one step: the means over the texts are near the prior afterwards, and not equal to it. A bias that
     the injection has is replaced; what was measured without it (metrics, worth, command, temperature) is left
     out. ``texts`` are without labels, as they will come; ``prior`` is each label's share among such texts, in
-    the labels' order, by default all equal. For ``force`` see `Injection.require_base`; ``progress`` is called
-    as texts finish. Raises I2CLError without texts, on an empty one, a prior that is no shares of the labels,
-    or another model.
+    the labels' order, by default all equal. For ``force`` see `Injection.require_base`; ``progress`` is
+    called as texts finish. Raises I2CLError without texts, on an empty one, a prior that is no shares of the
+    labels, or another model.
     """
     injection = replace(without_label_prior(injection), temperature=1.0)
     shares = None if prior is None else require_shares(prior, injection.task.labels)

@@ -58,12 +58,10 @@ class TaskQuery:
 
 
 class InjectionPool:
-    """Injections by name on one decoder. Loading and dropping one costs the same however many there are.
+    """Injections by name, all made on one ``decoder``.
 
-    Both are safe while other threads predict: a batch keeps what it began with.
-
-    Attributes:
-        decoder: the model that all of them were made on.
+    Loading and dropping one costs the same however many there are. Both are safe while other threads predict:
+    a batch keeps what it began with.
     """
 
     def __init__(self, decoder: Decoder, injections: Mapping[str, Injection] | None = None) -> None:

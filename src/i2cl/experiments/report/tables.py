@@ -112,7 +112,6 @@ def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
     lacking = layout.incomplete_notes(results, results.lines)
     lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
     lacking = [*layout.transductive_notes(results), *lacking]
-
     tested = _tested(results, pairs, [None])
     rows = [
         [Entry(line.name, mark=mark_of(results, line, other)), *map(Entry, _verdict(tested[line, None]))]
@@ -121,10 +120,12 @@ def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
     meaning = (
         f"{minus}, on the same queries and seeds; the interval is for other demonstrations and other queries."
     )
-    deciding = (
-        "p: the larger of a sign-flip test over queries and a paired t-test over seeds; neither holds alone."
-    )
-    notes = (meaning, deciding, *_decision(tested), *lacking)
+    notes = [
+        meaning,
+        "p: the larger of a sign-flip test over queries and a paired t-test over seeds; neither holds alone.",
+        *_decision(tested),
+        *lacking,
+    ]
     title = f"Difference from {against}" + (", average over tasks" if len(results.tasks) > 1 else "")
     columns = ("Row", "Difference", "95 % interval", "p", "q", "Verdict")
     values = _differences(results, pairs, tested)
@@ -135,7 +136,7 @@ def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
         signed = {line: [_signed(tested[line, task]) for task in results.tasks] for line, _ in pairs}
         rows = [[*map(Entry, (line.name, *texts))] for line, texts in signed.items()]
         legend = f"{minus}. {HIGHER} shown higher, {LOWER} shown lower, {ALIKE} no difference shown."
-        notes = (legend, *_decision(tested), *lacking)
+        notes = [legend, *_decision(tested), *lacking]
         title, values = f"Difference from {against} by task", _differences(results, pairs, tested)
         tables.append(Table(title, ("Row", *results.tasks), rows, notes, values).narrow(len(results.tasks)))
     return tables
