@@ -30,7 +30,7 @@ from i2cl.methods.calibrated.folds import injected
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Example, Examples, Task, load_task
+from i2cl.tasks import Examples, Task, load_task
 from i2cl.tasks.loaders import default_template
 
 GROUPS = 20  # groups of demonstrations that the worst is taken from (paper, "Deficient ICL")
@@ -161,9 +161,7 @@ def _asked(bench: Bench, cell: Cell) -> Task:
     return task if cell.skew == 1 else task.skewed(cell.skew, cell.limit)
 
 
-def worst_group(
-    decoder: Decoder, task: Task, shots: int | None, seed: int
-) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+def worst_group(decoder: Decoder, task: Task, shots: int | None, seed: int) -> tuple[Examples, Examples]:
     """The demonstrations with which few-shot does worst on held-out training rows, and these rows.
     Raises I2CLError if no rows remain to judge on.
     """
