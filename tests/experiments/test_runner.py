@@ -7,8 +7,8 @@ from commands import jsonl
 from experiments.runs import OTHER, cell, kept, quick, run_alone, run_groups_of, shot, single
 from fitting import one_line
 from i2cl import Decoder, I2CLError
-from i2cl.experiments import studies
-from i2cl.experiments.runner import Group, GroupJob, pending, run_groups
+from i2cl.experiments import runner, studies
+from i2cl.experiments.runner import Group, pending, run_groups, run_standing
 from i2cl.experiments.store import Store
 from i2cl.methods.few_shot import FewShot
 from i2cl.methods.i2cl import I2CL
@@ -55,11 +55,11 @@ def test_what_gains_nothing_stays_alone(options, tmp_path):
 def test_a_group_is_fitted_whole_also_where_only_a_part_is_lacking(decoder, tmp_path):
     cells = tuple(quick(seed) for seed in range(3))
     with Store.writing(tmp_path / "store") as store:
-        straight = {one.key: one for one in GroupJob((*pending(cells, store),), None, tmp_path).run(decoder)}
+        straight = {one.key: one for one in run_standing(pending(cells, store), None, tmp_path, (), decoder)}
         store.append(straight[cells[1].key])  # as if a kill had come then
         (rest,) = pending(cells, store)
         assert rest == Group(cells, (cells[0], cells[2]))
-        again = GroupJob((rest,), None, tmp_path).run(decoder)
+        again = run_standing([rest], None, tmp_path, (), decoder)
         timed = pending(cells, store, {cells[1].key})
         assert timed == [whole(cells[0], cells[2]), *single(cells[1])]  # its seconds are a share
     assert [one.key for one in again] == [cells[0].key, cells[2].key]
@@ -82,7 +82,7 @@ def test_a_seed_that_fails_fails_no_other(decoder, tmp_path, monkeypatch):
         return plan(self, decoder, task, demonstrations, seed)
 
     monkeypatch.setattr(I2CL, "plan", refuse)
-    records = GroupJob((Group(cells, cells),), None, tmp_path).run(decoder)
+    records = run_standing([whole(*cells)], None, tmp_path, (), decoder)
     assert [one.status for one in records] == ["done", "failed", "done"]
     assert records[1].error == "I2CLError: not this one"
     assert {one.outcome.together for one in (records[0], records[2])} == {1}
@@ -96,16 +96,16 @@ def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeyp
     cells += [asked("few_shot+label_prior", skew=3), asked("few_shot", seed=1)]
     fits, jobs = [], []
 
-    def noted(job, decoder, run=GroupJob.run):
-        jobs.append([one.key for group in job.groups for one in group.lacking])
-        return run(job, decoder)
+    def noted(groups, *more):
+        jobs.append([one.key for group in groups for one in group.lacking])
+        return run_standing(groups, *more)
 
     def counted(self, *arguments, fit=FewShot.fit):
         fits.append(1)
         return fit(self, *arguments)
 
     monkeypatch.setattr(FewShot, "fit", counted)
-    monkeypatch.setattr(GroupJob, "run", noted)
+    monkeypatch.setattr(runner, "run_standing", noted)
     with Store.writing(tmp_path) as store:
         run_groups(pending(cells, store), store, lambda: decoder, 1, None)
         result = dict(store.records)

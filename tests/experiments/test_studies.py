@@ -14,7 +14,7 @@ from i2cl.experiments.grid import Experiment
 from i2cl.experiments.report.document import build
 from i2cl.experiments.runner import pending
 from i2cl.experiments.store import Store
-from i2cl.experiments.studies import Bench, fit_cells, plain, worst_group
+from i2cl.experiments.studies import Bench, fit_cells, plain, run_cell, worst_group
 from i2cl.methods import make_methods
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.scoring import Questions
@@ -33,7 +33,7 @@ def bench(decoder, tmp_path):
 
 def outcome_of(bench, cell):
     (fitted,) = fit_cells(bench, [cell])
-    return fitted.run()
+    return run_cell(bench, cell, fitted)
 
 
 def keep_short(bench, task):

@@ -44,16 +44,13 @@ def confidence(scores: Scores, gold: Labels, answers: Labels) -> Confidence:
     """The four numbers."""
     log_probabilities = normalised(scores)
     each = np.arange(len(gold))
-    target = np.zeros_like(log_probabilities)
-    target[each, gold] = 1
-    probabilities = np.exp(log_probabilities)
+    target = np.eye(scores.shape[1])[gold]
     sure, right = highest(scores), answers == gold
     bins = np.abs(np.subtract(*reliability(sure, right)))
-    sizes = [len(part) for part in np.array_split(each, BINS)]
-    weights = np.array([size for size in sizes if size]) / len(gold)
+    weights = np.array([len(part) for part in np.array_split(each, BINS) if len(part)]) / len(gold)
     return Confidence(
         log_loss=float(-log_probabilities[each, gold].mean()) + 0.0,
-        brier=float(((probabilities - target) ** 2).sum(1).mean()),
+        brier=float(((np.exp(log_probabilities) - target) ** 2).sum(1).mean()),
         ece=float((weights * bins).sum()),
         aurc=float(risk_coverage(sure, right)[1].mean()),
     )

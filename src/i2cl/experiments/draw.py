@@ -67,10 +67,9 @@ def draw(
     scored: bool,
 ) -> Draw | None:
     """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
-    Shots are by default the task's own, or of rows ``from_file``, of which a class may
-    have fewer than are asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where
-    shots are not given and something is to be ``scored`` without test rows. Raises I2CLError if rows lack,
-    or too many for anchored calibration.
+    Shots are by default the task's own, or of rows ``from_file``, of which a class may have fewer than are
+    asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where shots are not given
+    and something is to be ``scored`` without test rows. Raises I2CLError if rows lack, or are too many.
     """
     anchored, count = isinstance(method, Anchored), shots or task.shots
     if from_file and shots is None and anchored:

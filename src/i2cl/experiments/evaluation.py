@@ -19,7 +19,7 @@ from i2cl.errors import OUT_OF_MEMORY, I2CLError
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
-from i2cl.methods import Method, Predictor
+from i2cl.methods import Cost, Method, Predictor
 from i2cl.methods.base import Wrapper
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.methods.prompts import PromptPredictor
@@ -33,7 +33,9 @@ from i2cl.version import __version__
 
 @dataclass(frozen=True)
 class Fitted:
-    """A method fitted with one seed; ``seconds`` are an equal share where seeds were fitted ``together``."""
+    """A method fitted with one seed; ``seconds`` are an equal share where seeds were fitted ``together``,
+    ``held_out`` is how many rows chose its demonstrations.
+    """
 
     method: Method
     predictor: Predictor
@@ -41,6 +43,7 @@ class Fitted:
     seed: int
     seconds: float
     together: int = 1
+    held_out: int = 0
 
     @property
     def injected(self) -> LinearEdit | None:
@@ -103,7 +106,7 @@ def measure(
         fit_seconds=fitted.seconds,
         predict_seconds=seconds,
         together=fitted.together,
-        cost=fitted.predictor.cost,
+        cost=fitted.predictor.cost + Cost(held_out=fitted.held_out),
         coefficients=fitted.injected.coefficients.tolist() if fitted.injected else None,
         versions=software(decoder),
     )
@@ -122,20 +125,10 @@ def evaluate(
 ) -> Run:
     """Fit a method on demonstrations drawn with ``seed`` and score it on the task's queries.
 
-    All seeds and methods see the same queries, so they can be compared in pairs.
-
-    Args:
-        decoder: the model.
-        task: with its splits.
-        method: see `i2cl.methods.make_methods`.
-        shots: demonstrations per class; default: the task's own.
-        seed: of demonstrations and method.
-        limit: at most so many queries, near-uniform over classes.
-        demonstrations: these, instead of ones drawn with ``seed``.
-        progress: called as queries finish.
-
-    Raises:
-        I2CLError: if demonstrations or queries are lacking, or the method cannot be fitted.
+    All seeds and methods see the same queries, so they can be compared in pairs. ``shots`` are per class, by
+    default the task's own; ``limit`` is the most queries, near-uniform over classes; ``demonstrations`` stand
+    instead of drawn ones; ``progress`` is called as queries finish. Raises I2CLError if demonstrations or
+    queries are lacking, or the method cannot be fitted.
     """
     shown = task.sample(shots, seed) if demonstrations is None else demonstrations
     queries = task.queries(limit)
@@ -317,11 +310,9 @@ def summarize(runs: Iterable[Run]) -> list[Summary]:
 
 
 def _summary(runs: Sequence[Run]) -> Summary:
-    first, accuracies = runs[0], [run.accuracy for run in runs]
-    each = [(run.macro_f1, run.fit_seconds, 1000 * run.predict_seconds / run.n) for run in runs]
-    f1, fit, query = (float(np.mean(column)) for column in zip(*each, strict=True))
-    mean = float(np.mean(accuracies))
-    sd = float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0
-    known = first.task, first.method, len(runs), first.n
+    first, known = runs[0], (runs[0].task, runs[0].method, len(runs), runs[0].n)
+    each = [(run.accuracy, run.macro_f1, run.fit_seconds, 1000 * run.predict_seconds / run.n) for run in runs]
+    mean, f1, fit, query = (float(np.mean(column)) for column in zip(*each, strict=True))
+    sd = float(np.std([run.accuracy for run in runs], ddof=1)) if len(runs) > 1 else 0.0
     trust = mean_confidence([run.confidence for run in runs])
     return Summary(*known, mean, sd, f1, fit, query, first.cost.cached_values, trust)

@@ -104,13 +104,12 @@ class GridRow(Frozen):
         fields = {name: getattr(self, name) for name in SHARED}
         curve = [shots for shots in self.shots if most_shots is None or shots <= most_shots]
         for task, shots in itertools.product(tasks, curve if self.shots else (None,)):
-            cell = base.model_copy(update={**fields, "task": task, "shots": shots})
-            if self.study == "move":
-                yield from (_from(cell, (other,)) for other in tasks)
-            elif self.study == "transfer":
-                yield _from(cell, tuple(other for other in tasks if other != task))
-            else:
-                yield _from(cell, ())
+            others = tuple(other for other in tasks if other != task)
+            moves: Sequence[tuple[str, ...]] = [(source,) for source in tasks]
+            for sources in {"method": [()], "move": moves, "transfer": [others]}[self.study]:
+                used = {name: wording for name, wording in base.own.items() if name in (task, *sources)}
+                more = {"task": task, "shots": shots, "sources": sources, "own": used}
+                yield base.model_copy(update=fields | more)
 
     def holds(self, cell: Cell) -> bool:
         """Whether a cell belongs to this row, whatever its model, task, seed and queries."""
@@ -118,12 +117,6 @@ class GridRow(Frozen):
             return False
         same = all(getattr(self, name) == getattr(cell, name) for name in SHARED)
         return same and cell.shots in (self.shots or (None,))
-
-
-def _from(cell: Cell, sources: tuple[str, ...]) -> Cell:
-    """The same with these sources, and what the grid says of those that it uses."""
-    used = {name: wording for name, wording in cell.own.items() if name in (cell.task, *sources)}
-    return cell.model_copy(update={"sources": sources, "own": used})
 
 
 class Scale(Frozen):

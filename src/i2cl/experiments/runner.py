@@ -8,18 +8,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from i2cl.errors import I2CLError
-from i2cl.experiments.evaluation import software
+from i2cl.experiments.evaluation import Fitted, software
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.records import Record
 from i2cl.experiments.store import VECTORS, Store
-from i2cl.experiments.studies import Bench, FittedCell, fit_cells, fit_key, is_joint, plain
+from i2cl.experiments.studies import Bench, fit_cells, fit_key, is_joint, plain, run_cell
 from i2cl.experiments.workers import DecoderSource, run_jobs
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.models.batching import peak_memory
@@ -75,45 +74,43 @@ def require_same(known: Collection[Fingerprint], bench: Bench, cells: Iterable[C
             )
 
 
-@dataclass(frozen=True)
-class GroupJob:
-    """Groups that stand on the same fit, with all that a worker needs beside the model."""
-
-    groups: tuple[Group, ...]
-    data_dir: str | None
-    vectors: Path
-    known: Collection[Fingerprint] = ()
-
-    def run(self, decoder: Decoder) -> list[Record]:
-        """Records of what is lacking, failures too; raises I2CLError as `require_same` does."""
-        bench = Bench(decoder, self.data_dir, self.vectors)
-        require_same(self.known, bench, [cell for group in self.groups for cell in group.lacking])
-        return [record for group in self.groups for record in _records(bench, group)]
+def run_standing(
+    groups: Sequence[Group],
+    data_dir: str | None,
+    vectors: Path,
+    known: Collection[Fingerprint],
+    decoder: Decoder,
+) -> list[Record]:
+    """Records of what groups on one fit lack, failures too; raises I2CLError as `require_same` does."""
+    bench = Bench(decoder, data_dir, vectors)
+    require_same(known, bench, [cell for group in groups for cell in group.lacking])
+    return [record for group in groups for record in _records(bench, group)]
 
 
 def _records(bench: Bench, group: Group) -> list[Record]:
     started, memory = datetime.now(UTC).isoformat(timespec="seconds"), 0
-    fitted: dict[str, FittedCell] = {}
+    fitted: dict[str, Fitted] = {}
     if len(group.cells) > 1:
         with peak_memory(bench.decoder.device) as peak, suppress(Exception):  # told by the cell it comes from
-            fitted = {one.cell.key: one for one in fit_cells(bench, group.cells)}
+            fits = fit_cells(bench, group.cells)
+            fitted = {cell.key: one for cell, one in zip(group.cells, fits, strict=True)}
         memory = peak.bytes
     return [_recorded(bench, cell, fitted.get(cell.key), started, memory) for cell in group.lacking]
 
 
-def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str, memory: int) -> Record:
+def _recorded(bench: Bench, cell: Cell, fitted: Fitted | None, started: str, memory: int) -> Record:
     """Score a cell, which is fitted first if it is not yet; ``memory`` was the most until now."""
     outcome, error, status = None, None, "done"
     with peak_memory(bench.decoder.device) as peak:
         try:
-            outcome = (fitted or fit_cells(bench, [cell])[0]).run()
+            outcome = run_cell(bench, cell, fitted or fit_cells(bench, [cell])[0])
         except WriteError:  # every other cell would meet it too
             raise
         except NoCompressorError as lacking:
             status, error = "skipped", str(lacking)
         except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
             status, error = "failed", f"{type(raised).__name__}: {raised}"
-    hashes = bench.hashes(cell) if outcome else {}
+    decoder = bench.decoder
     return Record(
         key=cell.key,
         cell=cell,
@@ -122,7 +119,14 @@ def _recorded(bench: Bench, cell: Cell, fitted: FittedCell | None, started: str,
         error=error,
         started=started,
         peak_memory_bytes=max(memory, peak.bytes),
-        provenance=provenance(bench.decoder) | hashes,
+        provenance={
+            **software(decoder),
+            "weights": decoder.base.weights,
+            "commit": _commit(),
+            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            "accelerator": torch.cuda.get_device_name() if decoder.device.type == "cuda" else None,
+            **(bench.hashes(cell) if outcome else {}),
+        },
     )
 
 
@@ -173,7 +177,7 @@ def run_groups(
         same[fit_key(group.cells[0])].append(group)
     known = fingerprints(store, groups[0].cells[0]) if groups else ()
     vectors = (store.folder / VECTORS).resolve()
-    jobs = [GroupJob(tuple(standing), data_dir, vectors, known).run for standing in same.values()]
+    jobs = [partial(run_standing, standing, data_dir, vectors, known) for standing in same.values()]
     statuses: Counter[str] = Counter()
     for records in run_jobs(source(), source, jobs, workers) if jobs else ():
         for record in records:
@@ -182,17 +186,6 @@ def run_groups(
             if watch is not None:
                 watch(record)
     return statuses
-
-
-def provenance(decoder: Decoder) -> dict[str, Any]:
-    """What a result depends on beside its cell."""
-    return {
-        **software(decoder),
-        "weights": decoder.base.weights,
-        "commit": _commit(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "accelerator": torch.cuda.get_device_name() if decoder.device.type == "cuda" else None,
-    }
 
 
 @cache

@@ -5,9 +5,9 @@ Each is a `Method`, so that everything is measured alike by `i2cl.experiments.ev
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
@@ -25,11 +25,12 @@ from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors, store_errors
 from i2cl.injections.transfer import transfer
 from i2cl.methods import Cost, Method, make_methods
-from i2cl.methods.base import right_answers
+from i2cl.methods.base import Predictor, right_answers
+from i2cl.methods.calibrated.folds import injected
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Example, Examples, Task, load_task
+from i2cl.tasks import Examples, Task, load_task
 from i2cl.tasks.loaders import default_template
 
 GROUPS = 20  # groups of demonstrations that the worst is taken from (paper, "Deficient ICL")
@@ -60,8 +61,8 @@ class Bench:
         """What plain I2CL was fitted to on a cell's task, by an earlier cell or now."""
         path = self.vectors / f"{cell.key}.safetensors"
         if not path.is_file():
-            (one,) = fit_cells(self, [cell])
-            self.keep(cell, one.fitted)
+            (fitted,) = fit_cells(self, [cell])
+            self.keep(cell, fitted)
         kept = load_file(path)
         vector, task = ContextVector(kept["context_vector"]), self.task(cell).without_data()
         return Injection(vector, kept["coefficients"], task, self.decoder.base, seed=cell.seed)
@@ -103,28 +104,17 @@ def plain(cell: Cell, task: str) -> Cell:
     return Cell(task=task, own=wordings, **{name: getattr(cell, name) for name in same})
 
 
-@dataclass(frozen=True)
-class FittedCell:
-    """A cell whose method is fitted; ``judged`` are the held-out rows that chose its demonstrations."""
-
-    bench: Bench
-    cell: Cell
-    fitted: Fitted
-    judged: tuple[Example, ...] = ()
-
-    def run(self) -> Run:
-        """Score it, and keep the vectors of plain I2CL."""
-        bench, cell, fitted = self.bench, self.cell, self.fitted
-        task = _asked(bench, cell)
-        run = measure(bench.decoder, task, fitted, task.queries(cell.limit))
-        if cell.study == "method":
-            bench.keep(cell, fitted)
-        weights = fitted.method.weights if isinstance(fitted.method, Transfer) else {}
-        cost = run.cost + Cost(held_out=len(self.judged))
-        return run.model_copy(update={"cost": cost, "weights": weights})
+def run_cell(bench: Bench, cell: Cell, fitted: Fitted) -> Run:
+    """Score what `fit_cells` made of a cell, and keep the vectors of plain I2CL."""
+    task = _asked(bench, cell)
+    run = measure(bench.decoder, task, fitted, task.queries(cell.limit))
+    if cell.study == "method":
+        bench.keep(cell, fitted)
+    weights = fitted.method.weights if isinstance(fitted.method, Transfer) else {}
+    return run.model_copy(update={"weights": weights})
 
 
-def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
+def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[Fitted]:
     """Fit cells that differ in their seed alone, together; raises I2CLError where one cannot be."""
     first = cells[0]
     worded = _asked(bench, first)
@@ -134,14 +124,14 @@ def fit_cells(bench: Bench, cells: Sequence[Cell]) -> list[FittedCell]:
         drawn = [worst_group(bench.decoder, task, one.shots, one.seed) for one in cells]
     else:
         drawn = [(task.sample(one.shots, one.seed), ()) for one in cells]
-    method = STUDIES[first.study](bench, first)
+    method = _method(bench, first)
     key = " ".join(fit_key(cell) for cell in cells)
     if key not in bench.fits:
         shown, seeds = [demonstrations for demonstrations, _ in drawn], [cell.seed for cell in cells]
         bench.fits[key] = fit_seeds(bench.decoder, task, bottom(method), shown, seeds)
     return [
-        FittedCell(bench, cell, on_top(bench.decoder, method, below, worded), judged)
-        for cell, below, (_, judged) in zip(cells, bench.fits[key], drawn, strict=True)
+        replace(on_top(bench.decoder, method, below, worded), held_out=len(judged))
+        for below, (_, judged) in zip(bench.fits[key], drawn, strict=True)
     ]
 
 
@@ -161,7 +151,7 @@ def is_joint(cell: Cell) -> bool:
 def _fitting(cell: Cell) -> Method | None:
     """A cell's method, wrappers taken off, where that is all of its study."""
     with suppress(I2CLError):  # running the cell tells what is wrong with its method
-        return bottom(_method(cell)) if cell.study == "method" else None
+        return bottom(*make_methods([cell.method], cell.options)) if cell.study == "method" else None
     return None
 
 
@@ -171,9 +161,7 @@ def _asked(bench: Bench, cell: Cell) -> Task:
     return task if cell.skew == 1 else task.skewed(cell.skew, cell.limit)
 
 
-def worst_group(
-    decoder: Decoder, task: Task, shots: int | None, seed: int
-) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+def worst_group(decoder: Decoder, task: Task, shots: int | None, seed: int) -> tuple[Examples, Examples]:
     """The demonstrations with which few-shot does worst on held-out training rows, and these rows.
     Raises I2CLError if no rows remain to judge on.
     """
@@ -195,16 +183,9 @@ class Move(Method):
 
     source: Injection
 
-    def fit(
-        self,
-        decoder: Decoder,
-        task: Task,
-        demonstrations: Examples,  # noqa: ARG002 - the protocol fixes the arguments
-        seed: int,  # noqa: ARG002
-    ) -> PromptPredictor:
-        """Nothing to fit."""
-        edit = self.source.edit()
-        return PromptPredictor(Questions(decoder, task), edit=edit, cost=Cost.of(edit.values))
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:  # noqa: ARG002
+        """Nothing to fit; the protocol fixes the arguments."""
+        return injected(self.source, decoder, task)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,17 +208,10 @@ class Transfer(Method):
         return PromptPredictor(Questions(decoder, task), edit=edit, cost=cost)
 
 
-def _method(cell: Cell) -> Method:
-    (method,) = make_methods([cell.method], cell.options)
-    return method
-
-
-STUDIES: dict[str, Callable[[Bench, Cell], Method]] = {
-    "method": lambda _bench, cell: _method(cell),
-    "move": lambda bench, cell: Move(bench.injection(plain(cell, cell.sources[0]))),
-    "transfer": lambda bench, cell: Transfer(
-        bench.injection(plain(cell, cell.task)),
-        [bench.injection(plain(cell, source)) for source in cell.sources],
-    ),
-}
-"""How the method of each study is made."""
+def _method(bench: Bench, cell: Cell) -> Method:
+    if cell.study == "method":
+        return make_methods([cell.method], cell.options)[0]
+    if cell.study == "move":
+        return Move(bench.injection(plain(cell, cell.sources[0])))
+    first = bench.injection(plain(cell, cell.task))
+    return Transfer(first, [bench.injection(plain(cell, source)) for source in cell.sources])

@@ -37,19 +37,12 @@ def with_label_prior(
 ) -> Injection:
     """The same injection with a `label_bias`: log(prior) - log(mean probability over the texts), in nats.
 
-    It is one step: the means over the texts are near the prior afterwards, and not equal to it. What was
-    measured of the injection without it (metrics, worth, command, temperature) is left out.
-
-    Args:
-        injection: a bias that it has is replaced.
-        decoder: the model that it was made on.
-        texts: without labels, as they will come; no text's label is looked at.
-        prior: share of each label among such texts, in the labels' order; default: all equal.
-        force: see `Injection.require_base`.
-        progress: called as texts finish.
-
-    Raises:
-        I2CLError: without texts, on an empty one, a prior that is no shares of the labels, or another model.
+    It is one step: the means over the texts are near the prior afterwards, and not equal to it. A bias that
+    the injection has is replaced; what was measured without it (metrics, worth, command, temperature) is left
+    out. ``texts`` are without labels, as they will come; ``prior`` is each label's share among such texts, in
+    the labels' order, by default all equal. For ``force`` see `Injection.require_base`; ``progress`` is
+    called as texts finish. Raises I2CLError without texts, on an empty one, a prior that is no shares of the
+    labels, or another model.
     """
     injection = replace(without_label_prior(injection), temperature=1.0)
     shares = None if prior is None else require_shares(prior, injection.task.labels)

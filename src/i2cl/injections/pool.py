@@ -28,23 +28,17 @@ class Loaded:
     questions: Questions  # the task, as it is asked and read
     scaled: Float[Tensor, "layers sites d"]  # context vector times lambda, axes [layer, (mha, mlp), d]
     keep: Float[Tensor, "layers sites"]  # beta, axes [layer, (mha, mlp)]
-    site: Site  # where it is injected
-    positions: Positions  # at which query tokens
-    seed: int  # of ``positions="random"``
+    # site, whether labels are scored whole, positions, and the seed of random ones: tasks of one kind can
+    # share a batch
+    kind: tuple[Site, bool, Positions, int]
     bias: Float[Tensor, " labels"] | None  # a number for each label, in nats; None for none
     temperature: float  # what scores are divided by behind it
-
-    @property
-    def kind(self) -> tuple[Site, bool, Positions, int]:
-        """Tasks of one kind can share a batch."""
-        seed = self.seed if self.positions == "random" else 0
-        return self.site, self.questions.labels.full, self.positions, seed
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
         """Texts as they will be asked, each a row of any batch.
 
-        ``texts``: what to classify; ``cut``: shorten what exceeds the context, with a warning, instead of
-        refusing it. Raises I2CLError on an empty text; a `TooLongError` on one that is to be refused.
+        ``cut`` shortens what exceeds the context, with a warning, instead of refusing it. Raises I2CLError on
+        an empty text; a `TooLongError` on one that is to be refused.
         """
         return [TaskQuery(self, ids) for ids in self.questions.queries(texts, cut=cut)]
 
@@ -64,12 +58,10 @@ class TaskQuery:
 
 
 class InjectionPool:
-    """Injections by name on one decoder. Loading and dropping one costs the same however many there are.
+    """Injections by name, all made on one ``decoder``.
 
-    Both are safe while other threads predict: a batch keeps what it began with.
-
-    Attributes:
-        decoder: the model that all of them were made on.
+    Loading and dropping one costs the same however many there are. Both are safe while other threads predict:
+    a batch keeps what it began with.
     """
 
     def __init__(self, decoder: Decoder, injections: Mapping[str, Injection] | None = None) -> None:
@@ -81,25 +73,21 @@ class InjectionPool:
     def load(self, name: str, injection: Injection, *, force: bool = False) -> None:
         """Add an injection, or replace the one of that name.
 
-        Args:
-            name: of the task, as `scores` and `predict` take it.
-            injection: made on this pool's model.
-            force: accept one made on other weights of the same sizes.
-
-        Raises:
-            I2CLError: if it was made on another model.
+        ``force`` accepts one made on other weights of the same sizes. Raises I2CLError if it was made on
+        another model.
         """
         injection.require_base(self.decoder, force=force)
         questions = injection.questions(self.decoder)
-        _ = questions.labels  # labels that cannot be asked for are refused now, not by the first text
+        whole = (
+            questions.labels.full
+        )  # labels that cannot be asked for are refused now, not by the first text
         amount, keep = injection.coefficients.unbind(-1)
+        seed = injection.seed if injection.positions == "random" else 0
         self._loaded[name] = Loaded(
             questions=questions,
             scaled=(amount[..., None] * injection.context.values).to(self.decoder.device),
             keep=keep.contiguous().to(self.decoder.device),
-            site=injection.context.config.site,
-            positions=injection.positions,
-            seed=injection.seed,
+            kind=(injection.context.config.site, whole, injection.positions, seed),
             bias=None if injection.label_bias is None else torch.tensor(injection.label_bias),
             temperature=injection.temperature,
         )
@@ -126,13 +114,8 @@ class InjectionPool:
     ) -> list[Float[Tensor, " labels"]]:
         """Log-probability of each label of each text's own task, as `i2cl.Injection.scores` has it.
 
-        Args:
-            texts: what to classify.
-            task_ids: the name of each text's injection.
-            progress: called as texts finish.
-
-        Raises:
-            I2CLError: on an unknown name, an empty text, or lists of different lengths.
+        ``task_ids`` has the name of each text's injection; ``progress`` is called as texts finish. Raises
+        I2CLError on an unknown name, an empty text, or lists of different lengths.
         """
         return self.answers(self._queries(texts, task_ids), progress=progress)
 
@@ -190,17 +173,9 @@ def predict(
 ) -> list[str]:
     """The most probable label word of each text under its own task's injection.
 
-    Rows of different tasks share batches. Keep an `InjectionPool` to do this more than once.
-
-    Args:
-        decoder: the model.
-        texts: what to classify.
-        injections: by name; only those that are named are used.
-        task_ids: the name of each text's injection.
-
-    Raises:
-        I2CLError: on an unknown name, an injection of another model, an empty text, or lists of
-            different lengths.
+    Rows of different tasks share batches. Keep an `InjectionPool` to do this more than once. ``injections``
+    are by name, of which ``task_ids`` has one for each text; the others are not used. Raises I2CLError on an
+    unknown name, an injection of another model, an empty text, or lists of different lengths.
     """
     named = {name: injections[name] for name in dict.fromkeys(task_ids) if name in injections}
     return InjectionPool(decoder, named).predict(texts, task_ids)

@@ -33,14 +33,9 @@ Labels = Int[np.ndarray, " queries"]
 def with_temperature(injection: Injection, temperature: float) -> Injection:
     """The same injection with another `temperature`.
 
-    What was measured of its answers stays, as they do. Its command does not: that makes no temperature.
-
-    Args:
-        injection: a temperature that it has is replaced.
-        temperature: above 1 where probabilities are to be less sure, 1 for those of the model itself.
-
-    Raises:
-        I2CLError: on one outside `i2cl.core.injection.TEMPERATURES`.
+    Above 1, probabilities are less sure; at 1, they are those of the model itself. What was measured of its
+    answers stays, as they do. Its command does not: that makes no temperature. Raises I2CLError on a
+    temperature outside `i2cl.core.injection.TEMPERATURES`.
     """
     return replace(injection, temperature=float(temperature), command="")
 
@@ -57,14 +52,10 @@ def likely_temperature(
 ) -> float:
     """The most probable temperature, given rows that the fit has not seen.
 
-    It minimises the summed log-loss plus ``log(t / typical) ** 2 / (2 * spread ** 2)``. Without rows, or
-    where no temperature changes them, it is the typical one.
-
-    Args:
-        scores: log-probabilities among the labels.
-        gold: right label id of each row.
-        typical: median of the prior.
-        spread: standard deviation of the logarithm under the prior; infinite for the least log-loss.
+    It minimises the summed log-loss plus ``log(t / typical) ** 2 / (2 * spread ** 2)``: ``typical`` is the
+    median of the prior, ``spread`` the standard deviation of its logarithm, infinite for the least log-loss.
+    Without rows, or where no temperature changes them, it is the typical one. Scores are log-probabilities
+    among the labels.
     """
     if not len(scores) or not np.ptp(scores, axis=1).any():
         return typical

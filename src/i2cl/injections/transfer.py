@@ -136,8 +136,7 @@ def transfer(
         return Transferred(first, first, weights)
     chosen, shares = [anchors[index] for index, _ in weights], [weight for _, weight in weights]
     context = ContextVector.mean([one.context for one in chosen], shares)
-    parts = [weight * one.coefficients for weight, one in zip(shares, chosen, strict=True)]
-    start = torch.stack(parts).sum(0)
+    start = torch.stack([weight * anchors[index].coefficients for index, weight in weights]).sum(0)
     return Transferred(fit(context, start=start, scoring=first.scoring), first, weights)
 
 

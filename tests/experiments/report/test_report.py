@@ -27,7 +27,7 @@ from i2cl.experiments.grid import GridRow
 from i2cl.experiments.records import Scores
 from i2cl.experiments.report.document import build
 from i2cl.experiments.report.render import markdown
-from i2cl.experiments.report.results import results_of, right
+from i2cl.experiments.report.results import results_of
 from i2cl.experiments.statistics import accuracy, difference
 from i2cl.injections.temperature import best_temperature, normalised
 
@@ -78,9 +78,10 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
     ]
     asked = grid(rows, views=("comparison",))
     (results,) = results_of(asked, made)
+    runs = {line.name: [results.outcomes(line, task) for task in results.tasks] for line in results.lines}
     held = {
-        line.name: [right([*results.records(line, task).values()]) for task in results.tasks]
-        for line in results.lines
+        name: [np.array([np.equal(run.predictions, run.gold) for run in each]) for each in by_task]
+        for name, by_task in runs.items()
     }
     expected = {name: difference(answers, held["I2CL"]) for name, answers in held.items() if name != "I2CL"}
     corrected = dict(zip(expected, holm([one.p for one in expected.values()]), strict=True))

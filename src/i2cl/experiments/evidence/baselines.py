@@ -59,8 +59,7 @@ class Worth:
     verdict: str
     against: str  # the best of what is free
     difference: float  # accuracy minus that one's, a share
-    # low, high: its 95 % interval
-    low: float
+    low: float  # of its 95 % interval
     high: float
     p: float  # of a test on the same rows
     methods: dict[str, Score]  # scores by method

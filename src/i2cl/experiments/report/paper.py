@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from i2cl.experiments.report.layout import AVERAGE, OUTSIDE, Entry, Values
 from i2cl.experiments.report.printed import PrintedRow, PrintedTable
 from i2cl.experiments.report.results import Line, Results, listing
-from i2cl.experiments.statistics import Accuracy
 from i2cl.tasks.loaders import PAPER_TASKS
 
 HALF_DIGIT = 0.005  # printed numbers have two decimals: so far from an interval they may still be inside
@@ -50,8 +49,9 @@ class Paper:
             return Entry("", printed=True)
         spread = "" if sd is None else f" ± {sd:.2f}"
         comparable = task is not None or set(self.results.tasks_of(line)) == set(self.tasks)
-        mark = _outside(mean, self.results.accuracy(line, task)) if comparable else ""
-        return Entry(f"{mean:.2f}{spread}", printed=True, mark=mark)
+        ours = self.results.accuracy(line, task) if comparable else None
+        inside = ours is None or 100 * ours.low - HALF_DIGIT <= mean <= 100 * ours.high + HALF_DIGIT
+        return Entry(f"{mean:.2f}{spread}", printed=True, mark="" if inside else OUTSIDE)
 
     def values(self, line: Line, view: str) -> list[Values]:
         """The raw numbers that the paper prints for a row."""
@@ -81,8 +81,3 @@ class Paper:
                 f"{len(self.tasks)} there. They are not compared."
             )
         return said
-
-
-def _outside(printed: float, ours: Accuracy | None) -> str:
-    inside = ours is None or 100 * ours.low - HALF_DIGIT <= printed <= 100 * ours.high + HALF_DIGIT
-    return "" if inside else OUTSIDE

@@ -182,7 +182,8 @@ class Results:
         return set.intersection(*(set(self.records(line, task)) for task in tasks)) if tasks else set()
 
     def _right(self, line: Line, tasks: Sequence[str], seeds: set[int]) -> Right:
-        return [right([self.records(line, task)[seed] for seed in sorted(seeds)]) for task in tasks]
+        runs = [[outcome(self.records(line, task)[seed]) for seed in sorted(seeds)] for task in tasks]
+        return [np.stack([np.equal(run.predictions, run.gold) for run in of_task]) for of_task in runs]
 
     def accuracy(self, line: Line, task: str | None = None, *, over: tuple[str, ...] = ()) -> Accuracy | None:
         """Accuracy on a task; without one, over all tasks of the line, for the seeds that they share.
@@ -279,11 +280,6 @@ def mean_times(results: Results, line: Line, tasks: Iterable[str]) -> tuple[floa
         each.append((np.mean([one.fit_seconds for one in outcomes]), np.mean(queries)))
     fit, query = np.mean(each, axis=0)
     return float(fit), float(query)
-
-
-def right(records: Sequence[Record]) -> Bool[np.ndarray, "seeds queries"]:
-    """Whether each query was classified rightly, by seed."""
-    return np.stack([np.equal(outcome(one).predictions, outcome(one).gold) for one in records])
 
 
 def listing(names: Sequence[str]) -> str:

@@ -63,8 +63,7 @@ def average_table(results: Results, paper: Paper) -> list[Table]:
     rows: list[list[Entry]] = []
     for line in results.lines:
         got = results.accuracy(line)
-        seeds = got.seeds if got is not None else 0
-        numbers = (_interval(got), str(len(results.tasks_of(line))), str(seeds))
+        numbers = map(str, (_interval(got), len(results.tasks_of(line)), got.seeds if got else 0))
         rows.append([Entry(line.name), _accuracy(results, line, bold=overall == line), *map(Entry, numbers)])
         rows[-1] += [paper.cell(line, None)] if beside else []
     meaning = "The interval is for other demonstrations and other queries (bootstrap over both)."
@@ -106,14 +105,13 @@ def matrix_table(results: Results, _paper: Paper) -> list[Table]:
 def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
     """Differences from the row that others are tested against: of averages; with several tasks, on each."""
     pairs = [(line, other) for line in results.lines if (other := results.reference(line)) is not None]
-    if not pairs or results.default is None:
+    if not pairs:
         return []
-    against = results.default.name
+    against = results.experiment.against
     minus = f"Row minus {against} in percentage points"
     lacking = layout.incomplete_notes(results, results.lines)
     lacking += ["Incomplete rows are compared on the tasks and seeds that both have."] if lacking else []
     lacking = [*layout.transductive_notes(results), *lacking]
-
     tested = _tested(results, pairs, [None])
     rows = [
         [Entry(line.name, mark=mark_of(results, line, other)), *map(Entry, _verdict(tested[line, None]))]
@@ -122,10 +120,12 @@ def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
     meaning = (
         f"{minus}, on the same queries and seeds; the interval is for other demonstrations and other queries."
     )
-    deciding = (
-        "p: the larger of a sign-flip test over queries and a paired t-test over seeds; neither holds alone."
-    )
-    notes = (meaning, deciding, *_decision(tested), *lacking)
+    notes = [
+        meaning,
+        "p: the larger of a sign-flip test over queries and a paired t-test over seeds; neither holds alone.",
+        *_decision(tested),
+        *lacking,
+    ]
     title = f"Difference from {against}" + (", average over tasks" if len(results.tasks) > 1 else "")
     columns = ("Row", "Difference", "95 % interval", "p", "q", "Verdict")
     values = _differences(results, pairs, tested)
@@ -136,7 +136,7 @@ def comparison_tables(results: Results, _paper: Paper) -> list[Table]:
         signed = {line: [_signed(tested[line, task]) for task in results.tasks] for line, _ in pairs}
         rows = [[*map(Entry, (line.name, *texts))] for line, texts in signed.items()]
         legend = f"{minus}. {HIGHER} shown higher, {LOWER} shown lower, {ALIKE} no difference shown."
-        notes = (legend, *_decision(tested), *lacking)
+        notes = [legend, *_decision(tested), *lacking]
         title, values = f"Difference from {against} by task", _differences(results, pairs, tested)
         tables.append(Table(title, ("Row", *results.tasks), rows, notes, values).narrow(len(results.tasks)))
     return tables
