@@ -104,7 +104,7 @@ class Results:
     @cached_property
     def _sorted(self) -> list[Line]:
         at = {task: number for number, task in enumerate(self.tasks)}
-        lines = {line for line, _ in self._records}
+        lines = dict.fromkeys(line for line, _ in self._records)  # in one order, whatever hashes are
         return sorted(lines, key=lambda one: (one.place, one.shots or 0, at.get(one.source or "", len(at))))
 
     @cached_property
