@@ -26,7 +26,7 @@ from i2cl.interfaces.cli import load, main
 from i2cl.interfaces.cli.options import ModelOptions
 from i2cl.models.loading import located
 from i2cl.tasks.files import ReadAsWarning
-from i2cl.tasks.rows import read_examples, read_queries
+from i2cl.tasks.rows import read_labelled, read_queries
 
 HALF_PAIR = json.loads(r'"\ud83d"')
 WORDS = ["", " ", "a\nb", "\0", "../..", "/dev/null", "{text}", "=1+1", "é\u2028\u202e", "x" * 400]
@@ -180,7 +180,7 @@ def read_rows(folder, result):
         warnings.simplefilter("ignore", ReadAsWarning)
         list(read_queries(str(path), kept=("label",) if suffix != ".txt" else ("text",)))
         if suffix != ".txt":
-            read_examples(path, ("good", "bad") if words else None)
+            read_labelled(path, ("good", "bad") if words else None)
 
 
 def use_template(_folder, result):

@@ -173,8 +173,7 @@ def _csv_rows(
             elif len(cells) != len(header):
                 more = len(cells) > len(header)
                 cure = "quote a cell that holds the delimiter" if more else "complete the row"
-                count = f"{len(cells)} cells but the header has {len(header)}"
-                yield RowError.at(place, f"{count}: {cure}")
+                yield RowError.at(place, f"{len(cells)} cells but the header has {len(header)}: {cure}")
             else:
                 yield Row(place, tuple(cells[position] for position in positions))
     except csv.Error as error:

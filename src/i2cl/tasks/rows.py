@@ -31,14 +31,6 @@ class Query(NamedTuple):
     kept: tuple[object, ...] = ()
 
 
-def read_examples(
-    path: Path, labels: Sequence[str] | None = None, text_column: str = "text", label_column: str = "label"
-) -> tuple[tuple[Example, ...], tuple[str, ...]]:
-    """The examples of one file and the label words they index: see `read_labelled`."""
-    examples, lookup = read_labelled(path, labels, text_column, label_column)
-    return examples, lookup.labels
-
-
 def read_labelled(
     path: Path,
     labels: Sequence[str] | LabelLookup | None = None,
@@ -79,7 +71,7 @@ def read_labelled(
 
 def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
     """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one.
-    What keeps `read_examples` from reading the rest is the last.
+    What keeps `read_labelled` from reading the rest is the last.
     """
     rows: list[Row | RowError] = []
     try:
