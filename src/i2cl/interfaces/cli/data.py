@@ -62,6 +62,4 @@ def _of_use(draw: "Draw", kept_back: int) -> str:
 
 
 def _about(seconds: float) -> str:
-    if seconds < 90:
-        return f"about {max(1, round(seconds))} s"
-    return f"about {seconds / 60:,.0f} minutes"
+    return f"about {max(1, round(seconds))} s" if seconds < 90 else f"about {seconds / 60:,.0f} minutes"
