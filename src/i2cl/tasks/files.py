@@ -18,17 +18,11 @@ class ReadAsWarning(UserWarning):
 
 
 class RowError(I2CLError):
-    """Rows that cannot be used as they are: the file has to be repaired first."""
+    """Rows that cannot be used as they are: the file has to be repaired first; ``place``: of one row."""
 
-    def __init__(self, message: str, place: str = "", why: str = "") -> None:
-        super().__init__(message)
-        self.place = place
-        self.why = why
-
-    @classmethod
-    def at(cls, place: str, why: str) -> "RowError":
-        """Of one row."""
-        return cls(f"{place}: {why}", place, why)
+    def __init__(self, why: str, place: str = "") -> None:
+        super().__init__(f"{place}: {why}" if place else why)
+        self.place, self.why = place, why
 
 
 def opened(path: Path) -> IO[bytes]:

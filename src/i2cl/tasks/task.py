@@ -40,7 +40,7 @@ def even_quotas(sizes: Sequence[int], total: int, rng: Random) -> list[int]:
     """Rows to take from groups of these sizes: `total` in all (or every row), as equal as the sizes allow.
     What does not divide evenly goes to randomly chosen groups, one row each.
     """
-    levels = range(max(sizes) + 1)  # rows that every group gives, as far as it has them
+    levels = range(max(sizes, default=0) + 1)  # rows that every group gives, as far as it has them
     level = bisect_right(levels, total, key=lambda level: sum(min(size, level) for size in sizes)) - 1
     quotas = [min(size, level) for size in sizes]
     larger = [index for index, size in enumerate(sizes) if size > level]

@@ -44,9 +44,7 @@ class Template:
         _check_format(self.format)
         head, rest = self.format.removesuffix(LABEL_FIELD).split(TEXT_FIELD)
         middle = rest.rstrip()
-        object.__setattr__(self, "head", head)
-        object.__setattr__(self, "middle", middle)
-        object.__setattr__(self, "lead", rest[len(middle) :])
+        vars(self).update(head=head, middle=middle, lead=rest[len(middle) :])  # past the frozen fields
 
     @classmethod
     def plain(cls) -> "Template":

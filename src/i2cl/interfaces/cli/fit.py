@@ -183,8 +183,7 @@ def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str],
     try:
         shares = None if way.prior is None else [float(share) for share in load.split(way.prior)]
     except ValueError:
-        cure = "write it like 0.5,0.3,0.2"
-        raise I2CLError(f"--prior {way.prior!r} is no list of numbers: {cure}") from None
+        raise I2CLError(f"--prior {way.prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
     if shares is not None:
         require_shares(shares, task.labels)
     return [query.text for query in read_queries(str(way.unlabelled), column=column)], shares

@@ -87,9 +87,8 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
     console.print_table("", rows[:SHOWN])
     if len(rows) > SHOWN:
         console.say(f"{SHOWN} of {len(rows)} prompts are shown, --json has all.")
-    word = "holds" if outcome.passed else "does not hold"
     numbers = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
-    console.say(f"The export {word}: {numbers}.")
+    console.say(f"The export {'holds' if outcome.passed else 'does not hold'}: {numbers}.")
     if tokens and outcome.golden.label_bias:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     _say_greedy(outcome)
