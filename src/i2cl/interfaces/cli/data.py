@@ -16,10 +16,7 @@ SNIPPET = 50  # characters of such a text
 def surveyed(
     task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]
 ) -> tuple[dict[str, Any], str]:
-    """A task's training rows, of which a draw takes some, as a record and as lines for people.
-
-    ``queries``: rows to score on.
-    """
+    """Training rows, what a draw takes, and ``queries`` to score on: a record, and lines for people."""
     from i2cl.tasks.survey import Survey
 
     survey = Survey.of(task)

@@ -76,10 +76,7 @@ def evaluate(
 def show(
     runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool, brief: bool = False
 ) -> None:
-    """Tables of the means over seeds, or every run as JSON; and what could not be run.
-
-    A brief one says nothing of confidence.
-    """
+    """Tables of means over seeds (``brief``: no confidence) or every run as JSON, and what was not run."""
     from i2cl.experiments.confidence import NAMES
     from i2cl.experiments.evaluation import summarize
 

@@ -286,12 +286,8 @@ def _show_worth(worth: Mapping[str, Any]) -> None:
 
 
 def command_line(context: typer.Context, **resolved: object) -> str:
-    """The command that was given, to be given again by others.
-
-    Paths keep their last part. What only says how to print is left out.
-
-    ``context``: of the command that runs; ``resolved``: values of options that are named in any case, typed
-    or not.
+    """The command that was given, for others: paths keep their last part, options of printing are left out.
+    ``resolved``: values of options that are named in any case, typed or not.
     """
     words, named = context.command_path.split(), []
     for parameter in context.command.params:
