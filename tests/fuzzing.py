@@ -24,9 +24,10 @@ from i2cl.experiments.report.document import build
 from i2cl.experiments.store import Store, save_vectors
 from i2cl.interfaces.cli import load, main
 from i2cl.interfaces.cli.options import ModelOptions
+from i2cl.methods import make_methods
 from i2cl.models.loading import located
 from i2cl.tasks.files import ReadAsWarning
-from i2cl.tasks.rows import read_examples, read_queries
+from i2cl.tasks.rows import read_labelled, read_queries
 
 HALF_PAIR = json.loads(r'"\ud83d"')
 WORDS = ["", " ", "a\nb", "\0", "../..", "/dev/null", "{text}", "=1+1", "é\u2028\u202e", "x" * 400]
@@ -180,7 +181,7 @@ def read_rows(folder, result):
         warnings.simplefilter("ignore", ReadAsWarning)
         list(read_queries(str(path), kept=("label",) if suffix != ".txt" else ("text",)))
         if suffix != ".txt":
-            read_examples(path, ("good", "bad") if words else None)
+            read_labelled(path, ("good", "bad") if words else None)
 
 
 def use_template(_folder, result):
@@ -212,10 +213,10 @@ def read_grid(folder, data):
             assert len(cell.key) == 16
 
 
-def make_methods(_folder, result):
+def methods_under(_folder, result):
     """Methods under ``--set``."""
     names, settings = result
-    load.methods(names, settings, "paper")
+    make_methods(names, load.options(settings))
 
 
 def run_command(_folder, result):
@@ -339,7 +340,7 @@ def targets(folders):
         "templates": (TEMPLATES, use_template),
         "task TOML": (spoiled_toml(TASK_TOML), read_task),
         "grid TOML": (spoiled_toml(GRID_TOML), read_grid),
-        "options": (st.tuples(METHODS_ASKED, OPTIONS), make_methods),
+        "options": (st.tuples(METHODS_ASKED, OPTIONS), methods_under),
         "command lines": (COMMANDS, run_command),
         "artefacts": (folders.artefacts, folders.read_artefact),
         "stores": (folders.stores, folders.read_store),

@@ -14,13 +14,13 @@ from fitting import one_line
 from i2cl import Example, I2CLError
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.labels import slips
-from i2cl.tasks.rows import Query, read_examples, read_labelled, read_queries, refused_rows
+from i2cl.tasks.rows import Query, read_labelled, read_queries, refused_rows
 
 WORDS = ("bad", "good")
 
 
 def label_ids(path, *words):
-    return [example.label for example in read_examples(path, *words)[0]]
+    return [example.label for example in read_labelled(path, *words)[0]]
 
 
 def write(tmp_path, name, content):
@@ -37,7 +37,7 @@ def stdin_holds(monkeypatch, content):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
 
 
-def failure(path, labels=WORDS, read=read_examples, **columns):
+def failure(path, labels=WORDS, read=read_labelled, **columns):
     limit = csv.field_size_limit()
     message = one_line("", read, path, labels, **columns)
     assert csv.field_size_limit() == limit, "the csv module is left as it was"
@@ -63,12 +63,12 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_fit_and_predict_read_the_same_texts_from_every_format(tmp_path, monkeypatch, name):
     path = write(tmp_path, name, FORMATS[name])
-    examples, words = read_examples(path, WORDS)
+    examples, lookup = read_labelled(path, WORDS)
     expected = [Example("fine, really", 1), Example("awful", 0)]
     if name == "spaces.csv":
         expected = [Example("fine really", 1)]
     assert list(examples) == expected
-    assert words == WORDS
+    assert lookup.labels == WORDS
     texts = [example.text for example in expected]
     assert texts_of(path) == texts
     kind = path.suffix[1:].lower()
@@ -115,7 +115,7 @@ def test_of_lines_the_text_can_be_kept_and_half_a_surrogate_pair_of_none(tmp_pat
 
 def test_columns_by_name_and_labels_by_exact_words_over_other_case_and_ids(tmp_path):
     path = write(tmp_path, "a.csv", "id,review,stars\n1,fine,good\n")
-    examples, _ = read_examples(path, WORDS, "review", "stars")
+    examples, _ = read_labelled(path, WORDS, "review", "stars")
     assert examples == (Example("fine", 1),)
     assert texts_of(path, column="review") == ["fine"]
     cased = write(tmp_path, "a.csv", "text,label\nx,A\ny,a\n")
@@ -125,15 +125,15 @@ def test_columns_by_name_and_labels_by_exact_words_over_other_case_and_ids(tmp_p
     path = write(tmp_path, "c.csv", "text,label\nx,yEs\n")
     assert "'yEs' is not one of" in failure(path, ("yes", "Yes"))
     path = write(tmp_path, "a.csv", "text,label\nx,ham\ny,spam\nz,egg\n")
-    examples, words = read_examples(path)
-    assert (words, [example.label for example in examples]) == (("egg", "ham", "spam"), [1, 2, 0])
+    examples, lookup = read_labelled(path)
+    assert (lookup.labels, [example.label for example in examples]) == (("egg", "ham", "spam"), [1, 2, 0])
 
 
 def test_a_field_of_a_megabyte_and_the_csv_limit_afterwards(tmp_path):
     before = csv.field_size_limit()
     long = "word " * 200_000 + "{end}"
     path = write(tmp_path, "a.csv", f'text,label\n"{long}",good\n')
-    assert read_examples(path, WORDS)[0][0].text == texts_of(path)[0] == long
+    assert read_labelled(path, WORDS)[0][0].text == texts_of(path)[0] == long
     assert csv.field_size_limit() == before
     failure(write(tmp_path, "b.csv", f"text,label\n{long},good,more\n"))
     path = write(tmp_path, "c.csv", "text\n" + f"{'long ' * 100_000}\n" * 3)
@@ -170,9 +170,9 @@ def test_lines_that_only_begin_like_json_are_texts(tmp_path, line):
 def test_newlines_separators_and_quotes_inside_json_strings_and_csv_cells_survive(tmp_path):
     text = "one\u2028two\u0085three\nfour"
     path = write(tmp_path, "a.jsonl", json.dumps({"text": text, "label": 0}, ensure_ascii=False))
-    assert read_examples(path, WORDS)[0] == (Example(text, 0),)
+    assert read_labelled(path, WORDS)[0] == (Example(text, 0),)
     path = write(tmp_path, "a.csv", b'text,label\r\n"one\r\ntwo\rthree ""quoted""",good\r\n')
-    assert read_examples(path, WORDS)[0] == (Example('one\r\ntwo\rthree "quoted"', 1),)
+    assert read_labelled(path, WORDS)[0] == (Example('one\r\ntwo\rthree "quoted"', 1),)
 
 
 HALF = '{"text": "\\ud83d", "label": 0}'
@@ -287,10 +287,10 @@ def test_what_spreadsheets_save_is_read_and_told_in_one_line(tmp_path, case):
     content, said = SAVED[case]
     path = write(tmp_path, "a.csv", content)
     with pytest.warns(ReadAsWarning) as reason:
-        examples, words = read_examples(path)
+        examples, lookup = read_labelled(path)
     (line,) = reason
     assert str(line.message).startswith(f"{path} is read {said}")
-    assert words == ("bad", "good")
+    assert lookup.labels == ("bad", "good")
     assert examples == (Example("\u00fcber, \u201esehr\u201c gut", 1), Example("\u00e4rgerlich", 0))
     with pytest.warns(ReadAsWarning):
         assert texts_of(path) == [one.text for one in examples]
@@ -351,10 +351,10 @@ def test_all_rows_that_cannot_be_used_are_told_at_once_or_left_out(tmp_path):
 
 def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nx,1\ny,2\nz,10\n")
-    assert read_examples(path)[1] == ("1", "2", "10")
+    assert read_labelled(path)[1].labels == ("1", "2", "10")
     stars = write(tmp_path, "b.jsonl", '{"text": "x", "label": 1}\n{"text": "y", "label": 3}\n')
-    examples, words = read_examples(stars)
-    assert (words, [one.label for one in examples]) == (("1", "3"), [0, 1])
+    examples, lookup = read_labelled(stars)
+    assert (lookup.labels, [one.label for one in examples]) == (("1", "3"), [0, 1])
     examples, lookup = read_labelled(stars, ("poor", "fair", "good"))
     assert [one.label for one in examples] == [0, 2]
     test = write(tmp_path, "c.csv", "text,label\nx,2\n")

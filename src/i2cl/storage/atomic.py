@@ -58,8 +58,7 @@ def require_writable(path: Path, owned: Owned) -> None:
     if path.is_file():
         raise I2CLError(f"{str(path)!r} is a file: give a folder")
     there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    others = sorted(there - (owned(path) if callable(owned) else owned))
-    if others:
+    if others := sorted(there - (owned(path) if callable(owned) else owned)):
         raise I2CLError(f"{str(path)!r} holds other files ({others[0]}): choose an empty or new folder")
     _require_parent(path)
 

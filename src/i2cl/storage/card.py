@@ -125,10 +125,11 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     ``description``: of an artefact, as `i2cl.Injection.description` gives it; ``name``: hub id or folder that
     the artefact will be loaded from.
     """
-    base = description["base_model"]
+    base, task, command = description["base_model"], description["task"], description.get("command")
     shown = public_name(base["name"])
-    task = description["task"]
-    anchored = _is_anchored(description)
+    anchored = description["calibration"].get("method") == "anchored"
+    call = "`i2cl.anchor`" if anchored else "`i2cl.extract` and `i2cl.calibrate`"
+    made = f"Made in Python with {call} (seed {description['seed']}): no command does it."
     return _filled(
         TEMPLATE,
         _metadata(description, shown),
@@ -145,8 +146,8 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         demonstrations=description["demonstrations"],
         loss="\n\n".join(_calibrated(description)),
         settings=_json({key: description[key] for key in SET}),
-        results=_results(description),
-        again=_again(description),
+        results="\n\n".join(_results(description)),
+        again=fenced(command, "console") if command else made,
     )
 
 
@@ -199,8 +200,7 @@ print(injection.predict(decoder, ["a text to classify"]))"""
 
 def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
     """Paragraphs on the loss, and on the temperature and the label bias where there are any."""
-    losses = description["loss"]
-    if losses:
+    if losses := description["loss"]:
         course = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats, first round to last of {len(losses)}"
         yield f"Calibration loss: {course}."
     else:
@@ -246,24 +246,22 @@ def selection_words(selection: Mapping[str, Any]) -> str:
     return f"no threshold for {aim} is shown on {rows} rows; {cure}"
 
 
-def _results(description: Mapping[str, Any]) -> str:
+def _results(description: Mapping[str, Any]) -> Iterator[str]:
+    """Paragraphs on what was measured, and on whether the fit pays."""
     metrics, worth = description.get("metrics", {}), description.get("worth", {})
-    if not metrics and not worth:
-        return "Not measured (`i2cl fit` does where labelled rows remain)."
     figures = [f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics]
     rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
-    parts = [f"{', '.join(figures)}{rows}."] if figures else []
-    return "\n\n".join([*parts, *(_worth(description, worth) if worth else ())])
-
-
-def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator[str]:
+    if figures:
+        yield f"{', '.join(figures)}{rows}."
+    if not worth:
+        if not metrics:
+            yield "Not measured (`i2cl fit` does where labelled rows remain)."
+        return
     yield f"Whether it pays: {worth['verdict']}."
     yield f"Accuracy on {worth['rows']} {SCORED[worth['split']]}:"
     ms = "milliseconds_per_query"  # which a server that does other work meanwhile does not measure
-    lines = [
-        "| method | accuracy | 95 % interval | fit s | ms/query | bytes |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    lines = ["| method | accuracy | 95 % interval | fit s | ms/query | bytes |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
     lines += [
         f"| {name} | {one['accuracy']:.3f} | {one['low']:.3f} to {one['high']:.3f} "
         f"| {one['fit_seconds']:.1f} | {f'{one[ms]:.2f}' if ms in one else ''} | {one['cached_bytes']} |"
@@ -277,18 +275,6 @@ def _worth(description: Mapping[str, Any], worth: Mapping[str, Any]) -> Iterator
         yield f"Confidence: {confidence_words(description.get('temperature', 1.0), worth['confidence'])}."
     if worth.get("selection"):
         yield f"Answers that are sure enough: {selection_words(worth['selection'])}."
-
-
-def _again(description: Mapping[str, Any]) -> str:
-    if command := description.get("command"):
-        return fenced(command, "console")
-    seed = description["seed"]
-    call = "`i2cl.anchor`" if _is_anchored(description) else "`i2cl.extract` and `i2cl.calibrate`"
-    return f"Made in Python with {call} (seed {seed}): no command does it."
-
-
-def _is_anchored(description: Mapping[str, Any]) -> bool:
-    return bool(description["calibration"].get("method") == "anchored")
 
 
 def _md(text: str) -> str:

@@ -3,7 +3,6 @@
 import codecs
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -19,17 +18,11 @@ class ReadAsWarning(UserWarning):
 
 
 class RowError(I2CLError):
-    """Rows that cannot be used as they are: the file has to be repaired first."""
+    """Rows that cannot be used as they are: the file has to be repaired first; ``place``: of one row."""
 
-    def __init__(self, message: str, place: str = "", why: str = "") -> None:
-        super().__init__(message)
-        self.place = place
-        self.why = why
-
-    @classmethod
-    def at(cls, place: str, why: str) -> "RowError":
-        """Of one row."""
-        return cls(f"{place}: {why}", place, why)
+    def __init__(self, why: str, place: str = "") -> None:
+        super().__init__(f"{place}: {why}" if place else why)
+        self.place, self.why = place, why
 
 
 def opened(path: Path) -> IO[bytes]:
@@ -83,11 +76,10 @@ def decoded(lines: Iterable[bytes], where: str, encoding: str = UTF_8) -> Iterat
 
 def _of_utf_16(lines: Iterable[bytes], where: str) -> Iterator[str]:
     # Bytes were cut at 0x0a, which may be half a character: only decoded text knows its lines.
-    decoder = codecs.getincrementaldecoder(UTF_16)()
     waiting = ""
     try:
-        for raw in chain(lines, [b""]):
-            *whole, waiting = (waiting + decoder.decode(raw, final=not raw)).split("\n")
+        for text in codecs.iterdecode(lines, UTF_16):
+            *whole, waiting = (waiting + text).split("\n")
             yield from (f"{line}\n" for line in whole)
     except UnicodeDecodeError as error:
         raise RowError(f"{where} is not whole UTF-16 ({error.reason}): save the file as UTF-8") from error

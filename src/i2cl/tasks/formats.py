@@ -62,13 +62,13 @@ class Columns:
                 continue
             there = f"the columns are {shown(', '.join(present), bare=True) or 'none'}"
             if number >= len(kinds):
-                raise RowError.at(place, f"no column {column!r} to keep, {there}: correct --keep")
+                raise RowError(f"no column {column!r} to keep, {there}: correct --keep", place)
             kind = kinds[number]
             hint = did_you_mean(column, present, most=1) or f"say which one holds the {kind}: "
             cure = f"{hint}{kind}_column (--{kind}-column)"
             if header:
                 cure += f"; if that is a row and no header, add one: {','.join(self.names)}"
-            raise RowError.at(place, f"no {kind} column {column!r}, {there}: {cure}")
+            raise RowError(f"no {kind} column {column!r}, {there}: {cure}", place)
 
 
 def rows_or_errors(
@@ -173,8 +173,7 @@ def _csv_rows(
             elif len(cells) != len(header):
                 more = len(cells) > len(header)
                 cure = "quote a cell that holds the delimiter" if more else "complete the row"
-                count = f"{len(cells)} cells but the header has {len(header)}"
-                yield RowError.at(place, f"{count}: {cure}")
+                yield RowError(f"{len(cells)} cells but the header has {len(header)}: {cure}", place)
             else:
                 yield Row(place, tuple(cells[position] for position in positions))
     except csv.Error as error:
@@ -246,7 +245,7 @@ def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = Fals
     try:
         record = _parsed(record, place, "correct that line") if parse else record
         if not isinstance(record, dict):
-            raise RowError.at(place, f"{shown(record)} is not an object: write {{{columns.text!r}: ...}}")
+            return RowError(f"{shown(record)} is not an object: write {{{columns.text!r}: ...}}", place)
         columns.require(list(record), place)
     except RowError as error:
         return error
@@ -257,7 +256,7 @@ def _parsed(content: str, place: str, cure: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RowError.at(place, f"bad JSON ({error}): {cure}") from error
+        raise RowError(f"bad JSON ({error}): {cure}", place) from error
 
 
 _READERS: dict[str, Callable[[Iterator[str], Columns, _Source], Iterator[Row | RowError]]] = {

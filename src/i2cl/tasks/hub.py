@@ -33,8 +33,7 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
     dataset = _download(source, split)
     for column in (source.text, source.label):
         if column not in dataset.column_names:
-            present = ", ".join(dataset.column_names)
-            problem = f"no column {column!r}, the columns are {present}"
+            problem = f"no column {column!r}, the columns are {', '.join(dataset.column_names)}"
             raise I2CLError(f"{source.dataset} {split}: {problem}: correct the [hub] table")
     lookup, kept = LabelLookup(labels), source.keep_labels
     rows = []

@@ -11,7 +11,7 @@ from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks import corpus
 from i2cl.tasks.formats import ROW_SUFFIXES
 from i2cl.tasks.hub import load_hub
-from i2cl.tasks.rows import read_examples, read_labelled
+from i2cl.tasks.rows import read_labelled
 from i2cl.tasks.schema import HubSource, TaskSpec, read_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC
 from i2cl.tasks.synthetic import synthetic_task
@@ -132,11 +132,10 @@ def _from_folder(root: Path, spec: TaskSpec) -> list[tuple[Example, ...]]:
         cure = f"correct data_dir (--data-dir) or {DATA_DIR_VARIABLE}"
         raise I2CLError(f"data folder {root} does not exist: {cure}")
     files = [root / spec.name / f"{split}.jsonl" for split in ("train", "test")]
-    for file in files:
-        if not file.is_file():
-            cure = "add it, or give no data folder to use the hub"
-            raise I2CLError(f"task {spec.name!r}: {file} does not exist: {cure}")
-    return [read_examples(file, spec.labels)[0] for file in files]
+    if lacking := [file for file in files if not file.is_file()]:
+        cure = "add it, or give no data folder to use the hub"
+        raise I2CLError(f"task {spec.name!r}: {lacking[0]} does not exist: {cure}")
+    return [read_labelled(file, spec.labels)[0] for file in files]
 
 
 def _override(task: Task, template: Template | None, labels: Sequence[str] | None) -> Task:

@@ -31,14 +31,6 @@ class Query(NamedTuple):
     kept: tuple[object, ...] = ()
 
 
-def read_examples(
-    path: Path, labels: Sequence[str] | None = None, text_column: str = "text", label_column: str = "label"
-) -> tuple[tuple[Example, ...], tuple[str, ...]]:
-    """The examples of one file and the label words they index: see `read_labelled`."""
-    examples, lookup = read_labelled(path, labels, text_column, label_column)
-    return examples, lookup.labels
-
-
 def read_labelled(
     path: Path,
     labels: Sequence[str] | LabelLookup | None = None,
@@ -79,7 +71,7 @@ def read_labelled(
 
 def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
     """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one.
-    What keeps `read_examples` from reading the rest is the last.
+    What keeps `read_labelled` from reading the rest is the last.
     """
     rows: list[Row | RowError] = []
     try:
@@ -160,12 +152,11 @@ def read_queries(
 def _text(row: Row) -> str:
     text = row.values[0]
     if not isinstance(text, str):
-        raise RowError.at(row.place, f"the text is {shown(text)}, not a string: put it in quotes")
+        raise RowError(f"the text is {shown(text)}, not a string: put it in quotes", row.place)
     if not text.strip():
-        raise RowError.at(row.place, "the text is empty: fill it in or delete the row")
+        raise RowError("the text is empty: fill it in or delete the row", row.place)
     if HALF_PAIR.search(text):
-        cure = "repair the escape or delete the row"
-        raise RowError.at(row.place, f"the text holds half a surrogate pair: {cure}")
+        raise RowError("the text holds half a surrogate pair: repair the escape or delete the row", row.place)
     return text
 
 
@@ -173,17 +164,15 @@ def _kept(row: Row, names: tuple[str, ...]) -> tuple[object, ...]:
     values = row.values[1:]
     for name, value in zip(names, values, strict=True):
         if HALF_PAIR.search(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)):
-            raise RowError.at(
-                row.place, f"column {name!r} holds half a surrogate pair: repair it, or do not keep it"
-            )
+            cure = "repair it, or do not keep it"
+            raise RowError(f"column {name!r} holds half a surrogate pair: {cure}", row.place)
     return values
 
 
 def _label(row: Row, lookup: LabelLookup) -> int:
-    index = lookup.find(row.values[1])
-    if index is None:
+    if (index := lookup.find(row.values[1])) is None:
         problem = f"label {shown(row.values[1])} is not one of {lookup.allowed()}"
-        raise RowError.at(row.place, f"{problem}: correct it")
+        raise RowError(f"{problem}: correct it", row.place)
     return index
 
 
@@ -206,5 +195,5 @@ def _word(row: Row) -> str:
         return str(label)
     if not isinstance(label, str) or not label.strip():
         cure = "write a label word there, or pass the label words for class ids"
-        raise RowError.at(row.place, f"label {shown(label)} is not a word: {cure}")
+        raise RowError(f"label {shown(label)} is not a word: {cure}", row.place)
     return label.strip()

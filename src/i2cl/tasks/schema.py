@@ -76,7 +76,7 @@ class TaskSpec(_Table):
             raise I2CLError("give exactly one of the tables [hub] and [files]")
         self.to_task()
         kept = self.hub.keep_labels if self.hub else None
-        if kept is not None and (len(kept) != len(self.labels) or len(set(kept)) != len(kept)):
+        if kept is not None and not len(set(kept)) == len(kept) == len(self.labels):
             needed = f"{len(self.labels)} different ids, one per label"
             raise I2CLError(f"hub.keep_labels must hold {needed}, not {kept}")
         return self
@@ -111,9 +111,7 @@ def parse_spec(data: bytes, source: str) -> TaskSpec:
     try:
         return TaskSpec.model_validate(fields)
     except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        name = ".".join(map(str, detail["loc"]))
-        raise I2CLError(f"{source}: {_explain(detail, name)}") from error
+        raise I2CLError(f"{source}: {_explain(error.errors(include_url=False)[0])}") from error
 
 
 def parse_toml(data: bytes, source: str) -> dict[str, Any]:
@@ -125,7 +123,8 @@ def parse_toml(data: bytes, source: str) -> dict[str, Any]:
         raise I2CLError(f"{source} is not valid TOML: {error}: correct it") from error
 
 
-def _explain(detail: ErrorDetails, name: str) -> str:
+def _explain(detail: ErrorDetails) -> str:
+    name = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
         tables: dict[int | str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}
         table = tables.get(detail["loc"][0], TaskSpec) if len(detail["loc"]) > 1 else TaskSpec

@@ -1,8 +1,10 @@
 """What a task is: examples, label words, a template and two splits."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -38,19 +40,12 @@ def even_quotas(sizes: Sequence[int], total: int, rng: Random) -> list[int]:
     """Rows to take from groups of these sizes: `total` in all (or every row), as equal as the sizes allow.
     What does not divide evenly goes to randomly chosen groups, one row each.
     """
-    quotas = [0] * len(sizes)
-    left = min(total, sum(sizes))
-    while left:
-        open_groups = [index for index, size in enumerate(sizes) if quotas[index] < size]
-        share = left // len(open_groups)
-        if share == 0:
-            for index in rng.sample(open_groups, left):
-                quotas[index] += 1
-            break
-        for index in open_groups:
-            taken = min(share, sizes[index] - quotas[index])
-            quotas[index] += taken
-            left -= taken
+    levels = range(max(sizes, default=0) + 1)  # rows that every group gives, as far as it has them
+    level = bisect_right(levels, total, key=lambda level: sum(min(size, level) for size in sizes)) - 1
+    quotas = [min(size, level) for size in sizes]
+    larger = [index for index, size in enumerate(sizes) if size > level]
+    for index in rng.sample(larger, min(total, sum(sizes)) - sum(quotas)):
+        quotas[index] += 1
     return quotas
 
 
@@ -114,10 +109,9 @@ class Task:
             )
         for word, group in zip(self.labels, groups, strict=True):
             if len(group) < count:
-                cure = "ask for fewer shots or add rows of that class" if group else "add rows of that class"
                 raise I2CLError(
                     f"task {self.name!r}: class {word!r} has {len(group)} training examples but {count} "
-                    f"shots were asked: {cure}"
+                    f"shots were asked: {'ask for fewer shots or ' if group else ''}add rows of that class"
                 )
         return sample_per_class(groups, [count] * len(groups), Random(seed))
 
@@ -224,19 +218,16 @@ class Task:
         shots = description.get("shots", 5)
         if not isinstance(shots, int):
             raise I2CLError(f"task description: 'shots' must be a whole number, not {shots!r}")
+        text = partial(_string, description)
         return cls(
-            name=_string(description, "name"),
+            name=text("name"),
             labels=tuple(labels),
-            template=Template(
-                _string(description, "template"),
-                _string(description, "separator", "\n"),
-                _string(description, "opening", ""),
-            ),
+            template=Template(text("template"), text("separator", "\n"), text("opening", "")),
             shots=shots,
-            title=_string(description, "title", ""),
-            description=_string(description, "description", ""),
-            group=_string(description, "group", "user"),
-            instruction=_string(description, "instruction", ""),
+            title=text("title", ""),
+            description=text("description", ""),
+            group=text("group", "user"),
+            instruction=text("instruction", ""),
         )
 
     def _rows(self, split: str) -> tuple[Example, ...]:
@@ -259,8 +250,7 @@ def _check_labels(name: str, labels: tuple[str, ...]) -> None:
         if not word or word != word.strip():
             cure = "leave no space around a label word; the space before a label belongs in the template"
             raise I2CLError(f"task {name!r}: label word {word!r} is empty or padded: {cure}")
-    repeated = sorted(word for word, count in Counter(labels).items() if count > 1)
-    if repeated:
+    if repeated := sorted(word for word, count in Counter(labels).items() if count > 1):
         cure = "give each class its own word"
         raise I2CLError(f"task {name!r}: label word {repeated[0]!r} is given twice: {cure}")
     if len(labels) < 2:

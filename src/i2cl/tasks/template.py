@@ -44,9 +44,7 @@ class Template:
         _check_format(self.format)
         head, rest = self.format.removesuffix(LABEL_FIELD).split(TEXT_FIELD)
         middle = rest.rstrip()
-        object.__setattr__(self, "head", head)
-        object.__setattr__(self, "middle", middle)
-        object.__setattr__(self, "lead", rest[len(middle) :])
+        vars(self).update(head=head, middle=middle, lead=rest[len(middle) :])  # past the frozen fields
 
     @classmethod
     def plain(cls) -> "Template":
@@ -150,13 +148,11 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", front: list[dict[str, str]], bef
 
 def _check_format(text_format: str) -> None:
     for name in (TEXT_FIELD, LABEL_FIELD):
-        count = text_format.count(name)
-        if count != 1:
+        if (count := text_format.count(name)) != 1:
             raise I2CLError(f"template {text_format!r} has {name} {count} times, once is needed: {_CURE}")
     if "{{" in text_format or "}}" in text_format:
         raise I2CLError(f"template {text_format!r} doubles its braces, single ones are needed: {_CURE}")
-    others = sorted({name for name in _FIELD.findall(text_format) if name not in (TEXT_FIELD, LABEL_FIELD)})
-    if others:
+    if others := sorted({*_FIELD.findall(text_format)} - {TEXT_FIELD, LABEL_FIELD}):
         raise I2CLError(f"template {text_format!r} has unknown fields {', '.join(others)}: {_CURE}")
     if text_format.index(TEXT_FIELD) > text_format.index(LABEL_FIELD):
         raise I2CLError(f"template {text_format!r} has {LABEL_FIELD} before {TEXT_FIELD}: {_CURE}")

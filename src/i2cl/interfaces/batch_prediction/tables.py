@@ -79,10 +79,7 @@ class Table:
         return "" if self.waits or self.kind == "jsonl" else self._line(self.columns)
 
     def lines(self, rows: Sequence[Sequence[float]], kept: Sequence[Sequence[object]] | None = None) -> str:
-        """A line for each row of probabilities.
-
-        ``rows``: a probability per label each; ``kept``: values of the columns that are kept; default: none.
-        """
+        """A line for each row: a probability per label, and values of the columns that are kept, if any."""
         pairs = zip(rows, kept or [()] * len(rows), strict=True)
         return "".join(self._row(list(values), row) for row, values in pairs)
 

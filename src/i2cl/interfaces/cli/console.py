@@ -202,8 +202,7 @@ def plain_warnings() -> Iterator[None]:
         text = str(message)
         if category.__module__.startswith("i2cl") and text not in seen:
             seen.add(text)
-            note = issubclass(category, ReadAsWarning)
-            word = Text("note:") if note else Text("warning:", "yellow")
+            word = Text("note:") if issubclass(category, ReadAsWarning) else Text("warning:", "yellow")
             err.print(word, Text(text), soft_wrap=True)
 
     with warnings.catch_warnings():

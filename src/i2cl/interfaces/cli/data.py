@@ -16,10 +16,7 @@ SNIPPET = 50  # characters of such a text
 def surveyed(
     task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]
 ) -> tuple[dict[str, Any], str]:
-    """A task's training rows, of which a draw takes some, as a record and as lines for people.
-
-    ``queries``: rows to score on.
-    """
+    """Training rows, what a draw takes, and ``queries`` to score on: a record, and lines for people."""
     from i2cl.tasks.survey import Survey
 
     survey = Survey.of(task)
@@ -62,6 +59,4 @@ def _of_use(draw: "Draw", kept_back: int) -> str:
 
 
 def _about(seconds: float) -> str:
-    if seconds < 90:
-        return f"about {max(1, round(seconds))} s"
-    return f"about {seconds / 60:,.0f} minutes"
+    return f"about {max(1, round(seconds))} s" if seconds < 90 else f"about {seconds / 60:,.0f} minutes"

@@ -40,8 +40,7 @@ def demo(
         console.say(f"{tasks[0].shots} labelled examples per class, {limit} queries per task, {where}\n")
     source = partial(load.decoder, model, ModelOptions(device="cpu"))
     methods = make_methods(load.split(REAL if real else BUNDLED), recipe=FAST if real else {})
-    encoder = local_encoder() if real else None
-    if encoder:
+    if encoder := local_encoder() if real else None:
         methods += make_methods([WITHOUT_LLM], {"encoder": encoder})
     with console.progress(len(tasks) * len(methods), "evaluating") as bar:
         runs = sweep(source, tasks, methods, [seed], limit=limit, workers=1, watch=bar.run)

@@ -46,11 +46,12 @@ def evaluate(
     In the table of confidence lower is better throughout.
     """
     load.libraries()
+    from i2cl.core.recipe import RECIPES
     from i2cl.experiments.evaluation import sweep
-    from i2cl.methods import METHODS
+    from i2cl.methods import METHODS, make_methods
 
     methods = list(METHODS) if method == "all" else load.split(method)
-    chosen = load.methods(methods, settings, recipe)
+    chosen = make_methods(methods, load.options(settings), RECIPES[recipe])
     tasks = [load.task(name, rows) for name in load.task_names(task, model)]
     for what, names in (("tasks", [one.name for one in tasks]), ("methods", [one.called for one in chosen])):
         if twice := [name for name in names if names.count(name) > 1]:
@@ -75,10 +76,7 @@ def evaluate(
 def show(
     runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool, brief: bool = False
 ) -> None:
-    """Tables of the means over seeds, or every run as JSON; and what could not be run.
-
-    A brief one says nothing of confidence.
-    """
+    """Tables of means over seeds (``brief``: no confidence) or every run as JSON, and what was not run."""
     from i2cl.experiments.confidence import NAMES
     from i2cl.experiments.evaluation import summarize
 

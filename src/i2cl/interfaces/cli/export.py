@@ -40,8 +40,8 @@ class FormatOptions:
         if self.to != "gguf" and (self.dtype is not None or not self.tokenizer):
             raise I2CLError("--dtype and --no-tokenizer are for GGUF: add --to gguf")
         if self.to == "hf":
-            folds = {"fold_temperature": True} if self.temperature == "fold" else {}
-            return folds | {"max_shard_size": self.max_shard_size or "5GB"}
+            fold = self.temperature == "fold"
+            return {"fold_temperature": fold, "max_shard_size": self.max_shard_size or "5GB"}
         if self.max_shard_size is not None:
             raise I2CLError("--max-shard-size is for checkpoints: leave it out, or export --to hf")
         if self.to == "peft":
@@ -152,30 +152,23 @@ def _show_export(
         console.say(f"{'Elsewhere add' if kept else 'Add'} to each label's log-probability: {numbers}.")
     if prior and tokens:
         console.say(f"Servers take it with a request: {sent_with(tokens)}.")
-    if temperature != 1:
-        console.say(_about_temperature(temperature, form))
+    if temperature != 1 and form.temperature == "fold":
+        console.say(f"Its temperature {temperature:g} is in the head: all probabilities are those at it.")
+    elif temperature != 1:
+        note = "Probabilities of this export are those of temperature 1: divide log-probabilities among"
+        cure = ", or export with --temperature fold" if form.to == "hf" else ""
+        console.say(f"{note} the labels by {temperature:g}{cure}.")
     if form.to == "gguf":
         console.say("It is for llama.cpp; transformers refuses it (gguf_file=), for which export --to hf.")
     if known is not None:
         console.say("\n".join((*_about_greedy(known, form, calls), f"Next: i2cl verify {output}")))
 
 
-def _about_temperature(temperature: float, form: FormatOptions) -> str:
-    """Which temperature an export's probabilities are at."""
-    if form.temperature == "fold":
-        return f"Its temperature {temperature:g} is in the head: all probabilities are those at it."
-    note = "Probabilities of this export are those of temperature 1: divide log-probabilities among"
-    cure = ", or export with --temperature fold" if form.to == "hf" else ""
-    return f"{note} the labels by {temperature:g}{cure}."
-
-
 def _as_json(golden: "Golden", calls: Mapping[str, str]) -> dict[str, Any]:
     """What greedy decoding says, and how programs are asked."""
     right = golden.greedy
-    record: dict[str, Any] = {"greedy": {"right": sum(right), "of": len(right)}, "forced": golden.forced}
-    record["calls"] = calls
-    if golden.forced:
-        record["grammar"] = golden.grammar
+    record = {"greedy": {"right": sum(right), "of": len(right)}, "forced": golden.forced, "calls": calls}
+    record |= {"grammar": golden.grammar} if golden.forced else {}
     if golden.forced and not golden.sequences:  # vLLM's choice takes labels token by token
         record["structured_outputs"] = {"choice": golden.words}
     return record

@@ -70,12 +70,6 @@ class MethodOptions:
         None, "Shares of the labels in those texts, in the labels' order, commas between; default: equal."
     )
 
-    @property
-    def chosen(self) -> dict[str, str]:
-        """Options of the method, by name."""
-        memory = {} if self.memory is None else {"memory": str(self.memory)}
-        return load.options(self.settings) | memory
-
 
 @dataclass(frozen=True)
 class ScoreOptions:
@@ -131,16 +125,16 @@ def fit(
     from i2cl.methods.calibrated.folds import require_folds
     from i2cl.tasks.loaders import is_own
 
-    shots, seed, keep_back = drawing.shots, drawing.seed, drawing.keep_back
+    seed = drawing.seed
     require_writable(output, own_files(output))
     if scoring.folds:
         require_folds(scoring.folds)
-    chosen = calibrating_method(way.method, way.chosen, way.recipe)
+    memory = {} if way.memory is None else {"memory": str(way.memory)}
+    chosen = calibrating_method(way.method, load.options(way.settings) | memory, way.recipe)
     loaded = load.task(task, rows)
-    is_file = is_own(task)
-    choice: Any = {"keep_back": keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
+    choice: Any = {"keep_back": drawing.keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
     # sizes are checked before the model is read
-    drawn = draw(loaded, chosen, shots, seed, from_file=is_file, **choice)
+    drawn = draw(loaded, chosen, drawing.shots, seed, from_file=is_own(task), **choice)
     texts, shares = _prior_of(way, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
@@ -151,7 +145,7 @@ def fit(
     queries = labelled_rows(loaded, demonstrations, scoring.evaluate)
     if scoring.target_accuracy is not None:
         require_target(scoring.target_accuracy, len(queries))
-    survey, summary = data.surveyed(loaded, decoder, drawn, queries) if is_file else (None, "")
+    survey, summary = data.surveyed(loaded, decoder, drawn, queries) if is_own(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     started = time.perf_counter()
@@ -189,8 +183,7 @@ def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str],
     try:
         shares = None if way.prior is None else [float(share) for share in load.split(way.prior)]
     except ValueError:
-        cure = "write it like 0.5,0.3,0.2"
-        raise I2CLError(f"--prior {way.prior!r} is no list of numbers: {cure}") from None
+        raise I2CLError(f"--prior {way.prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
     if shares is not None:
         require_shares(shares, task.labels)
     return [query.text for query in read_queries(str(way.unlabelled), column=column)], shares
@@ -244,14 +237,14 @@ def _show_fit(
     from i2cl.methods import Cost
     from i2cl.storage.card import confidence_words, prior_words, selection_words
 
-    kept = injection.context.values, injection.word_weights
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
     if json:
+        cost = Cost.of(injection.context.values, injection.word_weights)
         record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
         record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
         record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
-        record |= {"fit_seconds": seconds, "cached_values": Cost.of(*kept).cached_values}
+        record |= {"fit_seconds": seconds, "cached_values": cost.cached_values}
         record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
         record |= {"temperature": injection.temperature, "metrics": injection.metrics}
         console.print_json(record | {"worth": injection.worth or None})
@@ -293,12 +286,8 @@ def _show_worth(worth: Mapping[str, Any]) -> None:
 
 
 def command_line(context: typer.Context, **resolved: object) -> str:
-    """The command that was given, to be given again by others.
-
-    Paths keep their last part. What only says how to print is left out.
-
-    ``context``: of the command that runs; ``resolved``: values of options that are named in any case, typed
-    or not.
+    """The command that was given, for others: paths keep their last part, options of printing are left out.
+    ``resolved``: values of options that are named in any case, typed or not.
     """
     words, named = context.command_path.split(), []
     for parameter in context.command.params:

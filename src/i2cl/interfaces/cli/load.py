@@ -1,4 +1,4 @@
-"""From what was typed to decoders, tasks and methods."""
+"""From what was typed to decoders, tasks and options."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
-    from i2cl.methods import Method
     from i2cl.models.architectures import Architecture
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
@@ -59,22 +58,20 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
 
 def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
     """With the revision that an injection was made on, unless another one or another model is named."""
-    made_on = None if model else injection.base.revision
-    return replace(options, revision=options.revision or made_on)
+    return replace(options, revision=options.revision or (None if model else injection.base.revision))
 
 
 def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
     """Load the model that an injection was made on, or the one that is named instead. Raises I2CLError if the
     first is not found where it was, naming the option that says where it is.
     """
-    name = injection.base.name if model is None else model
+    if model is not None:
+        return decoder(model, options)
     try:
-        return decoder(name, options)
+        return decoder(injection.base.name, options)
     except I2CLError as error:
-        if model is not None:
-            raise
-        problem = f"{error} (the injection was made on {name!r}; --model names another place)"
-        raise I2CLError(problem) from None
+        where = f"the injection was made on {injection.base.name!r}; --model names another place"
+        raise I2CLError(f"{error} ({where})") from None
 
 
 def quiet() -> None:
@@ -133,14 +130,6 @@ def task_names(names: str, model: str) -> list[str]:
 def split(names: str) -> list[str]:
     """Names with commas between, and spaces or not."""
     return [name.strip() for name in names.split(",")]
-
-
-def methods(names: Sequence[str], settings: Sequence[str] | None, recipe: str) -> "list[Method]":
-    """Methods under a recipe and what ``--set`` says. Raises I2CLError on an option or a method not known."""
-    from i2cl.core.recipe import RECIPES
-    from i2cl.methods import make_methods
-
-    return make_methods(names, options(settings), RECIPES[recipe])
 
 
 def options(settings: Sequence[str] | None) -> dict[str, str]:

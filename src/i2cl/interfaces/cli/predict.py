@@ -88,8 +88,7 @@ def predict(
         except KeyboardInterrupt:
             if not (out.resumes and out.rows):
                 raise
-            message = f"{out.rows} rows are kept: the same command goes on with them"
-            raise typer.Abort(message) from None
+            raise typer.Abort(f"{out.rows} rows are kept: the same command goes on with them") from None
     if output is not None:
         before = f", {out.kept} of them from an earlier run" if out.kept else ""
         console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{before}.")

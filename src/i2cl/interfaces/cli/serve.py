@@ -77,8 +77,7 @@ def serve(
     from i2cl.interfaces.server.service import Service
 
     listener = listen(host, access.port)
-    at = listener.getsockname()[1]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{at}"
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     decoder = load.decoder(model, loading)
     with console.waiting(f"opening {tasks}"):
         service = Service(

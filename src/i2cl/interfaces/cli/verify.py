@@ -36,16 +36,24 @@ def verify(
     It names what differs, such as a dropped bias; then the exit code is 1.
     """
     load.quiet()
-    device = loading.device
+    tokens: dict[str, float] = {}
     if url is None:
         if model_name is not None or logprobs is not None or task is not None:
             raise I2CLError("--model-name, --task and --logprobs are for a server: add --url")
-        outcome = _run_here(folder, model, device, tolerance)
+        outcome = _run_here(folder, model, loading.device, tolerance)
     else:
-        if model is not None or device is not None:
+        if model is not None or loading.device is not None:
             raise I2CLError("--model and --device are for a check without a server: leave out --url")
-        outcome = _ask(folder, url, model_name, task, logprobs or 20, tolerance)
-    tokens = outcome.golden.logit_bias(outcome.golden.label_bias) if url is not None else {}
+        from i2cl.export import Golden, ask_server
+        from i2cl.export.server import TOLERANCE
+        from i2cl.export.verify import compare
+
+        golden = Golden.from_export(folder)
+        answers = ask_server(golden, url, model=model_name, task=task, logprobs=logprobs or 20)
+        outcome = compare(
+            golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance
+        )
+        tokens = golden.logit_bias(golden.label_bias)
     _show(outcome, tokens, json=json)
     if not outcome.passed:
         raise typer.Exit(1)
@@ -65,18 +73,6 @@ def _run_here(folder: Path, model: str | None, device: str | None, tolerance: fl
     return verify_gguf(folder, tolerance=tolerance)
 
 
-def _ask(
-    folder: Path, url: str, model_name: str | None, task: str | None, logprobs: int, tolerance: float | None
-) -> "Verification":
-    from i2cl.export import Golden, ask_server
-    from i2cl.export.server import TOLERANCE
-    from i2cl.export.verify import compare
-
-    golden = Golden.from_export(folder)
-    answers = ask_server(golden, url, model=model_name, task=task, logprobs=logprobs)
-    return compare(golden, answers, max(TOLERANCE, golden.tolerance) if tolerance is None else tolerance)
-
-
 def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -> None:
     """What was found; ``tokens`` is the label prior as a server has to be sent it."""
     if json:
@@ -91,9 +87,8 @@ def _show(outcome: "Verification", tokens: Mapping[str, float], *, json: bool) -
     console.print_table("", rows[:SHOWN])
     if len(rows) > SHOWN:
         console.say(f"{SHOWN} of {len(rows)} prompts are shown, --json has all.")
-    word = "holds" if outcome.passed else "does not hold"
     numbers = f"largest relative difference {outcome.worst:.1e}, tolerance {outcome.tolerance:.1e}"
-    console.say(f"The export {word}: {numbers}.")
+    console.say(f"The export {'holds' if outcome.passed else 'does not hold'}: {numbers}.")
     if tokens and outcome.golden.label_bias:
         console.say(f"Labels are named with the label prior, which the server adds with {sent_with(tokens)}.")
     _say_greedy(outcome)

@@ -179,10 +179,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         classes = self.classes_.tolist()
         none = "" if isinstance(classes[0], str) else -1
         if none in classes:
-            problem = f"{none!r} is a class and what min_confidence answers"
-            raise I2CLError(f"{problem}: fit with another name for it")
-        unsure = np.exp(normalised(scores)).max(-1) < self.min_confidence
-        return np.where(unsure, none, best)
+            cure = "fit with another name for it"
+            raise I2CLError(f"{none!r} is a class and what min_confidence answers: {cure}")
+        return np.where(np.exp(normalised(scores)).max(-1) < self.min_confidence, none, best)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Probability of each class, among the classes. Raises as `predict`."""

@@ -22,10 +22,9 @@ def as_texts(rows: Any, what: str = "X") -> list[str]:
         cure = "give the texts themselves, as no vectorizer has seen them"
         raise I2CLError(f"{what} is a sparse matrix: {cure}")
     column = rows if isinstance(rows, list | tuple) else np.asarray(rows)
-    dimensions = np.ndim(column) if isinstance(column, np.ndarray) else 1
-    if dimensions != 1:
+    if isinstance(column, np.ndarray) and column.ndim != 1:
         cure = "give one column, such as frame['text'], or join the columns of each row into one text"
-        raise I2CLError(f"{what} has {dimensions} dimensions, one text a row is needed: {cure}")
+        raise I2CLError(f"{what} has {column.ndim} dimensions, one text a row is needed: {cure}")
     texts = list(column)
     if not texts:
         raise I2CLError(f"{what} holds no texts (0 samples), a minimum of 1 is required: give some")

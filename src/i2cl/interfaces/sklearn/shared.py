@@ -62,8 +62,7 @@ def shared_decoder(
 @lru_cache(maxsize=1)
 def _loaded(key: _Key) -> Decoder:
     name, revision, dtype, device, _ = key
-    decoder = _ALIVE.get(key)
-    if decoder is None:
+    if (decoder := _ALIVE.get(key)) is None:
         decoder = Decoder.from_pretrained(name, revision=revision, dtype=dtype, device=device)
         _ALIVE[key] = decoder
     return decoder
