@@ -8,8 +8,8 @@ DOCS := $(VENV)/.docs
 ENCODER := $(VENV)/.encoder
 GEMMA := results/gemma-3-270m-q4_k_m.gguf
 SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
-AT_200 := real,main-real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled
-OTHERS := skewed,chat
+AS_WRITTEN := real,main-real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled,curves,curves-tickets,many-labels
+AT_100 := skewed,chat
 SEEN := $(addprefix tests/interfaces/server/test_,clients.py openapi.py page.py)
 ON_RAY := 'tests/test_pages.py::test_it_runs_and_says_what_the_page_shows[predict]'
 
@@ -91,10 +91,10 @@ docs-results: $(READY)  ## docs/experiments (runs what the committed store lacks
 
 real-results: $(REAL) $(ENCODER)  ## docs/experiments/real: goes on with the committed store (hours; I2CL_DATA_DIR holds the nine tasks)
 	test -d results/real || $(VENV)/bin/i2cl experiment unpack docs/experiments/real/store results/real
-	$(VENV)/bin/i2cl experiment run $(AT_200) --model smollm2 --store results/real
-	$(VENV)/bin/i2cl experiment run $(OTHERS) --model smollm2 --limit 100 --store results/real
+	$(VENV)/bin/i2cl experiment run $(AS_WRITTEN) --model smollm2 --store results/real
+	$(VENV)/bin/i2cl experiment run $(AT_100) --model smollm2 --limit 100 --store results/real
 	$(VENV)/bin/i2cl experiment pack results/real docs/experiments/real/store
-	$(VENV)/bin/i2cl report docs/experiments/real/store --experiments $(AT_200),$(OTHERS) --formats md --out docs/experiments/real/report
+	$(VENV)/bin/i2cl report docs/experiments/real/store --experiments $(AS_WRITTEN),$(AT_100) --formats md --out docs/experiments/real/report
 	$(VENV)/bin/python scripts/results_pages.py
 
 $(GEMMA): $(READY)

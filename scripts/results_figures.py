@@ -131,10 +131,10 @@ def curves() -> str:
 
 
 def learning() -> str:
-    """Accuracy by demonstrations a class on three tasks, and with 77 and 150 labels, as SVG."""
-    few, many = results("curves"), results("many-labels")
-    panels = [*((few, task) for task in few.tasks), *((many, task) for task in many.tasks)]
-    figure = new_figure(9.6, 3.2)
+    """Accuracy by demonstrations a class on four tasks, and with 77 and 150 labels, as SVG."""
+    grids = map(results, ("curves", "curves-tickets", "many-labels"))
+    panels = [(result, task) for result in grids for task in result.tasks]
+    figure = new_figure(10.4, 3.2)
     for axes, (result, task) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
         draw_curves(axes, result, task)
         axes.set_title(task, fontsize=10, color="#010101")

@@ -383,6 +383,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "texts-on-top": texts_on_top,
     "shots": shots,
     "curves": partial(shots, "curves"),
+    "curves-tickets": partial(shots, "curves-tickets"),
     "many-labels": partial(shots, "many-labels"),
     "second-model": second_model,
     "adapters": adapters,
