@@ -114,9 +114,7 @@ def test_a_tied_head_is_written_once(tmp_path):
     assert field(tmp_path / "out.gguf", "i2cl.golden") is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [(None, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")], ids=str
-)
+@pytest.mark.parametrize(("dtype", "kind"), [(None, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")])
 def test_matrices_have_the_dtype_and_vectors_float32(dtype, kind, tmp_path):
     (decoder, injection), path = drawn("llama", dtype=torch.bfloat16), tmp_path / "out.gguf"
     golden = with_golden(export_gguf, (decoder, injection), path, dtype=dtype)

@@ -3,6 +3,7 @@
 import json
 import runpy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tiny import CASES
 ROOT = Path(__file__).parents[2]
 HALF_ROTATED = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
 FIGURE_NAMES = ("identity", "float32", "verify")
+PRECISIONS = [*product(FOLDED, [torch.float32]), *product(ONE_A_ROW, [torch.bfloat16])]
 FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
 
 
@@ -40,11 +42,7 @@ def test_every_model_type_is_folded_or_refused():
     assert sorted([*FAMILIES, *REFUSED]) == sorted(ARCHITECTURES)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, torch.float32) for case in FOLDED), *((case, torch.bfloat16) for case in ONE_A_ROW)],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "dtype"), PRECISIONS, ids=str)
 def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
     decoder, injection = drawn(case, dtype=dtype)
     export_hf(decoder, injection, tmp_path / "out")

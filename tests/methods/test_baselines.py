@@ -205,10 +205,9 @@ def test_icv_runs_no_label_at_a_rows_first_place(special, front, films, demonstr
 
 
 def test_icv_adds_nothing_where_the_tokenizer_puts_a_token_in_front(films, demonstrations):
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
+    tokenizer, special = tiny_tokenizer(), [("<|endoftext|>", 0)]
+    fronting = processors.TemplateProcessing("<|endoftext|> $A", None, special)
+    tokenizer.backend_tokenizer.post_processor = fronting
     bare, fronted = made("gpt2"), Decoder(tiny_model("gpt2"), tokenizer)
     assert fronted.encoder.front == (0,)
     both = [directions(one, films, demonstrations) for one in (fronted, bare)]

@@ -122,11 +122,10 @@ def test_neither_the_size_of_parts_nor_the_order_in_memory_changes_it(monkeypatc
 
 
 SCORES = "e_score_correction_bias"
+BUFFERS = {"deepseek_v3": SCORES, "minimax_m2": SCORES, "llama": "inv_freq"}
 
 
-@pytest.mark.parametrize(
-    ("case", "buffer"), [("deepseek_v3", SCORES), ("minimax_m2", SCORES), ("llama", "inv_freq")]
-)
+@pytest.mark.parametrize(("case", "buffer"), BUFFERS.items())
 def test_buffers_count_where_checkpoints_hold_them(case, buffer):
     model = tiny_model(case)
     before = weights_fingerprint(model)

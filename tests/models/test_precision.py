@@ -144,9 +144,8 @@ def test_quantized_weights_have_their_checkpoints_fingerprint_and_no_others(
     assert quantized.base.quantization in {"bitsandbytes 8bit", "bitsandbytes 4bit"}
     assert plain.base.quantization is None
     bits = quantized.base.quantization.split()[-1]
-    other, foreign = (
-        Decoder.from_pretrained(saved(tmp_path / name, seed=1, **WIDE), quantization=bits) for name in "ab"
-    )
+    folders = [saved(tmp_path / name, seed=1, **WIDE) for name in "ab"]
+    other, foreign = (Decoder.from_pretrained(folder, quantization=bits) for folder in folders)
     assert other.base.weights != plain.base.weights
     foreign.model.name_or_path = plain.model.name_or_path
     assert foreign.base.weights != plain.base.weights

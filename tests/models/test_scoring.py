@@ -101,10 +101,10 @@ def drawn_edit(decoder, *pair, **options):
     return LinearEdit(values, torch.tensor(pair).expand(decoder.layers, 2, 2), **options)
 
 
-@pytest.mark.parametrize(
-    ("case", "positions"),
-    [*product(CASES, [None]), *product(sorted({*PATHS, *NO_FORKS, *SLIDING}), ["all", "last"])],
-)
+EDITED = [*product(CASES, [None]), *product(sorted({*PATHS, *NO_FORKS, *SLIDING}), ["all", "last"])]
+
+
+@pytest.mark.parametrize(("case", "positions"), EDITED)
 def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
     model_type, variant = CASES[case]
     wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}

@@ -91,12 +91,10 @@ def test_an_end_before_the_acknowledgement_leaves_all_as_it_was(
 
 
 def test_it_is_synced_before_it_has_its_name(folder, decoder, tmp_path, monkeypatch):
-    order = []
-    rename = type(tmp_path).rename
+    order, path = [], type(tmp_path)
+    rename = path.rename
     monkeypatch.setattr(atomic.os, "fsync", lambda handle: order.append("sync"))
-    monkeypatch.setattr(
-        type(tmp_path), "rename", lambda self, to: (order.append("rename"), rename(self, to))[1]
-    )
+    monkeypatch.setattr(path, "rename", lambda *at: (order.append("rename"), rename(*at))[1])
     folder.put("a", made(decoder, 0))
     last = len(order) - 1 - order[::-1].index("rename")
     assert order[:last].count("sync") >= 3
