@@ -259,9 +259,7 @@ def test_calibrations_divide_by_a_prior(below, films, demonstrations):
 
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot"])
-def test_a_label_prior_is_the_mean_over_unlabelled_texts_and_serves_single_queries(
-    below, films, demonstrations
-):
+def test_a_label_prior_is_the_mean_over_unlabelled_texts_and_serves_one_query(below, films, demonstrations):
     decoder = made("llama")
     plain = fit(below, decoder, films, demonstrations)
     result = fit(f"{below}+label_prior", decoder, films, demonstrations)

@@ -212,9 +212,7 @@ def rows(task):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_scores_each_text_by_itself_repeats_itself_and_leaves_the_model_as_found(
-    name, decoder, rows, contract
-):
+def test_every_method_scores_texts_alone_repeats_itself_and_leaves_the_model(name, decoder, rows, contract):
     model, texts = decoder.model, [query.text for query in rows.queries(5)]
     model.train()
     model.model.layers[0].eval()

@@ -63,9 +63,7 @@ def kind(full):
 
 @pytest.mark.parametrize(("budget", "side"), [(1, "left"), (40, "right"), (10**6, "left")])
 @pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
-def test_scores_are_those_of_the_plain_model_whatever_the_padding_side_and_the_batches(
-    case, side, budget, full
-):
+def test_scores_are_the_plain_models_whatever_the_padding_side_and_the_batches(case, side, budget, full):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
     decoder = Decoder(decoder_of(case).model, tokenizer, token_budget=budget)
