@@ -201,7 +201,7 @@ def test_what_is_kept_comes_before_the_answer_and_csv_on_a_pipe_is_lines_of_its_
 @pytest.mark.parametrize(
     ("name", "named", "as_json", "kind"),
     [
-        *((f"a.{kind}", None, kind == "jsonl", kind.lower()) for kind in ("csv", "TSV", "jsonl", "parquet")),
+        *((f"a.{kind}", None, kind == "jsonl", kind.lower()) for kind in ("csv", "CSV", "jsonl", "parquet")),
         *(("a.txt", None, False, "tsv"), ("a.txt", None, True, "jsonl"), (None, None, True, "jsonl")),
         *(("a.parquet", "tsv", False, "tsv"), ("a.csv", "jsonl", True, "jsonl"), (None, "csv", False, "csv")),
     ],
