@@ -194,9 +194,7 @@ def raw_modules(model, case, site="writers"):
     """The two residual writers of each block, or the block itself, as `PATHS` has them."""
     path, *names = PATHS[case]
     blocks = model.get_submodule(path)
-    return [
-        [block] if site == "hidden" else [block.get_submodule(name) for name in names] for block in blocks
-    ]
+    return [[one] if site == "hidden" else [one.get_submodule(name) for name in names] for one in blocks]
 
 
 def injecting(decoder, values, coefficients):

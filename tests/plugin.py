@@ -14,22 +14,10 @@ from tiny import tiny_model, tiny_tokenizer  # before the hook: under it, transf
 
 gc.disable()  # until all tests are there
 
-SHAPED = (
-    "core",
-    "experiments.evaluation",
-    "experiments.report",
-    "experiments.statistics",
-    "methods.calibrated.folds",
-    "experiments.evidence.baselines",
-    "injections",
-    "methods",
-    "models.architectures",
-    "models.batching",
-    "models.decoder",
-    "models.edits",
-    "models.residual_check",
-    "models.scoring",
-)
+SHAPED = ("core", "injections", "methods", "methods.calibrated.folds", "models.architectures")
+SHAPED += ("models.batching", "models.decoder", "models.edits", "models.residual_check", "models.scoring")
+SHAPED += ("experiments.evaluation", "experiments.evidence.baselines", "experiments.report")
+SHAPED += ("experiments.statistics",)
 """Where signatures have shapes. A function inside a function is checked, and compiled, at every call."""
 
 

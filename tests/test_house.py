@@ -29,13 +29,8 @@ LAYERS = (
 )
 """Rooms, lowest first. One imports only what lies in a layer before its own."""
 
-SHARED_BY_METHODS = {
-    "methods.base",
-    "methods.prompts",
-    "methods.calibrated.folds",
-    "methods.adapters",
-    "methods.compressors.base",
-}
+SHARED_BY_METHODS = {"methods.base", "methods.prompts", "methods.adapters"}
+SHARED_BY_METHODS |= {"methods.calibrated.folds", "methods.compressors.base"}
 
 LONGEST = 400
 MOST_IN_A_FOLDER = 18
@@ -183,14 +178,9 @@ def test_what_scripts_import_is_there(path, monkeypatch):
     runpy.run_path(str(path), run_name="imported")
 
 
-SUBSECTIONS = {
-    "context": "Context Vectorization",
-    "edits": "Context Injection",
-    "injection": "Context Injection",
-    "calibration": "Noisy Self-calibration",
-    "loss": "Noisy Self-calibration",
-    "recipe": "Noisy Self-calibration",
-}
+SUBSECTIONS = {"context": "Context Vectorization"}
+SUBSECTIONS |= dict.fromkeys(("edits", "injection"), "Context Injection")
+SUBSECTIONS |= dict.fromkeys(("calibration", "loss", "recipe"), "Noisy Self-calibration")
 
 
 def test_the_core_names_the_subsections_of_the_paper():

@@ -19,10 +19,8 @@ from workload import Workload
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mixtral", "bloom"]
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
-SHOTS = [
-    Example("a warm film " + "indeed " * (3 * row % 7) + ("good" if row % 2 else "dull"), row % 2)
-    for row in range(7)
-]
+ENDS = ("dull", "good")
+SHOTS = [Example("a warm film " + "indeed " * (3 * at % 7) + ENDS[at % 2], at % 2) for at in range(7)]
 TEXTS = ["warm", "a cold and lifeless film " * 3, "one of the best", "dull " * 9, "nothing at all"]
 CONFIG = CalibrationConfig(epochs=5, noise=0.0, lr=0.05)
 

@@ -15,14 +15,8 @@ from i2cl.version import __version__
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
-DEMANDED = (
-    "models/reference/model.safetensors",
-    "tasks/builtin/tickets.train.jsonl",
-    "tasks/builtin/sst2.toml",
-    "experiments/builtin/main.toml",
-    "experiments/report/page.html.j2",
-    "py.typed",
-)
+DEMANDED = {"models/reference/model.safetensors", "tasks/builtin/tickets.train.jsonl", "py.typed"}
+DEMANDED |= {"tasks/builtin/sst2.toml", "experiments/builtin/main.toml", "experiments/report/page.html.j2"}
 EXTRAS = "datasets accelerate peft matplotlib sklearn scipy bitsandbytes lm_eval ray gguf llama_cpp"
 WITHOUT_EXTRAS = f"""
 import sys
@@ -61,13 +55,10 @@ def python(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     venv.create(folder, symlinks=True)
     result = folder / "bin" / "python"
-    said(
-        sys.executable, "-m", "pip", "--python", result, "install", "--quiet", "--no-deps", wheel, cwd=folder
-    )
-    site = Path(
-        said(result, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    )
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", result, "install", "--quiet", "--no-deps"]
+    said(*pip, wheel, cwd=folder)
+    site = said(result, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return result
 
 

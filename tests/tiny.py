@@ -5,6 +5,7 @@ logits: with the usual initialisation a wrong hook could hide in rounding.
 """
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -164,10 +165,7 @@ PATHS = [
 ]
 """One of each row of the table, and of blocks unlike others: experts, latent attention, parallel writers."""
 
-HALF = [
-    *((model_type, torch.bfloat16) for model_type in MODEL_TYPES),
-    *((model_type, torch.float16) for model_type in PATHS),
-]
+HALF = [*product(MODEL_TYPES, [torch.bfloat16]), *product(PATHS, [torch.float16])]
 """Model types in half precision: every one in the wider of the two, some in the other."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in MODEL_TYPES} | {

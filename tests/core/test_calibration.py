@@ -103,15 +103,13 @@ THIRDS = [("all", range(6)), ("early", [0, 1]), ("middle", [2, 3]), ("late", [4,
 
 
 @pytest.mark.parametrize(("layers", "trained"), [*THIRDS, ((0, 5), [0, 5]), ("1, 3", [1, 3])])
-@pytest.mark.parametrize(
-    ("writers", "sites"), [("both", [0, 1]), ("mha", [0]), ("mlp", [1]), ("hidden", [0])]
-)
-def test_only_the_chosen_sites_are_trained(layers, trained, writers, sites):
+@pytest.mark.parametrize(("writers", "site"), [("both", [0, 1]), ("mha", [0]), ("mlp", [1]), ("hidden", [0])])
+def test_only_the_chosen_sites_are_trained(layers, trained, writers, site):
     decoder = decoder_of("llama", num_hidden_layers=6)
     shape = (6, 1 if writers == "hidden" else 2)
     mask = torch.zeros(shape, dtype=torch.bool)
     for layer in trained:
-        mask[layer, sites] = True
+        mask[layer, site] = True
     config = CalibrationConfig(layers=layers, epochs=1)
     assert torch.equal(config.active(6, writers), mask)
     assert config.parameters(6, writers) == 2 * int(mask.sum())

@@ -13,13 +13,9 @@ from i2cl.models.encoding import TruncationWarning
 from tiny import tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment: {label}"))
-SHOTS = (
-    Example("a warm film", 0),
-    Example("dull", 1),
-    Example("a funny, warm and funny film with a longest river in it", 0),
-    Example("dull", 0),
-    Example("a lifeless film", 1),
-)
+LONG = "a funny, warm and funny film with a longest river in it"
+GIVEN = (("a warm film", 0), ("dull", 1), (LONG, 0), ("dull", 0), ("a lifeless film", 1))
+SHOTS = tuple(Example(text, label) for text, label in GIVEN)
 
 
 @cache
@@ -204,9 +200,7 @@ def test_the_weighted_mean_is_that_of_numpy(weights):
     assert outcome.config == vectors[0].config
 
 
-@pytest.mark.parametrize(
-    "weights", [[1.0], [1.0, 2.0, 3.0], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan], [1.0, math.inf]]
-)
+@pytest.mark.parametrize("weights", [[1], [1, 2, 3], [0, 0], [1, -0.5], [1, math.nan], [1, math.inf]])
 def test_weights_that_make_no_mean(weights):
     expected = r"make no mean of 2 context vector\(s\): give at least one"
     one_line(expected, ContextVector.mean, [vector(1), vector(2)], weights)

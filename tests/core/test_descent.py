@@ -75,10 +75,8 @@ def test_it_comes_to_the_kernels_end_and_tells_the_loss(few_steps, monkeypatch):
 def test_any_number_of_labels_can_be_fitted():
     decoder = made("llama")
     asked, shown = many(60)
-    with (
-        left_as_found(decoder.model),
-        pytest.warns(ScoringWarning, match="60 labels share first tokens.*sentence_embeddings"),
-    ):
+    message = "60 labels share first tokens.*sentence_embeddings"
+    with left_as_found(decoder.model), pytest.warns(ScoringWarning, match=message):
         injection = anchor(decoder, asked, shown)
     assert injection.scoring == "words"
     assert len(injection.history) == 60 + 2  # passes that make 240 steps
@@ -143,10 +141,8 @@ def test_what_is_not_finite_is_refused(factor):
 
 def test_whole_labels_that_the_memory_does_not_hold_are_told_by_their_words(few_steps):
     asked, shown = many(12)
-    with (
-        pytest.warns(MemoryWarning, match="going on by descent"),
-        pytest.warns(ScoringWarning, match="12 labels are told by their words.*--memory"),
-    ):
+    message = "12 labels are told by their words.*--memory"
+    with pytest.warns(MemoryWarning, match="on by descent"), pytest.warns(ScoringWarning, match=message):
         injection = anchor(made("llama"), asked, shown, AnchoredConfig(memory=1e-5))
     assert injection.scoring == "words"
     assert injection.history[-1] < injection.history[0]

@@ -23,6 +23,7 @@ TEMPLATE = Template("Review: {text}\nSentiment:{label}", separator="\n\n")
 ROWS = {"train": (Example("secret", 0),), "title": "Films"}
 TASK = Task("Größe ☃", ("positive", "negative"), TEMPLATE, **ROWS)
 TEXTS = ["a warm film", "dull"]
+OTHER_SIZES = [("gemma2", {}, "layers 2 and not 3"), ("llama", {"hidden_size": 64}, "d_model 32 and not 64")]
 OF_FORMAT_1 = {"name": "x", "revision": None, "model_type": "llama", "layers": 2, "d_model": 32}
 OF_FORMAT_1 |= {"weights": "a", "tokenizer": "b"}
 
@@ -108,10 +109,7 @@ def test_its_own_model_is_accepted_and_another_configuration_or_tokenizer_named(
 
 
 @pytest.mark.parametrize("force", [True, False])
-@pytest.mark.parametrize(
-    ("case", "overrides", "named"),
-    [("gemma2", {}, "layers 2 and not 3"), ("llama", {"hidden_size": 64}, "d_model 32 and not 64")],
-)
+@pytest.mark.parametrize(("case", "overrides", "named"), OTHER_SIZES)
 def test_other_sizes_cannot_be_forced(case, overrides, named, force):
     assert "--force" not in one_line(named, made().require_base, decoder_of(case, **overrides), force=force)
 

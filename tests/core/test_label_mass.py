@@ -79,10 +79,8 @@ def test_labels_told_by_their_words_become_probable_behind_an_exports_head():
     values = edit.values.clone()
     values[-1, -1] += result.vector / decoder.writer_scale
     pushed = LinearEdit(values, edit.coefficients)
-    before, after = (
-        WORDS.scores(next_token_log_probabilities(decoder, OTHERS, edit=one)) for one in (edit, pushed)
-    )
-    assert torch.equal(before.argmax(-1), after.argmax(-1))
+    tables = [next_token_log_probabilities(decoder, OTHERS, edit=one) for one in (edit, pushed)]
+    assert torch.equal(*(WORDS.scores(table).argmax(-1) for table in tables))
     with edit_outputs([(decoder.model.lm_head, WORDS.at_first)]):
         spoken = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(WORDS.first)]
     assert spoken.logsumexp(-1).exp().mean().item() == pytest.approx(result.after, abs=1e-4)

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 
 from i2cl.experiments.confidence import BINS, confidence, highest, reliability, risk_coverage
-from i2cl.injections.temperature import (
-    COLDEST,
-    HOTTEST,
-    SPREAD,
-    TYPICAL,
-    best_temperature,
-    likely_temperature,
-    normalised,
-)
+from i2cl.injections import temperature
+from i2cl.injections.temperature import TYPICAL, best_temperature, likely_temperature, normalised
 
 
 def drawn(seed=0, queries=400, labels=4, sharper=1.0):
@@ -108,8 +101,8 @@ def test_the_temperature_is_that_of_a_search_of_scipy():
 
 def test_temperatures_are_finite_whatever_the_scores():
     scores, _ = drawn(queries=30)
-    assert best_temperature(scores, scores.argmax(1)) == pytest.approx(COLDEST)
-    assert best_temperature(scores, scores.argmin(1)) == pytest.approx(HOTTEST)
+    assert best_temperature(scores, scores.argmax(1)) == pytest.approx(temperature.COLDEST)
+    assert best_temperature(scores, scores.argmin(1)) == pytest.approx(temperature.HOTTEST)
     assert best_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == 1
     scores = np.array([[0.0, -65504.0], [-65504.0, 0.0]])
     result = measured(scores, np.array([1, 1]))
@@ -117,7 +110,7 @@ def test_temperatures_are_finite_whatever_the_scores():
     assert np.isfinite(best_temperature(scores, np.array([1, 1])))
     scores = np.array([[0.0, -1.0, -np.inf], [-2.0, 0.0, -np.inf], [0.0, -1.0, -np.inf]])
     result = likely_temperature(scores, np.array([0, 1, 2]))
-    assert TYPICAL < result <= HOTTEST
+    assert TYPICAL < result <= temperature.HOTTEST
 
 
 def test_a_prior_pulls_the_temperature_of_few_rows_to_where_loss_and_prior_are_least():
@@ -132,6 +125,6 @@ def test_a_prior_pulls_the_temperature_of_few_rows_to_where_loss_and_prior_are_l
 
     def objective(log_temperature):
         own = measured(normalised(scores, np.exp(log_temperature)), gold).log_loss * len(gold)
-        return own + (log_temperature - np.log(TYPICAL)) ** 2 / (2 * SPREAD**2)
+        return own + (log_temperature - np.log(TYPICAL)) ** 2 / (2 * temperature.SPREAD**2)
 
     assert likely_temperature(scores, gold) == pytest.approx(searched(objective)[0], rel=1e-4)

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 
 from fitting import one_line
-from i2cl.experiments.evidence.selective import (
-    LEVEL,
-    binomial_tail,
-    fewest_rows,
-    require_target,
-    rows_needed,
-    select,
-    selection,
-)
+from i2cl.experiments.evidence import selective
+from i2cl.experiments.evidence.selective import LEVEL, binomial_tail, fewest_rows, select, selection
 
 
 @pytest.mark.parametrize(
@@ -35,7 +28,7 @@ def test_all_rows_right_is_shown_from_the_fewest_rows_on():
 
 @pytest.mark.parametrize("target", [0.2, 1.0, float("nan"), -1.0])
 def test_a_target_that_is_none_is_refused(target):
-    one_line("give a number from 0", require_target, target, 1000)
+    one_line("give a number from 0", selective.require_target, target, 1000)
 
 
 def test_the_order_of_rows_changes_nothing():
@@ -85,4 +78,4 @@ def test_without_a_threshold_it_says_how_many_rows_would_show_one():
     assert often > 15
     right[:40:4] = False
     assert selection(sure, right, 0.9)["needed"] is None
-    assert rows_needed(sure, np.zeros(100, bool), 0.9) is None
+    assert selective.rows_needed(sure, np.zeros(100, bool), 0.9) is None

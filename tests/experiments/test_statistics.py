@@ -107,18 +107,16 @@ def test_one_seed_is_mcnemars_exact_test(better, worse):
     assert result.mean == pytest.approx((better - worse) / (better + worse + 30))
 
 
-@pytest.mark.parametrize(
-    ("queries", "permutations"), [((9,), 9999), ((4, 7), 9999), ((60, 35), 999), ((400,), 1501)]
-)
-def test_p_is_scipys_to_the_last_digit(queries, permutations):
-    rng = np.random.default_rng(len(queries))
-    ours, theirs = ([rng.random((3, n)) < share for n in queries] for share in (0.7, 0.6))
+@pytest.mark.parametrize(("sizes", "draws"), [((9,), 9999), ((4, 7), 9999), ((60, 35), 999), ((400,), 1501)])
+def test_p_is_scipys_to_the_last_digit(sizes, draws):
+    rng = np.random.default_rng(len(sizes))
+    ours, theirs = ([rng.random((3, n)) < share for n in sizes] for share in (0.7, 0.6))
     each = [(a.astype(float) - b).mean(0) / len(a[0]) for a, b in zip(ours, theirs, strict=True)]
-    moved = np.concatenate(each) / len(queries)
+    moved = np.concatenate(each) / len(sizes)
     options = {"permutation_type": "samples", "vectorized": True, "rng": np.random.default_rng(0)}
     summed = lambda values, axis: values.sum(axis).round(12)  # noqa: E731
-    expected = permutation_test((moved[moved != 0],), summed, n_resamples=permutations, **options)
-    assert difference(ours, theirs, permutations=permutations).p_queries == expected.pvalue
+    expected = permutation_test((moved[moved != 0],), summed, n_resamples=draws, **options)
+    assert difference(ours, theirs, permutations=draws).p_queries == expected.pvalue
 
 
 def test_many_queries_are_sampled_and_differences_that_cancel_are_no_evidence():

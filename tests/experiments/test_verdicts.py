@@ -51,10 +51,7 @@ def message(monkeypatch, n, accuracies, alike, draws=2000):
         mine, *rivals = hard < np.array(accuracies)[:, None]
         counts = [(int((mine & ~one).sum()), int((one & ~mine).sum())) for one in rivals]
         words.append(verdict(dict(zip(["zero_shot", "batch"], counts, strict=True)), n).verdict)
-    return (
-        np.mean([one.startswith("better than") for one in words]),
-        np.mean([one.endswith("do not use it") for one in words]),
-    )
+    return np.char.startswith(words, "better than").mean(), np.char.endswith(words, "do not use it").mean()
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])

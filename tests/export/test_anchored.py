@@ -16,9 +16,8 @@ from i2cl.export import export_gguf, export_hf, export_peft, fold, golden, make_
 from i2cl.models.scoring import Questions
 from tiny import tiny_folder
 
-SHOWN = [
-    Example(text, row % 2) for row, text in enumerate(("a warm film", "dull, dull", "kind all the way", "no"))
-]
+WORDS = ("a warm film", "dull, dull", "kind all the way", "no")
+SHOWN = [Example(text, row % 2) for row, text in enumerate(WORDS)]
 TEXTS = ["fine", "a lifeless film, by far"]
 
 

@@ -11,21 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands import listed, run
-from export.cases import (
-    ONE_A_ROW,
-    ROUNDED,
-    decoder_of,
-    drawn,
-    hooked,
-    injection_for,
-    memory_of,
-    plain,
-    relative,
-    saved,
-    stored,
-    weights,
-    with_golden,
-)
+from export import cases
+from export.cases import decoder_of, drawn, hooked, injection_for, plain, relative, saved, stored, weights
 from fitting import one_line
 from i2cl import Decoder, Injection
 from i2cl.export import Golden, checkpoint, export_hf, golden, make_golden, upcast, verify
@@ -81,7 +68,7 @@ def same_weights(folder, *others):
     return one
 
 
-@pytest.mark.parametrize("case", ONE_A_ROW)
+@pytest.mark.parametrize("case", cases.ONE_A_ROW)
 def test_files_hold_what_memory_holds(case, tmp_path):
     decoder = decoder_of(case, torch.bfloat16)
     base, _ = saved(decoder, tmp_path)
@@ -149,7 +136,7 @@ def test_memory_stays_near_one_shard(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
     base, artefact = saved(decoder_of("llama", **sizes), tmp_path)
     assert (base / "model.safetensors").stat().st_size > 120e6
-    assert memory_of("export_hf", base, artefact, tmp_path / "out", max_shard_size="20MB") < 80e6
+    assert cases.memory_of("export_hf", base, artefact, tmp_path / "out", max_shard_size="20MB") < 80e6
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 6
 
 
@@ -185,7 +172,7 @@ def test_other_weights_are_told_apart_from_dropped_biases(exported):
     assert (outcome.passed, outcome.dropped) == (False, None)
 
 
-@pytest.mark.parametrize("case", ONE_A_ROW)
+@pytest.mark.parametrize("case", cases.ONE_A_ROW)
 def test_golden_values_in_bfloat16_are_those_of_the_model_in_float32(case, monkeypatch):
     monkeypatch.setattr(golden, "TEXTS", golden.TEXTS[:1])
     decoder = decoder_of(case, torch.bfloat16)
@@ -199,15 +186,13 @@ def test_golden_values_in_bfloat16_are_those_of_the_model_in_float32(case, monke
         assert one.top_ids[0] == other.top_ids[0]
 
 
-def test_golden_values_of_a_model_in_bfloat16_are_made_in_float32_a_large_head_in_parts(
-    tmp_path, monkeypatch
-):
+def test_golden_values_of_bfloat16_are_made_in_float32_a_large_head_in_parts(tmp_path, monkeypatch):
     decoder, injection = drawn("llama", dtype=torch.bfloat16)
-    whole = with_golden(export_hf, (decoder, injection), tmp_path / "out")
+    whole = cases.with_golden(export_hf, (decoder, injection), tmp_path / "out")
     assert decoder.model.dtype == torch.bfloat16
     outcome = verify(tmp_path / "out", device="cpu")
     assert (outcome.passed, outcome.golden.dtype) == (True, "bfloat16")
-    assert 1e-4 < outcome.worst < ROUNDED
+    assert 1e-4 < outcome.worst < cases.ROUNDED
     monkeypatch.setattr(upcast, "ROWS", 7)
     parts = make_golden(decoder, injection)
     assert parts.prompts[0].labels == pytest.approx(whole.prompts[0].labels, rel=1e-5)

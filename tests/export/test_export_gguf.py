@@ -7,21 +7,8 @@ import pytest
 import torch
 
 from commands import listed, run
-from export.cases import (
-    CLOSE,
-    IDS,
-    change,
-    decoder_of,
-    drawn,
-    field,
-    hooked,
-    llama_cpp,
-    longrope,
-    memory_of,
-    relative,
-    saved,
-    with_golden,
-)
+from export import cases
+from export.cases import IDS, change, decoder_of, drawn, field, hooked, llama_cpp, saved, with_golden
 from export.test_export_server import by_id, serving
 from fitting import one_line
 from i2cl import I2CLError, Injection
@@ -47,12 +34,10 @@ ROPES = [
 ]
 
 TIED = {"tie_word_embeddings": True}
+HEADS = (TIED, {"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"head_dim": 16})
 CASES = [
     *((case, {}) for case in ("llama", "llama-biases", "ministral", "mistral", "qwen2", "phi3", "helium")),
-    *(
-        ("llama", more)
-        for more in (TIED, {"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"head_dim": 16})
-    ),
+    *(("llama", fields) for fields in HEADS),
     *(("mistral", TIED | {"head_dim": 12}), ("phi3", TIED)),
     *(("llama", {"rope_parameters": rope | {"rope_theta": 5000.0}}) for rope in ROPES),
 ]
@@ -114,9 +99,7 @@ def test_a_tied_head_is_written_once(tmp_path):
     assert field(tmp_path / "out.gguf", "i2cl.golden") is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [(None, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")], ids=str
-)
+@pytest.mark.parametrize(("dtype", "kind"), [(None, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")])
 def test_matrices_have_the_dtype_and_vectors_float32(dtype, kind, tmp_path):
     (decoder, injection), path = drawn("llama", dtype=torch.bfloat16), tmp_path / "out.gguf"
     golden = with_golden(export_gguf, (decoder, injection), path, dtype=dtype)
@@ -143,7 +126,7 @@ def test_files_hold_what_memory_holds(tmp_path):
 def test_memory_stays_near_one_tensor(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
     base, artefact = saved(decoder_of("llama", **sizes), tmp_path)
-    assert memory_of("export_gguf", base, artefact, tmp_path / "out.gguf") < 50e6
+    assert cases.memory_of("export_gguf", base, artefact, tmp_path / "out.gguf") < 50e6
     assert (tmp_path / "out.gguf").stat().st_size > 120e6
 
 
@@ -218,20 +201,20 @@ def test_llama_cpp_does_what_the_hooks_do(case, fields, tmp_path):
         for length in (1, 7, len(IDS)):
             result = model.logits(IDS[:length])
             wanted = expected[length - 1]
-            assert (result.log_softmax(-1) - wanted.log_softmax(-1)).abs().max() < CLOSE
+            assert (result.log_softmax(-1) - wanted.log_softmax(-1)).abs().max() < cases.CLOSE
     with torch.no_grad():
         bare = decoder.model(torch.tensor([IDS])).logits[0, -1]
-    assert relative(bare, expected[-1]) > 0.1  # the injection is not lost in the bound
+    assert cases.relative(bare, expected[-1]) > 0.1  # the injection is not lost in the bound
 
 
 @llama_cpp
 def test_long_rotary_scaling_holds_up_to_the_length_that_the_file_names(tmp_path):
-    decoder, injection = longrope(len(IDS))
+    decoder, injection = cases.longrope(len(IDS))
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     assert field(tmp_path / "out.gguf", "granite.context_length") == len(IDS)
     with LlamaCpp(tmp_path / "out.gguf", len(IDS)) as model:
         result = model.logits(IDS).log_softmax(-1)
-    assert (result - hooked(decoder, injection)[-1].log_softmax(-1)).abs().max() < CLOSE
+    assert (result - hooked(decoder, injection)[-1].log_softmax(-1)).abs().max() < cases.CLOSE
 
 
 @llama_cpp

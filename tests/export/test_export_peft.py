@@ -69,9 +69,7 @@ def test_lora_adds_where_beta_is_one(case, tmp_path):
     close(decoder, tmp_path / "out", injection)
 
 
-TURNED_ON = [
-    (case, {"attention_bias": True, "mlp_bias": True}) for case in ("granite", "smollm3", "nemotron")
-]
+TURNED_ON = [(one, {"attention_bias": True, "mlp_bias": True}) for one in ("granite", "smollm3", "nemotron")]
 TURNED_ON += [(case, {"attention_bias": True}) for case in ("cohere", "cohere2")]
 """Biases that the config turns on. Cohere's attention takes both constants."""
 

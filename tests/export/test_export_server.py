@@ -115,9 +115,7 @@ def test_a_label_prior_is_told_as_what_the_server_has_to_be_sent(exported, golde
     assert record["logit_bias"] == sent
 
 
-def test_a_server_that_takes_no_token_ids_gets_text_and_one_that_takes_neither_is_quoted(
-    exported, golden, said, refused
-):
+def test_a_server_without_token_ids_gets_text_or_is_quoted_if_it_takes_none(exported, golden, said, refused):
     with serving(golden, takes=str) as (url, seen):
         assert "holds" in said("verify", exported, "--url", url)
     twice = [prompt.query for prompt in golden.prompts for _ in ("log-probabilities", "greedily")]

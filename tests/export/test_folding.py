@@ -3,6 +3,7 @@
 import json
 import runpy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tiny import CASES
 ROOT = Path(__file__).parents[2]
 HALF_ROTATED = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
 FIGURE_NAMES = ("identity", "float32", "verify")
+PRECISIONS = [*product(FOLDED, [torch.float32]), *product(ONE_A_ROW, [torch.bfloat16])]
 FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
 
 
@@ -40,11 +42,7 @@ def test_every_model_type_is_folded_or_refused():
     assert sorted([*FAMILIES, *REFUSED]) == sorted(ARCHITECTURES)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, torch.float32) for case in FOLDED), *((case, torch.bfloat16) for case in ONE_A_ROW)],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "dtype"), PRECISIONS, ids=str)
 def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
     decoder, injection = drawn(case, dtype=dtype)
     export_hf(decoder, injection, tmp_path / "out")
@@ -66,21 +64,12 @@ def test_what_cannot_be_folded_says_why_and_what_else(case):
 @pytest.mark.parametrize(
     ("case", "overrides"),
     [
-        ("gpt2", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("mistral", {"tie_word_embeddings": True}),
+        *((case, {"tie_word_embeddings": True}) for case in ("llama", "mistral", "phi3", "qwen3")),
+        *((case, {"attention_bias": True}) for case in ("cohere", "granite", "helium")),
+        *(("gemma", {"tie_word_embeddings": False}), ("gpt_neox", {"attention_bias": False})),
+        *(("starcoder2", {"use_bias": False}), ("opt", {"enable_bias": False}), ("falcon", {"bias": True})),
+        *(("gpt2", {}), ("qwen2", {"num_key_value_heads": 1})),
         ("mistral", {"sliding_window": 1024}),  # as long as the context
-        ("gemma", {"tie_word_embeddings": False}),
-        ("phi3", {"tie_word_embeddings": True}),
-        ("helium", {"attention_bias": True}),
-        ("gpt_neox", {"attention_bias": False}),
-        ("starcoder2", {"use_bias": False}),
-        ("opt", {"enable_bias": False}),
-        ("falcon", {"bias": True}),
-        ("cohere", {"attention_bias": True}),
-        ("granite", {"attention_bias": True}),
-        ("qwen2", {"num_key_value_heads": 1}),
-        ("qwen3", {"tie_word_embeddings": True}),
         ("qwen3", {"attention_bias": True, "num_key_value_heads": 1, "hidden_size": 36}),
     ],
     ids=str,

@@ -11,17 +11,8 @@ from commands import run
 from export.cases import BEGUN, SHARED, TASK, decoder_of, drawn, injection_for, scaled, with_golden
 from export.test_export_server import expected, serving
 from fitting import one_line
-from i2cl.export import export_hf, fold, golden, make_golden, verify
-from i2cl.export.greedy import (
-    FORCE,
-    TEXTS,
-    beams_for,
-    compared_sequences,
-    forced_sequences,
-    search_whole,
-    searches,
-    shared_end,
-)
+from i2cl.export import export_hf, fold, golden, greedy, make_golden, verify
+from i2cl.export.greedy import FORCE, TEXTS, beams_for, compared_sequences, forced_sequences
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Template
 
@@ -160,8 +151,8 @@ def test_a_beam_for_each_label_finds_the_best_whole_one(labels):
     tail, result = (7, 8), set()
     assert beams_for(labels, tail) == len(labels)
     generation = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=0)
-    search_whole(generation, len(labels), labels, 0)
-    assert searches(generation, len(labels), labels)
+    greedy.search_whole(generation, len(labels), labels, 0)
+    assert greedy.searches(generation, len(labels), labels)
     pairs = compared_sequences(labels, tail)
     generation.sequence_bias = [[list(tokens), value] for tokens, value in pairs.items()]
     for seed in range(4):
@@ -184,13 +175,9 @@ def test_whether_beams_can_compare():
     assert beams_for([[5, 6], [6, 7]], (1,)) == 0  # 6 would end the second label
     assert beams_for([[5], [6]], (1,)) == 0  # one token each needs no search
     assert beams_for([[5, 100 + place] for place in range(65)], (1,)) == 0
-    assert compared_sequences([[5, 6], [5, 7, 8], [9]], (1, 2)) == {
-        (1, 2, 9): 3 * FORCE,
-        (1, 2, 5): FORCE,
-        (1, 2, 5, 6): 2 * FORCE,
-        (1, 2, 5, 7): FORCE,
-        (1, 2, 5, 7, 8): FORCE,
-    }
+    expected = dict.fromkeys([(1, 2, 5), (1, 2, 5, 7), (1, 2, 5, 7, 8)], FORCE)
+    expected |= {(1, 2, 9): 3 * FORCE, (1, 2, 5, 6): 2 * FORCE}
+    assert compared_sequences([[5, 6], [5, 7, 8], [9]], (1, 2)) == expected
 
 
 @pytest.mark.parametrize("change", [{"num_beams": 2}, {"length_penalty": 1.0}, {"eos_token_id": 0}, None])
@@ -202,22 +189,16 @@ def test_a_lost_search_or_bias_is_named(tmp_path, change):
 
 
 def test_the_bias_is_for_the_end_of_a_prompt_alone():
-    result = forced_sequences([[5, 6], [5, 7], [8]], (), (1, 2), 0)
-    assert result == {
-        (1, 2, 5): FORCE,
-        (1, 2, 5, 6): 2 * FORCE,
-        (1, 2, 5, 6, 0): 3 * FORCE,
-        (1, 2, 5, 7): 2 * FORCE,
-        (1, 2, 5, 7, 0): 3 * FORCE,
-        (1, 2, 8): FORCE,
-        (1, 2, 8, 0): 2 * FORCE,
-    }
+    expected = dict.fromkeys([(1, 2, 5), (1, 2, 8)], FORCE)
+    expected |= dict.fromkeys([(1, 2, 5, 6), (1, 2, 5, 7), (1, 2, 8, 0)], 2 * FORCE)
+    expected |= dict.fromkeys([(1, 2, 5, 6, 0), (1, 2, 5, 7, 0)], 3 * FORCE)
+    assert forced_sequences([[5, 6], [5, 7], [8]], (), (1, 2), 0) == expected
     assert forced_sequences([[5], [6]], (0.5, -1.0), (), None) == {(5,): 100.5, (6,): 99.0}
     again = forced_sequences([[5, 6, 5, 7], [5, 6, 8]], (), (), None)
     assert (again[(5, 6, 5)], again[(5, 6, 8)]) == (2 * FORCE, 3 * FORCE)  # 5 alone lifts 5 once more
     assert forced_sequences([[5, 0]], (), (), 0) == {(5,): FORCE, (5, 0): 2 * FORCE}
-    assert shared_end([(1, 2, 3, 4), (9, 3, 4), (5, 3, 4)]) == (3, 4)
-    assert shared_end([(1, 2), (1, 3)]) == ()
+    assert greedy.shared_end([(1, 2, 3, 4), (9, 3, 4), (5, 3, 4)]) == (3, 4)
+    assert greedy.shared_end([(1, 2), (1, 3)]) == ()
 
 
 def test_whole_labels_that_cannot_be_forced_right_are_told(tmp_path, said, monkeypatch):

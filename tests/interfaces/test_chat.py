@@ -13,9 +13,7 @@ CHAT = (
     "{% for one in messages %}<{{ one.role }}>\n{{ one.content }}</end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
-ROWS = [
-    (f"film {number} is {('bad', 'good')[number % 2]}", ("no", "yes")[number % 2]) for number in range(12)
-]
+ROWS = [(f"film {row} is {('bad', 'good')[row % 2]}", ("no", "yes")[row % 2]) for row in range(12)]
 SAY = "Is it good?"
 
 

@@ -15,7 +15,7 @@ import torch
 from fitting import one_line
 from i2cl import Decoder, Injection
 from processes import finished
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 import joblib
@@ -27,7 +27,6 @@ from sklearn.preprocessing import FunctionTransformer
 from i2cl.interfaces.sklearn import I2CLClassifier, shared
 from i2cl.methods import calibrating_method
 from interfaces.test_classifier import QUERIES, QUICK, TASK, X, Y, fitted, quick, reference
-from tiny import tiny_folder
 
 
 def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):
@@ -51,9 +50,7 @@ def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
     assert not {name for name, *_ in shared._ALIVE} & {str(folder) for folder in folders}
 
 
-def test_a_folder_of_that_name_does_not_hide_the_bundled_model_and_a_changed_one_is_loaded_anew(
-    tmp_path, monkeypatch
-):
+def test_no_folder_hides_the_bundled_model_and_a_changed_one_is_loaded_anew(tmp_path, monkeypatch):
     (tmp_path / "reference").mkdir()
     monkeypatch.chdir(tmp_path)
     assert shared.shared_decoder("reference").base.name == "reference"
@@ -121,8 +118,8 @@ def test_a_pickle_holds_no_weights(module):
 def test_a_pickle_works_in_a_fresh_process(tmp_path):
     joblib.dump(fitted(), tmp_path / "classifier")
     program = (
-        "import joblib, sys; found = joblib.load(sys.argv[1]); "
-        "assert 'model' in repr(found); print(*found.predict(sys.argv[2:]))"
+        "import joblib, sys; loaded = joblib.load(sys.argv[1]); "
+        "assert 'model' in repr(loaded); print(*loaded.predict(sys.argv[2:]))"
     )
     code, message, errors = finished(program, tmp_path / "classifier", *QUERIES)
     assert code == 0, errors

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import product
 
 import pytest
 
@@ -60,9 +61,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "encoding"), [("predict", "cp1252"), *((name, "ascii") for name in COMMANDS)]
-)
+@pytest.mark.parametrize(("command", "encoding"), [("predict", "cp1252"), *product(COMMANDS, ["ascii"])])
 def test_what_a_terminal_cannot_show_is_escaped(narrow, home, tmp_path, command, encoding):
     places = {"{home}": str(home), "{new}": str(tmp_path / "new")}
     words = COMMANDS[command]

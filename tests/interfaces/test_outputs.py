@@ -201,16 +201,9 @@ def test_what_is_kept_comes_before_the_answer_and_csv_on_a_pipe_is_lines_of_its_
 @pytest.mark.parametrize(
     ("name", "named", "as_json", "kind"),
     [
-        ("a.csv", None, False, "csv"),
-        ("a.TSV", None, False, "tsv"),
-        ("a.jsonl", None, True, "jsonl"),
-        ("a.parquet", None, False, "parquet"),
-        ("a.parquet", "tsv", False, "tsv"),
-        ("a.txt", None, False, "tsv"),
-        ("a.txt", None, True, "jsonl"),
-        ("a.csv", "jsonl", True, "jsonl"),
-        (None, "csv", False, "csv"),
-        (None, None, True, "jsonl"),
+        *((f"a.{kind}", None, kind == "jsonl", kind.lower()) for kind in ("csv", "CSV", "jsonl", "parquet")),
+        *(("a.txt", None, False, "tsv"), ("a.txt", None, True, "jsonl"), (None, None, True, "jsonl")),
+        *(("a.parquet", "tsv", False, "tsv"), ("a.csv", "jsonl", True, "jsonl"), (None, "csv", False, "csv")),
     ],
 )
 def test_the_format_is_that_of_the_ending_unless_one_is_named(tmp_path, name, named, as_json, kind):

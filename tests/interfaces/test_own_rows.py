@@ -110,10 +110,8 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
 def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", lambda *_: pytest.fail("the model was read"))
     path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(6000)])
-    message = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
-    assert (
-        "6000 examples are more than the 4096 that anchored calibration takes: give fewer of each" in message
-    )
+    err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
+    assert "6000 examples are more than the 4096 that anchored calibration takes: give fewer of each" in err
     path = write(tmp_path / "labels.csv", [(f"text {row}", f"label {row}") for row in range(5000)])
     message = refused("fit", "reference", path, "-o", tmp_path / "new")
     assert "they have 5000 labels, all of which sentence_embeddings takes (i2cl eval)" in message

@@ -17,7 +17,7 @@ from tiny import PATHS, WINDOW, tiny_model, tiny_tokenizer
 peft = pytest.importorskip("peft", reason="peft is an extra")
 LoraLayer, IA3Layer = peft.tuners.lora.LoraLayer, peft.tuners.ia3.layer.IA3Layer
 
-NAMES = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
+NUMBERS = {"lora": 2 * 8 * 112, "ia3": 2 * (32 + 16 + 48), "prompt_tuning": 32, "prefix_tuning": 2 * 2 * 16}
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 MANY_WORDS = ("a film", "a mess", "so-so")
 
@@ -57,7 +57,7 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
     ],
     ids=["first", "whole", "words", "weights"],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monkeypatch):
     decoder, task = made("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
     texts, gold = zip(*SHOWN, strict=True)
@@ -92,19 +92,10 @@ def test_word_weights_take_words_and_the_loss_among_labels(films, demonstrations
         one_line(error, fit, "lora", made("llama"), films, demonstrations, word_weights=True, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("prompt_tuning", 32),
-        ("prefix_tuning", 2 * 2 * 16),
-        ("lora", 2 * 8 * 112),
-        ("ia3", 2 * (32 + 16 + 48)),
-    ],
-)
-def test_trained_numbers_of_adapters(name, count, films, demonstrations):
-    predictor = fit(name, made("llama"), films, demonstrations, epochs=1)
-    assert predictor.cost.trained == predictor.cost.cached_values == count
-    assert predictor.cost.cached_bytes == 4 * count
+@pytest.mark.parametrize("name", NUMBERS)
+def test_trained_numbers_of_adapters(name, films, demonstrations):
+    cost = fit(name, made("llama"), films, demonstrations, epochs=1).cost
+    assert cost.trained == cost.cached_values == cost.cached_bytes / 4 == NUMBERS[name]
 
 
 def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
@@ -169,7 +160,7 @@ def test_a_start_has_tokens_and_all_layers_keep_them(films, demonstrations):
     one_line(error, fit, "prefix_tuning", decoder, films, demonstrations, **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_a_users_hooks_checkpointing_and_random_numbers_stay(name, films, demonstrations):
     """For a model under gradient checkpointing PEFT would put one more hook on the embedding a call."""
     decoder = made("llama")
@@ -239,9 +230,8 @@ def test_the_identity_waits_for_an_adapter_to_come_off():
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
 def test_virtual_tokens_take_their_share_of_learned_positions(films, name):
     decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
-    (method,) = make_methods([name], {"epochs": 1, "virtual_tokens": 7})
     shots = [Example("a dull film " * 40, 0), Example("warm " * 40, 1)]
     with pytest.warns(TruncationWarning, match="41 tokens of context"):
-        predictor = method.fit(decoder, films, shots, 0)
+        predictor = fit(name, decoder, films, shots, epochs=1, virtual_tokens=7)
     with pytest.warns(TruncationWarning):
         assert predictor.scores(["a dull film " * 40]).isfinite().all()

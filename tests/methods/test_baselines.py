@@ -205,10 +205,9 @@ def test_icv_runs_no_label_at_a_rows_first_place(special, front, films, demonstr
 
 
 def test_icv_adds_nothing_where_the_tokenizer_puts_a_token_in_front(films, demonstrations):
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
+    tokenizer, special = tiny_tokenizer(), [("<|endoftext|>", 0)]
+    fronting = processors.TemplateProcessing("<|endoftext|> $A", None, special)
+    tokenizer.backend_tokenizer.post_processor = fronting
     bare, fronted = made("gpt2"), Decoder(tiny_model("gpt2"), tokenizer)
     assert fronted.encoder.front == (0,)
     both = [directions(one, films, demonstrations) for one in (fronted, bare)]
@@ -260,9 +259,7 @@ def test_calibrations_divide_by_a_prior(below, films, demonstrations):
 
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot"])
-def test_a_label_prior_is_the_mean_over_unlabelled_texts_and_serves_single_queries(
-    below, films, demonstrations
-):
+def test_a_label_prior_is_the_mean_over_unlabelled_texts_and_serves_one_query(below, films, demonstrations):
     decoder = made("llama")
     plain = fit(below, decoder, films, demonstrations)
     result = fit(f"{below}+label_prior", decoder, films, demonstrations)

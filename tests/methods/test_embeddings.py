@@ -28,9 +28,7 @@ def vectors(folder, texts):
     """Mean states of each text's tokens, of unit length."""
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        result = [
-            model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts
-        ]
+        result = [model(**tokenizer(one, return_tensors="pt")).last_hidden_state[0].mean(0) for one in texts]
     return torch.nn.functional.normalize(torch.stack(result), dim=-1).numpy()
 
 
@@ -66,12 +64,11 @@ def test_a_label_without_demonstrations_and_what_cannot_be_fitted_to(name, task,
 @needs_encoders
 @without_setfit
 def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
-    plain = fit("sentence_embeddings", made("llama"), task, task.sample(5), encoder=encoder)
+    given = made("llama"), task, task.sample(5)
+    plain = fit("sentence_embeddings", *given, encoder=encoder)
     before = plain.scores(TEXTS)
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
-    first, again, other = (
-        fit("setfit", made("llama"), task, task.sample(5), seed=seed, encoder=encoder) for seed in (1, 1, 2)
-    )
+    first, again, other = (fit("setfit", *given, seed=seed, encoder=encoder) for seed in (1, 1, 2))
     assert random.getstate() == states[0]
     assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), states[2])

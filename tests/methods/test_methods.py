@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox":
 LAYERS, WIDTH = 2, 32
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+FINITE = (("linear_probe", "probe_c"), ("anchored", "tolerance"), ("icv", "strength"))
+ENDLESS = [*product(FINITE, ("inf", float("inf")))]  # which JSON cannot hold
 
 
 def plain(decoder, task, texts, shown="", *, full=False):
@@ -72,10 +75,8 @@ def test_labels_are_told_by_their_words_where_that_is_asked(name, demonstrations
     decoder, options = made("llama"), {"epochs": 0, "loss": "labels"} if name == "lora" else {}
     predictor = fit(name, decoder, task, demonstrations, scoring="words", **options)
     below = fit("few_shot" if name == "few_shot" else "zero_shot", decoder, task, demonstrations)
-    labels = Questions(decoder, task, "words").labels
-    torch.testing.assert_close(
-        predictor.scores(TEXTS), labels.scores(below.distributions(TEXTS)), atol=1e-4, rtol=1e-4
-    )
+    expected = Questions(decoder, task, "words").labels.scores(below.distributions(TEXTS))
+    torch.testing.assert_close(predictor.scores(TEXTS), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -94,9 +95,7 @@ def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, 
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.parametrize(
-    "options", [{}, {"formula": "add"}, {"writers": "mha", "positions": "last"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"formula": "add"}, {"writers": "mha", "positions": "last"}])
 def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonstrations, options):
     decoder = made(model_type)
     predictor = fit("i2cl", decoder, films, demonstrations, seed=3, epochs="2", **options)
@@ -213,9 +212,7 @@ def rows(task):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_scores_each_text_by_itself_repeats_itself_and_leaves_the_model_as_found(
-    name, decoder, rows, contract
-):
+def test_every_method_scores_texts_alone_repeats_itself_and_leaves_the_model(name, decoder, rows, contract):
     model, texts = decoder.model, [query.text for query in rows.queries(5)]
     model.train()
     model.model.layers[0].eval()
@@ -271,6 +268,7 @@ def test_methods_are_made_by_name_with_the_options_they_know():
         (["lora"], {"loss": "words"}, "option loss='words': Input should be 'vocabulary' or 'labels'"),
         (["anchored"], {"loss": "labels"}, "no chosen method has the option 'loss'"),
         (["i2cl+zero_shot"], {}, "'zero_shot' cannot stand on 'i2cl'"),
+        *(([name], {key: inf}, f"option {key}='?inf'?: .*finite number") for (name, key), inf in ENDLESS),
     ],
 )
 def test_wrong_names_and_options(names, options, message):
@@ -291,15 +289,6 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
     assert lora == make_methods(["lora"])[0]
     for result in (i2cl, noise.below):
         assert result.calibration == CalibrationConfig(**recipe)
-
-
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [("linear_probe", "probe_c"), ("anchored", "tolerance"), ("icv", "strength")],
-)
-@pytest.mark.parametrize("value", ["inf", float("inf")])
-def test_an_option_that_json_cannot_hold_is_refused(name, option, value):
-    one_line(f"option {option}='?inf'?: .*finite number", make_methods, [name], {option: value})
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])

@@ -23,9 +23,7 @@ def query(text):
 
 def with_special_tokens(single):
     tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=single, special_tokens=[("<|endoftext|>", 0)]
-    )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single, None, [("<|endoftext|>", 0)])
     return tokenizer
 
 

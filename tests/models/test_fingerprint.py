@@ -12,17 +12,11 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, PreTrainedTokenize
 from fitting import one_line
 from i2cl.models import fingerprint
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import (
-    ModelIdentity,
-    tensors_fingerprint,
-    tokenizer_fingerprint,
-    told_config,
-    weights_fingerprint,
-)
+from i2cl.models.fingerprint import tensors_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
-BASE = ModelIdentity("here", None, "llama", 2, 32, "aa", "bb", config={"eps": 1e-6, "theta": 1e4})
+BASE = fingerprint.ModelIdentity("here", None, "llama", 2, 32, "aa", "bb", config={"eps": 1e-6, "theta": 1e4})
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -122,11 +116,10 @@ def test_neither_the_size_of_parts_nor_the_order_in_memory_changes_it(monkeypatc
 
 
 SCORES = "e_score_correction_bias"
+BUFFERS = {"deepseek_v3": SCORES, "minimax_m2": SCORES, "llama": "inv_freq"}
 
 
-@pytest.mark.parametrize(
-    ("case", "buffer"), [("deepseek_v3", SCORES), ("minimax_m2", SCORES), ("llama", "inv_freq")]
-)
+@pytest.mark.parametrize(("case", "buffer"), BUFFERS.items())
 def test_buffers_count_where_checkpoints_hold_them(case, buffer):
     model = tiny_model(case)
     before = weights_fingerprint(model)
@@ -162,22 +155,22 @@ def test_what_changes_results_counts(case, field, value):
 
 def test_what_does_not_change_results_does_not_count():
     model = tiny_model("llama")
-    before = told_config(model.config)
+    before = fingerprint.told_config(model.config)
     changes = {"use_cache": False, "pad_token_id": 3, "eos_token_id": [1, 2], "attention_dropout": 0.5}
     for field, value in changes.items():
         setattr(model.config, field, value)
     model.config.name_or_path = "elsewhere"
     model.config.architectures = ["Other"]
     model.set_attn_implementation("eager")
-    assert told_config(model.to(torch.bfloat16).config) == before
+    assert fingerprint.told_config(model.to(torch.bfloat16).config) == before
 
 
 @pytest.mark.parametrize("case", ["dbrx", "mpt", "granitemoehybrid", "llama4_text"])
 def test_a_configuration_survives_files(case, tmp_path):
     config = tiny_model(case).config
     config.save_pretrained(tmp_path)
-    message = told_config(config)
-    assert message == told_config(type(config).from_pretrained(tmp_path))
+    message = fingerprint.told_config(config)
+    assert message == fingerprint.told_config(type(config).from_pretrained(tmp_path))
     assert message == json.loads(json.dumps(message, allow_nan=False))
     assert not any("dropout" in field or field.endswith("pdrop") for field in str(message).split("'"))
 
@@ -251,5 +244,5 @@ def test_name_revision_and_a_field_that_one_version_of_transformers_lacks_do_not
 
 @pytest.mark.parametrize("fields", [{}, BASE.to_dict() | {"extra": 1}, BASE.to_dict() | {"config": 3}])
 def test_a_dictionary_makes_it_again_and_wrong_fields_are_refused(fields):
-    assert ModelIdentity.from_dict(json.loads(json.dumps(BASE.to_dict()))) == BASE
-    one_line("base_model entry is malformed", ModelIdentity.from_dict, fields)
+    assert fingerprint.ModelIdentity.from_dict(json.loads(json.dumps(BASE.to_dict()))) == BASE
+    one_line("base_model entry is malformed", fingerprint.ModelIdentity.from_dict, fields)

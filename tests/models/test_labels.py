@@ -18,10 +18,8 @@ from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 LABELS = ("positive", "negative")
-WORDS = (
-    *("hate", "not", "spam", "New", "York", "a", "b", "of"),
-    *("good", "bad", "7", "film", "film.", "New-York", "spammy"),
-)
+WORDS = ("hate", "not", "spam", "New", "York", "a", "b", "of")
+WORDS += ("good", "bad", "7", "film", "film.", "New-York", "spammy")
 
 
 def random_labels(seed):

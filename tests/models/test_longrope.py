@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fitting import log_probability, one_line
+from fitting import fit, log_probability, one_line
 from i2cl import CalibrationConfig, Decoder, Example, InjectionPool, Task, Template, calibrate, calibrate_many
 from i2cl.core.context import extract
-from i2cl.methods import adapters, make_methods
+from i2cl.methods import adapters
 from i2cl.models.batching import rope_limits
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import score
@@ -54,9 +54,7 @@ def test_a_query_is_scored_as_if_alone_cached_or_not(decoder, cached, full):
 
 def test_few_shot_is_the_same_cached_or_not_and_a_vector_is_the_mean_of_those_alone(decoder):
     task = replace(FILMS, train=tuple(SHOWN))
-    cached, uncached = (
-        method.fit(decoder, task, SHOWN[:1], 0) for method in make_methods(["few_shot", "few_shot_uncached"])
-    )
+    cached, uncached = (fit(name, decoder, task, SHOWN[:1]) for name in ("few_shot", "few_shot_uncached"))
     assert len(cached.prefix.ids) < LIMIT
     texts = ["dull", "dull " * 5, "a warm film " * 9]
     torch.testing.assert_close(cached.scores(texts), uncached.scores(texts), **SAME)
@@ -130,8 +128,7 @@ def test_an_adapters_loss_and_scores_are_those_alone(decoder, monkeypatch, name,
         losses.extend(loss(rows).item() for rows in [every, *([row] for row in every)])
 
     monkeypatch.setattr(adapters, "train", record)
-    (method,) = make_methods([name], options)
-    predictor = method.fit(decoder, FILMS, SHOWN, 0)
+    predictor = fit(name, decoder, FILMS, SHOWN, **options)
     assert losses[0] == pytest.approx(sum(losses[1:]) / len(SHOWN), abs=1e-5)
     texts = [example.text for example in SHOWN]
     alone = torch.cat([predictor.scores([text]) for text in texts])

@@ -85,9 +85,7 @@ def test_float16_of_a_checkpoint_has_its_fingerprint(model_type, tmp_path):
     assert (half.base.dtype, half.base.quantization) == ("float16", None)
 
 
-def test_weights_that_files_name_differently_or_changed_in_memory_are_told_by_memory(
-    checkpoint, plain, tmp_path
-):
+def test_weights_named_otherwise_or_changed_in_memory_are_told_by_memory(checkpoint, plain, tmp_path):
     folder = saved(tmp_path, "mixtral")  # one tensor an expert on disk, one for all in memory
     half = Decoder.from_pretrained(folder, dtype="float16")
     assert half.base.weights != Decoder.from_pretrained(folder).base.weights
@@ -137,16 +135,13 @@ def decoded(decoder, checkpoint):
     return copy
 
 
-def test_quantized_weights_have_their_checkpoints_fingerprint_and_no_others(
-    checkpoint, quantized, plain, tmp_path
-):
+def test_codes_have_their_checkpoints_fingerprint_and_no_others(checkpoint, quantized, plain, tmp_path):
     assert quantized.base.weights == plain.base.weights
     assert quantized.base.quantization in {"bitsandbytes 8bit", "bitsandbytes 4bit"}
     assert plain.base.quantization is None
     bits = quantized.base.quantization.split()[-1]
-    other, foreign = (
-        Decoder.from_pretrained(saved(tmp_path / name, seed=1, **WIDE), quantization=bits) for name in "ab"
-    )
+    folders = [saved(tmp_path / name, seed=1, **WIDE) for name in "ab"]
+    other, foreign = (Decoder.from_pretrained(folder, quantization=bits) for folder in folders)
     assert other.base.weights != plain.base.weights
     foreign.model.name_or_path = plain.model.name_or_path
     assert foreign.base.weights != plain.base.weights

@@ -63,9 +63,7 @@ def kind(full):
 
 @pytest.mark.parametrize(("budget", "side"), [(1, "left"), (40, "right"), (10**6, "left")])
 @pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
-def test_scores_are_those_of_the_plain_model_whatever_the_padding_side_and_the_batches(
-    case, side, budget, full
-):
+def test_scores_are_the_plain_models_whatever_the_padding_side_and_the_batches(case, side, budget, full):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
     decoder = Decoder(decoder_of(case).model, tokenizer, token_budget=budget)
@@ -101,10 +99,10 @@ def drawn_edit(decoder, *pair, **options):
     return LinearEdit(values, torch.tensor(pair).expand(decoder.layers, 2, 2), **options)
 
 
-@pytest.mark.parametrize(
-    ("case", "positions"),
-    [*product(CASES, [None]), *product(sorted({*PATHS, *NO_FORKS, *SLIDING}), ["all", "last"])],
-)
+EDITED = [*product(CASES, [None]), *product(sorted({*PATHS, *NO_FORKS, *SLIDING}), ["all", "last"])]
+
+
+@pytest.mark.parametrize(("case", "positions"), EDITED)
 def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
     model_type, variant = CASES[case]
     wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}

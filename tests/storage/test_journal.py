@@ -26,14 +26,10 @@ def test_lines_are_added_and_counted(tmp_path):
 @pytest.mark.parametrize(
     ("there", "options", "kept", "left"),
     [
-        (b"1\n2\n3", {}, 2, b"1\n2\n"),
-        (b"1", {}, 0, b""),
-        (b"1\n\r2\xff\n", {}, 2, b"1\n\r2\xff\n"),
-        (b"1\n2\n3\n", {"group": 2}, 2, b"1\n2\n"),
-        (b"1\n2\n", {"group": 0}, 0, b""),
+        *((b"1\n2\n3", {}, 2, b"1\n2\n"), (b"1", {}, 0, b""), (b"1\n\r2\xff\n", {}, 2, b"1\n\r2\xff\n")),
+        *((b"1\n2\n3\n", {"group": 2}, 2, b"1\n2\n"), (b"1\n2\n", {"group": 0}, 0, b"")),
         (b"h\n1\n2", {"header": b"h\n"}, 1, b"h\n1\n"),
-        (b"h\n", {"header": b"h\n"}, 0, b""),
-        (b"h", {"header": b"h\n"}, 0, b""),
+        *((there, {"header": b"h\n"}, 0, b"") for there in (b"h\n", b"h")),
     ],
 )
 def test_what_a_kill_tore_is_cut_off(tmp_path, there, options, kept, left):

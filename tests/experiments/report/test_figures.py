@@ -246,9 +246,7 @@ def test_matrix_is_accuracy_minus_zero_shot():
 
 
 def test_matrix_signs_cells_that_were_not_run_and_only_what_is_readable():
-    result = results(
-        ZERO, MOVED, seeds=1, keep=lambda cell: cell.sources != ("news",) or cell.task != "films"
-    )
+    result = results(ZERO, MOVED, seeds=1, keep=lambda one: one.sources != ("news",) or one.task != "films")
     worse = {("zero_shot", "films"): 0.6, ("zero_shot", "news"): 0.99}
     keys = [(one.cell.method, one.cell.task) for one in result.cells]
     pairs = zip(keys, result.cells, strict=True)

@@ -43,9 +43,8 @@ def test_texts_are_classified_in_every_shape(client, service):
     assert (reply.status_code, reply.headers["X-Task-Digest"]) == (200, entry.digest)
     assert expected.keys() == {"id", "object", "created", "model", "labels", "data", "usage"}
     assert (expected["object"], expected["labels"]) == ("list", list(entry.labels))
-    torch.testing.assert_close(
-        torch.tensor([one["probs"] for one in expected["data"]]), right, rtol=0, atol=1e-5
-    )
+    probabilities = torch.tensor([one["probs"] for one in expected["data"]])
+    torch.testing.assert_close(probabilities, right, rtol=0, atol=1e-5)
     assert [one["label"] for one in expected["data"]] == injection.predict(service.decoder, list(TEXTS))
     assert [one["index"] for one in expected["data"]] == [*range(len(TEXTS))]
     assert {one["num_classes"] for one in expected["data"]} == {2}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from i2cl import AnchoredConfig, InjectionPool, Template
+from i2cl import InjectionPool, Template
 from i2cl.interfaces.server.batcher import Batcher, FitStoppedError
 from i2cl.interfaces.server.fits import SharedDecoder
 from i2cl.interfaces.server.task_store import TaskStore
@@ -239,9 +239,7 @@ def test_rows_that_cannot_run_take_no_others_with_them(filled, held, monkeypatch
     assert batcher.waiting == 0
 
 
-@pytest.mark.parametrize(
-    "method", [Anchored(anchoring=AnchoredConfig(steps=1)), I2CL.configured({"epochs": 2})]
-)
+@pytest.mark.parametrize("method", [Anchored.configured({"steps": 1}), I2CL.configured({"epochs": 2})])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(filled, decoder, task, held, method, whole):
     """Every answer brings the next request, so that one waits at each of the fit's pauses."""

@@ -123,10 +123,8 @@ def ended(connection):
 
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-POST = (
-    GET[:-2].replace(b"GET /healthz", b"POST /v1/classify")
-    + b"Content-Length: 9\r\nContent-Type: text/plain\r\n\r\n"
-)
+POST = GET[:-2].replace(b"GET /healthz", b"POST /v1/classify")
+POST += b"Content-Length: 9\r\nContent-Type: text/plain\r\n\r\n"
 
 
 class Connection:

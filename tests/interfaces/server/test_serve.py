@@ -52,12 +52,9 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     assert asyncio.run(AsyncClient(url).classify("mood", texts)) == result
     assert result[0].digest == client.tasks()[0]["digest"]
     assert sum(result[0].probabilities.values()) == pytest.approx(1)
-    for wrong, code in (
-        (lambda: client.classify("none", texts), 404),
-        (lambda: client.fit("x", [], ""), 422),
-    ):
+    for call, code in ((lambda: client.classify("none", texts), 404), (lambda: client.fit("x", [], ""), 422)):
         with pytest.raises(ServerError, match=": ") as refused:
-            wrong()
+            call()
         assert refused.value.status == code
     line = client.batch([{"input": text} for text in texts], "mood")
     client.wait(line)

@@ -74,9 +74,7 @@ def test_what_was_not_used_for_longest_leaves_the_device_and_comes_back(opened_f
 
 
 @pytest.mark.parametrize("at", ["synced", "replaced_file"])
-def test_an_end_before_the_acknowledgement_leaves_all_as_it_was(
-    opened_folder, decoder, tmp_path, monkeypatch, at
-):
+def test_an_end_before_the_reply_leaves_all_as_it_was(opened_folder, decoder, tmp_path, monkeypatch, at):
     folder = opened_folder()
     folder.put("a", made(decoder, 0))
     before = files(tmp_path / "tasks")
@@ -91,12 +89,10 @@ def test_an_end_before_the_acknowledgement_leaves_all_as_it_was(
 
 
 def test_it_is_synced_before_it_has_its_name(folder, decoder, tmp_path, monkeypatch):
-    order = []
-    rename = type(tmp_path).rename
+    order, path = [], type(tmp_path)
+    rename = path.rename
     monkeypatch.setattr(atomic.os, "fsync", lambda handle: order.append("sync"))
-    monkeypatch.setattr(
-        type(tmp_path), "rename", lambda self, to: (order.append("rename"), rename(self, to))[1]
-    )
+    monkeypatch.setattr(path, "rename", lambda *at: (order.append("rename"), rename(*at))[1])
     folder.put("a", made(decoder, 0))
     last = len(order) - 1 - order[::-1].index("rename")
     assert order[:last].count("sync") >= 3
@@ -130,9 +126,7 @@ def test_an_artefact_of_another_model_is_refused(folder, decoder, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"name": "a"}'])
-def test_a_name_that_cannot_be_read_is_left_with_its_version(
-    opened_folder, decoder, tmp_path, content, caplog
-):
+def test_an_unreadable_name_is_left_with_its_version(opened_folder, decoder, tmp_path, content, caplog):
     folder = opened_folder()
     spoiled, whole = (folder.put(name, made(decoder, number)) for number, name in enumerate("ab"))
     folder._alias("a").write_bytes(content)
@@ -148,9 +142,7 @@ def test_a_name_that_cannot_be_read_is_left_with_its_version(
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_one_version_answers_however_often_a_task_is_replaced_meanwhile(
-    folder, opened_folder, decoder, monkeypatch, read_only
-):
+def test_one_version_answers_however_often_replaced(folder, opened_folder, decoder, monkeypatch, read_only):
     """Each time that a version was looked up it has gone when it is read, but for the last."""
     folder.put("a", made(decoder, 0))
     asking = opened_folder(read_only=True) if read_only else folder
@@ -190,9 +182,7 @@ def test_what_the_disk_refuses_is_the_servers_fault_and_names_no_path(
     assert service.jobs.all() == []
 
 
-def test_a_version_that_is_damaged_or_of_another_model_is_the_servers_fault(
-    service, asking, decoder, tmp_path, monkeypatch
-):
+def test_a_damaged_or_foreign_version_is_the_servers_fault(service, asking, decoder, tmp_path, monkeypatch):
     client = asking(service)
     body = {"model": "a", "input": TEXTS[0]}
     entry = service.tasks.put("a", made(decoder, 0))

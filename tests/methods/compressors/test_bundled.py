@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import i2cl.methods.compressors.base as shared
+from fitting import fit
 from i2cl import Decoder, evaluate, load_task, make_methods
 from i2cl.tasks.corpus import TASKS
 
@@ -39,8 +40,7 @@ def test_a_few_steps_make_a_compressor_that_is_used(kind, script, decoder, tmp_p
     monkeypatch.setattr(shared, "BUNDLED", tmp_path)
     fresh = Decoder.from_pretrained("reference", device="cpu")
     task = load_task("mood-colour-1")
-    (method,) = make_methods([kind])
-    predictor = method.fit(fresh, task, task.sample(2, 0), 0)
+    predictor = fit(kind, fresh, task, task.sample(2, 0))
     assert torch.isfinite(predictor.scores([one.text for one in task.test[:4]])).all()
     assert all(torch.equal(one, weights[name]) for name, one in fresh.model.state_dict().items())
     trained = {name: one.float() for name, one in shared.bundled(fresh, kind).tensors.items()}
@@ -64,8 +64,6 @@ def test_what_is_bundled_is_of_this_model_and_knows_a_task_it_has_seen(path, dec
     assert sum(one.stat().st_size for one in shared.BUNDLED.iterdir()) < 3_000_000
     task = load_task("mood-colour-2")
     assert task.name in record["tasks"]
-    compressed, bare = (
-        evaluate(decoder, task, method, limit=60).accuracy
-        for method in make_methods([path.stem, "zero_shot"])
-    )
+    methods = make_methods([path.stem, "zero_shot"])
+    compressed, bare = (evaluate(decoder, task, method, limit=60).accuracy for method in methods)
     assert compressed > bare + 0.2
