@@ -95,10 +95,9 @@ class ContextVector:
         """
         shares = torch.tensor([1.0] * len(vectors) if weights is None else list(weights), dtype=torch.float64)
         if len(shares) != len(vectors) or not (shares >= 0).all() or not 0 < shares.sum() < torch.inf:
+            what = f"weights {shares.tolist()} make no mean of {len(vectors)} context vector(s)"
             cure = "give at least one vector, and one weight each, at least 0 and not all 0"
-            raise I2CLError(
-                f"weights {shares.tolist()} make no mean of {len(vectors)} context vector(s): {cure}"
-            )
+            raise I2CLError(f"{what}: {cure}")
         base, first = _common_base(vectors), vectors[0]
         kinds = [f"{one.config.writers} {tuple(one.values.shape)}" for one in vectors]
         if other := next((kind for kind in kinds if kind != kinds[0]), None):

@@ -162,9 +162,8 @@ class NoisyEdit(Edit):
 def draw_together(
     generators: Sequence[torch.Generator], alone: Sequence[Batch], shared: Batch, lengths: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
-    """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone. Each run
-    would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in tokens.
-    Padding gets 0.
+    """Gaussian numbers for a batch that several runs share: each gets those it would draw for its batch of
+    ``alone``. ``shared`` has their queries run by run, of these lengths in tokens. Padding gets 0.
     """
     sizes, rest = [one.input_ids.numel() for one in alone], iter(lengths)
     runs = zip(accumulate([0, *sizes]), alone, strict=False)
