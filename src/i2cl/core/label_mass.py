@@ -114,7 +114,9 @@ class _Ending(Edit):
         self.last = decoder.layers - 1
         self.states = states
 
-    def output(self, layer: int, _index: int, output: States, _batch: Batch) -> States | None:
+    def output(
+        self, layer: int, _index: int, output: Float[Tensor, "rows 1 d"], _batch: Batch
+    ) -> Float[Tensor, "rows 1 d"] | None:
         """The states, at the last block."""
         return self.states[:, None].to(output.device, output.dtype) if layer == self.last else None
 

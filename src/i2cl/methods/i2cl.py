@@ -206,9 +206,7 @@ class I2CLCorrupted(I2CL):
 
 @dataclass(frozen=True)
 class I2CLOverICL(InjectionMethod):
-    """Injects at every token, demonstrations included; their injected keys and values are cached once.
-    Source: paper, appendix "Apply I2CL over ICL".
-    """
+    """Injects at every token, cached demonstrations too. Source: paper, appendix "Apply I2CL over ICL"."""
 
     name: ClassVar[str] = "i2cl_over_icl"
     summary: ClassVar[str] = "I2CL with the demonstrations still in the prompt"
