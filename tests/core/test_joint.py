@@ -113,7 +113,7 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, 
     groups = []
     make = CalibrationLoss.__init__
     monkeypatch.setattr(
-        CalibrationLoss, "__init__", lambda self, *at: groups.append(len(at[1])) or make(self, *at)
+        CalibrationLoss, "__init__", lambda self, *at: groups.append(len(at[0])) or make(self, *at)
     )
     decoder = made("llama")
     decoder.token_budget = budget
