@@ -111,7 +111,7 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, 
     runs = [*RUNS[:2], (moods, shots(5, 4, "dull"), 2), (grades, shots(5, 2, "a novel of many pages"), 5)]
     config = QUIET.model_copy(update={"noise": 0.05, "loss": "labels"})
     groups, make = [], CalibrationLoss.__init__
-    monkeypatch.setattr(CalibrationLoss, "__init__", lambda *at: groups.append(len(at[2])) or make(*at))
+    monkeypatch.setattr(CalibrationLoss, "__init__", lambda *at: groups.append(len(at[1])) or make(*at))
     decoder = made("llama")
     decoder.token_budget = budget
     together, alone = both(decoder, config, runs=runs)

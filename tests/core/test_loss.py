@@ -71,7 +71,7 @@ def test_gradients_are_those_by_hand(monkeypatch, case, task, packed):
     active = config.active(decoder.layers, "both")
     coefficients = Coefficients(config, active, [None], decoder.device)
     with decoder.frozen():
-        loss = CalibrationLoss(decoder, [run], config, coefficients)(range(len(SHOTS)))
+        loss = CalibrationLoss([run], config, coefficients)(range(len(SHOTS)))
         loss.sum().backward()
     first = torch.tensor([0.1, 1.0]).repeat(decoder.layers, 2, 1).requires_grad_()
     wanted = by_hand(decoder, task, context.values, first)

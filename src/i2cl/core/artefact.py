@@ -64,9 +64,8 @@ class Stored(pydantic.BaseModel):
         shape = (base.layers, len(SITES[self.extraction.writers]), base.d_model)
         if values.shape != shape or coefficients.shape != (*shape[:2], 2):
             shapes = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
-            raise I2CLError(
-                f"{TENSORS} holds shapes {shapes}, {shape} and {(*shape[:2], 2)} are described: fit it again"
-            )
+            other = f"{shape} and {(*shape[:2], 2)} are described"
+            raise I2CLError(f"{TENSORS} holds shapes {shapes}, {other}: fit it again")
         for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
@@ -92,12 +91,9 @@ def write(
     tensors: Mapping[str, Tensor],
     description: Mapping[str, Any],
     name: str,
-    *,
     shared: bool = False,
 ) -> None:
-    """Write the three files. If shared, the base model's local path is shortened: it is nobody else's
-    business. Raises I2CLError if the description is none that `read` takes.
-    """
+    """Write the files; shared ones tell no local path. Raises I2CLError on what `read` does not take."""
     try:
         Stored.model_validate(description)
     except pydantic.ValidationError as error:

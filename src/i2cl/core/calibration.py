@@ -66,7 +66,7 @@ def calibrate(
     config = config or CalibrationConfig()
     questions = Questions(decoder, task, scoring)
     run = CalibrationRun(questions, tuple(demonstrations), context, seed, start, batches, prompt)
-    return _fitted(decoder, [run], config, progress)[0]
+    return _fitted([run], config, progress)[0]
 
 
 def calibrate_many(
@@ -108,20 +108,20 @@ def calibrate_many(
         CalibrationRun(Questions(decoder, task, scoring), tuple(shown), context, seed)
         for task, shown, context, seed in zip(tasks, demonstrations, contexts, seeds, strict=True)
     ]
-    return _fitted(decoder, runs, config or CalibrationConfig(), progress)
+    return _fitted(runs, config or CalibrationConfig(), progress)
 
 
 def _fitted(
-    decoder: Decoder, runs: Sequence[CalibrationRun], config: CalibrationConfig, progress: StepProgress | None
+    runs: Sequence[CalibrationRun], config: CalibrationConfig, progress: StepProgress | None
 ) -> list[Injection]:
     for run in runs:
         run.require_fit(config)
     injections: dict[int, Injection] = {}
-    waiting = _groups(runs, config, decoder.token_budget)
+    waiting = _groups(runs, config)
     while waiting:
         places = waiting.pop(0)
         try:
-            fitted = _fit(decoder, [runs[one] for one in places], config, progress)
+            fitted = _fit([runs[one] for one in places], config, progress)
             injections |= zip(places, fitted, strict=True)
             continue
         except RuntimeError as error:
@@ -131,7 +131,7 @@ def _fitted(
     return [injections[place] for place in range(len(runs))]
 
 
-def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig, budget: int) -> list[list[int]]:
+def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig) -> list[list[int]]:
     """Places of the runs that go together: of one kind, and as many as the budget has room for."""
     kinds = defaultdict(list)
     for place, run in enumerate(runs):
@@ -140,6 +140,7 @@ def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig, budget: i
     for places in kinds.values():
         longest = max(runs[place].longest for place in places)
         rows = max(runs[place].rows(config) for place in places)
+        budget = runs[places[0]].questions.decoder.token_budget
         size = max(1, budget // (config.batch_size * rows * longest))
         groups += [places[start : start + size] for start in range(0, len(places), size)]
     return groups
@@ -156,15 +157,12 @@ def _halves(places: list[int]) -> list[list[int]]:
 
 
 def _fit(
-    decoder: Decoder,
-    group: Sequence[CalibrationRun],
-    config: CalibrationConfig,
-    progress: StepProgress | None,
+    group: Sequence[CalibrationRun], config: CalibrationConfig, progress: StepProgress | None
 ) -> list[Injection]:
-    first = group[0]
+    first, decoder = group[0], group[0].questions.decoder
     active = config.active(decoder.layers, first.context.config.writers)
     coefficients = Coefficients(config, active, [run.start for run in group], decoder.device)
-    loss = CalibrationLoss(decoder, group, config, coefficients)
+    loss = CalibrationLoss(group, config, coefficients)
     free, dtype = [coefficients.free], decoder.model.dtype
     with decoder.frozen():
         if config.optimizer == "lbfgs":

@@ -70,16 +70,13 @@ class ContextVector:
     def require_base(self, decoder: Decoder) -> None:
         """Refuse a decoder other than the one that it was extracted on (I2CLError naming the difference)."""
         shape = (decoder.layers, len(SITES[self.config.writers]), decoder.d_model)
+        cure = "extract it on this model"
         if self.values.shape != shape:
-            raise I2CLError(
-                f"the context vector has (layers, sites, width) {tuple(self.values.shape)}, "
-                f"the model needs {shape}: extract it on this model"
-            )
+            sizes = f"(layers, sites, width) {tuple(self.values.shape)}"
+            raise I2CLError(f"the context vector has {sizes}, the model needs {shape}: {cure}")
         if self.base and (difference := self.base.difference(decoder.base)):
-            raise I2CLError(
-                f"the context vector was extracted on {self.base.name!r}, not {decoder.name!r} "
-                f"({difference}): extract it on this model"
-            )
+            models = f"{self.base.name!r}, not {decoder.name!r} ({difference})"
+            raise I2CLError(f"the context vector was extracted on {models}: {cure}")
 
     @classmethod
     def mean(
@@ -98,10 +95,9 @@ class ContextVector:
         """
         shares = torch.tensor([1.0] * len(vectors) if weights is None else list(weights), dtype=torch.float64)
         if len(shares) != len(vectors) or not (shares >= 0).all() or not 0 < shares.sum() < torch.inf:
-            raise I2CLError(
-                f"weights {shares.tolist()} make no mean of {len(vectors)} context vector(s): "
-                "give at least one vector, and one weight each, at least 0 and not all 0"
-            )
+            what = f"weights {shares.tolist()} make no mean of {len(vectors)} context vector(s)"
+            cure = "give at least one vector, and one weight each, at least 0 and not all 0"
+            raise I2CLError(f"{what}: {cure}")
         base, first = _common_base(vectors), vectors[0]
         kinds = [f"{one.config.writers} {tuple(one.values.shape)}" for one in vectors]
         if other := next((kind for kind in kinds if kind != kinds[0]), None):
@@ -170,10 +166,8 @@ def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
     known = [vector.base for vector in vectors if vector.base is not None]
     for other in known[1:]:
         if difference := known[0].difference(other):
-            raise I2CLError(
-                f"context vectors of two models, {known[0].name!r} and {other.name!r} ({difference}): "
-                "extract all of them on one"
-            )
+            models = f"{known[0].name!r} and {other.name!r} ({difference})"
+            raise I2CLError(f"context vectors of two models, {models}: extract all of them on one")
     return known[0] if known else None
 
 
@@ -210,10 +204,8 @@ def require_labels(task: Task, demonstrations: Examples) -> None:
     """Refuse labels that the task does not have, and texts that are no Unicode (I2CLError naming one)."""
     for number, example in enumerate(demonstrations, start=1):
         if not 0 <= example.label < len(task.labels):
-            raise I2CLError(
-                f"demonstration {number} has label {example.label}, task {task.name!r} has labels "
-                f"0 to {len(task.labels) - 1}: correct it"
-            )
+            known = f"task {task.name!r} has labels 0 to {len(task.labels) - 1}"
+            raise I2CLError(f"demonstration {number} has label {example.label}, {known}: correct it")
         if HALF_PAIR.search(example.text):
             raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
 

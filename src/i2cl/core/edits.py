@@ -80,7 +80,7 @@ class LinearEdit(PlacedEdit):
         self.values = values  #: context vector
         #: axes [layer, (mha, mlp), (lambda, beta)]; gradients flow to them if they are on
         self.coefficients = coefficients
-        self._pairs = coefficients.flatten(0, 1).unbind()
+        self._pairs = [sites.unbind() for sites in coefficients.unbind()]
         self._fixed: dict[tuple[int, int], tuple[Tensor, float]] = {}
 
     def injected(self, layer: int, index: int, output: States, _batch: Batch | None = None) -> States:
@@ -88,17 +88,14 @@ class LinearEdit(PlacedEdit):
         if not self.coefficients.requires_grad:
             scaled, beta = self._ready(layer, index, output)
             return torch.add(scaled, output, alpha=beta).to(output.dtype)  # all that an injection costs
-        amount, keep = self._pair(layer, index).to(output.device)
+        amount, keep = self._pairs[layer][index].to(output.device)
         vector = amount * self.values[layer, index].to(output.device)
         mixed: Tensor = torch.addcmul(vector, keep, output)
         return mixed.to(output.dtype)
 
-    def _pair(self, layer: int, index: int) -> Float[Tensor, "2"]:
-        return self._pairs[layer * self.values.shape[1] + index]
-
     def _ready(self, layer: int, index: int, output: Tensor) -> tuple[Float[Tensor, " d"], float]:
         if (layer, index) not in self._fixed:
-            amount, keep = self._pair(layer, index).tolist()
+            amount, keep = self._pairs[layer][index].tolist()
             dtype = output.dtype if _keeps_alpha(output.device, output.dtype) else torch.float32
             scaled = amount * self.values[layer, index]
             self._fixed[layer, index] = scaled.to(output.device, dtype), keep
@@ -165,9 +162,8 @@ class NoisyEdit(Edit):
 def draw_together(
     generators: Sequence[torch.Generator], alone: Sequence[Batch], shared: Batch, lengths: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
-    """Gaussian numbers for a batch that several runs share: each run gets those it would draw alone. Each run
-    would have its batch of ``alone``; ``shared`` has their queries run by run, of these lengths in tokens.
-    Padding gets 0.
+    """Gaussian numbers for a batch that several runs share: each gets those it would draw for its batch of
+    ``alone``. ``shared`` has their queries run by run, of these lengths in tokens. Padding gets 0.
     """
     sizes, rest = [one.input_ids.numel() for one in alone], iter(lengths)
     runs = zip(accumulate([0, *sizes]), alone, strict=False)

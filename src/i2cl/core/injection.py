@@ -91,9 +91,8 @@ class Injection:
             raise I2CLError(f"label_bias {bias} is not one finite number for each of {count} labels: {cure}")
         least, most = TEMPERATURES
         if not least <= self.temperature <= most:
-            raise I2CLError(
-                f"temperature {self.temperature!r} is no number from {least:g} to {most:g}: give one"
-            )
+            limits = f"from {least:g} to {most:g}"
+            raise I2CLError(f"temperature {self.temperature!r} is no number {limits}: give one")
         weights = self.word_weights
         if weights is not None and (self.scoring != "words" or weights.shape[1:] != (count,)):
             what = f"word weights {tuple(weights.shape)} with scoring {self.scoring!r} and {count} labels"
@@ -165,9 +164,8 @@ class Injection:
         same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)
         if difference and not (force and same_shape):
             cure = "fit it again on this model" + (", or force it (--force)" if same_shape else "")
-            raise I2CLError(
-                f"this injection was made on {self.base.name!r}, not {decoder.name!r} ({difference}): {cure}"
-            )
+            models = f"{self.base.name!r}, not {decoder.name!r} ({difference})"
+            raise I2CLError(f"this injection was made on {models}: {cure}")
         if self.base.quantization != other.quantization:
             mine, theirs = (one.quantization or "no quantization" for one in (self.base, other))
             message = f"this injection was made with {mine} and the model is loaded with {theirs}"

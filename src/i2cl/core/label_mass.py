@@ -24,7 +24,7 @@ from torch import Tensor
 from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit, Replay
+from i2cl.models.edits import Edit, Replay, States
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import in_order
 from i2cl.models.training import Backward
@@ -48,8 +48,7 @@ def raise_label_mass(
     decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: LinearEdit
 ) -> LabelMass:
     """Find the vector that makes some label's first token probable after each of the demonstrations' queries.
-    Where labels are told by their words, that is so behind the head of an export. ``edit`` is the injection
-    so far.
+    Where labels are told by words, that is so behind an export's head. ``edit`` is the injection so far.
     """
     tail = _Tail(decoder, labels)
     with decoder.frozen():
@@ -91,14 +90,12 @@ class _Watch(Edit):
         self.scale = decoder.writer_scale
         self.stream = torch.empty(0)
 
-    def enter(self, layer: int, residual: Float[Tensor, "lines tokens d"]) -> None:
+    def enter(self, layer: int, residual: States) -> None:
         """Remember the stream before the last block."""
         if layer == self.last:
             self.stream = residual.clone()  # some blocks add in place
 
-    def output(
-        self, layer: int, index: int, output: Float[Tensor, "lines tokens d"], batch: Batch
-    ) -> Float[Tensor, "lines tokens d"]:
+    def output(self, layer: int, index: int, output: States, batch: Batch) -> States:
         """The edit's own output; the last block's are added up."""
         changed = self.edit.output(layer, index, output, batch)
         if layer == self.last:
@@ -126,8 +123,7 @@ class _Ending(Edit):
 
 class _Tail:
     """The final norm and the LM head of a model, whatever they are, and the labels' first tokens.
-    Rows of one token run, and the states take the place of the last block's output. So the blocks need not
-    run a second time.
+    States take the place of the last block's output in rows of one token, so no block runs a second time.
     """
 
     def __init__(self, decoder: Decoder, labels: LabelTokens) -> None:

@@ -17,7 +17,6 @@ from i2cl.core.edits import LinearEdit, NoisyEdit, PlacedEdit, RowsEdit, draw_fr
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, packing_pays, shared_front
-from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from i2cl.models.training import LabelLikelihood
 from i2cl.tasks import Example
@@ -64,10 +63,9 @@ class CalibrationRun:
             cure = "use formula='linear'"
             raise I2CLError(f"start coefficients are linear, but formula={config.formula!r}: {cure}")
         if self.start is not None and self.start.shape != shape:
-            raise I2CLError(
-                f"start coefficients have shape {tuple(self.start.shape)}, but {shape} is needed: "
-                "take those of an injection into this model"
-            )
+            shapes = f"{tuple(self.start.shape)}, but {shape} is needed"
+            cure = "take those of an injection into this model"
+            raise I2CLError(f"start coefficients have shape {shapes}: {cure}")
         count = len(self.demonstrations)
         if self.batches is not None and config.optimizer == "lbfgs":
             cure = "leave batches out, or use adamw"
@@ -124,13 +122,9 @@ class CalibrationLoss:
     """Cross-entropy of each run's labels, under its own injection and noise; rows draw their own noise."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        group: Sequence[CalibrationRun],
-        config: CalibrationConfig,
-        coefficients: Coefficients,
+        self, group: Sequence[CalibrationRun], config: CalibrationConfig, coefficients: Coefficients
     ) -> None:
-        self.decoder = decoder
+        decoder = self.decoder = group[0].questions.decoder
         self.config = config
         self.coefficients = coefficients
         self.shared = group[0].shared

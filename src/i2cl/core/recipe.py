@@ -90,10 +90,8 @@ class CalibrationConfig(TrainConfig):
         else:
             chosen = list(self.layers)
         if not chosen or not all(0 <= layer < layers for layer in chosen):
-            raise I2CLError(
-                f"{self.layers!r} names no layers of this model, which has {layers} (0 to {layers - 1}): "
-                "choose others, or all"
-            )
+            known = f"this model, which has {layers} (0 to {layers - 1})"
+            raise I2CLError(f"{self.layers!r} names no layers of {known}: choose others, or all")
         mask = torch.zeros(layers, len(SITES[writers]), dtype=torch.bool)
         mask[chosen] = torch.tensor(SITES[writers])
         return mask

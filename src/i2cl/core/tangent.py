@@ -35,9 +35,8 @@ class Tangent:
         return kernel
 
     def spread(self) -> Float[Tensor, " parameters"]:
-        """Variance over labels of the scores' derivatives, the mean over demonstrations.
-        It is the diagonal of the Fisher information where all labels are equally probable, so what all labels
-        share counts nothing.
+        """Variance over labels of the scores' derivatives, the mean over demonstrations: the diagonal of the
+        Fisher information where all labels are equally probable. What all labels share counts nothing.
         """
         parts = self.jacobian.view(*self.values.shape, -1).split(SLICE, dim=2)
         labels = self.values.shape[1] + 1
@@ -65,8 +64,7 @@ def columns(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> Float
 
 def balanced(spread: Float[Tensor, " parameters"], together: int) -> Float[Tensor, " parameters"]:
     """The scale of each parameter at which all sites move the label scores alike.
-    The spread is `Tangent.spread`; ``together`` parameters of a site, in a row, share the scale of their
-    mean.
+    The spread is `Tangent.spread`; ``together`` parameters of a site, in a row, share that of their mean.
     """
     size = spread.view(-1, together).mean(1).sqrt().repeat_interleave(together)
     return 1 / size.clamp_min(LEAST_SLOPE * size.mean()) if size.any() else torch.ones_like(size)

@@ -122,9 +122,8 @@ class AdapterMethod(Method):
 def adapted(
     decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
 ) -> Iterator[AdaptedDecoder]:
-    """Put an adapter on while the block runs, new or with a trained state; the model is left as found.
-    So is the state of the random numbers; within the block they are the seed's. Raises I2CLError if PEFT
-    cannot adapt this model.
+    """Put an adapter on while the block runs, new or with a trained state; the model is left as found, and so
+    are the random numbers, which are the seed's meanwhile. Raises I2CLError if PEFT cannot adapt this model.
     """
     from peft import get_peft_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTuner
@@ -152,8 +151,7 @@ def adapted(
 @contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
     """Put back every module that was replaced, and not taken off again, while the block ran.
-    Gradient checkpointing is off meanwhile: for it PEFT leaves a hook behind at every call, and it does
-    nothing in evaluation mode.
+    Gradient checkpointing, idle in evaluation, is off: for it PEFT leaves a hook behind at every call.
     """
     children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]

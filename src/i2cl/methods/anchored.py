@@ -6,8 +6,6 @@ Beyond the paper; see `i2cl.core.anchored`.
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pydantic import BaseModel
-
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.injection import Injection
 from i2cl.injections.temperature import SPREAD, TYPICAL
@@ -26,7 +24,7 @@ class Anchored(Method):
     name: ClassVar[str] = "anchored"
     summary: ClassVar[str] = "a vector at every writer, fitted around the plain model among the label words"
     formula: ClassVar[str] = "2DL"
-    settings: ClassVar[tuple[type[BaseModel], ...]] = (AnchoredConfig,)
+    settings = (AnchoredConfig,)
     anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
 
     @property
@@ -60,5 +58,4 @@ class Anchored(Method):
         weights = injection.word_weights
         trained = sites * decoder.d_model + (0 if weights is None else weights.numel())
         cost = Cost.of(injection.context.values, weights, trained=trained)
-        questions = injection.questions(decoder)
-        return PromptPredictor(questions, edit=injection.edit(), cost=cost)
+        return PromptPredictor(injection.questions(decoder), edit=injection.edit(), cost=cost)

@@ -69,9 +69,7 @@ class SentenceEmbeddings(Method):
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
-        """Fit on the demonstrations' vectors; the decoder is not asked. Raises I2CLError without the extra or
-        demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
-        """
+        """Raises I2CLError without the extra, two classes or the encoder, or on an empty text."""
         needs(self.name, "embeddings", "sentence_transformers", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         from sklearn.linear_model import LogisticRegression
@@ -97,9 +95,7 @@ class SetFit(Method):
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
-        """Train an encoder and its classifier on the demonstrations. Raises I2CLError without the extra or
-        demonstrations of two classes, on an empty text, or if the encoder cannot be loaded.
-        """
+        """Raises I2CLError without the extra, two classes or the encoder, or on an empty text."""
         needs(self.name, "embeddings", "setfit", "datasets", "accelerate", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         require_texts([example.text for example in demonstrations])
@@ -121,9 +117,7 @@ def _trained(encoder: Any, demonstrations: Examples, seed: int) -> Any:
     logging.set_verbosity_warning()  # which its import sets to info
     # Not by SetFitModel.from_pretrained, which unpickles the classifier that it finds in a folder.
     model = SetFitModel(model_body=encoder, model_head=LogisticRegression())
-    rows = Dataset.from_dict(
-        {"text": [one.text for one in demonstrations], "label": [one.label for one in demonstrations]}
-    )
+    rows = Dataset.from_list([{"text": one.text, "label": one.label} for one in demonstrations])
     with _random_numbers_as_found(), _no_bars(), tempfile.TemporaryDirectory() as nowhere:
         silent = {"show_progress_bar": False, "report_to": "none", "logging_strategy": "no"}
         arguments = TrainingArguments(output_dir=nowhere, save_strategy="no", seed=seed, **silent)
@@ -185,14 +179,10 @@ def load_encoder(name: str, device: str) -> Any:
     """
     from sentence_transformers import SentenceTransformer
 
-    source = encoder_source(name)
+    source, weights = encoder_source(name), {"use_safetensors": True, "dtype": torch.float32}
+    local = _is_cached(source)
     try:
-        return SentenceTransformer(
-            source,
-            device=device,
-            local_files_only=_is_cached(source),
-            model_kwargs={"use_safetensors": True, "dtype": torch.float32},
-        )
+        return SentenceTransformer(source, device=device, local_files_only=local, model_kwargs=weights)
     except (OSError, ValueError, ImportError, LookupError, TypeError, SafetensorError) as error:
         why = first_line(error)[:300]
         cure = f"give {MINILM!r}, a folder of sentence-transformers with safetensors in it, or a hub id"

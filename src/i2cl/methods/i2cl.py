@@ -15,7 +15,7 @@ from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, Shown, fitting, shared_ids
+from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.prefix import Prefix
@@ -76,19 +76,10 @@ class InjectionMethod(Method):
     extraction: ExtractConfig = field(default_factory=ExtractConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
-    def predictor(
-        self,
-        questions: Questions,
-        injection: Injection,
-        *,
-        shown: Shown = (),
-        prefix: Prefix | None = None,
-        held_out: int = 0,
-    ) -> PromptPredictor:
-        """Scores under the injection, behind demonstrations or not."""
-        trained = self.calibration.parameters(questions.decoder.layers, self.extraction.writers)
-        cost = Cost.of(injection.context.values, prefix, trained=trained, held_out=held_out)
-        return PromptPredictor(questions, shown, prefix, injection.edit(), cost)
+    def cost(self, injection: Injection, prefix: Prefix | None = None, held_out: int = 0) -> Cost:
+        """What the injection takes, behind demonstrations or not."""
+        trained = self.calibration.parameters(injection.base.layers, self.extraction.writers)
+        return Cost.of(injection.context.values, prefix, trained=trained, held_out=held_out)
 
 
 class Plan(NamedTuple):
@@ -103,9 +94,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class I2CL(InjectionMethod):
-    """A context vector injected with calibrated coefficients. Several seeds are calibrated together.
-    Source: paper, section "Methodology".
-    """
+    """A context vector injected with calibrated coefficients. Source: paper, section "Methodology"."""
 
     name: ClassVar[str] = "i2cl"
     summary: ClassVar[str] = "context vector injected with calibrated coefficients"
@@ -155,7 +144,10 @@ class I2CL(InjectionMethod):
         injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
         fitted = zip(plans, injections, strict=True)
         finals = [(plan, replace(one, context=plan.injected or one.context)) for plan, one in fitted]
-        return [self.predictor(questions, final, held_out=plan.held_out) for plan, final in finals]
+        return [
+            PromptPredictor(questions, edit=final.edit(), cost=self.cost(final, held_out=plan.held_out))
+            for plan, final in finals
+        ]
 
 
 @dataclass(frozen=True)
@@ -214,9 +206,7 @@ class I2CLCorrupted(I2CL):
 
 @dataclass(frozen=True)
 class I2CLOverICL(InjectionMethod):
-    """Injects at every token, demonstrations included; their injected keys and values are cached once.
-    Source: paper, appendix "Apply I2CL over ICL".
-    """
+    """Injects at every token, cached demonstrations too. Source: paper, appendix "Apply I2CL over ICL"."""
 
     name: ClassVar[str] = "i2cl_over_icl"
     summary: ClassVar[str] = "I2CL with the demonstrations still in the prompt"
@@ -238,4 +228,4 @@ class I2CLOverICL(InjectionMethod):
             decoder, task, demonstrations, context, self.calibration, seed=seed, prompt=prompt
         )
         prefix = decoder.prefix(shared_ids(questions, pairs), edit=injection.edit())
-        return self.predictor(questions, injection, shown=pairs, prefix=prefix)
+        return PromptPredictor(questions, pairs, prefix, injection.edit(), self.cost(injection, prefix))

@@ -31,14 +31,11 @@ class LabelAnchor(Method):
         pairs = fitting(questions, demonstrations)
         ids = shared_ids(questions, pairs)
         if not decoder.can_split:
-            raise I2CLError(
-                f"label_anchor cannot run on {decoder.model.config.model_type!r}, whose cache holds more "
-                "than keys and values: take few_shot"
-            )
+            why = f"{decoder.model.config.model_type!r}, whose cache holds more than keys and values"
+            raise I2CLError(f"label_anchor cannot run on {why}: take few_shot")
         if not ids:
             return PromptPredictor(questions, pairs)
-        whole = decoder.prefix(ids, whole=True)
-        prefix = whole.kept_at(anchors(decoder, task, pairs, len(ids)))
+        prefix = decoder.prefix(ids, whole=True).kept_at(anchors(decoder, task, pairs, len(ids)))
         return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
 
 

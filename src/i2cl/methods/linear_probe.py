@@ -89,10 +89,8 @@ class LinearProbe(Method):
         if layer != "folds" and not -decoder.layers <= layer < decoder.layers:
             raise I2CLError(f"probe_layer={layer}: the model has {decoder.layers} layers")
         if tokens not in {"folds", "last"} and not decoder.tokenizer.is_fast:
-            raise I2CLError(
-                f"probe_tokens={tokens} needs a fast tokenizer (tokenizer.json), which knows where tokens "
-                "stand: give probe_tokens=last"
-            )
+            what = "a fast tokenizer (tokenizer.json), which knows where tokens stand"
+            raise I2CLError(f"probe_tokens={tokens} needs {what}: give probe_tokens=last")
         deep = [round(depth * (decoder.layers - 1)) for depth in (DEPTHS[1], *DEPTHS)]
         known: list[Tokens] = ["both", "last", "mean"] if decoder.tokenizer.is_fast else ["last"]
         layers = deep if layer == "folds" else [layer % decoder.layers]
@@ -122,9 +120,8 @@ def _best(
     classes = np.searchsorted(np.unique(labels), labels)
 
     def likelihood(choice: Choice) -> float:
-        probabilities = cross_val_predict(
-            _classifier(choice.c), features[choice], labels, cv=folds, method="predict_proba"
-        )
+        model = _classifier(choice.c)
+        probabilities = cross_val_predict(model, features[choice], labels, cv=folds, method="predict_proba")
         return float(np.log(probabilities[np.arange(len(classes)), classes] + 1e-12).sum())
 
     return max(features, key=likelihood)

@@ -43,9 +43,7 @@ class VirtualTokenSettings(adapters.AdapterSettings):
 
 @dataclass(frozen=True)
 class LoRA(adapters.AdapterMethod):
-    """Where query, key and value are one projection, all three are adapted.
-    Source: Hu et al. 2022, https://arxiv.org/abs/2106.09685.
-    """
+    """Adapts a fused query, key and value whole. Source: Hu et al. 2022, https://arxiv.org/abs/2106.09685."""
 
     name: ClassVar[str] = "lora"
     summary: ClassVar[str] = "low-rank changes of query and value projections"
@@ -194,8 +192,6 @@ class PrefixTuning(VirtualTokenMethod):
         """Keys and values at the first places, in PEFT's order; raises I2CLError if a window keeps fewer."""
         held = self.cached(decoder, ids)
         if any(each.shape[1] != len(ids) for each in held):
-            raise I2CLError(
-                f"virtual_tokens is {len(ids)}, but some layers see only {decoder.window} tokens at a time: "
-                "take fewer"
-            )
+            most = f"some layers see only {decoder.window} tokens at a time"
+            raise I2CLError(f"virtual_tokens is {len(ids)}, but {most}: take fewer")
         return torch.stack(held).permute(2, 0, 1, 3).flatten(1)

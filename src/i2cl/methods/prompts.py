@@ -75,9 +75,7 @@ class PromptPredictor:
 def few_shot_prompt(
     questions: Questions, demonstrations: Examples, *, cached: bool = True
 ) -> PromptPredictor:
-    """Few-shot: the demonstrations in front of every query, run once if they are to be cached.
-    Raises I2CLError if not even one per class fits into the context, naming tokens needed and available.
-    """
+    """The demonstrations in front of every query, run once if cached; raises I2CLError as `fitting`."""
     pairs = fitting(questions, demonstrations)
     ids = shared_ids(questions, pairs)
     if not cached or not ids:
@@ -110,16 +108,12 @@ def fitting(questions: Questions, demonstrations: Examples) -> Shown:
         return first(most)
     fits = bisect_right(range(1, most + 1), limit, key=needed)
     if fits == 0:
-        raise I2CLError(
-            f"one demonstration per class and a query need {needed(1)} tokens, but the context "
-            f"holds {limit}: use shorter demonstrations or a model with a longer context"
-        )
-    warnings.warn(
-        f"{task.name}: {most} demonstrations per class and a query need {needed(most)} tokens, but the "
-        f"context holds {limit}; showing {fits} per class",
-        TruncationWarning,
-        stacklevel=3,
-    )
+        sizes = f"need {needed(1)} tokens, but the context holds {limit}"
+        cure = "use shorter demonstrations or a model with a longer context"
+        raise I2CLError(f"one demonstration per class and a query {sizes}: {cure}")
+    sizes = f"need {needed(most)} tokens, but the context holds {limit}; showing {fits} per class"
+    message = f"{task.name}: {most} demonstrations per class and a query {sizes}"
+    warnings.warn(message, TruncationWarning, stacklevel=3)
     return first(fits)
 
 

@@ -36,9 +36,7 @@ class Tfidf(Method):
     config: TfidfConfig = field(default_factory=TfidfConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
-        """Fit on the demonstrations' texts; the decoder is not asked. Raises I2CLError without scikit-learn
-        or demonstrations of two classes, on an empty text, or if no text has a word.
-        """
+        """Raises I2CLError without scikit-learn, two classes or any word, or on an empty text."""
         needs(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         from sklearn.feature_extraction.text import TfidfVectorizer
@@ -47,11 +45,8 @@ class Tfidf(Method):
 
         texts = [example.text for example in demonstrations]
         require_texts(texts)
-        words = TfidfVectorizer(
-            ngram_range=(1, self.config.tfidf_words),
-            sublinear_tf=True,
-            token_pattern=r"\w+",  # noqa: S106
-        )
+        runs = (1, self.config.tfidf_words)
+        words = TfidfVectorizer(ngram_range=runs, sublinear_tf=True, token_pattern=r"\w+")  # noqa: S106
         model = make_pipeline(words, LogisticRegression(C=self.config.tfidf_c, max_iter=10_000))
         if not any(map(words.build_analyzer(), texts)):
             raise I2CLError("tfidf finds no word in any demonstration: take a method that asks the model")

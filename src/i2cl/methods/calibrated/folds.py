@@ -95,9 +95,7 @@ def folded(
     seed: int = 0,
     cost: Cost | None = None,
 ) -> FoldPredictor:
-    """Refit once a fold, to the demonstrations of the others, in their order; see `fold_rows`.
-    A refit makes a predictor, such as `injected` of what a method makes of these demonstrations.
-    """
+    """Refit once a fold, to the demonstrations of the others, in their order; see `fold_rows`."""
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
     others = ([one for one in demonstrations if fold_of[one.text] != fold] for fold in range(len(parts)))

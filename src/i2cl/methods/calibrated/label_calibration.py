@@ -21,9 +21,7 @@ CONTENT_FREE = ("N/A", "[MASK]", "...")
 
 
 class ContextualCalibration(Wrapper):
-    """Probabilities of another method, divided by its mean ones for content-free texts.
-    Source: Zhao et al. 2021, https://arxiv.org/abs/2102.09690.
-    """
+    """Divides by the mean for content-free texts. Source: Zhao et al., https://arxiv.org/abs/2102.09690."""
 
     name: ClassVar[str] = "contextual_calibration"
     summary: ClassVar[str] = "another method's scores less those for content-free texts"
@@ -58,10 +56,8 @@ class LabelPrior(Wrapper):
         texts = task.unlabelled(self.config.unlabelled, shown, seed)
         fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
         if len(texts) < fewest:
-            raise I2CLError(
-                f"label_prior needs {fewest} training texts beside the demonstrations, task "
-                f"{task.name!r} has {len(texts)}: add some, or use contextual_calibration"
-            )
+            lack = f"training texts beside the demonstrations, task {task.name!r} has {len(texts)}"
+            raise I2CLError(f"label_prior needs {fewest} {lack}: add some, or use contextual_calibration")
         bias = bias_towards(None, below.scores(texts))
         return MendedPredictor(below, below.cost + Cost.of(bias, unlabelled=len(texts)), bias)
 
@@ -91,13 +87,10 @@ class BatchPredictor:
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated on these texts and normalised again. Raises I2CLError
-        on a single text, whose scores less their mean are equal for every label.
-        """
+        """Log-probabilities over the labels, calibrated on these texts; raises I2CLError on a single one."""
         if len(texts) == 1:
-            raise I2CLError(
-                "batch_calibration cannot classify one text by itself, since it subtracts the mean over the "
-                "texts: give many, of all classes, or use contextual_calibration"
-            )
+            why = "since it subtracts the mean over the texts"
+            cure = "give many, of all classes, or use contextual_calibration"
+            raise I2CLError(f"batch_calibration cannot classify one text by itself, {why}: {cure}")
         scores = self.below.scores(texts, progress)
         return biased(scores, -log_mean(scores))

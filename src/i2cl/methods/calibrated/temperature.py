@@ -1,5 +1,6 @@
 """Another method's label probabilities at a temperature that refits choose; its answers stay."""
 
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -10,7 +11,7 @@ from i2cl.methods.base import Cost, MendedPredictor, Predictor, Wrapper
 from i2cl.methods.calibrated.folds import FOLDS, folded, unmeasurable
 from i2cl.models.decoder import Decoder
 from i2cl.models.training import Settings
-from i2cl.tasks import Example, Examples, Task
+from i2cl.tasks import Examples, Task
 
 
 class TemperatureConfig(Settings):
@@ -36,10 +37,7 @@ class Temperature(Wrapper):
         parts = self.config.refits
         if unmeasurable(task, shown, parts, seed):
             return below
-
-        def refit(rest: tuple[Example, ...]) -> Predictor:
-            return self.below.fit(decoder, task, rest, seed)
-
+        refit = partial(self.below.fit, decoder, task, seed=seed)
         scores = folded(task, shown, refit, parts, seed).scores([example.text for example in shown])
         gold = np.array([example.label for example in shown])
         chosen = likely_temperature(scores.numpy(), gold, *self.below.temperatures)

@@ -79,11 +79,9 @@ class Summarizer:
             place = len(segments) + (segments != [front])  # of the segment that it would begin
             holds = max(0, self._fits(place, most))
             if segments == [front] or len(ids) > holds:
-                raise I2CLError(
-                    f"demonstration {number} takes {len(ids)} tokens, and a segment behind "
-                    f"{self._vectors(place - 1)} summary vectors holds {holds}: use shorter or fewer "
-                    "demonstrations"
-                )
+                segment = f"a segment behind {self._vectors(place - 1)} summary vectors holds {holds}"
+                cure = "use shorter or fewer demonstrations"
+                raise I2CLError(f"demonstration {number} takes {len(ids)} tokens, and {segment}: {cure}")
             segments.append(ids)
         return segments
 
@@ -110,9 +108,7 @@ class AutoCompressor(Method):
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
-        """Run the demonstrations, then their summaries. Raises I2CLError if MODEL is no AutoCompressor, a
-        demonstration is longer than a segment, or the context is full.
-        """
+        """Raises I2CLError if MODEL is no AutoCompressor, or demonstrations exceed segment or context."""
         model = summarizer(decoder)
         texts = base.exchanges(decoder, task, demonstrations)
         texts[0] = task.template.opening + texts[0]

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 BUNDLED = Path(__file__).parent / "reference"
 """Folder of the bundled model's compressors, which `scripts/train_compressor.py` makes."""
+TOGETHER = "take the compressor and the model that belong together"
 
 
 class NoCompressorError(I2CLError):
@@ -46,10 +47,8 @@ class Compressor:
         pairs = zip(shape, tensor.shape, strict=False)
         if len(shape) != tensor.ndim or any(want not in {-1, size} for want, size in pairs):
             wanted = ", ".join("any" if size == -1 else str(size) for size in shape)
-            raise I2CLError(
-                f"the compressor holds {name} as {tuple(tensor.shape)}, this model needs ({wanted}): take "
-                "the compressor and the model that belong together"
-            )
+            shapes = f"{tuple(tensor.shape)}, this model needs ({wanted})"
+            raise I2CLError(f"the compressor holds {name} as {shapes}: {TOGETHER}")
         return tensor
 
 
@@ -119,17 +118,14 @@ class BehindVectors:
     cost: Cost = field(default_factory=Cost)
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word."""
+        """Log-probability of each label word. A text is cut where the room behind the vectors is short."""
+        require_texts(texts)
         decoder, labels = self.questions.decoder, self.questions.labels
-        queries = [ids + self.right for ids in self._queries(texts)]
+        front = len(decoder.encoder.front)  # no query has a BOS
+        taken = self.prefix.behind + len(self.right) + labels.room - front
+        limit = None if decoder.max_length is None else decoder.max_length - taken
+        whole = decoder.encoder.fitted(self.questions.prompt, texts, limit)
+        queries = [ids[front:] + self.right for ids in whole]
         scores = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
         require_finite(scores, decoder)
         return scores
-
-    def _queries(self, texts: Sequence[str]) -> list[Ids]:
-        """Token ids of each query without a BOS, its text cut where the room behind the vectors is short."""
-        require_texts(texts)
-        decoder, front = self.questions.decoder, len(self.questions.decoder.encoder.front)
-        taken = self.prefix.behind + len(self.right) + self.questions.labels.room - front
-        limit = None if decoder.max_length is None else decoder.max_length - taken
-        return [ids[front:] for ids in decoder.encoder.fitted(self.questions.prompt, texts, limit)]

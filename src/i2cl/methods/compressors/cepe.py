@@ -146,9 +146,7 @@ class CEPE(Method):
     config: CEPEConfig = field(default_factory=CEPEConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CrossPredictor:
-        """Encode the demonstrations, and run those that stand before the query.
-        Raises I2CLError if MODEL is no CEPE model, or what stands before the query does not fit the context.
-        """
+        """Raises I2CLError if MODEL is no CEPE model, or what stands before queries exceeds the context."""
         encoder = context_encoder(decoder)
         first = demonstrations[: self.config.in_decoder]
         chunks = _ends(bare(decoder, exchanges(decoder, task, demonstrations)[len(first) :]), task)
@@ -183,10 +181,8 @@ def _loaded(decoder: Decoder) -> ContextEncoder:
     compressor = bundled(decoder, CEPE.name) or beside(decoder, CEPE.name, wanted, cure)
     count, fields = map(compressor.settings.get, ("num_cross_attn_layers", "encoder_config"))
     if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(fields, dict):
-        raise I2CLError(
-            f"the config.json of {decoder.name!r} tells no encoder_config, or no num_cross_attn_layers from "
-            f"1 to {decoder.layers}: download it again"
-        )
+        what = f"no encoder_config, or no num_cross_attn_layers from 1 to {decoder.layers}"
+        raise I2CLError(f"the config.json of {decoder.name!r} tells {what}: download it again")
     encoder = LlamaModel(LlamaConfig.from_dict({**fields, "attn_implementation": "sdpa"}))
     state = encoder.state_dict().items()
     encoder.load_state_dict({name: compressor.tensor(f"encoder.{name}", *one.shape) for name, one in state})

@@ -94,10 +94,8 @@ class AutoEncoder:
     @contextmanager
     def adapted(self) -> Iterator[None]:
         """The model with its adapter on while the block runs."""
-        modules = [
-            (self.decoder.model.get_submodule(name), partial(_low_rank, *pair))
-            for name, pair in self.adapter.items()
-        ]
+        model, pairs = self.decoder.model, self.adapter.items()
+        modules = [(model.get_submodule(name), partial(_low_rank, *pair)) for name, pair in pairs]
         with self.decoder.frozen(), add_to_outputs(modules):
             yield
 
@@ -116,10 +114,8 @@ class AutoEncoder:
         """The memory slots of some segments, in order; raises I2CLError if one and its slots are too long."""
         longest, limit = max(map(len, segments)) + len(self.memory), self.decoder.max_length
         if limit is not None and longest > limit:
-            raise I2CLError(
-                f"a segment and its memory take {longest} places, and the context holds {limit}: use fewer "
-                "or shorter demonstrations"
-            )
+            sizes = f"{longest} places, and the context holds {limit}"
+            raise I2CLError(f"a segment and its memory take {sizes}: use fewer or shorter demonstrations")
         with self.adapted():
             wholes = (torch.cat([self.decoder.embed(ids), self.memory]) for ids in segments)
             return torch.cat([self.decoder.read(whole)[-len(self.memory) :] for whole in wholes])
@@ -179,10 +175,8 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
         raise I2CLError(f"{name!r} holds {len(memory)} memory embeddings: give another file")
     adapter = dict(_pairs(decoder, compressor, config.alpha))
     if len(adapter) != 2 * decoder.layers:
-        raise I2CLError(
-            f"{name!r} adapts {len(adapter)} projections, and {decoder.name!r} has "
-            f"{2 * decoder.layers}: take the compressor and the model that belong together"
-        )
+        projections = f"{len(adapter)} projections, and {decoder.name!r} has {2 * decoder.layers}"
+        raise I2CLError(f"{name!r} adapts {projections}: {base.TOGETHER}")
     return AutoEncoder(decoder, _like(decoder, memory), adapter, version)
 
 
@@ -207,10 +201,8 @@ def _pairs(
         try:
             module: Any = decoder.model.get_submodule(match["module"])
         except AttributeError:
-            raise I2CLError(
-                f"the compressor adapts {match['module']}, which {decoder.name!r} has not: take the "
-                "compressor and the model that belong together"
-            ) from None
+            what = f"{match['module']}, which {decoder.name!r} has not"
+            raise I2CLError(f"the compressor adapts {what}: {base.TOGETHER}") from None
         first = compressor.tensor(name, -1, module.in_features)
         rank = len(first)
         second = compressor.tensor(name.replace("lora_A", "lora_B"), module.out_features, rank)
@@ -230,8 +222,6 @@ def _ids(decoder: Decoder, given: str) -> Ids:
     words: Any = decoder.model.get_input_embeddings()
     ids, size = tuple(map(int, given.split())), words.num_embeddings
     if any(one >= size for one in ids):
-        raise I2CLError(
-            f"token id {max(ids)} of the form is none of {decoder.name!r}, which has {size}: give left= and "
-            "right= for this model, or form=lm"
-        )
+        what = f"token id {max(ids)} of the form is none of {decoder.name!r}, which has {size}"
+        raise I2CLError(f"{what}: give left= and right= for this model, or form=lm")
     return ids
