@@ -15,9 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import ray
 import torch
-from ray import serve
 
 from fuzz_serve import ROOT, TEXTS, artefacts, started
 from i2cl import Decoder
@@ -30,6 +28,9 @@ REQUESTS = 600
 
 def load() -> Counter[str]:
     """Two replicas of Ray Serve under load: the same answers, also when one is killed, if clients retry."""
+    import ray
+    from ray import serve
+
     result: Counter[str] = Counter()
     with TemporaryDirectory() as scratch:
         (injection,) = artefacts(Path(scratch), 1)
