@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from i2cl.export.golden import Golden
+from i2cl.export.golden import GOLDEN, Golden
 from i2cl.export.greedy import TEXTS, forced_tokens
 from i2cl.storage.card import CARD, export_card, fenced
 from i2cl.tasks.template import TEXT_FIELD
 
-Kind = Literal["hf", "peft", "gguf"]
-"""What an export is: a checkpoint, an adapter or a GGUF file."""
-
-LIBRARIES = {"hf": "transformers", "peft": "peft", "gguf": "gguf"}
-"""What the hub calls that which loads it."""
+Kind = Literal["hf", "peft", "gguf"]  # what an export is: a checkpoint, an adapter or a GGUF file
+LIBRARIES = {"hf": "transformers", "peft": "peft", "gguf": "gguf"}  # what the hub calls that which loads it
 
 
 @dataclass(frozen=True)
@@ -172,6 +169,6 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
 
 def write_golden(folder: Path, name: str, golden: Golden, kind: Kind) -> None:
     """Store golden values beside an export, and a card with the calls."""
-    golden.write(folder)
+    (folder / GOLDEN).write_text(golden.model_dump_json(indent=1) + "\n", encoding="utf-8")
     text = export_card(golden.artefact, usage(golden, name, kind), LIBRARIES[kind])
     (folder / CARD).write_text(text, encoding="utf-8")

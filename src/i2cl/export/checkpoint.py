@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -35,7 +35,6 @@ from i2cl.export.folding import (
     require_named,
     require_unquantized,
     skeleton,
-    words_of,
 )
 from i2cl.export.golden import Golden
 from i2cl.export.greedy import biases_of, search_whole
@@ -44,8 +43,6 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config
 from i2cl.models.loading import is_gguf, load_model_and_tokenizer, located
 from i2cl.storage.atomic import new_folder, require_writable
-
-PATTERN = "model{suffix}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -161,8 +158,7 @@ def export_hf(
     if fold_temperature:
         injection, temperature = at_temperature(injection), injection.temperature
     base = source_of(source, revision)
-    words = words_of(injection, base.tokenizer)
-    folding = Folding(base.config, base.tensors, injection, temperature, words)
+    folding = Folding(base.config, base.tensors, injection, base.tokenizer, temperature)
     config: Any = folding.config
     expected = checked_golden(golden, injection, source, base, folding, force=force)
     generation = base.generation
@@ -202,8 +198,8 @@ def checked_golden(
         base = ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))
         injection.require_base(base, force=force)
     expected = golden() if golden is not None else None
-    if expected is not None:
-        expected.require_prior_of(injection)
+    if expected is not None and expected.label_bias != list(injection.label_bias or ()):
+        raise I2CLError("the golden values have another label prior than the injection: make them of it")
     return expected
 
 
@@ -232,11 +228,10 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
     names = {folding.stored(name): name for name in folding.shapes}
-    sizes = {one: folding.shapes[name].numel() * folding.dtype.itemsize for one, name in names.items()}
+    with torch.device("meta"):
+        empty = {one: torch.empty(folding.shapes[old], dtype=folding.dtype) for one, old in names.items()}
     try:
-        plan = split_state_dict_into_shards_factory(
-            sizes, get_storage_size=lambda size: size, filename_pattern=PATTERN, max_shard_size=max_shard_size
-        )
+        plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
     size = 0

@@ -45,13 +45,14 @@ class Folding:
         config: PreTrainedConfig,
         source: Tensors,
         injection: Injection,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         temperature: float = 1.0,
-        labels: LabelTokens | None = None,
     ) -> None:
         require_plain(injection)
         self.family = family_of(config)
         self.config = self.family.config(config)  # of the result
-        self.labels = labels if labels is not None and labels.words else None  # which the head has to tell
+        # whose words the head has to tell
+        self.labels = None if tokenizer is None else words_of(injection, tokenizer)
         if temperature != 1 or self.labels is not None:
             self.config.tie_word_embeddings = False  # the head changes, and the embedding does not
         self.source = source  # the weights it is made from
@@ -163,22 +164,20 @@ def at_temperature(injection: Injection) -> Injection:
 
 def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedModel:
     """A plain transformers model that computes what the injected one does, without hooks.
-
     The result is a new model in evaluation mode on the same device; some families become another that
     computes the same. The source is not changed. Arithmetic is in float32, the result has the source's dtype.
     Labels that are told by their words are so by their first tokens in the result's head. Raises I2CLError if
     the family or the injection cannot be folded, saying why and what to do instead.
     """
-    labels = None
+    tokenizer = None
     if isinstance(model, Decoder):
-        labels = words_of(injection, model.tokenizer)
         require_known(model)
-        model = model.model
+        tokenizer, model = model.tokenizer, model.model
     require_unquantized(model.config)
     require_unbiased(injection)
-    if labels is None and injection.scoring == "words":
+    if tokenizer is None and injection.scoring == "words":
         raise I2CLError("labels told by their words take a tokenizer to find: give a Decoder of the model")
-    folding = Folding(model.config, StateDict(model), injection, labels=labels)
+    folding = Folding(model.config, StateDict(model), injection, tokenizer)
     with no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(folding.config, dtype=folding.dtype)
     with torch.no_grad():
@@ -202,15 +201,13 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 def require_known(decoder: Decoder) -> None:
     """Refuse a decoder whose writers are not those of the table. Raises I2CLError, saying so."""
-    row = ARCHITECTURES.get(decoder.architecture.model_type)
-    if decoder.architecture != row:
+    if decoder.architecture != ARCHITECTURES.get(decoder.architecture.model_type):
         raise I2CLError(f"an Architecture of your own cannot be folded into weights: {HOOKED}")
 
 
 def require_unquantized(config: PreTrainedConfig) -> None:
     """Refuse (I2CLError) weights that are no plain numbers: beta would have to be folded into their codes."""
-    method = quantization_of(config)
-    if method is not None:
+    if method := quantization_of(config):
         cure = "export from its unquantized checkpoint (--model FOLDER), then quantize the export"
         raise I2CLError(f"a quantized model ({method}) cannot be folded: {cure}")
 

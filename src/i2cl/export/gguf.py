@@ -24,7 +24,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
 from i2cl.export.calls import usage
 from i2cl.export.checkpoint import checked_golden, source_of
-from i2cl.export.folding import Folding, require_named, require_unbiased, words_of
+from i2cl.export.folding import Folding, require_named, require_unbiased
 from i2cl.export.gguf_vocabulary import Vocabulary
 from i2cl.export.golden import GOLDEN_FIELD, Golden
 from i2cl.models.decoder import Decoder
@@ -77,8 +77,7 @@ def export_gguf(
     require_unbiased(injection)
     require_named(injection, named=golden is not None)
     base = source_of(source, revision)
-    words = words_of(injection, base.tokenizer)
-    folding = Folding(base.config, base.tensors, injection, labels=words)
+    folding = Folding(base.config, base.tensors, injection, base.tokenizer)
     weights = Weights(package, folding, dtype or folding.dtype)
     vocabulary = Vocabulary.of(base.tokenizer, folding.config.vocab_size) if tokenizer else None
     expected = checked_golden(golden, injection, source, base, folding, force=force)

@@ -14,23 +14,8 @@ from transformers import GenerationConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
+from i2cl.export import greedy
 from i2cl.export.folding import at_temperature, require_plain, require_unquantized
-from i2cl.export.greedy import (
-    ENDS,
-    TEXTS,
-    beams_for,
-    biases_of,
-    compared_sequences,
-    end_of,
-    enough,
-    forced_sequences,
-    forced_tokens,
-    grammar_of,
-    label_in,
-    searches,
-    shared_end,
-    text_behind,
-)
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
@@ -114,7 +99,7 @@ class Golden(pydantic.BaseModel):
     @property
     def forced(self) -> bool:
         """Whether a program has to be made to say a label, since the model does not say it by itself."""
-        return not enough(self.greedy)
+        return not greedy.enough(self.greedy)
 
     @property
     def compared(self) -> bool:
@@ -134,27 +119,26 @@ class Golden(pydantic.BaseModel):
     @property
     def grammar(self) -> str:
         """Of llama.cpp: one of the labels."""
-        return grammar_of(self.words)
+        return greedy.grammar_of(self.words)
 
     @property
     def sequence_bias(self) -> dict[tuple[int, ...], float]:
         """What a generation config adds to logits for a label and its prior; empty where it needs nothing."""
         if self.compared:
-            return compared_sequences(self.spoken, self.tail)
+            return greedy.compared_sequences(self.spoken, self.tail)
         if self.forced:
-            return forced_sequences(self.spoken, self.label_bias, self.tail, self.end)
+            return greedy.forced_sequences(self.spoken, self.label_bias, self.tail, self.end)
         pairs = zip(self.label_ids, self.label_bias, strict=bool(self.label_bias))
         return {(token,): value for token, value in pairs}
 
     def logit_bias(self, prior: Sequence[float]) -> dict[str, float]:
         """What servers are sent to add to logits: makes them say a label's scored tokens, and holds a prior.
-
         Where whole sequences are scored no token's logit holds a prior, and a grammar has to say how labels
         go on.
         """
         prior = () if self.sequences else prior
         if self.forced:
-            return {str(token): value for token, value in forced_tokens(self.targets, prior).items()}
+            return {str(token): value for token, value in greedy.forced_tokens(self.targets, prior).items()}
         return dict(zip(map(str, self.label_ids), prior, strict=True)) if prior else {}
 
     def said(self, tokens: Sequence[int]) -> str:
@@ -164,20 +148,15 @@ class Golden(pydantic.BaseModel):
 
     def said_in(self, text: str, *, whole: bool) -> str:
         """The label that an answer's text says, empty where none: a whole word, or its first token."""
-        place = label_in(text, self.words if whole else self.label_texts, whole=whole)
+        place = greedy.label_in(text, self.words if whole else self.label_texts, whole=whole)
         return "" if place is None else self.labels[place]
-
-    def require_prior_of(self, injection: Injection) -> None:
-        """Refuse to stand beside an injection with another label prior. Raises I2CLError, saying so."""
-        if self.label_bias != list(injection.label_bias or ()):
-            raise I2CLError("the golden values have another label prior than the injection: make them of it")
 
     def require_bias_in(self, generation: GenerationConfig, where: str) -> None:
         """Refuse (I2CLError) a generation config that lost the label prior, or what makes it say a label."""
         what = None
-        if not self.sequence_bias.items() <= biases_of(generation).items():
+        if not self.sequence_bias.items() <= greedy.biases_of(generation).items():
             what = "the label prior's sequence_bias" if self.label_bias else "the labels' sequence_bias"
-        elif self.compared and not searches(generation, self.beams, self.spoken):
+        elif self.compared and not greedy.searches(generation, self.beams, self.spoken):
             what = "the beam search over whole labels"
         if what:
             cure = "copy generation_config.json, or export it again"
@@ -189,10 +168,6 @@ class Golden(pydantic.BaseModel):
         each = zip(values, bias, self.labels, strict=bool(values))
         scores = [(value + more, label) for value, more, label in each if value is not None]
         return max(scores, key=itemgetter(0))[1] if scores else "-"
-
-    def write(self, folder: Path) -> None:
-        """Store it in an export's folder."""
-        (folder / GOLDEN).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     def lost(self, there: AbstractSet[str]) -> list[str]:
         """Biases that hold a part of the injection and are not among those that are there and not zero."""
@@ -223,7 +198,6 @@ class Golden(pydantic.BaseModel):
 
 def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: bool = False) -> Golden:
     """Run the injected model on a few prompts, in float32.
-
     One in another dtype is not copied: its weights are brought to float32 one at a time. ``fold_temperature``
     is that of `export_hf`. Where labels are scored by their words, the values are those of the changed head
     (`i2cl.models.encoding.LabelTokens.at_first`). Raises I2CLError if the injection's task does not fit the
@@ -237,8 +211,8 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
             return make_golden(decoder, at_temperature(injection))
     task = injection.task
     questions = injection.questions(decoder)
-    labels, queries = questions.labels, questions.queries(TEXTS)
-    texts = [questions.prompt(text) for text in TEXTS]
+    labels, queries = questions.labels, questions.queries(greedy.TEXTS)
+    texts = [questions.prompt(text) for text in greedy.TEXTS]
     each = zip(texts, queries, decoder.encoder(texts), strict=True)
     uncut = [text if ids == whole else None for text, ids, whole in each]
     first = list(labels.first)
@@ -247,8 +221,8 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
     if sequences:
         with Upcast():
             scores = score(decoder, queries, labels, edit=injection.edit()).tolist()
-    end = end_of(decoder)
-    tail = shared_end(decoder.encoder([questions.prompt(text) for text in (*TEXTS, *ENDS)]))
+    end = greedy.end_of(decoder)
+    tail = greedy.shared_end(decoder.encoder([*texts, *map(questions.prompt, greedy.ENDS)]))
     spoken = [ids if ids[-1] != end else ids[:-1] for ids in labels.ids]  # without what ends a text
     described = injection.description()
     base = described["base_model"]
@@ -258,18 +232,17 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
         label_ids=first,
         label_texts=[decoder.tokenizer.decode([token]) for token in first],
         sequences=[list(ids) for ids in sequences],
-        sequence_texts=[text_behind(decoder, queries[0], ids) for ids in sequences],
+        sequence_texts=[greedy.text_behind(decoder, queries[0], ids) for ids in sequences],
         label_bias=list(injection.label_bias or ()),
         prompts=[],
         prompt=questions.prompt(TEXT_FIELD),
         tail=list(tail),
         spoken=[list(ids) for ids in labels.ids],
-        words=[text_behind(decoder, queries[0], ids) for ids in spoken],
+        words=[greedy.text_behind(decoder, queries[0], ids) for ids in spoken],
         end=end,
-        beams=beams_for(labels.ids, tail) if sequences else 0,
+        beams=greedy.beams_for(labels.ids, tail) if sequences else 0,
     )
-    changes = [(decoder.model.get_output_embeddings(), labels.at_first)] if labels.words else []
-    with edit_outputs(changes):
+    with edit_outputs([(decoder.model.get_output_embeddings(), labels.at_first)]):
         for place, (ids, text, values) in enumerate(zip(queries, uncut, scores, strict=True)):
             prompt = _prompt(decoder, injection, ids, made, values, diagnosed=place < DIAGNOSED)
             made.prompts.append(prompt.model_copy(update={"query": text}))

@@ -51,8 +51,7 @@ ENDS = ("a", "a.", "a\n", "a ", "1", 'a"', "\u00e9")
 
 def end_of(decoder: Decoder) -> int | None:
     """The token that generation ends with, the first where there are more."""
-    generation = decoder.model.generation_config
-    stop = None if generation is None else generation.eos_token_id
+    stop = getattr(decoder.model.generation_config, "eos_token_id", None)
     stops = listed(decoder.tokenizer.eos_token_id if stop is None else stop)
     return stops[0] if stops else None
 
@@ -70,14 +69,11 @@ def text_behind(decoder: Decoder, query: Ids, ids: Ids) -> str:
     return str(whole).removeprefix(str(before))
 
 
+# Added to the logits of a label's tokens: above any difference of logits, and the most that servers take.
 FORCE = 100.0
-"""Added to the logits of a label's tokens: above any difference of logits, and the most that servers take."""
-
-ENOUGH = 0.95
-"""Share of the prompts that greedy decoding has to answer with the expected label."""
-
-SHARED_END = 4
-"""How many of the tokens that end every prompt a bias asks for, at most."""
+ENOUGH = 0.95  # share of the prompts that greedy decoding has to answer with the expected label
+SHARED_END = 4  # how many of the tokens that end every prompt a bias asks for, at most
+MOST_BEAMS = 64  # labels that `generate` compares as wholes, at most: it runs a row for each
 
 
 def enough(right: Sequence[bool]) -> bool:
@@ -111,13 +107,11 @@ def forced_sequences(
     labels: Sequence[Sequence[int]], prior: Sequence[float], tail: Sequence[int], end: int | None
 ) -> dict[tuple[int, ...], float]:
     """A ``sequence_bias`` under which transformers' `generate` says a label, and then stops.
-
     Every beginning of a label is lifted behind the prompt's last tokens, a longer one more than a shorter
-    one: so a label is said to its end where a token of it also begins another label. Of labels that share
-    a beginning the model's own logits choose.
-
-    ``labels``: tokens of each, of which none begins another; ``prior``: added to each label's first token;
-    ``tail``: tokens that end every prompt; ``end``: of a text; None where the model has none.
+    one: so a label is said to its end where a token of it also begins another label. Of labels that share a
+    beginning the model's own logits choose. ``labels``: tokens of each, of which none begins another;
+    ``prior``: added to each label's first token; ``tail``: tokens that end every prompt; ``end``: of a text;
+    None where the model has none.
     """
     wanted: dict[tuple[int, ...], float] = {}
     for place, ids in enumerate(labels):
@@ -158,10 +152,6 @@ def biases_of(generation: GenerationConfig) -> dict[tuple[int, ...], float]:
     biases: Any = generation.sequence_bias or {}
     pairs = biases.items() if isinstance(biases, dict) else biases
     return {tuple(tokens): float(value) for tokens, value in pairs}
-
-
-MOST_BEAMS = 64
-"""Labels that `generate` compares as wholes, at most: it runs a row for each."""
 
 
 def beams_for(labels: Sequence[Sequence[int]], tail: Sequence[int]) -> int:

@@ -27,7 +27,10 @@ class Files:
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
         names, prefix = {name for name, _ in named}, model.base_model_prefix
         self._homes: dict[str, tuple[Path, str]] = {}
-        for path in _weight_files(folder):
+        # as in the model's state dict; older files leave out the base model's prefix
+        self.names: AbstractSet[str] = self._homes.keys()
+        self.paths = _weight_files(folder)  # sorted
+        for path in self.paths:
             with _readable(path), safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     whole = name if name in names else _whole(name, prefix, head)
@@ -35,28 +38,12 @@ class Files:
         if not self._homes:
             raise I2CLError(f"{str(folder)!r} holds no *.safetensors: give a folder with weights")
 
-    @property
-    def names(self) -> AbstractSet[str]:
-        """Names as in the model's state dict; older files leave out the base model's prefix."""
-        return self._homes.keys()
-
-    @property
-    def paths(self) -> list[Path]:
-        """The files, sorted."""
-        return sorted({path for path, _ in self._homes.values()})
-
     def read(self, name: str) -> Tensor:
         """One of them, on the CPU."""
         path, stored = self._homes[name]
         with _readable(path), safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(stored)
         return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one of them, from the file's header."""
-        path, stored = self._homes[name]
-        with _readable(path), safe_open(path, "pt") as file:
-            return tuple(file.get_slice(stored).get_shape())
 
 
 def stored_weights(model: PreTrainedModel) -> Files | None:

@@ -281,9 +281,7 @@ class Decoder:
         prefix; or if that is so and it is made of vectors.
         """
         self.pause()
-        positions = batch.last[:, None] if at is None else at
-        if self.virtual_tokens:
-            positions = positions + self.virtual_tokens
+        positions = (batch.last[:, None] if at is None else at) + self.virtual_tokens
         if prefix is not None and not self._joins(prefix, batch.input_ids.shape[1]):
             batch, positions = batching.behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None

@@ -56,7 +56,6 @@ def add_to_outputs(
 
 class Replay:
     """What a decoder's lower blocks put out, kept batch by batch, so that later passes need not run them.
-
     Beyond the paper: what a fit does at the upper end of a model takes many passes over the same
     demonstrations. Its owner answers for it that nothing below changes from pass to pass, and that passes
     fill no caches.

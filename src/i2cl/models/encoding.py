@@ -51,10 +51,8 @@ class Encoder:
         """Find out what the tokenizer puts in front, by encoding a probe with and without it."""
         bare = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
         full = tuple(tokenizer("a")["input_ids"])
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return cls(tokenizer, full[:start])
-        return cls(tokenizer, ())
+        starts = (start for start in range(len(full)) if full[start : start + len(bare)] == bare)
+        return cls(tokenizer, full[: next(starts, 0)])
 
     def __call__(self, prompts: Sequence[str]) -> list[Ids]:
         """Token ids of each prompt, special tokens in front included."""
@@ -200,8 +198,8 @@ def _unmarked(part: str) -> tuple[str, list[int]]:
     return "".join(one[0][0] for one in kept), [one.start() for one in kept]
 
 
+# By a label's first token, its whole token sequence, its words in any order, or as the labels demand.
 Scoring = Literal["auto", "first_token", "full", "words"]
-"""By a label's first token, its whole token sequence, its words in any order, or as the labels demand."""
 
 
 class ScoringWarning(UserWarning):
@@ -291,15 +289,13 @@ def label_tokens(
     two labels are the same under the chosen scoring, or if one begins another and nothing can end them.
     """
     line = template.lead[: template.lead.rfind("\n") + 1]
-    tokens = _behind(encoder, template, labels, line)
-    if line and not all(tokens):  # this tokenizer does not cut at the line's end
-        line = ""
-        tokens = _behind(encoder, template, labels, line)
-    for label, ids in zip(labels, tokens, strict=True):
+    sequences = _behind(encoder, template, labels, line)
+    if line and not all(sequences):  # this tokenizer does not cut at the line's end
+        line, sequences = "", _behind(encoder, template, labels, "")
+    for label, ids in zip(labels, sequences, strict=True):
         if not ids:
             cure = "put a space or a newline before {label} in the template"
             raise I2CLError(f"this tokenizer merges label {label!r} with the end of the prompt: {cure}")
-    sequences = tuple(tokens)
     if len(set(sequences)) < len(sequences):
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "words":
@@ -358,7 +354,7 @@ def keywords(encoder: Encoder, labels: Sequence[str], sequences: Sequence[Ids]) 
 
 def _behind(
     encoder: Encoder, template: Template, labels: Sequence[str], line: str, end: str = ""
-) -> list[Ids]:
+) -> tuple[Ids, ...]:
     """Tokens of each label, and of an end behind it, after a query that ends in ``line``.
     No tokens for a label that the tokenizer merges with what stands before it.
     """
@@ -366,7 +362,7 @@ def _behind(
     prompt = encoder([probe])[0]
     rest = [template.continuation(label).removeprefix(line) for label in labels]
     whole = encoder([probe + label + end for label in rest])
-    return [ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in whole]
+    return tuple(ids[len(prompt) :] if ids[: len(prompt)] == prompt else () for ids in whole)
 
 
 def _begun(sequences: Sequence[Ids]) -> tuple[int, int] | None:

@@ -77,8 +77,9 @@ class ModelIdentity:
         try:
             return pydantic.TypeAdapter(cls).validate_python(vars(cls(**fields)))
         except (TypeError, pydantic.ValidationError) as error:
+            problem = first_problem(error)
             raise I2CLError(
-                f"the artefact's base_model entry is malformed ({first_problem(error)}): fit it again"
+                f"the artefact's base_model entry is malformed ({problem}): fit it again"
             ) from None
 
 
@@ -173,9 +174,9 @@ def _checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         module = model.get_submodule(name.rpartition(".")[0])
         whole, coded = _whole(module, name.rpartition(".")[2], weight)
         stored = files() if coded or whole.dtype == torch.float16 else None
-        if stored is not None and name in stored.names and stored.shape(name) == whole.shape:
+        if stored is not None and name in stored.names:
             values = stored.read(name)
-            if _gives(values, whole, weight if coded else None, model):
+            if values.shape == whole.shape and _gives(values, whole, weight if coded else None, model):
                 whole = values
         yield name, whole
 
@@ -216,8 +217,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         vocabulary = json.loads(backend.to_str(), object_hook=_switched_on)
         for state in ("version", "truncation", "padding"):
             vocabulary.pop(state, None)
-    content = json.dumps([vocabulary, list(probe)])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([vocabulary, list(probe)]).encode()).hexdigest()[:16]
 
 
 def _switched_on(fields: dict[str, Any]) -> dict[str, Any]:

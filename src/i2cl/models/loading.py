@@ -177,7 +177,6 @@ def _read_once(path: Path, file: Any) -> Iterator[None]:
     """Give transformers the reader that there is: to make three of its own takes most of its time."""
     package: Any = importlib.import_module("gguf")
     make = package.GGUFReader
-
     package.GGUFReader = lambda source, *more: file if Path(source) == path.resolve() else make(source, *more)
     try:
         yield
@@ -193,10 +192,8 @@ def _converted(path: Path) -> Iterator[None]:
         with shown:
             yield
     except Exception as error:  # tokenizers raises bare ones
-        raise I2CLError(
-            f"transformers cannot convert {str(path)!r} ({_reason(error)}): "
-            "give the model as a folder or a hub id"
-        ) from error
+        cure = "give the model as a folder or a hub id"
+        raise I2CLError(f"transformers cannot convert {str(path)!r} ({_reason(error)}): {cure}") from error
 
 
 def _placement(

@@ -138,7 +138,5 @@ def _of_hook(module: nn.Module, field: str, name: str) -> Any:
     for one in getattr(hook, "hooks", (hook,)):
         if (held := getattr(one, field, None)) is not None:
             return held
-    raise I2CLError(
-        f"{name} of {type(module).__name__} is on the device meta and has no values: load the model with "
-        "Decoder.from_pretrained, or with a device_map"
-    )
+    cure = "load the model with Decoder.from_pretrained, or with a device_map"
+    raise I2CLError(f"{name} of {type(module).__name__} is on the device meta and has no values: {cure}")

@@ -106,10 +106,8 @@ def window_of(config: PreTrainedConfig) -> int | None:
 
 
 def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
-    changed, layers = DynamicCache(), list[Any](cache.layers)
-    for number, layer in enumerate(layers):
-        changed.update(change(layer.keys), change(layer.values), number)
-    return changed
+    layers: Any = cache.layers
+    return DynamicCache([(change(layer.keys), change(layer.values)) for layer in layers])
 
 
 def keys_at(

@@ -46,28 +46,6 @@ def residual_identity(
     tested, since their sum does not show it. Raises I2CLError if a path is wrong, or leads to a module that
     is never run or has another width.
     """
-    kept = _captured(model, architecture, input_ids)
-    scale = architecture.writer_scale(model.config)
-    errors = []
-    for layer, block in enumerate(architecture.blocks(model)):
-        for part in _PARTS:
-            value = kept.get((layer, part))
-            if value is None or value.numel() != kept[layer, "input"].numel():
-                what = "was never run" if value is None else f"has shape {tuple(value.shape)}"
-                raise I2CLError(
-                    f"{part!r} of layer {layer} {what}: pass an Architecture whose paths lead to modules "
-                    f"of {type(block).__name__} that write to its residual stream"
-                )
-        errors.append(_error(*(kept[layer, part] for part in _PARTS), scale=scale))
-    return ResidualIdentity(tuple(errors))
-
-
-_PARTS = ("input", "attention", "mlp", "output")
-
-
-def _captured(
-    model: PreTrainedModel, architecture: Architecture, input_ids: Int[Tensor, "batch tokens"]
-) -> dict[tuple[int, str], Tensor]:
     kept: dict[tuple[int, str], Tensor] = {}
 
     def keep(layer: int, part: str, value: Tensor) -> None:
@@ -80,7 +58,19 @@ def _captured(
         outputs += [(pair[0], partial(keep, layer, "attention")), (pair[1], partial(keep, layer, "mlp"))]
     with torch.no_grad(), edit_inputs(inputs), edit_outputs(outputs):
         model.base_model(input_ids=input_ids, use_cache=False)
-    return kept
+    parts, scale = ("input", "attention", "mlp", "output"), architecture.writer_scale(model.config)
+    errors = []
+    for layer, block in enumerate(blocks):
+        for part in parts:
+            value = kept.get((layer, part))
+            if value is None or value.numel() != kept[layer, "input"].numel():
+                what = "was never run" if value is None else f"has shape {tuple(value.shape)}"
+                raise I2CLError(
+                    f"{part!r} of layer {layer} {what}: pass an Architecture whose paths lead to modules "
+                    f"of {type(block).__name__} that write to its residual stream"
+                )
+        errors.append(_error(*(kept[layer, part] for part in parts), scale=scale))
+    return ResidualIdentity(tuple(errors))
 
 
 def _error(

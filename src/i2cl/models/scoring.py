@@ -34,9 +34,8 @@ class NotFiniteError(I2CLError):
 def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -> None:
     """Refuse scores of which one is not a number, unlike -inf. Raises NotFiniteError naming the precision."""
     if scores.isnan().any():
-        dtype = dtype_name(decoder.model.dtype)
         raise NotFiniteError(
-            f"label scores are not numbers, since something overflows in {dtype}. "
+            f"label scores are not numbers, since something overflows in {dtype_name(decoder.model.dtype)}. "
             "Load the model in another precision (--dtype float32), or fit again closer to the plain model"
         )
 
