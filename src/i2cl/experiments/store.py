@@ -167,10 +167,8 @@ def _by_key(lines: list[bytes], path: Path) -> dict[str, Record]:
         try:
             record = Record.model_validate_json(line)
         except pydantic.ValidationError as error:
-            raise I2CLError(
-                f"line {number} of the store {str(path)!r} cannot be read ({first_problem(error)}): "
-                "remove that line, its cell is then run again"
-            ) from None
+            what = f"line {number} of the store {str(path)!r} cannot be read ({first_problem(error)})"
+            raise I2CLError(f"{what}: remove that line, its cell is then run again") from None
         _put(records, record)
     return records
 

@@ -149,20 +149,16 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     if sum(sizes.values()) <= sum(parameter.numel() for parameter in model.parameters()):
         return
     odd = next((name for name in sizes if name.endswith(".bias") or name.startswith("rope_")), "some tensors")
-    raise I2CLError(
-        f"transformers does not read all of {str(path)!r} ({odd}), so that its answers would be others: give "
-        "the model as a folder or a hub id"
-    )
+    what = f"transformers does not read all of {str(path)!r} ({odd}), so that its answers would be others"
+    raise I2CLError(f"{what}: give the model as a folder or a hub id")
 
 
 def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
     if revision is not None:
         raise I2CLError("a GGUF file has no revision: leave out --revision")
     if quantization is not None:
-        raise I2CLError(
-            "a GGUF file's weights are brought to float32 or --dtype and not quantized again: leave out "
-            "--quantization; --dtype bfloat16 takes half the memory"
-        )
+        what = "a GGUF file's weights are brought to float32 or --dtype and not quantized again"
+        raise I2CLError(f"{what}: leave out --quantization; --dtype bfloat16 takes half the memory")
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     if device_map == TENSOR_PARALLEL or "disk" in places or offload_folder is not None:
         cure = "leave out tensor_parallel, 'disk' and the offload folder"

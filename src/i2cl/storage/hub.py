@@ -116,7 +116,5 @@ def require_reachable(
     except _FAILURES as error:
         hint = did_you_mean(name, others)
         what = "is no folder and not in the cache of the hub, which does not answer"
-        raise I2CLError(
-            f"model {name!r} {what} ({first_line(error)}): "
-            f"{hint}give {kinds} or {' or '.join(map(repr, others))}, or go online"
-        ) from None
+        cure = f"{hint}give {kinds} or {' or '.join(map(repr, others))}, or go online"
+        raise I2CLError(f"model {name!r} {what} ({first_line(error)}): {cure}") from None

@@ -57,10 +57,8 @@ def _download(source: HubSource, split: str) -> "Dataset":
         return load_dataset(source.dataset, source.config, split=split, revision=source.revision)
     except Exception as error:  # errors of its HTTP and file libraries come through, with no common class
         reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-        raise I2CLError(
-            f"cannot load {source.dataset} ({split}) from the hub ({reason}): "
-            f"check the connection, or {_INSTEAD}"
-        ) from error
+        cure = f"check the connection, or {_INSTEAD}"
+        raise I2CLError(f"cannot load {source.dataset} ({split}) from the hub ({reason}): {cure}") from error
 
 
 def _split_by_text(rows: list[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:

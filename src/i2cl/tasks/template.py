@@ -65,10 +65,8 @@ class Template:
             cure = "leave them out"
             raise I2CLError(f"the instruction {instruction!r} holds braces, which mark fields: {cure}")
         if not tokenizer.chat_template:
-            raise I2CLError(
-                f"the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat template: "
-                "leave out chat (--chat), or take an instruction-tuned model"
-            )
+            what = f"the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat template"
+            raise I2CLError(f"{what}: leave out chat (--chat), or take an instruction-tuned model")
         if instruction:
             with suppress(I2CLError):  # it has no system turn
                 markup = _chat(tokenizer, [{"role": "system", "content": instruction}], "")
