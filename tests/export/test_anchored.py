@@ -90,7 +90,7 @@ def test_a_label_prior_stands_beside_what_the_base_generates_by(biased, decoder,
     export_hf(of_own, biased, tmp_path / "out", golden=lambda: known)
     made = GenerationConfig.from_pretrained(tmp_path / "out")
     assert made.eos_token_id == 7
-    result = golden.biases_of(made)
+    result = golden.greedy.biases_of(made)
     assert result == {(3, 4): 1.5} | known.sequence_bias
     assert [result[(*known.tail, token)] for token in first] == [100.25, 99.5]
     settings.sequence_bias = [[[*known.tail, first[0]], 1.5]]
@@ -127,5 +127,5 @@ def test_what_cannot_hold_a_label_prior_says_what_to_send(biased, decoder, folde
     assert "positive +0.2500, negative -0.5000" in message
     assert f'"logit_bias": {{"{ids[0]}": 100.0000, "{ids[1]}": 99.2500}}' in message
     assert verify(tmp_path / "out").passed
-    kept = golden.biases_of(GenerationConfig.from_pretrained(tmp_path / "out"))
+    kept = golden.greedy.biases_of(GenerationConfig.from_pretrained(tmp_path / "out"))
     assert all(value % 100 == 0 for value in kept.values())  # they make it say a label, whatever the prior

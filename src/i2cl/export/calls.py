@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from i2cl.export.golden import GOLDEN, Golden
+from i2cl.export.golden import Golden
 from i2cl.export.greedy import TEXTS, forced_tokens
 from i2cl.storage.card import CARD, export_card, fenced
 from i2cl.tasks.template import TEXT_FIELD
@@ -169,6 +169,6 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
 
 def write_golden(folder: Path, name: str, golden: Golden, kind: Kind) -> None:
     """Store golden values beside an export, and a card with the calls."""
-    (folder / GOLDEN).write_text(golden.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    golden.write(folder)
     text = export_card(golden.artefact, usage(golden, name, kind), LIBRARIES[kind])
     (folder / CARD).write_text(text, encoding="utf-8")

@@ -16,6 +16,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
 from i2cl.export import greedy
 from i2cl.export.folding import at_temperature, require_plain, require_unquantized
+from i2cl.export.greedy import TEXTS
 from i2cl.export.upcast import Upcast
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.decoder import Decoder
@@ -169,6 +170,10 @@ class Golden(pydantic.BaseModel):
         scores = [(value + more, label) for value, more, label in each if value is not None]
         return max(scores, key=itemgetter(0))[1] if scores else "-"
 
+    def write(self, folder: Path) -> None:
+        """Store it in an export's folder."""
+        (folder / GOLDEN).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
     def lost(self, there: AbstractSet[str]) -> list[str]:
         """Biases that hold a part of the injection and are not among those that are there and not zero."""
         return [name for name, norm in self.biases.items() if norm > 0 and name not in there]
@@ -211,8 +216,8 @@ def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: boo
             return make_golden(decoder, at_temperature(injection))
     task = injection.task
     questions = injection.questions(decoder)
-    labels, queries = questions.labels, questions.queries(greedy.TEXTS)
-    texts = [questions.prompt(text) for text in greedy.TEXTS]
+    labels, queries = questions.labels, questions.queries(TEXTS)
+    texts = [questions.prompt(text) for text in TEXTS]
     each = zip(texts, queries, decoder.encoder(texts), strict=True)
     uncut = [text if ids == whole else None for text, ids, whole in each]
     first = list(labels.first)
