@@ -78,9 +78,8 @@ class InjectionPool:
         """
         injection.require_base(self.decoder, force=force)
         questions = injection.questions(self.decoder)
-        whole = (
-            questions.labels.full
-        )  # labels that cannot be asked for are refused now, not by the first text
+        # labels that cannot be asked for are refused now, not by the first text
+        whole = questions.labels.full
         amount, keep = injection.coefficients.unbind(-1)
         seed = injection.seed if injection.positions == "random" else 0
         self._loaded[name] = Loaded(

@@ -67,7 +67,7 @@ class Client:
         """The labels of texts; empty where the highest probability is below ``min_confidence``."""
         more = {} if min_confidence is None else {"min_confidence": min_confidence}
         reply, headers = self._asked("POST", "/v1/classify", {"model": task, "input": list(texts), **more})
-        labels, digest = reply["labels"], headers["x-task-digest"]
+        labels, digest = reply["labels"], str(headers["x-task-digest"] or "")
         return [
             Prediction(one["label"], dict(zip(labels, one["probs"], strict=True)), digest)
             for one in reply["data"]
