@@ -120,16 +120,16 @@ class Bench:
         observer, self.service.batcher._observer = self.service.batcher._observer, _Rows(batches)  # noqa: SLF001
         options = [self.port, connections, seconds or self.seconds, rate, tasks, self.file]
         command = [sys.executable, __file__, "--client", *map(str, options)]
-        message = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        record = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         self.service.batcher._observer = observer  # noqa: SLF001
-        done = sorted(taken for taken, status in message["requests"] if status == 200)
-        refused = sorted(taken for taken, status in message["requests"] if status == 429)
-        others = [status for _, status in message["requests"] if status not in {200, 429}]
+        done = sorted(taken for taken, status in record["requests"] if status == 200)
+        refused = sorted(taken for taken, status in record["requests"] if status == 429)
+        others = [status for _, status in record["requests"] if status not in {200, 429}]
         return {
             "done": done,
             "refused": refused,
             "others": others,
-            "rate": len(done) / message["seconds"],
+            "rate": len(done) / record["seconds"],
             "batch": sum(batches) / max(1, len(batches)),
         }
 
@@ -213,14 +213,14 @@ class Bench:
         tokens = sum(row.tokens for row in self.asked(1)) / ROWS
         batcher = self.service.batcher
         capacity = self.load(connections=32)["rate"]
-        message = []
+        seen = []
         for _ in range(self.rounds):
             before, batcher.bound = batcher.bound, round(2 * capacity * tokens)  # two seconds' worth
             result = self.load(connections=256, rate=OVERLOAD * capacity, seconds=2 * self.seconds)
             bound, batcher.bound = batcher.bound, before
             after = self.load(connections=32)["rate"]
             near, capacity = (capacity + after) / 2, after  # the machine is not as fast all the time
-            message.append(
+            seen.append(
                 {
                     "capacity": near,
                     "goodput": result["rate"] / near,
@@ -237,7 +237,7 @@ class Bench:
             ("the same: p99 of refusals", "refused_p99_ms", "ms", "< 50"),
         )
         for name, key, unit, target in names:
-            yield _row(name, median(one[key] for one in message), unit, target, {"rounds": message})
+            yield _row(name, median(one[key] for one in seen), unit, target, {"rounds": seen})
 
     def beside(self) -> Iterator[dict[str, Any]]:
         """Single texts while a task is fitted, and while a file runs, against single texts alone."""
@@ -352,8 +352,8 @@ def main() -> None:
         rows = list(Bench(work, Path(scratch), given.seconds, given.rounds).rows(given.only))
     if given.output:
         given.output.parent.mkdir(parents=True, exist_ok=True)
-        message = {"machine": machine(), "shape": given.shape, "rows": rows}
-        given.output.write_text(json.dumps(message, indent=1) + "\n", encoding="utf-8")
+        record = {"machine": machine(), "shape": given.shape, "rows": rows}
+        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -180,12 +180,12 @@ def line(row: Architecture) -> str:
 def page() -> str:
     """The whole page."""
     figures: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
-    message = {"wrappers": ", ".join(WRAPPERS.split()), "epochs": CONFIG.epochs, "shots": len(SHOTS)}
+    record = {"wrappers": ", ".join(WRAPPERS.split()), "epochs": CONFIG.epochs, "shots": len(SHOTS)}
     return "\n".join(
         [
             HEAD.format(count=len(ARCHITECTURES)),
             *(line(row) for row in ARCHITECTURES.values()),
-            TEMPLATE.format(**message),
+            TEMPLATE.format(**record),
             *(f"| {kind} | {' | '.join(row.values())} |" for kind, row in figures["types"].items()),
             REST.format(version=figures["transformers"]),
             *(f"| {reason} | {' '.join(names.split())} |" for reason, names in UNSUPPORTED.items()),

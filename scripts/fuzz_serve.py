@@ -164,9 +164,9 @@ def check_ends(
     """Every job that was acknowledged ends, and no line of a file is missing or twice."""
     for job, when in cancels.items():
         ended(client, job)
-        message = client.job(job)
+        reply = client.job(job)
         result["cancels"] += 1
-        result["cancels forgotten"] += message["status"] != "cancelled" and message["last"]["at"] > when + 1
+        result["cancels forgotten"] += reply["status"] != "cancelled" and reply["last"]["at"] > when + 1
     for job in fits:
         result["fits done"] += client.wait(job)["event"] == "done"
     for job, texts in batches.items():

@@ -260,8 +260,8 @@ def spoiled_file(draw, folder, names, values=None):
     elif name.endswith(".safetensors") and how in {"values", "header"}:
         size = int.from_bytes(data[:8], "little")
         header = json.dumps(draw(lying(json.loads(data[8 : 8 + size])))).encode()
-        message = draw(st.sampled_from([len(header)] * 4 + [len(header) + 8, 0, 2**63, 2**64 - 1]))
-        data = message.to_bytes(8, "little") + header + data[8 + size :]
+        value = draw(st.sampled_from([len(header)] * 4 + [len(header) + 8, 0, 2**63, 2**64 - 1]))
+        data = value.to_bytes(8, "little") + header + data[8 + size :]
     else:
         data = draw(spoiled_bytes(data))
     return Spoiled(name, how, data)

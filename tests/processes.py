@@ -68,8 +68,8 @@ class Program:
         self.err = Path(self._folder.name) / "err"
         for path in (self.out, self.err):
             path.touch()
-        message = (code, ["-c", *map(str, arguments)], (self.out, self.err), environment() | variables)
-        self.process = start().Process(target=_run, args=message)
+        value = (code, ["-c", *map(str, arguments)], (self.out, self.err), environment() | variables)
+        self.process = start().Process(target=_run, args=value)
         self.process.start()
 
     def said(self):

@@ -149,8 +149,8 @@ def documented_data():
     for path in FILES:
         body = parsed(path).body
         for node, below in pairwise(body):
-            message = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if message and isinstance(node, ast.Assign | ast.AnnAssign):
+            value = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if value and isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 yield from (target.id for target in targets if isinstance(target, ast.Name))
 

@@ -37,8 +37,8 @@ def test_every_command_is_one_that_the_program_takes(page):
             assert words[0] in command.commands, typed
             command = command.commands[words.pop(0)]
         known = {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
-        message = {word.split("=")[0] for word in words if re.fullmatch(r"--[a-z-]+(=.*)?", word)}
-        assert message <= known | {"--help"}, typed
+        value = {word.split("=")[0] for word in words if re.fullmatch(r"--[a-z-]+(=.*)?", word)}
+        assert value <= known | {"--help"}, typed
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

@@ -35,9 +35,9 @@ def words(text):
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_are_short(page):
-    message = sentences(page.read_text(encoding="utf-8"))
-    assert [one for one in message if words(one) > LONGEST] == []
-    assert median(map(words, message)) <= MEDIAN
+    value = sentences(page.read_text(encoding="utf-8"))
+    assert [one for one in value if words(one) > LONGEST] == []
+    assert median(map(words, value)) <= MEDIAN
 
 
 DOCS = ROOT / "docs"

@@ -175,9 +175,9 @@ def test_a_step_that_brings_less_than_its_share_is_damped():
 
 
 def test_history_falls_and_is_the_loss_among_labels():
-    decoder, message = made("llama"), []
+    decoder, seen = made("llama"), []
     config = AnchoredConfig(reach=3.0, steps=4, say_label=False)
-    injection = anchor(decoder, task(), SHOWN, config, progress=lambda *at: message.append(at))
+    injection = anchor(decoder, task(), SHOWN, config, progress=lambda *at: seen.append(at))
     texts, gold = [one.text for one in SHOWN], torch.tensor([one.label for one in SHOWN])
 
     def loss(scores):
@@ -187,8 +187,8 @@ def test_history_falls_and_is_the_loss_among_labels():
     assert injection.history[0] == pytest.approx(loss(plain), abs=1e-5)
     assert injection.history[-1] == pytest.approx(loss(injection.scores(decoder, texts)), abs=1e-5)
     assert list(injection.history) == sorted(injection.history, reverse=True)
-    assert [at[0] for at in message] == list(range(1, len(injection.history)))
-    assert message[-1][2] == injection.history[-1]
+    assert [at[0] for at in seen] == list(range(1, len(injection.history)))
+    assert seen[-1][2] == injection.history[-1]
 
 
 @pytest.mark.parametrize("config", [AnchoredConfig(reach=0.0), AnchoredConfig(steps=0)])

@@ -56,8 +56,8 @@ OTHER_TOKENS = [{"separator": False}, {"token": "first"}, {"token": "first", "se
 def test_the_mean_of_single_runs(case, config):
     decoder, place = decoder_of(case), {"first": 0}.get(config.get("token"), -1)
     outcome = extract(decoder, TASK, SHOTS, ExtractConfig(**config))
-    expected = {name: value for name, value in config.items() if name != "token"}
-    assert close(outcome.values, rows(decoder, case, place=place, **expected).mean(0))
+    values = {name: value for name, value in config.items() if name != "token"}
+    assert close(outcome.values, rows(decoder, case, place=place, **values).mean(0))
     assert outcome.demonstrations == len(SHOTS)
     assert outcome.values.dtype == torch.float32
 

@@ -57,8 +57,8 @@ def describe(folder, **changes):
 def test_scores_are_those_of_a_linear_edit(writers, positions):
     decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
     labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
-    message = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
-    edit = LinearEdit(injection.context.values, injection.coefficients, seed=injection.seed, **message)
+    record = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
+    edit = LinearEdit(injection.context.values, injection.coefficients, seed=injection.seed, **record)
     for text, result in zip(TEXTS, injection.scores(decoder, TEXTS), strict=True):
         ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
         batch = make_batch([ids], torch.device("cpu"))
@@ -138,8 +138,8 @@ def test_a_label_bias_is_kept_and_older_readers_are_told_to_upgrade(saved, tmp_p
     assert "label_bias" not in described(saved)
     injection = made(label_bias=(0.1 + 0.2, -1.5))
     injection.save_pretrained(tmp_path / "new")
-    message = {"format_version": FORMAT_VERSION + 1, "label_bias": [0.1 + 0.2, -1.5]}
-    assert described(tmp_path / "new") == described(saved) | message
+    record = {"format_version": FORMAT_VERSION + 1, "label_bias": [0.1 + 0.2, -1.5]}
+    assert described(tmp_path / "new") == described(saved) | record
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert loaded.label_bias == injection.label_bias
     assert torch.equal(*(one.scores(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
@@ -155,8 +155,8 @@ def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_pa
     for name in (DESCRIPTION, TENSORS, CARD):
         assert (tmp_path / "one" / saved.name / name).read_bytes() == (saved / name).read_bytes()
     made(temperature=2.25, label_bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
-    message = {"format_version": TEMPERED_VERSION, "temperature": 2.25, "label_bias": [0.5, 0.0]}
-    assert described(tmp_path / "new") == described(saved) | message
+    record = {"format_version": TEMPERED_VERSION, "temperature": 2.25, "label_bias": [0.5, 0.0]}
+    assert described(tmp_path / "new") == described(saved) | record
     assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "are divided by the `temperature`, 2.25; this changes no answer" in card
@@ -168,8 +168,8 @@ def test_word_weights_are_kept(saved, tmp_path):
     sizes = plain.questions(decoder_of("llama")).labels.weights.shape
     weighted = replace(plain, word_weights=torch.randn(sizes).T.contiguous().T)
     weighted.save_pretrained(tmp_path / "new")
-    message = {"format_version": WEIGHTED_VERSION, "scoring": "words"}
-    assert described(tmp_path / "new") == described(saved) | message
+    record = {"format_version": WEIGHTED_VERSION, "scoring": "words"}
+    assert described(tmp_path / "new") == described(saved) | record
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert torch.equal(loaded.word_weights, weighted.word_weights)
     scores = [one.scores(decoder_of("llama"), TEXTS) for one in (loaded, weighted, plain)]
@@ -203,10 +203,10 @@ def test_the_description_can_be_read_by_people_and_holds_no_demonstrations(saved
     text = (saved / DESCRIPTION).read_text(encoding="utf-8")
     assert "Größe ☃" in text
     assert len(text.splitlines()) > 20
-    message = described(saved)
-    assert (message["format_version"], message["base_model"]["name"]) == (FORMAT_VERSION, "llama")
-    assert (message["task"]["labels"], message["task"]["separator"]) == (["positive", "negative"], "\n\n")
-    assert message["loss"] == [1.5, 0.1 + 0.2]
+    value = described(saved)
+    assert (value["format_version"], value["base_model"]["name"]) == (FORMAT_VERSION, "llama")
+    assert (value["task"]["labels"], value["task"]["separator"]) == (["positive", "negative"], "\n\n")
+    assert value["loss"] == [1.5, 0.1 + 0.2]
     assert listed(saved) == sorted([DESCRIPTION, TENSORS, CARD])
     replace(made(), task=TASK).save_pretrained(tmp_path / "out")
     assert b"secret" not in b"".join(entry.read_bytes() for entry in (tmp_path / "out").iterdir())

@@ -81,10 +81,10 @@ def test_block_outputs_go_together_too():
 def test_a_small_budget_makes_more_groups_of_the_same():
     decoder = made("llama")
     whole, _ = both(decoder, QUIET)
-    message = []
+    seen = []
     decoder.token_budget = 1
-    parts, _ = both(decoder, QUIET, progress=lambda *at: message.append(at))
-    assert len(message) == len(RUNS) * QUIET.epochs
+    parts, _ = both(decoder, QUIET, progress=lambda *at: seen.append(at))
+    assert len(seen) == len(RUNS) * QUIET.epochs
     same(parts, whole)
 
 

@@ -94,7 +94,7 @@ def test_the_fast_recipe_keeps_the_best_point_tells_progress_and_takes_no_batche
     once = {"passes": 1, "pull": 0.0, "noise": 0.0}
     again = fit(start=injection.coefficients, optimizer="lbfgs", **once)
     assert again.history[0] == pytest.approx(min(injection.history), rel=1e-4)
-    message = []
-    injection = recipe_fit(passes=4, progress=lambda *at: message.append(at))
-    assert [at[:2] for at in message] == [(number, 4) for number in range(1, len(injection.history) + 1)]
+    seen = []
+    injection = recipe_fit(passes=4, progress=lambda *at: seen.append(at))
+    assert [at[:2] for at in seen] == [(number, 4) for number in range(1, len(injection.history) + 1)]
     one_line("leave batches out", fit, batches=[[0]], optimizer="lbfgs")

@@ -48,23 +48,23 @@ def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
 
 def test_all_methods_are_those_of_an_evaluation_and_kept_with_the_artefact(decoder, task, tmp_path):
     injection = measured(decoder, task)
-    message = injection.worth
-    assert (message["rows"], message["split"], message["not_run"]) == (16, "test", {})
-    assert list(message["methods"]) == [*BASELINES, "i2cl"]
+    value = injection.worth
+    assert (value["rows"], value["split"], value["not_run"]) == (16, "test", {})
+    assert list(value["methods"]) == [*BASELINES, "i2cl"]
     names = ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
     methods = make_methods(names, {"epochs": 2})
     runs = {method.called: evaluate(decoder, task, method, shots=2) for method in methods}
-    for name, score in message["methods"].items():
+    for name, score in value["methods"].items():
         assert score["accuracy"] == runs[name].accuracy
         assert score["cached_bytes"] == runs[name].cost.cached_bytes
         assert 0 <= score["low"] <= score["accuracy"] <= score["high"] <= 1
         assert score["milliseconds_per_query"] > 0
-    assert message["methods"]["i2cl"]["fit_seconds"] == 7.0
+    assert value["methods"]["i2cl"]["fit_seconds"] == 7.0
     ours = runs["i2cl"]
     assert injection.metrics == {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": 16}
     free = {name: runs[name].accuracy for name in names[:2]}
-    assert message["against"] == max(free, key=free.get)
-    assert message["difference"] == pytest.approx(runs["i2cl"].accuracy - max(free.values()))
+    assert value["against"] == max(free, key=free.get)
+    assert value["difference"] == pytest.approx(runs["i2cl"].accuracy - max(free.values()))
     injection.save_pretrained(tmp_path / "with")
     assert Injection.from_pretrained(tmp_path / "with").worth == injection.worth
     replace(injection, worth={}).save_pretrained(tmp_path / "without")
@@ -87,8 +87,8 @@ def test_a_label_prior_is_measured_with_what_it_corrects(decoder, task):
 
 
 def test_what_is_scored_is_told_with_every_row_and_left_over_training_rows_as_such(decoder, task):
-    message = measured(decoder, replace(task, test=()), limit=6).worth
-    assert (message["rows"], message["split"]) == (6, "train")
+    value = measured(decoder, replace(task, test=()), limit=6).worth
+    assert (value["rows"], value["split"]) == (6, "train")
     names, rows = [], []
     measured(decoder, task, watch=names.append, progress=rows.append)
     assert names == [*BASELINES, "i2cl"]
@@ -97,12 +97,12 @@ def test_what_is_scored_is_told_with_every_row_and_left_over_training_rows_as_su
 
 def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
     short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
-    message = measured(short, task).worth
-    assert list(message["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "i2cl"]
-    assert "the context holds 64" in message["not_run"]["few_shot"]
-    message = measured(decoder, task, limit=1).worth
-    assert "by itself" in message["not_run"]["zero_shot+batch_calibration"]
-    assert ("on 1 row" in message["verdict"], "1 rows" in message["verdict"]) == (True, False)
+    value = measured(short, task).worth
+    assert list(value["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "i2cl"]
+    assert "the context holds 64" in value["not_run"]["few_shot"]
+    value = measured(decoder, task, limit=1).worth
+    assert "by itself" in value["not_run"]["zero_shot+batch_calibration"]
+    assert ("on 1 row" in value["verdict"], "1 rows" in value["verdict"]) == (True, False)
     shown, injection = fitted(decoder, task)
     one_line("no queries", with_worth, injection, decoder, task, shown, (), seconds=0.0)
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
@@ -126,9 +126,9 @@ def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name)
     names, rows = [], []
     watched = {"watch": names.append, "progress": rows.append, "method": method}
     result = with_folds(injection, decoder, task, shown, make, seconds=7.0, folds=3, **watched)
-    message = result.worth
-    assert (message["rows"], message["split"]) == (len(shown), "demonstrations")
-    assert names == list(message["methods"]) == [*BASELINES, name]
+    value = result.worth
+    assert (value["rows"], value["split"]) == (len(shown), "demonstrations")
+    assert names == list(value["methods"]) == [*BASELINES, name]
     assert (sum(rows), len(asked)) == (4 * len(shown), 3)
     gold = torch.tensor([one.label for one in shown])
     right = 0
@@ -136,11 +136,11 @@ def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name)
         out = [one for one in shown if one not in rest]
         best = make(rest).scores(decoder, [one.text for one in out]).argmax(-1)
         right += int((best == torch.tensor([one.label for one in out])).sum())
-    assert message["methods"][name]["accuracy"] == pytest.approx(right / len(shown))
+    assert value["methods"][name]["accuracy"] == pytest.approx(right / len(shown))
     plain = Questions(decoder, task).scores([one.text for one in shown]).argmax(-1)
-    assert message["methods"]["zero_shot"]["accuracy"] == pytest.approx((plain == gold).float().mean().item())
-    assert message["methods"][name]["fit_seconds"] == 7.0
-    assert message["methods"]["few_shot"]["fit_seconds"] > 0
+    assert value["methods"]["zero_shot"]["accuracy"] == pytest.approx((plain == gold).float().mean().item())
+    assert value["methods"][name]["fit_seconds"] == 7.0
+    assert value["methods"]["few_shot"]["fit_seconds"] > 0
     assert result.metrics == {}  # a card is not to publish it as an evaluation
 
 
@@ -189,7 +189,7 @@ def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, ta
 def test_a_threshold_is_found_where_an_accuracy_is_asked_for(decoder, task):
     one_line("22 labelled rows beside the examples or more", measured, decoder, task, limit=10, target=0.9)
     rows = tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
-    message = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
-    assert message["target"] == 0.5
+    value = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
+    assert value["target"] == 0.5
     known = {"target", "rows"}
-    assert set(message) in (known | {"needed"}, known | {"threshold", "coverage", "accuracy"})
+    assert set(value) in (known | {"needed"}, known | {"threshold", "coverage", "accuracy"})

@@ -56,9 +56,9 @@ def reported(said, tmp_path):
 
 def test_run_then_run_again_then_report(tmp_path, said, reported):
     assert json.loads(said(*written(tmp_path, "--json")))["done"] == 2 + 6 + 6
-    expected = json.loads(said(*written(tmp_path, "--json", "--seeds", "4")))
-    assert expected.pop("store")
-    assert expected == {"done": 4, "failed": 0, "skipped": 0, "kept": 14}
+    record = json.loads(said(*written(tmp_path, "--json", "--seeds", "4")))
+    assert record.pop("store")
+    assert record == {"done": 4, "failed": 0, "skipped": 0, "kept": 14}
     text = reported("--experiments", tmp_path / "mine.toml")
     assert "mood-colour-1" in text
     assert "Few-shot (ICL)" in text

@@ -82,12 +82,12 @@ def test_a_run_keeps_its_scores_and_tells_how_far_to_trust_them(decoder, task):
     expected = method.fit(decoder, task, (), 0).scores(texts).log_softmax(1).numpy()
     assert run.scores.shape == (6, 2)
     np.testing.assert_allclose(run.scores.array, expected, rtol=1e-3)
-    message, record = run.confidence, run.record()
-    assert message == confidence(run.scores.array, np.array(run.gold), np.array(run.predictions))
-    assert message.log_loss == pytest.approx(-expected[np.arange(6), run.gold].mean(), rel=1e-2)
-    assert {name: record[name] for name in NAMES} == asdict(message)
+    value, record = run.confidence, run.record()
+    assert value == confidence(run.scores.array, np.array(run.gold), np.array(run.predictions))
+    assert value.log_loss == pytest.approx(-expected[np.arange(6), run.gold].mean(), rel=1e-2)
+    assert {name: record[name] for name in NAMES} == asdict(value)
     assert "scores" not in record
-    assert summarize([run, run])[0].confidence == message
+    assert summarize([run, run])[0].confidence == value
     older = run.model_copy(update={"scores": None})
     assert older.confidence is None
     assert {older.record()[name] for name in NAMES} == {None}

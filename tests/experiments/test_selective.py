@@ -67,9 +67,9 @@ def test_without_a_threshold_it_says_how_many_rows_would_show_one():
     sure = np.linspace(1, 0.4, 100)
     right = np.ones(100, bool)
     right[[5, 15, 25]] = False  # 3 of the 40 surest: 7.5 %, where 10 % are allowed
-    message = selection(sure, right, 0.9)
-    assert set(message) == {"target", "rows", "needed"}
-    needed = message["needed"]
+    value = selection(sure, right, 0.9)
+    assert set(value) == {"target", "rows", "needed"}
+    needed = value["needed"]
     assert 100 < needed < 10_000
     often = 0
     for _ in range(50):  # that many rows of the same kind do show one, about every other time or more

@@ -116,9 +116,9 @@ def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
 )
 def test_a_line_that_contradicts_itself_is_named(tmp_path, changes, named):
     write(tmp_path, record(0))
-    message = record(1).model_dump(mode="json") | changes
+    value = record(1).model_dump(mode="json") | changes
     with (tmp_path / "cells.jsonl").open("a") as handle:
-        handle.write(json.dumps(message) + "\n")
+        handle.write(json.dumps(value) + "\n")
     one_line(rf"line 2 of the store .*{named}.* remove that line", Store.open, tmp_path)
 
 

@@ -58,10 +58,10 @@ def test_generate_follows_the_label_prior_of_a_checkpoint(anchored, decoder, fol
     assert wanted != anchored.predict(decoder, golden.TEXTS)
     biased.save_pretrained(tmp_path / "artefact")
     words = ("export", tmp_path / "artefact", tmp_path / "out", "--model", folder, "--json")
-    message, ids = json.loads(said(*words)), Questions(decoder, TASK).labels.first
-    assert message["prior_kept"] is True
+    record, ids = json.loads(said(*words)), Questions(decoder, TASK).labels.first
+    assert record["prior_kept"] is True
     sent = {str(ids[0]): 100.0 + min(between, 0), str(ids[1]): 100.0 - max(between, 0)}
-    assert message["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
+    assert record["logit_bias"] == pytest.approx(sent)  # on top of what makes it say a label
 
     result = verify(tmp_path / "out")
     assert result.passed

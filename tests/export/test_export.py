@@ -162,8 +162,8 @@ def test_a_zeroed_bias_is_found_and_named(exported, said):
     printed = said("verify", exported, "--device", "cpu", code=1)
     assert "does not hold" in printed
     assert "The bias model.layers.1.mlp.down_proj.bias is dropped." in printed
-    message = json.loads(said("verify", exported, "--device", "cpu", "--json", code=1))
-    assert (message["passed"], message["worst"] > message["tolerance"]) == (False, True)
+    record = json.loads(said("verify", exported, "--device", "cpu", "--json", code=1))
+    assert (record["passed"], record["worst"] > record["tolerance"]) == (False, True)
 
 
 def test_other_weights_are_told_apart_from_dropped_biases(exported):
@@ -210,8 +210,8 @@ def test_export_and_verify(artefact, tmp_path, said):
     assert "Next: i2cl verify" in said("export", artefact, out, "--to", "hf", "--device", "cpu")
     assert "The export holds" in said("verify", out, "--device", "cpu")
     options = ("--no-golden", "--json", "--max-shard-size", "500KB")
-    message = json.loads(said("export", artefact, tmp_path / "bare", *options))
-    assert message["files"] > 1
+    record = json.loads(said("export", artefact, tmp_path / "bare", *options))
+    assert record["files"] > 1
     assert GOLDEN not in listed(tmp_path / "bare")
     assert weights(out).keys() == weights(tmp_path / "bare").keys()
 

@@ -20,8 +20,8 @@ def by_text(golden, values):
 
 def by_id(golden, values):
     """llama.cpp's shape."""
-    reason = [{"id": i, "logprob": v} for i, v in zip(golden.label_ids, values, strict=True)]
-    return {"content": [{"top_logprobs": [*reason, {"id": -1, "logprob": -20.0}]}]}
+    value = [{"id": i, "logprob": v} for i, v in zip(golden.label_ids, values, strict=True)]
+    return {"content": [{"top_logprobs": [*value, {"id": -1, "logprob": -20.0}]}]}
 
 
 def expected(golden, prompt):
@@ -54,8 +54,8 @@ def serving(golden, *, values=lambda prompt: prompt.labels, shape=by_text, takes
                 self._send(reply or {"error": "Only no echo is supported"}, status if reply else 400)
                 return
             (prompt,) = [one for one in golden.prompts if body["prompt"] in (one.ids, one.query)]
-            reason = {"text": says(golden, prompt), "logprobs": shape(golden, values(prompt))}
-            self._send({"choices": [reason]})
+            record = {"text": says(golden, prompt), "logprobs": shape(golden, values(prompt))}
+            self._send({"choices": [record]})
 
         def _send(self, reply, code=status):
             content = raw if raw is not None else json.dumps(reply).encode()

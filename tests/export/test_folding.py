@@ -145,8 +145,8 @@ def script():
 
 def test_the_page_of_model_types_is_printed_from_figures_that_hold_what_is_claimed(script):
     assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == script["page"]()
-    error = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
-    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *error]
+    value = [name for names in script["UNSUPPORTED"].values() for name in names.split()]
+    known = [*ARCHITECTURES, *script["WRAPPERS"].split(), *value]
     assert len(known) == len(set(known))
     if transformers.__version__ == FIGURES["transformers"]:
         assert set(known) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

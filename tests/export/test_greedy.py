@@ -96,10 +96,10 @@ def test_settings_that_change_what_is_said_are_found(tmp_path, said):
     printed = said("verify", tmp_path / "out", "--device", "cpu", code=1)
     for part in ("answers 0 of 2 prompts", "decode at temperature 0 without penalties", "does not hold"):
         assert part in printed
-    message = json.loads(said("verify", tmp_path / "out", "--device", "cpu", "--json", code=1))
-    assert message["greedy"] == {"right": 0, "of": 2}
-    assert message["worst"] < message["tolerance"]
-    assert {row["greedy"] for row in message["prompts"]} == {"no label"}
+    record = json.loads(said("verify", tmp_path / "out", "--device", "cpu", "--json", code=1))
+    assert record["greedy"] == {"right": 0, "of": 2}
+    assert record["worst"] < record["tolerance"]
+    assert {row["greedy"] for row in record["prompts"]} == {"no label"}
 
 
 @pytest.mark.parametrize(("right", "passes"), [(19, True), (18, False)])
@@ -135,12 +135,12 @@ def test_generate_says_a_label_to_its_end_and_stops(tmp_path, monkeypatch, task)
     assert bool(made.tail) == (task is not NO_END)
     model, said = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), set()
     for prompt in made.prompts:
-        message = said_by(model, prompt.ids, do_sample=False, max_new_tokens=20)
+        value = said_by(model, prompt.ids, do_sample=False, max_new_tokens=20)
         if made.beams:
-            assert message == max(made.spoken, key=lambda label: whole(model, prompt.ids, label))
+            assert value == max(made.spoken, key=lambda label: whole(model, prompt.ids, label))
         else:
-            assert message == [*by_hand(model, prompt.ids, made.spoken), made.end]
-        said.add(tuple(message))
+            assert value == [*by_hand(model, prompt.ids, made.spoken), made.end]
+        said.add(tuple(value))
     assert bool(made.beams) == (task in (SHARED, BEGUN))
     assert len(said) > 1
 

@@ -68,15 +68,15 @@ def test_the_export_holds_and_a_change_that_only_later_tokens_show_is_found(expo
     assert (outcome.passed, outcome.worst < 1e-5, bool(outcome.unchecked)) == (True, True, False)
     assert len({row["found"] for row in outcome.rows()}) > 1
     assert all(row["found"] == row["expected"] for row in outcome.rows())
-    message = Golden.from_export(export)
-    first = message.label_ids[0]
-    assert not any(first in prompt.ids for prompt in message.prompts)
+    value = Golden.from_export(export)
+    first = value.label_ids[0]
+    assert not any(first in prompt.ids for prompt in value.prompts)
     state = load_file(export / "model.safetensors")
     state["model.embed_tokens.weight"][first] *= -1
     save_file(state, export / "model.safetensors", metadata={"format": "pt"})
     outcome = verify(export, device="cpu")
     assert not outcome.passed
-    firsts = [pytest.approx(prompt.labels, rel=1e-4) for prompt in message.prompts]
+    firsts = [pytest.approx(prompt.labels, rel=1e-4) for prompt in value.prompts]
     assert [list(answer.labels) for answer in outcome.answers] == firsts
 
 
@@ -201,8 +201,8 @@ class Echo:
     def __call__(self, body):
         ids = body["prompt"] if isinstance(body["prompt"], list) else self.encoded(body["prompt"])
         with torch.no_grad():
-            message = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        behind = message if self.late else message[:-1]
+            value = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        behind = value if self.late else value[:-1]
         wanted = ids if self.late else ids[1:]
         values = behind[torch.arange(len(wanted)), wanted].tolist()
         values = ([None, *values[1:]] if self.late else [None, *values])[self.bos :] + [-0.5] * self.generated
@@ -220,11 +220,11 @@ class Echo:
 )
 def test_a_server_that_echoes_is_checked_by_whole_sequences(export, said, reply, takes):
     with serving(Golden.from_export(export), echo=Echo(export, **reply), takes=takes) as (url, seen):
-        message = json.loads(said("verify", export, "--url", url, "--json"))
-    assert (message["worst"] < 1e-5, message["unchecked"]) == (True, None)
-    assert all(row["found"] == row["expected"] for row in message["prompts"])
+        record = json.loads(said("verify", export, "--url", url, "--json"))
+    assert (record["worst"] < 1e-5, record["unchecked"]) == (True, None)
+    assert all(row["found"] == row["expected"] for row in record["prompts"])
     echoed = [body for body in seen if body.get("echo")]
-    assert len(echoed) == 3 * len(message["prompts"])
+    assert len(echoed) == 3 * len(record["prompts"])
     assert all(body["max_tokens"] == 1 and body["temperature"] == 0 for body in echoed)
 
 
@@ -234,20 +234,20 @@ def test_labels_that_are_not_among_the_first_tokens_are_compared_all_the_same(ex
     def others(*_):
         return {"top_logprobs": [{" other": -0.5}]}
 
-    message = Golden.from_export(export)
-    with serving(message, echo=Echo(export), shape=others) as (url, seen):
+    value = Golden.from_export(export)
+    with serving(value, echo=Echo(export), shape=others) as (url, seen):
         assert "The most probable whole label answers 3 of 3 prompts" in said("verify", export, "--url", url)
     assert all(body["max_tokens"] == 1 for body in seen)  # nothing is generated
-    with serving(message, shape=others, echo=refusing) as (url, _):
+    with serving(value, shape=others, echo=refusing) as (url, _):
         assert "ask for more with --logprobs" in refused("verify", export, "--url", url)
 
 
 def test_a_server_with_another_model_is_found_out(export, said):
-    message = Golden.from_export(export)
+    value = Golden.from_export(export)
     other = Echo(export)
     with torch.no_grad():
-        other.model.get_input_embeddings().weight[message.label_ids[0]] *= -1
-    with serving(message, echo=other) as (url, _):
+        other.model.get_input_embeddings().weight[value.label_ids[0]] *= -1
+    with serving(value, echo=other) as (url, _):
         assert "does not hold" in said("verify", export, "--url", url, "--tolerance", "0.01", code=1)
 
 
@@ -275,7 +275,7 @@ def test_a_server_that_tells_no_sequences_names_no_label(export, said, echo):
     with serving(Golden.from_export(export), echo=shown) as (url, _):
         printed = said("verify", export, "--url", url)
         assert "holds" in printed
-        message = json.loads(said("verify", export, "--url", url, "--json"))
-    assert {row["found"] for row in message["prompts"]} == {"-"}
-    assert "whole label sequences were not checked" in message["unchecked"].lower()
-    assert message["unchecked"].lower() in " ".join(printed.lower().split())
+        record = json.loads(said("verify", export, "--url", url, "--json"))
+    assert {row["found"] for row in record["prompts"]} == {"-"}
+    assert "whole label sequences were not checked" in record["unchecked"].lower()
+    assert record["unchecked"].lower() in " ".join(printed.lower().split())

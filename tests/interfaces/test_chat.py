@@ -51,9 +51,9 @@ def test_it_is_exported_verified_and_kept_as_a_chat(home):
     assert run("export", home / "out", "--to", "hf", home / "folded") == 0
     assert run("verify", home / "folded") == 0
     assert any(SAY in path.read_text() for path in (home / "folded").glob("*golden*.json"))
-    message = json.loads((home / "out" / "injection.json").read_text())["task"]
-    assert message["opening"] == f"<system>\n{SAY}</end>\n"
-    assert Task.from_dict(message).to_dict() == message
+    record = json.loads((home / "out" / "injection.json").read_text())["task"]
+    assert record["opening"] == f"<system>\n{SAY}</end>\n"
+    assert Task.from_dict(record).to_dict() == record
 
 
 def test_the_classifier_asks_in_the_same_way(home):

@@ -166,8 +166,8 @@ def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch
     monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=True, width=500))
     assert call(*fit_arguments(home, tmp_path / "new", "--evaluate", "0"))[0] == 0
     words = ("PyTorch", f"loading {home / 'model'}", "extracting", "loss")
-    message = [seen.getvalue().find(one) for one in words]
-    assert -1 < message[0] < message[1] < message[2] < message[3]
+    value = [seen.getvalue().find(one) for one in words]
+    assert -1 < value[0] < value[1] < value[2] < value[3]
 
 
 def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_path):
@@ -292,8 +292,8 @@ def written_as(kind, path):
 @pytest.mark.parametrize(("kind", "ending"), [("lines", "txt"), ("jsonl", "data")])
 def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, ending):
     path = written_as(kind, tmp_path / f"texts.{ending}")
-    message = ["--input-format", kind] if ending == "data" else []
-    code, out, err = call("predict", home / "artefact", path, *message)
+    value = ["--input-format", kind] if ending == "data" else []
+    code, out, err = call("predict", home / "artefact", path, *value)
     assert (code, err) == (0, "")
     labels, probabilities = parsed(out)
     assert labels == expected[0]

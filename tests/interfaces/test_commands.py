@@ -33,10 +33,10 @@ def test_every_command_has_help_json_and_seed(call, words):
     code, out, err = call(*words, "--help")
     assert (code, err) == (0, "")
     assert f"Usage: i2cl {' '.join(words)}" in out
-    message = {name: option.help for option in COMMANDS[words].params for name in option.opts}
-    assert message["--json"] == "Print JSON on stdout."
-    assert ("--seed" in message) == ("--seed " in out) == (words in RANDOM)
-    assert all(message.values())
+    value = {name: option.help for option in COMMANDS[words].params for name in option.opts}
+    assert value["--json"] == "Print JSON on stdout."
+    assert ("--seed" in value) == ("--seed " in out) == (words in RANDOM)
+    assert all(value.values())
     first, second = COMMANDS[words].help.split("\n\n")
     assert max(len(first), len(second)) <= 76
     assert (first[-1], second[-1]) == (".", ".")

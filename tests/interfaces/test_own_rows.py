@@ -57,10 +57,10 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
 def test_the_block_is_in_the_record_and_not_in_the_way_of_json(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
     out, _ = fitted(call, model, path, tmp_path / "new", "--json", "--evaluate", "4")
-    message = json.loads(out)["rows"]
-    assert message["labels"] == {"login": 12, "price": 12}
-    assert (message["rows"], message["used"], message["kept_back"], message["shots"]) == (24, 18, 4, 9)
-    assert message["estimated_seconds"] > 0
+    record = json.loads(out)["rows"]
+    assert record["labels"] == {"login": 12, "price": 12}
+    assert (record["rows"], record["used"], record["kept_back"], record["shots"]) == (24, 18, 4, 9)
+    assert record["estimated_seconds"] > 0
     assert "--shots 9 --seed 0 --keep-back 5" in Injection.from_pretrained(tmp_path / "new").command
 
 

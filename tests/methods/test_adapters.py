@@ -76,14 +76,14 @@ def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monk
         torch.testing.assert_close(weights.sum(0), torch.ones(3))
         assert not torch.allclose(weights, Questions(decoder, task, "words").labels.weights)
         assert trained.cost.trained == sum(one.numel() for one in (*trained.state.values(), weights))
-    error = []
+    seen = []
 
     def record(_parameters, loss, *_more, **_options):
-        error.append(loss(range(len(SHOWN))).item())
+        seen.append(loss(range(len(SHOWN))).item())
 
     monkeypatch.setattr(adapters, "train", record)
     untrained = fitted()
-    assert error == [pytest.approx(loss(untrained), rel=1e-5)]
+    assert seen == [pytest.approx(loss(untrained), rel=1e-5)]
 
 
 def test_word_weights_take_words_and_the_loss_among_labels(films, demonstrations):

@@ -354,8 +354,8 @@ def test_icv_in_half_precision_rounds_once(dtype, variant):
 
 
 def test_knn_asks_for_so_many_texts_at_a_time(films, demonstrations, monkeypatch):
-    predictor, message = fit("knn_prompting", made("llama"), films, demonstrations), []
+    predictor, seen = fit("knn_prompting", made("llama"), films, demonstrations), []
     whole = predictor.scores(TEXTS)
     monkeypatch.setattr(knn_prompting, "AT_ONCE", 2)
-    assert torch.equal(predictor.scores(TEXTS, message.append), whole)
-    assert message == [2, 1]
+    assert torch.equal(predictor.scores(TEXTS, seen.append), whole)
+    assert seen == [2, 1]

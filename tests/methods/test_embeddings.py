@@ -36,13 +36,13 @@ def vectors(folder, texts):
 def test_sentence_embeddings_are_logistic_regression_on_mean_states(task, demonstrations, encoder):
     from sklearn.linear_model import LogisticRegression
 
-    error = []
+    seen = []
     result = fit("sentence_embeddings", made("llama"), task, demonstrations, encoder=encoder, embeddings_c=3)
     head = LogisticRegression(C=3, max_iter=10_000)
     head.fit(vectors(encoder, [text for text, _ in SHOWN]), [label for _, label in SHOWN])
     expected = torch.from_numpy(head.predict_log_proba(vectors(encoder, TEXTS))).float()
-    torch.testing.assert_close(result.scores(TEXTS, error.append), expected, atol=1e-4, rtol=1e-4)
-    assert sum(error) == len(TEXTS)
+    torch.testing.assert_close(result.scores(TEXTS, seen.append), expected, atol=1e-4, rtol=1e-4)
+    assert sum(seen) == len(TEXTS)
     assert result.cost.trained == result.cost.cached_values == 33
 
 

@@ -169,10 +169,10 @@ def test_what_does_not_change_results_does_not_count():
 def test_a_configuration_survives_files(case, tmp_path):
     config = tiny_model(case).config
     config.save_pretrained(tmp_path)
-    message = fingerprint.told_config(config)
-    assert message == fingerprint.told_config(type(config).from_pretrained(tmp_path))
-    assert message == json.loads(json.dumps(message, allow_nan=False))
-    assert not any("dropout" in field or field.endswith("pdrop") for field in str(message).split("'"))
+    value = fingerprint.told_config(config)
+    assert value == fingerprint.told_config(type(config).from_pretrained(tmp_path))
+    assert value == json.loads(json.dumps(value, allow_nan=False))
+    assert not any("dropout" in field or field.endswith("pdrop") for field in str(value).split("'"))
 
 
 # The tokenizer
@@ -194,9 +194,9 @@ def test_the_vocabulary_counts_also_without_rules_in_json_and_what_callers_flip_
 
 def rebuilt(**parts):
     """The tiny tokenizer with other parts; its vocabulary is the same."""
-    message = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
-    message["model"] |= parts.pop("model", {})
-    backend = Tokenizer.from_str(json.dumps(message))
+    record = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
+    record["model"] |= parts.pop("model", {})
+    backend = Tokenizer.from_str(json.dumps(record))
     for name, part in parts.items():
         setattr(backend, name, part)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")

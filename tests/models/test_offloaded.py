@@ -88,8 +88,8 @@ def test_the_command_line_quantizes_and_offloads(checkpoint, tmp_path, capsys):
     rows.write_text("text,label\n" + "".join(f"film {n},{('bad', 'good')[n % 2]}\n" for n in range(8)))
     fit = ["fit", checkpoint, rows, "--template", "{text}: {label}", "-o", out, "--shots", 2]
     assert run(*fit, "--recipe", "fast", "--quantization", "8bit") == 0
-    message = json.loads((out / "injection.json").read_text())
-    assert message["base_model"]["quantization"] == "bitsandbytes 8bit"
+    record = json.loads((out / "injection.json").read_text())
+    assert record["base_model"]["quantization"] == "bitsandbytes 8bit"
     texts.write_text("film 1\n")
     capsys.readouterr()
     answers, quantized = [], ["--quantization", "8bit"]

@@ -170,8 +170,8 @@ def test_a_model_that_another_thread_has_is_not_waited_for_after_ctrl_c():
 
 
 def test_a_handler_that_raises_nothing_is_called_and_the_work_goes_on():
-    message, model = [], pair()
-    signal.signal(signal.SIGINT, lambda *_: message.append(True))
+    seen, model = [], pair()
+    signal.signal(signal.SIGINT, lambda *_: seen.append(True))
     before = state(model)
 
     def work():
@@ -181,5 +181,5 @@ def test_a_handler_that_raises_nothing_is_called_and_the_work_goes_on():
     _, places = pressed(work, 0, {"restore.py"})
     for place in range(1, places + 1):
         pressed(work, place, {"restore.py"})
-    assert len(message) == places
+    assert len(seen) == places
     assert state(model) == before

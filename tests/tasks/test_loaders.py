@@ -49,8 +49,8 @@ def test_errors_around_a_file_of_rows(mails, tmp_path):
     assert "none.jsonl does not exist" in failure(mails, template=TEMPLATE, test_path=tmp_path / "none.jsonl")
     assert "leave test_path out" in failure("synthetic", test_path=mails)
     mails.rename(tmp_path / "rows.txt")
-    expected = failure(tmp_path / "rows.txt")
-    assert "cannot read files ending in '.txt': use one of .toml, .csv" in expected
+    value = failure(tmp_path / "rows.txt")
+    assert "cannot read files ending in '.txt': use one of .toml, .csv" in value
 
 
 def test_a_task_toml_reads_files_beside_it(mails, tmp_path):
@@ -85,8 +85,8 @@ def test_a_paper_task_from_a_data_folder_in_words_of_its_own(tmp_path, monkeypat
     task = load_task("sst2", data_dir=tmp_path, template=Template.plain(), labels=["no", "yes"])
     assert (task.template, task.labels) == (Template.plain(), ("no", "yes"))
     assert task.train == (Example("fine", 1),)
-    expected = failure("sst2", data_dir=tmp_path, labels=["a", "b", "c"])
-    assert "has 2 classes (negative, positive), not 3" in expected
+    value = failure("sst2", data_dir=tmp_path, labels=["a", "b", "c"])
+    assert "has 2 classes (negative, positive), not 3" in value
 
 
 def test_data_folders_that_do_not_fit(tmp_path):

@@ -320,8 +320,8 @@ def test_an_encoding_is_that_of_the_first_line_that_needs_one(tmp_path):
 
 def test_an_unknown_column_gets_other_advice_than_the_error(tmp_path):
     path = write(tmp_path, "a.csv", "Message,topic\nx,good\n")
-    reason = failure(path, text_column="mesage", label_column="topic")
-    assert "no text column 'mesage', the columns are Message, topic: did you mean 'Message'?" in reason
+    value = failure(path, text_column="mesage", label_column="topic")
+    assert "no text column 'mesage', the columns are Message, topic: did you mean 'Message'?" in value
     path = write(tmp_path, "b.csv", "I was charged twice,billing\nit is late,delivery\n")
     assert "if that is a row and no header, add one: text,label" in failure(path, labels=None)
 
@@ -331,11 +331,11 @@ BAD = "text,label\nx,good\n,good\ny,bad\n ,bad\nz,\nw,good,more\n"
 
 def test_all_rows_that_cannot_be_used_are_told_at_once_or_left_out(tmp_path):
     path = write(tmp_path, "a.csv", BAD)
-    reason = failure(path, labels=None)
-    assert f"{path}: 4 of 6 rows cannot be used: " in reason
+    value = failure(path, labels=None)
+    assert f"{path}: 4 of 6 rows cannot be used: " in value
     for part in ("rows 3 and 5: the text is empty", "row 6: label '' is not a word", "row 7: 3 cells but"):
-        assert part in reason
-    assert "--skip-bad-rows" in reason
+        assert part in value
+    assert "--skip-bad-rows" in value
     with pytest.warns(ReadAsWarning, match="4 of 6 rows are left out: rows 3 and 5: the text.*row 7"):
         examples, lookup = read_labelled(path, skip=True)
     assert (examples, lookup.labels) == ((Example("x", 1), Example("y", 0)), ("bad", "good"))
@@ -343,9 +343,9 @@ def test_all_rows_that_cannot_be_used_are_told_at_once_or_left_out(tmp_path):
     with pytest.raises(RowError, match="no row is left without them"):
         read_labelled(hopeless, skip=True)
     path = write(tmp_path, "c.csv", "text,label\nx,good\ny,bad\n" + ",good\n" * 100)
-    reason = failure(path)
+    value = failure(path)
     for part in ("rows 4, 5, 6,", "and 80 more: the text is empty"):
-        assert part in reason
+        assert part in value
     assert len(refused_rows(path)) == 100
 
 

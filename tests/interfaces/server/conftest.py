@@ -77,8 +77,8 @@ def client(service, asking):
 
 def packed(folder):
     """A tar file of an artefact."""
-    message = io.BytesIO()
-    with tarfile.open(fileobj=message, mode="w") as tar:
+    value = io.BytesIO()
+    with tarfile.open(fileobj=value, mode="w") as tar:
         for name in ("injection.json", "injection.safetensors"):
             tar.add(folder / name, arcname=name)
-    return message.getvalue()
+    return value.getvalue()

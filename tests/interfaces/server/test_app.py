@@ -27,11 +27,11 @@ NAMED = {"name": "new", "template": "Review: {text}\nSentiment: {label}"}
 
 
 def error_of(reply):
-    expected = reply.json()["error"]
-    assert expected["message"], expected["cure"]
+    outcome = reply.json()["error"]
+    assert outcome["message"], outcome["cure"]
     assert "Traceback" not in reply.text
     assert "site-packages" not in reply.text
-    return reply.status_code, expected["code"]
+    return reply.status_code, outcome["code"]
 
 
 def test_texts_are_classified_in_every_shape(client, service):
@@ -39,17 +39,17 @@ def test_texts_are_classified_in_every_shape(client, service):
     right = injection.scores(service.decoder, list(TEXTS)).softmax(-1)
     entry = service.tasks.entry("films")
     reply = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS)})
-    expected = reply.json()
+    outcome = reply.json()
     assert (reply.status_code, reply.headers["X-Task-Digest"]) == (200, entry.digest)
-    assert expected.keys() == {"id", "object", "created", "model", "labels", "data", "usage"}
-    assert (expected["object"], expected["labels"]) == ("list", list(entry.labels))
-    probabilities = torch.tensor([one["probs"] for one in expected["data"]])
+    assert outcome.keys() == {"id", "object", "created", "model", "labels", "data", "usage"}
+    assert (outcome["object"], outcome["labels"]) == ("list", list(entry.labels))
+    probabilities = torch.tensor([one["probs"] for one in outcome["data"]])
     torch.testing.assert_close(probabilities, right, rtol=0, atol=1e-5)
-    assert [one["label"] for one in expected["data"]] == injection.predict(service.decoder, list(TEXTS))
-    assert [one["index"] for one in expected["data"]] == [*range(len(TEXTS))]
-    assert {one["num_classes"] for one in expected["data"]} == {2}
+    assert [one["label"] for one in outcome["data"]] == injection.predict(service.decoder, list(TEXTS))
+    assert [one["index"] for one in outcome["data"]] == [*range(len(TEXTS))]
+    assert {one["num_classes"] for one in outcome["data"]} == {2}
     unsure = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS), "min_confidence": 1})
-    assert unsure.json()["data"] == [one | {"label": ""} for one in expected["data"]]
+    assert unsure.json()["data"] == [one | {"label": ""} for one in outcome["data"]]
     alone = client.post("/v1/classify", json={"model": "films", "input": TEXT}).json()
     best = alone["data"][0]["label"]
     ((first, second),) = client.post("/models/films", json={"inputs": TEXT}).json()
@@ -59,18 +59,18 @@ def test_texts_are_classified_in_every_shape(client, service):
     assert [len(one) for one in client.post("/models/films", json=top).json()] == [1] * len(TEXTS)
     messages = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
     chat = {"model": "films", "messages": messages, "logprobs": True, "top_logprobs": 2, "temperature": 0}
-    expected = client.post("/v1/chat/completions", json=chat).json()
-    assert expected["choices"][0]["message"]["content"] == best
-    assert len(expected["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    outcome = client.post("/v1/chat/completions", json=chat).json()
+    assert outcome["choices"][0]["message"]["content"] == best
+    assert len(outcome["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
 def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tmp_path):
     rows = json.loads(examples(task))
     fit = {**NAMED, "examples": rows[:12], "settings": {"steps": 0}, "evaluate": 0, "shots": 1}
-    expected = client.post("/v1/tasks", json={**fit, "check": True}).json()
-    assert (expected["rows"], expected["labels"]) == (12, sorted(task.labels))
-    assert (expected["data"]["rows"], sum(expected["data"]["labels"].values())) == (12, 12)
-    assert 0 < expected["data"]["longest_tokens"] < expected["data"]["most_tokens"]
+    outcome = client.post("/v1/tasks", json={**fit, "check": True}).json()
+    assert (outcome["rows"], outcome["labels"]) == (12, sorted(task.labels))
+    assert (outcome["data"]["rows"], sum(outcome["data"]["labels"].values())) == (12, 12)
+    assert 0 < outcome["data"]["longest_tokens"] < outcome["data"]["most_tokens"]
     reply = client.post("/v1/tasks", json=fit)
     assert (reply.status_code, reply.json()["status"]) == (202, "queued")
     ended(service.jobs.get(reply.json()["id"]))
@@ -286,6 +286,6 @@ def test_an_answer_that_nobody_waits_for_does_not_run(service):
 
 
 def test_a_cure_is_short_however_long_the_message():
-    expected = RefusalError(422, "bad_input", "x: " + "': a' " * 1000).body()["error"]
-    assert len(expected["cure"]) <= LONG
+    value = RefusalError(422, "bad_input", "x: " + "': a' " * 1000).body()["error"]
+    assert len(value["cure"]) <= LONG
     assert RefusalError(422, "bad_input", "it is 'a: b': say 'c: d'").body()["error"]["cure"] == "say 'c: d'"

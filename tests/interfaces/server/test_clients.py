@@ -44,8 +44,8 @@ def test_openai(served):
             model="a/films", messages=[{"role": "user", "content": text}], logprobs=True, top_logprobs=2
         )
         assert reply.choices[0].message.content == label
-        expected = {one.token: exp(one.logprob) for one in reply.choices[0].logprobs.content[0].top_logprobs}
-        assert [expected["positive"], expected["negative"]] == pytest.approx(probs, abs=1e-5)
+        value = {one.token: exp(one.logprob) for one in reply.choices[0].logprobs.content[0].top_logprobs}
+        assert [value["positive"], value["negative"]] == pytest.approx(probs, abs=1e-5)
         assert reply.usage.prompt_tokens > 0
     for wrong, options in (
         (openai.BadRequestError, {"stream": True}),
@@ -68,8 +68,8 @@ def test_huggingface_hub(served):
         for text, probs in zip(TEXTS, right, strict=True):
             result = client.text_classification(text)
             assert result[0].score >= result[1].score
-            expected = {one.label: one.score for one in result}
-            assert [expected["positive"], expected["negative"]] == pytest.approx(probs, abs=1e-5)
+            value = {one.label: one.score for one in result}
+            assert [value["positive"], value["negative"]] == pytest.approx(probs, abs=1e-5)
         assert len(client.text_classification(TEXTS[0], top_k=1, function_to_apply="softmax")) == 1
         with pytest.raises(hub.errors.HfHubHTTPError, match="function_to_apply"):
             client.text_classification(TEXTS[0], function_to_apply="sigmoid")

@@ -54,9 +54,9 @@ def around():
     def make(limit=10**6):
         async def app(scope, receive, send):
             whole = await receive()
-            expected = [len(whole["body"]), scope[guard.BODY].seek(0, 2), made_one.held, made_one.running]
+            seen = [len(whole["body"]), scope[guard.BODY].seek(0, 2), made_one.held, made_one.running]
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": json.dumps(expected).encode()})
+            await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
 
         made_one = Guard(app, Access(), lambda *_: (("application/jsonl",), limit), Metrics())
         return made_one

@@ -43,8 +43,8 @@ def described(tmp_path_factory):
     injection.save_pretrained(folder / "films")
     entry = service.tasks.put("films", injection)
     line = json.dumps({"input": "a warm film", "model": "films", "custom_id": None}).encode() + b"\n"
-    message = {"rows": 1, "tasks": ["films"], "digests": {"films": entry.digest}}
-    job = ended(service.jobs.add("batch", message, {"input.jsonl": line})).id
+    record = {"rows": 1, "tasks": ["films"], "digests": {"films": entry.digest}}
+    job = ended(service.jobs.add("batch", record, {"input.jsonl": line})).id
     app = make_app(service, Access())
     schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=Config.from_dict(CONFIG))
     here = {"name": "films", "identity": job}

@@ -21,8 +21,8 @@ from .conftest import HOST, TEXTS, made
 
 
 def answers(reply):
-    expected = reply.json()
-    return expected["data"] if isinstance(expected, dict) else expected
+    outcome = reply.json()
+    return outcome["data"] if isinstance(outcome, dict) else outcome
 
 
 @pytest.fixture
@@ -88,13 +88,13 @@ def test_a_deployment_without_the_servers_packages_can_be_imported():
 @pytest.fixture
 def proxy():
     """A server's address, what it is to answer (0 breaks the line), and the paths that it heard."""
-    expected, heard = [], []
+    seen, heard = [], []
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self):
             heard.append(self.path)
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = expected.pop(0)
+            status, body = seen.pop(0)
             if status:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
@@ -111,7 +111,7 @@ def proxy():
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
         threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}", expected, heard
+        yield f"http://127.0.0.1:{server.server_port}", seen, heard
         server.shutdown()
 
 

@@ -104,11 +104,13 @@ def test_a_query_that_cannot_be_read_is_refused(refusing, query, expected):
 
 def test_texts_that_cannot_be_used_are_told_with_place_limit_and_cure(refusing):
     long, many = ({"model": "films", "input": texts} for texts in ([TEXT, "long " * 3000], ["a"] * 3000))
-    error = refusing.post(CLASSIFY, json=long).json()["error"]
-    assert re.match(r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", error["message"])
-    assert error.keys() == {"message", "type", "code", "cure"}
-    error = refusing.post(CLASSIFY, json=many).json()["error"]
-    assert error["message"].startswith("the request has 3000 texts, and 2048 may come at once: send fewer")
+    outcome = refusing.post(CLASSIFY, json=long).json()["error"]
+    assert re.match(
+        r"text 2 takes \d+ tokens with its prompt, and \d+ fit .*: shorten it", outcome["message"]
+    )
+    assert outcome.keys() == {"message", "type", "code", "cure"}
+    outcome = refusing.post(CLASSIFY, json=many).json()["error"]
+    assert outcome["message"].startswith("the request has 3000 texts, and 2048 may come at once: send fewer")
     described = refusing.get("/openapi.json").json()["components"]["schemas"]["Classify"]
     assert [one.get("maxItems") for one in described["properties"]["input"]["anyOf"]] == [None, 2048]
     for text in ("", 3, "\ud800"):
@@ -120,8 +122,8 @@ def test_texts_that_cannot_be_used_are_told_with_place_limit_and_cure(refusing):
 
 def test_rows_that_are_refused_are_all_named_and_a_table_without_its_columns_has_a_cure(refusing):
     rows = [*second("")["examples"], {"text": "b", "label": [1]}, {"label": "y"}]
-    expected = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
-    assert [re.search(r"item (\d)", row)[1] for row in expected["error"]["rows"]] == ["2", "3", "4"]
+    outcome = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()
+    assert [re.search(r"item (\d)", row)[1] for row in outcome["error"]["rows"]] == ["2", "3", "4"]
     query = {"name": "new", "template": "{text} {label}"}
     reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
     assert reply.json()["error"]["cure"] == "name the columns text and label"

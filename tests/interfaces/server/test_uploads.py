@@ -108,11 +108,11 @@ def test_other_files_links_devices_and_ways_out_are_refused(files, name, kind):
 
 
 def test_what_is_no_tar_or_holds_no_artefact_is_refused(files):
-    good, message = tar(files), json.loads(files["injection.json"])
+    good, record = tar(files), json.loads(files["injection.json"])
     for front in (b"", pax([b"mtime=1.5"])):  # times to a fraction of a second are passed over
         assert unpack(front + good).task.name == "films"
     bodies = [b"", b"PK\x03\x04 a zip", good[:700], tar({}), tar({"injection.json": b"{}"})]
-    changes = [message | {"format_version": 99}, message | {"more": 1}, message]
+    changes = [record | {"format_version": 99}, record | {"more": 1}, record]
     bodies += [tar({"injection.json": json.dumps(one).encode()}) for one in changes]
     for body in bodies:
         refused = refusal("no artefact", unpack, body)

@@ -182,11 +182,11 @@ class Blocks:
 )
 def test_the_canary_finds_an_edit_that_does_not_act(edited, fault):
     blocks = Blocks(4, 32)
-    message = [blocks.answers(one, edited) for one in (None, *engine.canaries(4, 32))]
+    value = [blocks.answers(one, edited) for one in (None, *engine.canaries(4, 32))]
     if fault is None:
-        engine.require_edited(*message)
+        engine.require_edited(*value)
     else:
-        one_line(fault, engine.require_edited, *message)
+        one_line(fault, engine.require_edited, *value)
 
 
 def test_answers_that_are_no_numbers_are_no_edit():

@@ -39,10 +39,10 @@ def read(block, asked):
 
 @pytest.mark.parametrize("block", [0, 4, 16, 128])
 def test_every_edge_is_told_at_its_own_place(block):
-    message = {}
+    record = {}
     for asked in LabelPrompts(LABELS).prompts(QUERY, reach(block)):
-        message |= asked.edges(answered(asked))
-    assert message == {(before, token): -len(QUERY + before) for before, token in EDGES}
+        record |= asked.edges(answered(asked))
+    assert record == {(before, token): -len(QUERY + before) for before, token in EDGES}
 
 
 def test_labels_take_a_prompt_each_where_the_cache_shares_nothing():

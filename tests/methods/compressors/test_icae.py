@@ -55,8 +55,8 @@ def test_memory_slots_logits_and_losses(own, release, within):
     torch.testing.assert_close(result, release["logits_after_ae"], **within)
     kept, query, label = release["memory_slots"], release.queries[0], release.labels[1]
     ft, first = own.special("ft"), own.version == "1"
-    message = release.context if first else (*release.context, release.record["eos"])
-    result = nll(logits(own, kept, own.special("ae"), message), message)
+    value = release.context if first else (*release.context, release.record["eos"])
+    result = nll(logits(own, kept, own.special("ae"), value), value)
     torch.testing.assert_close(result, release["ae_loss"], **within)
     asked = (kept, ft, query, *([ft] if first else []))
     torch.testing.assert_close(nll(logits(own, *asked, label), label), release["ft_loss"], **within)

@@ -172,8 +172,8 @@ def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
 
 @RUNNERS
 def test_a_start_whose_edit_does_not_act_fails(run, runner):
-    message = run([], unedited=True, succeeds=False, runner=runner)
-    assert "edit does not act in this vLLM: its answer with a task is that without one" in message
+    value = run([], unedited=True, succeeds=False, runner=runner)
+    assert "edit does not act in this vLLM: its answer with a task is that without one" in value
 
 
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}

@@ -46,8 +46,8 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
     for task in ("t0", "t1", None):
         status, reply, _ = completion(task)
         assert status == 200
-        expected = reply["choices"][0]["logprobs"]
-        token, value = int(expected["tokens"][0].removeprefix("token_id:")), expected["token_logprobs"][0]
+        values = reply["choices"][0]["logprobs"]
+        token, value = int(values["tokens"][0].removeprefix("token_id:")), values["token_logprobs"][0]
         assert abs(value - float(followed(decoder, injections.get(task), [5, 6, 7, 8], [token])[0])) < 1e-4
 
     assert call(classify, {"model": "t0", "input": "x"}, key=None)[0] == 401
@@ -173,10 +173,10 @@ def test_over_http_work_stops_when_the_client_leaves(server):
     def figures():
         with urlopen(f"{server}/metrics", timeout=60) as reply:
             lines = [line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if line[0] != "#"]
-        expected = {name.partition("{")[0]: 0.0 for name, _ in lines}
+        outcome = {name.partition("{")[0]: 0.0 for name, _ in lines}
         for name, value in lines:
-            expected[name.partition("{")[0]] += float(value)
-        return expected["vllm:request_success_total"], expected["vllm:num_requests_running"]
+            outcome[name.partition("{")[0]] += float(value)
+        return outcome["vllm:request_success_total"], outcome["vllm:num_requests_running"]
 
     before, _ = figures()
     body = json.dumps({"model": "t0", "input": texts(2000, seed=12)}).encode()
