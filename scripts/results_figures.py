@@ -10,8 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from i2cl.experiments.confidence import highest
-from i2cl.experiments.confidence import reliability as curve
+from i2cl.experiments.confidence import highest, reliability as curve
 from i2cl.experiments.report.figures_base import new_figure
 from i2cl.experiments.report.results import Results
 from i2cl.injections.temperature import normalised

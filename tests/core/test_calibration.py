@@ -7,8 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fitting import FAMILIES as BASIC
-from fitting import decoder_of, encode, injecting, log_probability, one_line
+from fitting import FAMILIES as BASIC, decoder_of, encode, injecting, log_probability, one_line
 from i2cl import CalibrationConfig, ContextVector, Decoder, ExtractConfig, calibrate, extract
 from i2cl.core.edits import NoisyEdit
 from i2cl.models.encoding import ScoringWarning

@@ -16,8 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from export.cases import TASK as FILMS
-from export.cases import decoder_of, injection_for, stored
+from export.cases import TASK as FILMS, decoder_of, injection_for, stored
 from fitting import injected, left_as_found, one_line
 from i2cl import CalibrationConfig, Decoder, I2CLError, load_task, with_temperature
 from i2cl.export import export_hf, fold

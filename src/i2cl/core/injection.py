@@ -206,9 +206,8 @@ class Injection:
         """
         message = commit_message or f"I2CL injection for {self.task.name}"
         with tempfile.TemporaryDirectory() as scratch:
-            folder, where = Path(scratch), {"token": token, "revision": revision}
-            self._write(folder, repo_id, shared=True)
-            return upload(folder, repo_id, private=private, commit_message=message, **where)
+            self._write(Path(scratch), repo_id, shared=True)
+            return upload(Path(scratch), repo_id, message, private=private, token=token, revision=revision)
 
     def _write(self, folder: Path, name: str, *, shared: bool) -> None:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}

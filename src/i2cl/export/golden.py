@@ -1,7 +1,6 @@
 """What an export must answer: a few prompts and the injected model's own values for them."""
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence, Set as AbstractSet
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path

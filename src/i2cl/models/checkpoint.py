@@ -1,8 +1,7 @@
 """Weights as a checkpoint's safetensors hold them, read one tensor at a time."""
 
 import json
-from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten

@@ -4,8 +4,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Set as AbstractSet
 from contextlib import contextmanager, suppress
 from pathlib import Path
 

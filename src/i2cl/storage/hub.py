@@ -57,20 +57,10 @@ def download_file(name: str) -> Path:
 
 
 def upload(
-    folder: Path,
-    repo_id: str,
-    *,
-    private: bool = False,
-    token: str | None = None,
-    commit_message: str | None = None,
-    revision: str | None = None,
+    folder: Path, repo_id: str, message: str, *, private: bool, token: str | None, revision: str | None
 ) -> str:
     """Put all of a folder's files into a model repository, made if it is not there: the commit's address.
-
-    ``repo_id``: such as ``"user/name"``; without a user, that of the token; ``private``: of a repository that
-    is made now; ``token``: default: that of the login, or HF_TOKEN; ``commit_message``: default: the hub's
-    own; ``revision``: branch, made if it is not there; default: main. Raises I2CLError if nobody is logged
-    in, the name is no valid one, or the hub refuses or cannot be reached.
+    See `i2cl.core.injection.Injection.push_to_hub` for the rest, and for what it raises.
     """
     if token is None and get_token() is None:
         raise I2CLError(f"cannot push to {repo_id!r}: you are not logged in: {_LOGIN}")
@@ -80,7 +70,7 @@ def upload(
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(name, branch=revision, exist_ok=True)
         where: dict[str, Any] = {"repo_id": name, "folder_path": folder, "revision": revision}
-        done = api.upload_folder(**where, commit_message=commit_message)
+        done = api.upload_folder(**where, commit_message=message)
     except _FAILURES as error:
         raise I2CLError(f"cannot push to {repo_id!r}: {_reason(error)}") from None
     return str(done.commit_url)

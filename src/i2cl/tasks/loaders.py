@@ -13,8 +13,7 @@ from i2cl.tasks.formats import ROW_SUFFIXES
 from i2cl.tasks.hub import load_hub
 from i2cl.tasks.rows import read_labelled
 from i2cl.tasks.schema import HubSource, TaskSpec, read_spec
-from i2cl.tasks.synthetic import NAME as SYNTHETIC
-from i2cl.tasks.synthetic import synthetic_task
+from i2cl.tasks.synthetic import NAME as SYNTHETIC, synthetic_task
 from i2cl.tasks.task import Example, Task, Template
 from i2cl.tasks.template import DEFAULT
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from i2cl.interfaces.server import files as of_texts
-from i2cl.interfaces.server import service as services
+from i2cl.interfaces.server import files as of_texts, service as services
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import MOST_LABELS, MOST_TOLD, most_bytes, require_moderate, unpack
 from i2cl.models.scoring import NotFiniteError

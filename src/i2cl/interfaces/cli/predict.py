@@ -10,8 +10,7 @@ from typer import Argument
 
 from i2cl.injections.confidence import require_confidence
 from i2cl.interfaces.batch_prediction.outputs import require_other, source_state, written
-from i2cl.interfaces.batch_prediction.tables import OutputFormat, Table
-from i2cl.interfaces.batch_prediction.tables import output_format as chosen_format
+from i2cl.interfaces.batch_prediction.tables import OutputFormat, Table, output_format as chosen_format
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
 from i2cl.tasks.formats import RowFormat

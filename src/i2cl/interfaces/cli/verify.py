@@ -60,8 +60,7 @@ def verify(
 
 
 def _run_here(folder: Path, model: str | None, device: str | None, tolerance: float | None) -> "Verification":
-    from i2cl.export import verify as verified
-    from i2cl.export import verify_gguf
+    from i2cl.export import verify as verified, verify_gguf
     from i2cl.models.loading import is_gguf
 
     if not is_gguf(folder):

@@ -3,7 +3,4 @@
 vLLM loads it where ``VLLM_PLUGINS`` names ``i2cl``. Without vLLM only what needs none of it can be used.
 """
 
-from i2cl.interfaces.vllm.frontend import Answer as Answer
-from i2cl.interfaces.vllm.frontend import classify as classify
-from i2cl.interfaces.vllm.frontend import drop as drop
-from i2cl.interfaces.vllm.frontend import load as load
+from i2cl.interfaces.vllm.frontend import Answer as Answer, classify as classify, drop as drop, load as load

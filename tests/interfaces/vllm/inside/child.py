@@ -25,8 +25,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 
 from i2cl import I2CLError, Injection
-from i2cl.interfaces.vllm import classify, drop, load, prompts, tables
-from i2cl.interfaces.vllm import engine as core
+from i2cl.interfaces.vllm import classify, drop, engine as core, load, prompts, tables
 from i2cl.interfaces.vllm.frontend import TASKS
 from i2cl.interfaces.vllm.slots import Salts
 
