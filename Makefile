@@ -40,7 +40,8 @@ demo-real: $(REAL)  ## a real model (a download of 93 MB) on support tickets
 	$(VENV)/bin/i2cl demo --real
 
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY)  ## every test, offline; the many processes share their bytecode
+test: export OPENBLAS_NUM_THREADS = 1
+test: $(READY)  ## every test, offline; its processes share their bytecode, and BLAS has one thread in each
 	$(VENV)/bin/pytest -n 2 --dist worksteal
 
 fuzz: $(READY)  ## 10,000 spoiled inputs, 1,000 artefacts, 100 kills and full disks, counted (an hour)

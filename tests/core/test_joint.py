@@ -14,7 +14,7 @@ from i2cl.models.batching import MemoryWarning
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
 BOOKS = Task("books", ("long", "short", "odd"), Template("Book: {text}\nSize:{label}"))
-QUIET = CalibrationConfig(epochs=2, noise=0.0, lr=0.05)
+QUIET = CalibrationConfig(epochs=1, noise=0.0, lr=0.05)  # three steps or four
 
 
 def shots(count, labels, word):
