@@ -12,11 +12,12 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from export.cases import FOLDED, ONE_A_ROW, ROUNDED, drawn, hooked, longrope, plain, relative
+from export.cases import FOLDED, ONE_A_ROW, ROUNDED, SHARED, drawn, hooked, longrope, plain, relative
 from fitting import left_as_found, one_line
 from i2cl import ARCHITECTURES, Architecture, ContextVector, Decoder, ExtractConfig
 from i2cl.export import export_hf, fold
 from i2cl.export.families import FAMILIES, REFUSED
+from i2cl.export.folding import Folding, StateDict, words_of
 from tiny import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,18 @@ def test_a_folded_temperature_divides_all_logits(case, tmp_path):
     cold, warm = (plain(load(tmp_path / name, dtype="float32")) for name in ("plain", "warm"))
     torch.testing.assert_close(warm * 2.25, cold, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(cold, hooked(decoder, injection), atol=1e-3, rtol=1e-3)
+
+
+def test_label_words_and_a_temperature_are_rounded_once():
+    decoder, injection = drawn("llama", SHARED, dtype=torch.bfloat16)
+    injection = replace(injection, scoring="words")
+    weights = StateDict(decoder.model)
+    parts = decoder.model.config, weights, injection, decoder.tokenizer
+    head, labels = weights.read("lm_head.weight").float(), words_of(injection, decoder.tokenizer)
+    exact = labels.at_first(head.T).T
+    made = Folding(*parts, temperature=2.25).tensor("lm_head.weight")
+    assert torch.equal(made, (exact * (1 / 2.25)).bfloat16())
+    assert not torch.equal(made, (exact.bfloat16().float() * (1 / 2.25)).bfloat16())
 
 
 def test_every_model_type_is_folded_or_refused():

@@ -87,9 +87,11 @@ class Folding:
         if value.shape != self.shapes[name]:
             shapes = f"{tuple(value.shape)}, and not {tuple(self.shapes[name])}"
             raise I2CLError(f"the source holds {source} as {shapes}: it is of another model")
+        folded = value
         if name in self.head and self.labels is not None:
-            value = self.labels.at_first(value.float().movedim(0, -1)).movedim(-1, 0).to(value.dtype)
-        folded = value.float() * self.scales[name] if name in self.scales else value
+            folded = self.labels.at_first(value.float().movedim(0, -1)).movedim(-1, 0)
+        if name in self.scales:
+            folded = folded.float() * self.scales[name]
         if name in self.constants:
             folded = folded + self.constants[name].to(folded.device)
         return folded.to(dtype or value.dtype)
