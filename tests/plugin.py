@@ -75,6 +75,14 @@ def _no_local_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def few_golden_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two and not twenty: what is tested of one holds for each."""
+    from i2cl.export import golden
+
+    monkeypatch.setattr(golden, "TEXTS", golden.TEXTS[:2])
+
+
+@pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run a command; its exit code, stdout and stderr."""
     from commands import heard  # with all of the command line, which few tests need

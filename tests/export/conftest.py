@@ -1,13 +1,12 @@
 import pytest
 
 from export.cases import drawn, with_golden
-from i2cl.export import export_hf, golden
+from i2cl.export import export_hf
 
 
 @pytest.fixture(autouse=True)
-def _few_golden_prompts(monkeypatch):
-    """Two instead of six: what is tested of one holds for each."""
-    monkeypatch.setattr(golden, "TEXTS", golden.TEXTS[:2])
+def _few_golden_prompts(few_golden_prompts):
+    """In all of these tests."""
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ def test_every_command_has_help_json_and_seed(call, words):
 ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: tests of their own run them
 
 
+@pytest.mark.usefixtures("few_golden_prompts")
 def test_the_examples_run_one_after_another(said, tmp_path, monkeypatch):
     assert sorted(EXAMPLES) == sorted(map(" ".join, COMMANDS))
     monkeypatch.chdir(tmp_path)

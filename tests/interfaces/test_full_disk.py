@@ -77,6 +77,7 @@ def home(tmp_path_factory):
     return folder
 
 
+@pytest.mark.usefixtures("few_golden_prompts")
 @pytest.mark.parametrize(
     ("command", "size"), [(name, size) for name, (_, *sizes) in COMMANDS.items() for size in sizes]
 )

@@ -17,7 +17,7 @@ from i2cl.interfaces.batch_prediction.tables import Table
 from i2cl.interfaces.cli import main
 from processes import COMMAND, Program, finished, until
 
-ROWS, CHUNK = 1000, 10
+ROWS, CHUNK = 600, 10
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,7 @@ def test_digits_are_split_where_the_file_says_so(tmp_path):
     assert result(PROBE).input_ids != tokenizer(PROBE).input_ids  # the probe shows the difference
 
 
+@pytest.mark.usefixtures("few_golden_prompts")
 def test_fit_predict_and_export_take_a_file(file, tmp_path, call, said):
     (tmp_path / "films.csv").write_text(ROWS, encoding="utf-8")
     artefact, cpu = tmp_path / "artefact", ("--device", "cpu")
