@@ -166,7 +166,7 @@ def main() -> None:
     more = np.random.default_rng(1)
     all_seeds = np.mean([error_of_all_seeds(drawn(fits, more)) for _ in range(DRAWS)])
     unseen = [100 * with_unseen_rows(fits, times, more) for times in (1, 2)]
-    value = (
+    parts = (
         f"{len(fits)} fits of {', '.join(sorted({fit.task for fit in fits}))}",
         temperature_table(fits),
         f"ECE of probabilities that are right: {100 * by_fit:.1f} %, of all seeds {100 * all_seeds:.1f} %",
@@ -175,7 +175,7 @@ def main() -> None:
         f"Refits less test accuracy: {sizes}; {seconds:.0f} CPU seconds a fit",
         threshold_table(fits, random),
     )
-    sys.stdout.write("\n\n".join(value) + "\n")
+    sys.stdout.write("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

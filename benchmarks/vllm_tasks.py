@@ -218,9 +218,9 @@ class Server:
             before = time.perf_counter()
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            value = answer.read()
+            content = answer.read()
             if answer.status != 200:
-                raise SystemExit(value.decode())
+                raise SystemExit(content.decode())
             taken.append(time.perf_counter() - before)
         connection.close()
         return taken

@@ -192,7 +192,7 @@ class Injection:
         """Upload it with its model card. A base model's local path is shortened to its last part.
 
         Args:
-            repo_id: such as ``"user/name"``; made if it is not there.
+            repo_id: such as ``"user/name"``, without a user that of the token; made if it is not there.
             private: of a repository that is made now.
             token: default: that of the login (`hf auth login`), or HF_TOKEN.
             commit_message: default: says what it is.
@@ -202,7 +202,7 @@ class Injection:
             The commit's address.
 
         Raises:
-            I2CLError: if nobody is logged in, or the hub refuses or cannot be reached.
+            I2CLError: if nobody is logged in, the name is invalid, or the hub refuses or cannot be reached.
         """
         message = commit_message or f"I2CL injection for {self.task.name}"
         with tempfile.TemporaryDirectory() as scratch:
