@@ -8,15 +8,13 @@ A row that no cell of a store belongs to is left out, so a row may be listed her
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 
 import numpy as np
 
-from i2cl.experiments.evidence.verdicts import holm
-from i2cl.experiments.report.results import Line, Results, mean_times
-from i2cl.experiments.statistics import ALPHA, Difference
+from i2cl.experiments.report.printed import printed_tables
 from results_figures import FIGURES
 from results_stores import (
     OURS,
@@ -31,9 +29,9 @@ from results_stores import (
     points,
     records,
     results,
-    seeds_of,
     shown,
 )
+from results_tables import against_first, beside, differences, interval, kept, table
 
 PAGES = ("docs/results.md", "docs/ablations.md", "docs/guide/confidence.md")
 
@@ -136,6 +134,19 @@ def losses() -> str:
 
 
 # Parts of docs/ablations.md
+
+
+def table_1() -> str:
+    """The paper's Table 1 on the first model, and what the paper prints for Llama-2-7B on the same tasks."""
+    result, paper = results("main-real"), printed_tables("main")[0]
+    ours, rows = named_line(result, "I2CL"), []
+    gaps = differences(result, {line.name: (ours, line) for line in result.lines if line != ours})
+    for line in result.lines:
+        tasks = [paper.tasks.index(task) for task in result.tasks_of(line)]
+        mean, theirs = (fmean(paper.rows[name].mean[at] for at in tasks) for name in (line.name, "I2CL"))
+        gap = [*gaps[line.name], points((theirs - mean) / 100)] if line != ours else [""] * 4
+        rows.append([line.name, average(result, line), f"{mean:.1f}", *gap])
+    return table(["Row", "SmolLM2", "Paper", "I2CL minus it", "95 % interval", "q", "in the paper"], rows)
 
 
 def choices() -> str:
@@ -284,92 +295,6 @@ def greedy() -> str:
     return table(["Task", *names.values()], rows)
 
 
-# Entries
-
-
-def differences(result: Results, pairs: dict[str, tuple[Line, Line]]) -> dict[str, list[str]]:
-    """First minus second line of each pair, its interval, and its verdict; Holm over the pairs."""
-    got = {name: result.difference(*pair) for name, pair in pairs.items()}
-    tested = {name: one.p for name, one in got.items() if one is not None and one.decidable}
-    q = dict(zip(tested, holm(list(tested.values())), strict=True))
-    return {
-        name: ["–"] * 3 if one is None else [points(one.mean), interval(one), verdict(one, q.get(name))]
-        for name, one in got.items()
-    }
-
-
-def interval(got: Difference) -> str:
-    """Of a difference, in points."""
-    return f"{points(got.low)} to {points(got.high)}"
-
-
-def verdict(got: Difference, q: float | None) -> str:
-    """Corrected p, and what it shows."""
-    if q is None:
-        return "one seed" if got.seeds == 1 else f"{got.seeds} seeds"
-    number = f"{q:.3f}" if q >= 0.001 else "< 0.001"
-    beyond = q < ALPHA and (got.low > 0 or got.high < 0)
-    return number if beyond else f"{number}, not shown"
-
-
-def kept(result: Results, line: Line) -> str:
-    """Numbers that it keeps for a task: a range where tasks differ."""
-    counts = [one.cost.cached_values for task in result.tasks_of(line) for one in result.outcomes(line, task)]
-    low, high = min(counts), max(counts)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def against_first(result: Results, name: str) -> str:
-    """Every row of a grid against one, on average and by task."""
-    first = named_line(result, name)
-    others = [line for line in result.lines if line != first]
-    gaps = differences(result, {line.name: (line, first) for line in others})
-    rows = [
-        [
-            line.name if line != first else f"**{line.name}**",
-            average(result, line),
-            *(gaps[line.name] if line != first else [""] * 3),
-            *(shown(result, line, task).split(" ")[0] for task in result.tasks),
-        ]
-        for line in (first, *others)
-    ]
-    return table(["Row", "Mean", "Difference", "95 % interval", "q", *result.tasks], rows)
-
-
-def beside(result: Results, wanted: Sequence[str], against: str = OURS) -> str:
-    """Some rows: mean, numbers kept, difference from one row on the tasks that both have."""
-    ours, lines = named_line(result, against), lines_of(result, wanted)
-    gaps = differences(result, {name: (line, ours) for name, line in lines.items()})
-    rows = [
-        [
-            name,
-            average(result, line),
-            str(seeds_of(result, line)),
-            kept(result, line),
-            fit_beside(result, line, ours),
-            *gaps[name],
-        ]
-        for name, line in lines.items()
-    ]
-    last = [average(result, ours), str(seeds_of(result, ours)), kept(result, ours), "1", *[""] * 3]
-    rows.append([f"**{against}**", *last])
-    head = ["Row", "Mean", "Seeds", "Numbers kept", "Fit, ratio", "Difference", "95 % interval", "q"]
-    return table(head, rows)
-
-
-def fit_beside(result: Results, line: Line, ours: Line) -> str:
-    """A row's time of fits against another's, on the tasks that both have."""
-    both = [task for task in result.tasks_of(line) if task in result.tasks_of(ours)]
-    theirs, own = (mean_times(result, one, both)[0] for one in (line, ours))
-    return f"{theirs / own:.2g}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Markdown; columns behind the first ones stand to the right."""
-    rule = "|" + "---|" * words + "---:|" * (len(head) - words)
-    return "\n".join([f"| {' | '.join(row)} |" if row is not None else rule for row in (head, None, *rows)])
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "measured": measured,
     "temperatures": temperatures,
@@ -377,6 +302,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "by-task": by_task,
     "verdicts": verdicts,
     "losses": losses,
+    "table-1": table_1,
     "choices": choices,
     "i2cl-choices": i2cl_choices,
     "texts": texts,

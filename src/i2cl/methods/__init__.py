@@ -21,6 +21,7 @@ from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
+from i2cl.methods.product import Product
 from i2cl.methods.task_vector import TaskVector
 from i2cl.methods.tfidf import Tfidf
 
@@ -40,7 +41,7 @@ METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for 
 def make_methods(
     names: Sequence[str], options: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> list[Method]:
-    """Methods by name, or ``below+wrapper``; each takes those of the options that it knows.
+    """Methods by name, or ``below+other``, see `Product`; each takes those of the options that it knows.
     The recipe is more options, of lower rank, for what calibrates as I2CL does; other methods keep theirs.
     Raises I2CLError on an unknown method, or an option that none of them knows.
     """
@@ -89,15 +90,14 @@ def _parts(name: str) -> list[str]:
 
 
 def _built(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Method:
-    lowest = _known(parts[0])
-    settings = {**recipe, **options} if issubclass(lowest, InjectionMethod) else options
-    method = lowest.configured(settings)
-    for part in parts[1:]:
-        above = _known(part)
-        if not issubclass(above, Wrapper):
-            cure = "only a calibration such as batch_calibration can"
-            raise I2CLError(f"{part!r} cannot stand on {method.name!r}: {cure}")
-        method = above.configured(options, method)
+    def alone(kind: type[Method]) -> Method:
+        return kind.configured({**recipe, **options} if issubclass(kind, InjectionMethod) else options)
+
+    lowest, *others = map(_known, parts)
+    method = alone(lowest)
+    for kind in others:
+        wraps = issubclass(kind, Wrapper)
+        method = kind.configured(options, method) if wraps else Product(method, alone(kind))
     return method
 
 
