@@ -16,6 +16,7 @@ import numpy as np
 
 from i2cl.experiments.report.printed import printed_tables
 from results_figures import FIGURES
+from results_products import products, together
 from results_stores import (
     OURS,
     ROOT,
@@ -302,6 +303,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "by-task": by_task,
     "verdicts": verdicts,
     "losses": losses,
+    "together": together,
+    "products": products,
     "table-1": table_1,
     "choices": choices,
     "i2cl-choices": i2cl_choices,

@@ -1,21 +1,28 @@
 """Entries of the pages' tables: differences with their verdicts, numbers kept, and whole tables of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.report.results import Line, Results, mean_times
 from i2cl.experiments.statistics import ALPHA, Difference
 from results_stores import OURS, average, lines_of, named_line, points, seeds_of, shown
 
+Name = TypeVar("Name")
+
 
 def differences(result: Results, pairs: dict[str, tuple[Line, Line]]) -> dict[str, list[str]]:
-    """First minus second line of each pair, its interval, and its verdict; Holm over the pairs."""
-    got = {name: result.difference(*pair) for name, pair in pairs.items()}
-    tested = {name: one.p for name, one in got.items() if one is not None and one.decidable}
+    """First minus second line of each pair, as `decided` writes it."""
+    return decided({name: result.difference(*pair) for name, pair in pairs.items()})
+
+
+def decided(gaps: Mapping[Name, Difference | None]) -> dict[Name, list[str]]:
+    """Each difference, its interval, and its verdict; Holm over all of them."""
+    tested = {name: one.p for name, one in gaps.items() if one is not None and one.decidable}
     q = dict(zip(tested, holm(list(tested.values())), strict=True))
     return {
         name: ["–"] * 3 if one is None else [points(one.mean), interval(one), verdict(one, q.get(name))]
-        for name, one in got.items()
+        for name, one in gaps.items()
     }
 
 
