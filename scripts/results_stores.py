@@ -33,6 +33,7 @@ SHOWN = {
     "sentence_embeddings": "Sentence embeddings + logistic regression",
     "setfit": "SetFit",
     OURS: "Anchored calibration",
+    "Anchored and sentence embeddings": "Anchored calibration and sentence embeddings",
 }
 """Rows of the grid ``real`` by name, or by method, and what the pages call them."""
 

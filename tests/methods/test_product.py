@@ -30,6 +30,11 @@ def test_it_adds_log_probabilities_and_costs(below, typical, films, demonstratio
     assert both.cost == first.cost + second.cost
 
 
+def test_what_is_as_sure_as_right_counts_as_it_is():
+    for name in ("anchored+tfidf", "anchored+temperature", "anchored+temperature+tfidf"):
+        assert make_methods([name])[0].temperatures == (1.0, 0.5)
+
+
 def test_names_stack_and_each_method_takes_its_own_options():
     (result,) = make_methods(["i2cl+label_prior+tfidf+temperature"], {"epochs": 3, "refits": 2})
     assert result.called == "i2cl+label_prior+tfidf+temperature"

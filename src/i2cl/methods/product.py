@@ -43,6 +43,11 @@ class Product(Wrapper):
         """Both names."""
         return f"{self.below.called}+{self.other.called}"
 
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """As measured: it is about as sure as right (docs/log.md)."""
+        return 1.0, self.below.temperatures[1]
+
     def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Fit the other one."""
         other = self.other.fit(decoder, task, shown, seed)
