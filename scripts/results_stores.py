@@ -26,7 +26,6 @@ SHOWN = {
     "Few-shot, label prior": "Few-shot, label prior",
     "TF-IDF": "TF-IDF + logistic regression",
     "Linear probe": "Linear probe of the LLM",
-    "Linear probe, last layer and token": "Linear probe, last layer",
     "I2CL": "I2CL, fast recipe",
     "IA3": "IA3",
     "LoRA": "LoRA",
