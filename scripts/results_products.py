@@ -3,14 +3,22 @@
 A product is made of scores that the store holds, so it needs no fit. Scores have half precision there.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-from jaxtyping import Bool
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.experiments.statistics import Accuracy, Difference, accuracy, difference
-from i2cl.injections.temperature import TYPICAL, normalised
+from i2cl.injections.temperature import TYPICAL
+from i2cl.methods import Cost
+from i2cl.methods.base import MendedPredictor
+from i2cl.methods.product import ProductPredictor
+from i2cl.models.scoring import Progress
 from results_stores import OURS, average, line_of, named_line, results, shown, written
 from results_tables import decided, table
 
@@ -37,8 +45,20 @@ def _right(result: Results, first: Line, second: Line | None, task: str, seed: i
     other = outcome(result.records(second, task)[seed])
     if run.scores is None or other.scores is None or other.gold != run.gold:
         raise LookupError(f"{first.name} and {second.name} on {task}: no scores, or other queries")
-    both = normalised(run.scores.array, TYPICAL) + normalised(other.scores.array)
-    return np.equal(both.argmax(1), run.gold)
+    first_one = MendedPredictor(_Kept(run.scores.array), Cost(), temperature=TYPICAL)
+    both = ProductPredictor(first_one, _Kept(other.scores.array), Cost()).scores([])
+    return np.equal(both.argmax(-1).numpy(), run.gold)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a store keeps of a predictor: the scores that it gave."""
+
+    kept: Float[np.ndarray, "queries labels"]
+    cost: Cost = field(default_factory=Cost)
+
+    def scores(self, _texts: Sequence[str], _progress: Progress | None = None) -> Tensor:
+        return torch.from_numpy(self.kept).double()
 
 
 def measured(result: Results, first: Line, second: Line, tasks: tuple[str, ...]) -> Accuracy:

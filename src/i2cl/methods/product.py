@@ -31,7 +31,8 @@ class ProductPredictor:
 
 class Product(Wrapper):
     """The method below and another one, written ``below+other``; both are fitted to the same demonstrations.
-    Below is at its typical temperature: it is surer than right, and would count for too much.
+    Below, the LLM, is at its typical temperature where it has no other: it is surer than right, and would
+    count for too much. Scores that are no log-probabilities, such as kNN prompting's votes, count for little.
     """
 
     def __init__(self, below: Method, other: Method) -> None:
@@ -45,11 +46,13 @@ class Product(Wrapper):
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """As measured: it is about as sure as right (docs/log.md)."""
+        """As measured of ``anchored+sentence_embeddings``: about as sure as right (docs/ablations.md)."""
         return 1.0, self.below.temperatures[1]
 
     def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Fit the other one."""
         other = self.other.fit(decoder, task, shown, seed)
-        first = MendedPredictor(below, below.cost, temperature=self.below.temperatures[0])
+        tempered = isinstance(below, MendedPredictor) and below.temperature != 1
+        typical = 1.0 if tempered else self.below.temperatures[0]
+        first = MendedPredictor(below, below.cost, temperature=typical)
         return ProductPredictor(first, other, below.cost + other.cost)

@@ -32,11 +32,6 @@ class Temperature(Wrapper):
     needs: ClassVar[str] = "what the method below it needs, and its time again for each refit"
     settings = (TemperatureConfig,)
 
-    @property
-    def temperatures(self) -> tuple[float, float]:
-        """One that is chosen needs no other."""
-        return 1.0, self.below.temperatures[1]
-
     def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Refit the method below, and choose."""
         parts = self.config.refits
