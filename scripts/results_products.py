@@ -16,8 +16,7 @@ from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.experiments.statistics import Accuracy, Difference, accuracy, difference
 from i2cl.injections.temperature import TYPICAL
 from i2cl.methods import Cost
-from i2cl.methods.base import MendedPredictor
-from i2cl.methods.product import ProductPredictor
+from i2cl.methods.base import MendedPredictor, ProductPredictor
 from i2cl.models.scoring import Progress
 from results_stores import OURS, average, line_of, named_line, results, shown, written
 from results_tables import decided, table

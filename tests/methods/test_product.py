@@ -7,22 +7,16 @@ import torch
 
 from fitting import SHOWN, TEXTS, fit, made
 from i2cl import Example, make_methods
-from i2cl.methods.product import Product
+from i2cl.methods.base import Product
 
 pytest.importorskip("sklearn")
 
 
-@pytest.mark.parametrize(
-    ("below", "typical"),
-    [
-        ("zero_shot", 1.5),
-        ("anchored", 2.4),
-        ("zero_shot+label_prior", 1.5),
-        ("zero_shot+batch_calibration", 1.5),
-        ("zero_shot+temperature", 1.0),
-        ("zero_shot+zero_shot", 1.0),  # a product is as sure as right
-    ],
-)
+BELOW = {"zero_shot": 1.5, "anchored": 2.4, "zero_shot+label_prior": 1.5, "zero_shot+batch_calibration": 1.5}
+BELOW |= {"zero_shot+temperature": 1.0, "zero_shot+zero_shot": 1.0}  # a product is as sure as right
+
+
+@pytest.mark.parametrize(("below", "typical"), BELOW.items())
 def test_it_adds_log_probabilities_and_costs(below, typical, films, demonstrations):
     task = replace(films, train=tuple(Example(text, 0) for text in TEXTS))
     options = {"unlabelled": 2} if "prior" in below else {}
@@ -59,10 +53,8 @@ def test_names_stack_and_each_method_takes_its_own_options():
     (result,) = make_methods(["i2cl+label_prior+tfidf+temperature"], {"epochs": 3, "refits": 2})
     assert result.called == "i2cl+label_prior+tfidf+temperature"
     assert isinstance(result.below, Product)
-    assert result.below.below.below.calibration.epochs == 3
-    assert result.config.refits == 2
-    (result,) = make_methods(["zero_shot+noise"], {}, {"epochs": 7})
-    assert result.other.calibration.epochs == 7
+    assert (result.below.below.below.calibration.epochs, result.config.refits) == (3, 2)
+    assert make_methods(["zero_shot+noise"], {}, {"epochs": 7})[0].other.calibration.epochs == 7
 
 
 @pytest.mark.parametrize("name", ["zero_shot+tfidf", "tfidf+zero_shot"])

@@ -7,13 +7,12 @@ from typing import Any, cast
 from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.base import Cost, Method, Predictor, Wrapper
-from i2cl.methods.calibrated.label_calibration import BatchCalibration, ContextualCalibration, LabelPrior
-from i2cl.methods.calibrated.temperature import Temperature
+from i2cl.methods.base import Cost, Method, Predictor, Product, Wrapper
+from i2cl.methods.calibrated import label_calibration as mended
 from i2cl.methods.compressors.autocompressor import AutoCompressor
 from i2cl.methods.compressors.cepe import CEPE
 from i2cl.methods.compressors.icae import ICAE
-from i2cl.methods.embeddings import SentenceEmbeddings, SetFit
+from i2cl.methods.embeddings import SentenceEmbeddings, SetFit, Tfidf
 from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
 from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, InjectionMethod, Noise
 from i2cl.methods.icv import ICV
@@ -21,15 +20,13 @@ from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
-from i2cl.methods.product import Product
 from i2cl.methods.task_vector import TaskVector
-from i2cl.methods.tfidf import Tfidf
 
 _ALL: tuple[type[Method], ...] = (
     *(ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, ICV),
     *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
     *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
-    *(ContextualCalibration, BatchCalibration, LabelPrior, Temperature),
+    *(mended.ContextualCalibration, mended.BatchCalibration, mended.LabelPrior, mended.Temperature),
     *(KNNPrompting, AutoCompressor, ICAE, CEPE),
 )
 

@@ -18,13 +18,12 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Progress, among
+from i2cl.models.scoring import Progress, among, require_texts
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
 T = TypeVar("T")
 M = TypeVar("M", bound=pydantic.BaseModel)
-C = TypeVar("C", bound="Method")
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,20 @@ class MendedPredictor:
         return among(self.below.scores(texts, progress), self.bias, self.temperature)
 
 
+@dataclass(frozen=True)
+class ProductPredictor:
+    """Log-probabilities of two methods, added up."""
+
+    first: Predictor
+    second: Predictor
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probabilities among the labels; minus infinity for a label that either method rules out."""
+        second = self.second.scores(texts).log_softmax(-1)
+        return (self.first.scores(texts, progress).log_softmax(-1) + second).log_softmax(-1)
+
+
 class ScoringConfig(Settings):
     """How labels are scored; see `i2cl.models.encoding.Scoring`."""
 
@@ -134,9 +147,7 @@ class Method(ABC):
         }
 
     @classmethod
-    def configured(  # noqa: PYI019 - the checks in tests know no Self
-        cls: type[C], options: Mapping[str, Any], *below: "Method"
-    ) -> C:
+    def configured(cls, options: Mapping[str, Any], *below: "Method") -> "Method":
         """Build it from the options that it knows; a wrapper, on a method. Raises I2CLError on bad values."""
         return cls(*below, *(_read(model, options) for model in cls.settings))
 
@@ -175,6 +186,7 @@ class ClassifierPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
+        require_texts(texts)
         features = self.features(texts, progress)
         scores = torch.full((len(features), self.labels), -torch.inf)
         if len(features):
@@ -255,6 +267,36 @@ class Wrapper(Method):
         fitted = self.below.fit_many(decoder, task, demonstrations, seeds)
         each = zip(fitted, demonstrations, seeds, strict=True)
         return [self.over(decoder, below, task, shown, seed) for below, shown, seed in each]
+
+
+class Product(Wrapper):
+    """The method below and another one, written ``below+other``; both are fitted to the same demonstrations.
+    Their label probabilities are multiplied: https://doi.org/10.1162/089976602760128018 (Hinton 2002).
+    Below, the LLM, is at its typical temperature where it has no other: it is surer than right, and would
+    count for too much. Scores that are no log-probabilities, such as kNN prompting's votes, count for little.
+    """
+
+    def __init__(self, below: Method, other: Method) -> None:
+        super().__init__(below)
+        self.other = other
+
+    @property
+    def called(self) -> str:
+        """Both names."""
+        return f"{self.below.called}+{self.other.called}"
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """As measured of ``anchored+sentence_embeddings``: about as sure as right (docs/ablations.md)."""
+        return 1.0, self.below.temperatures[1]
+
+    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+        """Fit the other one."""
+        other = self.other.fit(decoder, task, shown, seed)
+        tempered = isinstance(below, MendedPredictor) and below.temperature != 1
+        typical = 1.0 if tempered else self.below.temperatures[0]
+        first = MendedPredictor(below, below.cost, temperature=typical)
+        return ProductPredictor(first, other, below.cost + other.cost)
 
 
 def _words(annotation: Any) -> list[str]:

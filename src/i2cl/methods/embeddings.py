@@ -1,6 +1,6 @@
-"""What a user would do without any LLM: sentence embeddings with a logistic regression, and SetFit.
+"""What a user would do without any LLM: logistic regression on TF-IDF or sentence embeddings, and SetFit.
 
-Neither asks the decoder: they run where it does. An encoder cuts a text that exceeds its own context.
+None asks the decoder; encoders run where it does. An encoder cuts a text that exceeds its own context.
 """
 
 import hashlib
@@ -53,6 +53,46 @@ class EmbeddingsConfig(EncoderConfig):
     """The encoder, and scikit-learn's ``C``: the L2 penalty is to be weak on vectors of unit length."""
 
     embeddings_c: float = Field(10.0, gt=0)
+
+
+class TfidfConfig(Settings):
+    """Features are runs of at most ``tfidf_words`` words; ``tfidf_c`` is scikit-learn's ``C``."""
+
+    tfidf_words: int = Field(2, ge=1)
+    tfidf_c: float = Field(10.0, gt=0)
+
+
+@dataclass(frozen=True)
+class Tfidf(Method):
+    """Words and pairs of words, weighted by how rare they are, then scikit-learn's logistic regression.
+    Source: https://scikit-learn.org/stable/modules/feature_extraction.html#text-feature-extraction.
+    """
+
+    name: ClassVar[str] = "tfidf"
+    summary: ClassVar[str] = "logistic regression on the texts' words, without the model"
+    needs: ClassVar[str] = "demonstrations, scikit-learn"
+    formula: ClassVar[str] = "(words+1) per label"
+    settings = (TfidfConfig,)
+    config: TfidfConfig = field(default_factory=TfidfConfig)
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
+        """Raises I2CLError without scikit-learn, two classes or any word, or on an empty text."""
+        needs(self.name, "sklearn", "sklearn")
+        require_two_classes(self.name, task, demonstrations)
+        from sklearn.feature_extraction.text import TfidfVectorizer
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+
+        texts = [example.text for example in demonstrations]
+        require_texts(texts)
+        runs = (1, self.config.tfidf_words)
+        words = TfidfVectorizer(ngram_range=runs, sublinear_tf=True, token_pattern=r"\w+")  # noqa: S106
+        model = make_pipeline(words, LogisticRegression(C=self.config.tfidf_c, max_iter=10_000))
+        if not any(map(words.build_analyzer(), texts)):
+            raise I2CLError("tfidf finds no word in any demonstration: take a method that asks the model")
+        model.fit(texts, [example.label for example in demonstrations])
+        cost = head_cost(model[-1], words.idf_)
+        return ClassifierPredictor(lambda texts, _: texts, model, len(task.labels), cost)
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,6 @@ class Survey:
 
     def record(self) -> dict[str, Any]:
         """Counts and what looks wrong, for JSON."""
-        return {
-            "rows": self.rows,
-            "distinct": self.distinct,
-            "labels": self.labels,
-            "slips": dict(self.slips),
-            "contradictions": {text: list(words) for text, words in self.contradictions},
-        }
+        counts = {"rows": self.rows, "distinct": self.distinct, "labels": self.labels}
+        contradictions = {text: list(words) for text, words in self.contradictions}
+        return {**counts, "slips": dict(self.slips), "contradictions": contradictions}
