@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, get_args
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,7 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
 jaxtyping.jaxtyped = _where_shaped(jaxtyping.jaxtyped)  # by this name the hook's modules call it
 jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
+from i2cl.core import encoder_bias  # noqa: E402
 from i2cl.methods import embeddings  # noqa: E402
 from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
@@ -71,7 +73,37 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_local_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `fit` and `demo` are set beside does not depend on what is installed."""
-    monkeypatch.setattr(embeddings, "local_encoder", lambda: None)
+    monkeypatch.setattr(encoder_bias, "local_encoder", lambda: None)
+
+
+class WordsEncoder:
+    """Stands in for a sentence encoder: counts a text's words, each at one of 24 places."""
+
+    def __init__(self, turned: int = 0) -> None:
+        self.turned = turned
+
+    def encode(self, texts: list[str], **_: Any) -> np.ndarray:
+        """Vectors of unit length."""
+        rows = np.zeros((len(texts), 24), np.float32)
+        for row, text in zip(rows, texts, strict=True):
+            for word in text.lower().split():
+                row[(sum(map(ord, word)) + self.turned) % 24] += 1
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.fixture
+def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEncoder], None]]:
+    """Every encoder is `WordsEncoder`, without sentence-transformers; a call replaces it by another."""
+
+    def put(encoder: WordsEncoder) -> None:
+        encoder_bias._probe.cache_clear()
+        for module in (encoder_bias, embeddings):
+            monkeypatch.setattr(module, "frozen_encoder", lambda *_: encoder)
+            monkeypatch.setattr(module, "needs", lambda *_: None)
+
+    put(WordsEncoder())
+    yield put
+    encoder_bias._probe.cache_clear()
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_word_weights_are_kept(saved, tmp_path):
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert torch.equal(loaded.word_weights, weighted.word_weights)
     scores = [one.scores(decoder_of("llama"), TEXTS) for one in (loaded, weighted, plain)]
-    assert torch.equal(*scores[:2])
+    torch.testing.assert_close(*scores[:2])  # to rounding: their strides differ
     assert not torch.allclose(*scores[1:])
     assert Injection.from_pretrained(saved).word_weights is None
     one_line("with scoring 'full' and 2 labels", made, scoring="full", word_weights=torch.eye(2))
@@ -244,7 +244,7 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": 7, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": 8, "later": 1}, "newer than this i2cl reads, upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),

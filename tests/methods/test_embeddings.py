@@ -13,8 +13,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from fitting import SHOWN, TEXTS, fit, injected, made, one_line
 from i2cl import CalibrationConfig, Example
+from i2cl.core import encoder_bias
 from i2cl.experiments.evidence.baselines import BASELINES, with_folds, with_worth
-from i2cl.methods import embeddings, make_methods
+from i2cl.methods import make_methods
 
 needs_encoders = pytest.mark.skipif(
     find_spec("sentence_transformers") is None or find_spec("sklearn") is None,
@@ -93,7 +94,7 @@ def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
     ],
 )
 def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(embeddings, "_archive", lambda: None)
+    monkeypatch.setattr(encoder_bias, "_archive", lambda: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     AutoTokenizer.from_pretrained(encoder).save_pretrained("pickled")
@@ -112,7 +113,7 @@ def test_without_the_extra_its_name_is_told(name, task, demonstrations, monkeypa
 
 @needs_encoders
 def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, encoder, monkeypatch):
-    monkeypatch.setattr(embeddings, "local_encoder", lambda: encoder)
+    monkeypatch.setattr(encoder_bias, "local_encoder", lambda: encoder)
     shown, rows = task.sample(3), []
 
     def make(rest):
@@ -132,25 +133,25 @@ def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, enc
 
 
 @pytest.mark.parametrize(
-    ("here", "result"), [("epc", "minilm"), ("ec", embeddings.HUB_ID), ("e", None), ("pc", None)]
+    ("here", "result"), [("epc", "minilm"), ("ec", encoder_bias.HUB_ID), ("e", None), ("pc", None)]
 )
 def test_what_is_here_without_a_download(here, result, tmp_path, monkeypatch):
     """The extra, the package and the cache, by their first letters."""
     monkeypatch.undo()  # as it is in use
-    monkeypatch.setattr(embeddings, "find_spec", lambda module: True if "e" in here else None)
-    monkeypatch.setattr(embeddings, "_archive", lambda: tmp_path if "p" in here else None)
-    monkeypatch.setattr(embeddings, "_is_cached", lambda name: "c" in here)
-    assert embeddings.local_encoder() == result
+    monkeypatch.setattr(encoder_bias, "find_spec", lambda module: True if "e" in here else None)
+    monkeypatch.setattr(encoder_bias, "_archive", lambda: tmp_path if "p" in here else None)
+    monkeypatch.setattr(encoder_bias, "_is_cached", lambda name: "c" in here)
+    assert encoder_bias.local_encoder() == result
 
 
 @pytest.mark.parametrize("damage", ["none", "cut", "spoiled", "code", "outside"])
 def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypatch):
     cache, path = tmp_path / "cache", tmp_path / "model.zip"
     cache.mkdir()
-    monkeypatch.setattr(embeddings, "cached_assets_path", lambda *_, **__: cache)
+    monkeypatch.setattr(encoder_bias, "cached_assets_path", lambda *_, **__: cache)
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("config.json", "{}" * 50)
-    assert (embeddings.unpacked(path) / "config.json").read_text() == "{}" * 50
+    assert (encoder_bias.unpacked(path) / "config.json").read_text() == "{}" * 50
     shutil.rmtree(cache / "files")
     whole = path.read_bytes()
     spoiled = whole.replace(b"{}{}", b"[][]", 1)
@@ -158,6 +159,6 @@ def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypa
     if member := {"code": "code.py", "outside": "../../code.py"}.get(damage):
         with zipfile.ZipFile(path, "a") as packed:
             packed.writestr(member, "x")
-    one_line("is no zip archive, or damaged|is no encoder's archive: it holds", embeddings.unpacked, path)
+    one_line("is no zip archive, or damaged|is no encoder's archive: it holds", encoder_bias.unpacked, path)
     assert [one.name for one in cache.iterdir()] == [".lock"]
     assert not list(tmp_path.rglob("*.py"))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from i2cl.core.context import SITES, ContextVector, ExtractConfig
 from i2cl.core.edits import Positions
+from i2cl.core.encoder_bias import EncoderBias
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
@@ -23,6 +24,8 @@ FORMAT_VERSION = 2
 BIASED_VERSION = 3  # of an artefact with a label bias: an older i2cl is to say that it has to be upgraded
 TEMPERED_VERSION = 5  # of an artefact with a temperature that is not 1, likewise
 WEIGHTED_VERSION = 6  # of an artefact with word weights
+ENCODED_VERSION = 7  # of an artefact with an encoder bias
+OF_ENCODER = {"encoder_weights": "weights", "encoder_probe": "probe"}  # its tensors, by names in the file
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 FILES = frozenset({TENSORS, DESCRIPTION})  # what is loaded; the card is for people
@@ -30,7 +33,7 @@ _AS_THEY_ARE = ("positions", "scoring", "seed", "metrics", "command", "worth", "
 
 
 class Stored(pydantic.BaseModel):
-    """The JSON half of an artefact. The last five came later, and are not always there."""
+    """The JSON half of an artefact. The last six came later, and are not always there."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -49,11 +52,12 @@ class Stored(pydantic.BaseModel):
     worth: dict[str, Any] = {}
     label_bias: tuple[float, ...] | None = None
     temperature: float = 1.0
+    encoder: str = ""
 
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
-        if version > WEIGHTED_VERSION:
+        if version > ENCODED_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
@@ -69,10 +73,13 @@ class Stored(pydantic.BaseModel):
         for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
+        of_encoder = {field: tensors[name] for name, field in OF_ENCODER.items()} if self.encoder else {}
+        needed = self.format_version == WEIGHTED_VERSION
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,
-            "word_weights": tensors["word_weights"] if self.format_version == WEIGHTED_VERSION else None,
+            "word_weights": tensors["word_weights"] if needed else tensors.get("word_weights"),
+            "encoder_bias": EncoderBias(self.encoder, **of_encoder) if self.encoder else None,
             "task": Task.from_dict(self.task),
             "base": base,
             "settings": self.calibration,
@@ -105,6 +112,8 @@ def write(
     if shared:
         base = description["base_model"]
         description = {**description, "base_model": base | {"name": public_name(base["name"])}}
+        if "encoder" in description:
+            description["encoder"] = public_name(description["encoder"])
     text = json.dumps(description, indent=2, ensure_ascii=False)
     (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
     (folder / CARD).write_text(card, encoding="utf-8")

@@ -18,6 +18,7 @@ from torch import Tensor
 from i2cl.core import artefact
 from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
+from i2cl.core.encoder_bias import EncoderBias
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -62,10 +63,13 @@ class Injection:
             (`i2cl.models.scoring.among`). Above 1 they are less sure; the answers stay.
         word_weights: how much of each label's score the tokens of all labels' words are, where a fit found
             that (`i2cl.core.descent`); None: as rare as they are (`i2cl.models.encoding.LabelTokens`).
+        encoder_bias: what a sentence encoder adds to the log-probabilities among the labels, beside the label
+            bias; None where there is no encoder.
 
     Raises:
         I2CLError: on a label bias that is not one finite number for each label, a temperature outside
-            `TEMPERATURES`, or word weights of other labels, or where labels are not scored by words.
+            `TEMPERATURES`, word weights or an encoder bias of other labels, or word weights where labels are
+            not scored by words.
     """
 
     context: ContextVector
@@ -83,6 +87,7 @@ class Injection:
     label_bias: tuple[float, ...] | None = None
     temperature: float = 1.0
     word_weights: Float[Tensor, "tokens labels"] | None = None
+    encoder_bias: EncoderBias | None = None
 
     def __post_init__(self) -> None:
         bias, count = self.label_bias, len(self.task.labels)
@@ -97,6 +102,10 @@ class Injection:
         if weights is not None and (self.scoring != "words" or weights.shape[1:] != (count,)):
             what = f"word weights {tuple(weights.shape)} with scoring {self.scoring!r} and {count} labels"
             raise I2CLError(f"{what}: fit it again, so that words are scored and each label has its own")
+        encoder = self.encoder_bias
+        if encoder is not None and encoder.weights.shape != (count, len(encoder.probe) + 1):
+            what = f"encoder weights {tuple(encoder.weights.shape)} for {count} labels"
+            raise I2CLError(f"{what} and vectors of {len(encoder.probe)} numbers: fit it again")
 
     def edit(self) -> LinearEdit:
         """The edit that applies this injection to `Decoder.forward`."""
@@ -119,7 +128,7 @@ class Injection:
     ) -> Float[Tensor, "texts labels"]:
         """Log-probability of each label word after each text, injected.
 
-        With a label bias, or a temperature that is not 1, it is among the labels.
+        With a label bias, an encoder bias, or a temperature that is not 1, it is among the labels.
 
         Args:
             decoder: the model that this was made on.
@@ -134,8 +143,17 @@ class Injection:
         self._check(decoder, force=force)
         questions = self.questions(decoder, scoring)
         scores = questions.scores(texts, edit=self.edit(), progress=progress)
-        bias = None if self.label_bias is None else torch.tensor(self.label_bias)
-        return among(scores, bias, self.temperature)
+        return among(scores, self.biases(texts, decoder), self.temperature)
+
+    def biases(self, texts: Sequence[str], decoder: Decoder) -> Float[Tensor, "... labels"] | None:
+        """Nats for each label of each text, by the label bias and the encoder, which runs on the decoder's
+        device; None without either. Raises I2CLError as `i2cl.core.encoder_bias.EncoderBias.of`.
+        """
+        fixed = None if self.label_bias is None else torch.tensor(self.label_bias)
+        if self.encoder_bias is None:
+            return fixed
+        by_text = self.encoder_bias.of(texts, str(decoder.device))
+        return by_text if fixed is None else by_text + fixed
 
     def predict(self, decoder: Decoder, texts: Sequence[str], *, force: bool = False) -> list[str]:
         """The most probable label word of each text; arguments and errors are those of `scores`."""
@@ -213,6 +231,9 @@ class Injection:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
         if self.word_weights is not None:
             tensors["word_weights"] = self.word_weights
+        if self.encoder_bias is not None:
+            held = artefact.OF_ENCODER.items()
+            tensors |= {name: getattr(self.encoder_bias, field) for name, field in held}
         artefact.write(folder, tensors, self.description(), name, shared=shared)
 
     @classmethod
@@ -241,6 +262,8 @@ class Injection:
             version, optional["temperature"] = artefact.TEMPERED_VERSION, self.temperature
         if self.word_weights is not None:
             version = artefact.WEIGHTED_VERSION
+        if self.encoder_bias is not None:
+            version, optional["encoder"] = artefact.ENCODED_VERSION, self.encoder_bias.encoder
         return {
             "format_version": version,
             "base_model": self.base.to_dict(),

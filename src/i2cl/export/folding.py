@@ -219,6 +219,9 @@ def require_plain(injection: Injection) -> None:
     if injection.context.config.site != "writers":
         cure = f"fit one with writers 'both', or {HOOKED}"
         raise I2CLError(f"an injection into block outputs (writers 'hidden') is no bias of a writer: {cure}")
+    if injection.encoder_bias is not None:
+        what = "weights hold no sentence encoder, and this injection takes one"
+        raise I2CLError(f"{what}: fit it with --method anchored, or {HOOKED}")
     if injection.positions != "all":
         what = f"a bias acts on all tokens, this injection on positions {injection.positions!r}"
         raise I2CLError(f"{what}: fit one with positions 'all', or {HOOKED}")

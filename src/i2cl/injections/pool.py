@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.core.edits import Positions, RowsEdit
+from i2cl.core.encoder_bias import EncoderBias, encoder_biases
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
@@ -32,6 +33,7 @@ class Loaded:
     # share a batch
     kind: tuple[Site, bool, Positions, int]
     bias: Float[Tensor, " labels"] | None  # a number for each label, in nats; None for none
+    encoder: EncoderBias | None  # what a sentence encoder adds to it, text by text
     temperature: float  # what scores are divided by behind it
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
@@ -40,7 +42,8 @@ class Loaded:
         ``cut`` shortens what exceeds the context, with a warning, instead of refusing it. Raises I2CLError on
         an empty text; a `TooLongError` on one that is to be refused.
         """
-        return [TaskQuery(self, ids) for ids in self.questions.queries(texts, cut=cut)]
+        each = zip(self.questions.queries(texts, cut=cut), texts, strict=True)
+        return [TaskQuery(self, ids, text) for ids, text in each]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,7 @@ class TaskQuery:
 
     task: Loaded  # as it was loaded
     ids: Ids  # token ids of the query
+    text: str  # for a sentence encoder
 
     @property
     def tokens(self) -> int:
@@ -74,9 +78,11 @@ class InjectionPool:
         """Add an injection, or replace the one of that name.
 
         ``force`` accepts one made on other weights of the same sizes. Raises I2CLError if it was made on
-        another model.
+        another model, or needs a sentence encoder that is not here.
         """
         injection.require_base(self.decoder, force=force)
+        if injection.encoder_bias is not None:
+            injection.encoder_bias.require_encoder(str(self.decoder.device))
         questions = injection.questions(self.decoder)
         # labels that cannot be asked for are refused now, not by the first text
         whole = questions.labels.full
@@ -88,6 +94,7 @@ class InjectionPool:
             keep=keep.contiguous().to(self.decoder.device),
             kind=(injection.context.config.site, whole, injection.positions, seed),
             bias=None if injection.label_bias is None else torch.tensor(injection.label_bias),
+            encoder=injection.encoder_bias,
             temperature=injection.temperature,
         )
 
@@ -137,6 +144,7 @@ class InjectionPool:
         one row alone does not fit into memory, or a score is not a number.
         """
         scores: list[Tensor] = [torch.empty(0)] * len(queries)
+        by_text = self._by_text(queries)
         by_kind = defaultdict(list)
         for row, one in enumerate(queries):
             by_kind[one.task.kind].append(row)
@@ -147,8 +155,16 @@ class InjectionPool:
             require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
                 label_scores = line[: len(task.questions.labels.ids)]
-                scores[row] = among(label_scores, task.bias, task.temperature)
+                scores[row] = among(label_scores, by_text.get(row, task.bias), task.temperature)
         return scores
+
+    def _by_text(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, " labels"]]:
+        """Biases by row, where a sentence encoder has a say."""
+        rows = {row: one.task.encoder for row, one in enumerate(queries) if one.task.encoder is not None}
+        texts, fixed = [queries[row].text for row in rows], [queries[row].task.bias for row in rows]
+        values = encoder_biases([*rows.values()], texts, str(self.decoder.device))
+        each = zip(values, fixed, strict=True)
+        return dict(zip(rows, (one if more is None else one + more for one, more in each), strict=True))
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
         if len(texts) != len(task_ids):

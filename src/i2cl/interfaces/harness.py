@@ -53,7 +53,7 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
 
     Raises:
         I2CLError: on an injection at some tokens only, one with a label prior or that tells labels by their
-            words, or one that does not belong to the model.
+            words, one with a sentence encoder, or one that does not belong to the model.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if chosen is not None and chosen.scoring == "words":
             what = "the harness scores whole labels, and this injection tells labels by their words"
             raise I2CLError(f"{what}: measure it with `i2cl predict`")
-        if chosen is not None and chosen.label_bias is not None:
-            what = "the harness scores any text and not labels alone, to which a label prior belongs"
-            raise I2CLError(f"{what}: fit one without --unlabelled")
+        if chosen is not None and (chosen.label_bias, chosen.encoder_bias) != (None, None):
+            what = "the harness scores any text and not labels alone, to which a label prior and an encoder"
+            raise I2CLError(f"{what} belong: fit one without --unlabelled, by --method anchored or i2cl")
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision
         if isinstance(pretrained, str | Path) and is_gguf(Path(located(str(pretrained)))):

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
+from i2cl.core.encoder_bias import EmbeddingsConfig
 from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
-from i2cl.methods.anchored import Anchored
+from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
 from i2cl.methods.base import Cost, Method, Predictor, Product, Wrapper
 from i2cl.methods.calibrated import label_calibration as mended
 from i2cl.methods.compressors.autocompressor import AutoCompressor
@@ -55,22 +56,26 @@ def make_methods(
 def calibrating_method(
     name: str | None = None, options: Mapping[str, Any] | None = None, recipe: str | None = None
 ) -> Injector:
-    """What makes an injection: the named method; else I2CL where a recipe or an option of its own is given.
+    """What makes an injection: the named method; else I2CL where a recipe or an option of its own is given,
+    and a sentence encoder with anchored calibration where that is.
     Raises I2CLError on a method that makes none, a recipe that does not exist or is for another method, or an
     option that the method has not.
     """
-    known = (Anchored.name, I2CL.name)
+    known = (Anchored.name, I2CL.name, AnchoredWithEmbeddings.name)
     if name not in {None, *known}:
         raise I2CLError(f"unknown method {name!r}: choose one of {', '.join(known)}")
     if recipe not in {None, *RECIPES}:
         raise I2CLError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
-    if name == Anchored.name and recipe is not None:
+    if name not in {None, I2CL.name} and recipe is not None:
         raise I2CLError("a recipe is I2CL's: leave the recipe out, or take the method i2cl")
     if name is None:
         of_i2cl_alone = set(I2CL.options()) - set(Anchored.options())
         wanted = recipe is not None or not of_i2cl_alone.isdisjoint(options or {})
-        name = I2CL.name if wanted else Anchored.name
+        encoded = not wanted and not set(EmbeddingsConfig.model_fields).isdisjoint(options or {})
+        name = I2CL.name if wanted else (AnchoredWithEmbeddings if encoded else Anchored).name
     (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
+    if name == AnchoredWithEmbeddings.name:
+        method = AnchoredWithEmbeddings.configured(options or {})
     return cast("Injector", method)
 
 

@@ -3,13 +3,17 @@
 Beyond the paper; see `i2cl.core.anchored`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import pydantic
+
 from i2cl.core.anchored import AnchoredConfig, anchor
+from i2cl.core.encoder_bias import EmbeddingsConfig, EncoderBias
 from i2cl.core.injection import Injection
 from i2cl.injections.temperature import SPREAD, TYPICAL
-from i2cl.methods.base import Cost, Method
+from i2cl.methods.base import Cost, Method, Predictor
+from i2cl.methods.calibrated.folds import InjectedPredictor, injected
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -24,7 +28,7 @@ class Anchored(Method):
     name: ClassVar[str] = "anchored"
     summary: ClassVar[str] = "a vector at every writer, fitted around the plain model among the label words"
     formula: ClassVar[str] = "2DL"
-    settings = (AnchoredConfig,)
+    settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = (AnchoredConfig,)
     anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
 
     @property
@@ -51,7 +55,7 @@ class Anchored(Method):
             decoder, task, demonstrations, self.anchoring, seed=seed, scoring=scoring, progress=progress
         )
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Inject what `injection` finds."""
         injection = self.injection(decoder, task, demonstrations, seed)
         sites = decoder.layers * (2 if self.anchoring.writers == "both" else 1)
@@ -59,3 +63,38 @@ class Anchored(Method):
         trained = sites * decoder.d_model + (0 if weights is None else weights.numel())
         cost = Cost.of(injection.context.values, weights, trained=trained)
         return PromptPredictor(injection.questions(decoder), edit=injection.edit(), cost=cost)
+
+
+@dataclass(frozen=True)
+class AnchoredWithEmbeddings(Anchored):
+    """Both models' label probabilities multiplied, in one injection; `i2cl.methods.base.Product` makes the
+    same of any two methods, which no artefact holds.
+    """
+
+    name: ClassVar[str] = "anchored+sentence_embeddings"
+    summary: ClassVar[str] = "anchored calibration and a sentence encoder, their probabilities multiplied"
+    needs: ClassVar[str] = "demonstrations, sentence-transformers, a second model"
+    formula: ClassVar[str] = "2DL, (d+1) per label"
+    settings = (AnchoredConfig, EmbeddingsConfig)
+    embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
+
+    def injection(
+        self,
+        decoder: Decoder,
+        task: Task,
+        demonstrations: Examples,
+        seed: int = 0,
+        progress: StepProgress | None = None,
+        scoring: Scoring = "auto",
+    ) -> Injection:
+        """Fit the encoder's part, then the model's, which counts as at its typical temperature.
+        Raises I2CLError as `i2cl.core.encoder_bias.EncoderBias.fit`.
+        """
+        bias = EncoderBias.fit(self.embeddings, task, demonstrations, str(decoder.device), scale=TYPICAL)
+        injection = super().injection(decoder, task, demonstrations, seed, progress, scoring)
+        settings = injection.settings | {"embeddings_c": self.embeddings.embeddings_c}
+        return replace(injection, encoder_bias=bias, settings=settings, temperature=TYPICAL)
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> InjectedPredictor:
+        """Inject what `injection` finds, at a temperature of 1."""
+        return injected(self.injection(decoder, task, demonstrations, seed), decoder, task)

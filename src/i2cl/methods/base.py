@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, runtime_checkable
@@ -22,7 +22,6 @@ from i2cl.models.scoring import Progress, among, require_texts
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-T = TypeVar("T")
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
@@ -199,17 +198,6 @@ def head_cost(head: Any, *more: Float[np.ndarray, " numbers"]) -> Cost:
     """What a logistic regression trains and keeps, and what is kept beside it."""
     trained, *rest = (torch.from_numpy(one) for one in (head.coef_, head.intercept_, *more))
     return Cost.of(trained, *rest, trained=trained.numel() + rest[0].numel())
-
-
-def in_parts(
-    work: Callable[[Sequence[str]], T], texts: Sequence[str], size: int, progress: Progress | None
-) -> Iterator[T]:
-    """What ``work`` makes of so many texts at a time."""
-    for start in range(0, len(texts), size):
-        some = texts[start : start + size]
-        yield work(some)
-        if progress is not None:
-            progress(len(some))
 
 
 def right_answers(predictor: Predictor, rows: Examples) -> int:

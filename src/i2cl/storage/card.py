@@ -207,6 +207,10 @@ def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
         yield "The coefficients were not calibrated."
     if description.get("word_weights"):
         yield "A label is told by its words; the fit learned how much each counts (`word_weights`)."
+    if "encoder" in description:
+        encoder = _md(public_name(description["encoder"]))
+        said = f"The sentence encoder {encoder} runs beside the model, on each text alone"
+        yield f"{said}; its log-odds, `encoder_weights`, are added to the labels' log-probabilities."
     if "temperature" in description:
         divided = "Log-probabilities among the labels are divided by the `temperature`"
         yield f"{divided}, {description['temperature']:g}; this changes no answer."

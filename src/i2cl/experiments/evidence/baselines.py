@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool
 
+from i2cl.core import encoder_bias
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.confidence import Confidence, confidence, highest
@@ -20,7 +21,7 @@ from i2cl.experiments.evidence.selective import require_target, selection
 from i2cl.experiments.evidence.verdicts import verdict, wilson
 from i2cl.experiments.records import Run
 from i2cl.injections.temperature import likely_temperature, normalised
-from i2cl.methods import Method, embeddings, make_methods
+from i2cl.methods import METHODS, Method, make_methods
 from i2cl.methods.calibrated.folds import FOLDS, folded, injected
 from i2cl.methods.calibrated.label_calibration import LabelPrior
 from i2cl.methods.i2cl import I2CL
@@ -74,8 +75,7 @@ class Worth:
 
 def baselines() -> list[Method]:
     """`BASELINES`, and what has no LLM where its encoder is here without a download."""
-    encoder = embeddings.local_encoder()
-    rival = embeddings.SentenceEmbeddings
+    encoder, rival = encoder_bias.local_encoder(), METHODS["sentence_embeddings"]
     return make_methods(BASELINES) + ([rival.configured({"encoder": encoder})] if encoder else [])
 
 

@@ -37,8 +37,11 @@ def digest(injection: Injection) -> str:
     said: list[object] = [injection.task.to_dict(), asdict(injection.base), injection.positions]
     said += [injection.scoring, injection.context.config.site, injection.seed, injection.label_bias]
     said += [injection.temperature] if injection.temperature != 1 else []  # other digests are as before
+    said += [injection.encoder_bias.encoder] if injection.encoder_bias is not None else []
     sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    weights = [] if injection.word_weights is None else [injection.word_weights]
-    for tensor in (injection.context.values, injection.coefficients, *weights):
+    encoder = injection.encoder_bias
+    said_by_encoder = None if encoder is None else encoder.weights
+    more = [one for one in (injection.word_weights, said_by_encoder) if one is not None]
+    for tensor in (injection.context.values, injection.coefficients, *more):
         sha.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()

@@ -24,9 +24,9 @@ def demo(
     A minute; with --real, support tickets on SmolLM2-135M, some minutes.
     """
     load.libraries()
+    from i2cl.core.encoder_bias import local_encoder
     from i2cl.experiments.evaluation import sweep
     from i2cl.methods import make_methods
-    from i2cl.methods.embeddings import local_encoder
     from i2cl.models.loading import REFERENCE, SMOLLM2
     from i2cl.tasks.corpus import DEMO_TASKS
 

@@ -49,10 +49,11 @@ class MethodOptions:
 
     PANEL: ClassVar[str] = options.METHOD
 
-    method: Literal["anchored", "i2cl"] | None = opt(
+    method: Literal["anchored", "i2cl", "anchored+sentence_embeddings"] | None = opt(
         None,
-        "A vector at every writer, fitted around the plain model among the labels; or the paper's "
-        "method; default: anchored, or i2cl where a recipe or an option of its own is given.",
+        "A vector at every writer, fitted around the plain model among the labels; the paper's method; or "
+        "the first together with a sentence encoder, a second, small model (--set encoder=minilm); "
+        "default: anchored, or i2cl where a recipe or an option of its own is given.",
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
@@ -234,17 +235,16 @@ def _show_fit(
     json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
-    from i2cl.methods import Cost
+    from i2cl.methods.calibrated.folds import kept
     from i2cl.storage.card import confidence_words, prior_words, selection_words
 
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
     if json:
-        cost = Cost.of(injection.context.values, injection.word_weights)
         record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
         record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
         record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
-        record |= {"fit_seconds": seconds, "cached_values": cost.cached_values}
+        record |= {"fit_seconds": seconds, "cached_values": kept(injection).cached_values}
         record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
         record |= {"temperature": injection.temperature, "metrics": injection.metrics}
         console.print_json(record | {"worth": injection.worth or None})

@@ -44,6 +44,11 @@ class LimitOptions:
         None, "Tokens of requests that may wait; more are refused. Default: 16 full batches.", min=1
     )
     max_resident_tasks: int = opt(1000, "Tasks on the model's device at once.", min=1)
+    encoder: list[str] | None = opt(
+        None,
+        "Sentence encoder that tasks may take (`fit --method anchored+sentence_embeddings`), repeatable; "
+        "default: minilm or its hub id, where it is here without a download.",
+    )
 
 
 @options.expanded
@@ -72,6 +77,7 @@ def serve(
     names = {"localhost", "127.0.0.1", "[::1]", host} if local else set()
     hosts = frozenset(name.lower() for name in (*(access.allowed_host or ()), *names))
     load.libraries()
+    from i2cl.core import encoder_bias
     from i2cl.interfaces.server.app import make_app
     from i2cl.interfaces.server.process import listen, run_server
     from i2cl.interfaces.server.service import Service
@@ -86,6 +92,7 @@ def serve(
             read_only=access.read_only,
             most_waiting=limits.max_waiting_tokens,
             most_resident=limits.max_resident_tasks,
+            encoders=limits.encoder or [name for name in [encoder_bias.local_encoder()] if name],
         )
     app = make_app(service, Access(tokens, hosts), page=access.page, origins=access.allow_origin or ())
 

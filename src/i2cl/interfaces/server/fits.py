@@ -20,7 +20,7 @@ from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods import Injector, calibrating_method
-from i2cl.methods.anchored import Anchored
+from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
 from i2cl.methods.calibrated.folds import unmeasurable
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
@@ -61,7 +61,9 @@ class SharedDecoder(Decoder):
         return super().forward(batch, edit=edit, **options)
 
 
-def read_task(decoder: Decoder, request: Mapping[str, Any], folder: Path) -> tuple[Task, tuple[Example, ...]]:
+def read_task(
+    decoder: Decoder, tasks: TaskStore, request: Mapping[str, Any], folder: Path
+) -> tuple[Task, tuple[Example, ...]]:
     """A task with its rows, and its demonstrations, if it can be fitted.
 
     ``request``: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`; ``folder``:
@@ -80,7 +82,7 @@ def read_task(decoder: Decoder, request: Mapping[str, Any], folder: Path) -> tup
     task = task.worded(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
     fewest = min(map(len, group_by_label(task.train, len(task.labels))))
     demonstrations = task.sample(request.get("shots") or max(1, min(SHOTS, fewest)), request["seed"])
-    if isinstance(_method(request), Anchored):
+    if isinstance(_method(request, tasks), Anchored):
         require_few(demonstrations)
     questions = Questions(decoder, task)
     for rows in (task.train, task.test):
@@ -120,11 +122,11 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     """
     request = job.request
     decoder = SharedDecoder(batcher, job)
-    task, demonstrations = read_task(decoder, request, job.folder)
+    task, demonstrations = read_task(decoder, tasks, request, job.folder)
 
     def work() -> Injection:
         started = time.perf_counter()
-        method, shown = _method(request), 0.0
+        method, shown = _method(request, tasks), 0.0
 
         def step(done: int, of: int, loss: float) -> None:
             nonlocal shown
@@ -180,8 +182,15 @@ def map_of(edit: Edit | None) -> dict[str, Any]:
     return {name: (values.double() * 1e5).round().div(1e5).tolist() for name, values in arrays.items()}
 
 
-def _method(request: Mapping[str, Any]) -> Injector:
-    return calibrating_method(request.get("method"), request.get("settings"), request.get("recipe"))
+def _method(request: Mapping[str, Any], tasks: TaskStore) -> Injector:
+    """What fits. Raises I2CLError on options that it has not, or an encoder that the server has not."""
+    settings = dict(request.get("settings") or {})
+    if request.get("method") == AnchoredWithEmbeddings.name and tasks.encoders:
+        settings = {"encoder": tasks.encoders[0]} | settings
+    method = calibrating_method(request.get("method"), settings, request.get("recipe"))
+    if isinstance(method, AnchoredWithEmbeddings):
+        tasks.require_encoder(method.embeddings.encoder)
+    return method
 
 
 def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -> dict[str, int]:

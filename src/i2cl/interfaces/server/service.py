@@ -52,12 +52,14 @@ class Service:
         read_only: bool = False,
         most_waiting: int | None = None,
         most_resident: int = RESIDENT,
+        encoders: Sequence[str] = (),
     ) -> None:
         """Open a folder of tasks for a model, and take up the jobs that are there.
 
         ``folder``: see `i2cl.interfaces.server.task_store` and `i2cl.interfaces.server.jobs`; ``read_only``:
         write and fit nothing; ``most_waiting``: tokens of requests that may wait; ``most_resident``: tasks on
-        the device at once. Raises I2CLError if the folder cannot be used, or another process writes to it.
+        the device at once; ``encoders``: sentence encoders that new tasks may take. Raises I2CLError if the
+        folder cannot be used, or another process writes to it.
         """
         self.decoder, self.base = decoder, decoder.name
         self.metrics = Metrics()  # figures of all of it
@@ -69,7 +71,8 @@ class Service:
             self._held.enter_context(held)
         pool = InjectionPool(decoder)
         # the folder of tasks
-        self.tasks = TaskStore(folder, pool, most_resident=most_resident, read_only=read_only)
+        limits: Any = {"most_resident": most_resident, "read_only": read_only, "encoders": encoders}
+        self.tasks = TaskStore(folder, pool, **limits)
         _ = decoder.base, decoder.residual_identity  # read now, and not while the first request waits
         bound = most_waiting or WAITING_BATCHES * decoder.token_budget
         self.batcher = Batcher(pool, bound, self.metrics)  # runs the model

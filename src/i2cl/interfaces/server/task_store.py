@@ -46,13 +46,23 @@ class Entry:
 class TaskStore:
     """Named artefacts on the disk, and those of them that are loaded."""
 
-    def __init__(self, root: Path, pool: InjectionPool, *, most_resident: int, read_only: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        pool: InjectionPool,
+        *,
+        most_resident: int,
+        read_only: bool,
+        encoders: Sequence[str] = (),
+    ) -> None:
         """Open a folder, or make it; one process may write to it at a time.
 
         ``pool``: of the model, and empty; ``most_resident``: tasks on the model's device at once;
-        ``read_only``: never write; names are those that another process has given by now. Raises I2CLError if
-        it cannot be written, or is not there and must not be.
+        ``read_only``: never write; names are those that another process has given by now; ``encoders``: the
+        sentence encoders that new tasks may take. Raises I2CLError if it cannot be written, or is not there
+        and must not be.
         """
+        self.encoders = encoders
         self.pool = pool  # those that are loaded, by digest
         self.read_only = read_only  # whether nothing may be changed
         self._artefacts, self._names = root / "artefacts", root / "names"
@@ -119,8 +129,19 @@ class TaskStore:
     def loaded(self, injection: Injection) -> Loaded:
         """An injection as this model would use it; a 422 if it cannot be used."""
         with refused_artefact():
+            if injection.encoder_bias is not None:
+                self.require_encoder(injection.encoder_bias.encoder)
             require_moderate(injection, self.pool.decoder)
             return InjectionPool(self.pool.decoder, {"": injection}).task("")
+
+    def require_encoder(self, name: str) -> None:
+        """Refuse a sentence encoder that this server was not started with: loading one may download it.
+        Raises I2CLError with those that it has.
+        """
+        if name not in self.encoders:
+            cure = "its operator starts it with --encoder; or fit the task without one"
+            had = ", ".join(map(repr, self.encoders)) or "none"
+            raise I2CLError(f"the sentence encoder {name!r} is none of this server's ({had}): {cure}")
 
     def injection(self, digest: str) -> Injection:
         """An artefact, held against its digest. Raises RefusalError: 404 if it is gone, 500 if damaged."""

@@ -48,7 +48,8 @@ def require_moderate(injection: Injection, decoder: Decoder) -> None:
     amount, keep = injection.coefficients.float().unbind(-1)
     scaled = amount[..., None] * injection.context.values.float()
     weights = torch.zeros(1) if injection.word_weights is None else injection.word_weights.float()
-    squares = (torch.tensor(injection.label_bias or (0.0,)), keep, weights)
+    encoder = torch.zeros(1) if injection.encoder_bias is None else injection.encoder_bias.weights.float()
+    squares = (torch.tensor(injection.label_bias or (0.0,)), keep, weights, encoder)
     of_vectors = (scaled.square().sum(-1), scaled.to(decoder.model.dtype))
     for values in (*of_vectors, *(one.square() for one in squares)):
         if not values.isfinite().all():

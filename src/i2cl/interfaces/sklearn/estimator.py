@@ -26,6 +26,7 @@ from i2cl.injections.temperature import normalised
 from i2cl.interfaces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.interfaces.sklearn.shared import ModelSource, find_decoder
 from i2cl.methods import METHODS, calibrating_method
+from i2cl.methods.anchored import AnchoredWithEmbeddings
 from i2cl.methods.calibrated.folds import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
@@ -51,11 +52,12 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         labels: the word that the model is to say for each class. Default: the class names themselves,
             where they are strings.
         shots: demonstrations per class, drawn with ``random_state``; None takes all training texts.
-        method: ``"anchored"``, an injection fitted around the plain model among the labels, or ``"i2cl"``,
-            the paper's. Default: the former; the latter where a recipe or an option of its own is given.
+        method: ``"anchored"``, an injection fitted around the plain model among the labels; ``"i2cl"``, the
+            paper's; or ``"anchored+sentence_embeddings"``, the first and a sentence encoder, a second, small
+            model. Default: the first; another where a recipe or an option of its own is given.
         recipe: of I2CL's calibration: ``"paper"`` (its default), ``"released"`` or ``"fast"``.
-        settings: options of the method over the recipe's, such as ``{"reach": 10}``; `i2cl ls methods`
-            lists them.
+        settings: options of the method over the recipe's, such as ``{"encoder": "minilm"}``; `i2cl ls
+            methods` lists them.
         unlabelled: texts as they will come, 32 or more, that a label prior is measured on, see
             `i2cl.injections.label_prior.with_label_prior`; it takes classes for equally frequent there.
         min_confidence: `predict` gives no class to a text whose highest probability is below it, but an
@@ -233,15 +235,18 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         words = injection.task.labels
         stored = injection.settings.get(STORED, {"classes": list(words), "shots": None})
         classes = np.array(stored["classes"])
-        method = injection.settings.get("method", I2CL.name)
-        options = METHODS.get(method, I2CL).options()
+        method = METHODS.get(injection.settings.get("method", I2CL.name), I2CL)
+        method = AnchoredWithEmbeddings if injection.encoder_bias is not None else method
+        options = method.options()
         calibration = {option: value for option, value in injection.settings.items() if option in options}
+        if injection.encoder_bias is not None:
+            calibration["encoder"] = injection.encoder_bias.encoder
         made = cls(
             model if model is not None else injection.base,
             template=injection.task.template,
             labels=dict(zip(classes.tolist(), words, strict=True)),
             shots=stored["shots"],
-            method=method,
+            method=method.name,
             settings=injection.context.config.model_dump() | calibration,
             scoring=injection.scoring,
             random_state=injection.seed,

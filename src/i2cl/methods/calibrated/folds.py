@@ -11,10 +11,10 @@ from torch import Tensor
 
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, MendedPredictor, Predictor
+from i2cl.methods.base import Cost, Predictor
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, in_order
+from i2cl.models.scoring import Progress, among, in_order
 from i2cl.tasks import Example, Task
 
 FOLDS = 3  # refits by default; each has not seen one part in so many of the demonstrations
@@ -103,13 +103,32 @@ def folded(
     return FoldPredictor(refits, fold_of, refits[0].cost if cost is None else cost)
 
 
-def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
-    """What an injection answers, under its label bias where it has one."""
-    cost = Cost.of(injection.context.values, injection.word_weights)
+@dataclass(frozen=True)
+class InjectedPredictor:
+    """What an injection answers, under its label bias and its sentence encoder, at a temperature of 1."""
+
+    injection: Injection
+    below: Predictor  # without these
+    decoder: Decoder
+    cost: Cost
+
+    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+        """Log-probabilities, among the labels where there is a bias."""
+        scores = self.below.scores(texts, progress)
+        return among(scores, self.injection.biases(texts, self.decoder), 1.0)
+
+
+def injected(injection: Injection, decoder: Decoder, task: Task) -> InjectedPredictor:
+    """An injection as a predictor."""
     questions = replace(injection.questions(decoder), task=task)
+    cost = kept(injection)
     below = PromptPredictor(questions, edit=injection.edit(), cost=cost)
-    if injection.label_bias is None:
-        return below
-    bias = torch.tensor(injection.label_bias)
+    return InjectedPredictor(injection, below, decoder, cost)
+
+
+def kept(injection: Injection) -> Cost:
+    """What is kept of an injection, its coefficients aside."""
+    bias = None if injection.label_bias is None else torch.tensor(injection.label_bias)
+    encoder = None if injection.encoder_bias is None else injection.encoder_bias.weights
     texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
-    return MendedPredictor(below, cost + Cost.of(bias, unlabelled=texts), bias)
+    return Cost.of(injection.context.values, injection.word_weights, bias, encoder, unlabelled=texts)

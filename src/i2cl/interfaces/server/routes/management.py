@@ -177,7 +177,7 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
     with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
-        task, demonstrations = fits.read_task(service.decoder, fields, folder)
+        task, demonstrations = fits.read_task(service.decoder, service.tasks, fields, folder)
     if options.check:
         rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
         data = fits.survey_of(service.decoder, task)

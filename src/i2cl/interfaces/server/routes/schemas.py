@@ -118,7 +118,7 @@ class FitOptions(_Body):
     chat: bool = False
     shots: Annotated[Int, Field(ge=1, le=10_000)] | None = None
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
-    method: Literal["anchored", "i2cl"] | None = None
+    method: Literal["anchored", "i2cl", "anchored+sentence_embeddings"] | None = None
     recipe: Literal["paper", "released", "fast"] | None = None
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
     evaluate: Annotated[Int, Field(ge=0, le=10_000, description="Rows to score on at most.")] = 160

@@ -1,0 +1,143 @@
+"""An injection with a sentence encoder: a product of two models' probabilities, kept, pooled and guarded."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fitting import ASKED, TASKS, decoder_of, one_line, random_injection
+from i2cl import Example, Injection, make_methods
+from i2cl.core.artefact import DESCRIPTION, ENCODED_VERSION, TENSORS
+from i2cl.export import export_peft, fold, make_golden
+from i2cl.injections.label_prior import with_label_prior
+from i2cl.injections.pool import InjectionPool
+from i2cl.injections.temperature import TYPICAL, with_temperature
+from i2cl.interfaces.batch_prediction.prediction import digest
+from i2cl.interfaces.vllm.slots import Packed
+from i2cl.methods import calibrating_method
+from i2cl.storage.card import CARD
+from plugin import WordsEncoder
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+OPTIONS = {"encoder": "words", "reach": 3.0, "steps": 2}
+TEXTS = list(ASKED)
+NAME = "anchored+sentence_embeddings"
+
+
+def rows_of(task):
+    words = ("warm film night", "match was lost", "company made money")
+    return [Example(f"{words[row % len(task.labels)]} {row}", row % len(task.labels)) for row in range(6)]
+
+
+def fitted(task, **more):
+    method = calibrating_method(NAME, OPTIONS | more)
+    return method.injection(decoder_of("llama"), task, rows_of(task), 0)
+
+
+@pytest.fixture
+def injection(words_encoder):
+    return fitted(TASKS[1])
+
+
+@pytest.mark.parametrize("task", TASKS[:2], ids=["two labels", "three labels"])
+def test_it_is_the_product_of_two_methods(task, words_encoder):
+    decoder, rows = decoder_of("llama"), rows_of(task)
+    injection = fitted(task)
+    (product,) = make_methods([NAME], OPTIONS)
+    expected = product.fit(decoder, task, rows, 0).scores(TEXTS)
+    actual = injection.scores(decoder, TEXTS)
+    torch.testing.assert_close(actual.float(), expected.float(), atol=1e-4, rtol=1e-4)
+    assert injection.temperature == TYPICAL
+    plain = replace(injection, encoder_bias=None)
+    assert not torch.allclose(actual, plain.scores(decoder, TEXTS))
+    assert injection.scores(decoder, []).shape == (0, len(task.labels))
+    other = with_temperature(injection, 7.0)
+    assert torch.equal(other.scores(decoder, TEXTS).argmax(-1), actual.argmax(-1))
+    fit = calibrating_method(NAME, OPTIONS).fit(decoder, task, rows, 0)
+    torch.testing.assert_close((fit.scores(TEXTS) / TYPICAL).log_softmax(-1).double(), actual)
+    assert fit.cost.cached_values == plain.context.values.numel() + len(injection.encoder_bias.weights) * 25
+
+
+def test_an_encoder_that_is_named_is_taken():
+    assert calibrating_method(options={"encoder": "words"}).called == NAME
+    assert calibrating_method(options={"embeddings_c": 3}).called == NAME
+    assert calibrating_method("anchored").called == "anchored"
+    one_line("no chosen method has the option 'encoder'", calibrating_method, "i2cl", {"encoder": "words"})
+    one_line("a recipe is I2CL's", calibrating_method, NAME, {}, "fast")
+
+
+def test_it_is_kept_and_pooled(injection, tmp_path):
+    decoder = decoder_of("llama")
+    scores = injection.scores(decoder, TEXTS)
+    injection.save_pretrained(tmp_path / "new")
+    stored = json.loads((tmp_path / "new" / DESCRIPTION).read_text(encoding="utf-8"))
+    assert (stored["format_version"], stored["encoder"]) == (ENCODED_VERSION, "words")
+    loaded = Injection.from_pretrained(tmp_path / "new")
+    torch.testing.assert_close(loaded.scores(decoder, TEXTS), scores)
+    assert digest(loaded) == digest(injection) != digest(replace(injection, encoder_bias=None))
+    card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
+    assert "The sentence encoder words runs beside the model" in card
+    plain, biased = random_injection(decoder, TASKS[0], 3), replace(injection, label_bias=(1.0, 0.0, -1.0))
+    pool = InjectionPool(decoder, {"both": loaded, "plain": plain, "biased": biased})
+    names = ["both", "plain", "biased"] * 2
+    tasks = {"both": injection, "plain": plain, "biased": biased}
+    for name, text, row in zip(names, TEXTS, pool.scores(TEXTS, names), strict=True):
+        torch.testing.assert_close(row, tasks[name].scores(decoder, [text])[0])
+
+
+def test_a_label_prior_sees_the_encoder(injection):
+    decoder = decoder_of("llama")
+    with pytest.warns(UserWarning, match="little more than chance"):
+        prior = with_label_prior(injection, decoder, TEXTS)
+    means = replace(injection, temperature=1.0).scores(decoder, TEXTS).softmax(-1).mean(0)
+    torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -(3 * means).log().double())
+
+
+def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, monkeypatch):
+    decoder = decoder_of("llama")
+    words_encoder(WordsEncoder(turned=1))
+    one_line("the encoder 'words' gives other vectors than at the fit", injection.scores, decoder, TEXTS)
+    one_line("gives other vectors", InjectionPool, decoder, {"both": injection})
+    injection.save_pretrained(tmp_path / "new")
+    shutil.copytree(tmp_path / "new", tmp_path / "less")
+    tensors = load_file(tmp_path / "new" / TENSORS)
+    del tensors["encoder_probe"]
+    save_file(tensors, tmp_path / "less" / TENSORS)
+    one_line("damaged or missing .'encoder_probe'", Injection.from_pretrained, tmp_path / "less")
+    save_file(tensors | {"encoder_probe": torch.ones(3)}, tmp_path / "less" / TENSORS)
+    one_line(r"encoder weights \(3, 25\) for 3 labels", Injection.from_pretrained, tmp_path / "less")
+    monkeypatch.undo()
+    monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
+    one_line(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.scores, decoder, TEXTS)
+
+
+def test_a_label_without_rows_is_refused_before_the_fit(words_encoder):
+    some = [row for row in rows_of(TASKS[1]) if row.label]
+    method = calibrating_method(NAME, OPTIONS)
+    one_line("demonstrations of every label", method.injection, decoder_of("llama"), TASKS[1], some)
+
+
+def test_what_holds_no_encoder_refuses_it(injection, tmp_path):
+    decoder = decoder_of("llama")
+    refused = "weights hold no sentence encoder, and this injection takes one: fit it with --method anchored"
+    for work in (fold, make_golden):
+        one_line(refused, work, decoder, injection)
+    one_line(refused, export_peft, decoder, injection, tmp_path / "out")
+    one_line(refused, Packed.of_injection, injection)
+
+
+def test_a_path_of_an_encoder_stays_at_home(injection, tmp_path, monkeypatch):
+    seen = {}
+
+    def upload(folder, *_, **__):
+        seen.update(json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
+        return "here"
+
+    monkeypatch.setattr("i2cl.core.injection.upload", upload)
+    bias = replace(injection.encoder_bias, encoder=str(tmp_path / "mine"))
+    replace(injection, encoder_bias=bias).push_to_hub("me/task")
+    assert seen["encoder"] == "mine"
