@@ -171,6 +171,20 @@ def test_saved_and_loaded(tmp_path):
     assert plain.predict(reference(), QUERIES) == [words[label] for label in made.predict(QUERIES)]
 
 
+@pytest.mark.parametrize("own", [{}, {"encoder": "words", "embeddings_c": 3.0}], ids=["anchored", "encoder"])
+def test_anchored_calibration_is_kept_and_fitted_again(tmp_path, words_encoder, own):
+    options = {"steps": 1} | own
+    made = quick(settings=options, recipe=None).fit(X, Y)
+    made.save_pretrained(tmp_path / "mood")
+    result = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
+    assert result.method == ("anchored+sentence_embeddings" if own else "anchored")
+    assert result.settings.items() >= options.items()
+    np.testing.assert_allclose(result.predict_proba(QUERIES), made.predict_proba(QUERIES), atol=1e-6)
+    again = clone(result).set_params(evaluate=0).fit(X, Y)
+    assert torch.equal(again.injection_.context.values, made.injection_.context.values)
+    assert np.array_equal(again.predict_proba(QUERIES), made.predict_proba(QUERIES))
+
+
 def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
     replace(fitted().injection_, settings={"combined": []}).save_pretrained(tmp_path / "both")
     result = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())

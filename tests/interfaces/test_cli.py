@@ -190,6 +190,34 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     torch.testing.assert_close(result, shifted, atol=2e-6, rtol=1e-4)
 
 
+def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(call, home, tmp_path, words_encoder):
+    arguments = [
+        "fit",
+        str(home / "model"),
+        str(home / "films.jsonl"),
+        "--template",
+        TEMPLATE,
+        "--shots",
+        "2",
+    ]
+    arguments += ["--set", "encoder=words", "--set", "steps=1", "--json", "--evaluate"]
+    record = json.loads(call(*arguments, "8", "-o", str(tmp_path / "new"))[1])
+    assert record["method"] == "anchored+sentence_embeddings"
+    assert list(record["worth"]["methods"])[-1] == "anchored+sentence_embeddings"
+    injection = Injection.from_pretrained(tmp_path / "new")
+    assert record["cached_values"] >= injection.encoder_bias.weights.numel()
+    decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
+    texts = [row["text"] for row in rows(12, start=16)]
+    _, result = parsed(call("predict", tmp_path / "new", home / "test.jsonl")[1])
+    torch.testing.assert_close(
+        result, injection.scores(decoder, texts).softmax(-1).float(), atol=2e-6, rtol=1e-4
+    )
+    named = [*arguments, "0", "--method", "anchored+sentence_embeddings", "-o", str(tmp_path / "named")]
+    assert call(*named)[0] == 0
+    again = Injection.from_pretrained(tmp_path / "named")
+    assert torch.equal(again.encoder_bias.weights, injection.encoder_bias.weights)
+
+
 def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
     (tmp_path / "few.txt").write_text("one\ntwo\n", encoding="utf-8")
     arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0", "--json")

@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from export.cases import TASK as FILMS, decoder_of, injection_for, stored
 from fitting import injected, left_as_found, one_line
 from i2cl import CalibrationConfig, Decoder, I2CLError, load_task, with_temperature
+from i2cl.core.encoder_bias import EncoderBias
 from i2cl.export import export_hf, fold
 from i2cl.interfaces.harness import I2CLHarness, main
 from i2cl.models.scoring import Questions, score
@@ -163,6 +164,11 @@ def test_bad_input():
         I2CLHarness(replace(injection, scoring="words"), decoder)
     with pytest.raises(I2CLError, match="positions='last': fit one at all positions"):
         I2CLHarness(replace(injection, positions="last"), decoder)
+    encoded = replace(
+        injection,
+        encoder_bias=EncoderBias("words", torch.ones(len(injection.task.labels), 25), torch.ones(24)),
+    )
+    one_line("a label prior and an encoder belong", I2CLHarness, encoded, decoder)
     other = decoder_of("llama", rms_norm_eps=1e-3)
     other.model.lm_head.weight.data.add_(1)
     one_line(r"made on .* \(weights", I2CLHarness, injection, other)

@@ -184,11 +184,11 @@ def map_of(edit: Edit | None) -> dict[str, Any]:
 
 def _method(request: Mapping[str, Any], tasks: TaskStore) -> Injector:
     """What fits. Raises I2CLError on options that it has not, or an encoder that the server has not."""
-    settings = dict(request.get("settings") or {})
-    if request.get("method") == AnchoredWithEmbeddings.name and tasks.encoders:
-        settings = {"encoder": tasks.encoders[0]} | settings
-    method = calibrating_method(request.get("method"), settings, request.get("recipe"))
+    settings, recipe = request.get("settings") or {}, request.get("recipe")
+    method = calibrating_method(request.get("method"), settings, recipe)
     if isinstance(method, AnchoredWithEmbeddings):
+        if tasks.encoders and "encoder" not in settings:
+            method = calibrating_method(method.name, {"encoder": tasks.encoders[0], **settings})
         tasks.require_encoder(method.embeddings.encoder)
     return method
 

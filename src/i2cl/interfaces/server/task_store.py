@@ -183,7 +183,8 @@ class TaskStore:
             self.pool.load(digest, self.injection(digest))
         except (RefusalError, OSError) as error:
             raise RefusalError.of(error) from None
-        except I2CLError:  # it was made on another model, or by a later i2cl
+        except I2CLError as error:  # of another model, of a later i2cl, or its encoder is not here
+            _log.warning("version %s cannot be used: %s", digest, error)
             message = f"version {digest} cannot be used by this server: fit it again, or ask its operator"
             raise RefusalError(500, "unusable", message) from None
 

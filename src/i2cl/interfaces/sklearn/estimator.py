@@ -237,17 +237,17 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         classes = np.array(stored["classes"])
         method = METHODS.get(injection.settings.get("method", I2CL.name), I2CL)
         method = AnchoredWithEmbeddings if injection.encoder_bias is not None else method
-        options = method.options()
-        calibration = {option: value for option, value in injection.settings.items() if option in options}
+        settings = injection.context.config.model_dump() | injection.settings
         if injection.encoder_bias is not None:
-            calibration["encoder"] = injection.encoder_bias.encoder
+            settings["encoder"] = injection.encoder_bias.encoder
+        options = method.options()
         made = cls(
             model if model is not None else injection.base,
             template=injection.task.template,
             labels=dict(zip(classes.tolist(), words, strict=True)),
             shots=stored["shots"],
             method=method.name,
-            settings=injection.context.config.model_dump() | calibration,
+            settings={option: value for option, value in settings.items() if option in options},
             scoring=injection.scoring,
             random_state=injection.seed,
             device=device,

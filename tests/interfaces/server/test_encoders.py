@@ -1,0 +1,76 @@
+"""Tasks with a sentence encoder: those that the server was started with, and no other."""
+
+import json
+
+import pytest
+
+from i2cl.methods import calibrating_method
+from processes import until
+
+from .conftest import TAR, TEXTS, made, packed
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+NAME = "anchored+sentence_embeddings"
+REFUSED = "'words' is none of this server's (none): its operator starts it with --encoder"
+
+
+def fit_of(task, **more):
+    rows = [{"text": row.text, "label": task.labels[row.label]} for row in task.train]
+    return {
+        "name": "both",
+        "template": task.template.format,
+        "examples": rows,
+        "shots": 2,
+        "evaluate": 4,
+    } | more
+
+
+def injection_of(service, task):
+    method = calibrating_method(NAME, {"encoder": "words", "steps": 1})
+    return method.injection(service.decoder, task, task.sample(2, 0), 0)
+
+
+def answers(client, name):
+    reply = client.post("/v1/classify", json={"model": name, "input": list(TEXTS)})
+    assert reply.status_code == 200, reply.text
+    return [one["probs"] for one in reply.json()["data"]]
+
+
+@pytest.mark.parametrize("asked", [{"method": NAME}, {"settings": {"encoder": "words"}}])
+def test_a_fit_takes_the_encoder_of_the_server_and_its_task_answers(
+    opened, asking, task, words_encoder, asked
+):
+    service = opened(encoders=["words", "others"])
+    client = asking(service)
+    job = client.post("/v1/tasks", json=fit_of(task, **asked)).json()
+    done = until(lambda: (one := client.get(f"/v1/jobs/{job['id']}").json())["status"] == "done" and one)
+    injection = service.tasks.injection(service.tasks.entry("both").digest)
+    assert injection.encoder_bias.encoder == "words"
+    assert NAME in json.dumps(done) or NAME in injection.worth["methods"]
+    service.tasks.put("plain", made(service.decoder, 0))
+    expected = injection.scores(service.decoder, TEXTS).softmax(-1).tolist()
+    for actual, wanted in zip(answers(client, "both"), expected, strict=True):
+        assert actual == pytest.approx(wanted, abs=1e-5)
+
+
+def test_no_fit_and_no_upload_names_an_encoder_that_the_server_has_not(
+    opened, asking, task, words_encoder, tmp_path
+):
+    service = opened()
+    injection_of(service, task).save_pretrained(tmp_path / "new")
+    client = asking(service)
+    body = packed(tmp_path / "new")
+    settings = {"encoder": "words"}
+    for reply in (
+        client.put("/v1/tasks/both", content=body, headers=TAR),
+        client.post("/v1/tasks", json=fit_of(task, settings=settings)),
+        client.post("/v1/tasks", json=fit_of(task, settings=settings, check=True)),
+    ):
+        assert (reply.status_code, REFUSED in reply.text) == (422, True), reply.text
+    other = opened(tmp_path / "second", encoders=["words"])
+    assert asking(other).put("/v1/tasks/both", content=body, headers=TAR).status_code == 200
+    wanted = answers(asking(other), "both")
+    other.close()
+    again = opened(tmp_path / "second")  # a task that is there keeps its encoder
+    assert answers(asking(again), "both") == [pytest.approx(one, abs=1e-6) for one in wanted]
