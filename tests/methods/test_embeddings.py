@@ -104,10 +104,12 @@ def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, t
     one_line(message, fit, "sentence_embeddings", made("llama"), task, demonstrations, encoder=name)
 
 
-@pytest.mark.parametrize("name", ["sentence_embeddings", "setfit"])
-def test_without_the_extra_its_name_is_told(name, task, demonstrations, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "who"), [("sentence_embeddings", "a sentence encoder"), ("setfit", "setfit")]
+)
+def test_without_the_extra_its_name_is_told(name, who, task, demonstrations, monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
-    error = rf"{name} needs the packages s.*'i2cl\[embeddings\]'"
+    error = rf"{who} needs the packages s.*'i2cl\[embeddings\]'"
     one_line(error, fit, name, made("llama"), task, demonstrations)
 
 

@@ -78,14 +78,9 @@ class EncoderBias:
         """``scale`` times the log-odds of scikit-learn's logistic regression.
         Raises I2CLError without the extra or the encoder, unless each label is there, or on an empty text.
         """
-        needs("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
-        from sklearn.linear_model import LogisticRegression
-
         if {one.label for one in demonstrations} != {*range(len(task.labels))}:
             raise I2CLError("a sentence encoder needs demonstrations of every label: add some")
-        vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])
-        head = LogisticRegression(C=config.embeddings_c, max_iter=10_000)
-        head.fit(vectors, [example.label for example in demonstrations])
+        head = regression(config, demonstrations, device)
         odds = torch.from_numpy(np.column_stack([head.coef_, head.intercept_]))
         odds = torch.cat([-odds / 2, odds / 2]) if len(odds) == 1 else odds  # two labels have one row
         return cls(config.encoder, scale * odds.float(), _probe(config.encoder, device))
@@ -102,6 +97,18 @@ class EncoderBias:
         """What is added to each text's log-probabilities among the labels. Raises as `require_encoder`."""
         rows = encoder_biases([self] * len(texts), texts, device)
         return torch.stack(rows) if rows else self.weights.new_empty(0, len(self.weights))
+
+
+def regression(config: EmbeddingsConfig, demonstrations: Examples, device: str) -> Any:
+    """scikit-learn's logistic regression on the demonstrations' vectors.
+    Raises I2CLError without the extra or the encoder, or on an empty text.
+    """
+    needs("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
+    from sklearn.linear_model import LogisticRegression
+
+    vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])
+    head = LogisticRegression(C=config.embeddings_c, max_iter=10_000)
+    return head.fit(vectors, [example.label for example in demonstrations])
 
 
 def encoder_biases(

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from i2cl.core.encoder_bias import EmbeddingsConfig, EncoderConfig, embed, frozen_encoder, load_encoder
+from i2cl.core.encoder_bias import (
+    EmbeddingsConfig,
+    EncoderConfig,
+    embed,
+    frozen_encoder,
+    load_encoder,
+    regression,
+)
 from i2cl.errors import I2CLError, needs
 from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
 from i2cl.models.decoder import Decoder
@@ -79,14 +86,9 @@ class SentenceEmbeddings(Method):
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
         """Raises I2CLError without the extra, two classes or the encoder, or on an empty text."""
-        needs(self.name, "embeddings", "sentence_transformers", "sklearn")
         require_two_classes(self.name, task, demonstrations)
-        from sklearn.linear_model import LogisticRegression
-
+        head = regression(self.config, demonstrations, str(decoder.device))
         encoder = frozen_encoder(self.config.encoder, str(decoder.device))
-        vectors = embed(encoder, [example.text for example in demonstrations])
-        head = LogisticRegression(C=self.config.embeddings_c, max_iter=10_000)
-        head.fit(vectors, [example.label for example in demonstrations])
         return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), head_cost(head))
 
 
