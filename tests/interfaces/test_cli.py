@@ -190,7 +190,9 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     torch.testing.assert_close(result, shifted, atol=2e-6, rtol=1e-4)
 
 
-def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(call, home, tmp_path, words_encoder):
+def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(
+    call, home, tmp_path, words_encoder, monkeypatch
+):
     arguments = [
         "fit",
         str(home / "model"),
@@ -216,6 +218,9 @@ def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(call, home, tm
     assert call(*named)[0] == 0
     again = Injection.from_pretrained(tmp_path / "named")
     assert torch.equal(again.encoder_bias.weights, injection.encoder_bias.weights)
+    monkeypatch.setattr("i2cl.core.encoder_bias.local_encoder", lambda: "words")
+    out = call(*arguments[:7], "-o", tmp_path / "alone")[1]
+    assert "sentence_embeddings takes no LLM; --set encoder=words keeps it and anchored in one task" in out
 
 
 def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):

@@ -267,6 +267,7 @@ def _show_fit(
 
 
 def _show_worth(worth: Mapping[str, Any]) -> None:
+    from i2cl.core import encoder_bias
     from i2cl.storage.card import SCORED, TOGETHER
 
     rows: list[Mapping[str, object]] = [
@@ -282,6 +283,11 @@ def _show_worth(worth: Mapping[str, Any]) -> None:
         console.say(f"{name} was not run: {why}.")
     if any("batch_calibration" in name for name in worth["methods"]):
         console.say(TOGETHER)
+    if {"anchored", "sentence_embeddings"} <= worth["methods"].keys():
+        what = f"--set encoder={encoder_bias.local_encoder()}"
+        console.say(
+            f"sentence_embeddings takes no LLM; {what} keeps it and anchored in one task, multiplied."
+        )
     console.say(f"\nWhether it pays: {worth['verdict']}.")
 
 
