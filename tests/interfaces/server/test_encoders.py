@@ -46,7 +46,7 @@ def test_a_fit_takes_the_encoder_of_the_server_and_its_task_answers(
     job = client.post("/v1/tasks", json=fit_of(task, **asked)).json()
     done = until(lambda: (one := client.get(f"/v1/jobs/{job['id']}").json())["status"] == "done" and one)
     injection = service.tasks.injection(service.tasks.entry("both").digest)
-    assert injection.encoder_bias.encoder == "words"
+    assert injection.encoder_bias.encoder == client.get("/v1/tasks/both").json()["encoder"] == "words"
     assert NAME in json.dumps(done) or NAME in injection.worth["methods"]
     service.tasks.put("plain", made(service.decoder, 0))
     expected = injection.scores(service.decoder, TEXTS).softmax(-1).tolist()

@@ -66,6 +66,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
         record |= {"settings": injection.settings, "history": list(injection.history)}
         record |= {"metrics": injection.metrics, "worth": injection.worth or None}
         record |= {"label_bias": injection.label_bias, "temperature": injection.temperature}
+        record |= {"encoder": None if (bias := injection.encoder_bias) is None else bias.encoder}
         return record | fits.map_of(injection.edit())
 
     @app.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
