@@ -13,7 +13,7 @@ from i2cl.core.encoder_bias import EmbeddingsConfig, EncoderBias
 from i2cl.core.injection import Injection
 from i2cl.injections.temperature import SPREAD, TYPICAL
 from i2cl.methods.base import Cost, Method, Predictor
-from i2cl.methods.calibrated.folds import InjectedPredictor, injected
+from i2cl.methods.calibrated.folds import injected
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -95,6 +95,6 @@ class AnchoredWithEmbeddings(Anchored):
         settings = injection.settings | {"embeddings_c": self.embeddings.embeddings_c}
         return replace(injection, encoder_bias=bias, settings=settings, temperature=TYPICAL)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> InjectedPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Inject what `injection` finds, at a temperature of 1."""
         return injected(self.injection(decoder, task, demonstrations, seed), decoder, task)

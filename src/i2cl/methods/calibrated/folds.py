@@ -113,17 +113,18 @@ class InjectedPredictor:
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities, among the labels where there is a bias."""
+        """Log-probabilities among the labels."""
         scores = self.below.scores(texts, progress)
         return among(scores, self.injection.biases(texts, self.decoder), 1.0)
 
 
-def injected(injection: Injection, decoder: Decoder, task: Task) -> InjectedPredictor:
+def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
     """An injection as a predictor."""
     questions = replace(injection.questions(decoder), task=task)
     cost = kept(injection)
     below = PromptPredictor(questions, edit=injection.edit(), cost=cost)
-    return InjectedPredictor(injection, below, decoder, cost)
+    plain = (injection.label_bias, injection.encoder_bias) == (None, None)
+    return below if plain else InjectedPredictor(injection, below, decoder, cost)
 
 
 def kept(injection: Injection) -> Cost:
