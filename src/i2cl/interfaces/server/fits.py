@@ -186,9 +186,9 @@ def _method(request: Mapping[str, Any], tasks: TaskStore) -> Injector:
     """What fits. Raises I2CLError on options that it has not, or an encoder that the server has not."""
     settings, recipe = request.get("settings") or {}, request.get("recipe")
     method = calibrating_method(request.get("method"), settings, recipe)
+    if isinstance(method, AnchoredWithEmbeddings) and tasks.encoders and "encoder" not in settings:
+        method = calibrating_method(method.name, {"encoder": tasks.encoders[0], **settings})
     if isinstance(method, AnchoredWithEmbeddings):
-        if tasks.encoders and "encoder" not in settings:
-            method = calibrating_method(method.name, {"encoder": tasks.encoders[0], **settings})
         tasks.require_encoder(method.embeddings.encoder)
     return method
 
