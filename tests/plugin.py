@@ -95,13 +95,14 @@ class WordsEncoder:
 def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEncoder], None]]:
     """Every encoder is `WordsEncoder`, without sentence-transformers; a call replaces it by another."""
 
-    def put(encoder: WordsEncoder) -> None:
+    def put(encoder: WordsEncoder = WordsEncoder()) -> None:  # noqa: B008 - it has no state
         encoder_bias._probe.cache_clear()
         for module in (encoder_bias, embeddings):
             monkeypatch.setattr(module, "frozen_encoder", lambda *_: encoder)
             monkeypatch.setattr(module, "needs", lambda *_: None)
+        monkeypatch.setattr(encoder_bias, "encoder_source", lambda name: name)
 
-    put(WordsEncoder())
+    put()
     yield put
     encoder_bias._probe.cache_clear()
 

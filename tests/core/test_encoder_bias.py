@@ -12,12 +12,14 @@ from fitting import ASKED, TASKS, decoder_of, one_line, random_injection
 from i2cl import Example, Injection, make_methods
 from i2cl.core.artefact import DESCRIPTION, ENCODED_VERSION, TENSORS
 from i2cl.export import export_peft, fold, make_golden
-from i2cl.injections.label_prior import with_label_prior
+from i2cl.injections.label_prior import bias_towards, with_label_prior
 from i2cl.injections.pool import InjectionPool
 from i2cl.injections.temperature import TYPICAL, with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
+from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.slots import Packed
 from i2cl.methods import calibrating_method
+from i2cl.models.scoring import biased
 from i2cl.storage.card import CARD
 from plugin import WordsEncoder
 
@@ -93,8 +95,11 @@ def test_a_label_prior_sees_the_encoder(injection):
     decoder = decoder_of("llama")
     with pytest.warns(UserWarning, match="little more than chance"):
         prior = with_label_prior(injection, decoder, TEXTS)
-    means = replace(injection, temperature=1.0).scores(decoder, TEXTS).softmax(-1).mean(0)
-    torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -(3 * means).log().double())
+    means = injection.scores(decoder, TEXTS).softmax(-1).mean(0)
+    torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())
+    assert prior.temperature == TYPICAL
+    expected = biased(injection.scores(decoder, TEXTS), bias_towards(None, injection.scores(decoder, TEXTS)))
+    torch.testing.assert_close(prior.scores(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, monkeypatch):
@@ -108,8 +113,14 @@ def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, 
     del tensors["encoder_probe"]
     save_file(tensors, tmp_path / "less" / TENSORS)
     one_line("damaged or missing .'encoder_probe'", Injection.from_pretrained, tmp_path / "less")
-    save_file(tensors | {"encoder_probe": torch.ones(3)}, tmp_path / "less" / TENSORS)
+    save_file(tensors | {"encoder_probe": torch.eye(3)[0]}, tmp_path / "less" / TENSORS)
     one_line(r"encoder weights \(3, 25\) for 3 labels", Injection.from_pretrained, tmp_path / "less")
+    save_file(tensors | {"encoder_probe": torch.ones(24)}, tmp_path / "less" / TENSORS)
+    one_line("left at the fit is damaged", Injection.from_pretrained, tmp_path / "less")
+    half = {name: one.double() for name, one in load_file(tmp_path / "new" / TENSORS).items()}
+    save_file(half, tmp_path / "less" / TENSORS)
+    words_encoder()
+    Injection.from_pretrained(tmp_path / "less").scores(decoder, TEXTS)
     monkeypatch.undo()
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
     one_line(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.scores, decoder, TEXTS)
@@ -141,3 +152,5 @@ def test_a_path_of_an_encoder_stays_at_home(injection, tmp_path, monkeypatch):
     bias = replace(injection.encoder_bias, encoder=str(tmp_path / "mine"))
     replace(injection, encoder_bias=bias).push_to_hub("me/task")
     assert seen["encoder"] == "mine"
+    assert _without_folders(f"encoder={tmp_path / 'mine'}") == "encoder=mine"
+    assert _without_folders("reach=2") == "reach=2"

@@ -166,9 +166,9 @@ def test_bad_input():
         I2CLHarness(replace(injection, positions="last"), decoder)
     encoded = replace(
         injection,
-        encoder_bias=EncoderBias("words", torch.ones(len(injection.task.labels), 25), torch.ones(24)),
+        encoder_bias=EncoderBias("words", torch.ones(len(injection.task.labels), 25), torch.eye(24)[0]),
     )
-    one_line("a label prior and an encoder belong", I2CLHarness, encoded, decoder)
+    one_line("a sentence encoder belongs: fit one by --method anchored", I2CLHarness, encoded, decoder)
     other = decoder_of("llama", rms_norm_eps=1e-3)
     other.model.lm_head.weight.data.add_(1)
     one_line(r"made on .* \(weights", I2CLHarness, injection, other)

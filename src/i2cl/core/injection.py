@@ -141,9 +141,9 @@ class Injection:
             I2CLError: on an empty text, or another model.
         """
         self._check(decoder, force=force)
-        questions = self.questions(decoder, scoring)
-        scores = questions.scores(texts, edit=self.edit(), progress=progress)
-        return among(scores, self.biases(texts, decoder), self.temperature)
+        biases = self.biases(texts, decoder)  # first: an encoder that is not here is told at once
+        scores = self.questions(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
+        return among(scores, biases, self.temperature)
 
     def biases(self, texts: Sequence[str], decoder: Decoder) -> Float[Tensor, "... labels"] | None:
         """Nats for each label of each text, by the label bias and the encoder, which runs on the decoder's

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
+from i2cl.injections.temperature import TYPICAL
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
 
@@ -44,7 +46,8 @@ def with_label_prior(
     called as texts finish. Raises I2CLError without texts, on an empty one, a prior that is no shares of the
     labels, or another model.
     """
-    injection = replace(without_label_prior(injection), temperature=1.0)
+    scale = _scale(injection)
+    injection = replace(without_label_prior(injection), temperature=scale)
     shares = None if prior is None else require_shares(prior, injection.task.labels)
     if not texts:
         raise I2CLError(f"no texts were given: a label prior takes at least {FEWEST_UNLABELLED}")
@@ -52,7 +55,7 @@ def with_label_prior(
         message = f"a label prior from {len(texts)} texts is little more than chance"
         warnings.warn(f"{message}: give at least {FEWEST_UNLABELLED}", FewTextsWarning, stacklevel=2)
     scores = injection.scores(decoder, texts, force=force, progress=progress)
-    bias = bias_towards(shares, scores)
+    bias = scale * bias_towards(shares, scores)
     record = {"texts": len(texts), "prior": None if prior is None else list(prior)}
     return _unmeasured(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: record})
 
@@ -95,9 +98,13 @@ def require_shares(prior: Sequence[float], labels: Sequence[str]) -> Float[Tenso
     return torch.tensor(prior, dtype=torch.float32) / sum(prior)
 
 
+def _scale(injection: Injection) -> float:
+    """What scores are divided by where no temperature was measured: both models' product is divided."""
+    return 1.0 if injection.encoder_bias is None else TYPICAL
+
+
 def _unmeasured(
     injection: Injection, bias: tuple[float, ...] | None, settings: dict[str, object]
 ) -> Injection:
-    return replace(
-        injection, label_bias=bias, settings=settings, metrics={}, worth={}, command="", temperature=1.0
-    )
+    fresh: Any = {"metrics": {}, "worth": {}, "command": "", "temperature": _scale(injection)}
+    return replace(injection, label_bias=bias, settings=settings, **fresh)

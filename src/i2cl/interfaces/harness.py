@@ -31,6 +31,7 @@ except I2CLError as error:
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
+ENCODED = ("a sentence encoder", "by --method anchored or i2cl")
 NAME = "i2cl"  # what ``--model`` calls it
 
 
@@ -75,8 +76,9 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             what = "the harness scores whole labels, and this injection tells labels by their words"
             raise I2CLError(f"{what}: measure it with `i2cl predict`")
         if chosen is not None and (chosen.label_bias, chosen.encoder_bias) != (None, None):
-            what = "the harness scores any text and not labels alone, to which a label prior and an encoder"
-            raise I2CLError(f"{what} belong: fit one without --unlabelled, by --method anchored or i2cl")
+            what, cure = ("a label prior", "without --unlabelled") if chosen.label_bias else ENCODED
+            alone = f"the harness scores any text and not labels alone, to which {what} belongs"
+            raise I2CLError(f"{alone}: fit one {cure}")
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision
         if isinstance(pretrained, str | Path) and is_gguf(Path(located(str(pretrained)))):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
+from i2cl.core import encoder_bias
 from i2cl.core.encoder_bias import EmbeddingsConfig
 from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
@@ -75,7 +76,8 @@ def calibrating_method(
         name = I2CL.name if wanted else (AnchoredWithEmbeddings if encoded else Anchored).name
     (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
     if name == AnchoredWithEmbeddings.name:
-        method = AnchoredWithEmbeddings.configured(options or {})
+        here = {"encoder": encoder_bias.local_encoder() or encoder_bias.HUB_ID}
+        method = AnchoredWithEmbeddings.configured(here | dict(options or {}))
     return cast("Injector", method)
 
 

@@ -211,6 +211,7 @@ def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
         encoder = _md(public_name(description["encoder"]))
         said = f"The sentence encoder {encoder} runs beside the model, on each text alone"
         yield f"{said}; its log-odds, `encoder_weights`, are added to the labels' log-probabilities."
+        yield "What runs it: `pip install 'i2cl[embeddings]'`."
     if "temperature" in description:
         divided = "Log-probabilities among the labels are divided by the `temperature`"
         yield f"{divided}, {description['temperature']:g}; this changes no answer."

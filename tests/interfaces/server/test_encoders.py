@@ -72,5 +72,9 @@ def test_no_fit_and_no_upload_names_an_encoder_that_the_server_has_not(
     assert asking(other).put("/v1/tasks/both", content=body, headers=TAR).status_code == 200
     wanted = answers(asking(other), "both")
     other.close()
-    again = opened(tmp_path / "second")  # a task that is there keeps its encoder
+    again = opened(tmp_path / "second", encoders=["words"])
     assert answers(asking(again), "both") == [pytest.approx(one, abs=1e-6) for one in wanted]
+    again.close()
+    without = asking(opened(tmp_path / "second"))  # nothing of it is loaded, so nobody waits
+    reply = without.post("/v1/classify", json={"model": "both", "input": "a"})
+    assert (reply.status_code, "cannot be used by this server" in reply.text) == (500, True)

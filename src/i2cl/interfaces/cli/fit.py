@@ -17,6 +17,7 @@ from i2cl.storage.atomic import public_name, require_writable
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
+    from i2cl.methods import Injector
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Example, Task
 
@@ -53,7 +54,7 @@ class MethodOptions:
         None,
         "A vector at every writer, fitted around the plain model among the labels; the paper's method; or "
         "the first together with a sentence encoder, a second, small model (--set encoder=minilm); "
-        "default: anchored, or i2cl where a recipe or an option of its own is given.",
+        "default: anchored, or that which a recipe or an option is of.",
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
@@ -122,7 +123,6 @@ def fit(
     from i2cl.experiments.evidence.baselines import labelled_rows
     from i2cl.experiments.evidence.selective import require_target
     from i2cl.injections.label_prior import with_label_prior
-    from i2cl.methods import calibrating_method
     from i2cl.methods.calibrated.folds import require_folds
     from i2cl.tasks.loaders import is_own
 
@@ -130,8 +130,7 @@ def fit(
     require_writable(output, own_files(output))
     if scoring.folds:
         require_folds(scoring.folds)
-    memory = {} if way.memory is None else {"memory": str(way.memory)}
-    chosen = calibrating_method(way.method, load.options(way.settings) | memory, way.recipe)
+    chosen = _method_of(way)
     loaded = load.task(task, rows)
     choice: Any = {"keep_back": drawing.keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
     # sizes are checked before the model is read
@@ -223,6 +222,19 @@ def _measured(
         return with_worth(injection, decoder, task, demonstrations, queries, **timed), ""
 
 
+def _method_of(way: MethodOptions) -> "Injector":
+    """What fits; an encoder that is not here is refused before the model is read."""
+    from i2cl.core import encoder_bias
+    from i2cl.methods import calibrating_method
+    from i2cl.methods.anchored import AnchoredWithEmbeddings
+
+    memory = {} if way.memory is None else {"memory": str(way.memory)}
+    chosen = calibrating_method(way.method, load.options(way.settings) | memory, way.recipe)
+    if isinstance(chosen, AnchoredWithEmbeddings):
+        encoder_bias.encoder_source(chosen.embeddings.encoder)
+    return chosen
+
+
 def _show_fit(
     injection: "Injection",
     method: str,
@@ -291,6 +303,11 @@ def _show_worth(worth: Mapping[str, Any]) -> None:
     console.say(f"\nWhether it pays: {worth['verdict']}.")
 
 
+def _without_folders(value: str) -> str:
+    name, mark, encoder = value.partition("=")
+    return f"{name}={public_name(encoder)}" if mark and name == "encoder" else value
+
+
 def command_line(context: typer.Context, **resolved: object) -> str:
     """The command that was given, for others: paths keep their last part, options of printing are left out.
     ``resolved``: values of options that are named in any case, typed or not.
@@ -304,7 +321,7 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         if name == "json" or value is None or not (typed or name in resolved):
             continue
         values = [
-            public_name(str(one)) if isinstance(one, Path) or name in _NAMES else str(one)
+            public_name(str(one)) if isinstance(one, Path) or name in _NAMES else _without_folders(str(one))
             for one in (value if isinstance(value, list | tuple) else [value])
         ]
         if parameter.param_type_name == "argument":

@@ -77,7 +77,6 @@ def serve(
     names = {"localhost", "127.0.0.1", "[::1]", host} if local else set()
     hosts = frozenset(name.lower() for name in (*(access.allowed_host or ()), *names))
     load.libraries()
-    from i2cl.core import encoder_bias
     from i2cl.interfaces.server.app import make_app
     from i2cl.interfaces.server.process import listen, run_server
     from i2cl.interfaces.server.service import Service
@@ -92,7 +91,7 @@ def serve(
             read_only=access.read_only,
             most_waiting=limits.max_waiting_tokens,
             most_resident=limits.max_resident_tasks,
-            encoders=limits.encoder or [name for name in [encoder_bias.local_encoder()] if name],
+            encoders=limits.encoder,
         )
     app = make_app(service, Access(tokens, hosts), page=access.page, origins=access.allow_origin or ())
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
+from i2cl.core import encoder_bias
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
@@ -52,14 +53,15 @@ class Service:
         read_only: bool = False,
         most_waiting: int | None = None,
         most_resident: int = RESIDENT,
-        encoders: Sequence[str] = (),
+        encoders: Sequence[str] | None = None,
     ) -> None:
         """Open a folder of tasks for a model, and take up the jobs that are there.
 
         ``folder``: see `i2cl.interfaces.server.task_store` and `i2cl.interfaces.server.jobs`; ``read_only``:
         write and fit nothing; ``most_waiting``: tokens of requests that may wait; ``most_resident``: tasks on
-        the device at once; ``encoders``: sentence encoders that new tasks may take. Raises I2CLError if the
-        folder cannot be used, or another process writes to it.
+        the device at once; ``encoders``: sentence encoders that tasks may take, by default the
+        one that is here. Raises I2CLError if one is not here, the folder cannot be used, or another process
+        writes to it.
         """
         self.decoder, self.base = decoder, decoder.name
         self.metrics = Metrics()  # figures of all of it
@@ -69,9 +71,12 @@ class Service:
             cure = "stop it, choose another folder, or add --read-only"
             held = only_writer(folder / ".lock", f"another process serves {str(folder)!r}: {cure}")
             self._held.enter_context(held)
+        for name in encoders or ():
+            encoder_bias.frozen_encoder(name, str(decoder.device))
+        here = [name for name in [encoder_bias.local_encoder()] if name] if encoders is None else encoders
         pool = InjectionPool(decoder)
         # the folder of tasks
-        limits: Any = {"most_resident": most_resident, "read_only": read_only, "encoders": encoders}
+        limits: Any = {"most_resident": most_resident, "read_only": read_only, "encoders": here}
         self.tasks = TaskStore(folder, pool, **limits)
         _ = decoder.base, decoder.residual_identity  # read now, and not while the first request waits
         bound = most_waiting or WAITING_BATCHES * decoder.token_budget

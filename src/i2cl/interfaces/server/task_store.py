@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from i2cl.core.artefact import FILES
+from i2cl.core.encoder_bias import absolute
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
@@ -59,10 +60,10 @@ class TaskStore:
 
         ``pool``: of the model, and empty; ``most_resident``: tasks on the model's device at once;
         ``read_only``: never write; names are those that another process has given by now; ``encoders``: the
-        sentence encoders that new tasks may take. Raises I2CLError if it cannot be written, or is not there
+        sentence encoders that tasks may take. Raises I2CLError if it cannot be written, or is not there
         and must not be.
         """
-        self.encoders = encoders
+        self.encoders = tuple(map(absolute, encoders))
         self.pool = pool  # those that are loaded, by digest
         self.read_only = read_only  # whether nothing may be changed
         self._artefacts, self._names = root / "artefacts", root / "names"
@@ -180,7 +181,10 @@ class TaskStore:
 
     def _load(self, digest: str) -> None:
         try:
-            self.pool.load(digest, self.injection(digest))
+            injection = self.injection(digest)
+            if injection.encoder_bias is not None:
+                self.require_encoder(injection.encoder_bias.encoder)
+            self.pool.load(digest, injection)
         except (RefusalError, OSError) as error:
             raise RefusalError.of(error) from None
         except I2CLError as error:  # of another model, of a later i2cl, or its encoder is not here

@@ -197,7 +197,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         """Log-odds of the second class, in nats; of more than two, each label's log-probability.
 
         The latter is among all that the model could say, so it also tells how well a text fits the task; of
-        an injection with a label bias it is among the labels. Raises as `predict`.
+        an injection with a label bias, an encoder or a temperature it is among the labels.
+        Raises as `predict`.
         """
         scores = self._scores(X)
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
