@@ -64,12 +64,15 @@ def test_it_is_the_product_of_two_methods(task, words_encoder):
     assert fit.cost.cached_values == plain.context.values.numel() + len(injection.encoder_bias.weights) * 25
 
 
-def test_an_encoder_that_is_named_is_taken():
+def test_an_encoder_that_is_named_is_taken(monkeypatch):
     assert calibrating_method(options={"encoder": "words"}).called == NAME
     assert calibrating_method(options={"embeddings_c": 3}).called == NAME
     assert calibrating_method("anchored").called == "anchored"
     one_line("no chosen method has the option 'encoder'", calibrating_method, "i2cl", {"encoder": "words"})
     one_line("a recipe is I2CL's", calibrating_method, NAME, {}, "fast")
+    monkeypatch.setattr("i2cl.core.encoder_bias.local_encoder", lambda: "here")
+    assert calibrating_method(NAME).embeddings.encoder == "here"
+    assert calibrating_method(NAME, {"encoder": "words"}).embeddings.encoder == "words"
 
 
 def test_it_is_kept_and_pooled(injection, tmp_path):
@@ -117,8 +120,8 @@ def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, 
     one_line(r"encoder weights \(3, 25\) for 3 labels", Injection.from_pretrained, tmp_path / "less")
     save_file(tensors | {"encoder_probe": torch.ones(24)}, tmp_path / "less" / TENSORS)
     one_line("left at the fit is damaged", Injection.from_pretrained, tmp_path / "less")
-    half = {name: one.double() for name, one in load_file(tmp_path / "new" / TENSORS).items()}
-    save_file(half, tmp_path / "less" / TENSORS)
+    wide = {name: one.double() for name, one in load_file(tmp_path / "new" / TENSORS).items()}
+    save_file(wide, tmp_path / "less" / TENSORS)
     words_encoder()
     Injection.from_pretrained(tmp_path / "less").scores(decoder, TEXTS)
     monkeypatch.undo()

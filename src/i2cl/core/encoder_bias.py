@@ -108,6 +108,14 @@ class EncoderBias:
         return torch.stack(rows) if rows else self.weights.new_empty(0, len(self.weights))
 
 
+def require_encoders(names: Sequence[str], device: str) -> None:
+    """Load each, so that nobody waits for it later. Raises I2CLError without the extra or one of them."""
+    if names:
+        needs("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
+    for name in names:
+        frozen_encoder(name, device)
+
+
 def regression(config: EmbeddingsConfig, demonstrations: Examples, device: str) -> Any:
     """scikit-learn's logistic regression on the demonstrations' vectors.
     Raises I2CLError without the extra or the encoder, or on an empty text.

@@ -1,9 +1,8 @@
 """Tasks with a sentence encoder: those that the server was started with, and no other."""
 
-import json
-
 import pytest
 
+from fitting import one_line
 from i2cl.methods import calibrating_method
 from processes import until
 
@@ -44,10 +43,10 @@ def test_a_fit_takes_the_encoder_of_the_server_and_its_task_answers(
     service = opened(encoders=["words", "others"])
     client = asking(service)
     job = client.post("/v1/tasks", json=fit_of(task, **asked)).json()
-    done = until(lambda: (one := client.get(f"/v1/jobs/{job['id']}").json())["status"] == "done" and one)
+    until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["status"] == "done")
     injection = service.tasks.injection(service.tasks.entry("both").digest)
     assert injection.encoder_bias.encoder == client.get("/v1/tasks/both").json()["encoder"] == "words"
-    assert NAME in json.dumps(done) or NAME in injection.worth["methods"]
+    assert NAME in injection.worth["methods"]
     service.tasks.put("plain", made(service.decoder, 0))
     expected = injection.scores(service.decoder, TEXTS).softmax(-1).tolist()
     for actual, wanted in zip(answers(client, "both"), expected, strict=True):
@@ -78,3 +77,11 @@ def test_no_fit_and_no_upload_names_an_encoder_that_the_server_has_not(
     without = asking(opened(tmp_path / "second"))  # nothing of it is loaded, so nobody waits
     reply = without.post("/v1/classify", json={"model": "both", "input": "a"})
     assert (reply.status_code, "cannot be used by this server" in reply.text) == (500, True)
+
+
+def test_a_server_does_not_start_with_an_encoder_that_is_not_here(opened, tmp_path, monkeypatch):
+    wrong = str(tmp_path / "none")
+    one_line("the encoder's folder .*none' does not exist", opened, tmp_path / "tasks", encoders=[wrong])
+    assert not (tmp_path / "tasks").exists()
+    monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
+    one_line(r"a sentence encoder needs .*'i2cl\[embeddings\]'", opened, tmp_path / "tasks", encoders=[wrong])

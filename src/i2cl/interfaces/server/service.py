@@ -63,6 +63,10 @@ class Service:
         one that is here. Raises I2CLError if one is not here, the folder cannot be used, or another process
         writes to it.
         """
+        here = [name for name in [encoder_bias.local_encoder()] if name]
+        if encoders is not None:
+            here = [encoder_bias.absolute(name) for name in encoders]
+            encoder_bias.require_encoders(here, str(decoder.device))
         self.decoder, self.base = decoder, decoder.name
         self.metrics = Metrics()  # figures of all of it
         self._held = ExitStack()
@@ -71,9 +75,6 @@ class Service:
             cure = "stop it, choose another folder, or add --read-only"
             held = only_writer(folder / ".lock", f"another process serves {str(folder)!r}: {cure}")
             self._held.enter_context(held)
-        for name in encoders or ():
-            encoder_bias.frozen_encoder(name, str(decoder.device))
-        here = [name for name in [encoder_bias.local_encoder()] if name] if encoders is None else encoders
         pool = InjectionPool(decoder)
         # the folder of tasks
         limits: Any = {"most_resident": most_resident, "read_only": read_only, "encoders": here}

@@ -63,7 +63,7 @@ class TaskStore:
         sentence encoders that tasks may take. Raises I2CLError if it cannot be written, or is not there
         and must not be.
         """
-        self.encoders = tuple(map(absolute, encoders))
+        self.encoders = tuple(encoders)
         self.pool = pool  # those that are loaded, by digest
         self.read_only = read_only  # whether nothing may be changed
         self._artefacts, self._names = root / "artefacts", root / "names"
@@ -139,7 +139,7 @@ class TaskStore:
         """Refuse a sentence encoder that this server was not started with: loading one may download it.
         Raises I2CLError with those that it has.
         """
-        if name not in self.encoders:
+        if absolute(name) not in self.encoders:
             cure = "its operator starts it with --encoder; or fit the task without one"
             had = ", ".join(map(repr, self.encoders)) or "none"
             raise I2CLError(f"the sentence encoder {name!r} is none of this server's ({had}): {cure}")
