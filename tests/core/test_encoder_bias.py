@@ -91,7 +91,8 @@ def test_it_is_kept_and_pooled(injection, tmp_path):
     names = ["both", "plain", "biased"] * 2
     tasks = {"both": injection, "plain": plain, "biased": biased}
     for name, text, row in zip(names, TEXTS, pool.scores(TEXTS, names), strict=True):
-        torch.testing.assert_close(row, tasks[name].scores(decoder, [text])[0])
+        expected = tasks[name].scores(decoder, [text])[0]
+        torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)  # batches of other sizes
 
 
 def test_a_label_prior_sees_the_encoder(injection):
@@ -127,6 +128,23 @@ def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, 
     monkeypatch.undo()
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
     one_line(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.scores, decoder, TEXTS)
+
+
+def test_an_encoder_that_has_moved_is_named_at_loading(injection, words_encoder, tmp_path, monkeypatch):
+    injection.save_pretrained(tmp_path / "task")
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    monkeypatch.chdir(tmp_path)
+    moved = Injection.from_pretrained(tmp_path / "task", encoder="elsewhere")
+    assert moved.encoder_bias.encoder == str(place)
+    decoder = decoder_of("llama")
+    torch.testing.assert_close(moved.scores(decoder, TEXTS), injection.scores(decoder, TEXTS))
+    words_encoder(WordsEncoder(turned=1))
+    one_line("gives other vectors than at the fit: name the encoder", moved.scores, decoder, TEXTS)
+    replace(injection, encoder_bias=None).save_pretrained(tmp_path / "plain")
+    one_line(
+        "plain' takes no sentence encoder", Injection.from_pretrained, tmp_path / "plain", encoder="elsewhere"
+    )
 
 
 def test_a_label_without_rows_is_refused_before_the_fit(words_encoder):

@@ -214,6 +214,8 @@ def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(
     torch.testing.assert_close(
         result, injection.scores(decoder, texts).softmax(-1).float(), atol=2e-6, rtol=1e-4
     )
+    moved = ["predict", tmp_path / "new", home / "test.jsonl", "--encoder", "others"]
+    torch.testing.assert_close(parsed(call(*moved)[1])[1], result)
     named = [*arguments, "0", "--method", "anchored+sentence_embeddings", "-o", str(tmp_path / "named")]
     assert call(*named)[0] == 0
     again = Injection.from_pretrained(tmp_path / "named")

@@ -97,10 +97,14 @@ class EncoderBias:
     def require_encoder(self, device: str) -> None:
         """Load it. Raises I2CLError if it is not here, or gives other vectors than when this was fitted."""
         needs("this injection's sentence encoder", "embeddings", "sentence_transformers")
-        probe = _probe(self.encoder, device)
-        if probe.shape != self.probe.shape or float(probe @ self.probe) < ALIKE:
-            cure = "give it the encoder of the fit, or fit it again"
+        if not self.is_of(self.encoder, device):
+            cure = "name the encoder of the fit, by --encoder or encoder=, or fit it again"
             raise I2CLError(f"the encoder {self.encoder!r} gives other vectors than at the fit: {cure}")
+
+    def is_of(self, encoder: str, device: str) -> bool:
+        """Whether an encoder, which is loaded, gives the vectors of the fit. Raises I2CLError without it."""
+        probe = _probe(encoder, device)
+        return probe.shape == self.probe.shape and float(probe @ self.probe) >= ALIKE
 
     def of(self, texts: Sequence[str], device: str) -> Float[Tensor, "texts labels"]:
         """What is added to each text's log-probabilities among the labels. Raises as `require_encoder`."""
@@ -207,7 +211,8 @@ def encoder_source(name: str) -> str:
         if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
             raise I2CLError(f"{name!r} is no encoder's folder: it has neither modules.json nor config.json")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise I2CLError(f"the encoder's folder {name!r} does not exist: give one, {MINILM!r}, or a hub id")
+        cure = f"give one, {MINILM!r}, or a hub id; of a task that was fitted elsewhere, by --encoder"
+        raise I2CLError(f"the encoder's folder {name!r} does not exist: {cure}")
     elif not _is_cached(name):
         require_reachable(name, None, (MINILM,), kinds="a folder")
     return name

@@ -7,7 +7,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from i2cl.core import artefact
 from i2cl.core.context import ContextVector
 from i2cl.core.edits import LinearEdit, Positions
-from i2cl.core.encoder_bias import EncoderBias
+from i2cl.core.encoder_bias import EncoderBias, absolute
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -237,20 +237,28 @@ class Injection:
         artefact.write(folder, tensors, self.description(), name, shared=shared)
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> "Injection":
+    def from_pretrained(
+        cls, name: str | Path, *, revision: str | None = None, encoder: str | None = None
+    ) -> "Injection":
         """Load from a folder, or from a hub repository where no such folder exists.
 
         Args:
             name: the folder, or an id such as ``"user/name"``.
             revision: hub branch, tag or commit.
+            encoder: where the sentence encoder of the fit is now, if the artefact names another place.
 
         Raises:
-            I2CLError: on a missing, damaged or newer artefact.
+            I2CLError: on a missing, damaged or newer artefact, or an encoder for one that takes none.
         """
         folder = Path(name)
         if not folder.exists():
             folder = download(str(name), revision, artefact.FILES)
-        return cls(**artefact.read(folder, str(name)))
+        injection = cls(**artefact.read(folder, str(name)))
+        if encoder is None:
+            return injection
+        if injection.encoder_bias is None:
+            raise I2CLError(f"{str(name)!r} takes no sentence encoder: leave {encoder!r} out")
+        return replace(injection, encoder_bias=replace(injection.encoder_bias, encoder=absolute(encoder)))
 
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""

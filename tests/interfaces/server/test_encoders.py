@@ -4,6 +4,7 @@ import pytest
 
 from fitting import one_line
 from i2cl.methods import calibrating_method
+from plugin import WordsEncoder
 from processes import until
 
 from .conftest import TAR, TEXTS, made, packed
@@ -77,6 +78,23 @@ def test_no_fit_and_no_upload_names_an_encoder_that_the_server_has_not(
     without = asking(opened(tmp_path / "second"))  # nothing of it is loaded, so nobody waits
     reply = without.post("/v1/classify", json={"model": "both", "input": "a"})
     assert (reply.status_code, "cannot be used by this server" in reply.text) == (500, True)
+
+
+def test_an_encoder_is_known_by_its_vectors_and_not_by_its_name(
+    opened, asking, task, words_encoder, tmp_path
+):
+    service = opened(encoders=["elsewhere"])
+    injection = injection_of(service, task)
+    injection.save_pretrained(tmp_path / "new")
+    client = asking(service)
+    body = packed(tmp_path / "new")
+    assert client.put("/v1/tasks/both", content=body, headers=TAR).status_code == 200
+    expected = injection.scores(service.decoder, TEXTS).softmax(-1).tolist()
+    for actual, wanted in zip(answers(client, "both"), expected, strict=True):
+        assert actual == pytest.approx(wanted, abs=1e-5)
+    words_encoder(WordsEncoder(turned=1))
+    reply = client.put("/v1/tasks/other", content=body, headers=TAR)
+    assert (reply.status_code, "is none of this server's ('elsewhere')" in reply.text) == (422, True)
 
 
 def test_a_server_does_not_start_with_an_encoder_that_is_not_here(opened, tmp_path, monkeypatch):

@@ -31,12 +31,20 @@ class FormatOptions:
     min_confidence: float | None = opt(None, "Leave the label empty where its probability is below this.")
 
 
+@dataclass(frozen=True)
+class PlaceOptions:
+    """Where the models are, if they are not where they were at the fit."""
+
+    model: options.BaseName = None
+    encoder: str | None = opt(None, "Where the fit's sentence encoder is, if not where it was.")
+
+
 @options.expanded
 def predict(
     artefact: options.Artefact,
     source: Annotated[str, Argument(help="Texts one a line, or CSV, TSV, JSONL, JSON; - reads stdin.")] = "-",
     *,
-    model: options.BaseName = None,
+    places: PlaceOptions,
     output: Path | None = opt(None, "Write here, and not to stdout.", "--output", "-o"),
     form: FormatOptions,
     force: options.Force = False,
@@ -58,11 +66,11 @@ def predict(
     kind = chosen_format(output, form.output_format, as_json=json)
     require_other(output, source, *(str(Path(artefact) / name) for name in FILES))
     started = time.perf_counter()
-    injection = Injection.from_pretrained(artefact)
-    loading = load.of_artefact(loading, injection, model)
+    injection = Injection.from_pretrained(artefact, encoder=places.encoder)
+    loading = load.of_artefact(loading, injection, places.model)
     kept = tuple(dict.fromkeys(load.split(form.keep))) if form.keep else ()
     settings: dict[str, Any] = {"i2cl": __version__, "artefact": digest(injection)}
-    settings |= {"model": [model, loading.revision], "dtype": loading.dtype}
+    settings |= {"model": [places.model, loading.revision], "dtype": loading.dtype}
     settings |= {"quantization": loading.quantization, "source": source_state(source), "chunk": chunk}
     settings |= vars(form) | {"output_format": kind, "keep": kept}
     to_file = output is not None and (output.is_file() or not output.exists())
@@ -77,7 +85,7 @@ def predict(
         try:
             with console.progress(None, "predicting, rows", shown=output is not None) as bar:
                 bar.advance(out.kept)
-                decoder = load.artefact_decoder(injection, model, loading)
+                decoder = load.artefact_decoder(injection, places.model, loading)
                 read = chunks(source, form.input_format, form.text_column, kept, **cut, skip=out.kept)
                 for queries in read:
                     scores = injection.scores(decoder, [query.text for query in queries], force=force)

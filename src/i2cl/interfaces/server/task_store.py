@@ -17,7 +17,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from i2cl.core.artefact import FILES
@@ -130,10 +130,20 @@ class TaskStore:
     def loaded(self, injection: Injection) -> Loaded:
         """An injection as this model would use it; a 422 if it cannot be used."""
         with refused_artefact():
-            if injection.encoder_bias is not None:
-                self.require_encoder(injection.encoder_bias.encoder)
+            injection = self._with_encoder(injection)
             require_moderate(injection, self.pool.decoder)
             return InjectionPool(self.pool.decoder, {"": injection}).task("")
+
+    def _with_encoder(self, injection: Injection) -> Injection:
+        """By whichever of this server's encoders gives the vectors of the fit: names differ by machine."""
+        bias, device = injection.encoder_bias, str(self.pool.decoder.device)
+        if bias is None or absolute(bias.encoder) in self.encoders:
+            return injection
+        for name in self.encoders:
+            if bias.is_of(name, device):
+                return replace(injection, encoder_bias=replace(bias, encoder=name))
+        self.require_encoder(bias.encoder)
+        return injection
 
     def require_encoder(self, name: str) -> None:
         """Refuse a sentence encoder that this server was not started with: loading one may download it.
@@ -181,10 +191,7 @@ class TaskStore:
 
     def _load(self, digest: str) -> None:
         try:
-            injection = self.injection(digest)
-            if injection.encoder_bias is not None:
-                self.require_encoder(injection.encoder_bias.encoder)
-            self.pool.load(digest, injection)
+            self.pool.load(digest, self._with_encoder(self.injection(digest)))
         except (RefusalError, OSError) as error:
             raise RefusalError.of(error) from None
         except I2CLError as error:  # of another model, of a later i2cl, or its encoder is not here

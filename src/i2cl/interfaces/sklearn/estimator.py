@@ -217,6 +217,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         *,
         model: str | Path | Decoder | None = None,
         revision: str | None = None,
+        encoder: str | None = None,
         device: str | None = None,
         dtype: str | None = None,
     ) -> "I2CLClassifier":
@@ -226,13 +227,14 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             name: folder or hub id of the injection.
             model: where its model is. Default: where it was; loaded when first needed.
             revision: of the injection on the hub.
+            encoder: where its sentence encoder is. Default: where it was.
             device: as in the constructor.
             dtype: as in the constructor.
 
         Raises:
-            I2CLError: on a missing, damaged or newer artefact.
+            I2CLError: on a missing, damaged or newer artefact, or an encoder for one that takes none.
         """
-        injection = Injection.from_pretrained(name, revision=revision)
+        injection = Injection.from_pretrained(name, revision=revision, encoder=encoder)
         words = injection.task.labels
         stored = injection.settings.get(STORED, {"classes": list(words), "shots": None})
         classes = np.array(stored["classes"])

@@ -2,7 +2,7 @@
 // Everything from users and from the server goes into textContent, never into HTML.
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const METHODS = { zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated", few_shot: "Few-shot" };
+const METHODS = { zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated", few_shot: "Few-shot", sentence_embeddings: "Sentence embeddings" };
 const MOST_SHOWN = 100; // rows that are refused
 const AGAIN = 2000; // milliseconds before a server that went away is asked again
 const SIDE = 18, LEFT = 92; // pixels of a cell of the map, and of the names of its rows
