@@ -95,6 +95,16 @@ def test_it_is_kept_and_pooled(injection, tmp_path):
         torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)  # batches of other sizes
 
 
+def test_word_weights_beside_an_encoder_are_missed(injection, tmp_path):
+    both = replace(injection, scoring="words", word_weights=torch.full((5, 3), 0.25))
+    both.save_pretrained(tmp_path / "new")
+    assert torch.equal(Injection.from_pretrained(tmp_path / "new").word_weights, both.word_weights)
+    tensors = load_file(tmp_path / "new" / TENSORS)
+    del tensors["word_weights"]
+    save_file(tensors, tmp_path / "new" / TENSORS)
+    one_line("damaged or missing .'word_weights'", Injection.from_pretrained, tmp_path / "new")
+
+
 def test_a_label_prior_sees_the_encoder(injection):
     decoder = decoder_of("llama")
     with pytest.warns(UserWarning, match="little more than chance"):

@@ -20,6 +20,7 @@ from export.test_whole_labels import Echo, refusing
 from i2cl.core.injection import Injection
 from i2cl.export import Golden, calls, export_gguf, export_hf, golden, verify_gguf
 from i2cl.export.calls import calls_of
+from i2cl.export.golden import GoldenPrompt
 from i2cl.export.greedy import TEXTS, biases_of, grammar_of, label_in
 from i2cl.export.llama_cpp import LlamaCpp
 
@@ -171,6 +172,20 @@ def test_a_model_that_says_labels_does_so_in_llama_cpp(tmp_path, said):
     with_golden(export_gguf, speaking(), path)
     assert verify_gguf(path).greedy == [True, True]
     assert "Plain greedy decoding answers 2 of 2" in said("verify", path)
+
+
+@pytest.mark.parametrize("label", ["account access", "account"])
+def test_an_answer_that_is_less_than_its_label_is_told_as_such(label):
+    prompt = {"text": "", "ids": [1], "labels": [-1.0, -2.0], "top_ids": [], "top_logits": [], "greedy": [5]}
+    fields = {"labels": [label, "bill"], "label_ids": [5, 6], "label_texts": [" account", " bill"]}
+    fields |= {"prompts": [GoldenPrompt(**prompt, prediction=label)] * 20, "prompt": "{text}", "tail": []}
+    fields |= {"spoken": [[5], [6]], "words": [], "end": None, "beams": 0, "artefact": {}}
+    made = Golden(**fields)
+    text = calls.usage(made, "out", "hf")
+    part = label != "account"
+    assert (made.forced, made.shortened) == (False, part)
+    assert ("20 of 20 golden prompts with the token of the expected label" in text) == part
+    assert ('"account access": " account"' in text) == part
 
 
 @llama_cpp

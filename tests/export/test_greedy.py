@@ -83,7 +83,7 @@ def test_a_model_that_says_labels_is_left_alone(tmp_path, said, monkeypatch):
     assert not made.forced
     assert {prompt.prediction for prompt in made.prompts} == set(TASK.labels)
     assert "sequence_bias" not in (tmp_path / "out" / "generation_config.json").read_text()
-    message = "Plain greedy decoding answers 20 of 20 prompts with the expected label"
+    message = "Plain greedy decoding answers 20 of 20 prompts with the token of the expected label"
     assert message in said("verify", tmp_path / "out", "--device", "cpu")
     with serving(made) as (url, seen):
         assert message in said("verify", tmp_path / "out", "--url", url)

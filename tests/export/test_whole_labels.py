@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -143,13 +144,12 @@ def test_a_folded_head_tells_labels_by_their_words(tied, tmp_path, monkeypatch):
     assert len(changed) >= 3
 
 
-def test_the_card_says_which_label_each_answer_stands_for(tmp_path):
-    made = with_golden(export_hf, told_by_words(), tmp_path / "out")
+@pytest.mark.parametrize("made", [told_by_words, partial(drawn, "llama")], ids=["words", "first tokens"])
+def test_the_card_says_which_label_each_answer_stands_for(tmp_path, made):
+    made = with_golden(export_hf, made(), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     (block,) = [part for part in card.split("```json\n")[1:] if "stands for a label" in card]
     assert json.loads(block.split("```")[0]) == dict(zip(made.labels, made.label_texts, strict=True))
-    with_golden(export_hf, drawn("llama"), tmp_path / "plain")
-    assert "stands for" not in (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_command_says_that_an_answer_stands_for_a_label(tmp_path, said):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import shlex
 from itertools import count
@@ -66,6 +67,11 @@ def test_many_options_are_shown_in_groups(call, words):
     assert re.findall(r"─ (\w[\w ]*) ─", out) == ["Arguments", "Options", "Method", "Task", "Model"]
     tasks = out[out.index("─ Task ") : out.index("─ Model ")]
     assert ("--template" in tasks, "--device" in tasks) == (True, False)
+
+
+def test_json_has_null_for_what_is_not_finite(capsys):
+    console.print_json({"worst": math.inf, "rows": [(math.nan, 1.5, "inf")]})
+    assert json.loads(capsys.readouterr().out) == {"worst": None, "rows": [[None, 1.5, "inf"]]}
 
 
 def test_without_a_command_the_commands_are_listed(call, said):

@@ -76,6 +76,29 @@ def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_8
     assert "16 of 24 rows used" in out
 
 
+def test_ctrl_c_while_it_scores_leaves_the_task(call, model, tmp_path, monkeypatch):
+    scoring = "i2cl.experiments.evidence.baselines.with_worth"
+    monkeypatch.setattr(scoring, Mock(side_effect=KeyboardInterrupt))
+    path = write(tmp_path / "mine.csv", ROWS)
+    code, _, err = call("fit", model, path, "-o", tmp_path / "new", "--set", "steps=1")
+    assert (code, f"{tmp_path / 'new'} is whole, and not scored" in err) == (130, True)
+    assert not Injection.from_pretrained(tmp_path / "new").worth
+
+
+def test_refits_are_announced_with_the_fit(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", ROWS[:12])
+    out, _ = fitted(call, model, path, tmp_path / "a")
+    assert re.search(r"^All 12 rows used: about \d+ s, then about \d+ s to say whether it pays\.$", out, re.M)
+    out, _ = fitted(call, model, path, tmp_path / "b", "--folds", "0")
+    assert re.search(r"^All 12 rows used: about \d+ s\.$", out, re.M)
+
+
+def test_a_fit_that_learns_nothing_says_so(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", ROWS)
+    err = call("fit", model, path, "-o", tmp_path / "new", "--set", "reach=0.001", "--evaluate", "0")[2]
+    assert "the loss is that of a guess: nothing was learned" in err
+
+
 def test_a_known_task_has_no_block_and_a_file_is_asked_as_on_the_page(call, said, tmp_path, model):
     words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "m", "--shots", 1, "--evaluate", 0]
     assert said(*words, "--set", "steps=1").startswith("Saved ")

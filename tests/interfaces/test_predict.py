@@ -209,6 +209,26 @@ def test_a_kept_column_that_is_called_as_the_number_of_a_row_is_text(home, tmp_p
     assert list(pandas.read_parquet(output)["row"]) == ["a"]
 
 
+def test_a_bad_row_of_a_file_is_told_before_the_model_is_read(home, tmp_path, refused, monkeypatch):
+    source, output = tmp_path / "texts.txt", tmp_path / "out.tsv"
+    source.write_text("warm\n\ncold\n\n \n", encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr("i2cl.interfaces.cli.load.decoder", lambda *_: pytest.fail("the model was read"))
+        assert "texts.txt line 2: the text is empty" in refused(
+            "predict", home / "mood", source, "-o", output
+        )
+    assert not output.exists()
+    source.write_text("warm\ncold\n\n \n", encoding="utf-8")
+    assert run("predict", home / "mood", source, "-o", output) == 0
+    assert len(output.read_text(encoding="utf-8").splitlines()) == 3, "blank lines at the end are no rows"
+
+
+def test_no_two_columns_have_one_name():
+    kept = ("label", "input.label", "x")
+    names = Table(("a", "x"), "parquet", kept, waits=True).columns
+    assert names == ("input.label", "input.input.label", "input.x", "label", "a", "x")
+
+
 def test_csv_is_what_excel_opens_unless_another_format_is_named(home, tmp_path, asked):
     output = tmp_path / "out.csv"
     assert run("predict", home / "mood", asked, "-o", output, "--output-format", "jsonl") == 0

@@ -25,6 +25,7 @@ BIASED_VERSION = 3  # of an artefact with a label bias: an older i2cl is to say 
 TEMPERED_VERSION = 5  # of an artefact with a temperature that is not 1, likewise
 WEIGHTED_VERSION = 6  # of an artefact with word weights
 ENCODED_VERSION = 7  # of an artefact with an encoder bias
+BOTH_VERSION = 8  # of one with word weights and an encoder bias
 OF_ENCODER = {"encoder_weights": "weights", "encoder_probe": "probe"}  # its tensors, by names in the file
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
@@ -57,7 +58,7 @@ class Stored(pydantic.BaseModel):
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
-        if version > ENCODED_VERSION:
+        if version > BOTH_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
@@ -74,7 +75,7 @@ class Stored(pydantic.BaseModel):
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
         of_encoder = {field: tensors[name] for name, field in OF_ENCODER.items()} if self.encoder else {}
-        needed = self.format_version == WEIGHTED_VERSION
+        needed = self.format_version in {WEIGHTED_VERSION, BOTH_VERSION}
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,

@@ -271,7 +271,8 @@ class Injection:
         if self.word_weights is not None:
             version = artefact.WEIGHTED_VERSION
         if self.encoder_bias is not None:
-            version, optional["encoder"] = artefact.ENCODED_VERSION, self.encoder_bias.encoder
+            version = artefact.ENCODED_VERSION if self.word_weights is None else artefact.BOTH_VERSION
+            optional["encoder"] = self.encoder_bias.encoder
         return {
             "format_version": version,
             "base_model": self.base.to_dict(),

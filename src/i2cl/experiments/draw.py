@@ -1,6 +1,7 @@
 """Which rows of a file of one's own are demonstrations: as many as pay in the time that somebody waits."""
 
 import time
+import warnings
 from dataclasses import dataclass
 from math import ceil
 from random import Random
@@ -12,6 +13,7 @@ from i2cl.core.problem import MOST_COLUMNS
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import Questions, next_token_log_probabilities
 from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.task import group_by_label, sample_per_class
@@ -121,7 +123,9 @@ class _Pace:
     @classmethod
     def of(cls, decoder: Decoder, task: Task, steps: int) -> "_Pace":
         """Timed on a batch of texts of the usual length, the second time, when everything is warm."""
-        questions = Questions(decoder, task)
+        with warnings.catch_warnings():  # the fit itself says how labels are told
+            warnings.simplefilter("ignore", ScoringWarning)
+            questions = Questions(decoder, task)
         usual = median_low(len(row.text) for row in task.train)
         rows = sorted(task.train, key=lambda row: abs(len(row.text) - usual))[:TIMED]
         queries = questions.queries([row.text for row in rows])

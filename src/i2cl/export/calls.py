@@ -141,7 +141,7 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
     """How an export is asked, in Markdown."""
     right, calls = golden.greedy, calls_of(golden, name, kind)
     cure = ": make it say one of the labels, as these calls do" if golden.forced else ""
-    share = f"answers {sum(right)} of {len(right)} golden prompts with the expected label"
+    share = f"answers {sum(right)} of {len(right)} golden prompts with {golden.said_as}"
     parts = [f"Plain greedy decoding {share}{cure}."]
     if golden.compared and kind != "gguf":
         parts.append(
@@ -154,7 +154,7 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
         fenced(golden.prompt, "text"),
         *(f"{call.program}:\n\n{fenced(call.code, call.language)}" for call in calls),
     ]
-    if golden.artefact.get("scoring") == "words":
+    if golden.shortened:
         names = dict(zip(golden.labels, golden.label_texts, strict=True))
         what = "An answer is one token, which stands for a label. Each label, and what is said for it:"
         parts.append(f"{what}\n\n{fenced(json.dumps(names, indent=1, ensure_ascii=False), 'json')}")

@@ -102,6 +102,17 @@ class Golden(pydantic.BaseModel):
         return not greedy.enough(self.greedy)
 
     @property
+    def shortened(self) -> bool:
+        """Whether an answer is one token that stands for a label, such as " account" for "account access"."""
+        whole = self.sequences or (self.forced and self.artefact.get("scoring") != "words")
+        return not whole and [text.strip() for text in self.label_texts] != self.labels
+
+    @property
+    def said_as(self) -> str:
+        """What a right answer is, in words."""
+        return "the token of the expected label" if self.shortened else "the expected label"
+
+    @property
     def compared(self) -> bool:
         """Whether a generation config makes `generate` compare whole labels by beam search."""
         return self.forced and self.beams > 0

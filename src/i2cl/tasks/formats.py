@@ -142,8 +142,15 @@ def _is_json(line: str) -> bool:
 def _plain_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row]:
     columns.require((columns.text,), source.name)
     source.tell()
+    blank: list[Row] = []  # at the end of a file they are no rows
     for number, line in enumerate(lines, start=1):
-        yield Row(f"{source.name} line {number}", (line.rstrip("\r\n"),) * len(columns.names))
+        row = Row(f"{source.name} line {number}", (line.rstrip("\r\n"),) * len(columns.names))
+        if not line.strip():
+            blank.append(row)
+            continue
+        yield from blank
+        blank.clear()
+        yield row
 
 
 def _csv_rows(

@@ -233,7 +233,8 @@ class Task:
     def _rows(self, split: str) -> tuple[Example, ...]:
         rows = self.train if split == "train" else self.test
         if not rows:
-            cure = "load it with load_task, or give a file for that split"
+            option = "--test FILE" if split == "test" else "rows to train on"
+            cure = f"give {option}, or load the task with load_task"
             raise I2CLError(f"task {self.name!r} has no {split} examples: {cure}")
         return rows
 

@@ -69,9 +69,14 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All names; a kept column that is called like one of ours is ``input.NAME``."""
+        """All names; a kept column that is called like one of ours, or one before, is ``input.NAME``."""
         ours = ("label", *(f"probability.{label}" if label == "label" else label for label in self.labels))
-        return (*(f"input.{name}" if name in ours else name for name in self.names), *ours)
+        names: list[str] = []
+        for name in self.names:
+            while name in ours or name in names:
+                name = f"input.{name}"  # noqa: PLW2901
+            names.append(name)
+        return (*names, *ours)
 
     @property
     def header(self) -> str:

@@ -3,6 +3,7 @@
 import codecs
 import io
 import json
+import math
 import os
 import sys
 import warnings
@@ -57,13 +58,21 @@ _BARS: list["Bar"] = []  # those that are shown now: there is one place for them
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """One JSON document on stdout, with null for what is not finite."""
     if not FIRST:
         return
     with write_errors("stdout"):
-        json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+        json.dump(_finite(value), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         sys.stdout.write("\n")
         sys.stdout.flush()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(text: str, *, wrapped: bool = False) -> None:

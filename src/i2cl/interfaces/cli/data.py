@@ -14,9 +14,9 @@ SNIPPET = 50  # characters of such a text
 
 
 def surveyed(
-    task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any]
+    task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any], refits: int = 0
 ) -> tuple[dict[str, Any], str]:
-    """Training rows, what a draw takes, and ``queries`` to score on: a record, and lines for people."""
+    """Training rows, what a draw takes, and ``queries`` to score on, or ``refits``: a record, and lines."""
     from i2cl.tasks.survey import Survey
 
     survey = Survey.of(task)
@@ -27,7 +27,7 @@ def surveyed(
     window = f" of the {decoder.max_length:,} that the model takes" if decoder.max_length else ""
     distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
     first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
-    return record, "\n".join((first, *_of_labels(survey), _of_use(draw, kept_back), ""))
+    return record, "\n".join((first, *_of_labels(survey), _of_use(draw, kept_back, refits), ""))
 
 
 def _of_labels(survey: "Survey") -> Iterator[str]:
@@ -44,13 +44,14 @@ def _of_labels(survey: "Survey") -> Iterator[str]:
         yield "! The labels are numbers: --labels 'poor,...' says what they mean, in their order."
 
 
-def _of_use(draw: "Draw", kept_back: int) -> str:
+def _of_use(draw: "Draw", kept_back: int, refits: int) -> str:
     used = len(draw.demonstrations)
     line = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
     if kept_back:
         line += f", {kept_back} others to score on"
     if draw.seconds is not None:
         line += f": {_about(draw.seconds)}"
+        line += f", then {_about(refits * draw.seconds)} to say whether it pays" if refits else ""
     if draw.more is None:
         return f"{line}."
     shots, rows, seconds = draw.more

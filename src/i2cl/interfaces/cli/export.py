@@ -176,8 +176,8 @@ def _as_json(golden: "Golden", calls: Mapping[str, str]) -> dict[str, Any]:
 
 def _about_greedy(golden: "Golden", form: FormatOptions, calls: Mapping[str, str]) -> Iterator[str]:
     right = golden.greedy
-    yield f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with the expected label."
-    if golden.artefact.get("scoring") == "words":
+    yield f"Plain greedy decoding answers {sum(right)} of {len(right)} prompts with {golden.said_as}."
+    if golden.shortened:
         where = "the key i2cl.usage" if form.to == "gguf" else "README.md"
         yield f"An answer is one token, which stands for a label: {where} names each."
     if golden.forced:

@@ -1,9 +1,12 @@
 """`i2cl fit`, and the command line that a model card repeats."""
 
+import math
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -19,9 +22,11 @@ if TYPE_CHECKING:
     from i2cl.core.injection import Injection
     from i2cl.methods import Injector
     from i2cl.models.decoder import Decoder
+    from i2cl.models.training import StepProgress
     from i2cl.tasks import Example, Task
 
 ACCURACY = "accuracy (95 %)"
+CHANCE = 0.99  # of the entropy of equally likely labels: a loss from there on is that of a guess
 _NAMES = ("model", "task")  # arguments that may be paths beside those that always are
 
 
@@ -145,7 +150,8 @@ def fit(
     queries = labelled_rows(loaded, demonstrations, scoring.evaluate)
     if scoring.target_accuracy is not None:
         require_target(scoring.target_accuracy, len(queries))
-    survey, summary = data.surveyed(loaded, decoder, drawn, queries) if is_own(task) else (None, "")
+    refits = 0 if queries else _refits(scoring, loaded, demonstrations, seed)
+    survey, summary = data.surveyed(loaded, decoder, drawn, queries, refits) if is_own(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     started = time.perf_counter()
@@ -156,19 +162,45 @@ def fit(
             injection = with_label_prior(injection, decoder, texts, shares, progress=bar.advance)
     seconds = time.perf_counter() - started
 
-    def make(rest: "Sequence[Example]") -> "Injection":
-        again = chosen.injection(decoder, loaded, rest, seed)
+    def make(rest: "Sequence[Example]", watch: "StepProgress | None" = None) -> "Injection":
+        again = chosen.injection(decoder, loaded, rest, seed, watch)
         return with_label_prior(again, decoder, texts, shares) if texts else again
 
+    known = {"shots": drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed, "method": chosen.name}
+    injection = _saved(replace(injection, command=command_line(context, **known)), output)
     unknown = ""
     if scoring.evaluate:
         given: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
         what = injection, decoder, loaded, demonstrations, queries, make, scoring.folds
-        injection, unknown = _measured(*what, **given)
-    known = {"shots": drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed, "method": chosen.name}
-    if console.FIRST:
-        replace(injection, command=command_line(context, **known)).save_pretrained(output)
+        with _whole(output):  # scoring may take longer than the fit
+            injection, unknown = _measured(*what, **given)
+        _saved(injection, output)
     _show_fit(injection, chosen.name, output, model, seconds, survey, unknown=unknown, json=json)
+
+
+def _refits(scoring: ScoreOptions, task: "Task", demonstrations: "Sequence[Example]", seed: int) -> int:
+    """How many fits follow the first where no rows are left to score on, besides the last part's."""
+    from i2cl.methods.calibrated.folds import fold_rows, unmeasurable
+
+    folds = scoring.folds if scoring.evaluate else 0
+    if not folds or unmeasurable(task, demonstrations, folds, seed):
+        return 0
+    return len(fold_rows(task, demonstrations, folds, seed)) - 1
+
+
+def _saved(injection: "Injection", output: Path) -> "Injection":
+    if console.FIRST:
+        injection.save_pretrained(output)
+    return injection
+
+
+@contextmanager
+def _whole(output: Path) -> Iterator[None]:
+    """Say that Ctrl-C leaves the task that is saved there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Abort(f"{output} is whole, and not scored: no temperature, no verdict") from None
 
 
 def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str], list[float] | None]:
@@ -195,7 +227,7 @@ def _measured(
     task: "Task",
     demonstrations: "Sequence[Example]",
     queries: "Sequence[Example]",
-    make: "Callable[[Sequence[Example]], Injection]",
+    make: "Callable[..., Injection]",
     folds: int,
     **timed: Any,
 ) -> "tuple[Injection, str]":
@@ -218,7 +250,9 @@ def _measured(
         timed |= {"watch": lambda method: bar.describe(f"scoring {method}"), "progress": bar.advance}
         if not queries:  # an accuracy to reach is refused without them
             del timed["target"]
-            return with_folds(injection, decoder, task, demonstrations, make, folds=folds, **timed), ""
+            step = lambda done, most, _: bar.describe(f"refitting, step {done} of {most}")  # noqa: E731
+            again = partial(make, watch=step)
+            return with_folds(injection, decoder, task, demonstrations, again, folds=folds, **timed), ""
         return with_worth(injection, decoder, task, demonstrations, queries, **timed), ""
 
 
@@ -264,6 +298,9 @@ def _show_fit(
     summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     what = f"{injection.task.name} by {method}, {count} demonstrations"
     console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
+    guess = CHANCE * math.log(len(injection.task.labels))
+    if last is not None and method.startswith("anchored") and last > guess:
+        console.note("the loss is that of a guess: nothing was learned; give more rows, or another model")
     if injection.label_bias is not None:
         console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     least = ""

@@ -1,6 +1,7 @@
 """`i2cl predict`."""
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from i2cl.interfaces.batch_prediction.tables import OutputFormat, Table, output_
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
 from i2cl.tasks.formats import RowFormat
+from i2cl.tasks.rows import read_queries
 from i2cl.version import __version__
 
 
@@ -85,6 +87,8 @@ def predict(
         try:
             with console.progress(None, "predicting, rows", shown=output is not None) as bar:
                 bar.advance(out.kept)
+                if Path(source).is_file():  # a bad row is told before the model is read
+                    deque(read_queries(source, form.input_format, form.text_column, kept), maxlen=0)
                 decoder = load.artefact_decoder(injection, places.model, loading)
                 read = chunks(source, form.input_format, form.text_column, kept, **cut, skip=out.kept)
                 for queries in read:

@@ -110,7 +110,7 @@ def _say_greedy(outcome: "Verification") -> None:
     if outcome.compared:
         how = "The most probable whole label"
     right, count = sum(outcome.greedy), len(outcome.greedy)
-    console.say(f"{how} answers {right} of {count} prompts with the expected label.")
+    console.say(f"{how} answers {right} of {count} prompts with {golden.said_as}.")
     if outcome.says_labels or outcome.worst > outcome.tolerance:  # other values say other labels
         return
     if golden.forced and golden.sequences:
