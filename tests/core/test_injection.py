@@ -244,7 +244,7 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": 8, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": 9, "later": 1}, "newer than this i2cl reads, upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
