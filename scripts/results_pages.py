@@ -171,22 +171,26 @@ def texts_on_top() -> str:
 
 
 def shots(grid: str = "anchored-shots") -> str:
-    """Accuracy by demonstrations a class, by task, and on average where no task is missing."""
+    """Accuracy by demonstrations a class, by task, and on average of numbers where no task is missing."""
     result = results(grid)
     counts = sorted({line.shots for line in result.lines if line.shots is not None})
     rows = []
     for row in result.rows:
         lines = {line.shots: line for line in result.lines if line.row is row}
         own = [lines.get(count, lines.get(None)) for count in counts]
-        there = [set(result.tasks_of(line)) for line in own if line is not None]
-        whole = len(result.tasks) > 1 and all(tasks == set(result.tasks) for tasks in there)
+        there = [set() if line is None else set(result.tasks_of(line)) for line in own]
+        whole = [len(result.tasks) > 1 and tasks == set(result.tasks) for tasks in there]
         for task in (
-            *([None] if whole else []),
+            *([None] if any(whole) else []),
             *(one for one in result.tasks if any(one in tasks for tasks in there)),
         ):
             cells = [
-                "–" if line is None else average(result, line) if task is None else shown(result, line, task)
-                for line in own
+                "–"
+                if line is None or (task is None and not mean)
+                else average(result, line)
+                if task is None
+                else shown(result, line, task)
+                for line, mean in zip(own, whole, strict=True)
             ]
             if None in lines:  # it takes no demonstrations
                 cells = [cells[0], *["–"] * (len(counts) - 1)]

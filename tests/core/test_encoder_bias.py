@@ -3,13 +3,15 @@
 import json
 import shutil
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from fitting import ASKED, TASKS, decoder_of, one_line, random_injection
-from i2cl import Example, Injection, make_methods
+from i2cl import Example, I2CLError, Injection, make_methods
+from i2cl.core import encoder_bias
 from i2cl.core.artefact import DESCRIPTION, ENCODED_VERSION, TENSORS
 from i2cl.export import export_peft, fold, make_golden
 from i2cl.injections.label_prior import bias_towards, with_label_prior
@@ -149,6 +151,10 @@ def test_an_encoder_that_has_moved_is_named_at_loading(injection, words_encoder,
     assert moved.encoder_bias.encoder == str(place)
     decoder = decoder_of("llama")
     torch.testing.assert_close(moved.scores(decoder, TEXTS), injection.scores(decoder, TEXTS))
+    encoder_bias._probe.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder_bias, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
+        one_line("not here: get it .--encoder or encoder= names another place", moved.scores, decoder, TEXTS)
     words_encoder(WordsEncoder(turned=1))
     one_line("gives other vectors than at the fit: name the encoder", moved.scores, decoder, TEXTS)
     replace(injection, encoder_bias=None).save_pretrained(tmp_path / "plain")

@@ -97,7 +97,12 @@ class EncoderBias:
     def require_encoder(self, device: str) -> None:
         """Load it. Raises I2CLError if it is not here, or gives other vectors than when this was fitted."""
         needs("this injection's sentence encoder", "embeddings", "sentence_transformers")
-        if not self.is_of(self.encoder, device):
+        try:
+            same = self.is_of(self.encoder, device)
+        except I2CLError as error:
+            where = "--encoder or encoder= names another place of this task's encoder"
+            raise I2CLError(f"{error} ({where})") from None
+        if not same:
             cure = "name the encoder of the fit, by --encoder or encoder=, or fit it again"
             raise I2CLError(f"the encoder {self.encoder!r} gives other vectors than at the fit: {cure}")
 
@@ -211,8 +216,7 @@ def encoder_source(name: str) -> str:
         if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
             raise I2CLError(f"{name!r} is no encoder's folder: it has neither modules.json nor config.json")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        cure = f"give one, {MINILM!r}, or a hub id; of a task that was fitted elsewhere, by --encoder"
-        raise I2CLError(f"the encoder's folder {name!r} does not exist: {cure}")
+        raise I2CLError(f"the encoder's folder {name!r} does not exist: give one, {MINILM!r}, or a hub id")
     elif not _is_cached(name):
         require_reachable(name, None, (MINILM,), kinds="a folder")
     return name

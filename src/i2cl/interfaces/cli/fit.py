@@ -179,7 +179,7 @@ def fit(
 
 
 def _refits(scoring: ScoreOptions, task: "Task", demonstrations: "Sequence[Example]", seed: int) -> int:
-    """How many fits follow the first where no rows are left to score on, besides the last part's."""
+    """What refits take where no rows are left to score on, in fits of all rows: each leaves out a part."""
     from i2cl.methods.calibrated.folds import fold_rows, unmeasurable
 
     folds = scoring.folds if scoring.evaluate else 0
