@@ -24,7 +24,7 @@ from torch import Tensor
 from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit, Replay, States
+from i2cl.models.edits import Edit, Replay
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import in_order
 from i2cl.models.training import Backward
@@ -69,38 +69,10 @@ def _streams(decoder: Decoder, queries: Sequence[Ids], edit: LinearEdit) -> Floa
     """The stream behind the last block at each query's last token, in float32."""
 
     def run(batch: Batch) -> Tensor:
-        watch = _Watch(edit, decoder)
-        with torch.no_grad():
-            decoder.forward(batch, edit=watch)
-        return watch.stream[torch.arange(len(batch.rows)), batch.last.to(watch.stream.device)]
+        return decoder.capture(batch, site="hidden", edit=edit)[:, -1, 0]
 
     streams = in_order((batch.rows, ends) for batch, ends in decoder.run_batches(queries, run))
-    return streams.float().to(decoder.device)
-
-
-class _Watch(Edit):
-    """An edit of the residual writers that also adds up the stream behind the last block."""
-
-    site = "writers"
-    sees_input = True
-
-    def __init__(self, edit: LinearEdit, decoder: Decoder) -> None:
-        self.edit = edit
-        self.last = decoder.layers - 1
-        self.scale = decoder.writer_scale
-        self.stream = torch.empty(0)
-
-    def enter(self, layer: int, residual: States) -> None:
-        """Remember the stream before the last block."""
-        if layer == self.last:
-            self.stream = residual.clone()  # some blocks add in place
-
-    def output(self, layer: int, index: int, output: States, batch: Batch) -> States:
-        """The edit's own output; the last block's are added up."""
-        changed = self.edit.output(layer, index, output, batch)
-        if layer == self.last:
-            self.stream = self.stream.to(changed.device).add(changed, alpha=self.scale)
-        return changed
+    return streams.to(decoder.device)
 
 
 class _Ending(Edit):

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -309,12 +309,23 @@ class Decoder:
         return logits
 
     def capture(
-        self, batch: Batch, at: Int[Tensor, " batch"] | None = None, *, site: Site = "writers"
+        self,
+        batch: Batch,
+        at: Int[Tensor, " batch"] | None = None,
+        *,
+        site: Site = "writers",
+        edit: Edit | None = None,
     ) -> Float[Tensor, "batch layers sites d"]:
-        """What each site writes at one token of each row (default: the last), in float32 on the CPU."""
+        """What each site writes at one token of each row (default: the last), in float32 on the CPU. It is
+        seen behind an edit, if any.
+        """
         self.pause()
         keep = Keep(site, batch.last if at is None else at)
-        with self.frozen(), torch.no_grad(), editing(keep, self.blocks, self.sites, batch):
+        with ExitStack() as stack:
+            stack.enter_context(self.frozen())
+            stack.enter_context(torch.no_grad())
+            for one in (edit, keep):
+                stack.enter_context(editing(one, self.blocks, self.sites, batch))
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         states = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
         return states.view(len(states), self.layers, -1, self.d_model)

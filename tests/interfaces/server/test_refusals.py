@@ -68,7 +68,7 @@ def second(text, label="y"):
         ({"labels": ["good", "bad"]}, "item 1: label 'x' is not one of good, bad"),
         ({"labels": ["x", "x"]}, "given twice"),
         ({"labels": ["x"]}, "at least two|not one of"),
-        (second("b", "x"), "every label is 'x'"),
+        (second("b", "x"), r"every label is 'x'.*\(labels\)"),
         ({"examples": []}, "examples"),
         ({"template": "no field"}, r"\{text\} 0 times"),
         ({"name": " "}, "cannot be called"),
@@ -100,6 +100,20 @@ def test_a_query_that_cannot_be_read_is_refused(refusing, query, expected):
     reply = refusing.post("/v1/tasks", params=NAMED | query, content=rows, headers=headers)
     assert error_of(reply) == (422, "bad_request")
     assert expected in reply.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_json_is_told_with_its_place(refusing):
+    reply = refusing.post(CLASSIFY, content='{"name": films}', headers={"Content-Type": "application/json"})
+    assert error_of(reply) == (422, "bad_request")
+    assert "not JSON (Expecting value, character 9)" in reply.json()["error"]["message"]
+
+
+def test_a_line_of_an_unknown_task_is_named(refusing):
+    lines = '{"input": "a"}\n{"input": "b", "model": "none"}\n'
+    headers = {"Content-Type": "application/jsonl"}
+    reply = refusing.post("/v1/batches", params={"model": "films"}, content=lines, headers=headers)
+    assert error_of(reply) == (404, "unknown_task")
+    assert reply.json()["error"]["message"].startswith("line 2: no task 'none' is here")
 
 
 def test_texts_that_cannot_be_used_are_told_with_place_limit_and_cure(refusing):

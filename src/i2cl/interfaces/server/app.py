@@ -134,6 +134,8 @@ def _refusals(app: FastAPI, service: Service) -> None:
         parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
         message = f"{place or 'the body'} cannot be used, {problem['msg'].removeprefix('Value error, ')}"
+        if problem["type"] == "json_invalid":
+            message = f"the body is not JSON ({problem['ctx']['error']}, character {place})"
         cure = "see /openapi.json for what this address takes"
         return told(RefusalError(422, "bad_request", f"{message}: {cure}"))
 

@@ -52,7 +52,10 @@ def read_lines(
             refused.append(f"line {number}: {str(error).removeprefix('text 1 ')}")
         else:
             if name not in names:
-                known(name)
+                try:
+                    known(name)
+                except RefusalError as error:
+                    raise error.at(f"line {number}") from None
                 names.add(name)
             count += 1
             rows.write(line.model_copy(update={"model": name}).model_dump_json().encode() + b"\n")

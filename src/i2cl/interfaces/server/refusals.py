@@ -11,6 +11,9 @@ from i2cl.storage.atomic import WriteError, system_cause
 # A message up to its last colon, and the cure behind it, whose quotations may have colons of their own.
 CURE = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
 
+# An option of the command line that a cure names: over HTTP it is a field.
+OPTION = re.compile(r"\(--(\w+)\)")
+
 # Characters of a message beyond which quotations are not looked for, which takes time by their square.
 LONG = 2000
 
@@ -29,7 +32,7 @@ class RefusalError(I2CLError):
         headers: dict[str, str] | None = None,
         rows: list[str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(OPTION.sub(r"(\1)", message))
         self.status, self.code = status, code
         self.headers, self.rows = headers or {}, rows
 
@@ -45,6 +48,10 @@ class RefusalError(I2CLError):
         if isinstance(error, I2CLError):
             return cls(422, "bad_input", str(error))
         return cls(500, "internal", f"the server failed with a {type(error).__name__}: please report it")
+
+    def at(self, place: str) -> "RefusalError":
+        """The same of some place in a file."""
+        return RefusalError(self.status, self.code, f"{place}: {self}", headers=self.headers)
 
     def body(self) -> dict[str, object]:
         """As OpenAI's clients and people read it."""
