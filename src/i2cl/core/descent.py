@@ -24,13 +24,17 @@ from i2cl.models.batching import Batch
 from i2cl.models.training import Backward, StepProgress, TrainConfig, train
 
 SCHEDULE = TrainConfig(epochs=8, batch_size=16, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
-FEWEST_STEPS = 240  # which few demonstrations take in more passes
+FEWEST_STEPS = 240  # which few demonstrations take in smaller batches, then in more passes
+PASSES = 10  # that they take while batches are to be smaller
+SMALLEST = 4  # demonstrations of a batch
 
 
 def schedule(demonstrations: int) -> TrainConfig:
-    """Passes and rates for so many demonstrations."""
-    passes = math.ceil(FEWEST_STEPS / math.ceil(demonstrations / SCHEDULE.batch_size))
-    return SCHEDULE.model_copy(update={"epochs": max(passes, SCHEDULE.epochs)})
+    """Passes, batches and rates for so many demonstrations."""
+    size = math.ceil(demonstrations * PASSES / FEWEST_STEPS)
+    size = min(max(size, SMALLEST), SCHEDULE.batch_size)
+    passes = math.ceil(FEWEST_STEPS / math.ceil(demonstrations / size))
+    return SCHEDULE.model_copy(update={"batch_size": size, "epochs": max(passes, SCHEDULE.epochs)})
 
 
 class Descent(NamedTuple):

@@ -24,7 +24,7 @@ from i2cl.models.scoring import Questions, in_order, labelled_batch, score, sequ
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
-MOST_COLUMNS = 1024  # rows of the kernel; what has more is descended (`i2cl.core.descent`)
+MOST_COLUMNS = 512  # rows of the kernel; what has more is descended, which then answers better (docs/log.md)
 MOST_SEQUENCES = 4096  # those of whole label sequences, where somebody asks for these
 SCALED = 256  # demonstrations, at most, whose gold labels set the scale of a descent
 HELD = 1.5  # memory that derivatives take at most, times their own size
