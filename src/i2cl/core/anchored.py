@@ -44,7 +44,7 @@ from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_dem
 from i2cl.core.descent import descended
 from i2cl.core.injection import Injection
 from i2cl.core.label_mass import raise_label_mass
-from i2cl.core.problem import MOST_COLUMNS, Problem
+from i2cl.core.problem import MOST_WHOLE, Problem
 from i2cl.core.tangent import Tangent, optimum, summed_loss
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
@@ -117,7 +117,7 @@ def anchor(
         config: see `AnchoredConfig`.
         seed: of the demonstrations, to be told with the injection; and of the order of a descent.
         scoring: by a label's first token, its whole sequence, or its words; see `i2cl.models.encoding`. Where
-            labels share first tokens, ``"auto"`` takes whole sequences up to `MOST_COLUMNS` of them, as far
+            labels share first tokens, ``"auto"`` takes whole sequences up to `MOST_WHOLE` of them, as far
             as the memory holds their derivatives, and words beyond.
         progress: called after each step, or pass of a descent, with steps done, steps at most and the mean
             loss in nats.
@@ -167,7 +167,7 @@ def _problem(
 ) -> tuple[Problem, bool]:
     """What is to be solved, and whether in a kernel."""
     rows = len(demonstrations) * (len(task.labels) - 1)
-    if scoring == "auto" and rows > MOST_COLUMNS and not _first_tokens_differ(decoder, task):
+    if scoring == "auto" and rows > MOST_WHOLE and not _first_tokens_differ(decoder, task):
         warnings.warn(MANY.format(len(task.labels)), ScoringWarning, stacklevel=3)
         scoring = "words"
     problem = Problem(Questions(decoder, task, scoring), tuple(demonstrations), config.writers)

@@ -9,7 +9,7 @@ from statistics import median_low
 
 from i2cl.core.anchored import MOST_DEMONSTRATIONS, require_few
 from i2cl.core.descent import schedule
-from i2cl.core.problem import MOST_COLUMNS
+from i2cl.core.problem import MOST_COLUMNS, MOST_WHOLE
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
@@ -142,9 +142,10 @@ class _Pace:
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
         columns = len(self.questions.task.labels) - 1.0
-        if len(shown) * columns > MOST_COLUMNS:
+        whole = self.questions.labels.full
+        if len(shown) * columns > (MOST_WHOLE if whole else MOST_COLUMNS):
             passes = (schedule(len(shown)).epochs + 1) * (FORWARD + BACKWARD)
         else:
-            columns /= SHARED if self.questions.labels.full else 1
+            columns /= SHARED if whole else 1
             passes = (FORWARD + BACKWARD * columns) * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
         return self.seconds_a_token * tokens * passes
