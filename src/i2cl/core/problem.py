@@ -25,9 +25,7 @@ from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
 MOST_COLUMNS = 512  # rows of the kernel; what has more is descended, which then answers better (docs/log.md)
-MOST_WHOLE = (
-    1024  # columns of whole label sequences, which a kernel answers better; beyond, words tell labels
-)
+MOST_WHOLE = 1024  # columns of whole label sequences that a kernel takes unasked; beyond, words tell labels
 MOST_SEQUENCES = 4096  # those of whole label sequences, where somebody asks for these
 SCALED = 256  # demonstrations, at most, whose gold labels set the scale of a descent
 HELD = 1.5  # memory that derivatives take at most, times their own size
