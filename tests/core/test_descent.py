@@ -79,7 +79,7 @@ def test_any_number_of_labels_can_be_fitted():
     with left_as_found(decoder.model), pytest.warns(ScoringWarning, match=message):
         injection = anchor(decoder, asked, shown)
     assert injection.scoring == "words"
-    assert len(injection.history) == 16 + 2  # passes of 15 batches that make 240 steps
+    assert len(injection.history) == 60 + 2  # passes that make 240 steps
     assert injection.history[-1] < injection.history[0] - 0.5
     scores = injection.scores(decoder, [one.text for one in shown])
     loss = cross_entropy(scores.log_softmax(-1), torch.arange(60)).item()
@@ -115,6 +115,7 @@ def test_many_demonstrations_take_eight_passes_and_few_240_steps_of_small_batche
     taken = [descent.schedule(count) for count in (1, 16, 77, 150, 385, 4096)]
     assert [one.batch_size for one in taken] == [4, 4, 4, 7, 16, 16]
     assert [one.epochs for one in taken] == [240, 60, 12, 11, 10, 8]
+    assert [descent.schedule(count, words=True).epochs for count in (16, 77, 385)] == [240, 48, 10]
 
 
 def test_a_seed_gives_the_same_vectors_and_another_other_ones(few_steps, monkeypatch):

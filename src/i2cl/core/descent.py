@@ -29,10 +29,13 @@ PASSES = 10  # that they take while batches are to be smaller
 SMALLEST = 4  # demonstrations of a batch
 
 
-def schedule(demonstrations: int) -> TrainConfig:
-    """Passes, batches and rates for so many demonstrations."""
-    size = math.ceil(demonstrations * PASSES / FEWEST_STEPS)
-    size = min(max(size, SMALLEST), SCHEDULE.batch_size)
+def schedule(demonstrations: int, *, words: bool = False) -> TrainConfig:
+    """Passes, batches and rates for so many demonstrations. Where labels are told by ``words``, whose weights
+    are fitted too, batches stay large.
+    """
+    size = SCHEDULE.batch_size
+    if not words:
+        size = min(max(math.ceil(demonstrations * PASSES / FEWEST_STEPS), SMALLEST), size)
     passes = math.ceil(FEWEST_STEPS / math.ceil(demonstrations / size))
     return SCHEDULE.model_copy(update={"batch_size": size, "epochs": max(passes, SCHEDULE.epochs)})
 
@@ -85,7 +88,7 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
         along = (at * slope).sum()
         return (tau / 2 * at.square().sum() / count + value + along - along.detach())[None]
 
-    steps = schedule(count)
+    steps = schedule(count, words=bool(labels.words))
     (means,) = train([at], loss, steps.batches(count, seed), steps, progress)
     at.requires_grad_(False)
     moved = token_scores(decoder, problem.queries, labels, problem.edit(at[:vectors]))

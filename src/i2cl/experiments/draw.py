@@ -144,7 +144,7 @@ class _Pace:
         columns = len(self.questions.task.labels) - 1.0
         whole = self.questions.labels.full
         if len(shown) * columns > (MOST_WHOLE if whole else MOST_COLUMNS):
-            passes = (schedule(len(shown)).epochs + 1) * (FORWARD + BACKWARD)
+            passes = (schedule(len(shown), words=whole).epochs + 1) * (FORWARD + BACKWARD)
         else:
             columns /= SHARED if whole else 1
             passes = (FORWARD + BACKWARD * columns) * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
