@@ -11,8 +11,8 @@ from i2cl.storage.atomic import WriteError, system_cause
 # A message up to its last colon, and the cure behind it, whose quotations may have colons of their own.
 CURE = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
 
-# An option of the command line that a cure names: over HTTP it is a field.
-OPTION = re.compile(r"\(--(\w+)\)")
+# Options of the command line that a cure names: over HTTP they are fields.
+OPTION = re.compile(r"\(--(labels|shots|chat)\)")
 
 # Characters of a message beyond which quotations are not looked for, which takes time by their square.
 LONG = 2000
