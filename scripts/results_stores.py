@@ -45,8 +45,12 @@ def records(store: str) -> tuple[Record, ...]:
 
 @cache
 def results(grid: str, store: str = "real", limit: int | None = None, skew: int = 1) -> Results:
-    """What a store has of a grid, with the most queries where no limit is given."""
-    result = results_of(load_experiment(grid), records(store))
+    """What a store has of a grid, with the most queries where no limit is given. Seeds beyond the grid's own,
+    which another grid ran on some tasks only, are left out: a task's mean and that of all tasks share seeds.
+    """
+    experiment = load_experiment(grid)
+    own = [one for one in records(store) if one.cell.seed < experiment.full.seeds]
+    result = results_of(experiment, own)
     return next(one for one in result if limit in (None, one.setting.limit) and one.setting.skew == skew)
 
 
@@ -76,8 +80,8 @@ def named_line(result: Results, name: str) -> Line:
 
 
 def seeds_of(result: Results, line: Line) -> int:
-    """Most seeds that it has on any task."""
-    return max(len(result.records(line, task)) for task in result.tasks_of(line))
+    """Seeds that its mean is of: those that all of its tasks have."""
+    return len(result.shared_seeds(line, result.tasks_of(line)))
 
 
 def enough(result: Results, line: Line) -> bool:

@@ -144,7 +144,7 @@ def test_what_is_not_finite_is_refused(factor):
 
 def test_whole_labels_that_the_memory_does_not_hold_are_told_by_their_words(few_steps):
     asked, shown = many(12)
-    message = "12 labels are told by their words.*--memory"
+    message = "12 labels are scored by their words.*--memory"
     with pytest.warns(MemoryWarning, match="on by descent"), pytest.warns(ScoringWarning, match=message):
         injection = anchor(made("llama"), asked, shown, AnchoredConfig(memory=1e-5))
     assert injection.scoring == "words"

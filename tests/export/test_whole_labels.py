@@ -178,7 +178,7 @@ def test_llama_cpp_tells_labels_by_their_words(tmp_path):
 
 def test_an_adapter_cannot_hold_the_words(tmp_path):
     pytest.importorskip("peft", reason="peft is not installed (pip install 'i2cl[peft]')")
-    with pytest.raises(I2CLError, match=r"told by several words each.*--to hf"):
+    with pytest.raises(I2CLError, match=r"scored by several words each.*--to hf"):
         export_peft(*told_by_words(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -48,7 +48,7 @@ def raise_label_mass(
     decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: LinearEdit
 ) -> LabelMass:
     """Find the vector that makes some label's first token probable after each of the demonstrations' queries.
-    Where labels are told by words, that is so behind an export's head. ``edit`` is the injection so far.
+    Where labels are scored by words, that is so behind an export's head. ``edit`` is the injection so far.
     """
     tail = _Tail(decoder, labels)
     with decoder.frozen():

@@ -168,7 +168,7 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
     """A plain transformers model that computes what the injected one does, without hooks.
     The result is a new model in evaluation mode on the same device; some families become another that
     computes the same. The source is not changed. Arithmetic is in float32, the result has the source's dtype.
-    Labels that are told by their words are so by their first tokens in the result's head. Raises I2CLError if
+    Labels that are scored by their words are so by their first tokens in the result's head. Raises I2CLError if
     the family or the injection cannot be folded, saying why and what to do instead.
     """
     tokenizer = None
@@ -178,7 +178,7 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
     require_unquantized(model.config)
     require_unbiased(injection)
     if tokenizer is None and injection.scoring == "words":
-        raise I2CLError("labels told by their words take a tokenizer to find: give a Decoder of the model")
+        raise I2CLError("labels scored by their words take a tokenizer to find: give a Decoder of the model")
     folding = Folding(model.config, StateDict(model), injection, tokenizer)
     with no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(folding.config, dtype=folding.dtype)

@@ -67,7 +67,7 @@ def make_adapter(config: PreTrainedConfig, injection: Injection) -> Adapter:
     require_plain(injection)
     require_unbiased(injection)
     if injection.scoring == "words":
-        what = "labels are told by several words each, and an adapter leaves the head as it is"
+        what = "labels are scored by several words each, and an adapter leaves the head as it is"
         raise I2CLError(f"{what}: export --to hf, or {HOOKED}")
     added, kept = added_and_kept(injection)
     sites = _changed_sites(config, added, kept)

@@ -206,7 +206,7 @@ def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield "The coefficients were not calibrated."
     if description.get("word_weights"):
-        yield "A label is told by its words; the fit learned how much each counts (`word_weights`)."
+        yield "A label is scored by its words; the fit learned how much each counts (`word_weights`)."
     if "encoder" in description:
         encoder = _md(public_name(description["encoder"]))
         said = f"The sentence encoder {encoder} runs beside the model, on each text alone"
