@@ -45,6 +45,7 @@ def test_the_optimiser_gets_these_rates(monkeypatch, config):
 
 
 WRONG = [{"layers": "0,,1"}, {"positions": "middle"}, {"epochs": -1}, {"warmup": 1.0}]
+WRONG += [{"formula": "add", "init_lambda": 0.0}, {"formula": "balance", "init_beta": -1.0}]
 
 
 @pytest.mark.parametrize("fields", [*WRONG, {"noise": math.nan}, {"learning_rate": 1e-2}])

@@ -26,6 +26,14 @@ def test_all_rows_right_is_shown_from_the_fewest_rows_on():
         one_line(message, select, sure[1:], np.ones(n - 1, bool), target)
 
 
+def test_a_threshold_means_the_same_when_it_is_typed_again():
+    sure = np.random.default_rng(3).uniform(0.7, 1, 60)
+    result = select(sure, np.ones(60, bool), 0.9)
+    typed = float(f"{result.threshold:.6g}")
+    assert typed == result.threshold
+    assert (sure >= typed).mean() == result.coverage == 1
+
+
 @pytest.mark.parametrize("target", [0.2, 1.0, float("nan"), -1.0])
 def test_a_target_that_is_none_is_refused(target):
     one_line("give a number from 0", selective.require_target, target, 1000)

@@ -305,6 +305,15 @@ def test_below_min_confidence_predict_gives_no_class(classes, none):
     assert result.set_params(min_confidence=middle).predict(QUERIES).tolist() == answers.tolist()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "bool"])
+def test_classes_without_a_sign_have_minus_one_for_no_class(dtype):
+    y = np.array([TASK.labels.index(word) % 2 for word in Y]).astype(dtype)
+    words = dict(zip(np.unique(y).tolist(), TASK.labels[:2], strict=True))
+    result = quick(labels=words, min_confidence=1.0).fit(X, y)
+    assert set(result.predict(QUERIES).tolist()) <= {-1, 0, 1}
+    assert -1 in result.predict(QUERIES)
+
+
 def test_a_class_of_the_name_of_no_class_is_refused():
     words = dict(zip([-1, 1, 2, 3], TASK.labels, strict=True))
     y = [[-1, 1, 2, 3][TASK.labels.index(word)] for word in Y]

@@ -273,3 +273,12 @@ def test_a_threshold_that_is_no_probability(home, tmp_path, refused, least):
     line = refused(*arguments(home, tmp_path / "out.tsv", "--min-confidence", least))
     assert f"min_confidence {float(least)} is no probability: " in line
     assert listed(tmp_path) == []
+
+
+def test_texts_that_are_cut_are_added_up_over_chunks(home, tmp_path, capsys):
+    long = "word " * 2000
+    rows = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in (long, "short", long, "short")])
+    assert run("predict", home / "mood", rows, "--chunk", 2) == 0
+    warning, total = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: 1 of 2 texts were cut to fit ")
+    assert total == "2 texts were cut in all"

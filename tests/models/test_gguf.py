@@ -53,7 +53,7 @@ def file(tmp_path):
 
 
 def test_a_file_gives_weights_tokens_and_identity_of_what_was_written(file, tmp_path, monkeypatch):
-    decoder = Decoder.from_pretrained(str(file), device="cpu")
+    decoder = Decoder.from_pretrained(file, device="cpu")
     expected = tiny_model("llama")
     result = decoder.model.state_dict()
     assert all(torch.equal(result[name], value) for name, value in expected.state_dict().items())

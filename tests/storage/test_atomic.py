@@ -180,3 +180,11 @@ def test_the_later_of_two_writers_is_refused_where_nothing_may_be_replaced(tmp_p
     one_line(r"file' is there already", write_file_when_another_does, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "other"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    order, rename = [], Path.rename
+    monkeypatch.setattr(os, "fsync", lambda handle: order.append("sync"))
+    monkeypatch.setattr(Path, "rename", lambda path, target: (order.append("name"), rename(path, target))[1])
+    write(tmp_path / "out")
+    assert order == ["sync"] * 3 + ["name", "sync"]

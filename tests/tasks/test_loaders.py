@@ -41,6 +41,16 @@ def test_a_file_of_rows(mails, tmp_path):
     assert [e.text for e in task.train] == ["x", "y"]
 
 
+def test_the_training_file_says_where_ids_begin(tmp_path, monkeypatch):
+    monkeypatch.setenv("I2CL_DATA_DIR", str(tmp_path))
+    (tmp_path / "sst2").mkdir()
+    for split, ids in (("train", (1, 2)), ("test", (1,))):
+        lines = [json.dumps({"text": f"film {at}", "label": at}) + "\n" for at in ids]
+        (tmp_path / "sst2" / f"{split}.jsonl").write_text("".join(lines))
+    task = load_task("sst2")
+    assert [one.label for one in (*task.train, *task.test)] == [0, 1, 0]
+
+
 def test_errors_around_a_file_of_rows(mails, tmp_path):
     assert "needs a template" in failure(mails)
     assert "once is needed" in failure(mails, template="{text}")

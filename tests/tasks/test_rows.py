@@ -346,7 +346,14 @@ def test_all_rows_that_cannot_be_used_are_told_at_once_or_left_out(tmp_path):
     value = failure(path)
     for part in ("rows 4, 5, 6,", "and 80 more: the text is empty"):
         assert part in value
-    assert len(refused_rows(path)) == 100
+    assert len(refused_rows(path)[0]) == 100
+
+
+def test_a_long_first_line_is_read_as_any_other(tmp_path):
+    path = write(tmp_path, "long.csv", f"text,label\n{'a' * 200_000},good\nb,bad\n")
+    assert [len(one.text) for one in read_labelled(path, WORDS)[0]] == [200_000, 1]
+    headless = write(tmp_path, "headless.csv", f"{'a' * 200_000},good\n")
+    assert "text" in failure(headless)
 
 
 def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):

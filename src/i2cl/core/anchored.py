@@ -59,8 +59,8 @@ STRONGEST = 1e6  # proximal factor beyond which no step pays
 COMPETING = 0.01  # probability from which on a label of several tokens is differentiated anew
 
 MANY = (
-    "{} labels share first tokens, and whole ones would take hours: each is scored by its words, in any order. "
-    "With five or more examples each sentence_embeddings may answer better (i2cl eval)"
+    "{} labels share first tokens, and whole ones would take hours: each is scored by its words, in any "
+    "order. With five or more examples each sentence_embeddings may answer better (i2cl eval)"
 )
 FEW = "{} labels are scored by their words, in any order: whole ones take more memory (--memory)"
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"

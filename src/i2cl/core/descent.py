@@ -30,8 +30,8 @@ SMALLEST = 4  # demonstrations of a batch
 
 
 def schedule(demonstrations: int, *, words: bool = False) -> TrainConfig:
-    """Passes, batches and rates for so many demonstrations. Where labels are scored by ``words``, whose weights
-    are fitted too, batches stay large.
+    """Passes, batches and rates for so many demonstrations. Where labels are scored by ``words``, whose
+    weights are fitted too, batches stay large.
     """
     size = SCHEDULE.batch_size
     if not words:

@@ -4,11 +4,11 @@ Source: paper, subsection "Noisy Self-calibration" and appendix "Reproduction De
 """
 
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from jaxtyping import Bool
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from i2cl.core.context import SITES, Writers
@@ -64,6 +64,16 @@ class CalibrationConfig(TrainConfig):
         if isinstance(value, str) and value.replace(",", "").replace(" ", "").isdigit():
             return tuple(int(part) for part in value.split(","))
         return value
+
+    @model_validator(mode="after")
+    def _can_move(self) -> Self:
+        """These formulas take the positive part of a coefficient, whose gradient is 0 elsewhere."""
+        if (self.formula == "add" and self.init_lambda <= 0) or (
+            self.formula == "balance" and self.init_beta <= 0
+        ):
+            name = "init_lambda" if self.formula == "add" else "init_beta"
+            raise ValueError(f"formula {self.formula} never leaves {name} at 0 or below: start above 0")
+        return self
 
     @classmethod
     def recipe(cls, name: str, **changes: object) -> "CalibrationConfig":

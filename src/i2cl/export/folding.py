@@ -168,8 +168,8 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
     """A plain transformers model that computes what the injected one does, without hooks.
     The result is a new model in evaluation mode on the same device; some families become another that
     computes the same. The source is not changed. Arithmetic is in float32, the result has the source's dtype.
-    Labels that are scored by their words are so by their first tokens in the result's head. Raises I2CLError if
-    the family or the injection cannot be folded, saying why and what to do instead.
+    Labels that are scored by their words are so by their first tokens in the result's head. Raises I2CLError
+    if the family or the injection cannot be folded, saying why and what to do instead.
     """
     tokenizer = None
     if isinstance(model, Decoder):

@@ -84,7 +84,7 @@ class Decoder:
     @classmethod
     def from_pretrained(
         cls,
-        name: str,
+        name: str | Path,
         *,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
@@ -108,7 +108,7 @@ class Decoder:
             trust_remote_code=trust_remote_code,
         )
         options: dict[str, Any] = {"architecture": architecture, "token_budget": token_budget}
-        return cls(model, tokenizer, name=name, revision=revision, **options)
+        return cls(model, tokenizer, name=str(name), revision=revision, **options)
 
     def __sklearn_clone__(self) -> "Decoder":
         """scikit-learn's clones of an estimator share its model, which none of them changes."""

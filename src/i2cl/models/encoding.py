@@ -31,7 +31,10 @@ class TooLongError(I2CLError):
 
 
 class TruncationWarning(UserWarning):
-    """Texts were cut to fit the model's context; the message counts them."""
+    """Texts were cut to fit the model's context: a message, and how many texts where these may be added."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class Encoder:
             ids[row] = self._cut(builds[row], texts[row], limit)
         if long:
             message = f"{len(long)} of {len(texts)} texts were cut to fit {limit} tokens of context"
-            warnings.warn(message, TruncationWarning, stacklevel=2)
+            warnings.warn(TruncationWarning(message, len(long)), stacklevel=2)
         return ids
 
     def _cut(self, build: Callable[[str], str], text: str, limit: int) -> Ids:

@@ -42,7 +42,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_model_and_tokenizer(
-    name: str,
+    name: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -74,6 +74,7 @@ def load_model_and_tokenizer(
         I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights,
             a GGUF file that transformers does not read in full, a package that is lacking, or ``python -OO``.
     """
+    name = str(name)
     require_whole(name, "the model's name")
     if sys.flags.optimize > 1:
         raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")

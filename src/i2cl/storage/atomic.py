@@ -95,7 +95,9 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
         fresh.mkdir()
         yield fresh
         follow_umask(fresh)
+        synced(*(file for file in fresh.rglob("*") if file.is_file()), fresh)
         _replace(path, fresh, owned)
+        synced(path.parent)
 
 
 def _replace(path: Path, fresh: Path, owned: Owned) -> None:

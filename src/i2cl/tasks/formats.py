@@ -201,7 +201,7 @@ def _delimiter(line: str, columns: Columns, usual: str) -> str:
     """
 
     def fits(delimiter: str) -> tuple[bool, int]:
-        cells = next(csv.reader([line], delimiter=delimiter), [])
+        cells = next(_long_fields(csv.reader([line], delimiter=delimiter)), [])
         return {name.strip() for name in cells} >= set(columns.names), len(cells)
 
     return max((usual, *DELIMITERS), key=fits)  # of equals the first

@@ -134,7 +134,8 @@ def _from_folder(root: Path, spec: TaskSpec) -> list[tuple[Example, ...]]:
     if lacking := [file for file in files if not file.is_file()]:
         cure = "add it, or give no data folder to use the hub"
         raise I2CLError(f"task {spec.name!r}: {lacking[0]} does not exist: {cure}")
-    return [read_labelled(file, spec.labels)[0] for file in files]
+    train, lookup = read_labelled(files[0], spec.labels)  # which says whether ids begin at 0 or 1
+    return [train, read_labelled(files[1], lookup)[0]]
 
 
 def _override(task: Task, template: Template | None, labels: Sequence[str] | None) -> Task:

@@ -69,24 +69,28 @@ def read_labelled(
     return tuple(examples), lookup
 
 
-def refused_rows(path: Path, labels: Sequence[str] | None = None) -> list[str]:
-    """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one.
-    What keeps `read_labelled` from reading the rest is the last.
+def refused_rows(
+    path: Path, labels: Sequence[str] | LabelLookup | None = None
+) -> tuple[list[str], LabelLookup | None]:
+    """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one; and
+    what labels that are given mean there. What keeps `read_labelled` from reading the rest is the last.
     """
     rows: list[Row | RowError] = []
     try:
         rows += rows_or_errors(str(path), Columns("text", "label"))
     except RowError as error:
         rows.append(error)
-    cells = (row.values[1] for row in rows if isinstance(row, Row))
-    lookup = None if labels is None else LabelLookup.of(labels, cells)
+    if labels is None or isinstance(labels, LabelLookup):
+        lookup = labels
+    else:
+        lookup = LabelLookup.of(labels, (row.values[1] for row in rows if isinstance(row, Row)))
 
     def use(row: Row | RowError) -> None:
         usable = _usable(row, worded=lookup is None)
         if lookup is not None:
             _label(usable, lookup)
 
-    return [str(error) for error in _parted(rows, use)[1]]
+    return [str(error) for error in _parted(rows, use)[1]], lookup
 
 
 def _parted(rows: Sequence[T], use: Callable[[T], U]) -> tuple[list[U], list[RowError]]:

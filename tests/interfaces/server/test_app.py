@@ -91,6 +91,7 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
     listed = [one["id"] for one in client.get("/v1/models").json()["data"]]
     assert listed == [service.decoder.name, *sorted([name, "films", "new"])]
     assert client.get("/v1/models/films").json()["labels"] == ["positive", "negative"]
+    assert client.get(f"/v1/models/{service.decoder.name}").json()["id"] == service.decoder.name
     assert [one["id"] for one in client.get("/v1/tasks").json()["data"]] == listed[1:]
     described = client.get(f"/v1/tasks/{name}").json()
     assert len(described["coefficients"]) == service.decoder.layers

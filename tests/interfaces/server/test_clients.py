@@ -2,6 +2,7 @@
 
 import pytest
 
+from fitting import one_line
 from i2cl import Decoder, Injection, load_task
 from i2cl.interfaces.server.client import Client
 
@@ -38,6 +39,7 @@ def test_openai(served):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=token or "none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["reference", "a/films"]
     assert client.models.retrieve("a/films").owned_by == "i2cl"
+    assert client.models.retrieve("reference").id == "reference"
     best = [("positive", "negative")[one[1] > one[0]] for one in right]
     for text, label, probs in zip(TEXTS, best, right, strict=True):
         reply = client.chat.completions.create(
@@ -76,3 +78,9 @@ def test_huggingface_hub(served):
     if token:
         with pytest.raises(hub.errors.HfHubHTTPError, match="401"):
             hub.InferenceClient(model=f"{url}/models/a/films", token="wrong").text_classification(TEXTS[0])
+
+
+def test_our_client_says_what_is_wrong_with_an_address_or_a_folder(tmp_path):
+    one_line("begin it with http://", Client, "localhost:8000")
+    client = Client("http://127.0.0.1:1")
+    one_line("give a folder that `i2cl fit` wrote", client.upload, "films", tmp_path / "none")

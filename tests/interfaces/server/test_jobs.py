@@ -177,6 +177,13 @@ def test_a_row_that_fails_or_is_too_long_costs_its_line_and_not_the_file(service
     assert (job.status, job.events[-1]["failed"]) == ("done", 2)
 
 
+def test_an_answer_names_the_line_of_the_file(service):
+    service.tasks.put("a", made(service.decoder, 0))
+    first, second = lines_of(2).splitlines()
+    job = ended(service.jobs.add("batch", *checked(service, b"\n" + first + b"\n \n" + second, "a")))
+    assert [one["line"] for one in answers(job)] == [2, 4]
+
+
 @pytest.mark.parametrize("kind", ["runs", "waits"])
 def test_a_cancel_survives_a_kill(opened, task, monkeypatch, kind):
     service = opened()

@@ -134,6 +134,14 @@ def test_texts_that_cannot_be_used_are_told_with_place_limit_and_cure(refusing):
         assert reply.json()["error"]["message"].startswith("input.1 cannot be used")
 
 
+def test_ids_of_test_rows_begin_where_those_of_the_examples_do(refusing):
+    rows = [{"text": f"film {at}", "label": str(at % 3 + 1)} for at in range(6)]
+    labels = {"labels": ["good", "fair", "bad"], "template": "{text} {label}"}
+    body = {"name": "new", "examples": rows, "test": [{"text": "a", "label": "3"}], **labels, "check": True}
+    reply = refusing.post("/v1/tasks", json=body)
+    assert reply.status_code == 200, reply.text
+
+
 def test_rows_that_are_refused_are_all_named_and_a_table_without_its_columns_has_a_cure(refusing):
     rows = [*second("")["examples"], {"text": "b", "label": [1]}, {"label": "y"}]
     outcome = refusing.post("/v1/tasks", json={**NAMED, "examples": rows}).json()

@@ -18,6 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.confidence import Right, Sure
 
 LEVEL = 0.1  # chance that a threshold is given whose answers are right less often than asked
+DIGITS = 1e6  # a threshold is given to six places, rounded down, so that typed again it means the same
 START, STEP = 0.4, 0.05  # shares of the rows: the first threshold's, and what each further one adds
 MOST_ROWS = 100_000  # beyond which no number of rows is named
 
@@ -51,7 +52,7 @@ def require_target(target: float, rows: int) -> None:
 
 def select(sure: Sure, right: Right, target: float) -> Selection | None:
     """The threshold that answers most of those shown to reach an accuracy, or None (see `require_target`)."""
-    n = len(sure)
+    n, sure = len(sure), np.floor(sure * DIGITS) / DIGITS
     require_target(target, n)
     order = np.argsort(-sure, kind="stable")
     wrong = np.cumsum(~right[order])

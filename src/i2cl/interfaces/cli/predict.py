@@ -1,7 +1,10 @@
 """`i2cl predict`."""
 
 import time
+import warnings
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,11 +94,12 @@ def predict(
                     deque(read_queries(source, form.input_format, form.text_column, kept), maxlen=0)
                 decoder = load.artefact_decoder(injection, places.model, loading)
                 read = chunks(source, form.input_format, form.text_column, kept, **cut, skip=out.kept)
-                for queries in read:
-                    scores = injection.scores(decoder, [query.text for query in queries], force=force)
-                    lines = table.lines(scores.softmax(-1).tolist(), [query.kept for query in queries])
-                    out.write(lines, len(queries))
-                    bar.advance(len(queries))
+                with _cuts_added():
+                    for queries in read:
+                        scores = injection.scores(decoder, [query.text for query in queries], force=force)
+                        lines = table.lines(scores.softmax(-1).tolist(), [query.kept for query in queries])
+                        out.write(lines, len(queries))
+                        bar.advance(len(queries))
         except KeyboardInterrupt:
             if not (out.resumes and out.rows):
                 raise
@@ -105,3 +109,24 @@ def predict(
         console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{before}.")
         if out.note:
             console.note(out.note)
+
+
+@contextmanager
+def _cuts_added() -> Iterator[None]:
+    """Say at the end how many texts were cut in all: a warning is of a chunk, and equal ones show once."""
+    from i2cl.models.encoding import TruncationWarning
+
+    show, cut = warnings.showwarning, []
+
+    def added(message: Warning | str, *rest: Any, **more: Any) -> None:
+        if isinstance(message, TruncationWarning):
+            cut.append(message.args[-1])
+        show(message, *rest, **more)
+
+    warnings.showwarning = added
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+        if len(cut) > 1:
+            console.note(f"{sum(cut)} texts were cut in all")

@@ -54,9 +54,12 @@ class Client:
 
         ``url``: such as ``http://127.0.0.1:8000``; ``token``: of the server's token file; ``retries``: how
         often a request is sent again that was refused for now, or that a server lost, unless it begins a fit
-        or a file's job or removes something; ``timeout``: seconds for which an answer is waited for.
+        or a file's job or removes something; ``timeout``: seconds for which an answer is waited for. Raises
+        I2CLError on an address without http:// or https://.
         """
         self._url = urlsplit(url.rstrip("/"))
+        if self._url.scheme not in {"http", "https"}:
+            raise I2CLError(f"{url!r} is no address of a server: begin it with http:// or https://")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._retries, self._timeout = retries, timeout
         self._own = threading.local()
@@ -87,11 +90,17 @@ class Client:
         return str(self._asked("POST", "/v1/tasks", body)[0]["id"])
 
     def upload(self, name: str, folder: str | Path) -> str:
-        """Send an artefact's folder; its digest. Raises ServerError if it is none of the server's model."""
+        """Send an artefact's folder; its digest. Raises I2CLError on a folder that is none, ServerError if it
+        is none of the server's model.
+        """
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             for file in ("injection.json", "injection.safetensors"):
-                tar.add(Path(folder) / file, arcname=file)
+                try:
+                    tar.add(Path(folder) / file, arcname=file)
+                except OSError as error:
+                    why = f"{str(folder)!r} cannot be sent: {error.strerror} ({file})"
+                    raise I2CLError(f"{why}: give a folder that `i2cl fit` wrote") from error
         path, body = f"/v1/tasks/{quote(name)}", packed.getvalue()
         return str(self._asked("PUT", path, body, "application/x-tar")[0]["digest"])
 

@@ -58,7 +58,8 @@ def read_lines(
                     raise error.at(f"line {number}") from None
                 names.add(name)
             count += 1
-            rows.write(line.model_copy(update={"model": name}).model_dump_json().encode() + b"\n")
+            row = {"line": number, **line.model_dump(), "model": name}
+            rows.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         if len(refused) == MOST_REFUSED or len(text) > LONGEST_LINE:
             break
     if refused:
@@ -95,8 +96,8 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             job.require_wanted()
             answers = _answers(chunk, digests, batcher, tasks)
             records = [
-                {"line": done + place, "custom_id": line["custom_id"], "model": line["model"], **answer}
-                for place, (line, answer) in enumerate(zip(chunk, answers, strict=True), start=1)
+                {name: line[name] for name in ("line", "custom_id", "model")} | answer
+                for line, answer in zip(chunk, answers, strict=True)
             ]
             journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in records))
             done += len(chunk)

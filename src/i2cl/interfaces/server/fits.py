@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task, Template, load_task
+from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.rows import refused_rows
 from i2cl.tasks.survey import Survey
 from i2cl.tasks.task import group_by_label
@@ -109,8 +110,10 @@ def _read(request: Mapping[str, Any], folder: Path) -> Task:
     shape, labels = Template(request["template"]), request.get("labels")
     if labels is not None:
         Task(request["name"], tuple(labels), shape)  # what is wrong with these is not told of each row
-    for file in (path, *tests):
-        if refused := [_short(why, folder) for why in refused_rows(file, labels)]:
+    meant: Sequence[str] | LabelLookup | None = labels
+    for file in (path, *tests):  # the first says whether ids begin at 0 or 1
+        refused, meant = refused_rows(file, meant)
+        if refused := [_short(why, folder) for why in refused]:
             raise RefusalError(422, "bad_rows", refused[0], rows=refused)
     return load_task(path, template=shape, labels=labels, test_path=tests[0] if tests else None)
 

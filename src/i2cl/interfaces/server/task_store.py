@@ -250,7 +250,6 @@ class TaskStore:
             injection.save_pretrained(fresh)
             digest = content_digest(fresh)
             if not (self._artefacts / digest).is_dir():
-                synced(*fresh.iterdir(), fresh)
                 fresh.rename(self._artefacts / digest)
                 synced(self._artefacts)
         return digest

@@ -183,6 +183,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if none in classes:
             cure = "fit with another name for it"
             raise I2CLError(f"{none!r} is a class and what min_confidence answers: {cure}")
+        if best.dtype.kind in "ub":  # which have no -1
+            best = best.astype(np.int64)
         return np.where(np.exp(normalised(scores)).max(-1) < self.min_confidence, none, best)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:

@@ -38,15 +38,15 @@ _LINES = _body({"application/jsonl": _TEXT})
 def add_tasks(app: FastAPI, service: Service) -> None:
     """Routes of the base model and tasks."""
     tasks = service.tasks
+    base = {"id": service.base, "object": "model", "created": 0, "owned_by": "i2cl", "parent": None}
 
     @app.get("/v1/models", summary="The base model and every task")
     def models() -> dict[str, Any]:
-        base = {"id": service.base, "object": "model", "created": 0, "owned_by": "i2cl", "parent": None}
         return {"object": "list", "data": [base, *(_model(entry, service.base) for entry in tasks.entries())]}
 
     @app.get("/v1/models/{name:path}", summary="One of them")
     def model(name: str) -> dict[str, Any]:
-        return _model(tasks.entry(name), service.base)
+        return base if name == service.base else _model(tasks.entry(name), service.base)
 
     @app.get("/v1/tasks", summary="Every task")
     def listed() -> dict[str, Any]:
