@@ -47,15 +47,6 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
     assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
 
 
-@pytest.mark.parametrize("draw", ["epoch", "step"])
-@pytest.mark.parametrize(("count", "most"), [(30, 7), (30, 40), (3, 5)])
-def test_steps_take_the_place_of_passes(draw, count, most):
-    steps = adapters.AdapterSettings(batch_size=4, max_steps=most, epochs=0, draw=draw).batches(count, 1)
-    assert len(steps) == most
-    as_passes = adapters.AdapterSettings(batch_size=4, epochs=most, draw=draw).batches(count, 1)
-    assert steps == as_passes[:most]
-
-
 @pytest.mark.parametrize(
     ("words", "more"),
     [

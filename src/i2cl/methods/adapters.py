@@ -3,7 +3,6 @@
 Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of that name.
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,23 +55,13 @@ class AdaptedDecoder(Decoder):
 
 
 class AdapterSettings(TrainConfig):
-    """The paper's learning rate of LoRA and IA3, 1e-3; optimiser steps in place of passes; how labels are
-    scored; and whether training learns how much each word counts, where words are scored
-    (`i2cl.core.word_weights`).
+    """The paper's learning rate of LoRA and IA3, 1e-3; how labels are scored; and whether training learns how
+    much each word counts, where words are scored (`i2cl.core.word_weights`).
     """
 
     lr: float = Field(1e-3, gt=0)
-    max_steps: int | None = Field(None, ge=1)
     scoring: Scoring = "auto"
     word_weights: bool = False
-
-    def batches(self, count: int, seed: int) -> list[list[int]]:
-        """Demonstration indices of every step: of `epochs` passes, or of ``max_steps`` if these are given."""
-        if self.max_steps is None:
-            return super().batches(count, seed)
-        passes = math.ceil(self.max_steps / max(1, count // self.batch_size))
-        whole = self.model_copy(update={"max_steps": None, "epochs": passes})
-        return whole.batches(count, seed)[: self.max_steps]
 
 
 class AdapterMethod(Method):

@@ -142,6 +142,10 @@ def test_demonstrations_per_class():
     asked = grid(("Zero-shot", GridRow(name="I2CL", shots=(1, 5))), seeds=1, views=("shots", "tasks"))
     assert texts(table("shots", asked, made)) == {"Zero-shot": ["50.0", "50.0"], "I2CL": ["25.0", "75.0"]}
     assert list(texts(table("tasks", asked, made))) == ["Zero-shot", "I2CL, 1 per class", "I2CL, 5 per class"]
+    made += [record("few_shot", "sst2", 0, "1111", shots=5)]
+    rows = GridRow(name="I2CL", shots=(1, 5)), GridRow(name="Few-shot (ICL)", method="few_shot", shots=(5,))
+    asked = grid(rows, seeds=1, views=("shots", "tasks"))
+    assert texts(table("shots", asked, made)) == {"I2CL": ["25.0", "75.0"], "Few-shot (ICL)": ["–", "100.0"]}
 
 
 def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():

@@ -68,9 +68,9 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
 
 
 def shots(results: Results, _vectors: Vectors) -> Figure | None:
-    """Mean accuracy against demonstrations per class, a line for each row that has several numbers of them.
-    Other rows are dashed horizontal lines. A line's points are means over the same tasks: those that its row
-    has at every number of demonstrations where it has any.
+    """Mean accuracy against demonstrations per class, a line for each row that names numbers of them, a point
+    where it is one. Other rows are dashed horizontal lines. A line's points are means over the same tasks:
+    those that its row has at every number of demonstrations where it has any.
     """
     wanted = sorted({count for row in results.rows if len(row.shots) > 1 for count in row.shots})
     if not wanted:
@@ -80,7 +80,7 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
     for number, row in enumerate(results.rows):
         colour = base.colour_of(results, row, number)
         lines = [line for line in results.lines if line.row is row]
-        if len(row.shots) > 1:
+        if row.shots:
             _curve(axes, results, lines, colour, base.MARKERS[number % len(base.MARKERS)])
         elif lines and (mean := results.accuracy(lines[0])) is not None:
             name = base.counted(row.name, len(results.tasks_of(lines[0])), results)

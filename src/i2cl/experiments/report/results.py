@@ -91,7 +91,7 @@ class Results:
             for place, row in enumerate(self.experiment.rows):
                 if row.holds(cell) and (row.seeds is None or cell.seed < row.seeds):
                     source = cell.sources[0] if row.study == "move" and cell.sources else None
-                    line = Line(place, cell.shots if len(row.shots) > 1 else None, source, row)
+                    line = Line(place, cell.shots if row.shots else None, source, row)
                     sources = cell.sources if row.study == "transfer" else ()
                     by_sources[line, cell.task].setdefault(sources, {})[cell.seed] = record
         # A transfer may have been run from more and from fewer tasks, which do not mix: first, most seeds.
