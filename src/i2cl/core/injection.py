@@ -7,7 +7,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +275,7 @@ class Injection:
             optional["encoder"] = self.encoder_bias.encoder
         return {
             "format_version": version,
-            "base_model": self.base.to_dict(),
+            "base_model": asdict(self.base),
             "task": self.task.to_dict(),
             "demonstrations": self.context.demonstrations,
             "extraction": self.context.config.model_dump(),

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -66,10 +66,6 @@ class ModelIdentity:
         differences = [f"{name} {one!r} and not {two!r}" for name, (one, two) in pairs.items() if one != two]
         more = [f"{len(differences) - MOST_NAMED} more"] if len(differences) > MOST_NAMED else []
         return ", ".join(differences[:MOST_NAMED] + more) or None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its fields for JSON."""
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ModelIdentity":

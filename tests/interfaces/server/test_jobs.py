@@ -221,14 +221,14 @@ def test_events_are_few_however_long_a_job_takes(service, asking):
     reply = asking(service).get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": str(seen)})
     assert reply.text.startswith(f"id: {round(1000 * job.events[-1]['at'])}\nevent: done\n")
     job.cancelled = True
-    (job.folder / "job.json").write_text('{"kind": "fit", "created": 0.0, "told": {}}')
+    (job.folder / "job.json").write_text('{"kind": "fit", "created": 0.0, "request": {}}')
     again = jobs.Job.stored(job.folder)  # after a start anew ids go on behind those that were shown
     assert [one["event"] for one in again.events] == ["started", "done"]
     assert again.events[-1]["at"] == job.events[-1]["at"]
 
 
 SPOILED = {
-    "job.json": [b"", b"{", b"[]", b"null", b"\xff", b'{"kind": "none", "created": 0, "told": {}}'],
+    "job.json": [b"", b"{", b"[]", b"null", b"\xff", b'{"kind": "none", "created": 0, "request": {}}'],
     "events.jsonl": [b"{", b"3", b"null", b'{"event": 3}', b"\xff\xfe", b'{"event":"done","at":NaN}'],
 }
 

@@ -150,8 +150,9 @@ def fit(
     queries = labelled_rows(loaded, demonstrations, scoring.evaluate)
     if scoring.target_accuracy is not None:
         require_target(scoring.target_accuracy, len(queries))
-    refits = 0 if queries else _refits(scoring, loaded, demonstrations, seed)
-    survey, summary = data.surveyed(loaded, decoder, drawn, queries, refits) if is_own(task) else (None, "")
+    refits, unknown = (0, "") if queries else _refits(scoring, loaded, demonstrations, seed)
+    of_rows = loaded, decoder, drawn, queries, max(0, refits - 1)
+    survey, summary = data.surveyed(*of_rows) if is_own(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     started = time.perf_counter()
@@ -168,24 +169,27 @@ def fit(
 
     known = {"shots": drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed, "method": chosen.name}
     injection = _saved(replace(injection, command=command_line(context, **known)), output)
-    unknown = ""
-    if scoring.evaluate:
+    if scoring.evaluate and (queries or refits):
         given: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
-        what = injection, decoder, loaded, demonstrations, queries, make, scoring.folds
         with _whole(output):  # scoring may take longer than the fit
-            injection, unknown = _measured(*what, **given)
+            injection = _measured(injection, decoder, loaded, demonstrations, queries, make, refits, **given)
         _saved(injection, output)
     _show_fit(injection, chosen.name, output, model, seconds, survey, unknown=unknown, json=json)
 
 
-def _refits(scoring: ScoreOptions, task: "Task", demonstrations: "Sequence[Example]", seed: int) -> int:
-    """What refits take where no rows are left to score on, in fits of all rows: each leaves out a part."""
+def _refits(
+    scoring: ScoreOptions, task: "Task", demonstrations: "Sequence[Example]", seed: int
+) -> tuple[int, str]:
+    """How many refits score a fit where no other rows are left, or why that cannot be."""
     from i2cl.methods.calibrated.folds import fold_rows, unmeasurable
 
-    folds = scoring.folds if scoring.evaluate else 0
-    if not folds or unmeasurable(task, demonstrations, folds, seed):
-        return 0
-    return len(fold_rows(task, demonstrations, folds, seed)) - 1
+    if not scoring.evaluate:
+        return 0, ""
+    if not scoring.folds:
+        return 0, "no labelled rows remain to score: fit with fewer --shots"
+    if why := unmeasurable(task, demonstrations, scoring.folds, seed):
+        return 0, why
+    return len(fold_rows(task, demonstrations, scoring.folds, seed)), ""
 
 
 def _saved(injection: "Injection", output: Path) -> "Injection":
@@ -230,17 +234,11 @@ def _measured(
     make: "Callable[..., Injection]",
     folds: int,
     **timed: Any,
-) -> "tuple[Injection, str]":
-    """The injection with whether it pays, or why that cannot be known."""
+) -> "Injection":
+    """The injection with whether it pays: by the queries, or else by so many refits."""
     from i2cl.experiments.evidence.baselines import baselines, with_folds, with_worth
-    from i2cl.methods.calibrated.folds import fold_rows, unmeasurable
 
     if not queries:
-        if not folds:
-            return injection, "no labelled rows remain to score: fit with fewer --shots"
-        if why := unmeasurable(task, demonstrations, folds, injection.seed):
-            return injection, why
-        folds = len(fold_rows(task, demonstrations, folds, injection.seed))
         console.note(
             f"no labelled rows remain to score: {folds} refits, each without one part of the demonstrations, "
             f"take some {(folds - 1) * timed['seconds']:.1f} s (--folds 0: none)"
@@ -252,8 +250,8 @@ def _measured(
             del timed["target"]
             step = lambda done, most, _: bar.describe(f"refitting, step {done} of {most}")  # noqa: E731
             again = partial(make, watch=step)
-            return with_folds(injection, decoder, task, demonstrations, again, folds=folds, **timed), ""
-        return with_worth(injection, decoder, task, demonstrations, queries, **timed), ""
+            return with_folds(injection, decoder, task, demonstrations, again, folds=folds, **timed)
+        return with_worth(injection, decoder, task, demonstrations, queries, **timed)
 
 
 def _method_of(way: MethodOptions) -> "Injector":

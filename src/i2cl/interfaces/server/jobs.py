@@ -48,7 +48,7 @@ class Head(pydantic.BaseModel):
 
     kind: Kind
     created: float
-    request: dict[str, Any] = pydantic.Field(validation_alias=pydantic.AliasChoices("request", "told"))
+    request: dict[str, Any]
     owner: str | None = None
 
 

@@ -26,7 +26,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.uploads import refused_artefact, require_moderate
+from i2cl.interfaces.server.uploads import require_moderate
 from i2cl.storage.atomic import replaced_file, synced
 
 LONGEST_NAME = 128
@@ -129,10 +129,14 @@ class TaskStore:
 
     def loaded(self, injection: Injection) -> Loaded:
         """An injection as this model would use it; a 422 if it cannot be used."""
-        with refused_artefact():
+        try:
             injection = self._with_encoder(injection)
             require_moderate(injection, self.pool.decoder)
             return InjectionPool(self.pool.decoder, {"": injection}).task("")
+        except RefusalError:
+            raise
+        except I2CLError as error:
+            raise RefusalError(422, "bad_artefact", str(error)) from None
 
     def _with_encoder(self, injection: Injection) -> Injection:
         """By whichever of this server's encoders gives the vectors of the fit: names differ by machine."""

@@ -4,7 +4,6 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 
@@ -23,17 +22,6 @@ MOST_HEADER = 2**16  # bytes in which the file of tensors says what it holds
 MOST_MEMBERS = 32  # of a tar, with what it tells of files beside them
 MOST_LABELS = 2048
 MOST_WORDS = 2 * MOST_LABELS  # tokens that tell these
-
-
-@contextmanager
-def refused_artefact() -> Iterator[None]:
-    """What is wrong with an artefact, as a refusal. Raises RefusalError: 422 in place of an I2CLError."""
-    try:
-        yield
-    except RefusalError:
-        raise
-    except I2CLError as error:
-        raise RefusalError(422, "bad_artefact", str(error)) from None
 
 
 def most_bytes(decoder: Decoder) -> int:
@@ -74,7 +62,7 @@ def unpack(body: bytes) -> Injection:
         raise _refused(f"{DESCRIPTION} is longer than {MOST_TOLD} bytes")
     if int.from_bytes(members.get(TENSORS, b"")[:8], "little") > MOST_HEADER:
         raise _refused(f"{TENSORS} has a header of more than {MOST_HEADER} bytes")
-    with tempfile.TemporaryDirectory() as scratch, refused_artefact():
+    with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "upload"
         folder.mkdir()
         for name in FILES & members.keys():
