@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from i2cl.experiments.confidence import highest, reliability as curve
 from i2cl.experiments.report.figures_base import new_figure
 from i2cl.experiments.report.results import Results
+from i2cl.experiments.statistics import Accuracy
 from i2cl.injections.temperature import normalised
 from results_stores import OURS, SHOWN, STORES, confidence_fits, enough, line_of, lines_of, results
 
@@ -84,19 +85,20 @@ CURVES = {
 }
 """Colour and marker of a row in a figure of accuracy by demonstrations a class."""
 
+SAME = {"LoRA": ("LoRA, words", "LoRA, 5 passes of 8", "LoRA, words, 5 passes of 8")}
+"""Rows that belong to one line, where the row itself has no point."""
+
 
 def draw_curves(axes: Axes, result: Results, task: str | None = None) -> None:
     """Accuracy by demonstrations a class, on one task or on average, with intervals where there are seeds."""
     every = sorted({line.shots for line in result.lines if line.shots is not None})
     for name, (colour, marker) in CURVES.items():
-        by_shots = {
-            line.shots: got
-            for line in result.lines
-            if name in {line.row.name, line.row.method}
-            and line.shots
-            and set(result.tasks if task is None else [task]) <= set(result.tasks_of(line))
-            and (got := result.accuracy(line, task))
-        }
+        by_shots: dict[int, Accuracy] = {}
+        for line in result.lines:
+            named = not {name, *SAME.get(name, ())}.isdisjoint({line.row.name, line.row.method})
+            whole = set(result.tasks if task is None else [task]) <= set(result.tasks_of(line))
+            if named and line.shots and whole and (got := result.accuracy(line, task)):
+                by_shots.setdefault(line.shots, got)
         if not by_shots:
             continue
         counts, means = list(by_shots), [100 * one.mean for one in by_shots.values()]
