@@ -30,7 +30,7 @@ MEASURED = ROOT / "docs" / "architectures.json"
 
 HEAD = """# Model types
 
-Printed by `python scripts/architectures_table.py`; `make docs-results` measures anew.
+Printed by `python scripts/architectures_table.py`; `make docs-results` measures again.
 
 ## Supported
 
