@@ -267,6 +267,7 @@ def test_methods_are_made_by_name_with_the_options_they_know():
         (["i2cl"], {"token": "middle"}, "option token='middle'"),
         (["lora"], {"loss": "words"}, "option loss='words': Input should be 'vocabulary' or 'labels'"),
         (["anchored"], {"loss": "labels"}, "no chosen method has the option 'loss'"),
+        (["i2cl"], {"formula": "add", "init_lambda": "0"}, "^formula add never leaves init_lambda at 0"),
         *(([name], {key: inf}, f"option {key}='?inf'?: .*finite number") for (name, key), inf in ENDLESS),
     ],
 )

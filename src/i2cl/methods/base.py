@@ -300,8 +300,11 @@ def _read(model: type[M], options: Mapping[str, Any]) -> M:
         settings = model.model_validate(given)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # options that do not go together
+            raise I2CLError(message) from None
         name = str(first["loc"][0])
-        raise I2CLError(f"option {name}={repr(options[name])[:200]}: {first['msg']}") from None
+        raise I2CLError(f"option {name}={repr(options[name])[:200]}: {message}") from None
     for name in given:
         value = getattr(settings, name)
         if isinstance(value, float) and not math.isfinite(value):  # which JSON cannot hold

@@ -167,8 +167,9 @@ def _scratch(path: Path) -> Iterator[Path]:
 
 def synced(*paths: Path) -> None:
     """Return when files and folders, the names in them, are on the disk. Raises OSError if they cannot be."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
+    windows = os.name == "nt"  # which syncs no folder, and no file that is open for reading alone
+    for path in (one for one in paths if not (windows and one.is_dir())):
+        handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:

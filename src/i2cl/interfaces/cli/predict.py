@@ -116,11 +116,12 @@ def _cuts_added() -> Iterator[None]:
     """Say at the end how many texts were cut in all: a warning is of a chunk, and equal ones show once."""
     from i2cl.models.encoding import TruncationWarning
 
-    show, cut = warnings.showwarning, []
+    show = warnings.showwarning
+    cut: list[int] = []
 
     def added(message: Warning | str, *rest: Any, **more: Any) -> None:
         if isinstance(message, TruncationWarning):
-            cut.append(message.args[-1])
+            cut.extend(message.args[1:])  # how many, where it says so
         show(message, *rest, **more)
 
     warnings.showwarning = added
