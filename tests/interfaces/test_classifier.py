@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from dataclasses import replace
+from datetime import date
 from functools import cache
 
 import numpy as np
@@ -205,9 +206,12 @@ def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
     result.save_pretrained(tmp_path / "out")
     assert I2CLClassifier.from_pretrained(tmp_path / "out").report_ is None
     assert quick(evaluate=7).fit(X, Y).report_["rows"] == 7
-    one_line("-1 queries", quick(evaluate=-1).fit, X, Y)
+    one_line("evaluate is -1", quick(evaluate=-1).fit, X, Y)
     with pytest.raises(NotFittedError):
         _ = quick(evaluate=7).report_
+
+
+DATES = {date(2020, 1, 1): "red", date(2021, 1, 1): "blue"}
 
 
 def wrong(x=None, y=None, **parameters):
@@ -242,6 +246,15 @@ def wrong(x=None, y=None, **parameters):
         ({"model": "no/such/folder/here"}, r"does not exist.*set_params\(model=...\)"),
         ({"model": 3}, "model is a int: give a name, a folder or a Decoder"),
         ({"shots": 2.0}, "shots is 2.0: give a whole number, or None"),
+        ({"folds": 2.5}, "folds is 2.5: give a whole number"),
+        ({"evaluate": "160"}, "evaluate is '160': give a whole number"),
+        ({"min_confidence": "0.5"}, "min_confidence '0.5' is no probability"),
+        ({"method": ["anchored"]}, r"unknown method \['anchored'\]"),
+        ({"recipe": ["fast"]}, r"unknown recipe \['fast'\]"),
+        (
+            {"y": np.array(["2020-01-01", "2021-01-01"] * 30, "datetime64[D]"), "labels": DATES},
+            "2020.* is no string or number",
+        ),
         ({"scoring": "nope"}, "scoring is 'nope': choose one of auto, first_token, full"),
         ({"template": None}, "template is None: give a string with {text} and {label}"),
         ({"settings": [1]}, "settings is a list: give a dict"),

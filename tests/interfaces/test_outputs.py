@@ -177,6 +177,8 @@ def test_predictions_as_table_and_as_json_and_labels_with_breaks():
     assert first == {"label": "b", "probabilities": {"\u00e9": 0.25, "b": 0.75}}
     assert second["label"] == "\u00e9"
     assert Table(("label", "b")).columns == ("label", "probability.label", "b")
+    same = Table(("label", "probability.label")).columns
+    assert same == ("label", "probability.probability.label", "probability.label")
     assert Table(("a\tb", "c\nd")).header == "label\ta b\tc d\n"
     assert Table(("a", "c\nd")).lines([[0.0, 1.0]]) == "c d\t0.000000\t1.000000\n"
 

@@ -133,6 +133,10 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
 def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", lambda *_: pytest.fail("the model was read"))
     path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(6000)])
+    bundled = "fit", "reference", "mood-colour-1", "-o", tmp_path / "new"
+    assert "leave --keep-back out" in refused(*bundled, "--keep-back", "3")
+    assert "leave them out" in refused(*bundled, "--text-column", "body")
+    assert "{text} 0 times" in refused("fit", "reference", path, "--template", "", "-o", tmp_path / "new")
     err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
     assert "6000 examples are more than the 4096 that anchored calibration takes: give fewer of each" in err
     path = write(tmp_path / "labels.csv", [(f"text {row}", f"label {row}") for row in range(5000)])
@@ -189,3 +193,12 @@ def test_the_table_of_a_fit_has_80_columns(capsys, monkeypatch, at_80):
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= 80
     assert len([line for line in lines if line.strip()]) == 2 + len(TABLE), "each row is one line"
+
+
+def test_text_is_shown_as_it_is_and_a_name_with_a_space_is_quoted(call, model, tmp_path):
+    path = write(tmp_path / "a.csv", [(f"text {row}", (":joy:", ":100:")[row % 2]) for row in range(6)])
+    folder = tmp_path / "my task"
+    code, out, _ = call("fit", model, path, "-o", folder, "--evaluate", "0")
+    assert (code, ":100: 3, :joy: 3" in out) == (0, True), out
+    assert f"Next: i2cl predict '{folder}' FILE" in out.replace("\n", " ")
+    assert "--output 'my task'" in (folder / "README.md").read_text()

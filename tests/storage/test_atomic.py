@@ -99,6 +99,9 @@ def test_a_folder_with_other_files_or_a_file_in_the_way_is_refused(tmp_path):
     one_line("is a file", write, tmp_path / "file")
     one_line("cannot write to", write, tmp_path / "file" / "deeper")
     assert (tmp_path / "file").read_text() == "mine"
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        one_line("is a file", require_writable, tmp_path / "pipe", set())
 
 
 def test_the_early_check_writes_nothing_and_names_a_folder_that_cannot_be_written(tmp_path, monkeypatch):

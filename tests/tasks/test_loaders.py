@@ -57,7 +57,8 @@ def test_errors_around_a_file_of_rows(mails, tmp_path):
     assert "is the string 'ham,spam'" in failure(mails, template=TEMPLATE, labels="ham,spam")
     assert "none.csv does not exist" in failure(tmp_path / "none.csv", template=TEMPLATE)
     assert "none.jsonl does not exist" in failure(mails, template=TEMPLATE, test_path=tmp_path / "none.jsonl")
-    assert "leave test_path out" in failure("synthetic", test_path=mails)
+    assert "leave test_path (--test) out" in failure("synthetic", test_path=mails)
+    assert "leave them out" in failure("synthetic", text_column="body")
     mails.rename(tmp_path / "rows.txt")
     value = failure(tmp_path / "rows.txt")
     assert "cannot read files ending in '.txt': use one of .toml, .csv" in value
@@ -72,9 +73,11 @@ def test_a_task_toml_reads_files_beside_it(mails, tmp_path):
     task = load_task(toml)
     assert (task.name, task.group, task.shots) == ("kind", "user", 1)
     assert task.train == task.test == (Example("x", 1), Example("y", 0))
+    assert "leave test_path (--test) out" in failure(toml, test_path=mails)
     toml.write_text(toml.read_text().replace('test = "mails.csv"', ""))
     assert load_task(toml).test == ()
-    assert "leave test_path out" in failure(toml, test_path=mails)
+    assert load_task(toml, test_path=mails).test == task.test
+    assert "leave them out" in failure(toml, label_column="kind")
     mails.unlink()
     assert "mails.csv does not exist" in failure(toml)
 

@@ -223,6 +223,7 @@ def test_errors_name_the_place_and_the_cure_to_both(tmp_path, name, content, sai
 
 UNKNOWN = [
     ("a.csv", "text,label\nx,0\ny,1\n", "pass the label words"),
+    ("a.csv", "text,label\nx,0.0\ny,1.0\n", "pass the label words"),
     ("a.jsonl", '{"text": "x", "label": 0}', "pass the label words"),
     ("a.csv", "text,label\nx,ham\ny,ham\n", "every label is 'ham'"),
     ("a.csv", "text,label\nx,ham\ny,\n", "row 3: label '' is not a word"),
@@ -241,7 +242,7 @@ UNKNOWN = [
         ("a.csv", "text,label\nx,2\n", "row 2: label '2' is not one of"),
         ("a.csv", "text,label\nx,-1\n", "row 2: label '-1' is not one of"),
         ("a.jsonl", '{"text": "x", "label": true}', "line 1: label True is not one of"),
-        ("a.json", '[{"text": "x", "label": 1.0}]', "item 1: label 1.0 is not one of"),
+        ("a.json", '[{"text": "x", "label": 1.5}]', "item 1: label 1.5 is not one of"),
     ],
 )
 def test_errors_of_labels(tmp_path, name, content, said):
@@ -251,7 +252,12 @@ def test_errors_of_labels(tmp_path, name, content, said):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("", "is empty"), ("one\n  \ntwo\n", "line 2: the text is empty"), (b"a\n\x81", "line 2 is not UTF-8")],
+    [
+        ("", "is empty"),
+        ("one\n  \ntwo\n", "line 2: the text is empty"),
+        (b"a\n\x81", "line 2 is not UTF-8"),
+        (b"PAR1\0", "a null byte"),
+    ],
 )
 def test_errors_of_lines(tmp_path, content, said):
     assert said in told_of_texts(write(tmp_path, "t.txt", content))
@@ -364,6 +370,7 @@ def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):
     assert (lookup.labels, [one.label for one in examples]) == (("1", "3"), [0, 1])
     examples, lookup = read_labelled(stars, ("poor", "fair", "good"))
     assert [one.label for one in examples] == [0, 2]
+    assert label_ids(write(tmp_path, "e.jsonl", '{"text": "x", "label": 1.0}'), ("a", "b")) == [1]
     test = write(tmp_path, "c.csv", "text,label\nx,2\n")
     assert read_labelled(test, lookup)[0] == (Example("x", 1),), "a second file counts as the first did"
     assert label_ids(write(tmp_path, "d.csv", "text,label\nx,0\ny,1\n"), ("a", "b")) == [0, 1]

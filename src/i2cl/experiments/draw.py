@@ -10,6 +10,7 @@ from statistics import median_low
 from i2cl.core.anchored import MOST_DEMONSTRATIONS, require_few
 from i2cl.core.descent import schedule
 from i2cl.core.problem import MOST_COLUMNS, MOST_WHOLE
+from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
@@ -77,6 +78,8 @@ def draw(
     if from_file and shots is None and anchored:
         require_few(up_to(task, 1, seed))
         return None
+    if keep_back and not from_file:
+        raise I2CLError(f"{task.name!r} draws from its training rows: leave --keep-back out")
     if keep_back is None:
         keep_back = KEPT_BACK if scored and shots is None else 0
     shown = up_to(task, count, seed, keep_back) if from_file else task.sample(shots, seed)

@@ -63,11 +63,11 @@ def calibrating_method(
     option that the method has not.
     """
     known = (Anchored.name, I2CL.name, AnchoredWithEmbeddings.name)
-    if name not in {None, *known}:
+    if name not in (None, *known):
         raise I2CLError(f"unknown method {name!r}: choose one of {', '.join(known)}")
-    if recipe not in {None, *RECIPES}:
+    if recipe not in (None, *RECIPES):
         raise I2CLError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
-    if name not in {None, I2CL.name} and recipe is not None:
+    if name not in (None, I2CL.name) and recipe is not None:
         raise I2CLError("a recipe is I2CL's: leave the recipe out, or take the method i2cl")
     if name is None:
         of_i2cl_alone = set(I2CL.options()) - set(Anchored.options())

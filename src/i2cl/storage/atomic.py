@@ -54,7 +54,7 @@ def require_writable(path: Path, owned: Owned) -> None:
     """Fail early where `new_folder` would fail later. Raises I2CLError if the parent cannot be made or
     written, or ``path`` is a file or holds other files.
     """
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise I2CLError(f"{str(path)!r} is a file: give a folder")
     there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if others := sorted(there - (owned(path) if callable(owned) else owned)):

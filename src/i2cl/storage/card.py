@@ -6,6 +6,7 @@ https://huggingface.co/docs/huggingface_hub/guides/model-cards.
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -139,7 +140,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
         base=_inline(shown),
         classes=len(task["labels"]),
         python=_python(name, shown, base["revision"]),
-        console=fenced(f"i2cl predict {name} texts.txt", "console"),
+        console=fenced(f"i2cl predict {shlex.quote(name)} texts.txt", "console"),
         local=shown != base["name"],
         task=_json({key: task[key] for key in SHOWN if key in task}),
         base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),

@@ -58,12 +58,17 @@ def encoding_of(lines: Iterable[bytes]) -> str:
 
 
 def decoded(lines: Iterable[bytes], where: str, encoding: str = UTF_8) -> Iterator[str]:
-    """Lines of text without their byte order mark; RowError naming the first byte that is none."""
+    """Lines of text without their byte order mark; RowError naming the first byte that is none, or a line
+    with a null byte, as binary files have.
+    """
     if encoding == UTF_16:
         yield from _of_utf_16(lines, where)
         return
     before = 0
     for number, line in enumerate(lines, start=1):
+        if b"\0" in line:
+            what = f"{where} line {number} holds a null byte, so it is no text file"
+            raise RowError(f"{what}: save it as UTF-8 text, CSV or JSON Lines")
         try:
             text = line.decode(encoding)
         except UnicodeDecodeError as error:

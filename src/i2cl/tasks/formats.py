@@ -252,7 +252,8 @@ def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = Fals
     try:
         record = _parsed(record, place, "correct that line") if parse else record
         if not isinstance(record, dict):
-            return RowError(f"{shown(record)} is not an object: write {{{columns.text!r}: ...}}", place)
+            names = ", ".join(map(repr, columns.names))
+            return RowError(f"{shown(record)} is not an object: write one with {names}", place)
         columns.require(list(record), place)
     except RowError as error:
         return error

@@ -32,7 +32,7 @@ class LabelLookup:
 
     def find(self, label: object) -> int | None:
         """The class id that `label` names, or None."""
-        if isinstance(label, bool) or not isinstance(label, int | str):
+        if isinstance(label, bool) or not isinstance(label, int | float | str):
             return None
         word = str(label).strip()
         folded = word.casefold()
@@ -51,8 +51,8 @@ class LabelLookup:
 
 
 def as_id(cell: object) -> int | None:
-    """The number that a cell is, unless it is another thing."""
-    word = str(cell).strip()
+    """The number that a cell is, unless it is another thing. 1.0 is 1: so pandas writes ids beside gaps."""
+    word = str(cell).strip().removesuffix(".0")
     whole = word.isascii() and word.isdecimal() and len(word) <= MOST_DIGITS
     return int(word) if whole and not isinstance(cell, bool) else None
 

@@ -78,13 +78,21 @@ def load_task(
             raise I2CLError(f"{path} needs a template: pass one such as {example}")
         test = () if test_path is None else read(Path(test_path), lookup)[0]
         return Task(path.stem, lookup.labels, shape, train, test, title=path.stem)
+    if (text_column, label_column) != ("text", "label"):
+        what = "columns (--text-column, --label-column) are those of a file of rows"
+        raise I2CLError(f"{what}: leave them out; a task TOML names its own in [files]")
+    if suffix != ".toml":
+        if test_path is not None:
+            what = f"{str(name_or_path)!r} brings its own test split"
+            raise I2CLError(f"{what}: leave test_path (--test) out")
+        return _override(_load_named(str(name_or_path), data_dir), shape, labels)
+    spec = read_spec(path)
     if test_path is not None:
-        raise I2CLError(f"test_path: {str(name_or_path)!r} brings its own test split: leave test_path out")
-    if suffix == ".toml":
-        task = _load_spec(read_spec(path), path.parent, data_dir, "user", skip=skip_bad_rows)
-    else:
-        task = _load_named(str(name_or_path), data_dir)
-    return _override(task, shape, labels)
+        if spec.files is None or spec.files.test:
+            raise I2CLError(f"{path} names its own test split: leave test_path (--test) out")
+        files = spec.files.model_copy(update={"test": str(Path(test_path).absolute())})
+        spec = spec.model_copy(update={"files": files})
+    return _override(_load_spec(spec, path.parent, data_dir, "user", skip=skip_bad_rows), shape, labels)
 
 
 def default_template(name: StrPath) -> str | None:

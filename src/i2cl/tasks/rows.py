@@ -195,8 +195,8 @@ def _derived(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _word(row: Row) -> str:
     label = row.values[1]
-    if isinstance(label, int) and as_id(label) is not None:
-        return str(label)
+    if isinstance(label, int | float) and (number := as_id(label)) is not None:
+        return str(number)
     if not isinstance(label, str) or not label.strip():
         cure = "write a label word there, or pass the label words for class ids"
         raise RowError(f"label {shown(label)} is not a word: {cure}", row.place)

@@ -233,8 +233,7 @@ class Task:
     def _rows(self, split: str) -> tuple[Example, ...]:
         rows = self.train if split == "train" else self.test
         if not rows:
-            option = "--test FILE" if split == "test" else "rows to train on"
-            cure = f"give {option}, or load the task with load_task"
+            cure = "give --test FILE" if split == "test" else "load the task with load_task"
             raise I2CLError(f"task {self.name!r} has no {split} examples: {cure}")
         return rows
 

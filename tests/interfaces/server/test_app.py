@@ -269,6 +269,8 @@ def test_token_files_that_are_none(tmp_path, text):
     file = tmp_path / "tokens"
     file.write_text(text)
     assert "0123456789abcdef" not in one_line("--token-file", read_tokens, file)
+    file.write_text("admin 0123456789abcdef", encoding="utf-8-sig")
+    assert read_tokens(file) == {"0123456789abcdef": "admin"}
 
 
 def test_an_answer_that_nobody_waits_for_does_not_run(service):

@@ -83,4 +83,5 @@ def test_huggingface_hub(served):
 def test_our_client_says_what_is_wrong_with_an_address_or_a_folder(tmp_path):
     one_line("begin it with http://", Client, "localhost:8000")
     client = Client("http://127.0.0.1:1")
+    one_line("texts is one string", client.classify, "films", "abc")
     one_line("give a folder that `i2cl fit` wrote", client.upload, "films", tmp_path / "none")

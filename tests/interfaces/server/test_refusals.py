@@ -63,6 +63,7 @@ def second(text, label="y"):
     [
         (second(" "), "item 2: the text is empty"),
         (second(3), "item 2: the text is 3, not"),
+        ({"examples": [1]}, "1 is not an object: write one with 'text', 'label'$"),
         (second("\ud800"), "item 2: .* surrogate"),
         (second("b", None), "item 2: label None"),
         ({"labels": ["good", "bad"]}, "item 1: label 'x' is not one of good, bad"),

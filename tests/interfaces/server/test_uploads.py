@@ -237,6 +237,7 @@ def test_a_file_is_checked_line_by_line(client, service, monkeypatch):
         return of_texts.read_lines(io.BytesIO(body), "films", service.tasks.entry, Nowhere())
 
     body = b'{"input":"a"}\n' * 30_000
+    assert read(b"\xef\xbb\xbf" + body[:14]) == (1, ["films"])
     with peak_below(2**20):
         assert read(body) == (30_000, ["films"])
     assert len(refusal("", read, b'{"inpt":"a"}\n' * 30_000).rows) == of_texts.MOST_REFUSED

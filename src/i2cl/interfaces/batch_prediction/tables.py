@@ -69,8 +69,15 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All names; a kept column that is called like one of ours, or one before, is ``input.NAME``."""
-        ours = ("label", *(f"probability.{label}" if label == "label" else label for label in self.labels))
+        """All names; a label that is called like another column is ``probability.NAME``, and a kept column
+        that is called like one of ours, or one before, ``input.NAME``.
+        """
+        ours = ["label"]
+        for label in self.labels:
+            name = label
+            while name in ours or (name != label and name in self.labels):
+                name = f"probability.{name}"
+            ours.append(name)
         names: list[str] = []
         for name in self.names:
             while name in ours or name in names:

@@ -33,8 +33,9 @@ SPEED_PERIOD = 3600.0  # seconds that time left is estimated from: an epoch of a
 FIRST = os.environ.get("RANK", "0") == "0"
 ESCAPED = "i2cl.escaped"  # name of the way in which streams treat what they cannot show
 
-out = Console(highlight=False, quiet=not FIRST)
-err = Console(stderr=True, highlight=False, quiet=not FIRST)
+# Text stands as it is: emoji codes such as :joy: may be somebody's labels.
+out = Console(highlight=False, emoji=False, quiet=not FIRST)
+err = Console(stderr=True, highlight=False, emoji=False, quiet=not FIRST)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:

@@ -1,5 +1,6 @@
 """`i2cl export`."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,7 +162,8 @@ def _show_export(
     if form.to == "gguf":
         console.say("It is for llama.cpp; transformers refuses it (gguf_file=), for which export --to hf.")
     if known is not None:
-        console.say("\n".join((*_about_greedy(known, form, calls), f"Next: i2cl verify {output}")))
+        following = f"Next: i2cl verify {shlex.quote(str(output))}"
+        console.say("\n".join((*_about_greedy(known, form, calls), following)))
 
 
 def _as_json(golden: "Golden", calls: Mapping[str, str]) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def _show_fit(
             least = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
     elif unknown:
         console.say(f"Whether it pays is not known: {unknown}, or give other rows with --test FILE.")
-    console.say(f"Next: i2cl predict {output} FILE{least}")
+    console.say(f"Next: i2cl predict {shlex.quote(str(output))} FILE{least}")
 
 
 def _show_worth(worth: Mapping[str, Any]) -> None:
@@ -338,6 +338,11 @@ def _show_worth(worth: Mapping[str, Any]) -> None:
     console.say(f"\nWhether it pays: {worth['verdict']}.")
 
 
+def _public(value: object) -> str:
+    """The last part of a path, whether it is there or not; a name that may be a hub id as others know it."""
+    return (value.name or value.resolve().name) if isinstance(value, Path) else public_name(str(value))
+
+
 def _without_folders(value: str) -> str:
     name, mark, encoder = value.partition("=")
     return f"{name}={public_name(encoder)}" if mark and name == "encoder" else value
@@ -356,7 +361,7 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         if name == "json" or value is None or not (typed or name in resolved):
             continue
         values = [
-            public_name(str(one)) if isinstance(one, Path) or name in _NAMES else _without_folders(str(one))
+            _public(one) if isinstance(one, Path) or name in _NAMES else _without_folders(str(one))
             for one in (value if isinstance(value, list | tuple) else [value])
         ]
         if parameter.param_type_name == "argument":

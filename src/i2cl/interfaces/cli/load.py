@@ -103,13 +103,13 @@ def task(name: str, options: TaskOptions) -> "Task":
     if options.chat and options.template:
         raise I2CLError("--chat and --template exclude each other: leave one of them out")
     template = UNWORDED if options.chat else default_template(name)
-    if options.template:
+    if options.template is not None:
         template = options.template.replace("\\n", "\n")
     return load_task(
         name,
         data_dir=options.data_dir,
         template=template,
-        labels=split(options.labels) if options.labels else None,
+        labels=split(options.labels) if options.labels is not None else None,
         text_column=options.text_column,
         label_column=options.label_column,
         test_path=options.test,

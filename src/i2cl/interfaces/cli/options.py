@@ -75,7 +75,7 @@ class TaskOptions:
     label_column: str = opt("label", "Column or key that holds the label.")
     test: Path | None = opt(None, "File with the test rows of your own task.")
     skip_bad_rows: bool = opt(
-        False, "Leave out rows of your own files that cannot be used.", "--skip-bad-rows"
+        False, "Leave out labelled rows of your own files that cannot be used.", "--skip-bad-rows"
     )
 
 

@@ -130,7 +130,8 @@ def _refusals(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        problem = max(error.errors(), key=lambda one: len(one["loc"]))  # the text rather than the list of it
+        # the text rather than the list of it, and the list rather than a text in its place
+        problem = max(error.errors(), key=lambda one: (len(one["loc"]), one["type"] != "string_type"))
         parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
         message = f"{place or 'the body'} cannot be used, {problem['msg'].removeprefix('Value error, ')}"

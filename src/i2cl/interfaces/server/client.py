@@ -67,7 +67,11 @@ class Client:
     def classify(
         self, task: str, texts: Sequence[str], *, min_confidence: float | None = None
     ) -> list[Prediction]:
-        """The labels of texts; empty where the highest probability is below ``min_confidence``."""
+        """The labels of texts; empty where the highest probability is below ``min_confidence``. Raises
+        I2CLError on a string in place of a list.
+        """
+        if isinstance(texts, str):
+            raise I2CLError("texts is one string: give a list of texts")
         more = {} if min_confidence is None else {"min_confidence": min_confidence}
         reply, headers = self._asked("POST", "/v1/classify", {"model": task, "input": list(texts), **more})
         labels, digest = reply["labels"], str(headers["x-task-digest"] or "")

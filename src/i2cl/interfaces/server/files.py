@@ -1,5 +1,6 @@
 """Files of texts: JSON Lines in, JSON Lines out in the same order, each line once whatever happens."""
 
+import codecs
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ def read_lines(
     """
     count, names, refused = 0, set(), []
     for number, text in enumerate(iter(partial(body.readline, LONGEST_LINE + 1), b""), start=1):
+        text = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text  # noqa: PLW2901
         if not text.strip():
             continue
         try:

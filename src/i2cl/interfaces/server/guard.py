@@ -82,7 +82,7 @@ class Access:
 def read_tokens(path: Path) -> dict[str, Role]:
     """Tokens of a file, a role and a token a line. Raises I2CLError, naming the line and never a token."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise I2CLError(f"--token-file {str(path)!r} cannot be read ({error}): check the path") from None
     roles: dict[str, Role] = {}

@@ -273,6 +273,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         shots, most = self.shots, 2**63
         if shots is not None and (isinstance(shots, bool) or not isinstance(shots, int | np.integer)):
             raise I2CLError(f"shots is {shots!r}: give a whole number, or None for all texts")
+        for name, value in (("evaluate", self.evaluate), ("folds", self.folds)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+                raise I2CLError(f"{name} is {value!r}: give a whole number, 0 for none")
         if self.scoring not in get_args(Scoring):
             raise I2CLError(f"scoring is {self.scoring!r}: choose one of {', '.join(get_args(Scoring))}")
         require_confidence(self.min_confidence)

@@ -74,4 +74,6 @@ def label_words(classes: Shaped[np.ndarray, " classes"], labels: Mapping[Any, st
         raise I2CLError(f"labels has no word for class {missing[0]!r}: add it")
     if odd := [labels[value] for value in values if not isinstance(labels[value], str)]:
         raise I2CLError(f"labels has {odd[0]!r}, which is no word: give strings")
+    if odd := [value for value in values if not isinstance(value, str | int | float)]:
+        raise I2CLError(f"class {odd[0]!r} is no string or number, which a saved task holds: give such")
     return tuple(labels[value] for value in values)
