@@ -96,8 +96,9 @@ def test_words_that_count_anew_are_one_step_of_the_same_descent(monkeypatch):
     decoder = made("llama")
     asked, shown = many(5)
     fit = Problem(Questions(decoder, asked, "words"), shown, "both")
-    one = descent.SCHEDULE.model_copy(update={"epochs": 1, "batch_size": 5, "warmup": 0.0})
+    one = descent.SCHEDULE.model_copy(update={"warmup": 0.0})
     monkeypatch.setattr(descent, "SCHEDULE", one)
+    monkeypatch.setattr(descent, "OF_WORDS", {"epochs": 1, "batch_size": 5})
     monkeypatch.setattr(descent, "FEWEST_STEPS", 1)
     end = descended(fit, 30.0, seed=0)
     labels, tokens = fit.questions.labels, token_scores(decoder, fit.queries, fit.questions.labels)
@@ -111,10 +112,10 @@ def test_words_that_count_anew_are_one_step_of_the_same_descent(monkeypatch):
     torch.testing.assert_close(moved.sum(0), torch.zeros(5), atol=1e-6, rtol=0)
 
 
-def test_many_demonstrations_take_eight_passes_and_few_240_steps_of_small_batches():
+def test_many_demonstrations_take_five_passes_and_few_240_steps_of_small_batches():
     taken = [descent.schedule(count) for count in (1, 16, 77, 150, 385, 4096)]
-    assert [one.batch_size for one in taken] == [4, 4, 4, 7, 16, 16]
-    assert [one.epochs for one in taken] == [240, 60, 12, 11, 10, 8]
+    assert [one.batch_size for one in taken] == [4, 4, 4, 7, 8, 8]
+    assert [one.epochs for one in taken] == [240, 60, 12, 11, 5, 5]
     assert [descent.schedule(count, words=True).epochs for count in (16, 77, 385)] == [240, 48, 10]
 
 

@@ -23,21 +23,21 @@ from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.models.batching import Batch
 from i2cl.models.training import Backward, StepProgress, TrainConfig, train
 
-SCHEDULE = TrainConfig(epochs=8, batch_size=16, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
+SCHEDULE = TrainConfig(epochs=5, batch_size=8, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
+OF_WORDS = {"epochs": 8, "batch_size": 16}  # where the weights of words are fitted too
 FEWEST_STEPS = 240  # which few demonstrations take in smaller batches, then in more passes
 PASSES = 10  # that they take while batches are to be smaller
 SMALLEST = 4  # demonstrations of a batch
 
 
 def schedule(demonstrations: int, *, words: bool = False) -> TrainConfig:
-    """Passes, batches and rates for so many demonstrations. Where labels are scored by ``words``, whose
-    weights are fitted too, batches stay large.
-    """
-    size = SCHEDULE.batch_size
+    """Passes, batches and rates for so many demonstrations, whose labels may be scored by ``words``."""
+    usual = SCHEDULE.model_copy(update=OF_WORDS if words else {})
+    size = usual.batch_size
     if not words:
         size = min(max(math.ceil(demonstrations * PASSES / FEWEST_STEPS), SMALLEST), size)
     passes = math.ceil(FEWEST_STEPS / math.ceil(demonstrations / size))
-    return SCHEDULE.model_copy(update={"batch_size": size, "epochs": max(passes, SCHEDULE.epochs)})
+    return usual.model_copy(update={"batch_size": size, "epochs": max(passes, usual.epochs)})
 
 
 class Descent(NamedTuple):
