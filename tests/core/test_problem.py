@@ -5,10 +5,14 @@ import warnings
 import pytest
 
 from fitting import made, one_line
-from i2cl import AnchoredConfig, Example, Task, Template, anchor
+from i2cl import AnchoredConfig, CalibrationConfig, Example, Task, Template, anchor
 from i2cl.core import problem as module
 from i2cl.core.problem import Problem, memory_taken
+from i2cl.experiments.evidence.baselines import refitting
+from i2cl.methods.anchored import Anchored
+from i2cl.methods.i2cl import I2CL
 from i2cl.models.batching import MemoryWarning
+from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import Questions
 
 LETTERS = Task("letters", tuple("abcdef"), Template("{text}\n{label}"))
@@ -42,6 +46,39 @@ def test_a_kernel_is_solved_where_it_fits_the_memory():
 def test_what_does_not_fit_is_refused(times, scoring, limit, message):
     one_line(message, asked(SHOWN * times, scoring).fits, limit)
     assert asked(SHOWN * 40, "full").fits(None)  # 1,200 rows
+
+
+def test_a_solver_that_is_named_is_taken_or_refused(monkeypatch):
+    many = asked(SHOWN * 40)  # 1,200 rows
+    assert many.fits(None, "kernel")
+    assert not asked().fits(None, "descent")
+    one_line("the 1e-06 GB that they may: .*leave out solver='kernel'", asked().fits, 1e-6, "kernel")
+    one_line("4800 columns are more than the 4096", asked(SHOWN * 160).fits, None, "kernel")
+    one_line("leave out scoring='full' or solver='descent'", asked(scoring="full").fits, None, "descent")
+    steps = AnchoredConfig(steps=1)
+    for solver in ("kernel", "descent"):
+        config = steps.model_copy(update={"solver": solver})
+        assert anchor(made("llama"), LETTERS, SHOWN, config).settings["solved_by"] == solver
+    same = Task("same", ("~a", "~b"), LETTERS.template)
+    config = steps.model_copy(update={"solver": "descent"})
+    with pytest.warns(ScoringWarning, match="a descent takes no whole ones: each is scored by its words"):
+        assert anchor(made("llama"), same, SHOWN[:2], config).scoring == "words"
+
+
+def test_a_refit_is_made_as_the_fit_was(monkeypatch):
+    """Two thirds of the rows would go into a kernel, and their labels would be whole."""
+    decoder, method = made("llama"), Anchored(AnchoredConfig(steps=1))
+    same = Task("same", ("~a", "~b"), LETTERS.template)
+    monkeypatch.setattr("i2cl.core.anchored.MOST_WHOLE", 1)
+    monkeypatch.setattr(module, "MOST_COLUMNS", 1)
+    with pytest.warns(ScoringWarning, match="2 labels share first tokens"):
+        fit = method.injection(decoder, same, SHOWN[:2])
+    monkeypatch.undo()
+    assert method.injection(decoder, same, SHOWN[:2]).settings["solved_by"] == "kernel"
+    again = refitting(method, fit)(decoder, same, SHOWN[:2])
+    assert (again.settings["solved_by"], again.scoring) == ("descent", "words")
+    i2cl = I2CL(calibration=CalibrationConfig(epochs=1))
+    assert refitting(i2cl, i2cl.injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring == "auto"
 
 
 @pytest.mark.parametrize("free", [0, 4 * 10**9])

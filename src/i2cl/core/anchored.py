@@ -44,7 +44,7 @@ from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_dem
 from i2cl.core.descent import descended
 from i2cl.core.injection import Injection
 from i2cl.core.label_mass import raise_label_mass
-from i2cl.core.problem import MOST_WHOLE, Problem
+from i2cl.core.problem import MOST_WHOLE, Problem, Solver
 from i2cl.core.tangent import Tangent, optimum, summed_loss
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
@@ -62,6 +62,7 @@ MANY = (
     "{} labels share first tokens, and whole ones would take hours: each is scored by its words, in any "
     "order. With five or more examples each sentence_embeddings may answer better (i2cl eval)"
 )
+WORDS = "{} labels share first tokens, and a descent takes no whole ones: each is scored by its words"
 FEW = "{} labels are scored by their words, in any order: whole ones take more memory (--memory)"
 NO_STEP = "no step lowers the loss of the demonstrations, so this is the plain model: lower the reach"
 
@@ -84,6 +85,9 @@ class AnchoredConfig(Settings):
         say_label: end with one more vector at the last writer that makes the model say a label by itself, and
             leaves the answer among the labels as it is (`i2cl.core.label_mass`). Only where labels are told
             apart by first tokens: of whole sequences every token would need a vector of its own.
+        solver: ``"kernel"``, ``"descent"`` (`i2cl.core.descent`), or ``"auto"``: a kernel of up to
+            `MOST_COLUMNS`, which are demonstrations times labels but one, if it goes into the memory. Whole
+            label sequences have a kernel alone. What solved a fit stands in its settings as ``solved_by``.
         memory: gigabytes beyond the model that derivatives may take; default: a quarter of what is free.
             What they do not fit into is descended, which takes few. Not stored.
     """
@@ -95,6 +99,7 @@ class AnchoredConfig(Settings):
     trust: float = Field(0.25, ge=0, lt=1)
     settled: float = Field(0.1, ge=0)
     say_label: bool = True
+    solver: Solver = "auto"
     memory: float | None = Field(None, gt=0, allow_inf_nan=False, exclude=True)
 
 
@@ -143,7 +148,8 @@ def anchor(
     if not u.any() and config.steps and config.reach:
         warnings.warn(NO_STEP, UserWarning, stacklevel=2)
     vectors = problem.theta(u)
-    settings = config.model_dump(mode="json") | {"method": "anchored", "tau": tau}
+    solved_by = "kernel" if small else "descent"
+    settings = config.model_dump(mode="json") | {"method": "anchored", "solved_by": solved_by, "tau": tau}
     if config.say_label and problem.ends_free and u.any():
         raised = raise_label_mass(decoder, problem.queries, questions.labels, problem.edit(u))
         vectors[-1, -1] += raised.vector / decoder.writer_scale
@@ -167,11 +173,13 @@ def _problem(
 ) -> tuple[Problem, bool]:
     """What is to be solved, and whether in a kernel."""
     rows = len(demonstrations) * (len(task.labels) - 1)
-    if scoring == "auto" and rows > MOST_WHOLE and not _first_tokens_differ(decoder, task):
-        warnings.warn(MANY.format(len(task.labels)), ScoringWarning, stacklevel=3)
+    by_words = config.solver == "descent" or (rows > MOST_WHOLE and config.solver == "auto")
+    if scoring == "auto" and by_words and not _first_tokens_differ(decoder, task):
+        why = MANY if rows > MOST_WHOLE else WORDS
+        warnings.warn(why.format(len(task.labels)), ScoringWarning, stacklevel=3)
         scoring = "words"
     problem = Problem(Questions(decoder, task, scoring), tuple(demonstrations), config.writers)
-    small = problem.fits(config.memory)
+    small = problem.fits(config.memory, config.solver)
     if not small and problem.questions.labels.full:  # whole sequences that the memory does not hold
         warnings.warn(FEW.format(len(task.labels)), ScoringWarning, stacklevel=3)
         problem = replace(problem, questions=Questions(decoder, task, "words"))

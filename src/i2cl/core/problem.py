@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,6 +25,7 @@ from i2cl.models.scoring import Questions, in_order, labelled_batch, score, sequ
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
+Solver = Literal["auto", "kernel", "descent"]
 MOST_COLUMNS = 512  # rows of the kernel; what has more is descended, which then answers better (docs/log.md)
 MOST_WHOLE = 1024  # columns of whole label sequences that a kernel takes unasked; beyond, words tell labels
 MOST_SEQUENCES = 4096  # those of whole label sequences, where somebody asks for these
@@ -60,29 +62,34 @@ class Problem:
         """Whether the last writer has a vector, with only the final norm and the LM head behind it."""
         return not self.questions.labels.full and self.writers in {"both", "mlp"}
 
-    def fits(self, memory: float | None) -> bool:
-        """Whether a kernel with a row for every label but the gold one of each demonstration is small enough.
+    def fits(self, memory: float | None, solver: Solver = "auto") -> bool:
+        """Whether a kernel is to solve it, with a row for every label but the gold one of each demonstration.
         It and the derivatives may take ``memory`` in gigabytes; None: a quarter of what is free. Raises
-        I2CLError if it is not, and somebody asked for whole sequences, which nothing else fits; or if a
-        descent does not go into the memory either.
+        I2CLError if it is too large, and somebody asked for it or for whole sequences, which nothing else
+        fits; or if a descent does not go into the memory either.
         """
         count, labels = len(self.queries), len(self.questions.labels.ids)
-        rows, most = count * (labels - 1), MOST_SEQUENCES if self.questions.labels.full else MOST_COLUMNS
+        full, asked = self.questions.labels.full, solver == "kernel"
+        if full and solver == "descent":
+            what = "a descent takes first tokens or words of labels, and no whole sequences"
+            raise I2CLError(f"{what}: leave out scoring='full' or solver='descent'")
+        rows, most = count * (labels - 1), MOST_SEQUENCES if full or asked else MOST_COLUMNS
         taken, free = memory_taken(rows, self.scale.numel()), free_memory()
         room = memory * 1e9 if memory is not None else free / 4 if free else math.inf
         sizes = f"derivatives take {taken / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
-        if rows <= most and taken <= room:
+        if rows <= most and taken <= room and solver != "descent":
             return True
-        if self.questions.scoring == "full":
-            many = f"{rows} whole sequences are more than the {most} that anchored calibration takes"
-            cure = "leave out scoring='full', or give fewer of each class (--shots)"
+        if asked or self.questions.scoring == "full":
+            what, option = ("whole sequences", "scoring='full'") if full else ("columns", "solver='kernel'")
+            many = f"{rows} {what} are more than the {most} that anchored calibration takes"
+            cure = f"leave out {option}, or give fewer of each class (--shots)"
             more = f"{sizes}: give more memory (--memory), or {cure}"
             raise I2CLError(f"{many}: {cure}" if rows > most else more)
         least = 4 * self.scale.numel() * (min(count, SCALED) + DESCENT)
         if least > room:
             sizes = f"{least / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
             raise I2CLError(f"vectors and their gradients take {sizes}: give more memory (--memory)")
-        if rows <= most:
+        if rows <= most and solver == "auto":
             warnings.warn(f"{sizes}: going on by descent, which takes few", MemoryWarning, stacklevel=3)
         return False
 

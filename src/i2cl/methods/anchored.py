@@ -4,7 +4,7 @@ Beyond the paper; see `i2cl.core.anchored`.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import pydantic
 
@@ -54,6 +54,11 @@ class Anchored(Method):
         return anchor(
             decoder, task, demonstrations, self.anchoring, seed=seed, scoring=scoring, progress=progress
         )
+
+    def like(self, injection: Injection) -> Self:
+        """The same method with the solver that made an injection."""
+        solver = injection.settings.get("solved_by", self.anchoring.solver)
+        return replace(self, anchoring=self.anchoring.model_copy(update={"solver": solver}))
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Inject what `injection` finds."""

@@ -21,7 +21,8 @@ from i2cl.experiments.evidence.selective import require_target, selection
 from i2cl.experiments.evidence.verdicts import verdict, wilson
 from i2cl.experiments.records import Run
 from i2cl.injections.temperature import likely_temperature, normalised
-from i2cl.methods import METHODS, Method, make_methods
+from i2cl.methods import METHODS, Injector, Method, make_methods
+from i2cl.methods.anchored import Anchored
 from i2cl.methods.calibrated.folds import FOLDS, folded, injected
 from i2cl.methods.calibrated.label_calibration import LabelPrior
 from i2cl.methods.i2cl import I2CL
@@ -158,6 +159,14 @@ def with_folds(
     fits: Fits = dict.fromkeys(free, partial(_fit, decoder, task, shown, seed))
     fits |= {**dict.fromkeys(others, again), by: ours}
     return _measured(injection, fits, "demonstrations", decoder, task, unique, watch, progress)
+
+
+def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
+    """``method.injection`` as an injection was made: fewer demonstrations would have another solver, and
+    might have labels scored otherwise, and what is measured would be of another fit.
+    """
+    like = method.like(injection) if isinstance(method, Anchored) else method
+    return partial(like.injection, scoring=injection.scoring)
 
 
 def _by(injection: Injection, method: Method) -> Method:

@@ -125,7 +125,7 @@ def fit(
     load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting
-    from i2cl.experiments.evidence.baselines import labelled_rows
+    from i2cl.experiments.evidence.baselines import labelled_rows, refitting
     from i2cl.experiments.evidence.selective import require_target
     from i2cl.injections.label_prior import with_label_prior
     from i2cl.methods.calibrated.folds import require_folds
@@ -164,7 +164,7 @@ def fit(
     seconds = time.perf_counter() - started
 
     def make(rest: "Sequence[Example]", watch: "StepProgress | None" = None) -> "Injection":
-        again = chosen.injection(decoder, loaded, rest, seed, watch)
+        again = refitting(chosen, injection)(decoder, loaded, rest, seed, watch)
         return with_label_prior(again, decoder, texts, shares) if texts else again
 
     known = {"shots": drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed, "method": chosen.name}

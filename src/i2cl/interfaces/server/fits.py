@@ -14,7 +14,7 @@ from i2cl.core.anchored import require_few
 from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evidence.baselines import labelled_rows, with_folds, with_worth
+from i2cl.experiments.evidence.baselines import labelled_rows, refitting, with_folds, with_worth
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
@@ -146,7 +146,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         if queries:
             return _untimed(with_worth(injection, decoder, task, demonstrations, queries, **watched))
         if request["evaluate"] and not unmeasurable(task, demonstrations, seed=request["seed"]):
-            make = partial(method.injection, decoder, task, seed=request["seed"])
+            make = partial(refitting(method, injection), decoder, task, seed=request["seed"])
             return _untimed(with_folds(injection, decoder, task, demonstrations, make, **watched))
         return injection
 

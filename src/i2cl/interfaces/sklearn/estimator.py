@@ -6,8 +6,9 @@ never copied: clones share it, and a pickle holds its name and fingerprint inste
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -19,7 +20,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evidence.baselines import labelled_rows, with_folds, with_worth
+from i2cl.experiments.evidence.baselines import labelled_rows, refitting, with_folds, with_worth
 from i2cl.injections.confidence import require_confidence
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.injections.temperature import normalised
@@ -144,16 +145,17 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         started = time.perf_counter()
         unlabelled = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
 
-        def make(rest: Sequence[Example]) -> Injection:
-            injection = method.injection(decoder, task, rest, seed, scoring=self.scoring)
+        def make(rest: Sequence[Example], fit: Callable[..., Injection]) -> Injection:
+            injection = fit(decoder, task, rest, seed)
             return with_label_prior(injection, decoder, unlabelled) if unlabelled else injection
 
-        injection = make(shown)
+        injection = make(shown, partial(method.injection, scoring=self.scoring))
         timed: Any = {"method": method, "seconds": time.perf_counter() - started}
         if queries:
             injection = with_worth(injection, decoder, task, shown, queries, **timed)
         elif self.folds and self.evaluate and self.scoring == "auto":
-            injection = with_folds(injection, decoder, task, shown, make, folds=self.folds, **timed)
+            again = partial(make, fit=refitting(method, injection))
+            injection = with_folds(injection, decoder, task, shown, again, folds=self.folds, **timed)
         stored = {STORED: {"classes": classes.tolist(), "shots": shots}}
         self.injection_ = replace(injection, settings=injection.settings | stored)
         self.classes_ = classes
