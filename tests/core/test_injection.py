@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from commands import listed
 from fitting import decoder_of, one_line, random_injection
 from i2cl import Decoder, Example, ExtractConfig, Injection, Task, Template
-from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TEMPERED_VERSION, TENSORS, WEIGHTED_VERSION
+from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TENSORS
 from i2cl.core.edits import LinearEdit
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
@@ -134,11 +134,11 @@ def test_roundtrip_is_exact(tmp_path, case, writers):
     assert torch.equal(*scores)
 
 
-def test_a_label_bias_is_kept_and_older_readers_are_told_to_upgrade(saved, tmp_path):
+def test_a_label_bias_is_kept(saved, tmp_path):
     assert "label_bias" not in described(saved)
     injection = made(label_bias=(0.1 + 0.2, -1.5))
     injection.save_pretrained(tmp_path / "new")
-    record = {"format_version": FORMAT_VERSION + 1, "label_bias": [0.1 + 0.2, -1.5]}
+    record = {"label_bias": [0.1 + 0.2, -1.5]}
     assert described(tmp_path / "new") == described(saved) | record
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert loaded.label_bias == injection.label_bias
@@ -155,7 +155,7 @@ def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_pa
     for name in (DESCRIPTION, TENSORS, CARD):
         assert (tmp_path / "one" / saved.name / name).read_bytes() == (saved / name).read_bytes()
     made(temperature=2.25, label_bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
-    record = {"format_version": TEMPERED_VERSION, "temperature": 2.25, "label_bias": [0.5, 0.0]}
+    record = {"temperature": 2.25, "label_bias": [0.5, 0.0]}
     assert described(tmp_path / "new") == described(saved) | record
     assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
@@ -168,7 +168,7 @@ def test_word_weights_are_kept(saved, tmp_path):
     sizes = plain.questions(decoder_of("llama")).labels.weights.shape
     weighted = replace(plain, word_weights=torch.randn(sizes).T.contiguous().T)
     weighted.save_pretrained(tmp_path / "new")
-    record = {"format_version": WEIGHTED_VERSION, "scoring": "words"}
+    record = {"word_weights": True, "scoring": "words"}
     assert described(tmp_path / "new") == described(saved) | record
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert torch.equal(loaded.word_weights, weighted.word_weights)
@@ -244,7 +244,7 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": 9, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": FORMAT_VERSION + 1, "later": 1}, "newer than this i2cl reads, upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),

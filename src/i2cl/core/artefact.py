@@ -20,12 +20,7 @@ from i2cl.storage.atomic import public_name
 from i2cl.storage.card import CARD, model_card
 from i2cl.tasks import Task
 
-FORMAT_VERSION = 2
-BIASED_VERSION = 3  # of an artefact with a label bias: an older i2cl is to say that it has to be upgraded
-TEMPERED_VERSION = 5  # of an artefact with a temperature that is not 1, likewise
-WEIGHTED_VERSION = 6  # of an artefact with word weights
-ENCODED_VERSION = 7  # of an artefact with an encoder bias
-BOTH_VERSION = 8  # of one with word weights and an encoder bias
+FORMAT_VERSION = 9  # older ones lack some of the fields that have a default
 OF_ENCODER = {"encoder_weights": "weights", "encoder_probe": "probe"}  # its tensors, by names in the file
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
@@ -34,7 +29,7 @@ _AS_THEY_ARE = ("positions", "scoring", "seed", "metrics", "command", "worth", "
 
 
 class Stored(pydantic.BaseModel):
-    """The JSON half of an artefact. The last six came later, and are not always there."""
+    """The JSON half of an artefact. The last seven are not always there."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -54,11 +49,12 @@ class Stored(pydantic.BaseModel):
     label_bias: tuple[float, ...] | None = None
     temperature: float = 1.0
     encoder: str = ""
+    word_weights: bool = False  # whether the tensors have them
 
     @pydantic.field_validator("format_version")
     @classmethod
     def _known(cls, version: int) -> int:
-        if version > BOTH_VERSION:
+        if version > FORMAT_VERSION:
             raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
         return version
 
@@ -75,11 +71,10 @@ class Stored(pydantic.BaseModel):
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
         of_encoder = {field: tensors[name] for name, field in OF_ENCODER.items()} if self.encoder else {}
-        needed = self.format_version in {WEIGHTED_VERSION, BOTH_VERSION}
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,
-            "word_weights": tensors["word_weights"] if needed else tensors.get("word_weights"),
+            "word_weights": tensors["word_weights"] if self.word_weights else tensors.get("word_weights"),
             "encoder_bias": EncoderBias(self.encoder, **of_encoder) if self.encoder else None,
             "task": Task.from_dict(self.task),
             "base": base,
@@ -109,7 +104,7 @@ def write(
         raise I2CLError(f"this injection could not be read again ({first_problem(error)}): {cure}") from None
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / TENSORS, metadata={"format": "pt"})
-    card = model_card({**description, "word_weights": "word_weights" in tensors}, name)
+    card = model_card(dict(description), name)
     if shared:
         base = description["base_model"]
         description = {**description, "base_model": base | {"name": public_name(base["name"])}}

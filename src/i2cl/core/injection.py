@@ -263,18 +263,15 @@ class Injection:
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
         optional: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
-        version = artefact.FORMAT_VERSION
+        optional["word_weights"] = self.word_weights is not None
         if self.label_bias is not None:
-            version, optional["label_bias"] = artefact.BIASED_VERSION, list(self.label_bias)
+            optional["label_bias"] = list(self.label_bias)
         if self.temperature != 1:
-            version, optional["temperature"] = artefact.TEMPERED_VERSION, self.temperature
-        if self.word_weights is not None:
-            version = artefact.WEIGHTED_VERSION
+            optional["temperature"] = self.temperature
         if self.encoder_bias is not None:
-            version = artefact.ENCODED_VERSION if self.word_weights is None else artefact.BOTH_VERSION
             optional["encoder"] = self.encoder_bias.encoder
         return {
-            "format_version": version,
+            "format_version": artefact.FORMAT_VERSION,
             "base_model": asdict(self.base),
             "task": self.task.to_dict(),
             "demonstrations": self.context.demonstrations,
@@ -284,4 +281,4 @@ class Injection:
             "seed": self.seed,
             "calibration": self.settings,
             "loss": list(self.history),
-        } | {name: value for name, value in optional.items() if value}  # else as before there were these
+        } | {name: value for name, value in optional.items() if value}
