@@ -135,6 +135,7 @@ WRONG = {
     "no such format": (["report", "nowhere", "--formats", "pdf"], "known are md, tex, csv, html"),
     "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are called 'mood-colour-1'"),
     "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are called"),
+    "a restart of nothing": (["predict", "{artefact}", "{films}", "--restart"], "leave --restart out"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
     "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
     "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),

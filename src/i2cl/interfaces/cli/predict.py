@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument
 
+from i2cl.errors import I2CLError
 from i2cl.injections.confidence import require_confidence
 from i2cl.interfaces.batch_prediction.outputs import require_other, source_state, written
 from i2cl.interfaces.batch_prediction.tables import OutputFormat, Table, output_format as chosen_format
@@ -68,6 +69,8 @@ def predict(
     from i2cl.interfaces.batch_prediction.prediction import chunks, digest
 
     require_confidence(form.min_confidence)
+    if restart and output is None:
+        raise I2CLError("without -o FILE nothing is left of a killed run: leave --restart out")
     kind = chosen_format(output, form.output_format, as_json=json)
     require_other(output, source, *(str(Path(artefact) / name) for name in FILES))
     started = time.perf_counter()
