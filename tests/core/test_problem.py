@@ -48,12 +48,13 @@ def test_what_does_not_fit_is_refused(times, scoring, limit, message):
     assert asked(SHOWN * 40, "full").fits(None)  # 1,200 rows
 
 
-def test_a_solver_that_is_named_is_taken_or_refused(monkeypatch):
+def test_a_solver_that_is_named_is_taken_or_refused():
     many = asked(SHOWN * 40)  # 1,200 rows
     assert many.fits(None, "kernel")
     assert not asked().fits(None, "descent")
     one_line("the 1e-06 GB that they may: .*leave out solver='kernel'", asked().fits, 1e-6, "kernel")
     one_line("4800 columns are more than the 4096", asked(SHOWN * 160).fits, None, "kernel")
+    one_line("leave out solver='kernel', or give fewer", asked(SHOWN * 160, "full").fits, None, "kernel")
     one_line("leave out scoring='full' or solver='descent'", asked(scoring="full").fits, None, "descent")
     steps = AnchoredConfig(steps=1)
     for solver in ("kernel", "descent"):

@@ -248,6 +248,7 @@ def wrong(x=None, y=None, **parameters):
         ({"shots": 2.0}, "shots is 2.0: give a whole number, or None"),
         ({"folds": 2.5}, "folds is 2.5: give a whole number"),
         ({"evaluate": "160"}, "evaluate is '160': give a whole number"),
+        ({"min_confidence": np.float32(1.5)}, "is no probability"),
         ({"min_confidence": "0.5"}, "min_confidence '0.5' is no probability"),
         ({"method": ["anchored"]}, r"unknown method \['anchored'\]"),
         ({"recipe": ["fast"]}, r"unknown recipe \['fast'\]"),

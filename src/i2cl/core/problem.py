@@ -80,7 +80,8 @@ class Problem:
         if rows <= most and taken <= room and solver != "descent":
             return True
         if asked or self.questions.scoring == "full":
-            what, option = ("whole sequences", "scoring='full'") if full else ("columns", "solver='kernel'")
+            what = "whole sequences" if full else "columns"
+            option = "solver='kernel'" if asked else "scoring='full'"
             many = f"{rows} {what} are more than the {most} that anchored calibration takes"
             cure = f"leave out {option}, or give fewer of each class (--shots)"
             more = f"{sizes}: give more memory (--memory), or {cure}"

@@ -56,9 +56,12 @@ class Anchored(Method):
         )
 
     def like(self, injection: Injection) -> Self:
-        """The same method with the solver that made an injection."""
-        solver = injection.settings.get("solved_by", self.anchoring.solver)
-        return replace(self, anchoring=self.anchoring.model_copy(update={"solver": solver}))
+        """The same method for fewer demonstrations than those of an injection: descended if that was.
+        What went into a kernel goes into one again, unless the memory has become too small.
+        """
+        if injection.settings.get("solved_by") != "descent":
+            return self
+        return replace(self, anchoring=self.anchoring.model_copy(update={"solver": "descent"}))
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Inject what `injection` finds."""

@@ -59,9 +59,10 @@ def load_task(
 ) -> Task:
     """A task with its rows.
     `name_or_path` is the path of a task TOML, the path of a file of rows (.csv, .tsv, .jsonl, .json: needs
-    `template`; `test_path` is its test split; the columns are named by `text_column` and `label_column`), or
-    a known name (`list_tasks`). With `skip_bad_rows`, rows of files of your own that cannot be used are left
-    out, with a warning. The paper's tasks are read from `data_dir` or the folder in I2CL_DATA_DIR, laid out
+    `template`; `test_path` is its test split, also that of a TOML which names none; the columns are named by
+    `text_column` and `label_column`), or a known name (`list_tasks`). With `skip_bad_rows`, rows of files of
+    your own that cannot be used are left out, with a warning. The paper's tasks are read from `data_dir` or
+    the folder in I2CL_DATA_DIR, laid out
     as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub. `template` and `labels`
     replace those of a task that has its own. Raises I2CLError for anything unknown, missing or malformed.
     """
