@@ -112,11 +112,27 @@ def test_words_that_count_anew_are_one_step_of_the_same_descent(monkeypatch):
     torch.testing.assert_close(moved.sum(0), torch.zeros(5), atol=1e-6, rtol=0)
 
 
-def test_many_demonstrations_take_five_passes_and_few_240_steps_of_small_batches():
-    taken = [descent.schedule(count) for count in (1, 16, 77, 150, 385, 4096)]
+def test_many_demonstrations_take_five_passes_few_240_steps_of_small_batches_and_thousands_one_pass():
+    taken = [descent.schedule(count) for count in (1, 16, 77, 150, 385, 2000)]
     assert [one.batch_size for one in taken] == [4, 4, 4, 7, 8, 8]
     assert [one.epochs for one in taken] == [240, 60, 12, 11, 5, 5]
     assert [descent.schedule(count, words=True).epochs for count in (16, 77, 385)] == [240, 48, 10]
+    assert [descent.schedule(count).epochs for count in (2560, 4096, 6400, 15000)] == [5, 4, 2, 1]
+
+
+def test_of_many_demonstrations_some_tell_whether_the_fit_pays(few_steps, monkeypatch):
+    looked_at, scored = [], descent.token_scores
+    monkeypatch.setattr(descent, "LOOKED_AT", 4)
+    monkeypatch.setattr(
+        descent, "token_scores", lambda *given, **more: looked_at.append(given[1]) or scored(*given, **more)
+    )
+    fit = problem(made("llama"))
+    u, _, _, history = descended(fit, 30.0, seed=0)
+    assert u.any()
+    assert len(fit.queries) > 4
+    assert [len(queries) for queries in looked_at] == [4, 4]
+    assert looked_at[0] == looked_at[1]
+    assert history[-1] < history[0]
 
 
 def test_a_seed_gives_the_same_vectors_and_another_other_ones(few_steps, monkeypatch):

@@ -99,5 +99,6 @@ def test_the_limit_is_no_setting_of_the_artefact():
 
 
 def test_more_examples_than_it_takes_are_refused():
-    one_line(r"4800 examples are more than the 4096 .*--shots", anchor, made("llama"), LETTERS, SHOWN * 800)
-    one_line("leave out scoring='full'", anchor, made("llama"), LETTERS, SHOWN * 160, scoring="full")
+    decoder = made("llama")
+    one_line(r"18000 examples are more than the 16384 .*--shots", anchor, decoder, LETTERS, SHOWN * 3000)
+    one_line("leave out scoring='full'", anchor, decoder, LETTERS, SHOWN * 160, scoring="full")

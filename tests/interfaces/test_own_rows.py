@@ -132,16 +132,17 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
 
 def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", lambda *_: pytest.fail("the model was read"))
-    path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(6000)])
+    path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(17000)])
     bundled = "fit", "reference", "mood-colour-1", "-o", tmp_path / "new"
     assert "leave --keep-back out" in refused(*bundled, "--keep-back", "3")
     assert "leave them out" in refused(*bundled, "--text-column", "body")
     assert "{text} 0 times" in refused("fit", "reference", path, "--template", "", "-o", tmp_path / "new")
-    err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "3000")
-    assert "6000 examples are more than the 4096 that anchored calibration takes: give fewer of each" in err
+    err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "8500")
+    assert "17000 examples are more than the 16384 that anchored calibration takes: give fewer of each" in err
     path = write(tmp_path / "labels.csv", [(f"text {row}", f"label {row}") for row in range(5000)])
     message = refused("fit", "reference", path, "-o", tmp_path / "new")
-    assert "they have 5000 labels, all of which sentence_embeddings takes (i2cl eval)" in message
+    assert "5000 labels are more than the 4096 that anchored calibration takes" in message
+    assert "sentence_embeddings takes them (i2cl eval)" in message
 
 
 def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):

@@ -53,7 +53,8 @@ from i2cl.models.scoring import Questions
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Task
 
-MOST_DEMONSTRATIONS = 4096  # a fit of more would take hours
+MOST_DEMONSTRATIONS = 16_384  # one pass over more would take hours
+MOST_LABELS = 4096
 DAMPING = 8.0  # proximal factor of every step but the first, in units of the prior, and of one tried again
 STRONGEST = 1e6  # proximal factor beyond which no step pays
 COMPETING = 0.01  # probability from which on a label of several tokens is differentiated anew
@@ -193,14 +194,14 @@ def _first_tokens_differ(decoder: Decoder, task: Task) -> bool:
 
 
 def require_few(demonstrations: Sequence[Example]) -> None:
-    """Refuse more demonstrations than `MOST_DEMONSTRATIONS` (I2CLError with both numbers)."""
-    if len(demonstrations) > MOST_DEMONSTRATIONS:
-        most = f"{len(demonstrations)} examples are more than the {MOST_DEMONSTRATIONS}"
-        labels = len({example.label for example in demonstrations})
-        cure = "give fewer of each class (--shots)"
-        if labels > MOST_DEMONSTRATIONS:
-            cure = f"they have {labels} labels, all of which sentence_embeddings takes (i2cl eval)"
-        raise I2CLError(f"{most} that anchored calibration takes: {cure}")
+    """Refuse more than `MOST_DEMONSTRATIONS` or `MOST_LABELS` (I2CLError with both numbers)."""
+    count, labels = len(demonstrations), len({example.label for example in demonstrations})
+    if labels > MOST_LABELS:
+        most = f"{labels} labels are more than the {MOST_LABELS} that anchored calibration takes"
+        raise I2CLError(f"{most}: sentence_embeddings takes them (i2cl eval)")
+    if count > MOST_DEMONSTRATIONS:
+        most = f"{count} examples are more than the {MOST_DEMONSTRATIONS} that anchored calibration takes"
+        raise I2CLError(f"{most}: give fewer of each class (--shots)")
 
 
 class Step(NamedTuple):

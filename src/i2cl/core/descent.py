@@ -3,7 +3,7 @@
 Beyond the paper. The loss among the labels, the prior and its units are those of `i2cl.core.anchored`, and it
 starts at the plain model too. Small batches over a few passes take the place of linearisations, and their
 early end that of the damping. Every label competes in each step, so time grows with demonstrations, and
-hardly with labels; memory does with neither.
+hardly with labels; memory does with neither. Thousands of demonstrations take fewer passes, in the end one.
 
 Where labels are scored by their words, the fit also learns how much each word counts
 (`i2cl.core.word_weights`).
@@ -11,6 +11,7 @@ Where labels are scored by their words, the fit also learns how much each word c
 
 import math
 from collections.abc import Sequence
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ OF_WORDS = {"epochs": 8, "batch_size": 16}  # where the weights of words are fit
 FEWEST_STEPS = 240  # which few demonstrations take in smaller batches, then in more passes
 PASSES = 10  # that they take while batches are to be smaller
 SMALLEST = 4  # demonstrations of a batch
+VISITS = 12_800  # how often all demonstrations together are read, at most, as far as one pass lets it
+LOOKED_AT = 2048  # demonstrations, at most, whose loss at the start and the end tells whether the fit pays
 
 
 def schedule(demonstrations: int, *, words: bool = False) -> TrainConfig:
@@ -37,7 +40,8 @@ def schedule(demonstrations: int, *, words: bool = False) -> TrainConfig:
     if not words:
         size = min(max(math.ceil(demonstrations * PASSES / FEWEST_STEPS), SMALLEST), size)
     passes = math.ceil(FEWEST_STEPS / math.ceil(demonstrations / size))
-    return usual.model_copy(update={"batch_size": size, "epochs": max(passes, usual.epochs)})
+    epochs = max(passes, min(usual.epochs, math.ceil(VISITS / demonstrations)))
+    return usual.model_copy(update={"batch_size": size, "epochs": epochs})
 
 
 class Descent(NamedTuple):
@@ -55,9 +59,11 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
     variance = problem.scaled_by_gold()
     tau = variance / reach**2 if reach > 0 else math.inf
     plain = torch.zeros(problem.scale.numel())
-    tokens = token_scores(decoder, problem.queries, labels, problem.edit(plain))
     vectors, count = len(plain), len(problem.queries)
-    start = _mean_loss(labels.mean(tokens), problem.gold)
+    some = Random(0).sample(problem.every, LOOKED_AT) if count > LOOKED_AT else list(problem.every)
+    looked_at, gold = [problem.queries[row] for row in some], problem.gold[some]
+    tokens = token_scores(decoder, looked_at, labels, problem.edit(plain))
+    start = _mean_loss(labels.mean(tokens), gold)
     if not 0 < tau < math.inf:
         return Descent(plain, None, None, (start,))
     words = WordWeights(labels, tokens) if labels.words else None
@@ -76,9 +82,9 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
         """Its value, with the gradient of batches that were run one by one, as far as memory goes."""
 
         def run(batch: Batch) -> tuple[Tensor, Tensor]:
-            gold = problem.gold[[chosen[place] for place in batch.rows]].to(decoder.device)
+            right = problem.gold[[chosen[place] for place in batch.rows]].to(decoder.device)
             logits = decoder.forward(batch, edit=problem.edit(at[:vectors]))[:, 0].float()
-            value = cross_entropy(mean(logits[:, list(labels.read)]), gold, reduction="sum") / len(chosen)
+            value = cross_entropy(mean(logits[:, list(labels.read)]), right, reduction="sum") / len(chosen)
             decoder.pause()
             (slope,) = backward.gradients(value)
             return value.detach().cpu(), torch.zeros_like(at) if slope is None else slope
@@ -91,13 +97,13 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
     steps = schedule(count, words=bool(labels.words))
     (means,) = train([at], loss, steps.batches(count, seed), steps, progress)
     at.requires_grad_(False)
-    moved = token_scores(decoder, problem.queries, labels, problem.edit(at[:vectors]))
-    end = _mean_loss(mean(moved), problem.gold)
+    moved = token_scores(decoder, looked_at, labels, problem.edit(at[:vectors]))
+    end = _mean_loss(mean(moved), gold)
     history = (start, *means, end)
     pays = end + tau / 2 * at.square().sum().item() / count < start  # which no value that is not finite does
     return Descent(at[:vectors], weights(), tau, history) if pays else Descent(plain, None, tau, history)
 
 
 def _mean_loss(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> float:
-    """Of all demonstrations, among the labels, in nats."""
+    """Of some demonstrations, among the labels, in nats."""
     return cross_entropy(scores.double(), gold).item()
