@@ -16,6 +16,7 @@ from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import Questions
+from i2cl.models.training import TrainConfig
 
 FILMS = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:\n{label}"))
 WORDS = ("a warm film", "dull, dull, dull", "who knows", "funny and kind all the way", "no", "perhaps")
@@ -118,6 +119,18 @@ def test_many_demonstrations_take_five_passes_few_240_steps_of_small_batches_and
     assert [one.epochs for one in taken] == [240, 60, 12, 11, 5, 5]
     assert [descent.schedule(count, words=True).epochs for count in (16, 77, 385)] == [240, 48, 10]
     assert [descent.schedule(count).epochs for count in (2560, 4096, 6400, 15000)] == [5, 4, 2, 1]
+
+
+def test_a_pass_of_many_steps_tells_how_it_goes(monkeypatch):
+    monkeypatch.setattr("i2cl.models.training.OFTEN", 2)
+    monkeypatch.setattr(descent, "schedule", lambda *_, **__: TrainConfig(epochs=1, batch_size=1))
+    seen = []
+    fit = problem(made("llama"))
+    history = descended(fit, 30.0, 0, lambda *told: seen.append(told)).history
+    count = len(fit.queries)
+    assert [step for step, _, _ in seen] == [*range(2, count, 2), count]
+    assert {steps for _, steps, _ in seen} == {count}
+    assert seen[-1][2] == pytest.approx(history[1], rel=1e-5), "at its end, the mean of the whole pass"
 
 
 def test_of_many_demonstrations_some_tell_whether_the_fit_pays(few_steps, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from fitting import injected, one_line
 from i2cl import CalibrationConfig, Decoder, Example, Injection, evaluate, make_methods
 from i2cl.experiments.confidence import confidence
+from i2cl.experiments.evidence import baselines
 from i2cl.experiments.evidence.baselines import BASELINES, labelled_rows, with_folds, with_worth
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.models.scoring import Questions
@@ -152,6 +153,18 @@ def test_a_text_with_copies_counts_once(decoder, task):
     make = partial(method.injection, decoder, task, seed=0)
     result = with_folds(injection, decoder, task, twice, make, seconds=0.0, method=method)
     assert result.worth["rows"] == len(shown)
+
+
+def test_of_many_demonstrations_some_are_asked(decoder, task, monkeypatch):
+    monkeypatch.setattr(baselines, "MOST_FOLDED", 4)
+    (method,) = make_methods(["anchored"], {"steps": 1})
+    shown = task.sample(4, 0)
+    injection = method.injection(decoder, task, shown, 0)
+    make, refitted = partial(method.injection, decoder, task, seed=0), []
+    rows = {"seconds": 0.0, "method": method, "progress": refitted.append}
+    worth = with_folds(injection, decoder, task, shown, make, **rows).worth
+    assert worth["rows"] == 4 < len(shown)
+    assert sum(refitted) == 4 * len(worth["methods"])
 
 
 FIT = """

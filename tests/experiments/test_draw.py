@@ -63,6 +63,10 @@ def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
     assert counts(asked(of(30, 30), I2CL).demonstrations) == [5, 5]
     assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # labels are never too many
     one_line("class 'word0' has 3 training examples but 5 shots", asked, of(3, 9), from_file=False)
+    assert counts(asked(of(30, 3), I2CL, shots="all").demonstrations) == [30, 3]
+    assert counts(asked(of(30, 3), shots="all", from_file=False).demonstrations) == [30, 3]
+    assert asked(of(30, 3), shots="all") is None, "the model says how long it takes"
+    one_line("give fewer", asked, of(MOST_DEMONSTRATIONS, 9), shots="all")
     one_line("give fewer", asked, of(MOST_DEMONSTRATIONS, 9), shots=MOST_DEMONSTRATIONS)
     one_line(r"class 'word1' has 0 training examples .* add rows of that class$", asked, of(3, 0, 3))
 
@@ -85,6 +89,15 @@ def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, tas
     assert (result.more and result.more[:2]) == more
     again = asked(task, shots=result.shots, keep_back=result.keep_back)
     assert again.demonstrations == result.demonstrations, "the command on the card draws the same"
+
+
+@pytest.mark.parametrize(("keep_back", "shown"), [(None, [60, 4]), (5, [48, 4])])
+def test_all_rows_are_taken_however_long_it_takes(decoder, fast, keep_back, shown):
+    fast(1e9)
+    result = fitting(decoder, of(60, 4), 4, 0, keep_back=keep_back, scored=True, shots="all")
+    assert counts(result.demonstrations) == shown
+    assert (result.rows, result.keep_back, result.more) == (64, keep_back or 0, None)
+    assert result.seconds > module.PATIENCE
 
 
 def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):

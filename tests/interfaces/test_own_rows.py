@@ -72,6 +72,9 @@ def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_8
     assert "on 6 training rows that are no demonstrations" in out
     out, _ = fitted(call, model, path, tmp_path / "b", "--shots", "12")
     assert "All 24 rows used." in out
+    out, _ = fitted(call, model, path, tmp_path / "d", "--shots", "all", "--evaluate", "0")
+    assert re.search(r"^All 24 rows used: about \d+ s\.", out, re.M)
+    assert "--shots all " in Injection.from_pretrained(tmp_path / "d").command
     out, _ = fitted(call, model, path, tmp_path / "c", "--keep-back", "3", "--evaluate", "0")
     assert "16 of 24 rows used" in out
 
@@ -137,6 +140,10 @@ def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_pa
     assert "leave --keep-back out" in refused(*bundled, "--keep-back", "3")
     assert "leave them out" in refused(*bundled, "--text-column", "body")
     assert "{text} 0 times" in refused("fit", "reference", path, "--template", "", "-o", tmp_path / "new")
+    for shots in ("0", "-1", "2.5", "every"):
+        err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", shots)
+        assert f"'{shots}' is neither a whole number above 0 nor 'all'" in err
+    assert "give fewer of each" in refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "all")
     err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "8500")
     assert "17000 examples are more than the 16384 that anchored calibration takes: give fewer of each" in err
     path = write(tmp_path / "labels.csv", [(f"text {row}", f"label {row}") for row in range(5000)])

@@ -125,8 +125,8 @@ def anchor(
         scoring: by a label's first token, its whole sequence, or its words; see `i2cl.models.encoding`. Where
             labels share first tokens, ``"auto"`` takes whole sequences up to `MOST_WHOLE` of them, as far
             as the memory holds their derivatives, and words beyond.
-        progress: called after each step, or pass of a descent, with steps done, steps at most and the mean
-            loss in nats.
+        progress: called after each step, of a descent as in `i2cl.models.training.train`, with steps done,
+            steps at most and the mean loss in nats.
 
     Raises:
         I2CLError: without demonstrations, with too many, on whole sequences that are too many or exceed the

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from random import Random
 from statistics import median_low
+from typing import Literal
 
 from i2cl.core.anchored import MOST_DEMONSTRATIONS, require_few
 from i2cl.core.descent import schedule
@@ -28,6 +29,7 @@ AGAIN = 1.0  # what all later steps differentiate, over what the first does: the
 SHARED = 2.5  # whole labels behind one query that cost as much as a query alone
 TIMED = 8  # texts of the batch that is timed
 USUAL = 5  # demonstrations of a class that are taken however long it takes: the paper's number
+Shots = int | Literal["all"] | None  # of each class; every row; or by default
 CHOICES = (MOST_SHOTS, 15, 10, 8, 6, USUAL, 4, 3, 2, 1)
 """Shots that are chosen among: few, so that the same machine mostly chooses the same."""
 
@@ -62,7 +64,7 @@ def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Exampl
 def draw(
     task: Task,
     method: Method,
-    shots: int | None,
+    shots: Shots,
     seed: int,
     *,
     from_file: bool,
@@ -71,48 +73,66 @@ def draw(
 ) -> Draw | None:
     """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
     Shots are by default the task's own, or of rows ``from_file``, of which a class may have fewer than are
-    asked for, as many as pay. ``keep_back`` (see `up_to`) is by default `KEPT_BACK` where shots are not given
-    and something is to be ``scored`` without test rows. Raises I2CLError if rows lack, or are too many.
+    asked for, as many as pay; ``"all"`` takes every row. ``keep_back`` (see `up_to`) is by default
+    `KEPT_BACK` where shots are not given and something is to be ``scored`` without test rows. Raises
+    I2CLError if rows lack, or are too many.
     """
-    anchored, count = isinstance(method, Anchored), shots or task.shots
-    if from_file and shots is None and anchored:
-        require_few(up_to(task, 1, seed))
+    anchored, everything = isinstance(method, Anchored), shots == "all"
+    count = _largest(task) if shots == "all" else shots or task.shots
+    if from_file and anchored and (everything or shots is None):
+        require_few(up_to(task, count if everything else 1, seed, keep_back or 0))
         return None
     if keep_back and not from_file:
         raise I2CLError(f"{task.name!r} draws from its training rows: leave --keep-back out")
     if keep_back is None:
         keep_back = KEPT_BACK if scored and shots is None else 0
-    shown = up_to(task, count, seed, keep_back) if from_file else task.sample(shots, seed)
+    drawn_freely = from_file or everything
+    shown = up_to(task, count, seed, keep_back) if drawn_freely else task.sample(count, seed)
     if anchored:
         require_few(shown)
     return Draw(shown, count, len(task.train), keep_back if from_file else 0)
 
 
 def fitting(
-    decoder: Decoder, task: Task, steps: int, seed: int, *, keep_back: int | None, scored: bool
+    decoder: Decoder,
+    task: Task,
+    steps: int,
+    seed: int,
+    *,
+    keep_back: int | None,
+    scored: bool,
+    shots: Literal["all"] | None = None,
 ) -> Draw:
     """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
-    Fewer than `USUAL` are taken where more would be too many for it, never to save time.
+    Fewer than `USUAL` are taken where more would be too many for it, never to save time; of ``"all"`` shots
+    every row is, and none kept back unasked.
     """
+    pace, largest = _Pace.of(decoder, task, steps), _largest(task)
+    if shots == "all":
+        shown = up_to(task, largest, seed, keep_back or 0)
+        return Draw(shown, largest, len(task.train), keep_back or 0, pace.seconds(shown))
     if keep_back is None:
         keep_back = KEPT_BACK if scored else 0
-    pace = _Pace.of(decoder, task, steps)
 
     def takes(shots: int) -> bool:
         shown = up_to(task, shots, seed, keep_back)
         return len(shown) <= MOST_DEMONSTRATIONS and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
 
-    shots = next(one for one in CHOICES if one == 1 or takes(one))
-    shown = up_to(task, shots, seed, keep_back)
-    shots = min(shots, max(len(group) for group in group_by_label(shown, len(task.labels))))
-    largest = max(len(group) for group in group_by_label(task.train, len(task.labels)))
+    count = next(one for one in CHOICES if one == 1 or takes(one))
+    shown = up_to(task, count, seed, keep_back)
+    count = min(count, max(len(group) for group in group_by_label(shown, len(task.labels))))
     more = None
     for larger in (largest, MOST_SHOTS):
         larger_draw = up_to(task, larger, seed)
         if larger <= 2 * MOST_SHOTS and len(shown) < len(larger_draw) <= MOST_DEMONSTRATIONS:
             more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
-    return Draw(shown, shots, len(task.train), keep_back, pace.seconds(shown), more)
+    return Draw(shown, count, len(task.train), keep_back, pace.seconds(shown), more)
+
+
+def _largest(task: Task) -> int:
+    """Rows of the class that has most."""
+    return max(len(group) for group in group_by_label(task.train, len(task.labels)))
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from i2cl.tasks import Example, Examples, Task
 # What costs nothing beside the model: an injection has to beat all of it.
 FREE = ("zero_shot", "zero_shot+batch_calibration")
 BASELINES = (*FREE, "few_shot")  # what an injection is set beside in any case; see `baselines`
+MOST_FOLDED = 512  # demonstrations, at most, that refits are scored on: more say little more
 Split = Literal["train", "test", "demonstrations"]
 Fits = dict[Method, Callable[[Method], Fitted]]  # how each method is fitted, the injection's own last
 
@@ -137,12 +138,14 @@ def with_folds(
     progress: Progress | None = None,
 ) -> Injection:
     """`with_worth` where no other labelled rows remain: refits answer what they have not seen.
-    A text that several demonstrations have is asked once. What else has demonstrations is made anew for the
-    same folds. A refit has fewer of them than the fit, so what is measured is on the whole a little low.
+    A text that several demonstrations have is asked once, and `MOST_FOLDED` are asked at most. What else has
+    demonstrations is made anew for the same folds. A refit has fewer of them than the fit, so what is
+    measured is on the whole a little low.
     Raises I2CLError where some refit would not see all labels.
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method or I2CL())
     unique = tuple({example.text: example for example in reversed(shown)}.values())[::-1]
+    asked = replace(task, test=unique).queries(MOST_FOLDED, seed)
     free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
 
     def again(other: Method) -> Fitted:
@@ -158,7 +161,7 @@ def with_folds(
 
     fits: Fits = dict.fromkeys(free, partial(_fit, decoder, task, shown, seed))
     fits |= {**dict.fromkeys(others, again), by: ours}
-    return _measured(injection, fits, "demonstrations", decoder, task, unique, watch, progress)
+    return _measured(injection, fits, "demonstrations", decoder, task, asked, watch, progress)
 
 
 def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:

@@ -20,6 +20,7 @@ from i2cl.storage.atomic import public_name, require_writable
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
+    from i2cl.experiments.draw import Shots
     from i2cl.methods import Injector
     from i2cl.models.decoder import Decoder
     from i2cl.models.training import StepProgress
@@ -30,15 +31,23 @@ CHANCE = 0.99  # of the entropy of equally likely labels: a loss from there on i
 _NAMES = ("model", "task")  # arguments that may be paths beside those that always are
 
 
+def _shots(value: str) -> str:
+    """``all``, or a number of shots."""
+    if value != "all" and not (value.isascii() and value.isdigit() and int(value)):
+        raise typer.BadParameter(f"{value!r} is neither a whole number above 0 nor 'all'")
+    return value
+
+
 @dataclass(frozen=True)
 class DrawOptions:
     """Which rows become demonstrations."""
 
-    shots: int | None = opt(
+    shots: str | None = opt(
         None,
-        "Demonstrations per class; default: the task's own, or of a file of yours up to 20, as many as "
-        "take some five minutes.",
-        min=1,
+        "Demonstrations per class, or 'all' rows; default: the task's own, or of a file of yours up to 20, "
+        "as many as take some five minutes.",
+        parser=_shots,
+        metavar="INTEGER|all",
     )
     seed: options.Seed = 0
     keep_back: int | None = opt(
@@ -47,6 +56,11 @@ class DrawOptions:
         "0 for none; default: 5 without --shots and --test.",
         min=0,
     )
+
+    @property
+    def number(self) -> "Shots":
+        """The shots, where they are given."""
+        return "all" if self.shots == "all" else int(self.shots) if self.shots else None
 
 
 @dataclass(frozen=True)
@@ -137,9 +151,13 @@ def fit(
         require_folds(scoring.folds)
     chosen = _method_of(way)
     loaded = load.task(task, rows)
-    choice: Any = {"keep_back": drawing.keep_back, "scored": scoring.evaluate > 0 and not loaded.test}
+    choice: Any = {
+        "shots": drawing.number,
+        "keep_back": drawing.keep_back,
+        "scored": scoring.evaluate > 0 and not loaded.test,
+    }
     # sizes are checked before the model is read
-    drawn = draw(loaded, chosen, drawing.shots, seed, from_file=is_own(task), **choice)
+    drawn = draw(loaded, chosen, seed=seed, from_file=is_own(task), **choice)
     texts, shares = _prior_of(way, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
@@ -167,8 +185,9 @@ def fit(
         again = refitting(chosen, injection)(decoder, loaded, rest, seed, watch)
         return with_label_prior(again, decoder, texts, shares) if texts else again
 
-    known = {"shots": drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed, "method": chosen.name}
-    injection = _saved(replace(injection, command=command_line(context, **known)), output)
+    known: Any = {"shots": drawing.shots or drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed}
+    command = command_line(context, method=chosen.name, **known)
+    injection = _saved(replace(injection, command=command), output)
     if scoring.evaluate and (queries or refits):
         given: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
         with _whole(output):  # scoring may take longer than the fit
