@@ -16,7 +16,7 @@ from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.models.batching import MemoryWarning
 from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import Questions
-from i2cl.models.training import TrainConfig
+from i2cl.models.training import TrainConfig, train
 
 FILMS = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:\n{label}"))
 WORDS = ("a warm film", "dull, dull, dull", "who knows", "funny and kind all the way", "no", "perhaps")
@@ -131,6 +131,19 @@ def test_a_pass_of_many_steps_tells_how_it_goes(monkeypatch):
     assert [step for step, _, _ in seen] == [*range(2, count, 2), count]
     assert {steps for _, steps, _ in seen} == {count}
     assert seen[-1][2] == pytest.approx(history[1], rel=1e-5), "at its end, the mean of the whole pass"
+
+
+def test_a_loss_that_is_not_finite_ends_a_long_pass_early(monkeypatch):
+    monkeypatch.setattr("i2cl.models.training.OFTEN", 2)
+    steps = TrainConfig(epochs=1, batch_size=1)
+    number, seen = torch.nn.Parameter(torch.ones(1)), []
+
+    def loss(_):
+        seen.append(number * float("nan"))
+        return seen[-1]
+
+    one_line("by step 2", train, [number], loss, steps.batches(6, 0), steps, lambda *_: pytest.fail("told"))
+    assert len(seen) == 2
 
 
 def test_of_many_demonstrations_some_tell_whether_the_fit_pays(few_steps, monkeypatch):

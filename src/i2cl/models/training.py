@@ -23,7 +23,7 @@ from i2cl.models.scoring import labelled_batch, sequence_log_probabilities
 
 # Called with steps done, steps in all and the mean loss of the epoch so far, in nats.
 StepProgress = Callable[[int, int, float], None]
-OFTEN = 20  # steps of an epoch after which that is called
+OFTEN = 20  # steps of an epoch after which that is called, and the loss looked at
 
 _CURE = "lower the noise or the learning rate, or load the model in float32"
 
@@ -136,9 +136,9 @@ def train(
 ) -> tuple[tuple[float, ...], ...]:
     """Take one AdamW step per batch, for runs that share steps but no parameter.
     The loss is each run's mean, in nats, of the demonstrations with these indices; ``dtype`` that of its
-    model, if it is float16 (`Backward`). ``progress`` is called every `OFTEN` steps and at the end of an
-    epoch, with the mean loss of the epoch so far. Returns the mean loss of each epoch, of each run. Raises
-    I2CLError at the end of an epoch whose loss is not finite.
+    model, if it is float16 (`Backward`). Every `OFTEN` steps and at the end of an epoch ``progress`` is
+    called with the mean loss of the epoch so far, and I2CLError raised if that is not finite. Returns the
+    mean loss of each epoch, of each run.
     """
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
     backward, steps = Backward(parameters, dtype), len(batches)
@@ -155,10 +155,13 @@ def train(
         optimizer.step()
         losses.append(value.detach())
         ends = len(losses) == per_epoch or step == steps - 1
-        if progress is not None and (ends or len(losses) % OFTEN == 0):
-            progress(step + 1, steps, torch.stack(losses).mean().item())
+        if not ends and len(losses) % OFTEN:
+            continue
+        mean = _finite_mean(losses, step)
+        if progress is not None:
+            progress(step + 1, steps, mean.mean().item())
         if ends:
-            means.append(_finite_mean(losses, step))
+            means.append(mean)
             losses.clear()
     if not all(parameter.isfinite().all() for parameter in parameters):
         raise I2CLError(f"what was trained is not finite after {steps} steps: {_CURE}")

@@ -62,9 +62,9 @@ def load_task(
     `template`; `test_path` is its test split, also that of a TOML which names none; the columns are named by
     `text_column` and `label_column`), or a known name (`list_tasks`). With `skip_bad_rows`, rows of files of
     your own that cannot be used are left out, with a warning. The paper's tasks are read from `data_dir` or
-    the folder in I2CL_DATA_DIR, laid out
-    as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub. `template` and `labels`
-    replace those of a task that has its own. Raises I2CLError for anything unknown, missing or malformed.
+    the folder in I2CL_DATA_DIR, laid out as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging
+    Face hub. `template` and `labels` replace those of a task that has its own. Raises I2CLError for anything
+    unknown, missing or malformed.
     """
     if isinstance(labels, str):
         raise I2CLError(f"labels is the string {labels!r}: give a list of words")

@@ -140,8 +140,7 @@ def with_folds(
     """`with_worth` where no other labelled rows remain: refits answer what they have not seen.
     A text that several demonstrations have is asked once, and `MOST_FOLDED` are asked at most. What else has
     demonstrations is made anew for the same folds. A refit has fewer of them than the fit, so what is
-    measured is on the whole a little low.
-    Raises I2CLError where some refit would not see all labels.
+    measured is on the whole a little low. Raises I2CLError where some refit would not see all labels.
     """
     shown, seed, by = tuple(demonstrations), injection.seed, _by(injection, method or I2CL())
     unique = tuple({example.text: example for example in reversed(shown)}.values())[::-1]
