@@ -1,4 +1,4 @@
-"""How the package is built: imports run one way, importing is cheap, files stay short."""
+"""How the package is built: imports run one way and importing is cheap."""
 
 import ast
 import runpy
@@ -32,7 +32,6 @@ LAYERS = (
 SHARED_BY_METHODS = {"methods.base", "methods.prompts", "methods.adapters"}
 SHARED_BY_METHODS |= {"methods.calibrated.folds", "methods.compressors.base"}
 
-LONGEST = 400
 MOST_IN_A_FOLDER = 18
 MOST_ON_TOP = 12
 
@@ -116,13 +115,10 @@ def entries(folder):
     ]
 
 
-def test_few_rooms_none_of_them_crowded_and_short_files():
+def test_few_packages_none_of_them_crowded():
     assert len(entries(SOURCE)) <= MOST_ON_TOP
     folders = {path.parent for path in FILES if path.parent != SOURCE}
     assert [folder for folder in folders if len(entries(folder)) > MOST_IN_A_FOLDER] == []
-    for path in FILES:
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= LONGEST, f"{module(path)} has {lines} lines: split it"
 
 
 def test_methods_do_not_import_each_other():
@@ -176,16 +172,6 @@ def test_what_scripts_import_is_there(path, monkeypatch):
     for folder in ("benchmarks", "scripts", "tests"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     runpy.run_path(str(path), run_name="imported")
-
-
-SUBSECTIONS = {"context": "Context Vectorization"}
-SUBSECTIONS |= dict.fromkeys(("edits", "injection"), "Context Injection")
-SUBSECTIONS |= dict.fromkeys(("calibration", "loss", "recipe"), "Noisy Self-calibration")
-
-
-def test_the_core_names_the_subsections_of_the_paper():
-    for name, title in SUBSECTIONS.items():
-        assert f'"{title}"' in ast.get_docstring(parsed(SOURCE / "core" / f"{name}.py"))
 
 
 def test_torch_loads_nothing_but_weights():
