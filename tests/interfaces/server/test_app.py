@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import threading
 import time
@@ -57,11 +58,6 @@ def test_texts_are_classified_in_every_shape(client, service):
     assert first["score"] > second["score"]
     top = {"inputs": list(TEXTS), "parameters": {"top_k": 1, "function_to_apply": "softmax"}}
     assert [len(one) for one in client.post("/models/films", json=top).json()] == [1] * len(TEXTS)
-    messages = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
-    chat = {"model": "films", "messages": messages, "logprobs": True, "top_logprobs": 2, "temperature": 0}
-    outcome = client.post("/v1/chat/completions", json=chat).json()
-    assert outcome["choices"][0]["message"]["content"] == best
-    assert len(outcome["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
 def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tmp_path):
@@ -116,6 +112,80 @@ def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
 CLASSIFY, CHAT = "/v1/classify", "/v1/chat/completions"
 ONE = {"model": "films", "input": TEXT}
 SAID = {"model": "films", "messages": [{"role": "user", "content": TEXT}]}
+
+
+def chat_logprobs(client, messages, **options):
+    """The log probabilities of all labels, which depend on every character of the text."""
+    reply = client.post(CHAT, json=SAID | {"messages": messages} | options).json()
+    return [one["logprob"] for one in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
+
+
+def test_chat_classifies_the_user_message_like_classify(client):
+    answer = client.post(CLASSIFY, json=ONE).json()["data"][0]
+    reply = client.post(CHAT, json=SAID | {"logprobs": True, "top_logprobs": 2, "temperature": 0}).json()
+    assert reply["choices"][0]["message"]["content"] == answer["label"]
+    logprobs = [one["logprob"] for one in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
+    assert [math.exp(one) for one in logprobs] == pytest.approx(sorted(answer["probs"], reverse=True))
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_chat_ignores_system_and_developer_messages(client, role):
+    user = {"role": "user", "content": TEXT}
+    instruction = {"role": role, "content": "You are a helpful assistant."}
+    assert chat_logprobs(client, [instruction, user]) == chat_logprobs(client, [user])
+
+
+def test_chat_joins_text_parts_with_newlines(client):
+    parts = [{"type": "text", "text": part, "cache_control": None} for part in ("a warm", "film")]
+    joined = chat_logprobs(client, [{"role": "user", "content": "a warm\nfilm"}])
+    assert chat_logprobs(client, [{"role": "user", "content": parts}]) == joined
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    ],
+)
+def test_chat_refuses_images_and_audio_naming_the_part(client, part):
+    content = [{"type": "text", "text": TEXT}, part]
+    reply = client.post(CHAT, json=SAID | {"messages": [{"role": "user", "content": content}]})
+    assert error_of(reply) == (400, "unsupported")
+    assert f"content parts of type '{part['type']}' are not supported" in reply.json()["error"]["message"]
+
+
+def test_chat_stream_ends_with_usage_and_done(client):
+    whole = client.post(CHAT, json=SAID).json()
+    streamed = client.post(CHAT, json=SAID | {"stream": True, "stream_options": {"include_usage": True}})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert "X-Task-Digest" in streamed.headers
+    *events, done = streamed.text.removesuffix("\n\n").split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert done == "data: [DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    answer, end, usage = chunks
+    assert answer["choices"][0]["delta"]["content"] == whole["choices"][0]["message"]["content"]
+    assert end["choices"][0]["finish_reason"] == "stop"
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+
+
+def test_chat_stream_errors_are_plain_json(client):
+    reply = client.post(CHAT, json=SAID | {"stream": True, "model": "none"})
+    assert error_of(reply) == (404, "unknown_task")
+
+
+def test_chat_accepts_the_default_response_format(client):
+    assert (
+        client.post(CHAT, json=SAID | {"response_format": {"type": "text"}, "tools": []}).status_code == 200
+    )
+
+
+def test_text_completions_name_the_routes_to_use(client):
+    message = client.post("/v1/completions", json={"model": "films", "prompt": TEXT}).json()["error"][
+        "message"
+    ]
+    assert "/v1/chat/completions or /v1/classify" in message
 
 
 def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):

@@ -1,5 +1,7 @@
 """Clients that others have written, unchanged, over loopback, with a token and without."""
 
+import asyncio
+
 import pytest
 
 from fitting import one_line
@@ -50,16 +52,63 @@ def test_openai(served):
         assert [value["positive"], value["negative"]] == pytest.approx(probs, abs=1e-5)
         assert reply.usage.prompt_tokens > 0
     for wrong, options in (
-        (openai.BadRequestError, {"stream": True}),
+        (openai.BadRequestError, {"n": 2}),
         (openai.NotFoundError, {"model": "none"}),
         (openai.UnprocessableEntityError, {"messages": []}),
     ):
-        said = {"model": "a/films", "messages": [{"role": "user", "content": TEXTS[0]}]}
+        request = {"model": "a/films", "messages": [{"role": "user", "content": TEXTS[0]}]}
         with pytest.raises(wrong):
-            client.chat.completions.create(**said | options)
+            client.chat.completions.create(**request | options)
     if token:
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
+
+
+def wrapped_chat(text):
+    """A request as chat wrappers send it: with a system message, content parts and options of a chat."""
+    content = [{"type": "text", "text": text}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    return {"model": "a/films", "messages": messages, "temperature": 0, "max_completion_tokens": 5}
+
+
+def test_openai_stream_gives_the_same_label(served):
+    openai = pytest.importorskip("openai", reason="needs openai")
+    url, token, _ = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=token or "none", max_retries=0)
+    for text in TEXTS:
+        whole = client.chat.completions.create(**wrapped_chat(text))
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(**wrapped_chat(text), **options))
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert streamed == whole.choices[0].message.content
+        assert chunks[-1].usage == whole.usage
+
+
+def test_openai_async_client_gives_the_same_label(served):
+    openai = pytest.importorskip("openai", reason="needs openai")
+    url, token, right = served
+
+    async def labels():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token or "none", max_retries=0) as client:
+            replies = [client.chat.completions.create(**wrapped_chat(text)) for text in TEXTS]
+            whole = [reply.choices[0].message.content for reply in await asyncio.gather(*replies)]
+            streamed = []
+            for text in TEXTS:
+                stream = await client.chat.completions.create(**wrapped_chat(text), stream=True)
+                parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+                streamed.append("".join(parts))
+        return whole, streamed
+
+    best = [("positive", "negative")[probs[1] > probs[0]] for probs in right]
+    assert asyncio.run(labels()) == (best, best)
+
+
+def test_openai_text_completions_name_the_routes_to_use(served):
+    openai = pytest.importorskip("openai", reason="needs openai")
+    url, token, _ = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=token or "none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions or /v1/classify"):
+        client.completions.create(model="a/films", prompt=TEXTS[0])
 
 
 def test_huggingface_hub(served):

@@ -42,8 +42,12 @@ REFUSED = [
     ("/models/none", {"inputs": TEXT}, 404, "unknown_task"),
     ("/models/films", {"inputs": TEXT, "parameters": {"function_to_apply": "sigmoid"}}, 422, "bad_request"),
     (CHAT, {"model": "films", "messages": [], "stream": True}, 422, "bad_request"),
-    (CHAT, {**SAID, "messages": [{"role": "system", "content": "a"}, *SAID["messages"]]}, 400, "label_alone"),
-    *((CHAT, SAID | more, 400, "label_alone") for more in ({"stream": True}, {"n": 2}, {"tools": [{}]})),
+    *((CHAT, SAID | more, 400, "unsupported") for more in ({"n": 2}, {"tools": [{}]})),
+    (CHAT, SAID | {"response_format": {"type": "json_object"}}, 400, "unsupported"),
+    (CHAT, SAID | {"modalities": ["text", "audio"]}, 400, "unsupported"),
+    (CHAT, SAID | {"messages": SAID["messages"] * 2}, 400, "unsupported"),
+    (CHAT, SAID | {"messages": [{"role": "system", "content": "a"}]}, 400, "unsupported"),
+    ("/v1/completions", {"model": "films", "prompt": TEXT}, 404, "not_found"),
 ]
 
 

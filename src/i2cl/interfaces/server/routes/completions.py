@@ -1,57 +1,134 @@
-"""A task as clients of OpenAI's interface ask for an answer in a chat: it is one of the task's labels."""
+"""OpenAI's chat completions API: the text is the user message, the answer is the task's label.
 
+Source: https://platform.openai.com/docs/api-reference/chat.
+"""
+
+import json
 import math
 import secrets
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
-from i2cl.interfaces.server.service import Service, answer_request
+from i2cl.interfaces.server.service import Answer, Service, answer_request
+
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
+MIN_PROBABILITY = 1e-38  # keeps log probabilities finite, because JSON has no infinity
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+}
 
 
 def add_chat(app: FastAPI, service: Service) -> None:
-    """The route."""
+    """Add the routes of OpenAI's API to the app."""
 
-    @app.post("/v1/chat/completions", summary="The label of a text, as an answer in a chat")
+    @app.post(
+        "/v1/chat/completions",
+        summary="Classify the user message, for clients of OpenAI's chat API",
+        response_model=None,
+        responses=_STREAM,
+    )
     async def chat(
         body: schemas.Chat, request: Request, response: Response, timeout: schemas.Timeout = None
-    ) -> dict[str, Any]:
-        _require_label_alone(body)
-        content = body.messages[0].content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+    ) -> dict[str, Any] | Response:
+        text = _text_of(body)
         answer = await answer_request(service, request, response, body.model, text, timeout)
-        pairs = zip(answer.entry.labels, answer.probabilities[0], strict=True)
-        ranked = [
-            {"token": label, "logprob": math.log(max(share, 1e-38)), "bytes": list(label.encode())}
-            for label, share in sorted(pairs, key=lambda pair: -pair[1])
-        ]
-        most = min(20, 20 if body.top_logprobs is None else body.top_logprobs)
-        tokens = sum(answer.tokens)
-        message = {"role": "assistant", "content": ranked[0]["token"], "refusal": None}
-        logprobs = {"content": [{**ranked[0], "top_logprobs": ranked[:most]}], "refusal": None}
-        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
-        return {
+        head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion",
             "created": int(time.time()),
             "model": body.model,
             "system_fingerprint": answer.entry.digest[:16],
-            "choices": [choice],
-            "usage": {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1},
         }
+        label, logprobs, usage = _choice(answer, body.top_logprobs)
+        if body.stream:
+            with_usage = bool(body.stream_options and body.stream_options.get("include_usage"))
+            chunks = _chunks(head, label, logprobs, usage if with_usage else None)
+            content = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+            headers = dict(response.headers)
+            return Response(content, media_type="text/event-stream", headers=headers)
+        message = {"role": "assistant", "content": label, "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
+        return head | {"object": "chat.completion", "choices": [choice], "usage": usage}
+
+    @app.post("/v1/completions", include_in_schema=False)
+    async def completions() -> None:
+        message = "this server has no text completions: send the text to /v1/chat/completions or /v1/classify"
+        raise RefusalError(404, "not_found", message)
 
 
-def _require_label_alone(body: schemas.Chat) -> None:
-    alone = [message.role for message in body.messages] == ["user"]
-    for wrong, why, cure in (
-        (body.stream, "a label does not come piece by piece", "leave stream out"),
-        (body.n not in {None, 1}, "a text has one label", "leave n out"),
-        (body.tools, "tools asks for more than the label", "leave tools out"),
-        (body.response_format, "response_format asks for more than the label", "leave response_format out"),
-        (not alone, "a task has a prompt of its own", "send one message, the user's, with the text"),
+def _choice(answer: Answer, top_logprobs: int | None) -> tuple[str, dict[str, Any], dict[str, int]]:
+    """Return the most probable label, the log probabilities of the labels, and the token counts."""
+    pairs = zip(answer.entry.labels, answer.probabilities[0], strict=True)
+    ranked = [
+        {"token": label, "logprob": math.log(max(probability, MIN_PROBABILITY)), "bytes": [*label.encode()]}
+        for label, probability in sorted(pairs, key=lambda pair: -pair[1])
+    ]
+    count = MAX_TOP_LOGPROBS if top_logprobs is None else min(top_logprobs, MAX_TOP_LOGPROBS)
+    logprobs = {"content": [{**ranked[0], "top_logprobs": ranked[:count]}], "refusal": None}
+    tokens = sum(answer.tokens)
+    usage = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}
+    return str(ranked[0]["token"]), logprobs, usage
+
+
+def _chunks(
+    head: dict[str, Any], label: str, logprobs: dict[str, Any], usage: dict[str, int] | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream: the whole label, the end, and ``usage`` unless it is None."""
+    head = head | {"object": "chat.completion.chunk"}
+    delta = {"role": "assistant", "content": label}
+    yield head | {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]}
+    yield head | {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]}
+    if usage is not None:
+        yield head | {"choices": [], "usage": usage}
+
+
+def _text_of(body: schemas.Chat) -> str:
+    """Return the text to classify: the content of the only user message.
+
+    System and developer messages are ignored, because a task has its own prompt.
+
+    Raises:
+        RefusalError: 400 if the request asks for anything but the label of one text.
+    """
+    _require_classification(body)
+    roles = [message.role for message in body.messages]
+    if unsupported := [role for role in roles if role not in {"system", "developer", "user"}]:
+        problem = f"messages with role {unsupported[0]!r} are not supported: every text is classified alone"
+        raise _unsupported(f"{problem}; send one user message with the text")
+    if roles.count("user") != 1:
+        problem = f"the request has {roles.count('user')} user messages, but one text is classified at a time"
+        raise _unsupported(f"{problem}: send one user message with the text")
+    return _content(body.messages[roles.index("user")].content)
+
+
+def _content(content: str | Sequence[schemas.Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type != "text" or part.text is None:
+            problem = f"content parts of type {part.type!r} are not supported"
+            if part.type == "text":
+                problem = "a content part of type 'text' has no text"
+            raise _unsupported(f'{problem}: send parts such as {{"type": "text", "text": "..."}}')
+    return "\n".join(part.text or "" for part in content)
+
+
+def _require_classification(body: schemas.Chat) -> None:
+    response_type = (body.response_format or {}).get("type", "text")
+    for unsupported, what in (
+        (body.n not in {None, 1}, f"n={body.n}"),
+        (body.tools, "tools"),
+        (response_type != "text", f"response_format {response_type!r}"),
+        (set(body.modalities or ()) - {"text"}, "modalities other than text"),
     ):
-        if wrong:
-            raise RefusalError(400, "label_alone", f"{why}, and a label is all that is answered: {cure}")
+        if unsupported:
+            field = what.split("=")[0].split()[0]
+            raise _unsupported(f"{what} is not supported, because the answer is one label: leave {field} out")
+
+
+def _unsupported(message: str) -> RefusalError:
+    return RefusalError(400, "unsupported", message)

@@ -67,32 +67,40 @@ class Predict(_Body):
     parameters: Parameters | None = None
 
 
-class Part(_Body):
-    """A part of a message."""
+class Part(BaseModel):
+    """One part of a message's content; only parts of type "text" are supported."""
 
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str | None = None
 
 
-class Message(_Body):
-    """A message of a chat."""
+class Message(BaseModel):
+    """A chat message."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
-    name: str | None = None
+    role: str
+    content: str | list[Part] | None = None
 
 
 class Chat(_Body):
-    """A text whose label is asked for as the answer in a chat; other fields of OpenAI's change nothing."""
+    """A chat completion request; other fields of OpenAI's API are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: Name
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[
+        list[Message],
+        Field(
+            min_length=1,
+            description="One user message with the text. "
+            "System and developer messages are ignored: a task has its own prompt.",
+        ),
+    ]
     top_logprobs: Annotated[Int, Field(ge=0)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
     stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
     n: Int | None = None
 
 
