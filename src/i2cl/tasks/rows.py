@@ -70,14 +70,18 @@ def read_labelled(
 
 
 def refused_rows(
-    path: Path, labels: Sequence[str] | LabelLookup | None = None
+    path: Path,
+    labels: Sequence[str] | LabelLookup | None = None,
+    text_column: str = "text",
+    label_column: str = "label",
 ) -> tuple[list[str], LabelLookup | None]:
-    """What is wrong with the rows of a file of examples (``text``, ``label``), each that is, one by one; and
-    what labels that are given mean there. What keeps `read_labelled` from reading the rest is the last.
+    """Return one message for each row of a file that cannot be used, and the meaning of the labels.
+
+    If `read_labelled` cannot read the file to its end, the last message says why.
     """
     rows: list[Row | RowError] = []
     try:
-        rows += rows_or_errors(str(path), Columns("text", "label"))
+        rows += rows_or_errors(str(path), Columns(text_column, label_column))
     except RowError as error:
         rows.append(error)
     if labels is None or isinstance(labels, LabelLookup):

@@ -176,16 +176,13 @@ def test_chat_stream_errors_are_plain_json(client):
 
 
 def test_chat_accepts_the_default_response_format(client):
-    assert (
-        client.post(CHAT, json=SAID | {"response_format": {"type": "text"}, "tools": []}).status_code == 200
-    )
+    reply = client.post(CHAT, json=SAID | {"response_format": {"type": "text"}, "tools": []})
+    assert reply.status_code == 200
 
 
 def test_text_completions_name_the_routes_to_use(client):
-    message = client.post("/v1/completions", json={"model": "films", "prompt": TEXT}).json()["error"][
-        "message"
-    ]
-    assert "/v1/chat/completions or /v1/classify" in message
+    reply = client.post("/v1/completions", json={"model": "films", "prompt": TEXT})
+    assert "/v1/chat/completions or /v1/classify" in reply.json()["error"]["message"]
 
 
 def test_addresses_methods_bodies_and_times_that_are_wrong(client, monkeypatch):
@@ -362,3 +359,83 @@ def test_a_cure_is_short_however_long_the_message():
     value = RefusalError(422, "bad_input", "x: " + "': a' " * 1000).body()["error"]
     assert len(value["cure"]) <= LONG
     assert RefusalError(422, "bad_input", "it is 'a: b': say 'c: d'").body()["error"]["cure"] == "say 'c: d'"
+
+
+TICKETS = "ticket_text,category\nmy card was charged twice,billing\nthe app crashes,bug\n"
+OWN_COLUMNS = {"text_column": "ticket_text", "label_column": "category", "check": True}
+
+
+def check_file(client, content, name="tickets.csv", **options):
+    """The reply to a request that only checks a file."""
+    body = NAMED | OWN_COLUMNS | {"examples": {"name": name, "content": content}} | options
+    return client.post("/v1/tasks", json=body)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", TICKETS),
+        ("a.TSV", TICKETS.replace(",", "\t")),
+        ("a.json", '[{"ticket_text": "x", "category": "billing"}, {"ticket_text": "y", "category": "bug"}]'),
+        ("a.jsonl", '{"ticket_text": "x", "category": "billing"}\n{"ticket_text": "y", "category": "bug"}\n'),
+    ],
+)
+def test_fit_reads_a_file_with_its_own_columns(client, name, content):
+    reply = check_file(client, content, name)
+    assert (reply.json()["labels"], reply.json()["rows"]) == (["billing", "bug"], 2)
+
+
+def test_fit_reads_rows_with_their_own_keys(client):
+    rows = [{"ticket_text": "x", "category": "billing"}, {"ticket_text": "y", "category": "bug"}]
+    reply = client.post("/v1/tasks", json=NAMED | OWN_COLUMNS | {"examples": rows, "test": rows})
+    assert (reply.json()["rows"], reply.json()["test_rows"]) == (2, 2)
+
+
+def test_fit_reads_a_csv_body_with_its_own_columns(client):
+    query = NAMED | {"text_column": "ticket_text", "label_column": "category", "check": "true"}
+    reply = client.post("/v1/tasks", params=query, content=TICKETS, headers={"Content-Type": "text/csv"})
+    assert reply.json()["labels"] == ["billing", "bug"]
+
+
+def test_fit_reads_a_test_file_of_another_format(client):
+    test = {"name": "test.jsonl", "content": '{"ticket_text": "x", "category": "bug"}'}
+    assert check_file(client, TICKETS, test=test).json()["test_rows"] == 1
+
+
+def test_fit_runs_on_a_file_with_its_own_columns(client, service):
+    body = NAMED | OWN_COLUMNS | {"check": False, "evaluate": 0, "settings": {"steps": 0}}
+    test = {"name": "test.csv", "content": TICKETS}
+    reply = client.post(
+        "/v1/tasks", json=body | {"examples": {"name": "a.csv", "content": TICKETS}, "test": test}
+    )
+    job = ended(service.jobs.get(reply.json()["id"]))
+    assert (job.status, job.events[-1]["labels"]) == ("done", ["billing", "bug"])
+
+
+def test_fit_errors_name_the_uploaded_file(client):
+    empty = check_file(client, TICKETS + ",bug\n").json()["error"]
+    assert empty["message"].startswith("tickets.csv row 4: the text is empty")
+    test = {"name": "holdout.csv", "content": "ticket_text,category\nx,other\n"}
+    other = check_file(client, TICKETS, test=test, labels=["billing", "bug"]).json()["error"]
+    assert other["rows"] == [other["message"]]
+    assert other["message"].startswith("holdout.csv row 2: label 'other' is not one of billing, bug")
+
+
+def test_fit_names_the_columns_that_a_file_has(client):
+    message = check_file(client, TICKETS, text_column="body").json()["error"]["message"]
+    problem = "tickets.csv: no text column 'body', the columns are ticket_text, category"
+    assert message == f"{problem}: set text_column to the one that holds it"
+
+
+def test_fit_errors_of_rows_name_the_field_of_the_request(client):
+    rows = [{"text": "a", "label": "x"}, {"text": "", "label": "y"}]
+    message = client.post("/v1/tasks", json=NAMED | {"examples": rows}).json()["error"]["message"]
+    assert message.startswith("examples item 2: the text is empty")
+
+
+def test_fit_refuses_a_file_of_an_unknown_format(client):
+    reply = check_file(client, TICKETS, "tickets.xyz")
+    assert error_of(reply) == (422, "bad_request")
+    assert "set format to one of csv, tsv, jsonl, json" in reply.json()["error"]["message"]
+    examples = {"name": "tickets.xyz", "content": TICKETS, "format": "csv"}
+    assert check_file(client, "", examples=examples).status_code == 200

@@ -153,7 +153,7 @@ def test_rows_that_are_refused_are_all_named_and_a_table_without_its_columns_has
     assert [re.search(r"item (\d)", row)[1] for row in outcome["error"]["rows"]] == ["2", "3", "4"]
     query = {"name": "new", "template": "{text} {label}"}
     reply = refusing.post("/v1/tasks", params=query, content="a,b\n", headers={"Content-Type": "text/csv"})
-    assert reply.json()["error"]["cure"] == "name the columns text and label"
+    assert reply.json()["error"]["cure"] == "set text_column to the one that holds it"
 
 
 @pytest.mark.parametrize(

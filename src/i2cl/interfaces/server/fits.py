@@ -65,19 +65,29 @@ class SharedDecoder(Decoder):
 def read_task(
     decoder: Decoder, tasks: TaskStore, request: Mapping[str, Any], folder: Path
 ) -> tuple[Task, tuple[Example, ...]]:
-    """A task with its rows, and its demonstrations, if it can be fitted.
+    """Read the rows of a fit request and draw the demonstrations.
 
-    ``request``: fields of a request for a fit, see `i2cl.interfaces.server.routes.schemas.Fit`; ``folder``:
-    holds ``input.json`` or ``input.csv``, and ``input.test.json`` where there are test rows. Raises
-    RefusalError: 422 naming every row that cannot be used, 413 on a text that exceeds the context; I2CLError
-    on labels, a template or options that cannot be used.
+    Args:
+        decoder: The server's model.
+        tasks: The server's tasks.
+        request: Fields of `i2cl.interfaces.server.routes.schemas.Fit`, and ``file_names``: the names that
+            errors give the files of the folder.
+        folder: Holds the training rows, ``input.csv`` (or .tsv, .jsonl, .json), and the test rows, if any,
+            ``input.test.csv``.
+
+    Returns:
+        The task with its rows, and its demonstrations.
+
+    Raises:
+        RefusalError: 422 if rows cannot be used, listing them; 413 if a text exceeds the context.
+        I2CLError: If the labels, the template or the options are invalid.
     """
     try:
         task = _read(request, folder)
     except RefusalError:
         raise
     except I2CLError as error:
-        raise RefusalError(422, "bad_input", _short(str(error), folder)) from None
+        raise RefusalError(422, "bad_input", _public_message(str(error), request, folder)) from None
     task = replace(task, name=request["name"], title=request["name"])
     words = request.get("instruction") or None
     task = task.worded(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
@@ -104,18 +114,40 @@ def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
 
 
 def _read(request: Mapping[str, Any], folder: Path) -> Task:
-    path, *tests = (
-        folder / name for name in ("input.json", "input.csv", "input.test.json") if (folder / name).is_file()
-    )
-    shape, labels = Template(request["template"]), request.get("labels")
+    train_path, test_path = _input_paths(folder)
+    template, labels = Template(request["template"]), request.get("labels")
+    columns = {name: request.get(f"{name}_column") or name for name in ("text", "label")}
     if labels is not None:
-        Task(request["name"], tuple(labels), shape)  # what is wrong with these is not told of each row
-    meant: Sequence[str] | LabelLookup | None = labels
-    for file in (path, *tests):  # the first says whether ids begin at 0 or 1
-        refused, meant = refused_rows(file, meant)
-        if refused := [_short(why, folder) for why in refused]:
+        Task(request["name"], tuple(labels), template)  # raises once here instead of once per row
+    lookup: Sequence[str] | LabelLookup | None = labels
+    # the training file comes first: it says whether class ids start at 0 or 1
+    for path in filter(None, (train_path, test_path)):
+        refused, lookup = refused_rows(path, lookup, columns["text"], columns["label"])
+        if refused := [_public_message(message, request, folder) for message in refused]:
             raise RefusalError(422, "bad_rows", refused[0], rows=refused)
-    return load_task(path, template=shape, labels=labels, test_path=tests[0] if tests else None)
+    return load_task(
+        train_path,
+        template=template,
+        labels=labels,
+        text_column=columns["text"],
+        label_column=columns["label"],
+        test_path=test_path,
+    )
+
+
+def _input_paths(folder: Path) -> tuple[Path, Path | None]:
+    """Return the paths of the training rows and, if there is one, of the file of test rows."""
+    test_path = next(folder.glob("input.test.*"), None)
+    return next(path for path in folder.glob("input.*") if path != test_path), test_path
+
+
+def _public_message(message: str, request: Mapping[str, Any], folder: Path) -> str:
+    """Return an error about input files with the client's file names instead of the server's paths."""
+    for file, name in request.get("file_names", {}).items():
+        message = message.replace(str(folder / file), name)
+    message = message.replace(f"{folder}/", "")
+    message = re.sub(r"say which one holds the (\w+): .*", r"set \1_column to the one that holds it", message)
+    return re.sub(r"(?<=_column) \(--\w+-column\)", "", message)  # options of the command line
 
 
 def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
@@ -204,9 +236,3 @@ def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -
     front = decoder.encoder([task.template.prompt(shown, "")])[0]
     empty = decoder.encoder([task.template.query("")])[0]
     return {"task": len(ids), "few_shot": len(ids) + len(front) - len(empty)}
-
-
-def _short(message: str, folder: Path) -> str:
-    """Without the server's own folders and the options of its functions."""
-    shortened = message.replace(f"{folder}/", "")
-    return re.sub(r"say which one holds .*", "name the columns text and label", shortened)

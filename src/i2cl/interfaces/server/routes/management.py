@@ -162,7 +162,7 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
         if isinstance(query.get("template"), str):
             query["template"] = query["template"].replace("\\n", "\n")
         options = _valid(schemas.FitOptions, query, strict=False)  # all of a query is text
-        inputs = {"input.csv": body}
+        inputs, names = {"input.csv": body}, {"input.csv": "examples"}
     else:
         try:
             given = json.loads(body)
@@ -170,11 +170,9 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
             message = f"the body is no JSON ({type(error).__name__}): correct it"
             raise RefusalError(422, "bad_request", message) from None
         options = _valid(schemas.Fit, given)
-        inputs = {"input.json": json.dumps(given["examples"]).encode()}
-        if options.test:
-            inputs["input.test.json"] = json.dumps(given["test"]).encode()
+        inputs, names = _input_files(options)
     _require_name(service, options.name)
-    fields = options.model_dump(exclude={"check", "examples", "test"})
+    fields = options.model_dump(exclude={"check", "examples", "test"}) | {"file_names": names}
     with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
@@ -184,6 +182,19 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
         data = fits.survey_of(service.decoder, task)
         return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
     return _accepted(jobs.add("fit", fields, inputs))
+
+
+def _input_files(options: schemas.Fit) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the content of the files that a job of a fit reads, and the names that errors give them."""
+    inputs, names = {}, {}
+    for field, stem, rows in (("examples", "input", options.examples), ("test", "input.test", options.test)):
+        if isinstance(rows, schemas.DataFile):
+            inputs[stem + rows.suffix] = rows.content.encode()
+            names[stem + rows.suffix] = rows.name
+        elif rows or field == "examples":
+            inputs[f"{stem}.json"] = json.dumps(rows).encode()
+            names[f"{stem}.json"] = field
+    return inputs, names
 
 
 def queue_batch(service: Service, body: IO[bytes], model: str | None, owner: str | None) -> Response:

@@ -6,13 +6,24 @@ A field that is not here is refused; in a chat it is passed over.
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from fastapi import Header
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from i2cl.injections.confidence import sure_place
 from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.tasks.formats import ROW_SUFFIXES
 
 Text = Annotated[str, Field(min_length=1)]
 MOST_TEXTS = 2048  # of a request; more are a 413 that says so, as in the vLLM plugin
@@ -105,14 +116,47 @@ class Chat(_Body):
 
 
 LabelledText = Annotated[
-    Any,  # what is wrong with a row is told with its number, and not by a schema
+    Any,  # rows are validated one by one, so that errors name them
     WithJsonSchema(
         {
             "type": "object",
             "properties": {"text": {"type": "string"}, "label": {"type": "string"}},
-            "required": ["text", "label"],
+            "description": "A row; text_column and label_column name other keys.",
         }
     ),
+]
+
+
+class DataFile(_Body):
+    """A file of labelled rows, sent as text."""
+
+    name: Annotated[str, Field(min_length=1, max_length=255, description="File name, shown in errors.")]
+    content: Annotated[str, Field(min_length=1)]
+    format: Annotated[
+        Literal["csv", "tsv", "jsonl", "json"] | None,
+        Field(description="Default: by the ending of the name."),
+    ] = None
+
+    @property
+    def suffix(self) -> str:
+        """The ending that a file of this format has, such as ``.csv``."""
+        return f".{self.format}" if self.format else PurePath(self.name).suffix.lower()
+
+    @model_validator(mode="after")
+    def _require_format(self) -> "DataFile":
+        if self.suffix not in ROW_SUFFIXES:
+            known = ", ".join(suffix.removeprefix(".") for suffix in ROW_SUFFIXES)
+            raise ValueError(f"unknown file format {self.suffix!r}: set format to one of {known}")
+        return self
+
+
+def _kind_of_rows(value: object) -> str:
+    return "file" if isinstance(value, dict | DataFile) else "rows"
+
+
+Rows = Annotated[
+    Annotated[list[LabelledText], Tag("rows")] | Annotated[DataFile, Tag("file")],
+    Discriminator(_kind_of_rows),
 ]
 
 
@@ -122,6 +166,8 @@ class FitOptions(_Body):
     name: Name
     template: Annotated[str, Field(description="Such as 'Review: {text}\\nSentiment: {label}'.")]
     labels: list[str] | None = None
+    text_column: Annotated[str, Field(description="Column or key that holds the text.")] = "text"
+    label_column: Annotated[str, Field(description="Column or key that holds the label.")] = "label"
     instruction: str | None = None
     chat: bool = False
     shots: Annotated[Int, Field(ge=1, le=10_000)] | None = None
@@ -136,8 +182,8 @@ class FitOptions(_Body):
 class Fit(FitOptions):
     """Labelled examples, and how they become a task."""
 
-    examples: Annotated[list[LabelledText], Field(min_length=1)]
-    test: list[LabelledText] | None = None
+    examples: Rows
+    test: Annotated[Rows | None, Field(description="Rows to score on, with the same columns.")] = None
 
 
 class Usage(BaseModel):
