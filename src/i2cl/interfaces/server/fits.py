@@ -8,10 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from i2cl.core.anchored import require_few
-from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evidence.baselines import labelled_rows, refitting, with_folds, with_worth
@@ -22,9 +19,7 @@ from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods import Injector, calibrating_method
 from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
 from i2cl.methods.calibrated.folds import unmeasurable
-from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Example, Task, Template, load_task
 from i2cl.tasks.labels import LabelLookup
@@ -45,7 +40,6 @@ class SharedDecoder(Decoder):
         whole = batcher.pool.decoder
         vars(self).update(vars(whole), token_budget=batcher.slice)
         self.job = job  # that it is used for
-        self.seen: Edit | None = None  # what was injected last
         self.elsewhere = 0.0  # seconds that went to requests meanwhile
         self._batcher = batcher
 
@@ -55,11 +49,6 @@ class SharedDecoder(Decoder):
         began = time.perf_counter()
         self._batcher.pause()
         self.elsewhere += time.perf_counter() - began
-
-    def forward(self, batch: Batch, *, edit: Edit | None = None, **options: Any) -> torch.Tensor:
-        """See `Decoder.forward`."""
-        self.seen = edit
-        return super().forward(batch, edit=edit, **options)
 
 
 def read_task(
@@ -167,7 +156,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             nonlocal shown
             if done == of or time.monotonic() - shown > LOOK:
                 shown = time.monotonic()
-                job.show("step", step=done, steps=of, loss=loss, **map_of(decoder.seen))
+                job.show("step", step=done, steps=of, loss=loss)
 
         injection = method.injection(decoder, task, demonstrations, request["seed"], step)
         seconds = time.perf_counter() - started - decoder.elsewhere
@@ -187,7 +176,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     record: dict[str, Any] = {"name": entry.name, "digest": entry.digest, "labels": list(entry.labels)}
     record |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
     record |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
-    return record | map_of(injection.edit())
+    return record
 
 
 def _untimed(injection: Injection) -> Injection:
@@ -197,24 +186,6 @@ def _untimed(injection: Injection) -> Injection:
         for name, score in injection.worth["methods"].items()
     }
     return replace(injection, worth=injection.worth | {"methods": methods})
-
-
-def map_of(edit: Edit | None) -> dict[str, Any]:
-    """Coefficients [layer][writer][lambda, beta] and the size of lambda v [layer][writer], for JSON, of what
-    a pass injects; of several rows' own ones, the first.
-    """
-    if isinstance(edit, NoisyEdit):
-        edit = edit.injection
-    if isinstance(edit, LinearEdit):
-        pairs = edit.coefficients.detach()
-        scaled = pairs[..., :1] * edit.values.to(pairs.device)
-    elif isinstance(edit, RowsEdit):
-        scaled, keep = edit.scaled[0].detach(), edit.keep[0].detach()
-        pairs = torch.stack([torch.ones_like(keep), keep], dim=-1)
-    else:
-        return {}
-    arrays = {"coefficients": pairs, "sizes": scaled.square().mean(-1).sqrt()}
-    return {name: (values.double() * 1e5).round().div(1e5).tolist() for name, values in arrays.items()}
 
 
 def _method(request: Mapping[str, Any], tasks: TaskStore) -> Injector:

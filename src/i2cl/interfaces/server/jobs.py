@@ -61,8 +61,7 @@ class Job:
     request: dict[str, Any]  # what is to be done, JSON-able, as the kind knows it
     created: float  # seconds since 1970
     # what has happened by now, each with its name under ``event``, and under ``at`` a time that no other one
-    # has. Of those that are not on the disk these are the last `MOST_SHOWN`, and only the last one has a map
-    # of the model
+    # has. Of those that are not on the disk these are the last `MOST_SHOWN`
     events: list[dict[str, Any]] = field(default_factory=list)
     cancelled: bool = False  # whether it is to end
     # the reading token that sent it, if one did; see `i2cl.interfaces.server.guard.Access.reader`
@@ -109,9 +108,6 @@ class Job:
         shown = [one["at"] for one in self.events if one["event"] not in TOLD]
         gone = shown[: max(0, len(shown) + 1 - MOST_SHOWN)]
         kept = [one for one in self.events if one["at"] not in gone]
-        for place, one in enumerate(kept):
-            if one["event"] not in TOLD:
-                kept[place] = {name: one[name] for name in one if name not in {"coefficients", "sizes"}}
         self.events = [*kept, {"event": event, "at": self._now(), **what}]
 
     @property

@@ -67,7 +67,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
         record |= {"metrics": injection.metrics, "worth": injection.worth or None}
         record |= {"label_bias": injection.label_bias, "temperature": injection.temperature}
         record |= {"encoder": None if (bias := injection.encoder_bias) is None else bias.encoder}
-        return record | fits.map_of(injection.edit())
+        return record
 
     @app.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
     async def put(name: str, request: Request) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def add_jobs(app: FastAPI, service: Service) -> None:
     async def jobs(request: Request) -> dict[str, Any]:
         records = [job.described() for job in jobs_of(service).all() if _sees(request, job)]
         for one in records:
-            del one["last"]  # of a fit it holds a map of the whole model
+            del one["last"]  # can be long: GET /v1/jobs/ID returns it
         return {"object": "list", "data": records}
 
     @app.get("/v1/jobs/{identity}", summary="Where a job stands")
