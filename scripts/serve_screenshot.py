@@ -1,4 +1,4 @@
-"""The picture of the page of `i2cl serve` in the documents: its own example fitted, tried and compared.
+"""Take the screenshot of the page of `i2cl serve` for the documentation: its example, fitted and tried.
 
     python scripts/serve_screenshot.py docs/_static/serve.png
 
@@ -19,24 +19,24 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from processes import COMMAND, Program
 
-MOST_BYTES = 150_000
+MAX_BYTES = 150_000
 
 
 def main() -> None:
-    """Start a server, use its page, keep what it shows."""
+    """Start a server, use its page, and save what it shows."""
     from PIL import Image
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
     with TemporaryDirectory() as folder, sync_playwright() as play:
         program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
-        while not (result := re.search(r"http://\S+", program.said()[0])):
+        while not (address := re.search(r"http://\S+", program.said()[0])):
             assert program.process.is_alive(), program.said()
             time.sleep(0.1)
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 900, "height": 600})
-        page.goto(result[0])
+        page.goto(address[0])
         page.click("#example")
-        page.wait_for_function("document.getElementById('examples').value")
+        expect(page.locator("#label-column")).to_have_value("label")
         page.click("#begin")
         page.wait_for_selector("#worth table", timeout=120_000)
         page.click("#ask .main")
@@ -47,7 +47,7 @@ def main() -> None:
         program.wait()
     out = Path(sys.argv[1])
     shot.convert("P", palette=Image.Palette.ADAPTIVE).save(out, optimize=True)
-    assert out.stat().st_size <= MOST_BYTES, out.stat().st_size
+    assert out.stat().st_size <= MAX_BYTES, out.stat().st_size
 
 
 if __name__ == "__main__":

@@ -1,49 +1,70 @@
 "use strict";
-// Everything from users and from the server goes into textContent, never into HTML.
+// Text from users and from the server is only assigned to textContent, never parsed as HTML.
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const METHODS = { zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated", few_shot: "Few-shot", sentence_embeddings: "Sentence embeddings" };
-const MOST_SHOWN = 100; // rows that are refused
-const AGAIN = 2000; // milliseconds before a server that went away is asked again
-const SIDE = 18, LEFT = 92; // pixels of a cell of the map, and of the names of its rows
-let call = "curl", job = null, read = {}, clock = null;
+const METHODS = {
+  majority_class: "Majority class", zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated",
+  few_shot: "Few-shot", sentence_embeddings: "Sentence embeddings",
+};
+const NO_TOKENS = ["majority_class", "sentence_embeddings"]; // methods that do not run the model
+const FORMATS = ["csv", "tsv", "json", "jsonl"];
+const PASTED = "pasted text"; // name of rows that come from no file
+const TEXT_NAMES = /text|message|review|sentence|content|body|comment|question|query|utterance|description/i;
+const LABEL_NAMES = /label|category|class|intent|topic|sentiment|rating|target|tag/i;
+const MAX_LISTED_ROWS = 100; // of refused rows
+const MAX_PROBABILITIES = 5; // listed per text; the others are summed
+const RECONNECT_MS = 2000;
+const MIN_SECONDS = 5; // shorter waits show no clock
+let call = "curl", job = null, clock = null;
+let source = null; // file whose rows are in the text area: { name, format }
+let test = null; // test file: { name, format, content }
+const tokensRead = {}; // tokens per text, by digest of the task
 
-function made(tag, text, attributes = {}, space) {
-  const found = space ? document.createElementNS(space, tag) : document.createElement(tag);
-  if (text !== undefined) found.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) found.setAttribute(name, value);
-  return found;
+function element(tag, text, attributes = {}, namespace) {
+  const node = namespace ? document.createElementNS(namespace, tag) : document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return node;
 }
 
-// Cells are text, or numbers already written as [text, whether it is the largest].
-function table(head, rows) {
-  const found = made("table"), top = made("tr");
-  head.forEach((cell, place) => {
-    const name = made("th", undefined, { scope: "col", ...(Array.isArray(rows[0]?.[place]) ? { class: "number" } : {}) });
-    name.append(made("span", cell)); // which has a width of its own: a cell would split words
-    top.append(name);
-  });
-  found.append(made("thead"), made("tbody"));
-  found.tHead.append(top);
+// Build a table. A cell is text, a node, or [text, class]; the first cell of a row is its header.
+// Roles are explicit because the layout of narrow screens (class "stack") would remove them.
+function table(head, rows, kind) {
+  const node = element("table", undefined, { role: "table", ...(kind ? { class: kind } : {}) });
+  node.append(element("thead", undefined, { role: "rowgroup" }), element("tbody", undefined, { role: "rowgroup" }));
+  const line = (parent, cells) => {
+    const row = element("tr", undefined, { role: "row" });
+    row.append(...cells);
+    parent.append(row);
+  };
+  line(node.tHead, head.map((name, column) => {
+    const cell = element("th", undefined, { scope: "col", role: "columnheader" });
+    if (/^number/.test(rows[0]?.[column]?.[1])) cell.className = "number";
+    cell.append(element("span", name)); // limits the width without splitting words
+    return cell;
+  }));
   for (const row of rows) {
-    const line = made("tr");
-    row.forEach((cell, place) => line.append(place === 0 ? made("th", cell, { scope: "row" })
-      : Array.isArray(cell) ? made("td", cell[0], { class: cell[1] ? "number best" : "number" }) : made("td", cell)));
-    found.tBodies[0].append(line);
+    line(node.tBodies[0], row.map((value, column) => {
+      if (column === 0) return element("th", value, { scope: "row", role: "rowheader" });
+      const [content, name] = Array.isArray(value) ? value : [value];
+      const cell = element("td", undefined, { role: "cell", "data-head": head[column], ...(name ? { class: name } : {}) });
+      cell.append(content);
+      return cell;
+    }));
   }
-  return found;
+  return node;
 }
 
-function lost() {
-  throw Object.assign(new Error("The server cannot be reached: check that it runs."), { away: true });
+function throwUnreachable() {
+  throw Object.assign(new Error("The server cannot be reached: check that it is running."), { away: true });
 }
 
-async function asked(method, path, body, type = "application/json") {
-  const headers = body === undefined ? {} : { "Content-Type": type };
+async function send(method, path, body) {
+  const headers = body === undefined ? {} : { "Content-Type": "application/json" };
   if ($("token").value) headers.Authorization = `Bearer ${$("token").value}`;
-  const reply = await fetch(path, { method, headers, body }).catch(lost);
+  const reply = await fetch(path, { method, headers, body: body && JSON.stringify(body) }).catch(throwUnreachable);
   if (reply.ok) return reply;
-  const { error } = await reply.json().catch(() => ({ error: { message: `The server answered with status ${reply.status}.` } }));
+  const { error } = await reply.json().catch(() => ({ error: { message: `The server returned status ${reply.status}.` } }));
   if (reply.status === 401) {
     $("access").open = true;
     $("denied").textContent = error.message;
@@ -51,151 +72,259 @@ async function asked(method, path, body, type = "application/json") {
   throw Object.assign(new Error(error.message), { rows: error.rows, code: error.code, status: reply.status, away: reply.status > 501 });
 }
 
-const json = async (method, path, body) =>
-  (await asked(method, path, body === undefined ? undefined : JSON.stringify(body))).json();
-const at = (name) => encodeURIComponent(name).replace(/%2F/g, "/");
+const json = async (method, path, body) => (await send(method, path, body)).json();
+const urlName = (name) => encodeURIComponent(name).replace(/%2F/g, "/");
 
-function say(id, text, wrong = false) {
+function show(id, text, wrong = false) {
   $(id).textContent = text;
   $(id).classList.toggle("wrong", wrong);
 }
 
-function refuse(error) {
-  const rows = error.rows || [];
-  say("state", rows.length > 1 ? `${rows.length} rows cannot be used.` : error.message, true);
-  $("refused").replaceChildren(...rows.slice(0, MOST_SHOWN).map((row) => made("li", row)));
-  if (rows.length > MOST_SHOWN) $("refused").append(made("li", `and ${rows.length - MOST_SHOWN} more`));
+// One problem is shown as the status; several are listed below it.
+function showError(error) {
+  const rows = error.rows?.length > 1 ? error.rows : [];
+  show("state", rows.length ? `${rows.length} rows cannot be used.` : error.message, true);
+  $("refused").replaceChildren(...rows.slice(0, MAX_LISTED_ROWS).map((row) => element("li", row)));
+  if (rows.length > MAX_LISTED_ROWS) $("refused").append(element("li", `and ${rows.length - MAX_LISTED_ROWS} more`));
 }
 
-function parsed(text, where) {
+// Files and their columns
+
+function formatOf(name, content) {
+  const ending = name.split(".").pop().toLowerCase();
+  if (FORMATS.includes(ending)) return ending;
+  return { "[": "json", "{": "jsonl" }[content.trim()[0]] ?? "csv";
+}
+
+// Returns { name, format, content, encoding }.
+async function readFile(file) {
+  const bytes = new Uint8Array(await file.arrayBuffer());
+  let encoding = { "255,254": "utf-16le", "254,255": "utf-16be" }[bytes.slice(0, 2).join()] ?? "utf-8", content;
   try {
-    return JSON.parse(text);
-  } catch (error) {
-    throw new Error(`${where} cannot be read as JSON (${error.message}): correct it.`);
+    content = new TextDecoder(encoding, { fatal: true }).decode(bytes);
+  } catch {
+    encoding = "windows-1252";
+    content = new TextDecoder(encoding).decode(bytes);
+  }
+  if (content.includes("\0")) throw new Error(`${file.name} is not a text file: save it as CSV, TSV, JSON or JSON Lines.`);
+  if (!content.trim()) throw new Error(`${file.name} is empty: choose a file with labelled rows.`);
+  return { name: file.name, format: formatOf(file.name, content), content, encoding };
+}
+
+function firstRecord(text, delimiter) {
+  const cells = [""];
+  let quoted = false;
+  for (let at = 0; at < text.length; at += 1) {
+    const character = text[at];
+    if (character === '"') {
+      if (quoted && text[at + 1] === '"') {
+        cells[cells.length - 1] += '"';
+        at += 1;
+      } else quoted = !quoted;
+    } else if (!quoted && character === delimiter) cells.push("");
+    else if (!quoted && /[\r\n]/.test(character)) break;
+    else cells[cells.length - 1] += character;
+  }
+  return cells.map((cell) => cell.trim());
+}
+
+// Column names of the rows, or none if they cannot be read: the server then says what is wrong.
+function columnsOf(content, format) {
+  const text = content.trimStart();
+  if (format === "csv" || format === "tsv") {
+    const [, separator] = /^sep=([,;\t|])\s*\n/.exec(text) ?? []; // a line that Excel writes
+    const start = separator ? text.slice(text.indexOf("\n") + 1) : text;
+    const delimiters = separator ? [separator] : [format === "tsv" ? "\t" : ",", ",", ";", "\t", "|"];
+    const headers = delimiters.map((delimiter) => firstRecord(start, delimiter));
+    return headers.reduce((best, cells) => (cells.length > best.length ? cells : best)).filter((name) => name);
+  }
+  try {
+    const value = JSON.parse(format === "json" ? text : text.split("\n", 1)[0]);
+    const row = Array.isArray(value) ? value[0] : value;
+    return typeof row === "object" && row ? Object.keys(row) : [];
+  } catch {
+    return [];
   }
 }
 
-function request(check) {
-  const text = $("examples").value.trim(), shots = $("shots").value;
-  const options = { name: $("name").value || (check ? "unnamed" : ""), template: $("template").value };
-  if (shots) options.shots = Number(shots);
-  if (check) options.check = true;
-  if (!/^[[{]/.test(text)) return asked("POST", `v1/tasks?${new URLSearchParams(options)}`, `${text}\n`, "text/csv");
-  const examples = text.startsWith("[") ? parsed(text, "The list")
-    : text.split("\n").flatMap((line, place) => line.trim() ? [parsed(line, `Line ${place + 1}`)] : []);
-  return asked("POST", "v1/tasks", JSON.stringify({ ...options, examples }));
+function choose(id, columns, exact, pattern, taken) {
+  const before = $(id).value, free = columns.filter((name) => name !== taken);
+  const named = free.find((name) => name.toLowerCase() === exact) ?? free.find((name) => pattern.test(name));
+  $(id).replaceChildren(element("option", "Choose a column", { value: "" }),
+    ...columns.map((name) => element("option", name, { value: name })));
+  $(id).value = free.includes(before) && before ? before : named ?? (columns.length === 2 && taken ? free[0] : "");
 }
 
-async function sent(check) {
-  const needed = check ? ["shots", "template", "examples"] : ["name", "shots", "template", "examples"];
-  if (!needed.every((id) => $(id).reportValidity())) return;
-  if (job) return say("state", "A fit runs: wait for it, or cancel it.", true);
-  const name = $("name").value, there = [...$("tasks").options].some((one) => one.value === name);
-  if (!check && there && !confirm(`Replace the task ${name}?`)) return;
+function updateColumns() {
+  const content = $("examples").value, format = source?.format ?? formatOf("", content);
+  const columns = [...new Set(columnsOf(content, format))];
+  $("columns").hidden = !columns.length;
+  choose("label-column", columns, "label", LABEL_NAMES);
+  choose("text-column", columns, "text", TEXT_NAMES, $("label-column").value);
+  if (!$("label-column").value) choose("label-column", columns, "label", LABEL_NAMES, $("text-column").value);
+}
+
+async function takeFile(file) {
+  if (!file) return;
+  $("refused").replaceChildren();
+  try {
+    const { name, format, content, encoding } = await readFile(file);
+    if (!$("name").value || $("name").value === stem(source?.name ?? "")) $("name").value = stem(name);
+    source = { name, format };
+    $("examples").value = content;
+    updateColumns();
+    show("state", encoding === "windows-1252" ? `${name} is read as Windows-1252: save it as UTF-8 if that is wrong.` : "");
+  } catch (error) { showError(error); }
+}
+
+const stem = (name) => name.replace(/\.[^.]*$/, "").trim().slice(0, 128);
+
+async function takeTestFile(file) {
+  test = null;
+  if (!file) return;
+  try {
+    const { name, format, content } = await readFile(file);
+    test = { name, format, content };
+    show("state", "");
+  } catch (error) {
+    $("test").value = "";
+    showError(error);
+  }
+}
+
+// Fits
+
+function fitRequest(check) {
+  const content = $("examples").value, name = source?.name ?? PASTED;
+  const body = {
+    name: $("name").value || (check ? "unnamed" : ""), template: $("template").value,
+    examples: { name, format: source?.format ?? formatOf("", content), content },
+  };
+  if (!$("columns").hidden) Object.assign(body, { text_column: $("text-column").value, label_column: $("label-column").value });
+  const labels = $("labels").value.split(",").map((label) => label.trim());
+  if (labels.some((label) => label)) body.labels = labels;
+  if ($("shots").value) body.shots = Number($("shots").value);
+  if (test) body.test = test;
+  return check ? { ...body, check } : body;
+}
+
+function isComplete(check) {
+  const fields = ["examples", ...($("columns").hidden ? [] : ["text-column", "label-column"]), ...(check ? [] : ["name"]), "shots", "template"];
+  const same = !$("columns").hidden && $("text-column").value && $("text-column").value === $("label-column").value;
+  $("label-column").setCustomValidity(same ? "Choose two different columns." : "");
+  return fields.every((id) => $(id).reportValidity());
+}
+
+async function submitFit(check) {
+  if (!isComplete(check)) return;
+  if (job) return show("state", "A fit is running: wait for it or cancel it.", true);
+  const name = $("name").value, exists = [...$("tasks").options].some((option) => option.value === name);
+  if (!check && exists && !confirm(`Replace the task ${name}?`)) return;
   $("refused").replaceChildren();
   for (const id of ["data", "progress", "another"]) $(id).hidden = true;
-  say("state", "Checking");
+  show("state", "Checking the rows");
   try {
-    const told = await (await request(true)).json();
-    surveyed(told);
-    say("state", `${told.rows} rows can be used; ${told.demonstrations} become demonstrations.`);
-    if (!check) await followed((await (await request(false)).json()).id);
-  } catch (error) { refuse(error); }
+    const found = await json("POST", "v1/tasks", fitRequest(true));
+    showRows(found);
+    const used = found.demonstrations ? `; ${found.demonstrations} are used for the fit` : "";
+    show("state", `${found.rows} rows can be used${used}.`);
+    if (!check) await follow((await json("POST", "v1/tasks", fitRequest(false))).id);
+  } catch (error) { showError(error); }
 }
 
-// What the rows are, before anything is fitted to them.
-function surveyed({ data, test_rows }) {
-  const most = data.most_tokens ? ` of the ${data.most_tokens} that the model takes` : "";
-  const distinct = data.distinct < data.rows ? `, ${data.distinct} of them distinct` : "";
-  $("counted").textContent = `${data.rows} rows${distinct}${test_rows ? `, and ${test_rows} to score on` : ""}; the longest text has ${
-    data.longest_tokens} tokens${most}.`;
-  $("counts").textContent = `Rows of each label: ${Object.entries(data.labels).map(([label, count]) => `${label} ${count}`).join(", ")}.`;
-  const odd = Object.entries(data.slips).map(([label, other]) =>
-    `The label ${label} has ${data.labels[label]} row${data.labels[label] === 1 ? "" : "s"}: did you mean ${other}? Each is a label of its own.`);
-  for (const { text, labels } of data.contradictions) odd.push(`The text "${text}" is labelled ${labels.join(" and ")}: keep one.`);
+function showRows({ data, test_rows }) {
+  const most = data.most_tokens ? `; the model takes up to ${data.most_tokens}` : "";
+  const distinct = data.distinct < data.rows ? ` (${data.distinct} distinct)` : "";
+  const tests = test_rows ? `, ${test_rows} test rows` : "";
+  $("counted").textContent = `${data.rows} rows${distinct}${tests}. The longest text has ${data.longest_tokens} tokens${most}.`;
+  $("counts").textContent = `Rows per label: ${Object.entries(data.labels).map(([label, count]) => `${label} ${count}`).join(", ")}.`;
+  const warnings = Object.entries(data.slips).map(([label, other]) =>
+    `The label ${label} has ${data.labels[label]} row${data.labels[label] === 1 ? "" : "s"}: did you mean ${other}? They are two labels now.`);
+  for (const { text, labels } of data.contradictions) warnings.push(`The text "${text}" has the labels ${labels.join(" and ")}: keep one.`);
   const more = data.contradicting - data.contradictions.length;
-  if (more > 0) odd.push(`${more} more texts have several labels.`);
-  $("odd").replaceChildren(...odd.map((one) => made("li", one)));
+  if (more > 0) warnings.push(`${more} more texts have several labels.`);
+  $("odd").replaceChildren(...warnings.map((warning) => element("li", warning)));
   $("data").hidden = false;
 }
 
-const lasts = (seconds) => seconds < 90 ? `${Math.max(0, Math.round(seconds))} s` : `${Math.round(seconds / 60)} minutes`;
+const duration = (seconds) => seconds < 90 ? `${Math.max(0, Math.round(seconds))} s` : `${Math.round(seconds / 60)} minutes`;
 
-// Tells each second how long something takes, and from its steps how long it still does at most.
-function timed(what) {
+// Show a clock: time left if it is known, else time spent once the wait is long. Without argument: stop it.
+function startClock(left) {
   clearInterval(clock);
   $("left").textContent = "";
-  if (!what) return;
+  if (left === undefined) return;
   const began = Date.now();
-  const tell = () => {
-    const since = (Date.now() - began) / 1000;
-    $("left").textContent = what.left === undefined ? `For ${lasts(since)} so far.` : `At most ${lasts(what.left - since)} left, then the scoring.`;
+  const tick = () => {
+    const spent = (Date.now() - began) / 1000;
+    if (left !== null) $("left").textContent = `At most ${duration(left - spent)} left, then the evaluation.`;
+    else if (spent >= MIN_SECONDS) $("left").textContent = `${duration(spent)} so far.`;
   };
-  clock = setInterval(tell, 1000);
-  tell();
+  clock = setInterval(tick, 1000);
+  tick();
 }
 
-// Until the fit has ended, also over a server that goes away and comes back: it tells all from the start again.
-async function followed(id) {
+// Follow a fit to its end, reconnecting if the server is restarted: it then sends all events again.
+async function follow(id) {
   job = id;
   $("cancel").hidden = false;
   $("progress").hidden = true;
-  timed(null);
   while (job) {
     try {
-      await watched(id);
+      await watch(id);
     } catch (error) {
       if (!error.away) {
-        refuse(error);
+        showError(error);
         job = null;
       }
     }
     if (job) {
-      say("state", "The server does not answer; the fit goes on when it is back.", true);
-      await new Promise((done) => setTimeout(done, AGAIN));
+      startClock();
+      $("steps").hidden = true;
+      show("state", "The server does not answer. The fit continues when it is back.", true);
+      await new Promise((done) => setTimeout(done, RECONNECT_MS));
     }
   }
-  timed(null);
+  startClock();
   $("steps").hidden = true;
-  $("live").replaceChildren();
   if (document.activeElement === $("cancel")) $("begin").focus();
   $("cancel").hidden = true;
 }
 
-async function watched(id) {
+async function watch(id) {
   const losses = [];
   let began;
-  for await (const told of events(await asked("GET", `v1/jobs/${id}/events`))) {
-    if (told.event === "queued") say("state", "Waiting for its turn");
-    if (told.event === "started" || told.event === "resumed") {
-      began = told.at;
-      say("state", "Fitting");
-      timed({});
+  for await (const event of events(await send("GET", `v1/jobs/${id}/events`))) {
+    if (event.event === "queued") show("state", "Waiting for other fits to finish");
+    if (event.event === "started" || event.event === "resumed") {
+      began = event.at;
+      show("state", "Fitting");
+      startClock(null);
     }
-    if (told.event === "step") {
-      losses.push([told.step, told.loss]);
+    if (event.event === "step") {
+      losses.push([event.step, event.loss]);
       $("steps").hidden = false;
-      $("bar").max = told.steps;
-      $("bar").value = told.step;
-      $("step").textContent = `step ${told.step} of at most ${told.steps}`;
-      curve(losses);
-      if (told.sizes) map($("live"), told);
-      if (told.step) timed({ left: (told.at - began) / told.step * (told.steps - told.step) });
+      $("bar").max = event.steps;
+      $("bar").value = event.step;
+      $("step").textContent = `step ${event.step} of at most ${event.steps}`;
+      showLoss(losses);
+      if (event.step) startClock((event.at - began) / event.step * (event.steps - event.step));
     }
-    if (told.event === "scoring") {
-      say("state", `Scoring ${METHODS[told.method] || "the task"} on rows that it was not fitted to`);
-      timed({});
+    if (event.event === "scoring") {
+      $("steps").hidden = true;
+      show("state", `Evaluating: ${METHODS[event.method] ?? "this task"}`);
+      startClock(null);
     }
-    if (!["failed", "cancelled", "done"].includes(told.event)) continue;
+    if (!["failed", "cancelled", "done"].includes(event.event)) continue;
     job = null;
-    if (told.event === "failed") refuse(new Error(told.error.message));
-    if (told.event === "cancelled") say("state", "Cancelled");
-    if (told.event === "done") {
-      say("state", `Task ${told.name} is ready, from ${told.demonstrations} demonstrations.`);
-      if (told.history.length) curve(told.history.map((loss, step) => [step, loss]));
+    if (event.event === "failed") showError(new Error(event.error.message));
+    if (event.event === "cancelled") show("state", "Cancelled");
+    if (event.event === "done") {
+      show("state", `Task ${event.name} is ready, fitted on ${event.demonstrations} examples.`);
+      if (event.history.length) showLoss(event.history.map((loss, step) => [step, loss]));
       $("another").hidden = false;
-      read[told.digest] = told.tokens;
-      await tasks(told.name);
+      tokensRead[event.digest] = event.tokens;
+      await listTasks(event.name);
     }
   }
 }
@@ -204,7 +333,7 @@ async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read().catch(lost);
+    const { value, done } = await reader.read().catch(throwUnreachable);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -215,137 +344,110 @@ async function* events(reply) {
   }
 }
 
-// Of pairs of a step and its loss: not every step is told of.
-function curve(losses) {
-  const most = Math.max(...losses.map(([, loss]) => loss), 1e-9), wide = Math.max(1, losses.at(-1)[0] - losses[0][0]);
-  const points = losses.map(([step, loss]) => `${400 * (step - losses[0][0]) / wide},${98 - 94 * loss / most}`).join(" ");
+// Draw pairs of a step and its loss; the server does not send every step.
+function showLoss(losses) {
+  const most = Math.max(...losses.map(([, loss]) => loss), 1e-9), width = Math.max(1, losses.at(-1)[0] - losses[0][0]);
+  const points = losses.map(([step, loss]) => `${400 * (step - losses[0][0]) / width},${98 - 94 * loss / most}`).join(" ");
   $("losses").textContent = `${losses[0][1].toFixed(3)} → ${losses.at(-1)[1].toFixed(3)}`;
-  $("loss").replaceChildren(made("polyline", undefined, { points, class: "curve" }, SVG));
+  $("loss").replaceChildren(element("polyline", undefined, { points, class: "curve" }, SVG));
   $("progress").hidden = false;
 }
 
-const writers = (sizes) => sizes[0].length === 1 ? ["block"] : ["attention", "MLP"];
+// Tasks
 
-// In bands of as many layers as fit side by side; drawn anew when the page's width changes.
-function map(figure, told) {
-  const { coefficients, sizes } = told, names = writers(sizes), betas = coefficients.map((layer) => layer.map((pair) => pair[1]));
-  const most = Math.max(...sizes.flat(), 1e-9), away = Math.max(...betas.flat().map((beta) => Math.abs(beta - 1)), 1e-9);
-  const wide = $("make").parentElement.clientWidth - 32, band = Math.min(sizes.length, Math.max(5, 5 * Math.floor((wide - LEFT) / SIDE / 5)));
-  const width = LEFT + band * SIDE, tall = (2 * names.length + 1) * SIDE + 8, height = Math.ceil(sizes.length / band) * tall, cells = [];
-  const row = (number, name, values, share, kind) => {
-    values.forEach((value, layer) => {
-      const x = LEFT + layer % band * SIDE, y = Math.floor(layer / band) * tall + number * SIDE;
-      if (layer % band === 0) cells.push(made("text", name, { x: 0, y: y + 13 }, SVG));
-      const cell = made("rect", undefined, { x, y, width: SIDE - 2, height: SIDE - 2,
-        class: kind(value), "fill-opacity": Math.min(1, share(value)).toFixed(3) }, SVG);
-      cell.append(made("title", `${name}, layer ${layer + 1}: ${value.toFixed(4)}`, {}, SVG));
-      cells.push(cell);
-    });
-  };
-  names.forEach((name, index) => {
-    row(index, `λv ${name}`, sizes.map((layer) => layer[index]), (one) => one / most, () => "more");
-    row(names.length + index, `β ${name}`, betas.map((layer) => layer[index]),
-      (one) => Math.abs(one - 1) / away, (one) => one < 1 ? "less" : "more");
-  });
-  for (let layer = 0; layer < sizes.length; layer += 1) {
-    if (layer % band && (layer + 1) % 5) continue;
-    cells.push(made("text", layer + 1, { x: LEFT + layer % band * SIDE, y: (Math.floor(layer / band) + 1) * tall - 12 }, SVG));
-  }
-  const drawn = made("svg", undefined, { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
-    "aria-label": "Map of lambda v and beta by layer and writer" }, SVG);
-  drawn.append(...cells);
-  const note = away > 1e-5 ? `β, blue above 1 and orange below, up to ${away.toFixed(3)} away from it` : "β is 1 throughout";
-  figure.replaceChildren(made("figcaption", `What is injected by layer: the size of λv, up to ${most.toFixed(3)}; ${note}`), drawn);
-  figure.told = told;
-}
-
-async function about() {
+async function showTask() {
   const name = $("tasks").value;
   $("about").hidden = !name;
   if (!name) return;
-  const told = await json("GET", `v1/tasks/${at(name)}`), found = told.worth, tokens = read[told.digest];
-  if ($("tasks").value !== name) return;
-  $("what").textContent = `${name}: ${told.labels.length} labels from ${told.demonstrations} demonstrations.`;
-  map($("map"), told);
-  $("numbers").replaceChildren(...table(["Layer, writer", "λ", "β", "size of λv"], told.sizes.flatMap((layer, number) =>
-    layer.map((size, index) => [`${number + 1} ${writers(told.sizes)[index]}`,
-      ...[...told.coefficients[number][index], size].map((value) => [value.toFixed(5)])]))).children);
-  $("worth").hidden = !found;
-  $("verdict").textContent = found ? `Whether it pays: ${found.verdict}.` : "It was not scored: no labelled rows were left for that.";
-  if (!found) return;
-  const percent = (share) => (100 * share).toFixed(0), best = Math.max(...Object.values(found.methods).map((one) => one.accuracy));
-  const timed = Object.values(found.methods).every((one) => one.milliseconds_per_query !== undefined);
-  const rows = Object.entries(found.methods).map(([method, one]) => [METHODS[method] || "This task",
-    [`${(100 * one.accuracy).toFixed(1)} %`, one.accuracy === best], [`${percent(one.low)}–${percent(one.high)}`],
-    ...(timed ? [[one.milliseconds_per_query.toFixed(1)]] : []), ...(tokens ? [[method.startsWith("few_shot") ? tokens.few_shot : tokens.task]] : [])]);
-  const head = ["Method", `Accuracy on ${found.rows} rows`, "95\u00a0%", ...(timed ? ["ms a text"] : [])];
-  $("worth").replaceChildren(table(tokens ? [...head, "Tokens read"] : head, rows),
-    ...Object.entries(found.not_run).map(([method, why]) => made("p", `${METHODS[method] || "This task"} was not run: ${why}`)));
+  const task = await json("GET", `v1/tasks/${urlName(name)}`), scores = task.worth;
+  if ($("tasks").value !== name) return; // another task was chosen meanwhile
+  $("what").textContent = `${name}: ${task.labels.length} labels, fitted on ${task.demonstrations} examples.`;
+  $("worth").hidden = !scores;
+  $("errors").hidden = !scores?.confusion;
+  $("verdict").textContent = scores ? `Verdict: ${scores.verdict}.` : "Not evaluated: no labelled rows were left for that.";
+  if (!scores) return;
+  showScores(scores, tokensRead[task.digest]);
+  if (scores.confusion) showConfusion(task.labels, scores);
 }
 
-async function tasks(chosen) {
-  const told = await json("GET", "v1/models"), [base, ...all] = told.data;
-  $("base").textContent = `Labelled examples become a task of one frozen model, ${base.id}.`;
-  $("tasks").replaceChildren(...all.map((one) => made("option", one.id, { value: one.id })));
+function showScores(scores, tokens) {
+  const percent = (share) => (100 * share).toFixed(0), methods = Object.entries(scores.methods), fitted = methods.at(-1)[0];
+  const best = Math.max(...methods.map(([, score]) => score.accuracy));
+  const columns = {
+    [`Accuracy on ${scores.rows} rows`]: (score) => [`${(100 * score.accuracy).toFixed(1)} %`, score.accuracy === best ? "number best" : "number"],
+    "95\u00a0% interval": (score) => [`${percent(score.low)}–${percent(score.high)}`, "number"],
+    "Macro-F1": (score) => score.macro_f1 === undefined ? null : [score.macro_f1.toFixed(3), "number"],
+    "ms per text": (score) => score.milliseconds_per_query === undefined ? null : [score.milliseconds_per_query.toFixed(1), "number"],
+    "Tokens read": (_, method) => tokens ? [String(NO_TOKENS.includes(method) ? "–" : method.startsWith("few_shot") ? tokens.few_shot : tokens.task), "number"] : null,
+  };
+  const shown = Object.entries(columns).filter(([, cell]) => methods.every(([method, score]) => cell(score, method)));
+  const title = (method) => METHODS[method] ?? (method === fitted ? "This task" : method.replaceAll("_", " "));
+  $("worth").replaceChildren(
+    table(["Method", ...shown.map(([name]) => name)], methods.map(([method, score]) => [title(method), ...shown.map(([, cell]) => cell(score, method))]), "stack"),
+    ...Object.entries(scores.not_run).map(([method, reason]) => element("p", `${title(method)} was not evaluated: ${reason}`)));
+}
+
+function showConfusion(labels, { confusion, support, recall }) {
+  const rows = labels.map((label, place) => [label, [String(support[label]), "number"],
+    [recall[label] === null ? "–" : recall[label].toFixed(2), "number"],
+    ...confusion[place].map((count, other) => [String(count), other === place ? "number best" : "number"])]);
+  $("confusion").replaceChildren(table(["True label", "Rows", "Recall", ...labels.map((label) => `as ${label}`)], rows));
+}
+
+async function listTasks(chosen) {
+  const { data: [base, ...tasks] } = await json("GET", "v1/models");
+  $("base").textContent = `Create text classifiers for the model ${base.id} from labelled examples.`;
+  $("tasks").replaceChildren(...tasks.map((task) => element("option", task.id, { value: task.id })));
   if (chosen !== undefined) $("tasks").value = chosen;
-  besides();
-  $("ask").hidden = !all.length;
-  $("none").hidden = all.length > 0;
+  $("ask").hidden = !tasks.length;
+  $("none").hidden = tasks.length > 0;
   $("answers").hidden = true;
-  say("answered", "");
-  shown();
-  await about();
+  show("answered", "");
+  showCode();
+  await showTask();
 }
 
-// The tasks that can answer beside the chosen one.
-function besides() {
-  const names = [...$("tasks").options].map((one) => one.value).filter((name) => name !== $("tasks").value), before = $("beside").value;
-  $("beside").replaceChildren(made("option", "no other task", { value: "" }), ...names.map((name) => made("option", name, { value: name })));
-  $("beside").value = names.includes(before) ? before : "";
-  $("second").hidden = !names.length;
+function probabilities(labels, values) {
+  const ranked = labels.map((label, place) => [label, values[place]]).sort((a, b) => b[1] - a[1]);
+  const rest = ranked.splice(MAX_PROBABILITIES), node = element("span");
+  if (rest.length) ranked.push([`${rest.length} other labels`, rest.reduce((sum, [, value]) => sum + value, 0)]);
+  for (const [label, value] of ranked) node.append(element("span", `${label} ${value.toFixed(3)}`, { class: "probability" }), " ");
+  return node;
 }
 
-function answer(told, input, named) {
-  const sure = (one) => Math.max(...one.probs);
-  const rows = told.data.map((one) => [input[one.index], one.label || null, [sure(one).toFixed(2)],
-    ...one.probs.map((p) => [p.toFixed(4), p === sure(one)])]);
-  const found = table(["Text", "Label", "Confidence", ...told.labels], rows);
-  rows.forEach((row, place) => {
-    if (row[1] === null) found.tBodies[0].rows[place].cells[1].replaceWith(made("td", "none", { class: "none" }));
-  });
-  const wide = made("div", undefined, { class: "wide", role: "region", "aria-label": `Answers of ${told.model}`, tabindex: 0 });
-  wide.append(found);
-  return [...(named ? [made("h3", told.model)] : []), wide];
+function answerTable(reply, texts) {
+  const rows = reply.data.map((answer) => [texts[answer.index], answer.label ? [answer.label, "label"] : ["none", "none"],
+    [Math.max(...answer.probs).toFixed(3), "number"], probabilities(reply.labels, answer.probs)]);
+  return table(["Text", "Label", "Confidence", "Probabilities"], rows, "stack");
 }
 
-async function classified(event) {
+async function classify(event) {
   event.preventDefault();
   const input = $("texts").value.split("\n").filter((line) => line.trim()), started = performance.now();
-  const least = $("least").valueAsNumber, names = [$("tasks").value, $("beside").value].filter((name) => name);
-  say("answered", "Asking");
+  const model = $("tasks").value, least = $("least").valueAsNumber;
+  show("answered", "Classifying");
   $("answers").hidden = true;
   try {
-    const all = await Promise.all(names.map((model) =>
-      json("POST", "v1/classify", { model, input, ...(least ? { min_confidence: least } : {}) })));
-    $("answers").replaceChildren(...all.flatMap((told) => answer(told, input, names.length > 1)));
+    const reply = await json("POST", "v1/classify", { model, input, ...(least ? { min_confidence: least } : {}) });
+    $("answers").replaceChildren(answerTable(reply, input));
     $("answers").hidden = false;
-    const milliseconds = (performance.now() - started).toFixed(0), none = all[0].data.filter((one) => !one.label).length;
-    const tokens = all.reduce((sum, told) => sum + told.usage.prompt_tokens, 0);
-    say("answered", `${input.length} text${input.length > 1 ? "s" : ""}${none ? `, ${none} without a label: below ${least}` : ""}, ${milliseconds} ms, ${tokens} tokens read.`);
-  } catch (error) { say("answered", error.message, true); }
+    const milliseconds = (performance.now() - started).toFixed(0), none = reply.data.filter((answer) => !answer.label).length;
+    show("answered", `${input.length} text${input.length > 1 ? "s" : ""}${none ? `, ${none} without a label (confidence below ${least})` : ""}, ${
+      milliseconds} ms, ${reply.usage.prompt_tokens} tokens read.`);
+  } catch (error) { show("answered", error.message, true); }
 }
 
-async function removed() {
+async function removeTask() {
   const name = $("tasks").value;
   if (!confirm(`Remove the task ${name}?`)) return;
   try {
-    await json("DELETE", `v1/tasks/${at(name)}`);
-    await tasks();
-    say("answered", `Task ${name} is removed.`);
-  } catch (error) { say("answered", error.message, true); }
+    await json("DELETE", `v1/tasks/${urlName(name)}`);
+    await listTasks();
+    show("answered", `Task ${name} was removed.`);
+  } catch (error) { show("answered", error.message, true); }
 }
 
-// With a token, calls name the variable that holds it, and never the token itself.
+// Code to copy. It names the variable that holds the token, never the token itself.
 const CALLS = {
   curl: (url, task, text, token, least) => `curl ${url}/v1/classify -H 'Content-Type: application/json' \\\n${
     token ? "  -H \"Authorization: Bearer $I2CL_TOKEN\" \\\n" : ""}  -d ${
@@ -359,7 +461,7 @@ const CALLS = {
     JSON.stringify(text)}}],\n    logprobs=True,\n)\nprint(reply.choices[0].message.content)`,
 };
 
-function shown() {
+function showCode() {
   const text = $("texts").value.split("\n").find((line) => line.trim()) || "a text";
   const url = new URL(".", location.href).href.replace(/\/$/, "");
   $("code").textContent = CALLS[call](url, $("tasks").value || "TASK", text, $("token").value, $("least").valueAsNumber);
@@ -367,85 +469,90 @@ function shown() {
   $("copied").textContent = "";
 }
 
-async function taken(file) {
-  if (!file) return;
-  try {
-    $("examples").value = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-    say("state", "");
-  } catch {
-    refuse(new Error(`${file.name} is no text in UTF-8: save it as that.`));
-  }
-}
+// The form
 
-async function example() {
+async function fillExample() {
   $("name").value ||= "mood";
   $("template").value = "{text}\nAnswer: {label}";
-  $("examples").value = await (await asked("GET", "example.csv")).text();
+  source = null;
+  $("examples").value = await (await send("GET", "example.csv")).text();
   $("texts").value ||= "the gloomy baker rested near the harbour\na cheerful nurse walked despite the rain";
-  shown();
+  updateColumns();
+  showCode();
 }
 
-// An empty form; the tasks that are there stay.
-function another() {
-  for (const id of ["name", "shots", "examples", "file"]) $(id).value = "";
+function clearForm() {
+  for (const id of ["name", "shots", "labels", "examples", "file", "test"]) $(id).value = "";
   for (const id of ["data", "progress", "another"]) $(id).hidden = true;
-  say("state", "");
+  source = test = null;
+  updateColumns();
+  show("state", "");
   $("name").focus();
 }
 
-async function opened() {
+async function load() {
   $("denied").textContent = "";
   try {
-    await tasks();
-    const running = (await json("GET", "v1/jobs")).data.find((one) => one.kind === "fit" && ["queued", "running"].includes(one.status));
+    await listTasks();
+    const running = (await json("GET", "v1/jobs")).data.find((other) => other.kind === "fit" && ["queued", "running"].includes(other.status));
     if (running && !job) {
       $("name").value ||= running.name;
-      await followed(running.id);
+      await follow(running.id);
     }
   } catch (error) {
-    $("closed").hidden = error.code !== "read_only";
-    $("fit").hidden = error.code === "read_only";
-    if (error.status !== 401 && error.code !== "read_only") refuse(error);
+    const closed = error.code === "read_only";
+    $("closed").hidden = !closed;
+    $("fit").hidden = closed;
+    $("remove").hidden = closed;
+    if (error.status !== 401 && !closed) showError(error);
   }
 }
 
-function started() {
+function start() {
   for (const name of Object.keys(CALLS)) {
-    const button = made("button", name, { type: "button", "data-call": name });
-    button.addEventListener("click", () => { call = name; shown(); });
+    const button = element("button", name, { type: "button", "data-call": name });
+    button.addEventListener("click", () => { call = name; showCode(); });
     $("copies").append(button);
   }
   $("copy").addEventListener("click", () => (navigator.clipboard?.writeText($("code").textContent) ?? Promise.reject()).then(
-    () => { $("copied").textContent = "Copied"; }, () => { $("copied").textContent = "Select it and copy by hand"; }));
-  $("check").addEventListener("click", () => sent(true));
-  $("fit").addEventListener("submit", (event) => { event.preventDefault(); sent(false); });
-  $("example").addEventListener("click", () => example().catch(refuse));
-  $("cancel").addEventListener("click", () => json("DELETE", `v1/jobs/${job}`).catch(refuse));
-  $("ask").addEventListener("submit", classified);
-  $("tasks").addEventListener("change", () => { besides(); shown(); about().catch(refuse); });
-  $("least").addEventListener("input", shown);
-  $("another").addEventListener("click", another);
-  addEventListener("resize", () => { for (const id of ["live", "map"]) if ($(id).firstChild) map($(id), $(id).told); });
-  $("texts").addEventListener("input", shown);
-  $("remove").addEventListener("click", removed);
+    () => { $("copied").textContent = "Copied"; }, () => { $("copied").textContent = "Select the code and copy it"; }));
+  $("check").addEventListener("click", () => submitFit(true));
+  $("fit").addEventListener("submit", (event) => { event.preventDefault(); submitFit(false); });
+  $("example").addEventListener("click", () => fillExample().catch(showError));
+  $("cancel").addEventListener("click", () => json("DELETE", `v1/jobs/${job}`).catch(showError));
+  $("ask").addEventListener("submit", classify);
+  $("tasks").addEventListener("change", () => { showCode(); $("answers").hidden = true; show("answered", ""); showTask().catch(showError); });
+  $("least").addEventListener("input", showCode);
+  $("another").addEventListener("click", clearForm);
+  $("texts").addEventListener("input", showCode);
+  $("remove").addEventListener("click", removeTask);
   $("enter").addEventListener("submit", (event) => {
     event.preventDefault();
     sessionStorage.setItem("token", $("token").value);
-    opened();
+    load();
   });
-  const field = $("examples");
-  $("file").addEventListener("change", () => taken($("file").files[0]));
-  field.addEventListener("dragover", (event) => { event.preventDefault(); field.classList.add("drop"); });
-  field.addEventListener("dragleave", () => field.classList.remove("drop"));
-  field.addEventListener("drop", (event) => {
-    field.classList.remove("drop");
+  const area = $("examples");
+  area.addEventListener("paste", () => { // over everything: these are other rows
+    if (area.selectionStart === 0 && area.selectionEnd === area.value.length) source = null;
+  });
+  area.addEventListener("input", () => {
+    if (!area.value.trim()) source = null;
+    updateColumns();
+  });
+  area.addEventListener("dragover", (event) => { event.preventDefault(); area.classList.add("drop"); });
+  area.addEventListener("dragleave", () => area.classList.remove("drop"));
+  area.addEventListener("drop", (event) => {
+    area.classList.remove("drop");
     if (!event.dataTransfer.files.length) return;
     event.preventDefault();
-    taken(event.dataTransfer.files[0]);
+    takeFile(event.dataTransfer.files[0]);
   });
+  $("file").addEventListener("change", () => takeFile($("file").files[0]));
+  $("test").addEventListener("change", () => takeTestFile($("test").files[0]));
   $("token").value = sessionStorage.getItem("token") ?? "";
-  shown();
-  opened();
+  updateColumns();
+  showCode();
+  load();
 }
 
-started();
+start();
