@@ -68,7 +68,15 @@ def test_the_best_row_of_the_table_is_named_with_advice_even_if_not_significant(
     assert result.difference == pytest.approx(-0.2)
     assert result.verdict.startswith(
         "embeddings is 20.0 points ahead (95 % interval -6.7 to 42.0, not significant): "
-        "combine it with embeddings. Against free baselines: no significant difference to batch"
+        "combine it with embeddings. Otherwise no significant difference to batch"
+    )
+
+
+def test_a_small_lead_that_is_not_significant_is_reported_without_advice():
+    result = verdict({"zero_shot": (60, 1), "batch": (60, 1), "few_shot": (0, 2)}, 160, FREE)
+    assert result.outcome == "better"
+    assert result.verdict.endswith(
+        "on 160 rows. few_shot is 1.2 points ahead (95 % interval -1.2 to 3.6, not significant)"
     )
 
 

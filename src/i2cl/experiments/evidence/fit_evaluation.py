@@ -375,7 +375,7 @@ def _advice(by: Method, rival: str) -> str:
     """What to do if a rival is ahead of the fit."""
     if rival == "sentence_embeddings" and by.name == Anchored.name:
         return f"use it, or combine both with --set encoder={encoder_bias.local_encoder()}"
-    return "use it instead"
+    return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"
 
 
 def confusion_matrix(run: Run) -> Int[np.ndarray, "labels labels"]:

@@ -80,7 +80,8 @@ def verdict(
         outcome, words = _not_worse(rivals, n, ps, free)
         if against not in free and difference < 0:
             ahead = f"{against} is {_points(-difference)} ahead {_interval(-high, -low, ', not significant')}"
-            words = f"{ahead}: {advise(against)}. Against free baselines: {words}"
+            worthwhile = -difference >= WORTHWHILE
+            words = f"{ahead}: {advise(against)}. Otherwise {words}" if worthwhile else f"{words}. {ahead}"
     return Verdict(outcome, words, against, difference, low, high, ps[against])
 
 
