@@ -23,7 +23,7 @@ from i2cl.core.anchored import AnchoredConfig
 from i2cl.core.descent import schedule
 from i2cl.core.problem import KERNELS, MOST_COLUMNS, SCALED
 from i2cl.core.tangent import SLICE
-from i2cl.experiments.draw import AGAIN, BACKWARD, FORWARD
+from i2cl.experiments.draw import BACKWARD, FORWARD, LATER_STEPS
 from i2cl.models.batching import peak_memory
 
 GB = 1e9
@@ -99,7 +99,7 @@ class Shape:
         if self.descended:
             return (schedule(self.rows).epochs + 1) * (FORWARD + BACKWARD)
         once = FORWARD + BACKWARD * self.columns
-        return once * (1 + AGAIN * (steps > 1)) + steps + FORWARD
+        return once * (1 + LATER_STEPS * (steps > 1)) + steps + FORWARD
 
 
 def measured(shape: Shape, shots: int) -> tuple[float, float]:

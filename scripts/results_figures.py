@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from io import StringIO
+from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
@@ -51,7 +52,7 @@ def reliability() -> str:
 
 def bars() -> str:
     """Mean accuracy of the listed rows on both models, with 95 % intervals, as SVG."""
-    figure = new_figure(8.6, 5.2)
+    figure = new_figure(8.6, 6.0)
     panels = figure.subplots(1, 2, width_ratios=(1, 1))
     for axes, store, model in zip(panels, STORES, ("SmolLM2-135M", "Gemma 3 270M"), strict=True):
         result = results("real", store)
@@ -66,14 +67,17 @@ def bars() -> str:
             ends = [[100 * (mean - one.low)], [100 * (one.high - mean)]]
             axes.errorbar(100 * mean, place, xerr=ends, color="#010101", elinewidth=1, capsize=2.5)
             axes.text(2, place, f"{100 * mean:.1f}", va="center", color="#070707", fontsize=9)
-        axes.set_yticks(range(len(order)), [SHOWN[name] for _, name in order])
+        axes.set_yticks(range(len(order)), [fill(SHOWN[name], LABEL_WIDTH) for _, name in order])
         axes.set_xlim(0, 80)
-        axes.set_title(f"{model}, {len(result.tasks)} tasks", fontsize=11, color="#010101")
+        # ends at the right edge of the axes, beyond which a browser's wider font would be cut off
+        axes.set_title(f"{model}, {len(result.tasks)} tasks", fontsize=11, color="#010101", loc="right")
         axes.set_xlabel("mean accuracy, %", color="#010101")
         plain(axes)
     title = "Mean accuracy of each row, with 95 % intervals"
     return svg(figure, title)
 
+
+LABEL_WIDTH = 26  # characters of a line of a row's name: browsers' fonts are wider than matplotlib's
 
 CURVES = {
     OURS: ("#030303", "o"),

@@ -17,7 +17,7 @@ gc.disable()  # until all tests are there
 
 SHAPED = ("core", "injections", "methods", "methods.calibrated.folds", "models.architectures")
 SHAPED += ("models.batching", "models.decoder", "models.edits", "models.residual_check", "models.scoring")
-SHAPED += ("experiments.evaluation", "experiments.evidence.baselines", "experiments.report")
+SHAPED += ("experiments.evaluation", "experiments.evidence.fit_evaluation", "experiments.report")
 SHAPED += ("experiments.statistics",)
 """Where signatures have shapes. A function inside a function is checked, and compiled, at every call."""
 

@@ -8,7 +8,7 @@ from fitting import made, one_line
 from i2cl import AnchoredConfig, CalibrationConfig, Example, Task, Template, anchor
 from i2cl.core import problem as module
 from i2cl.core.problem import Problem, memory_taken
-from i2cl.experiments.evidence.baselines import refitting
+from i2cl.experiments.evidence.fit_evaluation import refitting
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.batching import MemoryWarning

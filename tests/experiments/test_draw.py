@@ -38,11 +38,11 @@ def asked(task, method=ANCHORED, shots=None, **more):
 def fast(monkeypatch):
     """A model that reads a token in no time, or in the seconds given; tokens are counted as they are."""
 
-    def at(seconds_a_token):
+    def at(seconds_per_token):
         made = module._Pace.of
 
-        def timed(decoder, task, steps):
-            return replace(made(decoder, task, steps), seconds_a_token=seconds_a_token)
+        def timed(decoder, task, method):
+            return replace(made(decoder, task, method), seconds_per_token=seconds_per_token)
 
         monkeypatch.setattr(module._Pace, "of", timed)
 
@@ -83,7 +83,7 @@ def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
 )
 def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, task, scored, shown, more):
     fast(0.0)
-    result = fitting(decoder, task, 4, 0, keep_back=None, scored=scored)
+    result = fitting(decoder, task, ANCHORED, 0, keep_back=None, scored=scored)
     assert counts(result.demonstrations) == shown
     assert (result.shots, result.rows) == (max(shown), len(task.train))
     assert (result.more and result.more[:2]) == more
@@ -94,32 +94,58 @@ def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, tas
 @pytest.mark.parametrize(("keep_back", "shown"), [(None, [60, 4]), (5, [48, 4])])
 def test_all_rows_are_taken_however_long_it_takes(decoder, fast, keep_back, shown):
     fast(1e9)
-    result = fitting(decoder, of(60, 4), 4, 0, keep_back=keep_back, scored=True, shots="all")
+    result = fitting(decoder, of(60, 4), ANCHORED, 0, keep_back=keep_back, scored=True, shots="all")
     assert counts(result.demonstrations) == shown
     assert (result.rows, result.keep_back, result.more) == (64, keep_back or 0, None)
-    assert result.seconds > module.PATIENCE
+    assert result.seconds > module.PATIENCE_S
 
 
 def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
     task = of(40, 40)
-    tokens = tokens_of(module._Pace.of(decoder, task, 4), task.train)
-    once = module.FORWARD + module.BACKWARD / module.SHARED  # labels that share their first token
+    tokens = tokens_of(module._Pace.of(decoder, task, ANCHORED), task.train)
+    once = module.FORWARD + module.BACKWARD / module.SHARED_PREFIX  # labels that share their first token
     a_row = tokens / 80 * (2 * once + 4 + module.FORWARD)
-    fast(module.PATIENCE / (13 * a_row))
-    result = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
+    fast(module.PATIENCE_S / (13 * a_row))
+    result = fitting(decoder, task, ANCHORED, 0, keep_back=0, scored=False)
     assert (result.shots, len(result.demonstrations)) == (6, 12)
-    assert result.seconds <= module.PATIENCE
+    assert result.seconds <= module.PATIENCE_S
     assert result.more[:2] == (40, 80)
     fast(1e9)
-    slow = fitting(decoder, task, 4, 0, keep_back=0, scored=False)
-    assert (slow.shots, slow.seconds > module.PATIENCE) == (5, True), "but to no fewer than the paper's five"
+    slow = fitting(decoder, task, ANCHORED, 0, keep_back=0, scored=False)
+    assert (slow.shots, slow.seconds > module.PATIENCE_S) == (5, True), (
+        "but to no fewer than the paper's five"
+    )
 
 
 def test_the_estimate_grows_with_tokens_steps_and_labels(decoder):
-    pace = module._Pace.of(decoder, of(4, 4), 4)
-    assert pace.seconds_a_token > 0
+    pace = module._Pace.of(decoder, of(4, 4), ANCHORED)
+    assert pace.seconds_per_token > 0
     rows = of(4, 4).train
     assert pace.seconds(rows) < replace(pace, steps=8).seconds(rows) < 2 * pace.seconds(rows)
     assert pace.seconds(rows) > pace.seconds(rows[:3])
-    wider = module._Pace.of(decoder, of(4, 4, 4, 4, 4), 4)
-    assert replace(wider, seconds_a_token=pace.seconds_a_token).seconds(rows) > pace.seconds(rows)
+    wider = module._Pace.of(decoder, of(4, 4, 4, 4, 4), ANCHORED)
+    assert replace(wider, seconds_per_token=pace.seconds_per_token).seconds(rows) > pace.seconds(rows)
+
+
+def test_the_first_step_of_a_kernel_fit_takes_a_larger_share_than_later_ones(decoder):
+    pace = module._Pace.of(decoder, of(4, 4, 4), ANCHORED)
+    seconds, first = pace.estimate(of(4, 4, 4).train)
+    assert 1 / pace.steps < first < 1
+    assert seconds > 0
+
+
+def test_fits_of_the_paper_are_estimated_too(decoder):
+    task = of(4, 4)
+    drawn = draw(task, I2CL, 4, 0, from_file=True, keep_back=None, scored=True)
+    assert drawn.seconds is None
+    timed = drawn.timed(decoder, task, I2CL)
+    assert timed.demonstrations == drawn.demonstrations
+    assert timed.seconds > 0
+    assert timed.first_step == pytest.approx(1 / I2CL.rounds, rel=0.1)
+
+
+def test_classes_with_fewer_rows_than_shots_are_reported():
+    with pytest.warns(
+        module.FewRowsWarning, match=r"fewer than 10 rows, all of which are used: word1 \(3\)$"
+    ):
+        asked(of(30, 3), shots=10)

@@ -9,36 +9,94 @@ from scipy.stats import binomtest
 from i2cl.experiments.evidence import verdicts
 from i2cl.experiments.evidence.verdicts import LEVEL, mcnemar, paired_interval, rows_for, verdict, wilson
 
-NOT_SHOWN = "not shown on {} rows; about {} rows would show a gain of 5 points, {} one of 10 (power 0.8)"
-RULED_OUT = "a gain of 5 points over batch is ruled out on 160 rows (-3.3 to 2.1): do not use it"
+FREE = ("zero_shot", "batch")
+INCONCLUSIVE = (
+    "no significant difference to batch ({} points) on {} rows; detecting a gain of 5 points takes about "
+)
+RULED_OUT = (
+    "a gain of 5 points over batch is ruled out on 160 rows (95 % interval -3.3 to 2.1): use batch instead"
+)
+ZERO_SHOT_BETTER = (
+    "zero_shot is significantly better by 15.0 points (95 % interval 7.7 to 21.9) on 160 rows: use it instead"
+)
+BATCH_BETTER = (
+    "batch is significantly better by 5.6 points (95 % interval 0.9 to 10.2) on 160 rows: use it instead"
+)
 
 
 @pytest.mark.parametrize(
-    ("zero_shot", "batch", "n", "said"),
+    ("zero_shot", "batch", "n", "outcome", "words"),
     [
-        ((30, 5), (30, 10), 160, "better than batch by 12.5 points (4.7 to 20.0) on 160 rows"),
-        ((6, 30), (9, 8), 160, "zero_shot is better by 15.0 points (7.7 to 21.9) on 160 rows: do not use it"),
-        ((9, 0), (2, 11), 160, "batch is better by 5.6 points (0.9 to 10.2) on 160 rows: do not use it"),
-        ((9, 0), (1, 2), 160, RULED_OUT),
-        ((30, 1), (12, 6), 160, NOT_SHOWN.format(160, 780, 200)),
-        ((4, 0), (4, 0), 4, NOT_SHOWN.format(4, "3,800", 950)),
+        (
+            *((30, 5), (30, 10), 160, "better"),
+            "significantly better than batch by 12.5 points (95 % interval 4.7 to 20.0) on 160 rows",
+        ),
+        ((6, 30), (9, 8), 160, "worse", ZERO_SHOT_BETTER),
+        ((9, 0), (2, 11), 160, "worse", BATCH_BETTER),
+        ((9, 0), (1, 2), 160, "no_gain", RULED_OUT),
+        (
+            *((30, 1), (12, 6), 160, "inconclusive"),
+            INCONCLUSIVE.format("+3.8", 160) + "780 rows, of 10 points about 200",
+        ),
     ],
 )
-def test_the_verdict_is_what_both_free_rows_and_the_interval_allow(zero_shot, batch, n, said):
-    assert verdict({"zero_shot": zero_shot, "batch": batch}, n).verdict == said
+def test_verdict_against_free_baselines(zero_shot, batch, n, outcome, words):
+    result = verdict({"zero_shot": zero_shot, "batch": batch}, n, FREE)
+    assert (result.outcome, result.verdict) == (outcome, words)
 
 
-def test_few_rows_are_no_reason_to_drop_a_fit_and_one_rival_alone_none_to_keep_it():
-    result = verdict({"zero_shot": (3, 3)}, 20)
-    assert result.verdict.startswith("not shown on 20 rows; about ")
+def test_verdict_on_few_rows_is_inconclusive():
+    result = verdict({"zero_shot": (3, 3)}, 20, FREE)
+    assert result.outcome == "inconclusive"
     assert (result.difference, result.p) == (0, 1)
     assert result.low == -result.high < -0.2
-    strong, none = (40, 0), (12, 3)
-    assert mcnemar(*none) < LEVEL  # shown alone, and with Holm's correction where the other one is shown too
-    assert verdict({"zero_shot": strong, "batch": none}, 160).verdict.startswith("better than batch")
-    assert verdict({"zero_shot": (11, 3), "batch": (11, 2)}, 160).verdict.startswith("not shown")
-    assert verdict({"batch": (11, 2)}, 160).verdict.startswith("better than batch")
-    assert verdict({"zero_shot": strong, "batch": (9, 6)}, 160).verdict.startswith("not shown")
+
+
+def test_a_fit_has_to_beat_every_free_baseline():
+    strong, weak = (40, 0), (12, 3)
+    assert mcnemar(*weak) < LEVEL  # significant alone, and with Holm's correction beside a stronger effect
+    assert verdict({"zero_shot": strong, "batch": weak}, 160, FREE).outcome == "better"
+    assert verdict({"zero_shot": (11, 3), "batch": (11, 2)}, 160, FREE).outcome == "inconclusive"
+    assert verdict({"batch": (11, 2)}, 160, FREE).outcome == "better"
+    assert verdict({"zero_shot": strong, "batch": (9, 6)}, 160, FREE).outcome == "inconclusive"
+
+
+def test_the_best_row_of_the_table_is_named_with_advice_even_if_not_significant():
+    rivals = {"zero_shot": (8, 1), "batch": (6, 1), "embeddings": (0, 3)}
+    result = verdict(rivals, 15, FREE, advise="combine it with {}".format)
+    assert result.against == "embeddings"
+    assert result.difference == pytest.approx(-0.2)
+    assert result.verdict.startswith(
+        "embeddings is 20.0 points ahead (95 % interval -6.7 to 42.0, not significant): "
+        "combine it with embeddings. Otherwise no significant difference to batch"
+    )
+
+
+def test_a_small_lead_that_is_not_significant_is_reported_without_advice():
+    result = verdict({"zero_shot": (60, 1), "batch": (60, 1), "few_shot": (0, 2)}, 160, FREE)
+    assert result.outcome == "better"
+    assert result.verdict.endswith(
+        "on 160 rows. few_shot is 1.2 points ahead (95 % interval -1.2 to 3.6, not significant)"
+    )
+
+
+def test_a_significantly_better_rival_decides_the_verdict():
+    rivals = {"zero_shot": (60, 1), "batch": (60, 1), "embeddings": (2, 30)}
+    result = verdict(rivals, 160, FREE)
+    assert (result.outcome, result.against) == ("worse", "embeddings")
+    assert result.verdict.startswith("embeddings is significantly better by 17.5 points")
+
+
+def test_a_rival_that_is_behind_does_not_change_a_good_verdict():
+    result = verdict({"zero_shot": (60, 1), "batch": (60, 1), "embeddings": (5, 2)}, 160, FREE)
+    assert result.outcome == "better"
+    assert "embeddings" not in result.verdict
+
+
+def test_no_verdict_from_rows_that_lack_a_label():
+    result = verdict({"zero_shot": (40, 1)}, 58, FREE, missing=("spam",))
+    assert result.outcome == "unknown"
+    assert result.verdict == "none, since the 58 rows contain no text labelled 'spam'"
 
 
 def message(monkeypatch, n, accuracies, alike, draws=2000):
@@ -50,8 +108,8 @@ def message(monkeypatch, n, accuracies, alike, draws=2000):
         hard = np.where(rng.random((3, n)) < alike, rng.random(n), rng.random((3, n)))
         mine, *rivals = hard < np.array(accuracies)[:, None]
         counts = [(int((mine & ~one).sum()), int((one & ~mine).sum())) for one in rivals]
-        words.append(verdict(dict(zip(["zero_shot", "batch"], counts, strict=True)), n).verdict)
-    return np.char.startswith(words, "better than").mean(), np.char.endswith(words, "do not use it").mean()
+        words.append(verdict(dict(zip(FREE, counts, strict=True)), n, FREE).outcome)
+    return np.mean(np.array(words) == "better"), np.isin(words, ["worse", "no_gain"]).mean()
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])

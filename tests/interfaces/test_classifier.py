@@ -13,6 +13,7 @@ import torch
 
 from fitting import injected, left_as_found, one_line, weighted
 from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError, anchor, load_task
+from i2cl.experiments.evidence.fit_evaluation import BASELINES
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.injections.temperature import with_temperature
 from processes import finished
@@ -184,7 +185,7 @@ def test_it_reports_on_the_texts_that_shots_left_over():
     result = I2CLClassifier(reference(), shots=2, recipe="fast", settings={"passes": 20}).fit(X, Y)
     report = result.report_
     assert (report["rows"], report["split"]) == (len(X) - 8, "train")
-    assert list(report["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
+    assert list(report["methods"]) == [*BASELINES, "i2cl"]
     shown = {row.text for row in shown_of(result, 2)[1]}
     left = [(text, word) for text, word in zip(X, Y, strict=True) if text not in shown]
     assert report["methods"]["i2cl"]["accuracy"] == result.score(*zip(*left, strict=True))

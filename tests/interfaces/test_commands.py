@@ -5,7 +5,10 @@ import json
 import math
 import re
 import shlex
+import time
+from functools import partial
 from itertools import count
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -14,6 +17,7 @@ from rich.console import Console
 from i2cl.interfaces.cli import EXAMPLES, app, console
 from i2cl.methods import METHODS
 from i2cl.version import __version__
+from processes import until
 
 
 def commands(group, *path):
@@ -92,6 +96,40 @@ def test_a_bar_knows_the_time_left_where_an_epoch_takes_minutes_and_shows_what_i
         with console.waiting("loading [one]"):
             assert bar.what == "loading [one]"
         assert bar.what == "evaluating"
+
+
+def piped(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=shown, force_terminal=False, width=200))
+    return shown
+
+
+@pytest.mark.parametrize("wait", [console.waiting, partial(console.progress, 4)])
+def test_piped_output_gets_a_line_of_progress_every_minute(monkeypatch, wait):
+    shown = piped(monkeypatch)
+    monkeypatch.setattr(console, "HEARTBEAT_S", 0.01)
+    with wait("folding weights"):
+        until(lambda: shown.getvalue().count("folding weights: 1 s so far") >= 2)
+    lines = shown.getvalue()
+    time.sleep(0.05)
+    assert shown.getvalue() == lines, "it ends with the block"
+
+
+def test_only_the_innermost_work_is_reported_to_a_pipe(monkeypatch):
+    shown = piped(monkeypatch)
+    monkeypatch.setattr(console, "HEARTBEAT_S", 0.01)
+    with console.progress(None, "exporting"), console.waiting("loading"):
+        until(lambda: "loading" in shown.getvalue())
+    assert "exporting" not in shown.getvalue()
+
+
+def test_the_time_left_of_a_fit_is_corrected_after_its_first_step(monkeypatch):
+    shown = piped(monkeypatch)
+    monkeypatch.setattr(console, "time", Mock(perf_counter=count(step=90.0).__next__))
+    with console.progress(4, "fitting") as bar:
+        bar.expect(0.5)
+        bar.epoch(1, 4, 0.7)
+    assert "step 1 of 4 after 2 minutes, up to 2 minutes left" in shown.getvalue()
 
 
 def test_ls_names_everything(said):

@@ -8,9 +8,11 @@ import pytest
 from rich.console import Console
 
 from i2cl import Injection
+from i2cl.injections.temperature import TYPICAL
 from i2cl.interfaces.cli import console
 from tiny import tiny_folder, tiny_tokenizer
 
+ARABIC = [("لم يصل الطرد أبدا", "delivery"), ("تم خصم المبلغ مرتين", "billing")]
 ROWS = [(f"ticket {number} about {word}", word) for number in range(12) for word in ("price", "login")]
 
 
@@ -67,11 +69,11 @@ def test_the_block_is_in_the_record_and_not_in_the_way_of_json(call, model, tmp_
 def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS)
     out, _ = fitted(call, model, path, tmp_path / "a")
-    used = r"^18 of 24 rows used, 6 others to score on: about \d+ s; --shots 12 uses all"
+    used = r"^18 of 24 rows used, 6 held out to evaluate on: about \d+ s; --shots 12 uses all"
     assert re.search(used, out, re.M)
-    assert "on 6 training rows that are no demonstrations" in out
+    assert "on 6 training rows that are not demonstrations" in out
     out, _ = fitted(call, model, path, tmp_path / "b", "--shots", "12")
-    assert "All 24 rows used." in out
+    assert "All 24 rows used: about 1 s" in out
     out, _ = fitted(call, model, path, tmp_path / "d", "--shots", "all", "--evaluate", "0")
     assert re.search(r"^All 24 rows used: about \d+ s\.", out, re.M)
     assert "--shots all " in Injection.from_pretrained(tmp_path / "d").command
@@ -79,27 +81,49 @@ def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_8
     assert "16 of 24 rows used" in out
 
 
-def test_ctrl_c_while_it_scores_leaves_the_task(call, model, tmp_path, monkeypatch):
-    scoring = "i2cl.experiments.evidence.baselines.with_worth"
+def test_ctrl_c_during_the_evaluation_leaves_the_task(call, model, tmp_path, monkeypatch):
+    scoring = "i2cl.experiments.fitting.evaluate_fit"
     monkeypatch.setattr(scoring, Mock(side_effect=KeyboardInterrupt))
     path = write(tmp_path / "mine.csv", ROWS)
     code, _, err = call("fit", model, path, "-o", tmp_path / "new", "--set", "steps=1")
-    assert (code, f"{tmp_path / 'new'} is whole, and not scored" in err) == (130, True)
+    assert (code, f"{tmp_path / 'new'} is saved but not evaluated" in err) == (130, True)
     assert not Injection.from_pretrained(tmp_path / "new").worth
 
 
 def test_refits_are_announced_with_the_fit(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS[:12])
     out, _ = fitted(call, model, path, tmp_path / "a")
-    assert re.search(r"^All 12 rows used: about \d+ s, then about \d+ s to say whether it pays\.$", out, re.M)
+    assert re.search(r"^All 12 rows used: about \d+ s, then about \d+ s for cross-validation\.$", out, re.M)
     out, _ = fitted(call, model, path, tmp_path / "b", "--folds", "0")
     assert re.search(r"^All 12 rows used: about \d+ s\.$", out, re.M)
+
+
+def test_shots_beyond_the_rows_of_a_class_are_reported(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", ROWS[:-1])
+    _, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", "--shots", "12")
+    assert "fewer than 12 rows, all of which are used: login (11)" in err
+
+
+def test_a_fit_without_evaluation_gets_the_typical_temperature(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", ROWS)
+    fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
+    assert Injection.from_pretrained(tmp_path / "new").temperature == TYPICAL
+    path = write(tmp_path / "one.csv", ROWS[:2])
+    fitted(call, model, path, tmp_path / "one", "--evaluate", "0")
+    assert Injection.from_pretrained(tmp_path / "one").temperature == 1
+
+
+def test_a_language_that_the_tokenizer_does_not_know_is_reported(call, model, tmp_path):
+    rows = [(f"{text} {number}", label) for number in range(6) for text, label in ARABIC]
+    path = write(tmp_path / "mine.csv", rows)
+    _, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
+    assert re.search(r"needs \d\.\d tokens per character of these texts", err)
 
 
 def test_a_fit_that_learns_nothing_says_so(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
     err = call("fit", model, path, "-o", tmp_path / "new", "--set", "reach=0.001", "--evaluate", "0")[2]
-    assert "the loss is that of a guess: nothing was learned" in err
+    assert "the loss is no better than guessing" in err
 
 
 def test_a_known_task_has_no_block_and_a_file_is_asked_as_on_the_page(call, said, tmp_path, model):

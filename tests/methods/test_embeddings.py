@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 from fitting import SHOWN, TEXTS, fit, injected, made, one_line
 from i2cl import CalibrationConfig, Example
 from i2cl.core import encoder_bias
-from i2cl.experiments.evidence.baselines import BASELINES, with_folds, with_worth
+from i2cl.experiments.evidence.fit_evaluation import BASELINES, evaluate_fit, plan_evaluation
 from i2cl.methods import make_methods
 
 needs_encoders = pytest.mark.skipif(
@@ -117,22 +117,29 @@ def test_without_the_extra_its_name_is_told(name, who, task, demonstrations, mon
 @needs_encoders
 def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, encoder, monkeypatch):
     monkeypatch.setattr(encoder_bias, "local_encoder", lambda: encoder)
-    shown, rows = task.sample(3), []
+    shown = task.sample(3)
+    (method,) = make_methods(["i2cl"], {"epochs": 1})
 
     def make(rest):
         return injected(decoder, task, rest, CalibrationConfig(epochs=1))
 
     injection = make(shown)
-    beside = with_worth(injection, decoder, task, shown, task.test, seconds=1.0).worth["methods"]
+
+    def methods(task, folds):
+        plan = plan_evaluation(task, shown, folds=folds)
+        given = {"method": method, "seconds": 1.0, "refit": make}
+        worth = evaluate_fit(injection, decoder, task, shown, plan, **given).worth
+        assert worth["split"] == ("demonstrations" if folds else "test")
+        return worth["methods"]
+
+    beside = methods(task, 0)
     assert list(beside) == [*BASELINES, "sentence_embeddings", "i2cl"]
     (rival,) = make_methods(["sentence_embeddings"], {"encoder": encoder})
     texts, gold = zip(*[(row.text, row.label) for row in task.test], strict=True)
     best = rival.fit(decoder, task, shown, 0).scores(texts).argmax(-1)
     assert beside["sentence_embeddings"]["accuracy"] == (best == torch.tensor(gold)).float().mean().item()
-    asked = {"seconds": 1.0, "folds": 3, "progress": rows.append}
-    folds = with_folds(injection, decoder, task, shown, make, **asked).worth["methods"]
+    folds = methods(replace(task, train=shown, test=()), 3)
     assert list(folds) == [*BASELINES, "sentence_embeddings", "i2cl"]
-    assert sum(rows) == 5 * len(shown)
 
 
 @pytest.mark.parametrize(

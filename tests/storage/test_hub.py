@@ -73,10 +73,13 @@ def test_the_python_of_the_card_runs(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out.replace("'", '"'))[0] in TASK.labels
 
 
-SCORE = {"accuracy": 0.5, "low": 0.1, "high": 0.9, "fit_seconds": 2.0, "milliseconds_per_query": 3.25}
-VERDICT = "zero_shot is better by 50.0 points (1 to 90) on 2 rows: do not use it"
+SCORE = {"accuracy": 0.5, "low": 0.1, "high": 0.9, "macro_f1": 0.25}
+SCORE |= {"fit_seconds": 2.0, "milliseconds_per_query": 3.25}
+VERDICT = "zero_shot is significantly better by 50.0 points (1 to 90) on 2 rows: use it instead"
 KEPT = {"zero_shot": 0, "zero_shot+batch_calibration": 0, "i2cl": 77}
 WORTH = {"rows": 2, "split": "train", "verdict": VERDICT, "not_run": {"few_shot": "too long"}}
+WORTH |= {"support": {"no": 1, "yes": 3}, "recall": {"no": 0.0, "yes": 1.0}, "confusion": [[0, 1], [0, 3]]}
+WORTH |= {"confidence": dict.fromkeys(("log_loss", "brier", "ece", "aurc"), 0.5), "selection": {}}
 WORTH |= {"methods": {name: SCORE | {"cached_bytes": size} for name, size in KEPT.items()}}
 
 
@@ -87,10 +90,11 @@ def test_metrics_become_the_hubs_results(tmp_path, worth):
     assert (results["accuracy"].metric_value, results["f1"].metric_value) == (0.5, 0.5)
     assert results["accuracy"].dataset_split == ("train" if worth else "test")
     text = card_of(tmp_path / "out").text
-    assert f"on 2 {'training rows that are no demonstrations' if worth else 'test rows'}." in text
+    assert f"on 2 {'training rows that are not demonstrations' if worth else 'test rows'}." in text
     for part in (
-        *("| i2cl | 0.500 | 0.100 to 0.900 | 2.0 | 3.25 | 77 |", "| few_shot | not run: too long |"),
-        *(VERDICT, "zero_shot+batch_calibration answers all rows together"),
+        *("| i2cl | 0.500 | 0.100 to 0.900 | 0.250 | 2.0 | 3.25 | 77 |", "| few_shot | not run: too long |"),
+        *(VERDICT, "zero_shot+batch_calibration needs the whole batch", "no 0.00 of 1, yes 1.00 of 3"),
+        "| no | 0 | 1 |",
     ):
         assert (part in text) == bool(worth)
     loaded = Injection.from_pretrained(tmp_path / "out")

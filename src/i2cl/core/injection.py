@@ -54,9 +54,10 @@ class Injection:
         settings: of calibration, JSON-able.
         history: mean calibration loss of each epoch, in nats.
         metrics: accuracy, macro-F1 and number of rows, where they were measured
-            (`i2cl.experiments.evidence.baselines.with_worth`).
+            (`i2cl.experiments.evidence.fit_evaluation.evaluate_fit`).
         command: the command line that makes it again, where one does.
-        worth: the same beside others, as JSON has it (`i2cl.experiments.evidence.baselines.Worth`).
+        worth: held-out evaluation beside baselines, with the verdict; JSON of
+            `i2cl.experiments.evidence.fit_evaluation.FitEvaluation`.
         label_bias: a number for each label, in nats, added to the log-probabilities among the labels
             (`i2cl.models.scoring.biased`); None leaves scores as they are.
         temperature: what the log-probabilities among the labels are divided by, behind the label bias

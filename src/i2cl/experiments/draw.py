@@ -1,8 +1,8 @@
-"""Which rows of a file of one's own are demonstrations: as many as pay in the time that somebody waits."""
+"""Choose the demonstrations from a labelled file: as many as can be fitted in a few minutes."""
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from random import Random
 from statistics import median_low
@@ -20,26 +20,36 @@ from i2cl.models.scoring import Questions, next_token_log_probabilities
 from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.task import group_by_label, sample_per_class
 
-MOST_SHOTS = 20  # demonstrations of a class that are taken unasked
-PATIENCE = 300.0  # seconds that a fit may take unasked
-KEPT_BACK = 5  # one row in so many is kept back to score on, where nobody gives test rows or says otherwise
-ENOUGH = 10  # rows of a class from which on some are kept back
-FORWARD, BACKWARD = 1.5, 1.3  # passes of the plain model that one with gradients takes, forward and backward
-AGAIN = 1.0  # what all later steps differentiate, over what the first does: they leave settled rows out
-SHARED = 2.5  # whole labels behind one query that cost as much as a query alone
-TIMED = 8  # texts of the batch that is timed
-USUAL = 5  # demonstrations of a class that are taken however long it takes: the paper's number
-Shots = int | Literal["all"] | None  # of each class; every row; or by default
-CHOICES = (MOST_SHOTS, 15, 10, 8, 6, USUAL, 4, 3, 2, 1)
-"""Shots that are chosen among: few, so that the same machine mostly chooses the same."""
+MAX_SHOTS = 20  # demonstrations per class by default
+PATIENCE_S = 300.0  # a fit may take this long by default
+KEEP_BACK = 5  # one row in five is held out by default, if there are no test rows
+MIN_ROWS_TO_KEEP_BACK = 10  # classes with fewer rows keep all of them as demonstrations
+FORWARD, BACKWARD = 1.5, 1.3  # cost of a training forward and backward pass, in inference passes
+LATER_STEPS = 1.0  # backward passes of all later Gauss-Newton steps, over those of the first one
+SHARED_PREFIX = 2.5  # label sequences after one query that cost as much as the query alone
+TIMED_TEXTS = 8
+MIN_SHOTS = 5  # demonstrations per class that are taken however long the fit takes: the paper's number
+Shots = int | Literal["all"] | None  # per class; every row; or by default
+CHOICES = (MAX_SHOTS, 15, 10, 8, 6, MIN_SHOTS, 4, 3, 2, 1)
+"""Shots to choose from: few, so that small differences in speed rarely change the choice."""
+
+
+class FewRowsWarning(UserWarning):
+    """A class has fewer rows than the requested number of demonstrations."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Demonstrations of a task, and what they were drawn from.
-    ``shots`` is the most of a class, ``rows`` how many there are to draw from, ``seconds`` what a fit will
-    take by the estimate, None where nobody timed the model; ``more`` a larger number of shots that somebody
-    may prefer, with its rows and seconds.
+    """Demonstrations drawn from a task's training rows.
+
+    Attributes:
+        demonstrations: the rows to fit.
+        shots: maximum number per class.
+        rows: number of training rows.
+        keep_back: one row in this many was held out, 0 for none; see `up_to`.
+        seconds: estimated time of the fit; None before the model is known.
+        first_step: share of that time that the first step takes.
+        more: a larger number of shots that the user may prefer, with its number of rows and seconds.
     """
 
     demonstrations: tuple[Example, ...]
@@ -47,17 +57,27 @@ class Draw:
     rows: int
     keep_back: int = 0
     seconds: float | None = None
+    first_step: float = 1.0
     more: tuple[int, int, float] | None = None
+
+    def timed(self, decoder: Decoder, task: Task, method: Method) -> "Draw":
+        """The same draw with an estimate of the time that the fit takes."""
+        pace = _Pace.of(decoder, task, method)
+        seconds, first_step = pace.estimate(self.demonstrations)
+        return replace(self, seconds=seconds, first_step=first_step)
 
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
-    """So many rows of each class, or all that it has: as `Task.sample` draws where all have so many.
-    Of a class that has `ENOUGH`, one row in ``keep_back`` is left out; 0 for none. Raises I2CLError if a
-    class has no row at all.
+    """Draw up to ``shots`` rows of each class, the same ones as `Task.sample` where all classes have enough.
+
+    Of classes with `MIN_ROWS_TO_KEEP_BACK` rows or more, one row in ``keep_back`` is held out; 0 for none.
+    Raises I2CLError if a class has no row.
     """
     task.sample(1, seed)
     groups = group_by_label(task.train, len(task.labels))
-    free = [n - ceil(n / keep_back) if keep_back and n >= ENOUGH else n for n in map(len, groups)]
+    free = [
+        n - ceil(n / keep_back) if keep_back and n >= MIN_ROWS_TO_KEEP_BACK else n for n in map(len, groups)
+    ]
     return sample_per_class(groups, [min(shots, max(1, n)) for n in free], Random(seed))
 
 
@@ -71,11 +91,20 @@ def draw(
     keep_back: int | None,
     scored: bool,
 ) -> Draw | None:
-    """The demonstrations, unless it takes the model to say how many they are: see `fitting`.
-    Shots are by default the task's own, or of rows ``from_file``, of which a class may have fewer than are
-    asked for, as many as pay; ``"all"`` takes every row. ``keep_back`` (see `up_to`) is by default
-    `KEPT_BACK` where shots are not given and something is to be ``scored`` without test rows. Raises
-    I2CLError if rows lack, or are too many.
+    """Draw the demonstrations, or return None if their number depends on the model's speed (see `fitting`).
+
+    Args:
+        task: with its training rows.
+        method: that fits.
+        shots: rows per class; None for the task's own number, or as many as time allows ``from_file``;
+            ``"all"`` for every row.
+        seed: of the draw.
+        from_file: whether the rows are a file of the user's, of which a class may have fewer than ``shots``.
+        keep_back: see `up_to`. Default: `KEEP_BACK` if shots are not given and something is to be ``scored``.
+        scored: whether the fit will be evaluated and the task has no test rows.
+
+    Raises:
+        I2CLError: if there are too few rows, or too many.
     """
     anchored, everything = isinstance(method, Anchored), shots == "all"
     count = _largest(task) if shots == "all" else shots or task.shots
@@ -85,7 +114,9 @@ def draw(
     if keep_back and not from_file:
         raise I2CLError(f"{task.name!r} draws from its training rows: leave --keep-back out")
     if keep_back is None:
-        keep_back = KEPT_BACK if scored and shots is None else 0
+        keep_back = KEEP_BACK if scored and shots is None else 0
+    if from_file and isinstance(shots, int):
+        _warn_of_small_classes(task, shots)
     drawn_freely = from_file or everything
     shown = up_to(task, count, seed, keep_back) if drawn_freely else task.sample(count, seed)
     if anchored:
@@ -93,82 +124,107 @@ def draw(
     return Draw(shown, count, len(task.train), keep_back if from_file else 0)
 
 
+def _warn_of_small_classes(task: Task, shots: int) -> None:
+    groups = group_by_label(task.train, len(task.labels))
+    small = [
+        f"{word} ({len(rows)})" for word, rows in zip(task.labels, groups, strict=True) if len(rows) < shots
+    ]
+    if small:
+        shown = ", ".join(small[:5]) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
+        message = f"these classes have fewer than {shots} rows, all of which are used: {shown}"
+        warnings.warn(message, FewRowsWarning, stacklevel=3)
+
+
 def fitting(
     decoder: Decoder,
     task: Task,
-    steps: int,
+    method: Method,
     seed: int,
     *,
     keep_back: int | None,
     scored: bool,
     shots: Literal["all"] | None = None,
 ) -> Draw:
-    """As many demonstrations as anchored calibration takes in `PATIENCE`: `USUAL` to `MOST_SHOTS` of a class.
-    Fewer than `USUAL` are taken where more would be too many for it, never to save time; of ``"all"`` shots
-    every row is, and none kept back unasked.
+    """Draw as many demonstrations as anchored calibration can fit in `PATIENCE_S` seconds.
+
+    These are `MIN_SHOTS` to `MAX_SHOTS` per class; fewer only where more would exceed its limits. With
+    ``"all"`` shots, every row is taken, and none held out unless ``keep_back`` says so.
     """
-    pace, largest = _Pace.of(decoder, task, steps), _largest(task)
+    pace, largest = _Pace.of(decoder, task, method), _largest(task)
     if shots == "all":
         shown = up_to(task, largest, seed, keep_back or 0)
-        return Draw(shown, largest, len(task.train), keep_back or 0, pace.seconds(shown))
+        return Draw(shown, largest, len(task.train), keep_back or 0, *pace.estimate(shown))
     if keep_back is None:
-        keep_back = KEPT_BACK if scored else 0
+        keep_back = KEEP_BACK if scored else 0
 
     def takes(shots: int) -> bool:
         shown = up_to(task, shots, seed, keep_back)
-        return len(shown) <= MOST_DEMONSTRATIONS and (shots <= USUAL or pace.seconds(shown) <= PATIENCE)
+        return len(shown) <= MOST_DEMONSTRATIONS and (shots <= MIN_SHOTS or pace.seconds(shown) <= PATIENCE_S)
 
     count = next(one for one in CHOICES if one == 1 or takes(one))
     shown = up_to(task, count, seed, keep_back)
     count = min(count, max(len(group) for group in group_by_label(shown, len(task.labels))))
     more = None
-    for larger in (largest, MOST_SHOTS):
+    for larger in (largest, MAX_SHOTS):
         larger_draw = up_to(task, larger, seed)
-        if larger <= 2 * MOST_SHOTS and len(shown) < len(larger_draw) <= MOST_DEMONSTRATIONS:
+        if larger <= 2 * MAX_SHOTS and len(shown) < len(larger_draw) <= MOST_DEMONSTRATIONS:
             more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
-    return Draw(shown, count, len(task.train), keep_back, pace.seconds(shown), more)
+    return Draw(shown, count, len(task.train), keep_back, *pace.estimate(shown), more)
 
 
 def _largest(task: Task) -> int:
-    """Rows of the class that has most."""
+    """Number of rows of the largest class."""
     return max(len(group) for group in group_by_label(task.train, len(task.labels)))
 
 
 @dataclass(frozen=True)
 class _Pace:
-    """How fast a model reads a task's texts."""
+    """Speed of a model on a task's texts, and what a method does with them."""
 
     questions: Questions
-    seconds_a_token: float
+    seconds_per_token: float
     steps: int
+    anchored: bool = True
 
     @classmethod
-    def of(cls, decoder: Decoder, task: Task, steps: int) -> "_Pace":
-        """Timed on a batch of texts of the usual length, the second time, when everything is warm."""
-        with warnings.catch_warnings():  # the fit itself says how labels are told
+    def of(cls, decoder: Decoder, task: Task, method: Method) -> "_Pace":
+        """Time a batch of texts of median length; the second run counts, since the first one warms up."""
+        with warnings.catch_warnings():  # the fit itself reports how labels are scored
             warnings.simplefilter("ignore", ScoringWarning)
             questions = Questions(decoder, task)
         usual = median_low(len(row.text) for row in task.train)
-        rows = sorted(task.train, key=lambda row: abs(len(row.text) - usual))[:TIMED]
+        rows = sorted(task.train, key=lambda row: abs(len(row.text) - usual))[:TIMED_TEXTS]
         queries = questions.queries([row.text for row in rows])
         for _ in range(2):
             started = time.perf_counter()
             next_token_log_probabilities(decoder, queries)
             seconds = time.perf_counter() - started
-        return cls(questions, seconds / sum(map(len, queries)), steps)
+        steps = getattr(method, "rounds", 1)
+        return cls(questions, seconds / sum(map(len, queries)), steps, isinstance(method, Anchored))
 
     def seconds(self, shown: Examples) -> float:
-        """Estimate of a fit: a forward pass a step, and a backward pass a column where it differentiates.
-        `benchmarks/fits.py` measures it. A fit skips steps that it does not need; other work on the machine
-        slows it.
+        """Estimated time of a fit; see `estimate`."""
+        return self.estimate(shown)[0]
+
+    def estimate(self, shown: Examples) -> tuple[float, float]:
+        """Estimate the seconds of a fit, and the share of them that its first step takes.
+
+        Counts forward and backward passes; `benchmarks/fits.py` compares with real fits. A fit may need fewer
+        steps, and other work on the machine slows it down.
         """
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
         columns = len(self.questions.task.labels) - 1.0
         whole = self.questions.labels.full
-        if len(shown) * columns > (MOST_WHOLE if whole else MOST_COLUMNS):
-            passes = (schedule(len(shown), words=whole).epochs + 1) * (FORWARD + BACKWARD)
+        if not self.anchored:
+            rounds = max(1, self.steps)
+            passes, first = 1 + rounds * (FORWARD + BACKWARD), FORWARD + BACKWARD
+        elif len(shown) * columns > (MOST_WHOLE if whole else MOST_COLUMNS):
+            rounds = schedule(len(shown), words=whole).epochs
+            passes, first = (rounds + 1) * (FORWARD + BACKWARD), FORWARD + BACKWARD
         else:
-            columns /= SHARED if whole else 1
-            passes = (FORWARD + BACKWARD * columns) * (1 + AGAIN * (self.steps > 1)) + self.steps + FORWARD
-        return self.seconds_a_token * tokens * passes
+            columns /= SHARED_PREFIX if whole else 1
+            first = FORWARD + BACKWARD * columns + 1
+            later = (FORWARD + BACKWARD * columns) * LATER_STEPS * (self.steps > 1)
+            passes = first + later + self.steps - 1 + FORWARD
+        return self.seconds_per_token * tokens * passes, first / passes

@@ -24,13 +24,15 @@ TASK_TYPE = "text-classification"
 # Measured values of `Injection.metrics`, by what the hub calls them: type and name.
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
 # What has to be known of a method that `Injection.worth` compares with.
-TOGETHER = "zero_shot+batch_calibration answers all rows together: it subtracts their mean scores."
+TOGETHER = "zero_shot+batch_calibration needs the whole batch: it subtracts the mean scores of the batch."
+IMBALANCE = 1.5  # recall per label is reported if a label has this many times the rows of another
+MAX_RECALLS = 20  # labels whose recall is reported, lowest first
 
 # What `Injection.worth` was measured on, by its split.
 SCORED = {
     "test": "test rows",
-    "train": "training rows that are no demonstrations",
-    "demonstrations": "demonstrations, each answered by a refit that has not seen it",
+    "train": "training rows that are not demonstrations",
+    "demonstrations": "labelled rows by cross-validation",
 }
 
 SHOWN = ("name", "labels", "template", "separator", "opening")  # what a card tells of a task
@@ -232,28 +234,51 @@ def prior_words(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
 
 
 def confidence_words(temperature: float, scores: Mapping[str, float]) -> str:
-    """What temperature was chosen, and the four numbers of `i2cl.experiments.confidence` at it."""
+    """The temperature, and the four metrics of `i2cl.experiments.confidence` at it."""
     names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
     numbers = ", ".join(f"{name} {scores[key]:.3f}" for key, name in names.items())
-    return f"temperature {temperature:.2f}, chosen on these rows; there {numbers}"
+    return f"temperature {temperature:.2f}; on these rows {numbers}"
+
+
+def recall_words(worth: Mapping[str, Any]) -> str:
+    """Recall per label, lowest first; empty if labels are about equally frequent."""
+    support = {label: rows for label, rows in worth["support"].items() if rows}
+    if not support or max(support.values()) < IMBALANCE * min(support.values()):
+        return ""
+    lowest = sorted(support, key=lambda label: worth["recall"][label])[:MAX_RECALLS]
+    shown = ", ".join(f"{label} {worth['recall'][label]:.2f} of {support[label]}" for label in lowest)
+    more = f" and {len(support) - MAX_RECALLS} more labels" if len(support) > MAX_RECALLS else ""
+    return f"Recall per label: {shown}{more}"
+
+
+def _confusion(worth: Mapping[str, Any]) -> str:
+    """The confusion matrix as a Markdown table: true labels in rows, predicted ones in columns."""
+    labels = [_md(label) for label in worth["support"]]
+    lines = ["| true \\ predicted |" + "".join(f" {label} |" for label in labels)]
+    lines += ["|---|" + "---:|" * len(labels)]
+    for label, counts in zip(labels, worth["confusion"], strict=True):
+        lines.append(f"| {label} |" + "".join(f" {count} |" for count in counts))
+    return "\n".join(lines)
 
 
 def selection_words(selection: Mapping[str, Any]) -> str:
-    """From which confidence on answers are right as often as was asked, or how many rows would show it."""
-    aim, rows = f"{100 * selection['target']:g} %", selection["rows"]
+    """The confidence threshold for a target accuracy, or how many rows it would take to find one."""
+    target, rows = f"{100 * selection['target']:g} %", selection["rows"]
     if "threshold" in selection:
         return (
-            f"from a probability of {selection['threshold']:.6g} on, {aim} or more are right (shown at 90 % "
-            f"confidence on {rows} rows, where {100 * selection['accuracy']:.1f} % are); "
-            f"{100 * selection['coverage']:.0f} % of the texts get one"
+            f"{selection['threshold']:.6g} for {target} accuracy (at 90 % confidence from {rows} rows, where "
+            f"{100 * selection['accuracy']:.1f} % of the answers above it are correct); "
+            f"{100 * selection['coverage']:.0f} % of the texts reach it"
         )
     needed = selection["needed"]
-    cure = f"about {needed:,} would show one" if needed else "the surest of them are not right so often"
-    return f"no threshold for {aim} is shown on {rows} rows; {cure}"
+    hint = (
+        f"about {needed:,} rows would show one" if needed else "the most confident answers are less accurate"
+    )
+    return f"none for {target} accuracy from {rows} rows; {hint}"
 
 
 def _results(description: Mapping[str, Any]) -> Iterator[str]:
-    """Paragraphs on what was measured, and on whether the fit pays."""
+    """Paragraphs on what was measured, with the verdict."""
     metrics, worth = description.get("metrics", {}), description.get("worth", {})
     figures = [f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics]
     rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
@@ -263,24 +288,28 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
         if not metrics:
             yield "Not measured (`i2cl fit` does where labelled rows remain)."
         return
-    yield f"Whether it pays: {worth['verdict']}."
+    yield f"Verdict: {worth['verdict']}."
     yield f"Accuracy on {worth['rows']} {SCORED[worth['split']]}:"
     ms = "milliseconds_per_query"  # which a server that does other work meanwhile does not measure
-    lines = ["| method | accuracy | 95 % interval | fit s | ms/query | bytes |"]
-    lines += ["|---|---:|---:|---:|---:|---:|"]
+    lines = ["| method | accuracy | 95 % interval | macro-F1 | fit s | ms/query | bytes |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     lines += [
         f"| {name} | {one['accuracy']:.3f} | {one['low']:.3f} to {one['high']:.3f} "
-        f"| {one['fit_seconds']:.1f} | {f'{one[ms]:.2f}' if ms in one else ''} | {one['cached_bytes']} |"
+        f"| {one['macro_f1']:.3f} | {one['fit_seconds']:.1f} | {f'{one[ms]:.2f}' if ms in one else ''} "
+        f"| {one['cached_bytes']} |"
         for name, one in worth["methods"].items()
     ]
-    lines += [f"| {name} | not run: {why} | | | | |" for name, why in worth["not_run"].items()]
+    lines += [f"| {name} | not run: {why} | | | | | |" for name, why in worth["not_run"].items()]
     yield "\n".join(lines)
     if any("batch_calibration" in name for name in worth["methods"]):
         yield TOGETHER
-    if "confidence" in worth:  # artefacts of the first versions lack it
-        yield f"Confidence: {confidence_words(description.get('temperature', 1.0), worth['confidence'])}."
+    if recall := recall_words(worth):
+        yield f"{recall}."
+    if len(worth["support"]) <= MAX_RECALLS:
+        yield f"Confusion matrix:\n\n{_confusion(worth)}"
+    yield f"Calibration: {confidence_words(description.get('temperature', 1.0), worth['confidence'])}."
     if worth.get("selection"):
-        yield f"Answers that are sure enough: {selection_words(worth['selection'])}."
+        yield f"Confidence threshold: {selection_words(worth['selection'])}."
 
 
 def _md(text: str) -> str:

@@ -60,7 +60,7 @@ def checked(service, body, model=None):
 def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     job = fitted(service, task)
     events = [one["event"] for one in job.events]
-    assert events[:3] == ["queued", "started", "step"]
+    assert events[:4] == ["queued", "started", "drawn", "step"]
     assert job.status == "done", job.events[-1]
     last = job.events[-1]
     assert last["digest"] == service.tasks.entry("films").digest
@@ -142,7 +142,7 @@ def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
 
 def test_a_fit_that_fails_says_why(service, task, monkeypatch):
     fails = Mock(side_effect=KeyError("a user's text"))
-    monkeypatch.setattr("i2cl.interfaces.server.fits.Anchored.injection", fails)
+    monkeypatch.setattr("i2cl.methods.anchored.Anchored.injection", fails)
     job = fitted(service, task)
     assert job.status == "failed"
     assert job.events[-1]["error"]["code"] == "internal"

@@ -1,70 +1,139 @@
-"""What may be said of a fit beside what costs nothing, from the rows that one of two methods alone has right.
+"""Verdict on a fit: significance tests against baselines on the same held-out rows.
 
-Nothing here needs scipy, so that `i2cl fit` runs without the extra ``experiments``. Unlike the intervals of
-`i2cl.experiments.statistics`, which resample seeds as well, those here are for one fit on few rows, and have
-a width also where every answer is right.
+Nothing here needs scipy, so `i2cl fit` runs without the ``experiments`` extra. `i2cl.experiments.statistics`
+resamples seeds as well; the intervals here are for one fit on few rows and have a width even where every
+answer is right.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, comb, floor, log10, sqrt
 from statistics import NormalDist
+from typing import Literal
 
-LEVEL = 0.05  # of the tests, and what intervals leave out
-POWER = 0.8  # with which the rows that a verdict asks for would show a gain
-WORTHWHILE = 0.05  # gain below which a fit is not worth its trouble: five points
-GAINS = (WORTHWHILE, 0.1)  # that a verdict tells the rows for
+LEVEL = 0.05  # significance level of the tests; intervals cover 1 - LEVEL
+POWER = 0.8  # power of the sample sizes that a verdict suggests
+WORTHWHILE = 0.05  # a smaller gain over a baseline that costs nothing does not justify a fit
+GAINS = (WORTHWHILE, 0.1)  # gains that a verdict suggests sample sizes for
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)
+
+Outcome = Literal["better", "worse", "no_gain", "inconclusive", "unknown"]
+Counts = tuple[int, int]  # rows that only the fit answers correctly, and rows that only the rival does
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison shows."""
+    """Result of comparing a fit with its rivals.
 
-    verdict: str  # whether to use the fit, in words
-    against: str  # the best of the rivals on these rows, of those shown better than the fit if there are any
-    difference: float  # accuracy minus that rival's, a share
-    # low, high: its 95 % interval (`paired_interval`)
+    Attributes:
+        outcome: ``"better"`` than every free baseline, ``"worse"`` than some rival, ``"no_gain"``: a gain of
+            `WORTHWHILE` over a free baseline is ruled out, ``"inconclusive"``, or ``"unknown"`` where the
+            rows cannot support a verdict.
+        verdict: the same in words, with what to do.
+        against: the strongest rival: a significantly better one if there is one, else the most accurate.
+        difference: accuracy of the fit minus that rival's, as a share.
+        low: lower bound of its 95 % interval (`paired_interval`).
+        high: upper bound of that interval.
+        p: p-value against that rival (`mcnemar`), with Holm's correction over all rivals.
+    """
+
+    outcome: Outcome
+    verdict: str
+    against: str
+    difference: float
     low: float
     high: float
-    p: float  # of the test against that rival (`mcnemar`), after Holm's correction over all rivals
+    p: float
 
 
-def verdict(rivals: Mapping[str, tuple[int, int]], n: int) -> Verdict:
-    """Whether a fit pays, from counts alone.
-    It pays where it is shown better than every rival. It is not to be used where a rival is shown better, or
-    where the interval against the best of them excludes a gain of `WORTHWHILE`. Anything else is not shown.
-    Each rival has how many of the n rows the fit alone has right, and how many the rival alone.
+def verdict(
+    rivals: Mapping[str, Counts],
+    n: int,
+    free: Collection[str],
+    *,
+    missing: Sequence[str] = (),
+    advise: Callable[[str], str] = lambda _: "use it instead",
+) -> Verdict:
+    """Compare a fit with its rivals on the same rows.
+
+    Args:
+        rivals: for each rival, the rows that only the fit and only the rival answers correctly.
+        n: number of rows.
+        free: names of the rivals that cost nothing beside the model: the fit has to beat each of them.
+        missing: labels without a row among the n, which make every comparison meaningless.
+        advise: returns what to do, given the name of a rival that is ahead.
     """
     ps = dict(zip(rivals, holm([mcnemar(*counts) for counts in rivals.values()]), strict=True))
-    shown_better = [name for name, (up, down) in rivals.items() if ps[name] < LEVEL and down > up]
-    against = min(shown_better or rivals, key=lambda name: rivals[name][0] - rivals[name][1])
-    better, worse = rivals[against]
-    difference, (low, high) = (better - worse) / n, paired_interval(better, worse, n)
+    worse_than = [name for name, (up, down) in rivals.items() if ps[name] < LEVEL and down > up]
+    against = _strongest(rivals, worse_than or rivals)
+    difference, low, high = _difference(rivals[against], n)
     rows = f"{n} row{'s' * (n != 1)}"
-    points = f"{100 * abs(difference):.1f} points"
-    span, back = (f"({100 * one:.1f} to {100 * other:.1f})" for one, other in ((low, high), (-high, -low)))
-    if low > 0 and all(ps[name] < LEVEL and up > down for name, (up, down) in rivals.items()):
-        words = f"better than {against} by {points} {span} on {rows}"
-    elif shown_better:
-        words = f"{against} is better by {points} {back} on {rows}: do not use it"
-    elif high < WORTHWHILE:
-        most = f"{100 * WORTHWHILE:.0f} points"
-        words = f"a gain of {most} over {against} is ruled out on {rows} {span}: do not use it"
+    outcome: Outcome
+    if missing:
+        shown = ", ".join(map(repr, missing[:3])) + (f" and {len(missing) - 3} more" * (len(missing) > 3))
+        outcome, words = "unknown", f"none, since the {rows} contain no text labelled {shown}"
+    elif worse_than:
+        outcome = "worse"
+        words = f"{against} is significantly better by {_points(-difference)} {_interval(-high, -low)}"
+        words += f" on {rows}: {advise(against)}"
     else:
-        discordant = max((sum(counts) + 2) / (n + 2) for counts in rivals.values())
-        five, ten = (f"{rows_for(gain, discordant):,}" for gain in GAINS)
-        words = (
-            f"not shown on {rows}; about {five} rows would show a gain of {100 * GAINS[0]:.0f} points, "
-            f"{ten} one of {100 * GAINS[1]:.0f} (power {POWER:g})"
+        outcome, words = _not_worse(rivals, n, ps, free)
+        if against not in free and difference < 0:
+            ahead = f"{against} is {_points(-difference)} ahead {_interval(-high, -low, ', not significant')}"
+            worthwhile = -difference >= WORTHWHILE
+            words = f"{ahead}: {advise(against)}. Otherwise {words}" if worthwhile else f"{words}. {ahead}"
+    return Verdict(outcome, words, against, difference, low, high, ps[against])
+
+
+def _not_worse(
+    rivals: Mapping[str, Counts], n: int, ps: Mapping[str, float], free: Collection[str]
+) -> tuple[Outcome, str]:
+    """Outcome and words against the free baselines, none of which is significantly better."""
+    baselines = {name: counts for name, counts in rivals.items() if name in free}
+    best = _strongest(baselines, baselines)
+    difference, low, high = _difference(baselines[best], n)
+    rows = f"{n} row{'s' * (n != 1)}"
+    if low > 0 and all(ps[name] < LEVEL and up > down for name, (up, down) in baselines.items()):
+        return (
+            "better",
+            f"significantly better than {best} by {_points(difference)} {_interval(low, high)} on {rows}",
         )
-    return Verdict(words, against, difference, low, high, ps[against])
+    if high < WORTHWHILE:
+        gain = f"a gain of {100 * WORTHWHILE:.0f} points over {best} is ruled out on {rows}"
+        return "no_gain", f"{gain} {_interval(low, high)}: use {best} instead"
+    discordant = max((sum(counts) + 2) / (n + 2) for counts in baselines.values())
+    five, ten = (f"{rows_for(gain, discordant):,}" for gain in GAINS)
+    ahead = f" ({_points(difference, sign=True)})"
+    return "inconclusive", (
+        f"no significant difference to {best}{ahead} on {rows}; detecting a gain of {100 * GAINS[0]:.0f} "
+        f"points takes about {five} rows, of {100 * GAINS[1]:.0f} points about {ten}"
+    )
+
+
+def _strongest(rivals: Mapping[str, Counts], names: Collection[str]) -> str:
+    return min(names, key=lambda name: rivals[name][0] - rivals[name][1])
+
+
+def _difference(counts: Counts, n: int) -> tuple[float, float, float]:
+    return ((counts[0] - counts[1]) / n, *paired_interval(*counts, n))
+
+
+def _points(difference: float, *, sign: bool = False) -> str:
+    return f"{100 * difference:{'+' if sign else ''}.1f} points"
+
+
+def _interval(low: float, high: float, more: str = "") -> str:
+    return f"(95 % interval {100 * low:.1f} to {100 * high:.1f}{more})"
 
 
 def rows_for(gain: float, discordant: float) -> int:
-    """How many rows would show a gain, to two digits, rounded up.
-    Source: Connor, Biometrics 43(1), 1987, at the level of the first step of Holm's correction over two. The
-    gain is a share, and so are the ``discordant`` rows, which one of the two methods alone has right.
+    """Number of rows that detect a gain with power `POWER`, rounded up to two digits.
+
+    Source: Connor, Biometrics 43(1), 1987, at the level of the first step of Holm's correction over two.
+
+    Args:
+        gain: difference of the two accuracies, as a share.
+        discordant: share of rows that exactly one of the two methods answers correctly.
     """
     apart = max(discordant, gain)
     level, power = NormalDist().inv_cdf(1 - LEVEL / 4), NormalDist().inv_cdf(POWER)
@@ -74,7 +143,10 @@ def rows_for(gain: float, discordant: float) -> int:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Corrected p-values, in the same order: Holm, Scandinavian Journal of Statistics 6(2), 1979."""
+    """Return p-values with Holm's correction, in the same order.
+
+    Source: Holm, Scandinavian Journal of Statistics 6(2), 1979.
+    """
     qs, least = [0.0] * len(ps), 0.0
     for place, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = max(least, min(1.0, (len(ps) - place) * ps[at]))
@@ -83,7 +155,10 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share: Wilson, Journal of the American Statistical Association 22(158), 1927."""
+    """Return the 95 % interval of a share.
+
+    Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
+    """
     share, spread = right / n, Z * Z / n
     half = sqrt(spread * share * (1 - share) + spread * spread / 4)
     middle = share + spread / 2
@@ -91,9 +166,10 @@ def wilson(right: int, n: int) -> tuple[float, float]:
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Two-sided p-value of a difference, exact, from the rows that one of two methods alone has right.
-    Were the methods equal, each of these rows would be either one's as likely: a sign test (McNemar,
-    Psychometrika 12(2), 1947).
+    """Return the exact two-sided p-value of a difference between two methods on the same rows.
+
+    ``better`` and ``worse`` are the rows that only the first and only the second method answers correctly.
+    Source: McNemar, Psychometrika 12(2), 1947, as a sign test.
     """
     n = better + worse
     tail = sum(comb(n, k) for k in range(min(better, worse) + 1))
@@ -101,9 +177,10 @@ def mcnemar(better: int, worse: int) -> float:
 
 
 def paired_interval(better: int, worse: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of the difference of two shares of the same n rows.
-    Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37(4), 2012: Wald's, with one
-    row more for each method that it alone has right.
+    """Return the 95 % interval of the difference of two accuracies on the same n rows.
+
+    Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37(4), 2012: Wald's interval
+    with one more discordant row for each method.
     """
     up, down = (better + 1) / (n + 2), (worse + 1) / (n + 2)
     half = Z * sqrt((up + down - (up - down) ** 2) / (n + 2))

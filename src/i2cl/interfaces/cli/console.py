@@ -6,6 +6,8 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 FOLDED = 20  # characters up to which a cell stays in one line, where the terminal has room
 GAP = 3  # characters between two columns
 SPEED_PERIOD = 3600.0  # seconds that time left is estimated from: an epoch of a large model takes minutes
+HEARTBEAT_S = 60.0  # time between two lines of progress where stderr is not a terminal
+SHORT_S = 30.0  # shorter fits print no time left after their first step
 
 # Of several processes that hold one model together, the first alone speaks and writes.
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -141,10 +145,12 @@ def _word(texts: Sequence[str]) -> int:
 
 @contextmanager
 def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator["Bar"]:
-    """A progress bar on stderr while the block runs; silent where stderr is no terminal.
+    """Show progress on stderr while the block runs: a bar on a terminal, else a line every minute.
 
-    ``total``: where it ends; None if nobody knows; ``what``: what goes on; ``shown``: False for a block that
-    writes to stdout, which a bar would capture.
+    Args:
+        total: number of steps; None if unknown.
+        what: description of the work.
+        shown: False for a block that writes to stdout, which a bar would capture.
     """
     described = TextColumn("{task.description}", markup=False)
     columns = (described, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -153,14 +159,37 @@ def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator[
         bar = Bar(bars, bars.add_task(what, total=total), what)
         _BARS.append(bar)
         try:
-            yield bar
+            with _heartbeat(bar):
+                yield bar
         finally:
             _BARS.remove(bar)
 
 
 @contextmanager
+def _heartbeat(bar: "Bar") -> Iterator[None]:
+    """Print a line of progress every `HEARTBEAT_S` seconds where stderr is not a terminal."""
+    if err.is_terminal or not FIRST or parent_process() is not None:
+        yield
+        return
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(HEARTBEAT_S):
+            if _BARS[-1:] == [bar]:
+                note(bar.status())
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Say what is waited for while the block runs: in the bar that is there, or alone on a terminal."""
+    """Say what the block is waiting for: in the current bar, alone on a terminal, or in a line a minute."""
     if _BARS:
         bar, before = _BARS[-1], _BARS[-1].what
         bar.describe(what)
@@ -168,11 +197,19 @@ def waiting(what: str) -> Iterator[None]:
             yield
         finally:
             bar.describe(before)
-    elif err.is_terminal and parent_process() is None:  # workers would write over each other
+    elif parent_process() is not None:  # workers would write over each other
+        yield
+    elif err.is_terminal:
         with err.status(Text(what)):
             yield
     else:
-        yield
+        with progress(None, what):
+            yield
+
+
+def duration(seconds: float) -> str:
+    """Seconds as words, such as "40 s" or "5 minutes"."""
+    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:,.0f} minutes"
 
 
 class Bar:
@@ -181,24 +218,51 @@ class Bar:
     def __init__(self, shown: Progress, task: TaskID, what: str) -> None:
         self._shown = shown
         self._task = task
-        self.what = what  # what it says is going on
+        self._started = time.perf_counter()
+        self._first_step: float | None = None
+        self.what = what  # description of the current work
 
     def advance(self, amount: float = 1) -> None:
-        """Move on by so much."""
+        """Move on by some steps."""
         self._shown.advance(self._task, amount)
 
+    def restart(self, total: float | None, what: str) -> None:
+        """Begin the next stage of the work."""
+        self._first_step = None
+        self._shown.reset(self._task, total=total)
+        self.describe(what)
+
+    def expect(self, first_step: float) -> None:
+        """Report the time left of a fit whose first step takes this share of it; see `epoch`."""
+        self._first_step = first_step
+        self._started = time.perf_counter()
+
     def epoch(self, step: int, steps: int, loss: float) -> None:
-        """Move on to a step of a fit."""
+        """Move on to a step of a fit; after the first one, the time left is known."""
         self._shown.update(self._task, completed=step, total=steps)
-        self.describe(f"calibrating, loss {loss:.3f}")
+        left = ""
+        if self._first_step is not None and 0 < step < steps:
+            done = self._first_step + (1 - self._first_step) * (step - 1) / (steps - 1)
+            elapsed = time.perf_counter() - self._started
+            seconds = elapsed / done - elapsed
+            left = f", up to {duration(seconds)} left"
+            if step == 1 and seconds > SHORT_S and not err.is_terminal:
+                note(f"step 1 of {steps} after {duration(elapsed)}{left}")
+        self.describe(f"calibrating, loss {loss:.3f}{left}")
+
+    def status(self) -> str:
+        """The description with what is done so far, for output that is not a terminal."""
+        task = self._shown.tasks[0]
+        steps = f", {task.completed:,.0f} of {task.total:,.0f}" if task.total and task.completed else ""
+        return f"{self.what}{steps}: {duration(time.perf_counter() - self._started)} so far"
 
     def run(self, run: "Run") -> None:
-        """Move on by one method fitted and scored."""
+        """Move on by one method that was fitted and scored."""
         self.advance()
         self.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
 
     def describe(self, what: str) -> None:
-        """Say what is going on."""
+        """Change the description."""
         self.what = what
         self._shown.update(self._task, description=what)
 

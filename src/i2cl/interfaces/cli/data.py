@@ -1,10 +1,13 @@
-"""What `i2cl fit` says of the rows of a file of one's own before it fits."""
+"""Summary of a labelled file, which `i2cl fit` prints before it fits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from i2cl.interfaces.cli import console
 
 if TYPE_CHECKING:
     from i2cl.experiments.draw import Draw
+    from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
     from i2cl.tasks.survey import Survey
@@ -14,20 +17,22 @@ SNIPPET = 50  # characters of such a text
 
 
 def surveyed(
-    task: "Task", decoder: "Decoder", draw: "Draw", queries: Sequence[Any], refits: int = 0
+    task: "Task", decoder: "Decoder", draw: "Draw", plan: "EvaluationPlan"
 ) -> tuple[dict[str, Any], str]:
-    """Training rows, what a draw takes, and ``queries`` to score on, or ``refits``: a record, and lines."""
+    """Describe the training rows, the draw and the evaluation: as a record, and as lines of text."""
     from i2cl.tasks.survey import Survey
 
     survey = Survey.of(task)
-    kept_back = 0 if task.test else len(queries)
+    kept_back = len(plan.rows) if plan.split == "train" else 0
     tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
     record = survey.record() | {"longest_tokens": tokens, "used": len(draw.demonstrations)}
     record |= {"shots": draw.shots, "kept_back": kept_back, "estimated_seconds": draw.seconds}
     window = f" of the {decoder.max_length:,} that the model takes" if decoder.max_length else ""
     distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
     first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
-    return record, "\n".join((first, *_of_labels(survey), _of_use(draw, kept_back, refits), ""))
+    return record, "\n".join(
+        (first, *_of_labels(survey), _of_use(draw, kept_back, max(0, plan.folds - 1)), "")
+    )
 
 
 def _of_labels(survey: "Survey") -> Iterator[str]:
@@ -48,16 +53,17 @@ def _of_use(draw: "Draw", kept_back: int, refits: int) -> str:
     used = len(draw.demonstrations)
     line = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
     if kept_back:
-        line += f", {kept_back} others to score on"
+        line += f", {kept_back} held out to evaluate on"
     if draw.seconds is not None:
-        line += f": {_about(draw.seconds)}"
-        line += f", then {_about(refits * draw.seconds)} to say whether it pays" if refits else ""
+        line += f": {about(draw.seconds)}"
+        line += f", then {about(refits * draw.seconds)} for cross-validation" if refits else ""
     if draw.more is None:
         return f"{line}."
     shots, rows, seconds = draw.more
     what = "all" if rows == draw.rows else f"{rows:,}"
-    return f"{line}; --shots {shots} uses {what}, {_about(seconds)}."
+    return f"{line}; --shots {shots} uses {what}, {about(seconds)}."
 
 
-def _about(seconds: float) -> str:
-    return f"about {max(1, round(seconds))} s" if seconds < 90 else f"about {seconds / 60:,.0f} minutes"
+def about(seconds: float | None) -> str:
+    """An estimate of time in words."""
+    return f"about {console.duration(seconds or 0.0)}"

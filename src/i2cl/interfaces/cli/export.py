@@ -97,17 +97,19 @@ def export(
             except I2CLError as lacking:
                 console.note(str(lacking))
         decoder = load.artefact_decoder(injection, model, loading)
-        return make_golden(decoder, injection, fold_temperature=folds)
+        with console.waiting("computing golden values"):
+            return make_golden(decoder, injection, fold_temperature=folds)
 
-    if form.to == "peft":
-        decoder = load.artefact_decoder(injection, model, loading)
-        given: dict[str, Any] = {"golden": form.golden, "force": force, "revision": loading.revision}
-        what = f"{task} as a {export_peft(decoder, injection, output, **given).tuner} adapter of {name}"
-    else:
-        golden = answers if form.golden else None
-        write: Callable[..., None] = export_hf if form.to == "hf" else export_gguf
-        write(name, injection, output, golden=golden, revision=loading.revision, force=force, **chosen)
-        what = f"{name} with {task} in its weights"
+    with console.progress(None, f"exporting {task}"):
+        if form.to == "peft":
+            decoder = load.artefact_decoder(injection, model, loading)
+            given: dict[str, Any] = {"golden": form.golden, "force": force, "revision": loading.revision}
+            what = f"{task} as a {export_peft(decoder, injection, output, **given).tuner} adapter of {name}"
+        else:
+            golden = answers if form.golden else None
+            write: Callable[..., None] = export_hf if form.to == "hf" else export_gguf
+            write(name, injection, output, golden=golden, revision=loading.revision, force=force, **chosen)
+            what = f"{name} with {task} in its weights"
     record = {"output": str(output), "task": task, "base_model": name, "golden": form.golden}
     _show_export(output, what, record, form, prior, divided, json=json)
 

@@ -2,11 +2,8 @@
 
 import math
 import shlex
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -21,13 +18,12 @@ from i2cl.storage.atomic import public_name, require_writable
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
     from i2cl.experiments.draw import Shots
+    from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan
     from i2cl.methods import Injector
-    from i2cl.models.decoder import Decoder
-    from i2cl.models.training import StepProgress
-    from i2cl.tasks import Example, Task
+    from i2cl.tasks import Task
 
 ACCURACY = "accuracy (95 %)"
-CHANCE = 0.99  # of the entropy of equally likely labels: a loss from there on is that of a guess
+GUESSING = 0.99  # a loss above this fraction of log(labels) is no better than guessing
 _NAMES = ("model", "task")  # arguments that may be paths beside those that always are
 
 
@@ -98,21 +94,19 @@ class ScoreOptions:
 
     evaluate: int = opt(
         160,
-        "Score the fit beside zero-shot, few-shot and, where they are installed, sentence "
-        "embeddings, on at most so many test rows or, without any, "
-        "training rows that are no demonstrations; 0: not at all.",
+        "Evaluate the fit beside baselines on up to this many held-out rows (at least one per label): test "
+        "rows, or training rows that are not demonstrations; 0 for no evaluation.",
         min=0,
     )
     folds: int = opt(
         3,
-        "Where no such rows are left, refit so often, each time without one part of the examples, "
-        "and score that part; 0: do not.",
+        "Folds of the cross-validation, which runs if held-out rows are missing or lack a label; 0 for none.",
         min=0,
     )
     target_accuracy: float | None = opt(
         None,
-        "Find the confidence from which on answers are right so often, such as 0.95, on labelled "
-        "rows that the fit does not use (at most --evaluate of them).",
+        "Find the confidence threshold above which answers reach this accuracy, such as 0.95, on the "
+        "held-out rows.",
     )
 
 
@@ -134,14 +128,13 @@ def fit(
 ) -> None:
     """Turn labelled examples into a task: a folder for predict, serve and export.
 
-    It ends with whether the fit pays on rows that it has not seen.
+    Reports held-out accuracy against baselines, and a verdict.
     """
     load.libraries()
     from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting
-    from i2cl.experiments.evidence.baselines import labelled_rows, refitting
-    from i2cl.experiments.evidence.selective import require_target
-    from i2cl.injections.label_prior import with_label_prior
+    from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
+    from i2cl.experiments.fitting import FitRequest, fit_task
     from i2cl.methods.calibrated.folds import require_folds
     from i2cl.tasks.loaders import is_own
 
@@ -149,81 +142,97 @@ def fit(
     require_writable(output, own_files(output))
     if scoring.folds:
         require_folds(scoring.folds)
-    chosen = _method_of(way)
+    method = _method_of(way)
     loaded = load.task(task, rows)
     choice: Any = {
         "shots": drawing.number,
         "keep_back": drawing.keep_back,
         "scored": scoring.evaluate > 0 and not loaded.test,
     }
-    # sizes are checked before the model is read
-    drawn = draw(loaded, chosen, seed=seed, from_file=is_own(task), **choice)
+    # sizes are checked before the model is loaded
+    drawn = draw(loaded, method, seed=seed, from_file=is_own(task), **choice)
     texts, shares = _prior_of(way, rows.text_column, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
-    if drawn is None:
-        with console.waiting("timing the model"):
-            drawn = fitting(decoder, loaded, chosen.rounds, seed, **choice)
+    with console.waiting("timing the model"):
+        if drawn is None:
+            drawn = fitting(decoder, loaded, method, seed, **choice)
+        else:
+            drawn = drawn.timed(decoder, loaded, method)
     demonstrations = drawn.demonstrations
-    queries = labelled_rows(loaded, demonstrations, scoring.evaluate)
+    plan = plan_evaluation(loaded, demonstrations, scoring.evaluate, scoring.folds, seed)
     if scoring.target_accuracy is not None:
-        require_target(scoring.target_accuracy, len(queries))
-    refits, unknown = (0, "") if queries else _refits(scoring, loaded, demonstrations, seed)
-    of_rows = loaded, decoder, drawn, queries, max(0, refits - 1)
-    survey, summary = data.surveyed(*of_rows) if is_own(task) else (None, "")
+        plan.require_target(scoring.target_accuracy)
+    survey, summary = data.surveyed(loaded, decoder, drawn, plan) if is_own(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
-    started = time.perf_counter()
-    with console.progress(max(1, chosen.rounds), "extracting") as bar:
-        injection = chosen.injection(decoder, loaded, demonstrations, seed, bar.epoch)
-    if texts:
-        with console.progress(len(texts), "scoring unlabelled texts") as bar:
-            injection = with_label_prior(injection, decoder, texts, shares, progress=bar.advance)
-    seconds = time.perf_counter() - started
-
-    def make(rest: "Sequence[Example]", watch: "StepProgress | None" = None) -> "Injection":
-        again = refitting(chosen, injection)(decoder, loaded, rest, seed, watch)
-        return with_label_prior(again, decoder, texts, shares) if texts else again
-
-    known: Any = {"shots": drawing.shots or drawn.shots, "keep_back": drawn.keep_back or None, "seed": seed}
-    command = command_line(context, method=chosen.name, **known)
-    injection = _saved(replace(injection, command=command), output)
-    if scoring.evaluate and (queries or refits):
-        given: Any = {"method": chosen, "seconds": seconds, "target": scoring.target_accuracy}
-        with _whole(output):  # scoring may take longer than the fit
-            injection = _measured(injection, decoder, loaded, demonstrations, queries, make, refits, **given)
+    elif not json:
+        console.note(f"fitting takes {data.about(drawn.seconds)}")
+    resolved: Any = {
+        "shots": drawing.shots or drawn.shots,
+        "keep_back": drawn.keep_back or None,
+        "seed": seed,
+    }
+    command = command_line(context, method=method.name, **resolved)
+    request = FitRequest(
+        method, seed, unlabelled=texts, shares=shares, target=scoring.target_accuracy, command=command
+    )
+    with console.progress(max(1, method.rounds), "extracting") as bar:
+        observer = _observer(bar, drawn.first_step, plan, output)
+        try:
+            injection = fit_task(decoder, loaded, demonstrations, request, plan, observer)
+        except KeyboardInterrupt:
+            if not observer.saved:
+                raise
+            message = f"{output} is saved but not evaluated: it has a typical temperature and no verdict"
+            raise typer.Abort(message) from None
+    if plan.rows:
         _saved(injection, output)
-    _show_fit(injection, chosen.name, output, model, seconds, survey, unknown=unknown, json=json)
+    _show_fit(injection, method.name, output, model, observer.seconds, survey, plan, json=json)
 
 
-def _refits(
-    scoring: ScoreOptions, task: "Task", demonstrations: "Sequence[Example]", seed: int
-) -> tuple[int, str]:
-    """How many refits score a fit where no other rows are left, or why that cannot be."""
-    from i2cl.methods.calibrated.folds import fold_rows, unmeasurable
+def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", output: Path) -> Any:
+    """Show the progress of a fit in a bar, and save the fit before it is evaluated."""
+    from i2cl.experiments.evidence.fit_evaluation import FitObserver, baselines
 
-    if not scoring.evaluate:
-        return 0, ""
-    if not scoring.folds:
-        return 0, "no labelled rows remain to score: fit with fewer --shots"
-    if why := unmeasurable(task, demonstrations, scoring.folds, seed):
-        return 0, why
-    return len(fold_rows(task, demonstrations, scoring.folds, seed)), ""
+    class Observer(FitObserver):
+        saved = False
+        seconds = 0.0
+
+        def scoring_unlabelled(self, texts: int) -> None:
+            bar.restart(texts, "scoring unlabelled texts")
+
+        def step(self, done: int, total: int, loss: float) -> None:
+            bar.epoch(done, total, loss)
+
+        def fitted(self, injection: "Injection", seconds: float) -> None:
+            _saved(injection, output)  # the evaluation may take longer than the fit
+            self.saved, self.seconds = True, seconds
+            if plan.folds:
+                console.note(
+                    f"{plan.folds}-fold cross-validation, since held-out rows are missing or lack a label: "
+                    f"up to {console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
+                )
+            if plan.rows:
+                bar.restart(len(plan.rows) * (len(baselines()) + 1), "evaluating")
+
+        def refit_step(self, done: int, total: int, _loss: float) -> None:
+            bar.describe(f"refitting, step {done} of {total}")
+
+        def evaluating(self, method: str) -> None:
+            bar.describe(f"evaluating {method}")
+
+        def scored(self, rows: float) -> None:
+            bar.advance(rows)
+
+    bar.expect(first_step)
+    return Observer()
 
 
 def _saved(injection: "Injection", output: Path) -> "Injection":
     if console.FIRST:
         injection.save_pretrained(output)
     return injection
-
-
-@contextmanager
-def _whole(output: Path) -> Iterator[None]:
-    """Say that Ctrl-C leaves the task that is saved there."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Abort(f"{output} is whole, and not scored: no temperature, no verdict") from None
 
 
 def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str], list[float] | None]:
@@ -244,37 +253,8 @@ def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str],
     return [query.text for query in read_queries(str(way.unlabelled), column=column)], shares
 
 
-def _measured(
-    injection: "Injection",
-    decoder: "Decoder",
-    task: "Task",
-    demonstrations: "Sequence[Example]",
-    queries: "Sequence[Example]",
-    make: "Callable[..., Injection]",
-    folds: int,
-    **timed: Any,
-) -> "Injection":
-    """The injection with whether it pays: by the queries, or else by so many refits."""
-    from i2cl.experiments.evidence.baselines import baselines, with_folds, with_worth
-
-    if not queries:
-        console.note(
-            f"no labelled rows remain to score: {folds} refits, each without one part of the demonstrations, "
-            f"take some {(folds - 1) * timed['seconds']:.1f} s (--folds 0: none)"
-        )
-    rows = (len(queries) or len({one.text for one in demonstrations})) * (len(baselines()) + 1)
-    with console.progress(rows, "scoring") as bar:
-        timed |= {"watch": lambda method: bar.describe(f"scoring {method}"), "progress": bar.advance}
-        if not queries:  # an accuracy to reach is refused without them
-            del timed["target"]
-            step = lambda done, most, _: bar.describe(f"refitting, step {done} of {most}")  # noqa: E731
-            again = partial(make, watch=step)
-            return with_folds(injection, decoder, task, demonstrations, again, folds=folds, **timed)
-        return with_worth(injection, decoder, task, demonstrations, queries, **timed)
-
-
 def _method_of(way: MethodOptions) -> "Injector":
-    """What fits; an encoder that is not here is refused before the model is read."""
+    """Return the method; an encoder that is not installed is refused before the model is loaded."""
     from i2cl.core import encoder_bias
     from i2cl.methods import calibrating_method
     from i2cl.methods.anchored import AnchoredWithEmbeddings
@@ -293,8 +273,8 @@ def _show_fit(
     model: str,
     seconds: float,
     rows: dict[str, Any] | None,
+    plan: "EvaluationPlan",
     *,
-    unknown: str,
     json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
@@ -315,46 +295,51 @@ def _show_fit(
     summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     what = f"{injection.task.name} by {method}, {count} demonstrations"
     console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
-    guess = CHANCE * math.log(len(injection.task.labels))
+    guess = GUESSING * math.log(len(injection.task.labels))
     if last is not None and method.startswith("anchored") and last > guess:
-        console.note("the loss is that of a guess: nothing was learned; give more rows, or another model")
+        console.note("the loss is no better than guessing: give more rows, or use another model")
     if injection.label_bias is not None:
         console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
-    least = ""
+    threshold = ""
     if injection.worth:
-        _show_worth(injection.worth)
-        console.say(f"Confidence: {confidence_words(injection.temperature, injection.worth['confidence'])}.")
+        _show_evaluation(injection.worth)
+        chosen = confidence_words(injection.temperature, injection.worth["confidence"])
+        console.say(f"Calibration: {chosen}.")
         if summary := injection.worth["selection"]:
-            console.say(f"Answers that are sure enough: {selection_words(summary)}.")
-            least = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
-    elif unknown:
-        console.say(f"Whether it pays is not known: {unknown}, or give other rows with --test FILE.")
-    console.say(f"Next: i2cl predict {shlex.quote(str(output))} FILE{least}")
+            console.say(f"Confidence threshold: {selection_words(summary)}.")
+            threshold = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
+    elif plan.reason:
+        console.say(f"Not evaluated: {plan.reason}, or give rows with --test FILE.")
+    if not injection.worth and injection.temperature != 1:
+        console.say(
+            f"Calibration: temperature {injection.temperature:g}, typical of such fits; not measured."
+        )
+    console.say(f"Next: i2cl predict {shlex.quote(str(output))} FILE{threshold}")
 
 
-def _show_worth(worth: Mapping[str, Any]) -> None:
+def _show_evaluation(worth: Mapping[str, Any]) -> None:
     from i2cl.core import encoder_bias
-    from i2cl.storage.card import SCORED, TOGETHER
+    from i2cl.storage.card import SCORED, TOGETHER, recall_words
 
     rows: list[Mapping[str, object]] = [
         {"method": name, ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
-        | {"fit s": f"{one['fit_seconds']:.1f}", "ms/query": f"{one['milliseconds_per_query']:.2f}"}
-        | {"bytes": one["cached_bytes"]}
+        | {"macro-F1": f"{one['macro_f1']:.3f}", "fit s": f"{one['fit_seconds']:.1f}"}
+        | {"ms/query": f"{one['milliseconds_per_query']:.2f}", "bytes": one["cached_bytes"]}
         for name, one in worth["methods"].items()
     ]
     rows += [dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in worth["not_run"]]
-    console.say(f"\nAccuracy with its 95 % interval on {worth['rows']} {SCORED[worth['split']]}:")
+    console.say(f"\nAccuracy with 95 % interval on {worth['rows']} {SCORED[worth['split']]}:")
     console.print_table("", rows)
     for name, why in worth["not_run"].items():
         console.say(f"{name} was not run: {why}.")
     if any("batch_calibration" in name for name in worth["methods"]):
         console.say(TOGETHER)
     if {"anchored", "sentence_embeddings"} <= worth["methods"].keys():
-        what = f"--set encoder={encoder_bias.local_encoder()}"
-        console.say(
-            f"sentence_embeddings takes no LLM; {what} keeps it and anchored in one task, multiplied."
-        )
-    console.say(f"\nWhether it pays: {worth['verdict']}.")
+        encoder = encoder_bias.local_encoder()
+        console.say(f"To combine anchored and sentence_embeddings, refit with --set encoder={encoder}.")
+    if recall := recall_words(worth):
+        console.say(f"{recall}.")
+    console.say(f"\nVerdict: {worth['verdict']}.")
 
 
 def _public(value: object) -> str:

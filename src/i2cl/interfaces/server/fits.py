@@ -4,30 +4,27 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from i2cl.core.anchored import require_few
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evidence.baselines import labelled_rows, refitting, with_folds, with_worth
+from i2cl.experiments.draw import MAX_SHOTS, Draw, draw, fitting, up_to
+from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitObserver, plan_evaluation
+from i2cl.experiments.fitting import FitRequest, fit_task
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods import Injector, calibrating_method
-from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
-from i2cl.methods.calibrated.folds import unmeasurable
+from i2cl.methods.anchored import AnchoredWithEmbeddings
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
-from i2cl.tasks import Example, Task, Template, load_task
+from i2cl.tasks import Examples, Task, Template, load_task
 from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.rows import refused_rows
 from i2cl.tasks.survey import Survey
-from i2cl.tasks.task import group_by_label
 
-SHOTS = 5  # demonstrations a class where nobody says how many and each class has as many
 SEVERAL = 5  # texts with several labels that are shown
 SNIPPET = 60  # characters of such a text
 LOOK = 0.1  # seconds between two steps that are told of: a small model takes hundreds a second
@@ -53,7 +50,7 @@ class SharedDecoder(Decoder):
 
 def read_task(
     decoder: Decoder, tasks: TaskStore, request: Mapping[str, Any], folder: Path
-) -> tuple[Task, tuple[Example, ...]]:
+) -> tuple[Task, Draw | None]:
     """Read the rows of a fit request and draw the demonstrations.
 
     Args:
@@ -65,7 +62,7 @@ def read_task(
             ``input.test.csv``.
 
     Returns:
-        The task with its rows, and its demonstrations.
+        The task with its rows, and its demonstrations, or None if their number depends on the model's speed.
 
     Raises:
         RefusalError: 422 if rows cannot be used, listing them; 413 if a text exceeds the context.
@@ -80,14 +77,22 @@ def read_task(
     task = replace(task, name=request["name"], title=request["name"])
     words = request.get("instruction") or None
     task = task.worded(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
-    fewest = min(map(len, group_by_label(task.train, len(task.labels))))
-    demonstrations = task.sample(request.get("shots") or max(1, min(SHOTS, fewest)), request["seed"])
-    if isinstance(_method(request, tasks), Anchored):
-        require_few(demonstrations)
+    drawn = _draw(request, task, _method(request, tasks))
     questions = Questions(decoder, task)
     for rows in (task.train, task.test):
         questions.queries([example.text for example in rows], cut=False)
-    return task, demonstrations
+    return task, drawn
+
+
+def most_demonstrations(task: Task, drawn: Draw | None, seed: int) -> int:
+    """Maximum number of rows that the fit takes; see `i2cl.experiments.draw.fitting`."""
+    return len(drawn.demonstrations if drawn else up_to(task, MAX_SHOTS, seed))
+
+
+def _draw(request: Mapping[str, Any], task: Task, method: Injector) -> Draw | None:
+    scored = bool(request["evaluate"]) and not task.test
+    shots, seed = request.get("shots"), request["seed"]
+    return draw(task, method, shots, seed, from_file=True, keep_back=None, scored=scored)
 
 
 def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
@@ -146,37 +151,60 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     """
     request = job.request
     decoder = SharedDecoder(batcher, job)
-    task, demonstrations = read_task(decoder, tasks, request, job.folder)
+    task, drawn = read_task(decoder, tasks, request, job.folder)
+    method, seed = _method(request, tasks), request["seed"]
+    observer = _JobObserver(job, decoder)
 
-    def work() -> Injection:
-        started = time.perf_counter()
-        method, shown = _method(request, tasks), 0.0
+    def work() -> tuple[Injection, Examples]:
+        chosen = drawn
+        if chosen is None:
+            scored = bool(request["evaluate"]) and not task.test
+            chosen = fitting(decoder, task, method, seed, keep_back=None, scored=scored)
+        else:
+            chosen = chosen.timed(decoder, task, method)
+        demonstrations = chosen.demonstrations
+        plan = plan_evaluation(task, demonstrations, request["evaluate"], seed=seed)
+        job.show("drawn", demonstrations=len(demonstrations), seconds=chosen.seconds, **_plan(plan))
+        injection = fit_task(
+            decoder, task, demonstrations, FitRequest(method, seed), plan, observer, observer.clock
+        )
+        return (_untimed(injection) if injection.worth else injection), demonstrations
 
-        def step(done: int, of: int, loss: float) -> None:
-            nonlocal shown
-            if done == of or time.monotonic() - shown > LOOK:
-                shown = time.monotonic()
-                job.show("step", step=done, steps=of, loss=loss)
-
-        injection = method.injection(decoder, task, demonstrations, request["seed"], step)
-        seconds = time.perf_counter() - started - decoder.elsewhere
-        job.show("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
-        queries = labelled_rows(task, demonstrations, request["evaluate"])
-        watched: Any = {"seconds": seconds, "watch": lambda name: job.show("scoring", method=name)}
-        watched["method"] = method
-        if queries:
-            return _untimed(with_worth(injection, decoder, task, demonstrations, queries, **watched))
-        if request["evaluate"] and not unmeasurable(task, demonstrations, seed=request["seed"]):
-            make = partial(refitting(method, injection), decoder, task, seed=request["seed"])
-            return _untimed(with_folds(injection, decoder, task, demonstrations, make, **watched))
-        return injection
-
-    injection: Injection = batcher.run(work).result()
+    injection, demonstrations = batcher.run(work).result()
     entry = tasks.put(request["name"], injection)
     record: dict[str, Any] = {"name": entry.name, "digest": entry.digest, "labels": list(entry.labels)}
     record |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
     record |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
     return record
+
+
+def _plan(plan: EvaluationPlan) -> dict[str, Any]:
+    return {"evaluated_rows": len(plan.rows), "split": plan.split, "folds": plan.folds}
+
+
+class _JobObserver(FitObserver):
+    """Publishes the progress of a fit as events of its job."""
+
+    def __init__(self, job: Job, decoder: SharedDecoder) -> None:
+        self._job = job
+        self._decoder = decoder
+        self._shown = 0.0
+
+    def clock(self) -> float:
+        """Seconds that the fit itself took, without the requests that were answered meanwhile."""
+        return time.perf_counter() - self._decoder.elsewhere
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        if done == total or time.monotonic() - self._shown > LOOK:
+            self._shown = time.monotonic()
+            self._job.show("step", step=done, steps=total, loss=loss)
+
+    def fitted(self, injection: Injection, seconds: float) -> None:
+        loss = injection.history[-1] if injection.history else None
+        self._job.show("fitted", seconds=seconds, loss=loss)
+
+    def evaluating(self, method: str) -> None:
+        self._job.show("scoring", method=method)
 
 
 def _untimed(injection: Injection) -> Injection:
@@ -199,7 +227,7 @@ def _method(request: Mapping[str, Any], tasks: TaskStore) -> Injector:
     return method
 
 
-def _tokens(decoder: Decoder, task: Task, demonstrations: tuple[Example, ...]) -> dict[str, int]:
+def _tokens(decoder: Decoder, task: Task, demonstrations: Examples) -> dict[str, int]:
     """Tokens read for a text of middle length: by the task and by zero-shot, and by few-shot."""
     rows = task.test or task.train
     ids = sorted(Questions(decoder, task).queries([row.text for row in rows]), key=len)[len(rows) // 2]

@@ -5,10 +5,8 @@ never copied: clones share it, and a pickle holds its name and fingerprint inste
 """
 
 import copy
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -20,9 +18,9 @@ from sklearn.utils.validation import check_is_fitted
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.evidence.baselines import labelled_rows, refitting, with_folds, with_worth
+from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
+from i2cl.experiments.fitting import FitRequest, fit_task
 from i2cl.injections.confidence import require_confidence
-from i2cl.injections.label_prior import with_label_prior
 from i2cl.injections.temperature import normalised
 from i2cl.interfaces.sklearn.inputs import as_classes, as_texts, label_words
 from i2cl.interfaces.sklearn.shared import ModelSource, find_decoder
@@ -138,24 +136,14 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         task = Task("texts", label_words(classes, self.labels), template, train=rows)
         seed = self._seed()
         shown = rows if shots is None else task.sample(shots, seed)
-        # The baselines score labels as they demand, so another scoring would not be set beside its like.
-        queries = labelled_rows(task, shown, self.evaluate) if self.scoring == "auto" else ()
+        # Baselines choose their scoring by the labels, so another one would not be comparable.
+        evaluate = self.evaluate if self.scoring == "auto" else 0
+        plan = plan_evaluation(task, shown, evaluate, self.folds, seed)
         decoder = self._decoder()
         task = task.worded(decoder.tokenizer, chat=self.chat, instruction=self.instruction or None)
-        started = time.perf_counter()
         unlabelled = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
-
-        def make(rest: Sequence[Example], fit: Callable[..., Injection]) -> Injection:
-            injection = fit(decoder, task, rest, seed)
-            return with_label_prior(injection, decoder, unlabelled) if unlabelled else injection
-
-        injection = make(shown, partial(method.injection, scoring=self.scoring))
-        timed: Any = {"method": method, "seconds": time.perf_counter() - started}
-        if queries:
-            injection = with_worth(injection, decoder, task, shown, queries, **timed)
-        elif self.folds and self.evaluate and self.scoring == "auto":
-            again = partial(make, fit=refitting(method, injection))
-            injection = with_folds(injection, decoder, task, shown, again, folds=self.folds, **timed)
+        request = FitRequest(method, seed, self.scoring, unlabelled)
+        injection = fit_task(decoder, task, shown, request, plan)
         stored = {STORED: {"classes": classes.tolist(), "shots": shots}}
         self.injection_ = replace(injection, settings=injection.settings | stored)
         self.classes_ = classes
@@ -163,7 +151,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     @property
     def report_(self) -> dict[str, Any] | None:
-        """Whether it pays: fields of `i2cl.experiments.evidence.baselines.Worth`; None without texts.
+        """Held-out evaluation: fields of `i2cl.experiments.evidence.fit_evaluation.FitEvaluation`, or None.
+
         Raises NotFittedError before `fit`.
         """
         check_is_fitted(self)

@@ -72,14 +72,14 @@ def unmeasurable(task: Task, demonstrations: Sequence[Example], folds: int = FOL
 
 @dataclass(frozen=True)
 class FoldPredictor:
-    """Each demonstration's text is answered by the refit that has not seen it."""
+    """Answers each text by a refit that has not seen it."""
 
     refits: Sequence[Predictor]  # one a fold
     fold_of: Mapping[str, int]  # by text
     cost: Cost  # of one that has seen all
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Of demonstrations' texts alone."""
+        """Label scores of texts that `folded` was given; others are a KeyError."""
         rows: dict[int, list[int]] = defaultdict(list)
         for at, text in enumerate(texts):
             rows[self.fold_of[text]].append(at)
@@ -94,11 +94,17 @@ def folded(
     folds: int = FOLDS,
     seed: int = 0,
     cost: Cost | None = None,
+    rows: Sequence[Example] = (),
 ) -> FoldPredictor:
-    """Refit once a fold, to the demonstrations of the others, in their order; see `fold_rows`."""
+    """Refit once per fold to the demonstrations of the other folds, in their order; see `fold_rows`.
+
+    ``rows`` are further rows to answer. No refit has seen them, so they are dealt to the folds in turn.
+    """
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
-    others = ([one for one in demonstrations if fold_of[one.text] != fold] for fold in range(len(parts)))
+    others = [[one for one in demonstrations if fold_of[one.text] != fold] for fold in range(len(parts))]
+    further = dict.fromkeys(row.text for row in rows if row.text not in fold_of)
+    fold_of |= {text: place % len(parts) for place, text in enumerate(further)}
     refits = [refit(tuple(rest)) for rest in others]
     return FoldPredictor(refits, fold_of, refits[0].cost if cost is None else cost)
 

@@ -226,8 +226,7 @@ async function submitFit(check) {
   try {
     const found = await json("POST", "v1/tasks", fitRequest(true));
     showRows(found);
-    const used = found.demonstrations ? `; ${found.demonstrations} are used for the fit` : "";
-    show("state", `${found.rows} rows can be used${used}.`);
+    show("state", `${found.rows} rows can be used; the fit takes up to ${found.demonstrations}.`);
     if (!check) await follow((await json("POST", "v1/tasks", fitRequest(false))).id);
   } catch (error) { showError(error); }
 }
@@ -301,6 +300,10 @@ async function watch(id) {
       show("state", "Fitting");
       startClock(null);
     }
+    if (event.event === "drawn") {
+      const seconds = event.seconds ? ` (about ${duration(event.seconds)})` : "";
+      show("state", `Fitting on ${event.demonstrations} examples${seconds}`);
+    }
     if (event.event === "step") {
       losses.push([event.step, event.loss]);
       $("steps").hidden = false;
@@ -361,7 +364,8 @@ async function showTask() {
   if (!name) return;
   const task = await json("GET", `v1/tasks/${urlName(name)}`), scores = task.worth;
   if ($("tasks").value !== name) return; // another task was chosen meanwhile
-  $("what").textContent = `${name}: ${task.labels.length} labels, fitted on ${task.demonstrations} examples.`;
+  const how = scores?.split === "demonstrations" ? " Evaluated by cross-validation." : "";
+  $("what").textContent = `${name}: ${task.labels.length} labels, fitted on ${task.demonstrations} examples.${how}`;
   $("worth").hidden = !scores;
   $("errors").hidden = !scores?.confusion;
   $("verdict").textContent = scores ? `Verdict: ${scores.verdict}.` : "Not evaluated: no labelled rows were left for that.";

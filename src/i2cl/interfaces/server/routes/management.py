@@ -176,9 +176,13 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
     with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
-        task, demonstrations = fits.read_task(service.decoder, service.tasks, fields, folder)
+        task, drawn = fits.read_task(service.decoder, service.tasks, fields, folder)
     if options.check:
-        rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
+        rows = {
+            "rows": len(task.train),
+            "test_rows": len(task.test),
+            "demonstrations": fits.most_demonstrations(task, drawn, options.seed),
+        }
         data = fits.survey_of(service.decoder, task)
         return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
     return _accepted(jobs.add("fit", fields, inputs))

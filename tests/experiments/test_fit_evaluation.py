@@ -1,4 +1,4 @@
-"""Whether a fit pays: the rows it is measured on, and what it is set beside."""
+"""Held-out evaluation of a fit: its rows, its baselines, and what it reports."""
 
 import json
 from dataclasses import asdict, replace
@@ -12,8 +12,16 @@ import torch
 from fitting import injected, one_line
 from i2cl import CalibrationConfig, Decoder, Example, Injection, evaluate, make_methods
 from i2cl.experiments.confidence import confidence
-from i2cl.experiments.evidence import baselines
-from i2cl.experiments.evidence.baselines import BASELINES, labelled_rows, with_folds, with_worth
+from i2cl.experiments.evidence import fit_evaluation
+from i2cl.experiments.evidence.fit_evaluation import (
+    BASELINES,
+    FREE,
+    EvaluationPlan,
+    FitObserver,
+    evaluate_fit,
+    labelled_rows,
+    plan_evaluation,
+)
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.models.scoring import Questions
 from processes import finished
@@ -25,10 +33,35 @@ def fitted(decoder, task):
     return shown, injected(decoder, task, shown, CalibrationConfig(epochs=2))
 
 
+(METHOD,) = make_methods(["i2cl"], {"epochs": 2})
+
+
+class Recorder(FitObserver):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.names, self.rows = [], []
+
+    def evaluating(self, method):
+        self.names.append(method)
+
+    def scored(self, rows):
+        self.rows.append(rows)
+
+
+def refit(_rest):
+    raise AssertionError("held-out rows need no refit")
+
+
+def evaluated(injection, decoder, task, shown, plan=None, **more):
+    plan = plan or plan_evaluation(task, shown)
+    given = {"method": METHOD, "seconds": 7.0, "refit": refit} | more
+    return evaluate_fit(injection, decoder, task, shown, plan, **given)
+
+
 def measured(decoder, task, limit=160, **more):
     shown, injection = fitted(decoder, task)
-    rows = labelled_rows(task, shown, limit)
-    return with_worth(injection, decoder, task, shown, rows, seconds=7.0, **more)
+    return evaluated(injection, decoder, task, shown, plan_evaluation(task, shown, limit), **more)
 
 
 def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
@@ -52,7 +85,7 @@ def test_all_methods_are_those_of_an_evaluation_and_kept_with_the_artefact(decod
     value = injection.worth
     assert (value["rows"], value["split"], value["not_run"]) == (16, "test", {})
     assert list(value["methods"]) == [*BASELINES, "i2cl"]
-    names = ["zero_shot", "zero_shot+batch_calibration", "few_shot", "i2cl"]
+    names = [*BASELINES, "i2cl"]
     methods = make_methods(names, {"epochs": 2})
     runs = {method.called: evaluate(decoder, task, method, shots=2) for method in methods}
     for name, score in value["methods"].items():
@@ -60,12 +93,13 @@ def test_all_methods_are_those_of_an_evaluation_and_kept_with_the_artefact(decod
         assert score["cached_bytes"] == runs[name].cost.cached_bytes
         assert 0 <= score["low"] <= score["accuracy"] <= score["high"] <= 1
         assert score["milliseconds_per_query"] > 0
+        assert score["macro_f1"] == runs[name].macro_f1
     assert value["methods"]["i2cl"]["fit_seconds"] == 7.0
     ours = runs["i2cl"]
     assert injection.metrics == {"accuracy": ours.accuracy, "macro_f1": ours.macro_f1, "n": 16}
-    free = {name: runs[name].accuracy for name in names[:2]}
-    assert value["against"] == max(free, key=free.get)
-    assert value["difference"] == pytest.approx(runs["i2cl"].accuracy - max(free.values()))
+    rivals = {name: runs[name].accuracy for name in BASELINES}
+    assert value["difference"] == pytest.approx(ours.accuracy - max(rivals.values()))
+    assert rivals[value["against"]] == max(rivals.values())
     injection.save_pretrained(tmp_path / "with")
     assert Injection.from_pretrained(tmp_path / "with").worth == injection.worth
     replace(injection, worth={}).save_pretrained(tmp_path / "without")
@@ -77,7 +111,7 @@ def test_a_label_prior_is_measured_with_what_it_corrects(decoder, task):
     shown, injection = fitted(decoder, task)
     settings = {"label_prior": {"texts": 64, "prior": None}}
     forced = replace(injection, label_bias=(50.0, 0.0), settings=settings)
-    result = with_worth(forced, decoder, task, shown, task.test, seconds=7.0)
+    result = evaluated(forced, decoder, task, shown)
     assert list(result.worth["methods"]) == [*BASELINES, "i2cl+label_prior"]
     assert result.metrics["accuracy"] == 0.5  # one class for every text
     mine = result.worth["methods"]["i2cl+label_prior"]
@@ -87,25 +121,22 @@ def test_a_label_prior_is_measured_with_what_it_corrects(decoder, task):
         assert result.worth["methods"][name]["accuracy"] == plain[name]["accuracy"]
 
 
-def test_what_is_scored_is_told_with_every_row_and_left_over_training_rows_as_such(decoder, task):
+def test_left_over_training_rows_are_scored_and_progress_is_reported(decoder, task):
     value = measured(decoder, replace(task, test=()), limit=6).worth
     assert (value["rows"], value["split"]) == (6, "train")
-    names, rows = [], []
-    measured(decoder, task, watch=names.append, progress=rows.append)
-    assert names == [*BASELINES, "i2cl"]
-    assert sum(rows) == 4 * 16
+    seen = Recorder()
+    measured(decoder, task, observer=seen)
+    assert seen.names == [*BASELINES, "i2cl"]
+    assert sum(seen.rows) == 5 * 16
 
 
 def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
     short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
     value = measured(short, task).worth
-    assert list(value["methods"]) == ["zero_shot", "zero_shot+batch_calibration", "i2cl"]
+    assert list(value["methods"]) == [*FREE, "i2cl"]
     assert "the context holds 64" in value["not_run"]["few_shot"]
-    value = measured(decoder, task, limit=1).worth
-    assert "by itself" in value["not_run"]["zero_shot+batch_calibration"]
-    assert ("on 1 row" in value["verdict"], "1 rows" in value["verdict"]) == (True, False)
     shown, injection = fitted(decoder, task)
-    one_line("no queries", with_worth, injection, decoder, task, shown, (), seconds=0.0)
+    one_line("no rows to evaluate", evaluated, injection, decoder, task, shown, EvaluationPlan())
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
     assert measured(decoder, task).worth["not_run"] == {"few_shot": "out of memory"}
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=RuntimeError("a bug")))
@@ -124,13 +155,12 @@ def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name)
         asked.append(rest)
         return method.injection(decoder, task, rest, 5)
 
-    names, rows = [], []
-    watched = {"watch": names.append, "progress": rows.append, "method": method}
-    result = with_folds(injection, decoder, task, shown, make, seconds=7.0, folds=3, **watched)
+    seen, plan = Recorder(), plan_evaluation(replace(task, train=shown, test=()), shown)
+    result = evaluated(injection, decoder, task, shown, plan, method=method, refit=make, observer=seen)
     value = result.worth
     assert (value["rows"], value["split"]) == (len(shown), "demonstrations")
-    assert names == list(value["methods"]) == [*BASELINES, name]
-    assert (sum(rows), len(asked)) == (4 * len(shown), 3)
+    assert seen.names == list(value["methods"]) == [*BASELINES, name]
+    assert (sum(seen.rows), len(asked)) == (5 * len(shown), 3)
     gold = torch.tensor([one.label for one in shown])
     right = 0
     for rest in tuple(asked):  # refits below add to it
@@ -145,26 +175,89 @@ def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name)
     assert result.metrics == {}  # a card is not to publish it as an evaluation
 
 
-def test_a_text_with_copies_counts_once(decoder, task):
+def cross_validated(decoder, task, shown, **more):
     (method,) = make_methods(["anchored"], {"steps": 1})
-    shown = task.sample(2, 0)
-    twice = (*shown, *shown)
-    injection = method.injection(decoder, task, twice, 0)
+    injection = method.injection(decoder, task, shown, 0)
+    plan = plan_evaluation(replace(task, test=()), shown)
     make = partial(method.injection, decoder, task, seed=0)
-    result = with_folds(injection, decoder, task, twice, make, seconds=0.0, method=method)
+    return plan, evaluated(injection, decoder, task, shown, plan, method=method, refit=make, **more)
+
+
+def test_cross_validation_counts_copies_of_a_text_once(decoder, task):
+    shown = task.sample(2, 0)
+    plan, result = cross_validated(decoder, replace(task, train=shown), (*shown, *shown))
+    assert plan.folds == 3
     assert result.worth["rows"] == len(shown)
 
 
-def test_of_many_demonstrations_some_are_asked(decoder, task, monkeypatch):
-    monkeypatch.setattr(baselines, "MOST_FOLDED", 4)
-    (method,) = make_methods(["anchored"], {"steps": 1})
-    shown = task.sample(4, 0)
-    injection = method.injection(decoder, task, shown, 0)
-    make, refitted = partial(method.injection, decoder, task, seed=0), []
-    rows = {"seconds": 0.0, "method": method, "progress": refitted.append}
-    worth = with_folds(injection, decoder, task, shown, make, **rows).worth
-    assert worth["rows"] == 4 < len(shown)
-    assert sum(refitted) == 4 * len(worth["methods"])
+def test_cross_validation_scores_a_limited_number_of_rows(decoder, task, monkeypatch):
+    monkeypatch.setattr(fit_evaluation, "MAX_CROSS_VALIDATED_ROWS", 4)
+    seen, shown = Recorder(), task.sample(4, 0)
+    _, result = cross_validated(decoder, replace(task, train=shown), shown, observer=seen)
+    assert result.worth["rows"] == 4 < len(shown)
+    assert sum(seen.rows) == 4 * len(result.worth["methods"])
+
+
+@pytest.fixture
+def imbalanced(task):
+    """Ten training rows of the first label and two of the second; no test rows."""
+    groups = [[row for row in task.train if row.label == label] for label in (0, 1)]
+    many = [replace(groups[0][at % len(groups[0])], text=f"{groups[0][0].text} {at}") for at in range(10)]
+    return replace(task, train=(*many, *groups[1][:2]), test=())
+
+
+def test_held_out_rows_of_one_label_lead_to_cross_validation_over_all_rows(imbalanced):
+    shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
+    plan = plan_evaluation(imbalanced, shown)
+    assert (plan.split, plan.folds, plan.missing) == ("demonstrations", 3, ())
+    assert sorted(row.text for row in plan.rows) == sorted(row.text for row in imbalanced.train)
+
+
+def test_cross_validation_reports_the_rare_label(decoder, imbalanced):
+    shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
+    _, result = cross_validated(decoder, imbalanced, shown)
+    worth = result.worth
+    assert list(worth["support"].values()) == [10, 2]
+    assert [sum(row) for row in worth["confusion"]] == [10, 2]
+    assert worth["recall"][imbalanced.labels[1]] == worth["confusion"][1][1] / 2
+    assert worth["methods"]["majority_class"]["accuracy"] == pytest.approx(10 / 12)
+    assert worth["methods"]["majority_class"]["macro_f1"] == pytest.approx((20 / 22) / 2)
+    assert worth["outcome"] != "better"
+
+
+def test_without_cross_validation_rows_that_lack_a_label_give_no_verdict(decoder, imbalanced):
+    shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
+    plan = plan_evaluation(imbalanced, shown, folds=0)
+    assert plan.missing == (imbalanced.labels[1],)
+    injection = injected(decoder, imbalanced, shown, CalibrationConfig(epochs=2))
+    result = evaluated(injection, decoder, imbalanced, shown, plan)
+    assert result.worth["outcome"] == "unknown"
+    assert f"no text labelled {imbalanced.labels[1]!r}" in result.worth["verdict"]
+    assert result.worth["recall"][imbalanced.labels[1]] is None
+    assert result.temperature == METHOD.temperatures[0]
+    assert result.metrics == {}
+
+
+def test_no_confidence_threshold_from_rows_that_lack_a_label(imbalanced):
+    shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
+    for folds in (0, 3):
+        plan = plan_evaluation(imbalanced, shown, folds=folds)
+        one_line("held-out rows of every label", plan.require_target, 0.8)
+
+
+def test_held_out_rows_include_at_least_one_of_each_label(task):
+    shown = task.sample(2, 0)
+    plan = plan_evaluation(task, shown, limit=1)
+    assert {row.label for row in plan.rows} == set(range(len(task.labels)))
+    assert plan.missing == ()
+
+
+def test_advice_names_the_encoder_if_sentence_embeddings_are_ahead(monkeypatch):
+    monkeypatch.setattr(fit_evaluation.encoder_bias, "local_encoder", lambda: "minilm")
+    (anchored,) = make_methods(["anchored"])
+    assert fit_evaluation._advice(anchored, "sentence_embeddings").endswith("--set encoder=minilm")
+    assert "longer prompts" in fit_evaluation._advice(anchored, "few_shot")
+    assert fit_evaluation._advice(anchored, "zero_shot") == "use it instead"
 
 
 FIT = """

@@ -1,0 +1,396 @@
+"""Held-out evaluation of one fit beside baselines, and the verdict on it.
+
+`plan_evaluation` decides which labelled rows a fit is evaluated on; `evaluate_fit` scores it there. The
+statistics are in `i2cl.experiments.evidence.verdicts`.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from i2cl.core import encoder_bias
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
+from i2cl.experiments.confidence import Confidence, confidence, highest
+from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
+from i2cl.experiments.evidence.selective import require_target, selection
+from i2cl.experiments.evidence.verdicts import verdict, wilson
+from i2cl.experiments.records import Run
+from i2cl.injections.temperature import likely_temperature, normalised
+from i2cl.methods import METHODS, Injector, Method, make_methods
+from i2cl.methods.anchored import Anchored
+from i2cl.methods.calibrated.folds import FOLDS, folded, injected, unmeasurable
+from i2cl.methods.calibrated.label_calibration import LabelPrior
+from i2cl.models.batching import is_out_of_memory
+from i2cl.models.decoder import Decoder
+from i2cl.tasks import Example, Examples, Task
+
+# Baselines that cost nothing beside the model: a fit has to beat each of them.
+FREE = ("majority_class", "zero_shot", "zero_shot+batch_calibration")
+BASELINES = (*FREE, "few_shot")
+ROWS = 160  # rows that a fit is evaluated on by default
+MAX_CROSS_VALIDATED_ROWS = 512  # further rows would narrow the intervals little
+Split = Literal["train", "test", "demonstrations"]
+Fits = dict[Method, Callable[[Method], Fitted]]  # how each method is fitted; the evaluated one comes last
+
+
+class FitObserver:
+    """Receives the progress of a fit (`i2cl.experiments.fitting.fit_task`). Override what is of interest."""
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Called after each step of the fit, with its mean loss in nats."""
+
+    def scoring_unlabelled(self, texts: int) -> None:
+        """Called before the unlabelled texts are scored."""
+
+    def fitted(self, injection: Injection, seconds: float) -> None:
+        """Called with the fit before it is evaluated."""
+
+    def refit_step(self, done: int, total: int, _loss: float) -> None:
+        """Called after each step of a refit, in a cross-validation."""
+
+    def evaluating(self, method: str) -> None:
+        """Called with the name of each method before it is scored."""
+
+    def scored(self, rows: float) -> None:
+        """Called as rows finish."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy of one method with its 95 % interval (`wilson`), macro-F1, and cost per task."""
+
+    accuracy: float
+    low: float
+    high: float
+    macro_f1: float
+    fit_seconds: float
+    milliseconds_per_query: float
+    cached_bytes: int
+
+
+@dataclass(frozen=True)
+class FitEvaluation:
+    """A fit beside the baselines, on rows that it was not fitted to. `Injection.worth` holds it as JSON.
+
+    Attributes:
+        rows: number of rows.
+        split: where they come from; ``"demonstrations"`` means cross-validation, where each row is answered
+            by a refit that has not seen it.
+        outcome: see `i2cl.experiments.evidence.verdicts.Verdict`, as for the next six.
+        verdict: the verdict in words.
+        against: the strongest rival.
+        difference: accuracy minus that rival's, as a share.
+        low: lower bound of its 95 % interval.
+        high: upper bound of it.
+        p: p-value against that rival.
+        methods: scores by method.
+        not_run: why other methods could not run, by method.
+        support: number of rows of each label.
+        recall: share of each label's rows that the fit answers correctly; None without rows of that label.
+        confusion: number of rows by true label (outer list) and predicted label, in the task's label order.
+        confidence: log-loss, Brier score, calibration error and area under the risk-coverage curve of the
+            fit at its temperature, which these rows chose (`i2cl.experiments.confidence.Confidence`).
+        selection: the confidence threshold for a target accuracy
+            (`i2cl.experiments.evidence.selective.selection`); empty if none was requested.
+    """
+
+    rows: int
+    split: Split
+    outcome: str
+    verdict: str
+    against: str
+    difference: float
+    low: float
+    high: float
+    p: float
+    methods: dict[str, Score]
+    not_run: dict[str, str]
+    support: dict[str, int]
+    recall: dict[str, float | None]
+    confusion: list[list[int]]
+    confidence: dict[str, float]
+    selection: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The labelled rows that a fit is evaluated on.
+
+    Attributes:
+        split: see `FitEvaluation`.
+        rows: the rows; none if the fit is not evaluated.
+        folds: number of refits of a cross-validation, else 0.
+        missing: labels without a row.
+        reason: why the fit is not evaluated; empty if it is, or if nobody asked for it.
+    """
+
+    split: Split = "train"
+    rows: tuple[Example, ...] = ()
+    folds: int = 0
+    missing: tuple[str, ...] = ()
+    reason: str = ""
+
+    def require_target(self, target: float) -> None:
+        """Raise I2CLError if these rows cannot support a confidence threshold for a target accuracy."""
+        if self.folds or self.missing:
+            what = f"lack {self.missing[0]!r}" if self.missing else "are none, or lack a label"
+            raise I2CLError(
+                "a target accuracy takes held-out rows of every label, and the rows beside the examples "
+                f"{what}: give rows with --test FILE, or fit with fewer --shots"
+            )
+        require_target(target, len(self.rows))
+
+
+def plan_evaluation(
+    task: Task, demonstrations: Examples, limit: int = ROWS, folds: int = FOLDS, seed: int = 0
+) -> EvaluationPlan:
+    """Choose the rows to evaluate a fit on.
+
+    Test rows if the task has any; else training rows that are not demonstrations, if they cover every label;
+    else cross-validation over all of these rows.
+
+    Args:
+        task: with its rows.
+        demonstrations: the rows of the fit.
+        limit: maximum number of held-out rows, but at least one per label; 0 for no evaluation.
+        folds: number of folds of a cross-validation; 0 for none.
+        seed: of the folds.
+
+    Raises:
+        I2CLError: on a negative limit.
+    """
+    if limit == 0:
+        return EvaluationPlan()
+    held_out = labelled_rows(task, demonstrations, max(limit, len(task.labels)) if limit > 0 else limit)
+    missing = missing_labels(task, held_out)
+    if held_out and (task.test or not missing):
+        return EvaluationPlan("test" if task.test else "train", held_out, missing=missing)
+    if not folds:
+        reason = "no labelled rows remain to score: fit with fewer --shots"
+    elif not (reason := unmeasurable(task, demonstrations, folds, seed)):
+        shown = {example.text: example for example in reversed(demonstrations)}
+        rows = (*reversed(shown.values()), *held_out)
+        most = max(MAX_CROSS_VALIDATED_ROWS, len(task.labels))
+        return EvaluationPlan("demonstrations", replace(task, test=rows).queries(most, seed), folds)
+    return EvaluationPlan("train", held_out, missing=missing, reason="" if held_out else reason)
+
+
+def missing_labels(task: Task, rows: Examples) -> tuple[str, ...]:
+    """Return the labels that no row has."""
+    present = {row.label for row in rows}
+    return tuple(word for label, word in enumerate(task.labels) if label not in present)
+
+
+def labelled_rows(task: Task, demonstrations: Examples, limit: int) -> tuple[Example, ...]:
+    """Return up to ``limit`` test rows, or training rows of a task without any; 0 for none.
+
+    No row has the text of a demonstration. Classes are as equal in number as the rows allow. Raises I2CLError
+    on a negative limit.
+    """
+    shown = {example.text for example in demonstrations}
+    rows = tuple(example for example in task.test or task.train if example.text not in shown)
+    return replace(task, test=rows).queries(limit) if rows and limit else ()
+
+
+def baselines() -> list[Method]:
+    """Return `BASELINES`, and sentence embeddings if their encoder is available without a download."""
+    encoder, rival = encoder_bias.local_encoder(), METHODS["sentence_embeddings"]
+    return make_methods(BASELINES) + ([rival.configured({"encoder": encoder})] if encoder else [])
+
+
+def evaluate_fit(
+    injection: Injection,
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Examples,
+    plan: EvaluationPlan,
+    *,
+    method: Method,
+    seconds: float,
+    refit: Callable[[Examples], Injection],
+    target: float | None = None,
+    observer: FitObserver | None = None,
+) -> Injection:
+    """Return the injection with its `FitEvaluation` and the temperature that suits the plan's rows.
+
+    Baselines get the same demonstrations and seed; in a cross-validation they are refitted on the same folds.
+    One that cannot run, such as few-shot with demonstrations that exceed the context, is reported as such.
+
+    Args:
+        injection: the fit.
+        decoder: its model.
+        task: with its rows.
+        demonstrations: the rows of the fit.
+        plan: see `plan_evaluation`; it has rows.
+        method: that made the injection.
+        seconds: that the fit took.
+        refit: fits again, to some of the demonstrations; used in a cross-validation only.
+        target: target accuracy of a confidence threshold.
+        observer: receives progress.
+
+    Raises:
+        I2CLError: without rows, with too few for the target, or on an empty text.
+    """
+    if not plan.rows:
+        raise I2CLError("there are no rows to evaluate the fit on: give at least one")
+    if target is not None:
+        plan.require_target(target)
+    shown, seed = tuple(demonstrations), injection.seed
+    by = method if injection.label_bias is None else LabelPrior(method)
+
+    def fit(other: Method) -> Fitted:
+        return fit_seeds(decoder, task, other, [shown], [seed])[0]
+
+    def cross_validated(other: Method) -> Fitted:
+        started = time.perf_counter()
+        predictor = folded(
+            task, shown, partial(other.fit, decoder, task, seed=seed), plan.folds, seed, rows=plan.rows
+        )
+        took = (time.perf_counter() - started) / len(predictor.refits)
+        return Fitted(other, predictor, shown, seed, took)
+
+    def ours(_: Method) -> Fitted:
+        predictor = injected(injection, decoder, task)
+        if plan.folds:
+            predictor = folded(
+                task,
+                shown,
+                lambda rest: injected(refit(rest), decoder, task),
+                plan.folds,
+                seed,
+                predictor.cost,
+                rows=plan.rows,
+            )
+        return Fitted(by, predictor, shown, seed, seconds)
+
+    free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
+    fits: Fits = dict.fromkeys(free, fit)
+    fits |= dict.fromkeys(others, cross_validated if plan.folds else fit)
+    runs, not_run = _run_all({**fits, by: ours}, decoder, task, plan.rows, observer or FitObserver())
+    return _with_evaluation(injection, runs, not_run, by, plan, target)
+
+
+def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
+    """Return ``method.injection`` with the solver and the scoring that made ``injection``.
+
+    With fewer demonstrations, the automatic choice could differ, and a cross-validation would measure a
+    different kind of fit.
+    """
+    like = method.like(injection) if isinstance(method, Anchored) else method
+    return partial(like.injection, scoring=injection.scoring)
+
+
+def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confidence]:
+    """Return the most probable temperature given a run's rows, and its confidence metrics at it."""
+    scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
+    gold = np.array(run.gold)
+    temperature = likely_temperature(scores, gold, *temperatures)
+    return temperature, confidence(normalised(scores, temperature), gold, np.array(run.predictions))
+
+
+def typical_temperature(method: Method, task: Task, demonstrations: Examples) -> float | None:
+    """Return the temperature for a fit that is not evaluated; None with one example of some class.
+
+    A fit to two or more examples per class is overconfident (docs/guide/confidence.md).
+    """
+    counts = Counter(example.label for example in demonstrations)
+    enough = all(counts[label] >= 2 for label in range(len(task.labels)))
+    return method.temperatures[0] if enough else None
+
+
+def _run_all(
+    fits: Fits,
+    decoder: Decoder,
+    task: Task,
+    queries: Examples,
+    observer: FitObserver,
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """Score each method; zero-shot and the last one have to run, the others may fail."""
+    runs: dict[str, Run] = {}
+    not_run: dict[str, str] = {}
+    *_, by = fits
+    for method, fit in fits.items():
+        observer.evaluating(method.called)
+        try:
+            runs[method.called] = measure(decoder, task, fit(method), queries, observer.scored)
+        except (I2CLError, RuntimeError) as error:
+            optional = method is not by and method.called != "zero_shot"
+            if not optional or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
+                raise
+            not_run[method.called] = str(error) if isinstance(error, I2CLError) else "out of memory"
+    return runs, not_run
+
+
+def _with_evaluation(
+    injection: Injection,
+    runs: dict[str, Run],
+    not_run: dict[str, str],
+    by: Method,
+    plan: EvaluationPlan,
+    target: float | None,
+) -> Injection:
+    run = runs[by.called]
+    temperature, sure = tempered(run, by.temperatures)
+    if plan.missing:  # rows of some labels alone would choose a temperature that flatters
+        temperature = by.temperatures[0]
+    ours, rivals = _correct(run), {name: _correct(one) for name, one in runs.items() if name != by.called}
+    counts = {name: (int((ours & ~one).sum()), int((one & ~ours).sum())) for name, one in rivals.items()}
+    threshold: dict[str, Any] = {}
+    if target is not None and run.scores is not None:
+        threshold = selection(highest(normalised(run.scores.array, temperature)), ours, target)
+    answer: dict[str, Any] = asdict(
+        verdict(counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, by))
+    )
+    table = confusion_matrix(run)
+    support = table.sum(1).tolist()
+    evaluation = FitEvaluation(
+        run.n,
+        plan.split,
+        **answer,
+        methods={name: _score(one) for name, one in runs.items()},
+        not_run=not_run,
+        support=dict(zip(run.labels, support, strict=True)),
+        recall={
+            word: table[label, label].item() / support[label] if support[label] else None
+            for label, word in enumerate(run.labels)
+        },
+        confusion=table.tolist(),
+        confidence=asdict(sure),
+        selection=threshold,
+    )
+    injection = replace(injection, temperature=temperature, worth=asdict(evaluation))
+    if plan.folds or plan.missing:  # not a measurement of this fit to publish
+        return injection
+    return replace(injection, metrics={"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n})
+
+
+def _advice(by: Method, rival: str) -> str:
+    """What to do if a rival is ahead of the fit."""
+    if rival == "sentence_embeddings" and by.name == Anchored.name:
+        return f"use it, or combine both with --set encoder={encoder_bias.local_encoder()}"
+    return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"
+
+
+def confusion_matrix(run: Run) -> Int[np.ndarray, "labels labels"]:
+    """Return the number of rows by true label (first axis) and predicted label."""
+    table = np.zeros((len(run.labels), len(run.labels)), dtype=int)
+    np.add.at(table, (np.array(run.gold), np.array(run.predictions)), 1)
+    return table
+
+
+def _correct(run: Run) -> Bool[np.ndarray, " rows"]:
+    correct: Bool[np.ndarray, " rows"] = np.array(run.gold) == np.array(run.predictions)
+    return correct
+
+
+def _score(run: Run) -> Score:
+    low, high = wilson(int(_correct(run).sum()), run.n)
+    milliseconds = 1000 * run.predict_seconds / run.n
+    return Score(run.accuracy, low, high, run.macro_f1, run.fit_seconds, milliseconds, run.cost.cached_bytes)

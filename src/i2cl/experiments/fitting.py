@@ -1,0 +1,131 @@
+"""Fit a task and evaluate the fit: what the command line, the server and `I2CLClassifier` share."""
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from i2cl.core.injection import Injection
+from i2cl.experiments.evidence.fit_evaluation import (
+    EvaluationPlan,
+    FitObserver,
+    evaluate_fit,
+    refitting,
+    typical_temperature,
+)
+from i2cl.injections.label_prior import with_label_prior
+from i2cl.methods import Injector
+from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import Scoring
+from i2cl.tasks import Examples, Task
+
+# Tokens per UTF-8 byte of letters, above which a tokenizer does not know the language. SmolLM2 has 0.2 on
+# English, 0.4 on German and Russian, 0.55 on Arabic and Chinese; a multilingual tokenizer stays below 0.3.
+MAX_TOKENS_PER_BYTE = 0.4
+MIN_FOREIGN_SHARE = 0.005  # share of letters outside ASCII, below which a text counts as English
+MAX_TEXTS_CHECKED = 64
+
+
+class LanguageWarning(UserWarning):
+    """The model's tokenizer splits the texts into unusually many tokens."""
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """What `fit_task` is asked for.
+
+    Attributes:
+        method: fits the task.
+        seed: of the fit.
+        scoring: how labels are scored; the baselines of an evaluation choose for themselves.
+        unlabelled: texts to measure a label prior on; none for no label prior.
+        shares: share of each label among these texts; None: all equal.
+        target: target accuracy of a confidence threshold.
+        command: the command line that repeats the fit, for the card.
+    """
+
+    method: Injector
+    seed: int = 0
+    scoring: Scoring = "auto"
+    unlabelled: Sequence[str] = ()
+    shares: Sequence[float] | None = None
+    target: float | None = None
+    command: str = ""
+
+
+def fit_task(
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Examples,
+    request: FitRequest,
+    plan: EvaluationPlan,
+    observer: FitObserver | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Injection:
+    """Fit a task to its demonstrations, evaluate the fit, and choose its temperature.
+
+    Args:
+        decoder: the frozen model.
+        task: with the rows that the plan refers to.
+        demonstrations: labelled examples to fit.
+        request: method and options.
+        plan: rows to evaluate on, see `i2cl.experiments.evidence.fit_evaluation.plan_evaluation`.
+        observer: receives progress.
+        clock: seconds, to time the fit with.
+
+    Raises:
+        I2CLError: if the method refuses these demonstrations or this model, or the rows are too few for the
+            target accuracy.
+    """
+    observer = observer or FitObserver()
+    warn_of_language(decoder, demonstrations)
+    started = clock()
+    injection = request.method.injection(
+        decoder, task, demonstrations, request.seed, observer.step, request.scoring
+    )
+    if request.unlabelled:
+        observer.scoring_unlabelled(len(request.unlabelled))
+        injection = with_label_prior(
+            injection, decoder, request.unlabelled, request.shares, progress=observer.scored
+        )
+    seconds = clock() - started
+    injection = replace(injection, command=request.command)
+    if temperature := typical_temperature(request.method, task, demonstrations):
+        injection = replace(injection, temperature=temperature)
+    observer.fitted(injection, seconds)
+    if not plan.rows:
+        return injection
+
+    def refit(rest: Examples) -> Injection:
+        again = refitting(request.method, injection)(decoder, task, rest, request.seed, observer.refit_step)
+        if not request.unlabelled:
+            return again
+        return with_label_prior(again, decoder, request.unlabelled, request.shares)
+
+    return evaluate_fit(
+        injection,
+        decoder,
+        task,
+        demonstrations,
+        plan,
+        method=request.method,
+        seconds=seconds,
+        refit=refit,
+        target=request.target,
+        observer=observer,
+    )
+
+
+def warn_of_language(decoder: Decoder, demonstrations: Examples) -> None:
+    """Emit a `LanguageWarning` if the tokenizer needs unusually many tokens for these texts."""
+    texts = [re.sub(r"[\W\d_]+", " ", row.text) for row in demonstrations[:MAX_TEXTS_CHECKED]]
+    letters = "".join(texts).replace(" ", "")
+    if not letters or sum(not one.isascii() for one in letters) < MIN_FOREIGN_SHARE * len(letters):
+        return
+    tokens = sum(map(len, decoder.encoder(texts)))
+    if tokens > MAX_TOKENS_PER_BYTE * len("".join(texts).encode()):
+        rate = tokens / max(1, sum(map(len, texts)))
+        message = f"the tokenizer of {decoder.name} needs {rate:.1f} tokens per character of these texts"
+        consequence = "the model hardly knows their language, so answers will be slow and inaccurate"
+        warnings.warn(f"{message}: {consequence}; use a multilingual model", LanguageWarning, stacklevel=3)
