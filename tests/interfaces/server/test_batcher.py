@@ -208,7 +208,7 @@ def test_more_than_the_bound_is_refused_at_once(filled, held):
     rows = folder.queries("a", [TEXTS[0]])[1]
     batcher.bound = 3 * rows[0].tokens
     tickets = [batcher.submit(rows, later()) for _ in range(2)]
-    busy = refusal("wait already", batcher.submit, rows, later())
+    busy = refusal("queue is full", batcher.submit, rows, later())
     assert (busy.status, busy.headers["Retry-After"]) == (429, "1")
     assert refusal("", batcher.submit, rows * 4, later()).status == 413
     held.set()
@@ -288,4 +288,4 @@ def test_the_end_answers_what_waits_and_stops_what_is_long(filled, task, held):
         fit.result(0)
     with pytest.raises(CancelledError):
         file.done.result(0)
-    refusal("stops", batcher.submit, folder.queries("a", [TEXTS[0]])[1], later())
+    refusal("shutting down", batcher.submit, folder.queries("a", [TEXTS[0]])[1], later())

@@ -48,7 +48,7 @@ def test_a_replica_answers_as_the_server(replica, service, asking):
         assert result.status_code == status
         if status == 200:
             right = plain.post(path, json=body)
-            assert result.headers["x-task-digest"] == right.headers["x-task-digest"]
+            assert result.headers["x-i2cl-digest"] == right.headers["x-i2cl-digest"]
             assert answers(result) == answers(right)
 
 

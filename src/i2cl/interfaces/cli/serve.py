@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from typer import Option
+from typer import Exit, Option
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
@@ -99,4 +99,5 @@ def serve(
         record = {"address": address, "model": model, "tasks": len(service.tasks.entries())}
         console.answer(record, f"Serving {model} at {address}", as_json=json)
 
-    run_server(app, listener, ready, service.batcher.stop)
+    if run_server(app, listener, ready, service.batcher.stop, lambda: service.batcher.failure is not None):
+        raise Exit(1)

@@ -284,7 +284,7 @@ class Jobs:
                 self._end(job, "cancelled")
         except Exception as error:  # noqa: BLE001 - the other jobs go on
             refusal = RefusalError.of(error)
-            if refusal.code != "stopping":
+            if refusal.code not in {"stopping", "model_failed"}:  # the next start takes it up again
                 self._end(job, "failed", **refusal.body())
 
     @staticmethod

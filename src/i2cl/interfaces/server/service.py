@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
+from starlette.responses import Response
+
 from i2cl.core import encoder_bias
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server import files, fits
@@ -28,6 +30,9 @@ RESIDENT = 1000  # tasks on the model's device where nobody says how many
 TIMEOUT = 60.0  # seconds before which a request has to begin to run, where it does not say
 LONGEST = 1e9  # seconds that any request waits: a deadline that never comes is a file's
 READERS = 2  # bodies that are parsed at once
+
+DIGEST_HEADER = "X-I2CL-Digest"
+LARGE_ANSWER = 4096  # probabilities above which an answer is serialized on a worker thread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -133,7 +138,19 @@ class Service:
             self.batcher.cancel(ticket)
             for watch in watches:
                 watch.cancel()
-        return Answer(entry, [row.softmax(-1).tolist() for row in scores], [len(row.ids) for row in rows])
+
+        def finish() -> Answer:
+            probabilities = [row.softmax(-1).tolist() for row in scores]
+            return Answer(entry, probabilities, [len(row.ids) for row in rows])
+
+        return await off_loop(len(rows) * len(entry.labels), finish)
+
+    async def json_response(self, answer: Answer, serialize: Callable[[], str]) -> Response:
+        """Return serialized JSON, with the digest of the task's version in a header."""
+        size = len(answer.probabilities) * len(answer.entry.labels)
+        content = await off_loop(size, serialize)
+        headers = {DIGEST_HEADER: answer.entry.digest}
+        return Response(content, media_type="application/json", headers=headers)
 
     async def parsed(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """Do something long with a body, on a thread of its own; 503 if nothing new is taken."""
@@ -165,14 +182,20 @@ class Service:
         self._held.close()
 
 
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run work on ``size`` numbers: on a worker thread if it would block the event loop for milliseconds."""
+    return await asyncio.to_thread(work) if size > LARGE_ANSWER else work()
+
+
 async def answer_request(
-    service: Service, request: Any, response: Any, name: str, texts: str | list[str], timeout: float | None
+    service: Service, request: Any, name: str, texts: str | list[str], timeout: float | None
 ) -> Answer:
-    """`Service.classify` for a request of Starlette's, until its client goes; the response's headers name the
-    version. Raises RefusalError as that, and on the name of the base model.
+    """Run `Service.classify` for a Starlette request, until its client disconnects.
+
+    Raises RefusalError as `Service.classify`, and 400 for the name of the base model.
     """
     if name == service.base:
-        message = f"{name!r} is the base model, which has no labels: name a task of GET /v1/models"
+        message = f"{name!r} is the base model, which has no labels: use a task of GET /v1/models"
         raise RefusalError(400, "base_model", message)
 
     async def gone() -> None:
@@ -182,6 +205,5 @@ async def answer_request(
     texts = [texts] if isinstance(texts, str) else texts
     answer = await service.classify(name, texts, timeout=timeout or TIMEOUT, gone=gone)
     if answer is None:
-        raise RefusalError(499, "gone", "the client went away: its rows did not run")
-    response.headers["X-Task-Digest"] = answer.entry.digest
+        raise RefusalError(499, "gone", "the client disconnected, and the request was cancelled: retry")
     return answer

@@ -7,22 +7,25 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from i2cl.interfaces.server.guard import policy
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
-from i2cl.interfaces.server.service import Service, answer_request
+from i2cl.interfaces.server.service import DIGEST_HEADER, Service, answer_request
 
 
 def add_chat(app: FastAPI, service: Service) -> None:
     """The route."""
 
     @app.post("/v1/chat/completions", summary="The label of a text, as an answer in a chat")
+    @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def chat(
         body: schemas.Chat, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> dict[str, Any]:
         _require_label_alone(body)
         content = body.messages[0].content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        answer = await answer_request(service, request, response, body.model, text, timeout)
+        answer = await answer_request(service, request, body.model, text, timeout)
+        response.headers[DIGEST_HEADER] = answer.entry.digest
         pairs = zip(answer.entry.labels, answer.probabilities[0], strict=True)
         ranked = [
             {"token": label, "logprob": math.log(max(share, 1e-38)), "bytes": list(label.encode())}

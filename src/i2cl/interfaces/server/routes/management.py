@@ -12,16 +12,17 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from i2cl.errors import first_problem
 from i2cl.interfaces.server import files, fits
-from i2cl.interfaces.server.guard import BODY, READER
+from i2cl.interfaces.server.guard import BODY, READER, policy
 from i2cl.interfaces.server.jobs import Job, Jobs, unknown_job
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry, require_name
+from i2cl.interfaces.server.uploads import most_bytes
 
-LOOK = 0.2  # seconds between two looks for new events
-# Seconds without an event after which clients, and proxies between, are shown that somebody is there.
-QUIET = 15.0
+MAX_FILE_BODY = 256 * 2**20  # bytes of a file of texts
+EVENT_POLL_SECONDS = 0.2
+KEEPALIVE_SECONDS = 15.0  # an event stream without events sends a comment this often
 
 
 def _body(schemas_of: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,23 +42,28 @@ def add_tasks(app: FastAPI, service: Service) -> None:
     base = {"id": service.base, "object": "model", "created": 0, "owned_by": "i2cl", "parent": None}
 
     @app.get("/v1/models", summary="The base model and every task")
+    @policy("read")
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [base, *(_model(entry, service.base) for entry in tasks.entries())]}
 
     @app.get("/v1/models/{name:path}", summary="One of them")
+    @policy("read")
     def model(name: str) -> dict[str, Any]:
         return base if name == service.base else _model(tasks.entry(name), service.base)
 
     @app.get("/v1/tasks", summary="Every task")
+    @policy("read")
     def listed() -> dict[str, Any]:
         return {"object": "list", "data": [_task(entry) for entry in tasks.entries()]}
 
     @app.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
+    @policy("admin", schemas.JSON, "text/csv", max_body=schemas.MAX_JSON_BODY)
     async def fit(request: Request) -> Response:
         body = await request.body()
         return await service.parsed(queue_fit, service, request, body)
 
     @app.get("/v1/tasks/{name:path}", summary="A task, its settings and figures")
+    @policy("read")
     def task(name: str) -> dict[str, Any]:
         entry = tasks.entry(name)
         injection = tasks.injection(entry.digest)
@@ -70,6 +76,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
         return record | fits.map_of(injection.edit())
 
     @app.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
+    @policy("admin", "application/x-tar", max_body=most_bytes(service.decoder))
     async def put(name: str, request: Request) -> dict[str, Any]:
         body = await request.body()
         tasks.require_writable()
@@ -77,6 +84,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
         return _task(await service.upload(name, body))
 
     @app.delete("/v1/tasks/{name:path}", summary="Remove a task")
+    @policy("admin")
     def delete(name: str) -> dict[str, Any]:
         tasks.delete(name)
         return {"id": name, "object": "task", "deleted": True}
@@ -86,6 +94,7 @@ def add_jobs(app: FastAPI, service: Service) -> None:
     """Routes of fits and files."""
 
     @app.get("/v1/jobs", summary="Fits and files, the newest first")
+    @policy("read")
     async def jobs(request: Request) -> dict[str, Any]:
         records = [job.described() for job in jobs_of(service).all() if _sees(request, job)]
         for one in records:
@@ -93,16 +102,19 @@ def add_jobs(app: FastAPI, service: Service) -> None:
         return {"object": "list", "data": records}
 
     @app.get("/v1/jobs/{identity}", summary="Where a job stands")
+    @policy("read")
     async def job(identity: str, request: Request) -> dict[str, Any]:
         return _own(service, request, identity).described()
 
     @app.delete("/v1/jobs/{identity}", summary="Cancel a job, or remove one that has ended")
+    @policy("read")
     def cancel(identity: str, request: Request) -> dict[str, Any]:
         target = _own(service, request, identity)
         jobs_of(service).cancel(target)
         return target.described()
 
     @app.get("/v1/jobs/{identity}/events", summary="What happens to a job", response_class=StreamingResponse)
+    @policy("read", stream=True)
     async def events(
         identity: str,
         request: Request,
@@ -112,14 +124,15 @@ def add_jobs(app: FastAPI, service: Service) -> None:
         return StreamingResponse(stream, media_type="text/event-stream")
 
     @app.post("/v1/batches", status_code=202, summary="Classify a file", openapi_extra=_LINES)
+    @policy("read", "application/jsonl", "application/x-ndjson", max_body=MAX_FILE_BODY)
     async def batch(
         request: Request,
         model: Annotated[str | None, Query(description="Task of lines that name none.")] = None,
     ) -> Response:
-        scope = request.scope
-        return await service.parsed(queue_batch, service, scope[BODY], model, scope.get(READER))
+        return await service.parsed(queue_batch, service, request, model)
 
     @app.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
+    @policy("read")
     def answers(identity: str, request: Request) -> FileResponse:
         job = _own(service, request, identity)
         if job.kind != "batch":
@@ -183,11 +196,13 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
         rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(demonstrations)}
         data = fits.survey_of(service.decoder, task)
         return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
-    return _accepted(jobs.add("fit", fields, inputs))
+    return _accepted(request, jobs.add("fit", fields, inputs))
 
 
-def queue_batch(service: Service, body: IO[bytes], model: str | None, owner: str | None) -> Response:
+def queue_batch(service: Service, request: Request, model: str | None) -> Response:
     """Queue a file of texts."""
+    body: IO[bytes] = request.scope[BODY]
+    owner: str | None = request.scope.get(READER)
     jobs = jobs_of(service)
     jobs.require_room("batch", owner)
     with jobs.scratch() as folder:
@@ -196,7 +211,7 @@ def queue_batch(service: Service, body: IO[bytes], model: str | None, owner: str
             count, names = files.read_lines(body, model, service.tasks.entry, rows)
         with service.tasks.kept(names) as digests:
             description = {"rows": count, "tasks": names, "digests": digests}
-            return _accepted(jobs.add("batch", description, {files.INPUT: path}, owner))
+            return _accepted(request, jobs.add("batch", description, {files.INPUT: path}, owner))
 
 
 def jobs_of(service: Service) -> Jobs:
@@ -212,8 +227,9 @@ def _require_name(service: Service, name: str) -> None:
         raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
 
 
-def _accepted(job: Job) -> Response:
-    return JSONResponse(job.described(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
+def _accepted(request: Request, job: Job) -> Response:
+    location = f"{request.scope.get('root_path', '').rstrip('/')}/v1/jobs/{job.id}"
+    return JSONResponse(job.described(), 202, headers={"Location": location})
 
 
 def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
@@ -238,7 +254,7 @@ async def job_events(service: Service, job: Job, seen: int) -> AsyncIterator[str
                 yield f"id: {seen}\nevent: {event['event']}\ndata: {json.dumps(event)}\n\n"
         if ended or not service.ready:
             return
-        if time.monotonic() - last >= QUIET:
+        if time.monotonic() - last >= KEEPALIVE_SECONDS:
             last = time.monotonic()
             yield ": waiting\n\n"
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(EVENT_POLL_SECONDS)
