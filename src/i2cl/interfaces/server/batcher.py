@@ -134,7 +134,7 @@ class Batcher:
             return self._put(ticket)
 
     def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
-        """Queue rows of a file, without deadline and outside the bound. ``large=False`` is for a few rows that
+        """Queue rows of a file, without deadline and outside the bound. ``large=False``: for a few rows that
         should not wait for their turn among slices. Raises RefusalError (503), see `require_room`.
         """
         with self._changed:
@@ -159,8 +159,9 @@ class Batcher:
         return future
 
     def pause(self) -> None:
-        """Run queued requests for as long as the work of `run` ran since its last pause. Raises FitStoppedError
-        when the server shuts down.
+        """Run queued requests for as long as the work of `run` ran since its last pause.
+
+        Raises FitStoppedError when the server shuts down.
         """
         began = time.monotonic()
         ran = began - self._resumed

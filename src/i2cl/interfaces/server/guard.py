@@ -87,7 +87,7 @@ def policy(
 
 
 class GuardedRoute(APIRoute):
-    """Route that enforces the policy of its endpoint. The application has its guard in ``app.state.guard``."""
+    """Route that enforces the policy of its endpoint, by the guard in ``app.state.guard``."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request that was routed here."""
@@ -143,7 +143,7 @@ class Access:
 
 
 def read_tokens(path: Path) -> dict[str, Role]:
-    """Read a token file with lines "<role> <token>". Raises I2CLError with the line number, never the token."""
+    """Read a token file of lines "<role> <token>". Raises I2CLError with the line number, never the token."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -239,7 +239,7 @@ class Guard:
             yield receive
 
     def _slot(self, reader: str | None, *, stream: bool) -> ExitStack:
-        """Count a request until the result is closed. Raises RefusalError: 429 or 503 if there are too many."""
+        """Count a request until the result is closed. Raises RefusalError (429, 503) if there are too many."""
         ends = ExitStack()
         if stream:
             if reader is not None and self.streams[reader] >= MAX_STREAMS_PER_READER:

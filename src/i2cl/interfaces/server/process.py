@@ -24,7 +24,7 @@ _log = logging.getLogger("i2cl.server")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 chooses a free one. Raises I2CLError if the address is not available."""
+    """Open a listening socket; port 0 chooses a free one. Raises I2CLError if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio only disables Nagle's algorithm (40 ms) if the protocol is given
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

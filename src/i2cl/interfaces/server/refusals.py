@@ -44,7 +44,7 @@ class RefusalError(I2CLError):
 
     @classmethod
     def of(cls, error: Exception) -> "RefusalError":
-        """Convert any error. Of an unexpected one only the type is kept: its message may quote a user's text."""
+        """Convert any error. Of an unexpected one only the type is kept: its message may quote a text."""
         if isinstance(error, RefusalError):
             return error
         if isinstance(error, WriteError | OSError | sqlite3.Error):
