@@ -210,9 +210,9 @@ def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, asking, monk
         assert error_of(client.get(path.format(jobs["first"]), headers=second)) == (404, "unknown_job")
     assert error_of(client.delete(f"/v1/jobs/{jobs['first']}", headers=second)) == (404, "unknown_job")
     assert seen(second) == {jobs["second"]}
-    assert Job.stored(service.jobs.get(jobs["first"]).folder).owner not in {None, *tokens}
+    assert service.jobs.get(jobs["first"]).owner not in {None, *tokens}
     assert client.delete(f"/v1/jobs/{jobs['first']}", headers=first).status_code == 200
-    monkeypatch.setattr("i2cl.interfaces.server.jobs.MOST_OWN", 0)
+    monkeypatch.setattr("i2cl.interfaces.server.jobs.MAX_QUEUED_PER_READER", 0)
     for header, status in ((first, 429), (admin, 202)):
         sent = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers={**LINES, **header})
         assert sent.status_code == status

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from i2cl.interfaces.server.client import AsyncClient, Client, ServerError
+from i2cl.interfaces.server.database import Database
+from i2cl.interfaces.server.task_store import STATE
 from i2cl.tasks import load_task
 from processes import COMMAND, Program, until
 
@@ -66,8 +68,9 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     assert (code, said.count("Traceback")) == (0, 0), said
     with pytest.raises(ServerError, match="check that it serves"):
         Client(url, retries=0).tasks()
-    head = json.loads((tmp_path / "tasks" / "jobs" / slow / "job.json").read_text())
-    assert head["request"]["name"] == "slow"
+    again = Database(tmp_path / "tasks" / STATE / "state.sqlite")
+    assert [job["request"]["name"] for job in again.jobs() if job["id"] == slow] == ["slow"]
+    again.close()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
         (("--token-file", "none"), "--token-file .* cannot be read"),
         (("--port", "70000"), "--port"),
         (("--max-waiting-tokens", "0"), "--max-waiting-tokens"),
-        (("--read-only", "--port", "0"), "holds no tasks"),
+        (("--read-only", "--port", "0"), "has no tasks"),
         (("--host", "203.0.113.1"), "token-file"),
     ],
 )

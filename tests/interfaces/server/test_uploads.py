@@ -218,7 +218,7 @@ def test_uploads_that_are_parsed_hold_up_no_text_and_no_other_upload(client, ser
     with client:  # one event loop for all of them
         for thread in threads:
             thread.start()
-        assert all(begun.acquire(timeout=30) for _ in range(services.READERS))
+        assert all(begun.acquire(timeout=30) for _ in range(services.PARSING_THREADS))
         with service.tasks._writing:  # nobody has it
             reply = client.post("/v1/classify", json={"model": "films", "input": "a warm film"})
         assert (reply.status_code, replies) == (200, [])
@@ -234,14 +234,14 @@ def test_a_file_is_checked_line_by_line(client, service, monkeypatch):
             return len(data)
 
     def read(body):
-        return of_texts.read_lines(io.BytesIO(body), "films", service.tasks.entry, Nowhere())
+        return of_texts.read_lines(io.BytesIO(body), "films", service.tasks.entry, Nowhere())[:2]
 
     body = b'{"input":"a"}\n' * 30_000
     assert read(b"\xef\xbb\xbf" + body[:14]) == (1, ["films"])
     with peak_below(2**20):
         assert read(body) == (30_000, ["films"])
-    assert len(refusal("", read, b'{"inpt":"a"}\n' * 30_000).rows) == of_texts.MOST_REFUSED
-    refusal("line 1: it is longer", read, json.dumps({"input": "a" * of_texts.LONGEST_LINE}).encode())
+    assert len(refusal("", read, b'{"inpt":"a"}\n' * 30_000).rows) == of_texts.MAX_ERRORS
+    refusal("line 1: it is longer", read, json.dumps({"input": "a" * of_texts.MAX_LINE}).encode())
     seen = []
     monkeypatch.setattr(of_texts, "read_lines", lambda *_: seen.append(service.tasks._writing._is_owned()))
     client.post("/v1/batches", content=b"", headers=LINES)

@@ -60,6 +60,7 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
     completions.add_chat(app, service)
     management.add_tasks(app, service)
     management.add_jobs(app, service)
+    management.add_batches(app, service)
     _add_health(app, service)
     if page:
         for path, name in PAGE_FILES.items():

@@ -106,7 +106,7 @@ class Batcher:
         """Raise RefusalError if a request cannot be queued: 413 if it exceeds the bound, 429 if the queue is
         full, 503 during shutdown or if the model thread has died.
         """
-        self._require_running()
+        self.require_running()
         if tokens > self.bound:
             what = f"the request takes {tokens} tokens, and the queue holds {self.bound}"
             hint = "send fewer texts at a time, or a file to /v1/batches"
@@ -115,7 +115,8 @@ class Batcher:
             seconds = max(1, round(self.waiting / self._rate)) if self._rate else 1
             raise busy(429, f"the queue is full ({self.waiting} tokens)", seconds)
 
-    def _require_running(self) -> None:
+    def require_running(self) -> None:
+        """Raise RefusalError (503) during shutdown, or if the model thread has died."""
         if self.failure is not None:
             raise model_failed()
         if self.stops:
@@ -138,7 +139,7 @@ class Batcher:
         should not wait for their turn among slices. Raises RefusalError (503), see `require_room`.
         """
         with self._changed:
-            self._require_running()
+            self.require_running()
             return self._put(Ticket(rows, deadline=float("inf"), large=large))
 
     def cancel(self, ticket: Ticket) -> None:
@@ -153,7 +154,7 @@ class Batcher:
         """
         future: Future[Any] = Future()
         with self._changed:
-            self._require_running()
+            self.require_running()
             self._work.append((work, future))
             self._changed.notify()
         return future

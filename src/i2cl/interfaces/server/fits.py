@@ -51,7 +51,7 @@ class SharedDecoder(Decoder):
 
     def pause(self) -> None:
         """Answer requests that wait; end a fit that is not wanted any more."""
-        self.job.require_wanted()
+        self.job.raise_if_cancelled()
         began = time.perf_counter()
         self._batcher.pause()
         self.elsewhere += time.perf_counter() - began
@@ -135,13 +135,18 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             nonlocal shown
             if done == of or time.monotonic() - shown > LOOK:
                 shown = time.monotonic()
-                job.show("step", step=done, steps=of, loss=loss, **map_of(decoder.seen))
+                job.publish_progress("step", step=done, steps=of, loss=loss, **map_of(decoder.seen))
 
         injection = method.injection(decoder, task, demonstrations, request["seed"], step)
         seconds = time.perf_counter() - started - decoder.elsewhere
-        job.show("fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None)
+        job.publish_progress(
+            "fitted", seconds=seconds, loss=injection.history[-1] if injection.history else None
+        )
         queries = labelled_rows(task, demonstrations, request["evaluate"])
-        watched: Any = {"seconds": seconds, "watch": lambda name: job.show("scoring", method=name)}
+        watched: Any = {
+            "seconds": seconds,
+            "watch": lambda name: job.publish_progress("scoring", method=name),
+        }
         watched["method"] = method
         if queries:
             return _untimed(with_worth(injection, decoder, task, demonstrations, queries, **watched))

@@ -239,7 +239,7 @@ class Guard:
             yield receive
 
     def _slot(self, reader: str | None, *, stream: bool) -> ExitStack:
-        """Count a request until the result is closed. Raises RefusalError (429, 503) if there are too many."""
+        """Count a request until the result is closed. Raises RefusalError (429, 503) at the limit."""
         ends = ExitStack()
         if stream:
             if reader is not None and self.streams[reader] >= MAX_STREAMS_PER_READER:

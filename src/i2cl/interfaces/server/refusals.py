@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import sqlite3
 
 from i2cl.errors import I2CLError
 from i2cl.models.encoding import TooLongError
@@ -47,7 +46,7 @@ class RefusalError(I2CLError):
         """Convert any error. Of an unexpected one only the type is kept: its message may quote a text."""
         if isinstance(error, RefusalError):
             return error
-        if isinstance(error, WriteError | OSError | sqlite3.Error):
+        if isinstance(error, WriteError | OSError):
             return _storage_error(error)
         if isinstance(error, TooLongError):
             return cls(413, "text_too_long", str(error))
@@ -93,8 +92,7 @@ def busy(status: int, why: str, seconds: int = 5) -> RefusalError:
 
 def _storage_error(error: Exception) -> RefusalError:
     """Convert an error of the disk or the database, without paths."""
-    full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
-    if full or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+    if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
         return RefusalError(507, "disk_full", "the server's disk is full: retry when it has room")
     cause = error.__context__ if isinstance(error, WriteError) else error
     words = system_cause(cause) if isinstance(cause, Exception) else None

@@ -420,7 +420,7 @@ function started() {
   $("check").addEventListener("click", () => sent(true));
   $("fit").addEventListener("submit", (event) => { event.preventDefault(); sent(false); });
   $("example").addEventListener("click", () => example().catch(refuse));
-  $("cancel").addEventListener("click", () => json("DELETE", `v1/jobs/${job}`).catch(refuse));
+  $("cancel").addEventListener("click", () => json("POST", `v1/jobs/${job}/cancel`).catch(refuse));
   $("ask").addEventListener("submit", classified);
   $("tasks").addEventListener("change", () => { besides(); shown(); about().catch(refuse); });
   $("least").addEventListener("input", shown);
