@@ -11,7 +11,7 @@ import torch
 from i2cl.interfaces.server import files, jobs
 from processes import until
 
-from .conftest import TEXTS, made, refusal
+from .conftest import TEXTS, made
 
 FIT = {"name": "films", "template": "Review: {text}\nSentiment: {label}", "labels": None, "shots": 2}
 FIT |= {"seed": 0, "method": None, "recipe": None, "settings": {"steps": 1}, "evaluate": 4}

@@ -51,7 +51,12 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     assert client.wait(job)["name"] == "mood"
     texts = [row.text for row in task.test[:3]]
     result = client.classify("mood", texts)
-    assert asyncio.run(AsyncClient(url).classify("mood", texts)) == result
+
+    async def classify():
+        async with AsyncClient(url) as one:
+            return await one.classify("mood", texts)
+
+    assert asyncio.run(classify()) == result
     assert result[0].digest == client.tasks()[0]["digest"]
     assert sum(result[0].probabilities.values()) == pytest.approx(1)
     for call, code in ((lambda: client.classify("none", texts), 404), (lambda: client.fit("x", [], ""), 422)):

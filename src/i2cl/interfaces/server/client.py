@@ -1,7 +1,7 @@
-"""Clients of `i2cl serve`: `Client`, and `AsyncClient` with the same methods as coroutines.
+r"""Clients of `i2cl serve`: `Client`, and `AsyncClient` with the same methods as coroutines.
 
 with Client("http://127.0.0.1:8000", token=...) as client:
-    job = client.fit("films", examples, "Review: {text}\\nSentiment: {label}")
+    job = client.fit("films", examples, "Review: {text}\nSentiment: {label}")
     client.wait(job)
     client.classify("films", ["a warm film"])
 """
@@ -91,7 +91,12 @@ class _Base:
             raise I2CLError(f"{url!r} is not a valid server URL: begin it with http:// or https://")
         self._url, self._retries = url.rstrip("/"), retries
         headers = {"Authorization": f"Bearer {token}"} if token else {}
+        local = urlsplit(url).hostname in {"127.0.0.1", "::1", "localhost"}
         self._options: dict[str, Any] = {"base_url": self._url, "headers": headers, "timeout": timeout}
+        self._options["trust_env"] = not local  # no proxy for this machine
+        # A kept-alive connection may break when it is reused, whether or not the request was sent. Requests
+        # that must not be sent twice get a new one.
+        self._fresh = {**self._options, "limits": httpx.Limits(max_keepalive_connections=0)}
 
     def _attempts(self, call: _Call[T]) -> Generator[float, Any, T]:
         """Decide on retries: yields seconds to wait before each attempt, is sent its response or error, and
@@ -128,11 +133,12 @@ class Client(_Base):
         super().__init__(url, **options)
         import httpx2 as httpx
 
-        self._http = httpx.Client(**self._options)
+        self._http, self._once = httpx.Client(**self._options), httpx.Client(**self._fresh)
 
     def close(self) -> None:
         """Close all connections."""
         self._http.close()
+        self._once.close()
 
     def __enter__(self) -> Self:
         return self
@@ -170,8 +176,8 @@ class Client(_Base):
         return self._send(_fit(name, examples, template, options))
 
     def upload(self, name: str, folder: str | Path) -> str:
-        """Upload a task folder, and return its digest. Raises I2CLError if it is not a task folder, ServerError
-        if the server's model cannot use it.
+        """Upload a task folder, and return its digest. Raises I2CLError if it is not a task folder,
+        ServerError if the server's model cannot use it.
         """
         return self._send(_upload(name, folder))
 
@@ -224,13 +230,13 @@ class Client(_Base):
     def _send(self, call: _Call[T]) -> T:
         import httpx2 as httpx
 
-        attempts = self._attempts(call)
+        attempts, http = self._attempts(call), self._http if call.repeatable else self._once
         pause = next(attempts)
         try:
             while True:
                 time.sleep(pause)
                 try:
-                    outcome: Any = self._http.request(**_arguments(call))
+                    outcome: Any = http.request(**_arguments(call))
                 except httpx.TransportError as error:
                     outcome = error
                 pause = attempts.send(outcome)
@@ -245,11 +251,12 @@ class AsyncClient(_Base):
         super().__init__(url, **options)
         import httpx2 as httpx
 
-        self._http = httpx.AsyncClient(**self._options)
+        self._http, self._once = httpx.AsyncClient(**self._options), httpx.AsyncClient(**self._fresh)
 
     async def aclose(self) -> None:
         """Close all connections."""
         await self._http.aclose()
+        await self._once.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -322,13 +329,13 @@ class AsyncClient(_Base):
     async def _send(self, call: _Call[T]) -> T:
         import httpx2 as httpx
 
-        attempts = self._attempts(call)
+        attempts, http = self._attempts(call), self._http if call.repeatable else self._once
         pause = next(attempts)
         try:
             while True:
                 await asyncio.sleep(pause)
                 try:
-                    outcome: Any = await self._http.request(**_arguments(call))
+                    outcome: Any = await http.request(**_arguments(call))
                 except httpx.TransportError as error:
                     outcome = error
                 pause = attempts.send(outcome)
@@ -339,8 +346,6 @@ class AsyncClient(_Base):
 def _arguments(call: _Call[Any]) -> dict[str, Any]:
     """Return the arguments of httpx's ``request``."""
     headers = {} if call.content is None else {"Content-Type": call.content_type}
-    if not call.repeatable:  # a connection that was kept alive may break after the server has the request
-        headers["Connection"] = "close"
     url = {"method": call.method, "url": call.path, "params": dict(call.params)}
     return {**url, "content": call.content, "headers": headers}
 
