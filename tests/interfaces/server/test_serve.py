@@ -78,6 +78,21 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     again.close()
 
 
+def test_fit_predict_and_serve_work_one_after_another(call, tmp_path):
+    rows = examples(load_task("mood-colour-1"), 20)
+    table = "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows)
+    (tmp_path / "tickets.csv").write_text(table)
+    (tmp_path / "new.csv").write_text("text\n" + rows[0]["text"] + "\n")
+    folder = tmp_path / "tasks" / "tickets"
+    fit = ("fit", "reference", tmp_path / "tickets.csv", "-o", folder, "--evaluate", 0, "--shots", 1)
+    assert call(*fit, "--set", "steps=1")[0] == 0
+    assert call("predict", folder, tmp_path / "new.csv", "-o", tmp_path / "answers.csv")[0] == 0
+    with serving(tmp_path / "tasks") as url, Client(url) as client:
+        (answer,) = client.classify("tickets", [rows[0]["text"]])
+        assert [task["source"] for task in client.tasks()] == ["folder"]
+    assert answer.label in (tmp_path / "answers.csv").read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -369,7 +369,7 @@ def _classify(task: str, texts: Sequence[str], min_confidence: float | None) -> 
             for one in reply["data"]
         ]
 
-    body = {"model": task, "input": list(texts)}
+    body: dict[str, Any] = {"model": task, "input": list(texts)}
     body |= {} if min_confidence is None else {"min_confidence": min_confidence}
     return _Call("POST", "/v1/classify", read, _json(body))
 
