@@ -113,7 +113,6 @@ class Jobs:
         root: Path,
         database: Database,
         workers: Mapping[Kind, Callable[[Job], dict[str, Any]]],
-        on_end: Callable[[Job], None] = lambda _: None,
     ) -> None:
         """Read the jobs of an earlier process.
 
@@ -122,9 +121,9 @@ class Jobs:
             database: jobs and their events.
             workers: functions that run a job of each kind, from where it stopped, and return the fields of
                 its ``done`` event.
-            on_end: called after a job has ended.
         """
-        self._root, self._database, self._workers, self._on_end = root, database, workers, on_end
+        self._root, self._database, self._workers = root, database, workers
+        self.on_end: Callable[[Job], None] = lambda _: None  # called after a job has ended
         self._jobs: dict[str, Job] = {}  # oldest first
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
         self._unsaved: list[tuple[Job, dict[str, Any]]] = []  # last events that a full disk did not take
@@ -334,7 +333,7 @@ class Jobs:
                 self._unsaved.append((job, record))
         _remove(job, "input.*")  # texts and examples are not kept
         self._save_ends()
-        self._on_end(job)
+        self.on_end(job)
         self._prune()
 
     def _save_ends(self) -> None:

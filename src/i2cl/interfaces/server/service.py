@@ -108,12 +108,13 @@ class Service:
             runs: dict[Kind, Callable[..., dict[str, Any]]] = {"fit": fits.run, "batch": files.run}
             parts: dict[str, Any] = {"batcher": self.batcher, "tasks": self.tasks}
             workers = {kind: partial(run, **parts) for kind, run in runs.items()}
-            jobs = Jobs(folder / STATE / "jobs", self.tasks.database, workers, self._release)
+            jobs = Jobs(folder / STATE / "jobs", self.tasks.database, workers)
             self.jobs = jobs
             self.tasks.needed = lambda: set().union(
                 *(job.request.get("digests", {}).values() for job in jobs.all() if not job.ended)
             )
             self.tasks.sweep()
+            jobs.on_end = self._release
             jobs.start()
         self.metrics.watch("i2cl_waiting_tokens", "Tokens that wait or run", lambda: self.batcher.waiting)
         self.metrics.watch("i2cl_resident_tasks", "Tasks on the device", lambda: len(pool))

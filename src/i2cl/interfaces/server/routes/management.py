@@ -18,7 +18,7 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry
-from i2cl.interfaces.server.uploads import most_bytes
+from i2cl.interfaces.server.uploads import max_upload_bytes
 
 MAX_FILE_BODY = 256 * 2**20  # bytes of a file of texts
 EVENT_POLL_SECONDS = 0.2
@@ -76,7 +76,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
         return record | fits.map_of(injection.edit())
 
     @app.put("/v1/tasks/{name:path}", summary="Upload a task folder as a tar file", openapi_extra=_TAR)
-    @policy("admin", "application/x-tar", max_body=most_bytes(service.decoder))
+    @policy("admin", "application/x-tar", max_body=max_upload_bytes(service.decoder))
     async def put(name: str, request: Request) -> dict[str, Any]:
         body = await request.body()
         await service.parsed(tasks.require_name, name)
