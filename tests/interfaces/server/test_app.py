@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 from fitting import one_line
 from i2cl.interfaces.server.guard import Access, read_tokens
 from i2cl.interfaces.server.jobs import Job
-from i2cl.interfaces.server.refusals import LONG, RefusalError
+from i2cl.interfaces.server.refusals import MAX_SEARCHED, RefusalError
 from i2cl.interfaces.server.routes import management
 from i2cl.interfaces.server.service import Service
 
@@ -41,7 +41,7 @@ def test_texts_are_classified_in_every_shape(client, service):
     entry = service.tasks.entry("films")
     reply = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS)})
     outcome = reply.json()
-    assert (reply.status_code, reply.headers["X-Task-Digest"]) == (200, entry.digest)
+    assert (reply.status_code, reply.headers["X-I2CL-Digest"]) == (200, entry.digest)
     assert outcome.keys() == {"id", "object", "created", "model", "labels", "data", "usage"}
     assert (outcome["object"], outcome["labels"]) == ("list", list(entry.labels))
     probabilities = torch.tensor([one["probs"] for one in outcome["data"]])
@@ -96,7 +96,7 @@ def test_tasks_come_from_examples_and_artefacts_and_go(client, service, task, tm
 
 
 def test_a_job_that_waits_shows_that_the_server_is_there(service, monkeypatch):
-    monkeypatch.setattr(management, "QUIET", 0.0)
+    monkeypatch.setattr(management, "KEEPALIVE_SECONDS", 0.0)
     job = Job(service.jobs._root / "fit-0", "fit", {}, 0.0, [{"event": "queued", "at": 1.0}])
 
     async def first(count):
@@ -276,9 +276,9 @@ def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, asking, monk
         assert error_of(client.get(path.format(jobs["first"]), headers=second)) == (404, "unknown_job")
     assert error_of(client.delete(f"/v1/jobs/{jobs['first']}", headers=second)) == (404, "unknown_job")
     assert seen(second) == {jobs["second"]}
-    assert Job.stored(service.jobs.get(jobs["first"]).folder).owner not in {None, *tokens}
+    assert service.jobs.get(jobs["first"]).owner not in {None, *tokens}
     assert client.delete(f"/v1/jobs/{jobs['first']}", headers=first).status_code == 200
-    monkeypatch.setattr("i2cl.interfaces.server.jobs.MOST_OWN", 0)
+    monkeypatch.setattr("i2cl.interfaces.server.jobs.MAX_QUEUED_PER_READER", 0)
     for header, status in ((first, 429), (admin, 202)):
         sent = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers={**LINES, **header})
         assert sent.status_code == status
@@ -356,7 +356,7 @@ def test_an_answer_that_nobody_waits_for_does_not_run(service):
 
 def test_a_cure_is_short_however_long_the_message():
     value = RefusalError(422, "bad_input", "x: " + "': a' " * 1000).body()["error"]
-    assert len(value["cure"]) <= LONG
+    assert len(value["cure"]) <= MAX_SEARCHED
     assert RefusalError(422, "bad_input", "it is 'a: b': say 'c: d'").body()["error"]["cure"] == "say 'c: d'"
 
 

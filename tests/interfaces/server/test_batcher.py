@@ -208,7 +208,7 @@ def test_more_than_the_bound_is_refused_at_once(filled, held):
     rows = folder.queries("a", [TEXTS[0]])[1]
     batcher.bound = 3 * rows[0].tokens
     tickets = [batcher.submit(rows, later()) for _ in range(2)]
-    busy = refusal("wait already", batcher.submit, rows, later())
+    busy = refusal("queue is full", batcher.submit, rows, later())
     assert (busy.status, busy.headers["Retry-After"]) == (429, "1")
     assert refusal("", batcher.submit, rows * 4, later()).status == 413
     held.set()
@@ -251,7 +251,7 @@ def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(filled, decoder, task
         for module in decoder.model.modules():
             hooks.extend([*module._forward_hooks.values(), *module._forward_pre_hooks.values()])
 
-    shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=looked))
+    shared = SharedDecoder(batcher, SimpleNamespace(raise_if_cancelled=looked))
     task = task if whole else replace(task, template=Template("{text} ->{label}"))
     assert Questions(shared, task).labels.full == whole  # else the fit ends with a vector that says a label
     shown = task.sample(1)
@@ -277,7 +277,7 @@ def test_a_fit_lets_requests_in_and_comes_to_the_same_bits(filled, decoder, task
 
 def test_the_end_answers_what_waits_and_stops_what_is_long(filled, task, held):
     batcher, folder = filled
-    shared = SharedDecoder(batcher, SimpleNamespace(require_wanted=lambda: None))
+    shared = SharedDecoder(batcher, SimpleNamespace(raise_if_cancelled=lambda: None))
     fit = batcher.run(shared.pause)
     file = batcher.submit_slices(folder.queries("a", TEXTS)[1])
     single = batcher.submit(folder.queries("a", [TEXTS[0]])[1], later())
@@ -288,4 +288,4 @@ def test_the_end_answers_what_waits_and_stops_what_is_long(filled, task, held):
         fit.result(0)
     with pytest.raises(CancelledError):
         file.done.result(0)
-    refusal("stops", batcher.submit, folder.queries("a", [TEXTS[0]])[1], later())
+    refusal("shutting down", batcher.submit, folder.queries("a", [TEXTS[0]])[1], later())

@@ -12,7 +12,7 @@ from .conftest import TAR, TEXTS, made, packed
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 NAME = "anchored+sentence_embeddings"
-REFUSED = "'words' is none of this server's (none): its operator starts it with --encoder"
+REFUSED = "encoder 'words' is not enabled on this server (enabled: none): start the server with --encoder"
 
 
 def fit_of(task, **more):
@@ -94,7 +94,10 @@ def test_an_encoder_is_known_by_its_vectors_and_not_by_its_name(
         assert actual == pytest.approx(wanted, abs=1e-5)
     words_encoder(WordsEncoder(turned=1))
     reply = client.put("/v1/tasks/other", content=body, headers=TAR)
-    assert (reply.status_code, "is none of this server's ('elsewhere')" in reply.text) == (422, True)
+    assert (reply.status_code, "not enabled on this server (enabled: 'elsewhere')" in reply.text) == (
+        422,
+        True,
+    )
 
 
 def test_a_server_does_not_start_with_an_encoder_that_is_not_here(opened, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from i2cl.interfaces.server import guard, process
-from i2cl.interfaces.server.guard import Access, Guard
+from i2cl.interfaces.server.guard import Access, Guard, Policy
 from i2cl.interfaces.server.metrics import Metrics
 
 from .test_serve import serving
@@ -22,17 +22,17 @@ SECONDS = 120.0
 
 SERVED = """
 from i2cl.interfaces.server import process
-process.IDLE_SECONDS, process.MOST_CONNECTIONS = {idle}, {most}
+process.IDLE_SECONDS, process.MAX_CONNECTIONS = {idle}, {most}
 from i2cl.interfaces.cli import main
 main()
 """
 
 
-def asked(inside, parts, expected=None, path="/v1/batches"):
+def asked(inside, parts, expected=None):
     """What a guard answers to a body that comes in parts, each when its time has come; and how it is left."""
     headers = [(b"content-type", b"application/jsonl")]
     headers += [] if expected is None else [(b"content-length", b"%d" % expected)]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    scope = {"type": "http", "method": "POST", "path": "/v1/batches", "headers": headers}
     waiting, sent = list(parts), []
 
     async def receive():
@@ -53,13 +53,15 @@ def around():
 
     def make(limit=10**6):
         async def app(scope, receive, send):
-            whole = await receive()
-            seen = [len(whole["body"]), scope[guard.BODY].seek(0, 2), made_one.held, made_one.running]
+            async with one.admitted(required, scope, receive) as receive_body:
+                whole = await receive_body()
+                seen = [len(whole["body"]), scope[guard.BODY].seek(0, 2), one.held, one.running]
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
 
-        made_one = Guard(app, Access(), lambda *_: (("application/jsonl",), limit), Metrics())
-        return made_one
+        required = Policy("read", ("application/jsonl",), limit)
+        one = Guard(app, Access(), Metrics())
+        return one
 
     return make
 
@@ -76,7 +78,7 @@ def test_a_body_has_a_time_that_grows_with_it(around, monkeypatch):
 
 def test_bodies_are_bounded_alone_and_together(around, monkeypatch):
     monkeypatch.setattr(guard, "SMALL", 10)
-    monkeypatch.setattr(guard, "MOST_HELD", 100)
+    monkeypatch.setattr(guard, "MAX_HELD", 100)
     one = around(limit=150)
     for parts, expected in (([(0, b"a" * 151)], None), ([(0, b"a")], 151)):
         assert asked(one, parts, expected)[1]["error"]["code"] == "body_too_long"
@@ -90,18 +92,17 @@ def test_bodies_are_bounded_alone_and_together(around, monkeypatch):
 
 
 def test_a_long_body_lies_on_the_disk_and_requests_at_once_are_bounded(around, monkeypatch):
-    monkeypatch.setattr(guard, "IN_MEMORY", 10)
+    monkeypatch.setattr(guard, "MAX_IN_MEMORY", 10)
     rolled = []
     rollover = guard.SpooledTemporaryFile.rollover
     monkeypatch.setattr(guard.SpooledTemporaryFile, "rollover", lambda self: rolled.append(rollover(self)))
     assert asked(around(), [(0, b"a" * 6)] * 3) == (200, [18, 18, 18, 1])
     assert len(rolled) == 1
-    monkeypatch.setattr(guard, "MOST_RUNNING", 3)
+    monkeypatch.setattr(guard, "MAX_REQUESTS", 3)
     one = around()
     one.running = 3
     status, expected = asked(one, [(0, b"a")])
     assert (status, expected["error"]["code"], one.running) == (503, "busy", 3)
-    assert asked(one, [(0, b"a")], path="/healthz")[0] == 200
 
 
 def connected(url, first=b""):

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from fitting import one_line
-from i2cl.interfaces.server.client import Client, ServerError, _pause
+from i2cl.interfaces.server.client import Client, ServerError, _retry_after
 from i2cl.interfaces.server.ray_serve import Replica
 
 from .conftest import HOST, TEXTS, made
@@ -48,7 +48,7 @@ def test_a_replica_answers_as_the_server(replica, service, asking):
         assert result.status_code == status
         if status == 200:
             right = plain.post(path, json=body)
-            assert result.headers["x-task-digest"] == right.headers["x-task-digest"]
+            assert result.headers["x-i2cl-digest"] == right.headers["x-i2cl-digest"]
             assert answers(result) == answers(right)
 
 
@@ -143,4 +143,4 @@ def test_a_fit_is_not_begun_twice_where_the_line_breaks(proxy):
 
 @pytest.mark.parametrize(("given", "seconds"), [("5", 5), ("3600", 60), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
 def test_a_pause_is_short_whatever_a_proxy_says(given, seconds):
-    assert _pause(given) == seconds
+    assert _retry_after(given) == seconds

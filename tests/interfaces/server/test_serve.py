@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from i2cl.interfaces.server.client import AsyncClient, Client, ServerError
+from i2cl.interfaces.server.database import Database
+from i2cl.interfaces.server.task_store import STATE
 from i2cl.tasks import load_task
 from processes import COMMAND, Program, until
 
@@ -49,7 +51,12 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     assert client.wait(job)["name"] == "mood"
     texts = [row.text for row in task.test[:3]]
     result = client.classify("mood", texts)
-    assert asyncio.run(AsyncClient(url).classify("mood", texts)) == result
+
+    async def classify():
+        async with AsyncClient(url) as one:
+            return await one.classify("mood", texts)
+
+    assert asyncio.run(classify()) == result
     assert result[0].digest == client.tasks()[0]["digest"]
     assert sum(result[0].probabilities.values()) == pytest.approx(1)
     for call, code in ((lambda: client.classify("none", texts), 404), (lambda: client.fit("x", [], ""), 422)):
@@ -66,8 +73,24 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     assert (code, said.count("Traceback")) == (0, 0), said
     with pytest.raises(ServerError, match="check that it serves"):
         Client(url, retries=0).tasks()
-    head = json.loads((tmp_path / "tasks" / "jobs" / slow / "job.json").read_text())
-    assert head["request"]["name"] == "slow"
+    again = Database(tmp_path / "tasks" / STATE / "state.sqlite")
+    assert [job["request"]["name"] for job in again.jobs() if job["id"] == slow] == ["slow"]
+    again.close()
+
+
+def test_fit_predict_and_serve_work_one_after_another(call, tmp_path):
+    rows = examples(load_task("mood-colour-1"), 20)
+    table = "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows)
+    (tmp_path / "tickets.csv").write_text(table)
+    (tmp_path / "new.csv").write_text("text\n" + rows[0]["text"] + "\n")
+    folder = tmp_path / "tasks" / "tickets"
+    fit = ("fit", "reference", tmp_path / "tickets.csv", "-o", folder, "--evaluate", 0, "--shots", 1)
+    assert call(*fit, "--set", "steps=1")[0] == 0
+    assert call("predict", folder, tmp_path / "new.csv", "-o", tmp_path / "answers.csv")[0] == 0
+    with serving(tmp_path / "tasks") as url, Client(url) as client:
+        (answer,) = client.classify("tickets", [rows[0]["text"]])
+        assert [task["source"] for task in client.tasks()] == ["folder"]
+    assert answer.label in (tmp_path / "answers.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +100,7 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
         (("--token-file", "none"), "--token-file .* cannot be read"),
         (("--port", "70000"), "--port"),
         (("--max-waiting-tokens", "0"), "--max-waiting-tokens"),
-        (("--read-only", "--port", "0"), "holds no tasks"),
+        (("--read-only", "--port", "0"), "has no tasks"),
         (("--host", "203.0.113.1"), "token-file"),
     ],
 )

@@ -1,15 +1,22 @@
 """The folder of tasks: all or nothing, whatever is sent and whatever ends the process."""
 
 import errno
+import json
 import os
+import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from fitting import one_line
 from i2cl.injections.pool import InjectionPool
-from i2cl.interfaces.server.task_store import TaskStore, content_digest
+from i2cl.interfaces.server.task_store import STATE, TaskStore, content_digest
 from i2cl.storage import atomic
 
 from .conftest import LINES, TAR, TEXTS, made, packed, refusal
@@ -30,12 +37,19 @@ def folder(opened_folder):
 
 
 def files(root):
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    """Artefacts and names."""
+    found = (root / STATE / "artefacts").rglob("*")
+    names = json.loads((root / STATE / "tasks.json").read_text())
+    return sorted(path.name for path in found if path.is_file()) + names
 
 
 def test_a_name_is_an_alias_of_content(folder, decoder, tmp_path):
     first, again = folder.put("one", made(decoder, 0)), folder.put("two", made(decoder, 0))
-    assert first.digest == again.digest == content_digest(tmp_path / "tasks" / "artefacts" / first.digest)
+    assert (
+        first.digest
+        == again.digest
+        == content_digest(tmp_path / "tasks" / STATE / "artefacts" / first.digest)
+    )
     assert [entry.name for entry in folder.entries()] == ["one", "two"]
     folder.delete("one")
     assert folder.injection(first.digest).task.labels == again.labels
@@ -109,7 +123,7 @@ def test_a_reader_sees_what_the_writer_does_and_changes_nothing(folder, opened_f
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", ".", "..", "\ud800", "a" * 129, "a\u202e"])
 def test_names_that_cannot_be_shown_are_refused(folder, decoder, name):
-    refusal("cannot be called", folder.put, name, made(decoder, 0))
+    refusal("invalid task name", folder.put, name, made(decoder, 0))
 
 
 @pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "a/b", "ünïcode 漢字", "..a", "CON"])
@@ -125,20 +139,66 @@ def test_an_artefact_of_another_model_is_refused(folder, decoder, tmp_path):
     assert files(tmp_path / "tasks") == []
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"name": "a"}'])
-def test_an_unreadable_name_is_left_with_its_version(opened_folder, decoder, tmp_path, content, caplog):
+def test_damaged_database_is_reported(opened_folder, decoder, tmp_path):
     folder = opened_folder()
-    spoiled, whole = (folder.put(name, made(decoder, number)) for number, name in enumerate("ab"))
-    folder._alias("a").write_bytes(content)
-    again = opened_folder()
-    again.sweep()
-    assert [entry.name for entry in again.entries()] == ["b"]
-    assert again.queries("b", TEXTS)[0].digest == whole.digest
-    for one in (again, opened_folder(read_only=True)):
-        refusal("no task 'a'", one.entry, "a")
-    assert folder._alias("a").read_bytes() == content
-    assert (tmp_path / "tasks" / "artefacts" / spoiled.digest).is_dir()
-    assert "stays as it is" in caplog.text
+    folder.put("a", made(decoder, 0))
+    folder.close()
+    (tmp_path / "tasks" / STATE / "state.sqlite").write_bytes(b"x" * 8192)
+    one_line("state.sqlite' is damaged .*restore it from a backup", opened_folder)
+
+
+def test_missing_database_is_reported_before_artefacts_are_removed(opened_folder, decoder, tmp_path):
+    folder = opened_folder()
+    digest = folder.put("a", made(decoder, 0)).digest
+    folder.close()
+    (tmp_path / "tasks" / STATE / "state.sqlite").unlink()
+    one_line("state.sqlite' is missing", opened_folder)
+    assert (tmp_path / "tasks" / STATE / "artefacts" / digest).is_dir()
+
+
+def test_database_of_a_later_version_is_not_touched(opened_folder, tmp_path):
+    opened_folder().close()
+    with closing(sqlite3.connect(tmp_path / "tasks" / STATE / "state.sqlite")) as database:
+        database.execute("PRAGMA user_version = 99")
+    one_line("written by a later version of i2cl: upgrade i2cl", opened_folder)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_folder_of_an_earlier_version_is_reported(opened_folder, tmp_path, read_only):
+    for name in ("names", "artefacts"):
+        (tmp_path / "tasks" / name).mkdir(parents=True)
+    (tmp_path / "tasks" / "names" / f"{'0' * 32}.json").write_text("{}")
+    one_line("written by an earlier version", partial(opened_folder, read_only=read_only))
+    assert not (tmp_path / "tasks" / STATE).exists()
+
+
+def test_upload_repairs_a_damaged_version(folder, decoder, tmp_path):
+    digest = folder.put("a", made(decoder, 0)).digest
+    folder._used.clear()
+    (tmp_path / "tasks" / STATE / "artefacts" / digest / "injection.json").write_text("{}")
+    assert refusal("upload it again", folder.queries, "a", TEXTS).code == "damaged"
+    folder.put("a", made(decoder, 0))
+    assert folder.queries("a", TEXTS)[0].digest == digest
+
+
+def test_loading_a_task_does_not_block_loaded_ones(folder, decoder, monkeypatch):
+    cold, hot = (folder.put(name, made(decoder, number)) for number, name in enumerate(["cold", "hot"]))
+    folder.queries("hot", TEXTS)
+    read, go, begun = folder.injection, threading.Event(), threading.Event()
+
+    def slow(digest):
+        begun.set()
+        go.wait(30)
+        return read(digest)
+
+    monkeypatch.setattr(folder, "injection", slow)
+    with ThreadPoolExecutor() as pool:
+        loading = [pool.submit(folder.queries, "cold", TEXTS) for _ in range(2)]
+        begun.wait(30)
+        assert folder.queries("hot", TEXTS)[0] == hot
+        assert not any(one.done() for one in loading)
+        go.set()
+        assert {one.result(30)[0] for one in loading} == {cold}
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -186,7 +246,7 @@ def test_a_damaged_or_foreign_version_is_the_servers_fault(service, asking, deco
     client = asking(service)
     body = {"model": "a", "input": TEXTS[0]}
     entry = service.tasks.put("a", made(decoder, 0))
-    folder = tmp_path / "tasks" / "artefacts" / entry.digest
+    folder = tmp_path / "tasks" / STATE / "artefacts" / entry.digest
     (folder / "injection.json").write_text("{}")
     reply = client.post("/v1/classify", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "damaged")

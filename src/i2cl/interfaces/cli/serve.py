@@ -1,10 +1,11 @@
 """`i2cl serve`."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from typer import Option
+from typer import Exit, Option
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
@@ -13,41 +14,41 @@ from i2cl.interfaces.cli.options import ModelOptions, opt
 
 @dataclass(frozen=True)
 class AccessOptions:
-    """Where the server listens, and who may do what."""
+    """Address, tokens and hosts."""
 
     PANEL: ClassVar[str] = "Access"
 
     host: str = opt("127.0.0.1", "Address to listen on.")
-    port: int = opt(8000, "0: any that is free.", min=0, max=65535)
+    port: int = opt(8000, "Port to listen on; 0 chooses a free one.", min=0, max=65535)
     token_file: Path | None = opt(
-        None, "Lines 'admin TOKEN' and 'read TOKEN'; needed unless only this machine can connect."
+        None, "File of lines 'admin TOKEN' and 'read TOKEN'; required unless --host is a loopback address."
     )
     allowed_host: list[str] | None = opt(
         None,
-        "Name that requests may be addressed to, repeatable; default: this machine's own on "
-        "loopback, else any.",
+        "Allowed Host header, repeatable; default: localhost on a loopback address, else any.",
     )
     allow_origin: list[str] | None = opt(
-        None, "Site whose pages may ask, such as https://example.org, repeatable."
+        None, "Allowed CORS origin, such as https://example.org, repeatable."
     )
-    read_only: bool = opt(False, "Fit, upload and remove nothing.", "--read-only")
-    page: bool = opt(True, "Show a page for people at /.", "--page/--no-page")
+    read_only: bool = opt(False, "Do not fit, upload or delete tasks.", "--read-only")
+    page: bool = opt(True, "Serve a web page at /.", "--page/--no-page")
+    access_log: bool = opt(True, "Log every request on stderr.", "--access-log/--no-access-log")
 
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What may wait, and what may be loaded."""
+    """Limits of the queue and of the device."""
 
     PANEL: ClassVar[str] = "Limits"
 
     max_waiting_tokens: int | None = opt(
-        None, "Tokens of requests that may wait; more are refused. Default: 16 full batches.", min=1
+        None, "Maximum number of queued tokens; default: 16 full batches.", min=1
     )
-    max_resident_tasks: int = opt(1000, "Tasks on the model's device at once.", min=1)
+    max_resident_tasks: int = opt(1000, "Maximum number of tasks on the model's device.", min=1)
     encoder: list[str] | None = opt(
         None,
-        "Sentence encoder that tasks may take (`fit --method anchored+sentence_embeddings`), repeatable; "
-        "default: minilm or its hub id, where it is here without a download.",
+        "Sentence encoder that tasks may use (`fit --method anchored+sentence_embeddings`), repeatable; "
+        "default: minilm, if it is available without a download.",
     )
 
 
@@ -55,15 +56,17 @@ class LimitOptions:
 def serve(
     model: options.Model,
     *,
-    tasks: Annotated[Path, Option(help="Folder of tasks, made if it is not there.")],
+    tasks: Annotated[
+        Path, Option(help="Folder of tasks (`i2cl fit ... -o FOLDER/NAME`); created if missing.")
+    ],
     access: AccessOptions,
     limits: LimitOptions,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
-    """Serve one model with thousands of tasks over HTTP, with a page for people.
+    """Serve one model with thousands of tasks over HTTP, with a web page.
 
-    SIGTERM ends it: what runs is answered, fits and files go on next time.
+    SIGTERM shuts it down: running requests are finished, and jobs continue at the next start.
     """
     needs("i2cl serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     from i2cl.interfaces.server.guard import Access, is_loopback, read_tokens
@@ -72,8 +75,8 @@ def serve(
     local = is_loopback(host)
     tokens = read_tokens(access.token_file) if access.token_file is not None else {}
     if not (local or tokens):
-        cure = "give a --token-file, or listen on 127.0.0.1"
-        raise I2CLError(f"--host {host} can be reached from other machines: {cure}")
+        hint = "give a --token-file, or listen on 127.0.0.1"
+        raise I2CLError(f"--host {host} can be reached from other machines: {hint}")
     names = {"localhost", "127.0.0.1", "[::1]", host} if local else set()
     hosts = frozenset(name.lower() for name in (*(access.allowed_host or ()), *names))
     load.libraries()
@@ -84,6 +87,7 @@ def serve(
     listener = listen(host, access.port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     decoder = load.decoder(model, loading)
+    _log_to_stderr(access_log=access.access_log)
     with console.waiting(f"opening {tasks}"):
         service = Service(
             decoder,
@@ -96,7 +100,19 @@ def serve(
     app = make_app(service, Access(tokens, hosts), page=access.page, origins=access.allow_origin or ())
 
     def ready() -> None:
-        record = {"address": address, "model": model, "tasks": len(service.tasks.entries())}
-        console.answer(record, f"Serving {model} at {address}", as_json=json)
+        count = len(service.tasks.entries())
+        record = {"address": address, "model": model, "tasks": count}
+        what = "1 task" if count == 1 else f"{count} tasks"
+        console.answer(record, f"Serving {model} with {what} at {address}", as_json=json)
 
-    run_server(app, listener, ready, service.batcher.stop)
+    if run_server(app, listener, ready, service.batcher.stop, lambda: service.batcher.failure is not None):
+        raise Exit(1)
+
+
+def _log_to_stderr(*, access_log: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log = logging.getLogger("i2cl.server")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+    logging.getLogger("i2cl.server.access").disabled = not access_log

@@ -1,4 +1,4 @@
-"""The server's routes, as /openapi.json describes them."""
+"""The HTTP application: routes as /openapi.json describes them."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,25 +12,33 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
+from starlette.types import Scope
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.server.guard import Access, Guard
-from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.interfaces.server.guard import Access, Guard, GuardedRoute, policy
+from i2cl.interfaces.server.refusals import RefusalError, model_failed, stopping
 from i2cl.interfaces.server.routes import completions, management, schemas
-from i2cl.interfaces.server.service import Service, answer_request
-from i2cl.interfaces.server.uploads import most_bytes
+from i2cl.interfaces.server.service import DIGEST_HEADER, Service, answer_request
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")
 PAGE_FILES = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "example.csv")}}
-MOST_BODY = 4 * 2**20  # bytes of a body of texts, or of examples
-MOST_FILE = 256 * 2**20  # bytes of a file of texts
 METHODS = ("DELETE", "GET", "POST", "PUT")
-REFUSED = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504, 507)
+ERROR_STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504, 507)
 
 
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:
-    """The server as an ASGI program; ``page``: with one for people at ``/``; ``origins``: whose may ask."""
+    """Make the server's ASGI application.
+
+    It can be mounted under a prefix of another application. The other application then has to call
+    `Service.close` at its end, since Starlette does not run the lifespan of mounted applications.
+
+    Args:
+        service: the model with its tasks and jobs.
+        access: accepted tokens and host names.
+        page: whether to serve the web page at ``/``.
+        origins: allowed CORS origins.
+    """
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -44,128 +52,127 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        responses={status: {"model": schemas.Problem} for status in REFUSED},
+        responses={status: {"model": schemas.Problem} for status in ERROR_STATUSES},
     )
-    _refusals(app, service)
-    _answers(app, service)
+    app.router.route_class = GuardedRoute
+    _add_error_handlers(app, service)
+    _add_classification(app, service)
     completions.add_chat(app, service)
     management.add_tasks(app, service)
     management.add_jobs(app, service)
-    _state(app, service)
+    management.add_batches(app, service)
+    _add_health(app, service)
     if page:
         for path, name in PAGE_FILES.items():
-            app.add_api_route(path, partial(_file, PAGE / name), include_in_schema=False)
-    guard: Any = Guard(app, access, partial(_bodies, app, service), service.metrics)
+            app.add_api_route(path, policy(None)(partial(_file, PAGE / name)), include_in_schema=False)
+    guard: Any = Guard(app, access, service.metrics)
+    app.state.guard = guard
     if origins:
         guard = CORSMiddleware(
             guard,
             allow_origins=list(origins),
             allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Timeout"],
-            expose_headers=["X-Task-Digest", "Retry-After", "Location"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id", "X-Request-Timeout"],
+            expose_headers=[DIGEST_HEADER, "X-Request-Id", "Retry-After", "Location"],
         )
     return guard
 
 
-def _answers(app: FastAPI, service: Service) -> None:
-    """Routes that classify."""
+def _add_classification(app: FastAPI, service: Service) -> None:
+    """Add the routes that classify. Answers are serialized on a worker thread if they are large."""
 
-    @app.post("/v1/classify", summary="Classify texts")
-    async def classify(
-        body: schemas.Classify, request: Request, response: Response, timeout: schemas.Timeout = None
-    ) -> schemas.Classification:
-        answer = await answer_request(service, request, response, body.model, body.input, timeout)
-        return schemas.Classification.of(body, answer.entry.labels, answer.probabilities, answer.tokens)
+    @app.post("/v1/classify", summary="Classify texts", response_model=schemas.Classification)
+    @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
+    async def classify(body: schemas.Classify, request: Request, timeout: schemas.Timeout = None) -> Response:
+        answer = await answer_request(service, request, body.model, body.input, timeout)
 
-    @app.post("/models/{name:path}", summary="Classify texts, as Hugging Face's clients ask")
+        def serialize() -> str:
+            probabilities = answer.probabilities
+            return schemas.Classification.of(
+                body, answer.entry.labels, probabilities, answer.tokens
+            ).model_dump_json()
+
+        return await service.json_response(answer, serialize)
+
+    @app.post(
+        "/models/{name:path}",
+        summary="Classify texts, for clients of Hugging Face",
+        response_model=list[list[schemas.LabelScore]],
+    )
+    @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def models(
-        name: str,
-        body: schemas.Predict,
-        request: Request,
-        response: Response,
-        timeout: schemas.Timeout = None,
-    ) -> list[list[schemas.LabelScore]]:
-        answer = await answer_request(service, request, response, name, body.inputs, timeout)
-        most = body.parameters.top_k if body.parameters else None
-        return [
-            [
-                schemas.LabelScore(label=label, score=score)
-                for score, label in sorted(zip(probs, answer.entry.labels, strict=True), reverse=True)[:most]
-            ]
-            for probs in answer.probabilities
-        ]
+        name: str, body: schemas.Predict, request: Request, timeout: schemas.Timeout = None
+    ) -> Response:
+        answer = await answer_request(service, request, name, body.inputs, timeout)
+        top_k = body.parameters.top_k if body.parameters else None
+        return await service.json_response(
+            answer, lambda: schemas.ranked_json(answer.entry.labels, answer.probabilities, top_k)
+        )
 
 
-def _state(app: FastAPI, service: Service) -> None:
-    """Routes for those who look after the server."""
+def _add_health(app: FastAPI, service: Service) -> None:
+    """Add the routes for operators."""
 
-    @app.get("/healthz", summary="Whether the process lives")
+    @app.get("/health", summary="Same as /healthz")
+    @app.get("/healthz", summary="Whether the process and its model thread are alive")
+    @policy(None)
     async def healthz() -> dict[str, str]:
         if not service.batcher.alive:
-            raise RefusalError(503, "stopping", "the model's thread has ended: start the server again")
+            raise model_failed() if service.batcher.failure else stopping()
         return {"status": "alive"}
 
-    @app.get("/readyz", summary="Whether it takes requests")
+    @app.get("/readyz", summary="Whether requests are accepted")
+    @policy(None)
     async def readyz() -> dict[str, str]:
         if not service.ready:
-            raise RefusalError(503, "stopping", "this server stops: ask another one")
+            raise model_failed() if service.batcher.failure else stopping()
         return {"status": "ready"}
 
-    @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
+    @app.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    @policy("read")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _refusals(app: FastAPI, service: Service) -> None:
-    """What is not done, as JSON with a code and a cure."""
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
+    """Answer every error with the JSON of `RefusalError.body`."""
 
-    def told(refusal: RefusalError) -> JSONResponse:
+    def respond(refusal: RefusalError) -> JSONResponse:
         service.metrics.refusals.labels(refusal.code).inc()
         return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
 
     @app.exception_handler(I2CLError)
     @app.exception_handler(Exception)
     async def failed(_request: Request, error: Exception) -> JSONResponse:
-        return told(RefusalError.of(error))
+        return respond(RefusalError.of(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        # the text rather than the list of it, and the list rather than a text in its place
+        # of a union's errors, report the innermost, and a list's rather than a string's
         problem = max(error.errors(), key=lambda one: (len(one["loc"]), one["type"] != "string_type"))
         parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
-        message = f"{place or 'the body'} cannot be used, {problem['msg'].removeprefix('Value error, ')}"
+        message = f"{place or 'the body'} is invalid, {problem['msg'].removeprefix('Value error, ')}"
         if problem["type"] == "json_invalid":
-            message = f"the body is not JSON ({problem['ctx']['error']}, character {place})"
-        cure = "see /openapi.json for what this address takes"
-        return told(RefusalError(422, "bad_request", f"{message}: {cure}"))
+            message = f"the body is not valid JSON ({problem['ctx']['error']}, character {place})"
+        return respond(RefusalError(422, "bad_request", f"{message}: see the fields in /openapi.json"))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         headers = dict(error.headers or {})
-        if error.status_code == 405:  # Starlette names the methods of one route of several
-            path = request.url.path
-            headers["Allow"] = ", ".join(name for name in METHODS if _takes(app, name, path))
-        known = {404: ("not_found", "no such address"), 405: ("method", "no such method here")}
-        code, what = known.get(error.status_code, ("bad_request", "it cannot be read"))
-        message = f"{what}: /openapi.json lists addresses and what they take"
-        return told(RefusalError(error.status_code, code, message, headers=headers))
+        if error.status_code == 405:  # Starlette lists the methods of the first matching route only
+            headers["Allow"] = ", ".join(name for name in METHODS if _accepts(app, name, request.scope))
+        known = {404: ("not_found", "not found"), 405: ("method", "method not allowed")}
+        code, what = known.get(error.status_code, ("bad_request", "the request is invalid"))
+        message = f"{what}: see the paths and methods in /openapi.json"
+        return respond(RefusalError(error.status_code, code, message, headers=headers))
 
 
 async def _file(path: Path) -> FileResponse:
     return FileResponse(path)
 
 
-def _bodies(app: FastAPI, service: Service, method: str, path: str) -> tuple[Sequence[str], int]:
-    if method not in {"POST", "PUT"} or not _takes(app, method, path):
-        return (), 0
-    if method == "PUT":
-        return ("application/x-tar",), most_bytes(service.decoder)
-    if path == "/v1/batches":
-        return ("application/jsonl", "application/x-ndjson"), MOST_FILE
-    return (("application/json", "text/csv") if path == "/v1/tasks" else ("application/json",)), MOST_BODY
-
-
-def _takes(app: FastAPI, method: str, path: str) -> bool:
-    scope = {"type": "http", "method": method, "path": path}
-    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
+def _accepts(app: FastAPI, method: str, scope: Scope) -> bool:
+    """Return whether a route accepts a method at the path of a request."""
+    of_path = {name: scope[name] for name in ("type", "path", "root_path") if name in scope}
+    return any(route.matches(of_path | {"method": method})[0] is Match.FULL for route in app.routes)

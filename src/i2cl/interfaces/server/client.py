@@ -1,34 +1,34 @@
-r"""A client of `i2cl serve` without packages of its own: `Client`, and `AsyncClient` with the same methods.
+r"""Clients of `i2cl serve`: `Client`, and `AsyncClient` with the same methods as coroutines.
 
-client = Client("http://127.0.0.1:8000", token=...)
-job = client.fit("films", examples, "Review: {text}\nSentiment: {label}")
-client.wait(job)
-client.classify("films", ["a warm film"])
+with Client("http://127.0.0.1:8000", token=...) as client:
+    job = client.fit("films", examples, "Review: {text}\nSentiment: {label}")
+    client.wait(job)
+    client.classify("films", ["a warm film"])
 """
 
 import asyncio
-import http.client
 import io
 import json
 import tarfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from email.message import Message
-from functools import partial
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+from urllib.parse import quote, urlsplit
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, needs
 
-# What is not the server's own answer: that of a proxy, such as Ray Serve's for a replica that was killed.
-UNKNOWN = "unknown"
+UNKNOWN = "unknown"  # code of an answer that is not the server's own, but that of a proxy
+DIGEST_HEADER = "X-I2CL-Digest"
+PAGE = 1000  # jobs per request of a list
+
+T = TypeVar("T")
 
 
 class ServerError(I2CLError):
-    """What the server refused: its ``status`` of HTTP, 0 where it cannot be reached, and its ``code``."""
+    """An error of the server, with its HTTP ``status`` (0 if it cannot be reached) and ``code``."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -41,189 +41,436 @@ class Prediction:
 
     label: str  # the most probable one
     probabilities: dict[str, float]  # of every label
-    digest: str  # of the task's version that answered
+    digest: str  # version of the task that answered
 
 
-class Client:
-    """Asks a server; safe to share between threads, which have a connection each."""
+@dataclass(frozen=True)
+class _Call(Generic[T]):
+    """A request, and how to read its answer: ``read`` gets the response of httpx."""
+
+    method: str
+    path: str
+    read: Callable[[Any], T]
+    content: bytes | None = None
+    content_type: str = "application/json"
+    params: Mapping[str, str | int] = field(default_factory=dict)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether sending it twice does the same as once."""
+        cancels = self.path.endswith("/cancel")
+        return self.method in {"GET", "PUT"} or self.path == "/v1/classify" or cancels
+
+
+class _Base:
+    """What both clients share: their options, and when a request is retried."""
 
     def __init__(
         self, url: str, *, token: str | None = None, retries: int = 5, timeout: float = 120.0
     ) -> None:
-        """Say where the server is; it is not asked yet.
+        """Set up a client. It connects with its first request.
 
-        ``url``: such as ``http://127.0.0.1:8000``; ``token``: of the server's token file; ``retries``: how
-        often a request is sent again that was refused for now, or that a server lost, unless it begins a fit
-        or a file's job or removes something; ``timeout``: seconds for which an answer is waited for. Raises
-        I2CLError on an address without http:// or https://.
+        Args:
+            url: address of the server, such as ``http://127.0.0.1:8000``.
+            token: a token of the server's token file.
+            retries: how often a request is repeated that the server was too busy for, or that was lost. Those
+                that start a job or remove something are only repeated if they had no effect.
+            timeout: seconds to wait for an answer.
+
+        Raises:
+            I2CLError: on an address without http:// or https://, or if httpx2 is not installed.
         """
-        self._url = urlsplit(url.rstrip("/"))
-        if self._url.scheme not in {"http", "https"}:
-            raise I2CLError(f"{url!r} is no address of a server: begin it with http:// or https://")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._retries, self._timeout = retries, timeout
-        self._own = threading.local()
+        needs("the client", "serve", "httpx2")
+        import httpx2 as httpx
+
+        try:
+            valid = urlsplit(url).scheme in {"http", "https"} and bool(httpx.URL(url).host)
+        except (httpx.InvalidURL, ValueError):
+            valid = False
+        if not valid:
+            raise I2CLError(f"{url!r} is not a valid server URL: begin it with http:// or https://")
+        self._url, self._retries = url.rstrip("/"), retries
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        local = urlsplit(url).hostname in {"127.0.0.1", "::1", "localhost"}
+        self._options: dict[str, Any] = {"base_url": self._url, "headers": headers, "timeout": timeout}
+        self._options["trust_env"] = not local  # no proxy for this machine
+        # A kept-alive connection may break when it is reused, whether or not the request was sent. Requests
+        # that must not be sent twice get a new one.
+        self._fresh = {**self._options, "limits": httpx.Limits(max_keepalive_connections=0)}
+
+    def _attempts(self, call: _Call[T]) -> Generator[float, Any, T]:
+        """Decide on retries: yields seconds to wait before each attempt, is sent its response or error, and
+        returns what ``call`` reads. Raises ServerError.
+        """
+        import httpx2 as httpx
+
+        pause = 0.0
+        for attempt in range(self._retries + 1):
+            last = attempt == self._retries
+            outcome = yield pause
+            if isinstance(outcome, Exception):
+                unsent = isinstance(outcome, httpx.ConnectError | httpx.ConnectTimeout)
+                if last or not (unsent or call.repeatable):
+                    done = "" if call.repeatable or unsent else ", and what it has done"
+                    why = str(outcome) or type(outcome).__name__
+                    message = f"no answer from {self._url} ({why}): check that it serves{done}"
+                    raise ServerError(0, "unreachable", message) from None
+                pause = min(2.0, 0.1 * 2**attempt)
+                continue
+            if outcome.status_code < 400:
+                return call.read(outcome)
+            error = _error_of(outcome)
+            if last or not _retried(call, error):
+                raise error
+            pause = _retry_after(outcome.headers.get("Retry-After", ""))
+        raise AssertionError  # the last attempt returns or raises
+
+
+class Client(_Base):
+    """Client of a server; safe to share between threads. Close it, or use it in a ``with`` statement."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        import httpx2 as httpx
+
+        self._http, self._once = httpx.Client(**self._options), httpx.Client(**self._fresh)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+        self._once.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def classify(
         self, task: str, texts: Sequence[str], *, min_confidence: float | None = None
     ) -> list[Prediction]:
-        """The labels of texts; empty where the highest probability is below ``min_confidence``. Raises
-        I2CLError on a string in place of a list.
+        """Classify texts. The label is empty if its probability is below ``min_confidence``.
+
+        Raises I2CLError if ``texts`` is a single string.
         """
-        if isinstance(texts, str):
-            raise I2CLError("texts is one string: give a list of texts")
-        more = {} if min_confidence is None else {"min_confidence": min_confidence}
-        reply, headers = self._asked("POST", "/v1/classify", {"model": task, "input": list(texts), **more})
-        labels, digest = reply["labels"], str(headers["x-task-digest"] or "")
+        return self._send(_classify(task, texts, min_confidence))
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """List all tasks: ``id``, ``digest``, ``created``, ``labels``, ``source``."""
+        return self._send(_list("/v1/tasks"))
+
+    def fit(self, name: str, examples: Sequence[Mapping[str, str]], template: str, **options: Any) -> str:
+        """Start a fit, and return its job's id.
+
+        Args:
+            name: name of the task.
+            examples: rows with ``text`` and ``label``.
+            template: with ``{text}`` and ``{label}``.
+            options: other fields of the request, see /openapi.json.
+
+        Raises:
+            ServerError: naming invalid rows.
+        """
+        return self._send(_fit(name, examples, template, options))
+
+    def upload(self, name: str, folder: str | Path) -> str:
+        """Upload a task folder, and return its digest. Raises I2CLError if it is not a task folder,
+        ServerError if the server's model cannot use it.
+        """
+        return self._send(_upload(name, folder))
+
+    def delete(self, name: str) -> None:
+        """Remove a task. Raises ServerError if there is none, or if it is a folder of the server."""
+        self._send(_Call("DELETE", f"/v1/tasks/{quote(name)}", _nothing))
+
+    def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
+        """Start to classify lines (``input``, ``model``, ``custom_id``), and return the job's id. Raises
+        ServerError, naming invalid lines.
+        """
+        return self._send(_batch(lines, model))
+
+    def answers(self, job: str) -> list[dict[str, Any]]:
+        """Return the answers of a batch job, in the order of its lines, each with the ``labels`` of its
+        ``probs``. Raises ServerError if it has not finished.
+        """
+        lines = self._send(_answers(job))
+        return _with_labels(lines, self.job(job))
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """List all jobs, newest first."""
+        jobs: list[dict[str, Any]] = []
+        more = True
+        while more:
+            page, more = self._send(_jobs(jobs))
+            jobs += page
+        return jobs
+
+    def job(self, job: str) -> dict[str, Any]:
+        """Return the status of a job."""
+        return self._send(_job(job))
+
+    def cancel(self, job: str) -> dict[str, Any]:
+        """Cancel a job, and return its status. A finished job stays as it is."""
+        return self._send(_cancel(job))
+
+    def delete_job(self, job: str) -> None:
+        """Remove a finished job and its answers. Raises ServerError if it has not finished."""
+        self._send(_Call("DELETE", f"/v1/jobs/{quote(job)}", _nothing))
+
+    def wait(self, job: str, poll: float = 0.5) -> dict[str, Any]:
+        """Wait until a job has finished, and return its last event. Raises ServerError if it failed or was
+        cancelled; ``poll``: seconds between two requests.
+        """
+        while (last := _last_event(self.job(job))) is None:
+            time.sleep(poll)
+        return last
+
+    def _send(self, call: _Call[T]) -> T:
+        import httpx2 as httpx
+
+        attempts, http = self._attempts(call), self._http if call.repeatable else self._once
+        pause = next(attempts)
+        try:
+            while True:
+                time.sleep(pause)
+                try:
+                    outcome: Any = http.request(**_arguments(call))
+                except httpx.TransportError as error:
+                    outcome = error
+                pause = attempts.send(outcome)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+class AsyncClient(_Base):
+    """`Client` for coroutines. Close it with `aclose`, or use it in an ``async with`` statement."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        import httpx2 as httpx
+
+        self._http, self._once = httpx.AsyncClient(**self._options), httpx.AsyncClient(**self._fresh)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+        await self._once.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def classify(
+        self, task: str, texts: Sequence[str], *, min_confidence: float | None = None
+    ) -> list[Prediction]:
+        """See `Client.classify`."""
+        return await self._send(_classify(task, texts, min_confidence))
+
+    async def tasks(self) -> list[dict[str, Any]]:
+        """See `Client.tasks`."""
+        return await self._send(_list("/v1/tasks"))
+
+    async def fit(
+        self, name: str, examples: Sequence[Mapping[str, str]], template: str, **options: Any
+    ) -> str:
+        """See `Client.fit`."""
+        return await self._send(_fit(name, examples, template, options))
+
+    async def upload(self, name: str, folder: str | Path) -> str:
+        """See `Client.upload`."""
+        return await self._send(await asyncio.to_thread(_upload, name, folder))
+
+    async def delete(self, name: str) -> None:
+        """See `Client.delete`."""
+        await self._send(_Call("DELETE", f"/v1/tasks/{quote(name)}", _nothing))
+
+    async def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
+        """See `Client.batch`."""
+        return await self._send(_batch(lines, model))
+
+    async def answers(self, job: str) -> list[dict[str, Any]]:
+        """See `Client.answers`."""
+        lines = await self._send(_answers(job))
+        return _with_labels(lines, await self.job(job))
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        """See `Client.jobs`."""
+        jobs: list[dict[str, Any]] = []
+        more = True
+        while more:
+            page, more = await self._send(_jobs(jobs))
+            jobs += page
+        return jobs
+
+    async def job(self, job: str) -> dict[str, Any]:
+        """See `Client.job`."""
+        return await self._send(_job(job))
+
+    async def cancel(self, job: str) -> dict[str, Any]:
+        """See `Client.cancel`."""
+        return await self._send(_cancel(job))
+
+    async def delete_job(self, job: str) -> None:
+        """See `Client.delete_job`."""
+        await self._send(_Call("DELETE", f"/v1/jobs/{quote(job)}", _nothing))
+
+    async def wait(self, job: str, poll: float = 0.5) -> dict[str, Any]:
+        """See `Client.wait`."""
+        while (last := _last_event(await self.job(job))) is None:
+            await asyncio.sleep(poll)
+        return last
+
+    async def _send(self, call: _Call[T]) -> T:
+        import httpx2 as httpx
+
+        attempts, http = self._attempts(call), self._http if call.repeatable else self._once
+        pause = next(attempts)
+        try:
+            while True:
+                await asyncio.sleep(pause)
+                try:
+                    outcome: Any = await http.request(**_arguments(call))
+                except httpx.TransportError as error:
+                    outcome = error
+                pause = attempts.send(outcome)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def _arguments(call: _Call[Any]) -> dict[str, Any]:
+    """Return the arguments of httpx's ``request``."""
+    headers = {} if call.content is None else {"Content-Type": call.content_type}
+    url = {"method": call.method, "url": call.path, "params": dict(call.params)}
+    return {**url, "content": call.content, "headers": headers}
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _nothing(_response: Any) -> None:
+    """Ignore the body of a response."""
+
+
+def _classify(task: str, texts: Sequence[str], min_confidence: float | None) -> _Call[list[Prediction]]:
+    if isinstance(texts, str):
+        raise I2CLError("texts is one string: give a list of texts")
+
+    def read(response: Any) -> list[Prediction]:
+        reply, digest = response.json(), response.headers.get(DIGEST_HEADER, "")
         return [
-            Prediction(one["label"], dict(zip(labels, one["probs"], strict=True)), digest)
+            Prediction(one["label"], dict(zip(reply["labels"], one["probs"], strict=True)), digest)
             for one in reply["data"]
         ]
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """Every task: ``id``, ``digest``, ``created``, ``labels``."""
-        return list(self._asked("GET", "/v1/tasks")[0]["data"])
+    body: dict[str, Any] = {"model": task, "input": list(texts)}
+    body |= {} if min_confidence is None else {"min_confidence": min_confidence}
+    return _Call("POST", "/v1/classify", read, _json(body))
 
-    def fit(self, name: str, examples: Sequence[Mapping[str, str]], template: str, **options: Any) -> str:
-        """Begin a fit, and return its job's id. Raises ServerError, naming rows that cannot be used.
 
-        ``name``: of the task; ``examples``: each with its ``text`` and ``label``; ``template``: with
-        ``{text}`` and ``{label}``; ``options``: other fields of the request, see /openapi.json.
-        """
-        body = {"name": name, "examples": [dict(row) for row in examples], "template": template, **options}
-        return str(self._asked("POST", "/v1/tasks", body)[0]["id"])
+def _list(path: str) -> _Call[list[dict[str, Any]]]:
+    return _Call("GET", path, lambda response: list(response.json()["data"]))
 
-    def upload(self, name: str, folder: str | Path) -> str:
-        """Send an artefact's folder; its digest. Raises I2CLError on a folder that is none, ServerError if it
-        is none of the server's model.
-        """
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            for file in ("injection.json", "injection.safetensors"):
-                try:
-                    tar.add(Path(folder) / file, arcname=file)
-                except OSError as error:
-                    why = f"{str(folder)!r} cannot be sent: {error.strerror} ({file})"
-                    raise I2CLError(f"{why}: give a folder that `i2cl fit` wrote") from error
-        path, body = f"/v1/tasks/{quote(name)}", packed.getvalue()
-        return str(self._asked("PUT", path, body, "application/x-tar")[0]["digest"])
 
-    def delete(self, name: str) -> None:
-        """Remove a task. Raises ServerError if there is none."""
-        self._asked("DELETE", f"/v1/tasks/{quote(name)}")
+def _fit(
+    name: str, examples: Sequence[Mapping[str, str]], template: str, options: Mapping[str, Any]
+) -> _Call[str]:
+    body = {"name": name, "examples": [dict(row) for row in examples], "template": template, **options}
+    return _Call("POST", "/v1/tasks", lambda response: str(response.json()["id"]), _json(body))
 
-    def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
-        """Begin to classify a file's lines (``input``, ``model``, ``custom_id``), and return its job's id.
-        Raises ServerError, naming lines that cannot be used.
-        """
-        body = b"".join(json.dumps(dict(line)).encode() + b"\n" for line in lines)
-        query = f"?{urlencode({'model': model})}" if model is not None else ""
-        return str(self._asked("POST", f"/v1/batches{query}", body, "application/jsonl")[0]["id"])
 
-    def answers(self, job: str) -> list[dict[str, Any]]:
-        """The answers for a file, in the order of its lines. Raises ServerError if it has not been done."""
-        lines: bytes = self._asked("GET", f"/v1/batches/{quote(job)}")[0]
-        return [json.loads(line) for line in lines.splitlines()]
-
-    def jobs(self) -> list[dict[str, Any]]:
-        """Fits and files, the newest first."""
-        return list(self._asked("GET", "/v1/jobs")[0]["data"])
-
-    def job(self, job: str) -> dict[str, Any]:
-        """Where a job stands."""
-        return dict(self._asked("GET", f"/v1/jobs/{quote(job)}")[0])
-
-    def cancel(self, job: str) -> None:
-        """End a job, or remove one that has ended."""
-        self._asked("DELETE", f"/v1/jobs/{quote(job)}")
-
-    def wait(self, job: str, look: float = 0.5) -> dict[str, Any]:
-        """Wait for a job's end; its last event. Raises ServerError if it failed or was cancelled."""
-        while (record := self.job(job))["status"] not in {"done", "failed", "cancelled"}:
-            time.sleep(look)
-        last: dict[str, Any] = record["last"]
-        if record["status"] != "done":
-            cancelled = {"code": "cancelled", "message": f"job {job} was cancelled: begin it anew"}
-            error = last.get("error", cancelled)
-            raise ServerError(0, error["code"], error["message"])
-        return last
-
-    def _asked(
-        self, method: str, path: str, body: Any = None, kind: str = "application/json"
-    ) -> tuple[Any, Message]:
-        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        headers = self._headers | ({"Content-Type": kind} if content is not None else {})
-        twice = _may_be_done_twice(method, path)
-        for attempt in range(self._retries + 1):
-            last, sent = attempt == self._retries, False
+def _upload(name: str, folder: str | Path) -> _Call[str]:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for file in ("injection.json", "injection.safetensors"):
             try:
-                connection = self._kept()
-                if not twice:  # on a connection of its own: an old one may break after the request was heard
-                    connection.close()
-                if connection.sock is None:
-                    connection.connect()
-                sent = True
-                connection.request(method, self._url.path + path, content, headers)
-                reply = connection.getresponse()
-                answer = reply.read()
-            except (OSError, http.client.HTTPException) as error:
-                if (kept := getattr(self._own, "connection", None)) is not None:
-                    kept.close()
-                if last or (sent and not twice):
-                    cure = "check that it serves" + ("" if twice else ", and what it has done")
-                    message = f"no answer from {self._url.geturl()} ({error}): {cure}"
-                    raise ServerError(0, "unreachable", message) from None
-                time.sleep(min(2.0, 0.1 * 2**attempt))
-                continue
-            if reply.status < 400:
-                is_json = reply.headers.get_content_type() == "application/json"
-                return (json.loads(answer) if is_json else answer), reply.headers
-            refused = _refused(reply.status, answer)
-            if last or not _again(method, path, refused):
-                raise refused
-            time.sleep(_pause(reply.headers.get("Retry-After", "")))
-        raise AssertionError  # the last attempt returns or raises
-
-    def _kept(self) -> http.client.HTTPConnection:
-        if not hasattr(self._own, "connection"):
-            kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-            self._own.connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout)
-        connection: http.client.HTTPConnection = self._own.connection
-        return connection
+                tar.add(Path(folder) / file, arcname=file)
+            except OSError as error:
+                why = f"{str(folder)!r} cannot be uploaded: {error.strerror} ({file})"
+                raise I2CLError(f"{why}: give a folder that `i2cl fit` wrote") from error
+    path, content = f"/v1/tasks/{quote(name)}", packed.getvalue()
+    return _Call("PUT", path, lambda response: str(response.json()["digest"]), content, "application/x-tar")
 
 
-class AsyncClient:
-    """`Client` for coroutines: the same methods, each to be awaited."""
-
-    def __init__(self, url: str, **options: Any) -> None:
-        """As that of `Client`."""
-        self._client = Client(url, **options)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return partial(asyncio.to_thread, getattr(self._client, name))
-
-
-def _again(method: str, path: str, refused: ServerError) -> bool:
-    """Whether a request that was refused may be sent again: it has done nothing, or may be done twice."""
-    if refused.code != UNKNOWN or refused.status == 429:
-        return refused.status in {429, 503}
-    return refused.status >= 500 and _may_be_done_twice(method, path)  # a proxy's answer tells nothing
+def _batch(lines: Sequence[Mapping[str, Any]], model: str | None) -> _Call[str]:
+    content = b"".join(_json(dict(line)) + b"\n" for line in lines)
+    params = {} if model is None else {"model": model}
+    return _Call(
+        "POST",
+        "/v1/batches",
+        lambda response: str(response.json()["id"]),
+        content,
+        "application/jsonl",
+        params,
+    )
 
 
-def _may_be_done_twice(method: str, path: str) -> bool:
-    return method in {"GET", "PUT"} or path == "/v1/classify"
+def _answers(job: str) -> _Call[list[dict[str, Any]]]:
+    def read(response: Any) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in response.content.splitlines()]
+
+    return _Call("GET", f"/v1/batches/{quote(job)}", read)
 
 
-def _pause(retry_after: str) -> float:
-    """Seconds to wait: at most a minute, and one where a proxy names a date, or nothing."""
-    return min(60.0, float(retry_after)) if retry_after.isdecimal() else 1.0
+def _with_labels(lines: list[dict[str, Any]], job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Add the labels of each line's task, which the server sends once, in the last event of the job."""
+    labels = job["last"]["labels"]
+    return [line | {"labels": labels[line["model"]]} if "probs" in line else line for line in lines]
 
 
-def _refused(status: int, body: bytes) -> ServerError:
+def _jobs(before: list[dict[str, Any]]) -> _Call[tuple[list[dict[str, Any]], bool]]:
+    """Return the request for the next page, after the jobs of those before."""
+    params: dict[str, str | int] = {"limit": PAGE}
+    params |= {"after": before[-1]["id"]} if before else {}
+
+    def read(response: Any) -> tuple[list[dict[str, Any]], bool]:
+        return response.json()["data"], response.json().get("has_more", False)
+
+    return _Call("GET", "/v1/jobs", read, params=params)
+
+
+def _job(job: str) -> _Call[dict[str, Any]]:
+    return _Call("GET", f"/v1/jobs/{quote(job)}", lambda response: dict(response.json()))
+
+
+def _cancel(job: str) -> _Call[dict[str, Any]]:
+    return _Call("POST", f"/v1/jobs/{quote(job)}/cancel", lambda response: dict(response.json()))
+
+
+def _last_event(job: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the last event of a finished job, None for others. Raises ServerError if it was not done."""
+    if job["status"] not in {"done", "failed", "cancelled"}:
+        return None
+    last: dict[str, Any] = job["last"]
+    if job["status"] != "done":
+        cancelled = {"code": "cancelled", "message": f"job {job['id']} was cancelled: start it again"}
+        error = last.get("error", cancelled)
+        raise ServerError(0, error["code"], error["message"])
+    return last
+
+
+def _retried(call: _Call[Any], error: ServerError) -> bool:
+    """Return whether to repeat a request after an error: it had no effect, or may be repeated."""
+    if error.code != UNKNOWN or error.status == 429:
+        return error.status in {429, 503}
+    return error.status >= 500 and call.repeatable  # of a proxy, which does not say what happened
+
+
+def _retry_after(header: str) -> float:
+    """Return the seconds to wait: at most a minute, and one if the header is a date or missing."""
+    return min(60.0, float(header)) if header.isdecimal() else 1.0
+
+
+def _error_of(response: Any) -> ServerError:
     try:
-        error = json.loads(body)["error"]
-        return ServerError(status, error["code"], error["message"])
+        error = response.json()["error"]
+        return ServerError(response.status_code, error["code"], error["message"])
     except (ValueError, KeyError, TypeError):
+        status = response.status_code
         return ServerError(status, UNKNOWN, f"the server answered with status {status}: is it i2cl serve?")

@@ -1,4 +1,4 @@
-"""Files of texts: JSON Lines in, JSON Lines out in the same order, each line once whatever happens."""
+"""Batch jobs: JSON Lines in, JSON Lines out in the same order, each line exactly once."""
 
 import codecs
 import json
@@ -14,18 +14,20 @@ from i2cl.errors import I2CLError, first_problem
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.task_store import TaskStore
+from i2cl.interfaces.server.task_store import Entry, TaskStore
 from i2cl.models.scoring import require_texts
 from i2cl.storage.journal import Journal
 
 INPUT, OUTPUT = "input.jsonl", "output.jsonl"
-CHUNK = 64  # lines that are asked, answered and written together; a kill loses at most those
-LONGEST_LINE = 2**20  # bytes, which is more than any context holds
-MOST_REFUSED = 1000  # lines that cannot be used, behind which no more are looked for
+CHUNK = 64  # lines that are scored and written together; a kill loses at most those
+MAX_LINE = 2**20  # bytes, which is more than any context holds
+MAX_ERRORS = 1000  # invalid lines after which the rest is not checked
+MAX_JOB_BYTES = 2**30  # of a job on the disk: its input, and an upper bound of its answers
+BYTES_PER_ANSWER, BYTES_PER_PROBABILITY = 400, 25  # upper bounds, in JSON
 
 
 class Line(pydantic.BaseModel):
-    """A line of the file that comes in."""
+    """A line of the input."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -35,16 +37,26 @@ class Line(pydantic.BaseModel):
 
 
 def read_lines(
-    body: IO[bytes], model: str | None, known: Callable[[str], Any], rows: IO[bytes]
-) -> tuple[int, list[str]]:
-    """Write the lines of a file, each with its task, to ``rows``; how many there are, and those tasks. One
-    line is in memory at a time.
+    body: IO[bytes], model: str | None, find: Callable[[str], Entry], rows: IO[bytes]
+) -> tuple[int, list[str], int]:
+    """Check the lines of a file, and write each with its task. One line is in memory at a time.
 
-    ``model``: the task of lines that name none; ``known``: refuses the name of a task that is not here.
-    Raises RefusalError: 422 naming every line that cannot be used, 404 on an unknown task.
+    Args:
+        body: the file.
+        model: task of lines that name none.
+        find: returns a task by its name, or raises RefusalError.
+        rows: file to write to.
+
+    Returns:
+        The number of lines, the names of their tasks, and an upper bound of the job's bytes on the disk.
+
+    Raises:
+        RefusalError: 422 naming every invalid line, 404 for an unknown task, 413 if the job would take more
+            than `MAX_JOB_BYTES`.
     """
-    count, names, refused = 0, set(), []
-    for number, text in enumerate(iter(partial(body.readline, LONGEST_LINE + 1), b""), start=1):
+    count, size, refused = 0, 0, []
+    labels: dict[str, int] = {}  # number of labels of each task
+    for number, text in enumerate(iter(partial(body.readline, MAX_LINE + 1), b""), start=1):
         text = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text  # noqa: PLW2901
         if not text.strip():
             continue
@@ -53,40 +65,54 @@ def read_lines(
         except I2CLError as error:
             refused.append(f"line {number}: {str(error).removeprefix('text 1 ')}")
         else:
-            if name not in names:
-                try:
-                    known(name)
-                except RefusalError as error:
-                    raise error.at(f"line {number}") from None
-                names.add(name)
+            if name not in labels:
+                labels[name] = _count_labels(find, name, number)
             count += 1
             row = {"line": number, **line.model_dump(), "model": name}
-            rows.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        if len(refused) == MOST_REFUSED or len(text) > LONGEST_LINE:
+            written = rows.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            size += 2 * written + BYTES_PER_ANSWER + BYTES_PER_PROBABILITY * labels[name]
+            _check_size(size, number)
+        if len(refused) == MAX_ERRORS or len(text) > MAX_LINE:
             break
     if refused:
         raise RefusalError(422, "bad_rows", refused[0], rows=refused)
     if not count:
-        raise RefusalError(422, "bad_input", "the file has no lines: give it at least one")
-    return count, sorted(names)
+        raise RefusalError(422, "bad_input", "the file has no lines: send at least one")
+    return count, sorted(labels), size
+
+
+def _count_labels(find: Callable[[str], Entry], name: str, line: int) -> int:
+    try:
+        return len(find(name).labels)
+    except RefusalError as error:
+        raise error.at(f"line {line}") from None
+
+
+def _check_size(size: int, line: int) -> None:
+    if size > MAX_JOB_BYTES:
+        what = f"the file with its answers would exceed {MAX_JOB_BYTES / 1e9:.1f} GB on line {line}"
+        raise RefusalError(413, "file_too_long", f"{what}: split it")
 
 
 def _line(text: bytes, model: str | None) -> tuple[Line, str]:
-    if len(text) > LONGEST_LINE:
-        raise I2CLError(f"it is longer than {LONGEST_LINE} bytes: shorten it")
+    if len(text) > MAX_LINE:
+        raise I2CLError(f"it is longer than {MAX_LINE} bytes: shorten it")
     try:
         line = Line.model_validate_json(text)
     except pydantic.ValidationError as error:
         raise I2CLError(first_problem(error)) from None
     require_texts([line.input])
     if (name := line.model or model) is None:
-        raise I2CLError("no task is named: write model into the line, or give ?model= to all")
+        raise I2CLError("no task is named: add model to the line, or ?model= for all lines")
     return line, name
 
 
 def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
-    """Do the job of a file: what its last event tells. Goes on behind the last chunk that is on the disk. A
-    line without an answer has its reason in the place of a label. Raises FitStoppedError if it is cancelled.
+    """Run a batch job, after the last chunk that is on the disk, and return the fields of its last event.
+
+    A line that cannot be scored has an ``error`` in place of a label. The labels of each task, in the order
+    of the probabilities, are in the last event: repeated on every line, they would multiply the size of the
+    file. Raises FitStoppedError if the job is cancelled.
     """
     digests, rows, out = job.request["digests"], job.request["rows"], job.folder / OUTPUT
     with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
@@ -95,7 +121,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             failures = sum("error" in json.loads(line) for line in written)
         deque(islice(lines, done), maxlen=0)
         while chunk := [json.loads(line) for line in islice(lines, CHUNK)]:
-            job.require_wanted()
+            job.raise_if_cancelled()
             answers = _answers(chunk, digests, batcher, tasks)
             records = [
                 {name: line[name] for name in ("line", "custom_id", "model")} | answer
@@ -104,14 +130,14 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in records))
             done += len(chunk)
             failures += sum("error" in one for one in records)
-            job.show("rows", done=done, rows=rows, failed=failures)
-    return {"rows": rows, "failed": failures}
+            job.publish_progress("rows", done=done, rows=rows, failed=failures)
+    return {"rows": rows, "failed": failures, "labels": job.request["labels"]}
 
 
 def _answers(
     chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskStore
 ) -> list[dict[str, Any]]:
-    """Of each line: its label and probabilities, or why it has none."""
+    """Return the label and probabilities of each line, or its error."""
     answers: list[dict[str, Any]] = [{} for _ in chunk]
     rows, places = [], []
     for at, line in enumerate(chunk):
@@ -127,5 +153,16 @@ def _answers(
             continue
         labels, probs = row.task.questions.task.labels, scores.softmax(-1).tolist()
         answers[at] = {"digest": digests[chunk[at]["model"]], "label": labels[probs.index(max(probs))]}
-        answers[at] |= {"labels": labels, "probs": probs}
+        answers[at]["probs"] = probs
     return answers
+
+
+def description(entries: dict[str, Entry], rows: int, size: int) -> dict[str, Any]:
+    """Return the request of a batch job; ``entries``: its tasks by name."""
+    return {
+        "rows": rows,
+        "tasks": sorted(entries),
+        "digests": {name: entry.digest for name, entry in entries.items()},
+        "labels": {name: list(entry.labels) for name, entry in entries.items()},
+        "bytes": size,
+    }

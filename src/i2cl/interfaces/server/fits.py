@@ -42,7 +42,7 @@ class SharedDecoder(Decoder):
 
     def pause(self) -> None:
         """Answer requests that wait; end a fit that is not wanted any more."""
-        self.job.require_wanted()
+        self.job.raise_if_cancelled()
         began = time.perf_counter()
         self._batcher.pause()
         self.elsewhere += time.perf_counter() - began
@@ -164,7 +164,9 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             chosen = chosen.timed(decoder, task, method)
         demonstrations = chosen.demonstrations
         plan = plan_evaluation(task, demonstrations, request["evaluate"], seed=seed)
-        job.show("drawn", demonstrations=len(demonstrations), seconds=chosen.seconds, **_plan(plan))
+        job.publish_progress(
+            "drawn", demonstrations=len(demonstrations), seconds=chosen.seconds, **_plan(plan)
+        )
         injection = fit_task(
             decoder, task, demonstrations, FitRequest(method, seed), plan, observer, observer.clock
         )
@@ -197,14 +199,14 @@ class _JobObserver(FitObserver):
     def step(self, done: int, total: int, loss: float) -> None:
         if done == total or time.monotonic() - self._shown > LOOK:
             self._shown = time.monotonic()
-            self._job.show("step", step=done, steps=total, loss=loss)
+            self._job.publish_progress("step", step=done, steps=total, loss=loss)
 
     def fitted(self, injection: Injection, seconds: float) -> None:
         loss = injection.history[-1] if injection.history else None
-        self._job.show("fitted", seconds=seconds, loss=loss)
+        self._job.publish_progress("fitted", seconds=seconds, loss=loss)
 
     def evaluating(self, method: str) -> None:
-        self._job.show("scoring", method=method)
+        self._job.publish_progress("scoring", method=method)
 
 
 def _untimed(injection: Injection) -> Injection:

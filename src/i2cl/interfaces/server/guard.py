@@ -1,22 +1,33 @@
-"""What stands before every route: who asks, from where, how much, and what is told when something fails."""
+"""Checks around and inside the application: host names, tokens, body limits, request ids, the access log.
+
+`Guard` is the outermost ASGI application: it checks the Host header, gives every request an id, adds security
+headers, and logs. `GuardedRoute` enforces a route's `Policy` once the router has chosen it, so that
+authorization never depends on how the path is spelled or which prefix the application is mounted under.
+"""
 
 import asyncio
 import hashlib
 import hmac
 import ipaddress
 import logging
+import re
+import secrets
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
+from urllib.parse import quote
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
-from starlette.types import Message, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.metrics import Metrics
@@ -24,18 +35,17 @@ from i2cl.interfaces.server.refusals import RefusalError, busy
 
 Role = Literal["read", "admin"]
 
-# What needs no token: nothing there is a task's.
-OPEN = ("/", "/healthz", "/readyz", "/openapi.json", "/page.css", "/page.js", "/example.csv")
-
-SHORTEST_TOKEN = 16
-BODY_SECONDS = 30.0  # for which a body may come in, and longer by `BODY_RATE`
-BODY_RATE = 2**18  # bytes that give a body another second once they are there
-IN_MEMORY = 2**20  # bytes of a body beyond which it lies on the disk
-MOST_HELD = 2**29  # bytes of all bodies at once; those of up to `SMALL` are taken in any case
+MIN_TOKEN_LENGTH = 16
+BODY_SECONDS = 30.0  # time limit for receiving a body, plus one second per `BODY_RATE` bytes
+BODY_RATE = 2**18
+MAX_IN_MEMORY = 2**20  # bytes of a body beyond which it is spooled to disk
+MAX_HELD = 2**29  # bytes of all bodies in flight; bodies of up to `SMALL` bytes are always accepted
 SMALL = 2**16
-MOST_RUNNING = 512  # requests at once, those aside that need no token
+MAX_REQUESTS = 512  # concurrent requests, not counting public routes and event streams
+MAX_STREAMS = 256  # concurrent event streams
+MAX_STREAMS_PER_READER = 16
 
-# In a scope: the body as a file that closes with the request; whose reading token it was.
+# Keys of the ASGI scope: the body as a file that is closed with the request; the id of the read token.
 BODY, READER = "i2cl.body", "i2cl.reader"
 
 HEADERS = {
@@ -46,27 +56,66 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # other ids are replaced: they would end up in the log
 
 _log = logging.getLogger("i2cl.server")
+_access_log = logging.getLogger("i2cl.server.access")
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Requirements of a route, checked after routing and before the body is read."""
+
+    role: Role | None = "admin"  # lowest role that may use it; None: public
+    content_types: tuple[str, ...] = ()  # accepted types of the body; empty: no body is read
+    max_body: int = 0  # bytes
+    stream: bool = False  # whether the response stays open, and is counted as an event stream
+
+
+def policy(
+    role: Role | None, *content_types: str, max_body: int = 0, stream: bool = False
+) -> Callable[[Endpoint], Endpoint]:
+    """Declare the `Policy` of an endpoint. Endpoints without one need an admin token."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        endpoint.policy = Policy(role, content_types, max_body, stream)  # type: ignore[attr-defined]
+        return endpoint
+
+    return declare
+
+
+class GuardedRoute(APIRoute):
+    """Route that enforces the policy of its endpoint, by the guard in ``app.state.guard``."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that was routed here."""
+        if scope["method"] not in (self.methods or ()):  # answered with a 405, whatever the token
+            await super().handle(scope, receive, send)
+            return
+        guard: Guard = scope["app"].state.guard
+        required = getattr(self.endpoint, "policy", Policy())
+        async with guard.admitted(required, scope, receive) as receive_body:
+            await super().handle(scope, receive_body, send)
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask."""
+    """Tokens and host names that are accepted."""
 
-    # of each role; none at all means that everybody may do everything
-    tokens: Mapping[str, Role] = field(default_factory=dict)
-    hosts: frozenset[str] = frozenset()  # names under which this server is asked for; empty for any
+    tokens: Mapping[str, Role] = field(default_factory=dict)  # empty: everything is allowed without a token
+    hosts: frozenset[str] = frozenset()  # accepted Host headers, without port; empty: any
 
     def require_host(self, host: str) -> None:
-        """Refuse (421) a name that is not ours: a page elsewhere may have bound it to this address."""
+        """Raise RefusalError (421) on a foreign Host header, which protects from DNS rebinding."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self.hosts and name.lower() not in self.hosts:
-            message = "this server is not asked for by that Host: add --allowed-host"
+            message = f"host {name[:100]!a} is not allowed: add it with --allowed-host"
             raise RefusalError(421, "unknown_host", message)
 
     def role(self, header: str) -> Role | None:
-        """That of a bearer token, in a time that does not depend on it."""
+        """Return the role of an Authorization header, comparing tokens in constant time."""
         kind, _, given = header.partition(" ")
         match: Role | None = None
         for token, role in self.tokens.items():
@@ -75,12 +124,26 @@ class Access:
         return match
 
     def reader(self, header: str) -> str:
-        """What stands for a token where it is not to be told."""
+        """Return a stable, non-reversible id of the token in an Authorization header."""
         return hashlib.sha256(header.partition(" ")[2].strip().encode()).hexdigest()[:16]
+
+    def authorize(self, required: Role, header: str) -> str | None:
+        """Check an Authorization header, and return the id of a read token (None for an admin, or if there
+        are no tokens). Raises RefusalError: 401 without a valid token, 403 if its role does not suffice.
+        """
+        if not self.tokens:
+            return None
+        role = self.role(header)
+        if role is None:
+            message = "missing or invalid token: send Authorization: Bearer TOKEN"
+            raise RefusalError(401, "no_token", message, headers={"WWW-Authenticate": "Bearer"})
+        if required == "admin" and role != "admin":
+            raise RefusalError(403, "read_token", "this token is read-only: use an admin token")
+        return self.reader(header) if role == "read" else None
 
 
 def read_tokens(path: Path) -> dict[str, Role]:
-    """Tokens of a file, a role and a token a line. Raises I2CLError, naming the line and never a token."""
+    """Read a token file of lines "<role> <token>". Raises I2CLError with the line number, never the token."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -90,17 +153,17 @@ def read_tokens(path: Path) -> dict[str, Role]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or words[0] not in {"read", "admin"} or len(words[1]) < SHORTEST_TOKEN:
-            cure = f"write 'admin TOKEN' or 'read TOKEN', with at least {SHORTEST_TOKEN} characters"
-            raise I2CLError(f"--token-file {str(path)!r} line {number} is no role and token: {cure}")
+        if len(words) != 2 or words[0] not in {"read", "admin"} or len(words[1]) < MIN_TOKEN_LENGTH:
+            expected = f"'admin TOKEN' or 'read TOKEN' with a token of at least {MIN_TOKEN_LENGTH} characters"
+            raise I2CLError(f"--token-file {str(path)!r} line {number} is invalid: write {expected}")
         roles[words[1]] = "admin" if words[0] == "admin" else "read"
     if not roles:
-        raise I2CLError(f"--token-file {str(path)!r} holds no token: write a line 'admin TOKEN'")
+        raise I2CLError(f"--token-file {str(path)!r} has no tokens: write a line 'admin TOKEN'")
     return roles
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether an address is only reachable from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -109,113 +172,146 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(eq=False)
 class Guard:
-    """An ASGI program around another one, which sees only what may come in, with its whole body."""
+    """Outermost ASGI application. It also counts what is in flight, for `GuardedRoute`."""
 
-    app: Any  # the program inside
-    access: Access  # who may ask
-    # content types that a method and a path take, none where a body is not read; the longest body in bytes
-    bodies: Callable[[str, str], tuple[Sequence[str], int]]
-    metrics: Metrics  # counts requests and refusals
-    held: int = 0  # bytes of bodies that are here now
-    running: int = 0  # requests that are here now
+    app: Any  # the application inside
+    access: Access
+    metrics: Metrics  # counts requests and errors
+    held: int = 0  # bytes of request bodies in flight
+    running: int = 0  # requests in flight, not counting public routes and event streams
+    streams: Counter[str | None] = field(default_factory=Counter)  # open event streams by read token
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection; see https://asgi.readthedocs.io."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
         began, status = False, 500
+        started = time.perf_counter()
+        method, path = scope["method"], scope["path"]
 
-        async def sent(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal began, status
             if message["type"] == "http.response.start":
                 began, status = True, message["status"]
                 headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
-        self.running += 1
-        ends = ExitStack()
         try:
-            received = await self._admitted(scope, receive, ends)
-            await self.app(scope, received, sent)
-        except Exception as error:  # noqa: BLE001 - the process lives on, and the client is told
+            self.access.require_host(Headers(scope=scope).get("host", ""))
+            await self.app(scope, receive, send_with_headers)
+        except Exception as error:  # noqa: BLE001 - an error of one request must not end the server
             if not isinstance(error, RefusalError):
-                frames = traceback.extract_tb(error.__traceback__)[:-4:-1]
-                places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
-                _log.error("%s at %s", type(error).__name__, places)  # not its words, which may hold a text
+                _log_error(error, request_id)
             if not began:
                 refusal = RefusalError.of(error)
                 self.metrics.refusals.labels(refusal.code).inc()
-                await JSONResponse(refusal.body(), refusal.status, refusal.headers)(scope, receive, sent)
+                await JSONResponse(refusal.body(), refusal.status, refusal.headers)(
+                    scope, receive, send_with_headers
+                )
         finally:
-            ends.close()
-            self.running -= 1
             self.metrics.requests.labels(getattr(scope.get("route"), "path", "other"), status).inc()
+            milliseconds = 1000 * (time.perf_counter() - started)
+            client = (scope.get("client") or ["-"])[0]
+            line = '%s "%s %s" %d %.1f ms id=%s'
+            _access_log.info(line, client, quote(method), quote(path), status, milliseconds, request_id)
 
-    async def _admitted(self, scope: Scope, receive: Any, ends: ExitStack) -> Any:
-        """The request's body, to be received once more by the program inside."""
-        headers, method, path = Headers(scope=scope), scope["method"], scope["path"]
-        self.access.require_host(headers.get("host", ""))
-        if self.running > MOST_RUNNING and path not in OPEN:
-            raise busy(503, f"{MOST_RUNNING} requests are here already")
-        if self.access.tokens and path not in OPEN:
-            header = headers.get("authorization", "")
-            role = self.access.role(header)
-            if role is None:
-                message = "no token that is known: send Authorization: Bearer TOKEN"
-                raise RefusalError(401, "no_token", message, headers={"WWW-Authenticate": "Bearer"})
-            if role == "read":
-                if method not in {"GET", "HEAD", "OPTIONS"} and path.startswith("/v1/tasks"):
-                    raise RefusalError(403, "read_token", "this token only reads: take an admin's")
-                scope[READER] = self.access.reader(header)
-        allowed, limit = self.bodies(method, path)
-        if not allowed:
-            return receive
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind not in allowed:
-            message = f"the body is no {' or '.join(allowed)}: say so in Content-Type"
-            raise RefusalError(415, "content_type", message)
-        body = ends.enter_context(SpooledTemporaryFile(IN_MEMORY))  # noqa: SIM115 - closes with ends
-        await self._fill(body, Request(scope, receive), limit, ends)
+    @asynccontextmanager
+    async def admitted(self, required: Policy, scope: Scope, receive: Receive) -> AsyncIterator[Receive]:
+        """Enforce a policy, then run the block with a ``receive`` that returns the whole body.
+
+        Raises RefusalError: 401, 403, 408, 413, 415, 429 or 503.
+        """
+        with ExitStack() as ends:
+            if required.role is not None:
+                header = Headers(scope=scope).get("authorization", "")
+                reader = self.access.authorize(required.role, header)
+                if reader is not None:
+                    scope[READER] = reader
+                ends.enter_context(self._slot(reader, stream=required.stream))
+            if required.content_types:
+                receive = await self._body(required, scope, receive, ends)
+            yield receive
+
+    def _slot(self, reader: str | None, *, stream: bool) -> ExitStack:
+        """Count a request until the result is closed. Raises RefusalError (429, 503) at the limit."""
+        ends = ExitStack()
+        if stream:
+            if reader is not None and self.streams[reader] >= MAX_STREAMS_PER_READER:
+                raise busy(429, f"this token has {MAX_STREAMS_PER_READER} event streams open")
+            if self.streams.total() >= MAX_STREAMS:
+                raise busy(503, f"{MAX_STREAMS} event streams are open")
+            self.streams[reader] += 1
+            ends.callback(self._close_stream, reader)
+        else:
+            if self.running >= MAX_REQUESTS:
+                raise busy(503, f"{MAX_REQUESTS} requests are running")
+            self.running += 1
+            ends.callback(self._release, "running", 1)
+        return ends
+
+    def _close_stream(self, reader: str | None) -> None:
+        self.streams[reader] -= 1
+        self.streams += Counter()  # drops zero counts
+
+    def _release(self, counter: Literal["held", "running"], amount: int) -> None:
+        setattr(self, counter, getattr(self, counter) - amount)
+
+    async def _body(self, required: Policy, scope: Scope, receive: Receive, ends: ExitStack) -> Receive:
+        """Receive the body into a file, and return a ``receive`` that returns it in one message."""
+        kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in required.content_types:
+            expected = " or ".join(required.content_types)
+            given = repr(kind[:60]) if kind else "missing"
+            raise RefusalError(415, "content_type", f"Content-Type is {given}: send {expected}")
+        body = ends.enter_context(SpooledTemporaryFile(MAX_IN_MEMORY))  # noqa: SIM115 - closed by ends
+        await self._fill(body, Request(scope, receive), required.max_body, ends)
         body.seek(0)
         scope[BODY] = body
         whole = [body]
 
-        async def received() -> Message:
+        async def receive_whole() -> Message:
             if not whole:
-                return await receive()  # type: ignore[no-any-return]
+                return await receive()
             return {"type": "http.request", "body": whole.pop().read(), "more_body": False}
 
-        return received
+        return receive_whole
 
     async def _fill(self, body: IO[bytes], request: Request, limit: int, ends: ExitStack) -> None:
-        """Write what comes in, in a time that grows with it."""
+        """Write the request's body to a file, within limits of size and time."""
         length = request.headers.get("content-length", "")
-        long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
+        too_long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
         if length.isdecimal() and int(length[:18]) > limit:
-            raise long
+            raise too_long
         began = asyncio.get_running_loop().time()
         size = 0
         try:
-            async with asyncio.timeout(BODY_SECONDS) as time:
+            async with asyncio.timeout(BODY_SECONDS) as timeout:
                 async for part in request.stream():
                     size += len(part)
                     self.held += len(part)
-                    ends.callback(self._let_go, len(part))
+                    ends.callback(self._release, "held", len(part))
                     if size > limit:
-                        raise long
-                    if size > SMALL and self.held > MOST_HELD:
-                        raise busy(429, f"bodies of {MOST_HELD} bytes are here already")
+                        raise too_long
+                    if size > SMALL and self.held > MAX_HELD:
+                        raise busy(429, f"request bodies of {MAX_HELD} bytes are being received")
                     body.write(part)
-                    time.reschedule(began + BODY_SECONDS + size / BODY_RATE)
+                    timeout.reschedule(began + BODY_SECONDS + size / BODY_RATE)
         except ClientDisconnect:
-            raise RefusalError(400, "gone", "the client went away: send the whole body") from None
+            raise RefusalError(400, "gone", "the client disconnected: send the whole body") from None
         except TimeoutError:
-            allowed = f"{BODY_SECONDS:.0f} s, and one for each {BODY_RATE} bytes"
-            message = f"the body did not come in time ({allowed}): send it faster"
+            allowed = f"{BODY_SECONDS:.0f} s plus one per {BODY_RATE} bytes"
+            message = f"timed out receiving the request body (limit: {allowed}): send it faster"
             raise RefusalError(408, "slow_body", message) from None
 
-    def _let_go(self, size: int) -> None:
-        self.held -= size
+
+def _log_error(error: Exception, request_id: str) -> None:
+    """Log where an unexpected error was raised, without its message, which may quote a user's text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+    _log.error("%s at %s id=%s", type(error).__name__, places, request_id)

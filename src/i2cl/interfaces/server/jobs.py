@@ -1,15 +1,14 @@
-"""Long work: fits and files of texts, queued, told of, cancelled, and gone on with after a kill.
+"""Persistent queue of long jobs (fits and files), with events, cancellation and crash recovery.
 
-    DIR/jobs/ID/    job.json, what is to be done; input.*, events.jsonl, and what comes out
+    DIR/.i2cl-server/state.sqlite    jobs and their events
+    DIR/.i2cl-server/jobs/ID/        input.*, and what the job writes
 
-A job is on the disk before it is acknowledged, and so is a cancel (the file `CANCELLED`). Its events are:
-queued, what the work tells, and one of done, failed and cancelled at the end. A job without such an end is
-taken up again when the server starts. A folder that cannot be read as a job is left as it is.
+A job is on the disk before it is acknowledged, and so is its cancellation. Its events are: queued, started,
+those of the work, and one of done, failed and cancelled at the end. A job without such an end runs again when
+the server starts.
 """
 
-import json
 import logging
-import math
 import secrets
 import shutil
 import tempfile
@@ -24,152 +23,146 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import pydantic
-
 from i2cl.interfaces.server.batcher import FitStoppedError
+from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError, stopping
 from i2cl.storage.atomic import synced
-from i2cl.storage.journal import Journal, readable_lines
 
 Kind = Literal["fit", "batch"]
-ENDS = ("done", "failed", "cancelled")
-TOLD = ("queued", "started", "resumed", *ENDS)  # events that are on the disk
-MOST_QUEUED = 100  # jobs of a kind that may wait
-MOST_OWN = 10  # of those, the ones of a token that only reads
-MOST_KEPT = 1000  # jobs whose end is told of; the oldest of more are removed when the server starts
-MOST_SHOWN = 100  # events of a job that are in memory alone
-CANCELLED = "cancelled"
+FINAL_STATES = ("done", "failed", "cancelled")
+PERSISTED_EVENTS = ("queued", "started", "resumed", *FINAL_STATES)
+MAX_QUEUED = 100  # queued jobs of a kind
+MAX_QUEUED_PER_READER = 10  # queued jobs of a kind and of one read token
+MAX_FINISHED = 1000  # finished jobs that are kept; older ones are removed
+MAX_BYTES_PER_READER = 4 * 2**30  # on the disk, of all jobs of one read token
+MAX_PROGRESS_EVENTS = 100  # of a job, in memory
 
 _log = logging.getLogger("i2cl.server")
 
 
-class Head(pydantic.BaseModel):
-    """What ``job.json`` holds."""
-
-    kind: Kind
-    created: float
-    request: dict[str, Any]
-    owner: str | None = None
-
-
 @dataclass(eq=False)
 class Job:
-    """One piece of long work."""
+    """One fit, or one file of texts."""
 
-    folder: Path  # of its files; its name is the job's id
-    kind: Kind  # what is done
-    request: dict[str, Any]  # what is to be done, JSON-able, as the kind knows it
+    folder: Path  # of its files; the name is the job's id
+    kind: Kind
+    request: dict[str, Any]  # JSON; its fields depend on the kind
     created: float  # seconds since 1970
-    # what has happened by now, each with its name under ``event``, and under ``at`` a time that no other one
-    # has. Of those that are not on the disk these are the last `MOST_SHOWN`
+    # Each event has its name under ``event``, and under ``at`` a time that no other event of the job has. Of
+    # progress events only the last `MAX_PROGRESS_EVENTS` are here.
     events: list[dict[str, Any]] = field(default_factory=list)
-    cancelled: bool = False  # whether it is to end
-    # the reading token that sent it, if one did; see `i2cl.interfaces.server.guard.Access.reader`
-    owner: str | None = None
-
-    @classmethod
-    def stored(cls, folder: Path) -> "Job":
-        """A folder's job; unreadable events are left out. Raises OSError or ValueError if there is none."""
-        head = Head.model_validate_json((folder / "job.json").read_bytes())
-        job = cls(folder, **dict(head), cancelled=(folder / CANCELLED).exists())
-        for event in readable_lines(folder / "events.jsonl"):
-            at = event.get("at")
-            if event.get("event") in TOLD and isinstance(at, float | int) and math.isfinite(at):
-                job.events.append(event | {"at": max(at, job.soonest)})
-        if not job.events:
-            job.events.append({"event": "queued", "at": head.created})
-        return job
+    cancelled: bool = False  # whether it was asked to end
+    owner: str | None = None  # id of the read token that sent it, see `guard.Access.reader`
 
     @property
     def id(self) -> str:
-        """Its name in addresses."""
+        """The id in URLs."""
         return self.folder.name
 
     @property
     def status(self) -> str:
-        """queued, running, done, failed or cancelled."""
+        """One of queued, running, done, failed and cancelled."""
         last = self.events[-1]["event"]
-        return last if last in (*ENDS, "queued") else "running"
+        return last if last in (*FINAL_STATES, "queued") else "running"
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
-        return self.status in ENDS
+        """Whether the job has finished."""
+        return self.status in FINAL_STATES
 
-    def tell(self, event: str, **what: Any) -> None:
-        """Add an event, which is on the disk when this returns."""
-        record = {"event": event, "at": self._now(), **what}
-        with Journal.opened(self.folder / "events.jsonl") as journal:
-            journal.append(json.dumps(record).encode() + b"\n")
-        self.events = [*self.events, record]
+    def make_event(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Return an event to follow the present ones; the clock may have been set back."""
+        earliest = round(self.events[-1]["at"] + 0.001, 3) if self.events else 0.0
+        return {"event": event, "at": max(round(time.time(), 3), earliest), **fields}
 
-    def show(self, event: str, **what: Any) -> None:
-        """Add an event that need not outlive this process, nor the many that come after it."""
-        shown = [one["at"] for one in self.events if one["event"] not in TOLD]
-        gone = shown[: max(0, len(shown) + 1 - MOST_SHOWN)]
-        kept = [one for one in self.events if one["at"] not in gone]
-        self.events = [*kept, {"event": event, "at": self._now(), **what}]
+    def publish_progress(self, event: str, **fields: Any) -> None:
+        """Append a progress event, and drop old ones. It is not saved."""
+        times = [one["at"] for one in self.events if one["event"] not in PERSISTED_EVENTS]
+        dropped = times[: max(0, len(times) + 1 - MAX_PROGRESS_EVENTS)]
+        kept = [one for one in self.events if one["at"] not in dropped]
+        self.events = [*kept, self.make_event(event, **fields)]
 
-    @property
-    def soonest(self) -> float:
-        """The earliest time that the next event may have."""
-        return round(self.events[-1]["at"] + 0.001, 3) if self.events else 0.0
-
-    def _now(self) -> float:
-        return max(round(time.time(), 3), self.soonest)  # a clock may be set back
-
-    def require_wanted(self) -> None:
-        """Go on only if it is not cancelled. Raises FitStoppedError if it is."""
+    def raise_if_cancelled(self) -> None:
+        """Raise FitStoppedError if the job was cancelled."""
         if self.cancelled:
             raise FitStoppedError
 
+    def disk_bytes(self) -> int:
+        """Return the bytes that the job takes on the disk, or may take until it ends."""
+        if not self.ended:
+            return int(self.request.get("bytes", 0))
+        with suppress(OSError):
+            return sum(path.stat().st_size for path in self.folder.iterdir())
+        return 0
+
     def described(self) -> dict[str, Any]:
-        """As JSON has it: what it is, where it stands, and its last event."""
+        """Return the job as JSON: its status, and its last event."""
         first = {"id": self.id, "object": "job", "kind": self.kind, "created": int(self.created)}
         shown = {name: value for name, value in self.request.items() if name in {"name", "rows", "tasks"}}
         return {**first, "status": self.status, **shown, "last": self.events[-1]}
 
 
 class Jobs:
-    """All jobs of a server. Of each kind one runs at a time, in the order they came."""
+    """All jobs of a server. One job of each kind runs at a time, in the order of arrival."""
 
-    def __init__(self, root: Path, workers: Mapping[Kind, Callable[[Job], dict[str, Any]]]) -> None:
-        """Take up what an earlier process left in a folder.
+    def __init__(
+        self,
+        root: Path,
+        database: Database,
+        workers: Mapping[Kind, Callable[[Job], dict[str, Any]]],
+    ) -> None:
+        """Read the jobs of an earlier process.
 
-        ``workers``: each does the jobs of a kind from where they stood, and returns what their end tells.
+        Args:
+            root: folder for files of jobs.
+            database: jobs and their events.
+            workers: functions that run a job of each kind, from where it stopped, and return the fields of
+                its ``done`` event.
         """
-        self._root, self._workers = root, workers
-        self._jobs: dict[str, Job] = {}
+        self._root, self._database, self._workers = root, database, workers
+        self.on_end: Callable[[Job], None] = lambda _: None  # called after a job has ended
+        self._jobs: dict[str, Job] = {}  # oldest first
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
+        self._unsaved: list[tuple[Job, dict[str, Any]]] = []  # last events that a full disk did not take
         self._changed = threading.Condition()
         self._stops = False
-        self.whole = True  # whether every folder could be read
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(".*"):  # by a kill
-            shutil.rmtree(left, ignore_errors=True)
         self._read()
         thread = partial(threading.Thread, target=self._loop, daemon=True)
         self._threads = [thread(args=(kind,), name=f"{kind} jobs") for kind in workers]
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
-    def require_room(self, kind: Kind, owner: str | None = None) -> None:
-        """Refuse another job: 429 if too many wait, 503 if nothing new is taken."""
+    def require_room(self, kind: Kind, owner: str | None = None, size: int = 0) -> None:
+        """Raise RefusalError if another job of ``size`` bytes cannot be queued: 429 if the queue is full, 403
+        if the disk quota of a read token is used up, 503 during shutdown.
+        """
         with self._changed:
             if self._stops:
                 raise stopping()
             waiting = self._waiting[kind]
             mine = [job for job in waiting if job.owner == owner]
-            if len(waiting) >= MOST_QUEUED or (owner is not None and len(mine) >= MOST_OWN):
-                message = f"{len(waiting)} jobs wait already, {len(mine)} of them yours: send it again later"
+            if len(waiting) >= MAX_QUEUED or (owner is not None and len(mine) >= MAX_QUEUED_PER_READER):
+                message = f"{len(waiting)} jobs are queued, {len(mine)} of them yours: retry in 60 s"
                 raise RefusalError(429, "busy", message, headers={"Retry-After": "60"})
+            if owner is None:
+                return
+            jobs = [job for job in self._jobs.values() if job.owner == owner]
+        used = sum(job.disk_bytes() for job in jobs)
+        if used + size > MAX_BYTES_PER_READER:
+            limit = f"the limit of a read token is {MAX_BYTES_PER_READER / 1e9:.1f} GB"
+            hint = "download answers, then DELETE /v1/jobs/ID"
+            message = (
+                f"jobs of this token take {used / 1e9:.1f} GB, this one up to {size / 1e9:.1f} GB; {limit}"
+            )
+            raise RefusalError(403, "quota", f"{message}: {hint}")
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder for files of a job to be, gone with the block. Raises OSError if it cannot be made."""
+        """Make a temporary folder for files of a new job. Raises OSError if that is not possible."""
         with tempfile.TemporaryDirectory(dir=self._root, prefix=".") as folder:
             yield Path(folder)
 
@@ -180,19 +173,17 @@ class Jobs:
         files: Mapping[str, bytes | Path],
         owner: str | None = None,
     ) -> Job:
-        """Queue a job, which is on the disk when this returns, with its ``files``: a path, which is in a
-        `scratch` folder, is moved. Raises RefusalError, see `require_room`; OSError if it cannot be written.
+        """Queue a job, which is on the disk when this returns.
+
+        ``files``: contents by name; a path in a `scratch` folder is moved. Raises RefusalError, see
+        `require_room`; OSError if it cannot be written.
         """
-        self.require_room(kind, owner)
+        self.require_room(kind, owner, int(request.get("bytes", 0)))
         folder = self._root / f"{kind}-{secrets.token_hex(8)}"
-        created = round(time.time(), 3)
-        head = Head(kind=kind, created=created, request=dict(request), owner=owner)
-        queued = {"event": "queued", "at": created}
+        job = Job(folder, kind, dict(request), round(time.time(), 3), owner=owner)
         with self.scratch() as scratch:
             fresh = scratch / "job"
             fresh.mkdir()
-            (fresh / "job.json").write_text(head.model_dump_json(), encoding="utf-8")
-            (fresh / "events.jsonl").write_text(json.dumps(queued) + "\n", encoding="utf-8")
             for name, content in files.items():
                 if isinstance(content, Path):
                     content.rename(fresh / name)
@@ -201,7 +192,13 @@ class Jobs:
             synced(*fresh.iterdir(), fresh)
             fresh.rename(folder)
             synced(self._root)
-        job = Job(folder, kind, dict(request), created, [queued], owner=owner)
+        try:
+            with self._database.transaction():
+                self._database.add_job(job.id, kind, job.created, job.request, owner)
+                self.record_event(job, "queued")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         with self._changed:
             self._jobs[job.id] = job
             self._waiting[kind].append(job)
@@ -209,56 +206,86 @@ class Jobs:
         return job
 
     def get(self, identity: str) -> Job:
-        """A job by its id. Raises RefusalError: 404 if there is none."""
+        """Return a job by its id. Raises RefusalError (404) if there is none."""
         if (job := self._jobs.get(identity)) is None:
             raise unknown_job(identity)
         return job
 
     def all(self) -> list[Job]:
-        """Jobs, the newest first."""
-        return sorted(self._jobs.values(), key=lambda job: -job.created)
+        """Return all jobs, newest first."""
+        with self._changed:
+            return [*self._jobs.values()][::-1]
+
+    def page(self, owner: str | None, limit: int, after: str | None) -> tuple[list[Job], bool]:
+        """Return up to ``limit`` jobs, newest first, and whether there are more.
+
+        ``owner``: only jobs of this read token; ``after``: id of the last job of the previous page. Raises
+        RefusalError (404) if that job is gone.
+        """
+        jobs = [job for job in self.all() if owner is None or job.owner == owner]
+        if after is not None:
+            ids = [job.id for job in jobs]
+            if after not in ids:
+                raise unknown_job(after)
+            jobs = jobs[ids.index(after) + 1 :]
+        return jobs[:limit], len(jobs) > limit
+
+    def record_event(self, job: Job, event: str, **fields: Any) -> None:
+        """Add an event to a job, which is on the disk when this returns. Raises OSError if it cannot be."""
+        record = job.make_event(event, **fields)
+        self._database.add_event(job.id, record)
+        job.events = [*job.events, record]
 
     def cancel(self, job: Job) -> None:
-        """End a job that waits or runs, remove what one that has ended left. Raises OSError if it cannot."""
+        """Ask a queued or running job to end; a finished one is left as it is. Raises OSError if the
+        cancellation cannot be saved.
+        """
         with self._changed:
             if job.ended:
-                gone = job.folder.with_name(f".{job.id}")  # whole or not at all, whatever ends the process
-                if self._jobs.pop(job.id, None) is not None:
-                    job.folder.rename(gone)
-                    shutil.rmtree(gone, ignore_errors=True)
                 return
-            (job.folder / CANCELLED).touch()
-            synced(job.folder)
             job.cancelled = True
-            if job in self._waiting[job.kind]:
-                self._end(job, "cancelled")
+            if waits := job in self._waiting[job.kind]:
                 self._waiting[job.kind].remove(job)
+            self._database.cancel_job(job.id)
+        if waits:
+            self._end(job, "cancelled")
+
+    def delete(self, job: Job) -> None:
+        """Remove a finished job and what it has written. Raises RefusalError (409) if it has not finished;
+        OSError if it cannot be removed.
+        """
+        if not job.ended:
+            hint = f"cancel it first (POST /v1/jobs/{job.id}/cancel)"
+            raise RefusalError(409, "not_finished", f"job {job.id!r} is {job.status}: {hint}")
+        self._database.delete_job(job.id)
+        with self._changed:
+            self._jobs.pop(job.id, None)
+            self._unsaved = [pair for pair in self._unsaved if pair[0] is not job]
+        shutil.rmtree(job.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Begin nothing new; what runs ends when its work notices that the server stops."""
+        """Start no more jobs, and wait for running ones, which end when their work notices the shutdown."""
         with self._changed:
             self._stops = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        self._save_ends()
 
     def _read(self) -> None:
-        for folder in self._root.iterdir():
-            try:
-                job = Job.stored(folder)
-            except (OSError, ValueError) as error:
-                self.whole = False
-                _log.warning("jobs/%s stays as it is: %s when it was read", folder.name, type(error).__name__)
-                continue
+        for record in self._database.jobs():
+            fields = {name: record[name] for name in ("kind", "request", "created", "events", "owner")}
+            job = Job(self._root / record["id"], cancelled=record["cancelled"], **fields)
             self._jobs[job.id] = job
-        for job in self.all()[::-1]:
-            if job.cancelled and not job.ended:
-                with suppress(OSError):  # on a full disk it ends when its turn comes
-                    self._end(job, "cancelled")
-            if not job.ended:
+        for folder in self._root.iterdir():
+            if folder.name not in self._jobs:  # never acknowledged, or deleted
+                shutil.rmtree(folder, ignore_errors=True)
+        for job in [job for job in self._jobs.values() if not job.ended]:
+            if job.cancelled:
+                self._end(job, "cancelled")
+            else:
                 self._waiting[job.kind].append(job)
-        for job in [job for job in self.all() if job.ended][MOST_KEPT:]:
-            self.cancel(job)
+        self._prune()
 
     def _loop(self, kind: Kind) -> None:
         while True:
@@ -267,29 +294,74 @@ class Jobs:
                 if self._stops:
                     return
                 job = self._waiting[kind].popleft()
-            with suppress(OSError):  # a full disk takes no event: the job is taken up again at the next start
-                self._do(job)
+            self._run(job)
 
-    def _do(self, job: Job) -> None:
+    def _run(self, job: Job) -> None:
         try:
-            job.require_wanted()
-            job.tell("started" if job.status == "queued" else "resumed")
-            self._end(job, "done", **self._workers[job.kind](job))
+            job.raise_if_cancelled()
+            _require_input(job)
+            self.record_event(job, "started" if job.status == "queued" else "resumed")
+            fields = self._workers[job.kind](job)
         except (FitStoppedError, CancelledError):
             if job.cancelled:
                 self._end(job, "cancelled")
-        except Exception as error:  # noqa: BLE001 - the other jobs go on
+        except Exception as error:  # noqa: BLE001 - becomes the end of the job
             refusal = RefusalError.of(error)
-            if refusal.code != "stopping":
+            if refusal.code not in {"stopping", "model_failed"}:  # else it runs again after the restart
                 self._end(job, "failed", **refusal.body())
+        else:
+            self._end(job, "done", **fields)
 
-    @staticmethod
-    def _end(job: Job, event: str, **what: Any) -> None:
-        job.tell(event, **what)
-        for path in job.folder.glob("input.*"):  # examples and texts are not kept
-            path.unlink()
+    def _end(self, job: Job, event: str, **fields: Any) -> None:
+        """Finish a job, whatever the disk says: it makes room, and at last ends the job in memory alone."""
+        try:
+            self.record_event(job, event, **fields)
+        except OSError as error:
+            _remove(job, "input.*")
+            try:
+                self.record_event(job, event, **fields)
+            except OSError:
+                if event != "cancelled":
+                    event, fields = "failed", RefusalError.of(error).body()
+                _remove(job, "*")
+                record = job.make_event(event, **fields)
+                job.events = [*job.events, record]
+                _log.error("the end of job %s could not be saved (%s)", job.id, error.strerror)
+                self._unsaved.append((job, record))
+        _remove(job, "input.*")  # texts and examples are not kept
+        self._save_ends()
+        self.on_end(job)
+        self._prune()
+
+    def _save_ends(self) -> None:
+        """Save ends of jobs that could not be saved before."""
+        with self._changed:
+            unsaved, self._unsaved = self._unsaved, []
+            for job, record in unsaved:
+                try:
+                    self._database.add_event(job.id, record)
+                except OSError:
+                    self._unsaved.append((job, record))
+
+    def _prune(self) -> None:
+        """Remove the oldest finished jobs beyond `MAX_FINISHED`."""
+        finished = [job for job in self.all() if job.ended]
+        for job in finished[MAX_FINISHED:]:
+            with suppress(OSError):  # the next end of a job tries again
+                self.delete(job)
+
+
+def _remove(job: Job, pattern: str) -> None:
+    for path in job.folder.glob(pattern):
+        path.unlink(missing_ok=True)
+
+
+def _require_input(job: Job) -> None:
+    if not any(job.folder.glob("input.*")):
+        message = "the input was removed when the disk was full: send it again"
+        raise RefusalError(500, "lost_input", message)
 
 
 def unknown_job(identity: str) -> RefusalError:
-    """There is none of that name, for who asks."""
-    return RefusalError(404, "unknown_job", f"no job {identity!r} is here: POST /v1/tasks or /v1/batches")
+    """Return the error for a job that does not exist, or that the caller may not see."""
+    return RefusalError(404, "unknown_job", f"no job {identity!r} is here: GET /v1/jobs lists your jobs")

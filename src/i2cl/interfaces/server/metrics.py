@@ -1,4 +1,4 @@
-"""What /metrics tells Prometheus. Tasks are no labels: there may be thousands."""
+"""Prometheus metrics. Tasks are not labels, since there may be thousands."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 6
 
 
 class Metrics:
-    """The figures of one server."""
+    """Metrics of one server."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -22,11 +22,11 @@ class Metrics:
         self._waiting = Histogram("i2cl_waiting_seconds", until, buckets=_SECONDS, registry=registry)
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """Tell a figure as it is when it is asked for."""
+        """Add a gauge that is read when the metrics are."""
         Gauge(name, help_text, registry=self._registry).set_function(read)
 
     def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
-        """A batch has run; ``waited``: seconds of each of its requests until their first row began."""
+        """Record a batch; ``waited``: seconds that each of its requests was queued."""
         self._rows.observe(rows)
         self._tasks.observe(tasks)
         self._running.observe(seconds)
@@ -34,5 +34,5 @@ class Metrics:
             self._waiting.observe(one)
 
     def text(self) -> bytes:
-        """All of them, in Prometheus' format."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

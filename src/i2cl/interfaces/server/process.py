@@ -1,6 +1,7 @@
-"""The process of `i2cl serve`: a socket, uvicorn on it, and an end that loses no answer."""
+"""The process of `i2cl serve`: a listening socket, uvicorn, and a graceful shutdown."""
 
 import asyncio
+import logging
 import signal
 import socket
 import time
@@ -12,18 +13,20 @@ import uvicorn
 
 from i2cl.errors import I2CLError
 
-DRAIN_SECONDS = 30  # for which what runs may still be answered after SIGTERM
-BACKLOG = 2048  # connections that may wait to be taken
-# For which a connection stays open that brings no whole header, or that takes nothing of its answer: longer
-# than proxies and clients keep one.
+DRAIN_SECONDS = 30  # time limit for running requests after SIGTERM
+BACKLOG = 2048  # connections that may wait to be accepted
+# Idle connection timeout, in seconds: for connections without a complete header, and for clients that do not
+# read their answer. Longer than that of proxies and clients.
 IDLE_SECONDS = 75
-MOST_CONNECTIONS = 800  # at once; of more, those go that were without a request for longest
+MAX_CONNECTIONS = 800  # open connections; beyond this, those that are idle for longest are closed
+
+_log = logging.getLogger("i2cl.server")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one. Raises I2CLError if that address cannot be had."""
+    """Open a listening socket; port 0 chooses a free one. Raises I2CLError if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's delay of 40 ms off where it is told that this is TCP
+    # asyncio only disables Nagle's algorithm (40 ms) if the protocol is given
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,41 +34,63 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        cure = "choose another --host or --port"
-        raise I2CLError(f"cannot listen on {host} port {port} ({error}): {cure}") from None
+        hint = "choose another --host or --port"
+        raise I2CLError(f"cannot listen on {host} port {port} ({error}): {hint}") from None
     return listener
 
 
 def run_server(
-    app: Any, listener: socket.socket, ready: Callable[[], None], ending: Callable[[], None]
-) -> None:
-    """Serve an ASGI program until SIGTERM or Ctrl-C; then take no new work, answer what runs, and return.
-    ``ready`` is called when requests are taken, ``ending`` when the end begins.
+    app: Any,
+    listener: socket.socket,
+    ready: Callable[[], None],
+    ending: Callable[[], None],
+    failed: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Serve an ASGI application until SIGTERM or Ctrl-C, then finish running requests and return.
+
+    Args:
+        app: the application.
+        listener: a listening socket.
+        ready: called once requests are accepted.
+        ending: called when the shutdown begins.
+        failed: polled several times a second; True shuts the server down as well.
+
+    Returns:
+        Whether the server ended because it had failed; the process should then exit with an error.
     """
     config = uvicorn.Config(
         app,
-        http="h11",  # whatever else is installed: `_Server.sweep` looks into it
+        http="h11",  # `_Server.sweep` depends on it
         ws="none",
         log_level="error",
-        access_log=False,
+        access_log=False,  # `Guard` has its own
         server_header=False,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
-    _Server(config, ready, ending).run(sockets=[listener])
+    server = _Server(config, ready, ending, failed)
+    server.run(sockets=[listener])
+    return failed()
 
 
 class _Server(uvicorn.Server):
-    """Ends with exit code 0: uvicorn itself raises the signal that ended it once more."""
+    """Server that ends without raising the signal again, unlike uvicorn's own."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        ready: Callable[[], None],
+        ending: Callable[[], None],
+        failed: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(config)
-        self._ready, self._ending = ready, ending
+        self._ready, self._ending, self._failed = ready, ending, failed
         self._seen: dict[Any, tuple[Any, int, float]] = {}
+        self._sweeps = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Let SIGTERM and Ctrl-C begin the end; a second one does not wait."""
+        """Shut down on SIGTERM or Ctrl-C; the second one does not wait for running requests."""
         loop = asyncio.get_running_loop()
         wanted = (signal.SIGINT, signal.SIGTERM)
         for number in wanted:
@@ -81,34 +106,43 @@ class _Server(uvicorn.Server):
         self.handle_exit(number, None)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second; True ends it."""
-        self.sweep(time.monotonic())
+        """Run ten times a second; True ends the server."""
+        if self._failed() and not self.should_exit:
+            _log.critical("shutting down, since the model thread has died: restart the server")
+            self.should_exit = True
+        if self._sweeps:
+            try:
+                self.sweep(time.monotonic())
+            except AttributeError as error:  # internals of uvicorn, which another version may not have
+                self._sweeps = False
+                hint = "put a reverse proxy in front, or install another version"
+                _log.warning("idle connections are not closed with this uvicorn (%s): %s", error, hint)
         return await super().on_tick(counter)
 
     def sweep(self, now: float) -> None:
-        """Close connections that have done nothing for too long, or that are too many.
+        """Close connections that were idle for too long, or that are too many.
 
-        uvicorn has a time for those that had a request, and only until their next byte.
+        uvicorn's own timeout only applies after a request, and only until the next byte arrives.
         """
-        seen, still = {}, []
+        seen, idle = {}, []
         connection: Any
         for connection in self.server_state.connections:
-            cycle = connection.cycle  # of a request and its answer
+            cycle = connection.cycle  # the current request and response
             unsent = connection.transport.get_write_buffer_size()
             last, held, since = self._seen.get(connection, (None, -1, now))
             since = since if last is cycle and held == unsent else now
             seen[connection] = (cycle, unsent, since)
             if cycle is None or cycle.response_complete or unsent:
-                still.append((since, connection.transport))
+                idle.append((since, connection.transport))
         self._seen = seen
-        still.sort(key=lambda one: one[0])
-        over = len(seen) - MOST_CONNECTIONS
-        for place, (since, transport) in enumerate(still):
+        idle.sort(key=lambda one: one[0])
+        over = len(seen) - MAX_CONNECTIONS
+        for place, (since, transport) in enumerate(idle):
             if place < over or now - since > IDLE_SECONDS:
                 transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin, and say so."""
+        """Start accepting requests."""
         await super().startup(sockets=sockets)
         if self.started:
             self._ready()

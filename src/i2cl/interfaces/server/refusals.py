@@ -1,4 +1,4 @@
-"""What the server refuses: a status, a word for programs, a sentence and its cure for people."""
+"""Errors over HTTP: a status, a code for programs, and a message with a hint for people."""
 
 import errno
 import os
@@ -8,19 +8,24 @@ from i2cl.errors import I2CLError
 from i2cl.models.encoding import TooLongError
 from i2cl.storage.atomic import WriteError, system_cause
 
-# A message up to its last colon, and the cure behind it, whose quotations may have colons of their own.
-CURE = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
+# A message up to its last colon, and the hint after it, which may quote text with colons.
+HINT = re.compile(r".*?: ((?:(?<!\w)'[^']*'(?!\w)|(?!: ).)*+)", re.DOTALL)
 
-# Options of the command line that a cure names: over HTTP they are fields.
+# Command-line options named in a hint: over HTTP they are fields.
 OPTION = re.compile(r"\(--(labels|shots|chat)\)")
 
-# Characters of a message beyond which quotations are not looked for, which takes time by their square.
-LONG = 2000
+# Longest message that is searched for quotations, which takes quadratic time; also the longest hint.
+MAX_SEARCHED = 2000
 
 
 class RefusalError(I2CLError):
-    """A request that is not done, and why: a ``status`` of HTTP, a ``code`` of one word for programs,
-    ``headers`` of the answer, and what is wrong with ``rows``, one by one, where that is known.
+    """Error of a request.
+
+    Attributes:
+        status: HTTP status.
+        code: one word for programs.
+        headers: headers of the response.
+        rows: what is wrong with each invalid row, if known.
     """
 
     def __init__(
@@ -38,11 +43,11 @@ class RefusalError(I2CLError):
 
     @classmethod
     def of(cls, error: Exception) -> "RefusalError":
-        """An error as a refusal: of an unexpected one the kind alone, as its words may hold a user's text."""
+        """Convert any error. Of an unexpected one only the type is kept: its message may quote a text."""
         if isinstance(error, RefusalError):
             return error
         if isinstance(error, WriteError | OSError):
-            return _fault(error)
+            return _storage_error(error)
         if isinstance(error, TooLongError):
             return cls(413, "text_too_long", str(error))
         if isinstance(error, I2CLError):
@@ -50,39 +55,46 @@ class RefusalError(I2CLError):
         return cls(500, "internal", f"the server failed with a {type(error).__name__}: please report it")
 
     def at(self, place: str) -> "RefusalError":
-        """The same of some place in a file."""
+        """Return the same error with a place in a file in front of its message."""
         return RefusalError(self.status, self.code, f"{place}: {self}", headers=self.headers)
 
     def body(self) -> dict[str, object]:
-        """As OpenAI's clients and people read it."""
+        """Return the JSON of the response, in the shape that OpenAI's clients expect."""
         message = str(self)
-        quoted = CURE.fullmatch(message) if len(message) <= LONG else None
-        cure = quoted[1] if quoted else message.rpartition(": ")[2][:LONG]
+        match = HINT.fullmatch(message) if len(message) <= MAX_SEARCHED else None
+        hint = match[1] if match else message.rpartition(": ")[2][:MAX_SEARCHED]
         problem: dict[str, object] = {
             "message": message,
             "type": "server_error" if self.status >= 500 else "invalid_request_error",
             "code": self.code,
-            "cure": cure if cure != message else "see /openapi.json",
+            "cure": hint if hint != message else "see /openapi.json",
         }
         return {"error": problem if self.rows is None else problem | {"rows": self.rows}}
 
 
 def stopping() -> RefusalError:
-    """No new work is taken."""
-    message = "this server stops and takes nothing new: send it again"
+    """Return the error for new work during shutdown."""
+    message = "the server is shutting down: retry in a few seconds"
     return RefusalError(503, "stopping", message, headers={"Retry-After": "5"})
 
 
+def model_failed() -> RefusalError:
+    """Return the error for all work after the model thread has died."""
+    message = "the model thread has stopped after an internal error: retry once the server has been restarted"
+    return RefusalError(503, "model_failed", message, headers={"Retry-After": "30"})
+
+
 def busy(status: int, why: str, seconds: int = 5) -> RefusalError:
-    """There is no room now, and may be soon."""
+    """Return the error for a lack of room that is expected to pass."""
     headers = {"Retry-After": str(seconds)}
-    return RefusalError(status, "busy", f"{why}: send it again in {seconds} s", headers=headers)
+    return RefusalError(status, "busy", f"{why}: retry in {seconds} s", headers=headers)
 
 
-def _fault(error: Exception) -> RefusalError:
-    """The server's disk refuses: the system's words without the path, which is nobody's business."""
+def _storage_error(error: Exception) -> RefusalError:
+    """Convert an error of the disk or the database, without paths."""
     if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
-        return RefusalError(507, "disk_full", "the server's disk is full: send it again when it has room")
+        return RefusalError(507, "disk_full", "the server's disk is full: retry when it has room")
     cause = error.__context__ if isinstance(error, WriteError) else error
     words = system_cause(cause) if isinstance(cause, Exception) else None
-    return RefusalError(500, "disk", f"the server's disk refuses ({words or 'unknown'}): tell its operator")
+    reason = words or type(error).__name__
+    return RefusalError(500, "disk", f"storage error on the server ({reason}): contact its operator")

@@ -1,13 +1,18 @@
-"""A folder of tasks: artefacts by the SHA-256 of their files, names that stand for one of them each.
+"""The tasks of a server: folders that `i2cl fit` wrote, and artefacts that came over HTTP.
 
-    DIR/artefacts/DIGEST/   injection.json, injection.safetensors, README.md
-    DIR/names/HASH.json     a name, and the digest that it stands for now
+    DIR/NAME/                      a task folder, written by `i2cl fit ... -o DIR/NAME`
+    DIR/.i2cl-server/              the server's own files
+        state.sqlite               names of tasks, and jobs; see `i2cl.interfaces.server.database`
+        artefacts/DIGEST/          artefacts, by the SHA-256 of their files
+        tasks.json                 copy of the names, for servers that only read
 
-A task is on the disk, synced, before it is told to be there, all of it or nothing. What is used is loaded;
-what was not used for longest leaves the model's device, and comes back when it is asked for.
+Task folders are only read: the server neither changes nor removes them. They are looked up when a request
+names them, so that new, replaced and removed ones are noticed. Names in the database take precedence.
+
+A task that came over HTTP is on the disk, synced, before the request is acknowledged. Tasks are loaded onto
+the model's device when they are used, and leave it in least-recently-used order.
 """
 
-import hashlib
 import json
 import logging
 import shutil
@@ -16,36 +21,44 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
-from i2cl.core.artefact import FILES
+from i2cl.core.artefact import DESCRIPTION, FILES
 from i2cl.core.encoder_bias import absolute
 from i2cl.core.injection import Injection
 from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
+from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import require_moderate
 from i2cl.storage.atomic import replaced_file, synced
 
-LONGEST_NAME = 128
+MAX_NAME_LENGTH = 128
+STATE = ".i2cl-server"
 
 _log = logging.getLogger("i2cl.server")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a name stands for."""
+    """A named task."""
 
-    name: str  # as users say it
+    name: str
     digest: str  # SHA-256 of the artefact's files
     created: int  # seconds since 1970
     labels: tuple[str, ...]  # in the order of probabilities
+    source: Literal["server", "folder"] = "server"  # whether it came over HTTP, or is a task folder
+
+
+Signature = tuple[tuple[int, int, int], ...]  # of files: time, size and inode
 
 
 class TaskStore:
-    """Named artefacts on the disk, and those of them that are loaded."""
+    """Named tasks, and those of them that are loaded."""
 
     def __init__(
         self,
@@ -55,80 +68,119 @@ class TaskStore:
         most_resident: int,
         read_only: bool,
         encoders: Sequence[str] = (),
+        reserved: Sequence[str] = (),
     ) -> None:
-        """Open a folder, or make it; one process may write to it at a time.
+        """Open a folder of tasks, or create it. Only one process may write to it at a time.
 
-        ``pool``: of the model, and empty; ``most_resident``: tasks on the model's device at once;
-        ``read_only``: never write; names are those that another process has given by now; ``encoders``: the
-        sentence encoders that tasks may take. Raises I2CLError if it cannot be written, or is not there
-        and must not be.
+        Args:
+            root: the folder.
+            pool: empty pool of the model.
+            most_resident: maximum number of tasks on the model's device.
+            read_only: never write; names of tasks are those that another process has published.
+            encoders: sentence encoders that tasks may use.
+            reserved: names that no task may have.
+
+        Raises:
+            I2CLError: if the folder cannot be used, or has no tasks and ``read_only`` is set.
         """
         self.encoders = tuple(encoders)
-        self.pool = pool  # those that are loaded, by digest
-        self.read_only = read_only  # whether nothing may be changed
-        self._artefacts, self._names = root / "artefacts", root / "names"
+        self.pool = pool
+        self.read_only = read_only
+        self._root, self._reserved = root, frozenset(reserved)
+        self._artefacts, self._published = root / STATE / "artefacts", root / STATE / "tasks.json"
         self._most = most_resident
-        self._used: OrderedDict[str, None] = OrderedDict()
-        self._loading = threading.Lock()
+        self._lock = threading.Lock()  # of the fields below; held for microseconds
+        self._used: OrderedDict[str, None] = OrderedDict()  # loaded digests, least recently used first
+        self._loading: dict[str, threading.Lock] = {}  # digests that are being loaded
+        self._folders: dict[str, tuple[Signature, Entry | RefusalError]] = {}  # task folders, by name
+        self._published_names: tuple[Signature, dict[str, Entry]] = ((), {})
         self._writing = threading.RLock()
         self._kept: Counter[str] = Counter()
-        self.keeps_all = False  # whether every version stays, since not all that may need one could be read
-        # tells digests that are to stay though no name stands for them
-        self.needed: Callable[[], AbstractSet[str]] = frozenset
-        if not read_only:
-            for folder in (self._artefacts, self._names):
-                folder.mkdir(parents=True, exist_ok=True)
-                for left in folder.glob(".*"):  # by a kill
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-        elif not self._names.is_dir():
-            raise I2CLError(f"{str(root)!r} holds no tasks: name a folder that `i2cl serve` has written")
-        self._named = {} if read_only else {entry.name: entry for entry in self._stored_entries()}
+        self.needed: Callable[[], AbstractSet[str]] = frozenset  # digests that unfinished jobs need
+        require_no_old_layout(root)
+        if read_only:
+            if not self._published.is_file() and not any(root.glob(f"*/{DESCRIPTION}")):
+                hint = "name a folder of `i2cl serve`, or fit one with `i2cl fit ... -o FOLDER/NAME`"
+                raise I2CLError(f"{str(root)!r} has no tasks: {hint}")
+            self._named: dict[str, Entry] = {}
+        else:
+            self.database = _open_database(root)
+            for leftover in self._artefacts.glob(".*"):  # of a killed process
+                shutil.rmtree(leftover)
+            self._named = {row[0]: Entry(*row) for row in self.database.tasks()}
+            self._publish()
+        self._log_folders()
 
     def entry(self, name: str) -> Entry:
-        """What a name stands for now. Raises RefusalError: 404 if there is none."""
-        try:
-            return _read(self._alias(name)) if self.read_only else self._named[name]
-        except (OSError, LookupError, TypeError, ValueError):
-            message = f"no task {name!r} is here: GET /v1/models lists those that are"
-            raise RefusalError(404, "unknown_task", message) from None
+        """Return the task of a name. Raises RefusalError: 404 if there is none, 500 if it cannot be used."""
+        found = self._names().get(name) or self._folder_entry(name)
+        if found is None:
+            message = f"no task {name!r} is here: GET /v1/models lists the tasks"
+            raise RefusalError(404, "unknown_task", message)
+        if isinstance(found, RefusalError):
+            raise found
+        return found
 
     def entries(self) -> list[Entry]:
-        """All of them, by name."""
-        entries = self._stored_entries() if self.read_only else list(self._named.values())
+        """Return all usable tasks, by name."""
+        named = self._names()
+        folders = (self._folder_entry(path.name) for path in self._task_folders() if path.name not in named)
+        entries = [*named.values(), *(entry for entry in folders if isinstance(entry, Entry))]
         return sorted(entries, key=lambda entry: entry.name)
 
     def put(self, name: str, injection: Injection) -> Entry:
-        """Give a name to an artefact, which replaces what had it. It is on the disk when this returns. Raises
-        RefusalError: 422 on a name or artefact that cannot be used, 403 where nothing is written; OSError if
-        it cannot be written; or a `WriteError`.
+        """Add an artefact under a name, replacing the previous one. It is on the disk when this returns.
+
+        Raises RefusalError: 422 on an invalid name or artefact, 409 for the name of a task folder, 403 if the
+        store is read-only; OSError or WriteError if it cannot be written.
         """
-        require_name(name)
-        self.require_writable()
+        self.require_name(name)
         self.loaded(injection)
         with self._writing:
-            digest = self._stored(injection)
+            digest = self._store(injection)
             entry = Entry(name, digest, int(time.time()), injection.task.labels)
             before = self._named.get(name)
-            replaced_file(self._alias(name), json.dumps(asdict(entry)) + "\n")
-            self._named[name] = entry
+            with self._changing_names() as names, self.database.transaction():
+                names[name] = entry
+                self.database.put_task(name, digest, entry.created, entry.labels)
+                self._publish(names)
             if before is not None and before.digest != digest:
-                self._sweep(before.digest)
+                self.release(before.digest)
         return entry
 
     def delete(self, name: str) -> None:
-        """Take a name away; what was asked of its task before is answered. Raises RefusalError: 404 if there
-        is none, 403 where nothing is written; OSError if it cannot be.
+        """Remove a task that came over HTTP. Requests that it was asked before are still answered.
+
+        Raises RefusalError: 404 if there is none, 409 for a task folder, 403 if the store is read-only;
+        OSError if it cannot be removed.
         """
         self.require_writable()
         with self._writing:
-            digest = self.entry(name).digest
-            self._alias(name).unlink()
-            synced(self._names)
-            self._named.pop(name)
-            self._sweep(digest)
+            entry = self.entry(name)
+            if entry.source == "folder":
+                raise _folder_conflict(name, "remove the folder")
+            with self._changing_names() as names, self.database.transaction():
+                del names[name]
+                self.database.delete_task(name)
+                self._publish(names)
+            self.release(entry.digest)
+
+    def require_name(self, name: str) -> None:
+        """Raise RefusalError if a new task cannot have a name: 422 if it is invalid, 409 if it is that of a
+        task folder, 403 if the store is read-only.
+        """
+        require_name(name)
+        self.require_writable()
+        self._require_unreserved(name)
+        if name not in self._named and self._folder_entry(name) is not None:
+            raise _folder_conflict(name, "choose another name, or replace the folder")
+
+    def _require_unreserved(self, name: str) -> None:
+        if name in self._reserved:
+            raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
 
     def loaded(self, injection: Injection) -> Loaded:
-        """An injection as this model would use it; a 422 if it cannot be used."""
+        """Prepare an injection for this model. Raises RefusalError (422) if it cannot be used."""
         try:
             injection = self._with_encoder(injection)
             require_moderate(injection, self.pool.decoder)
@@ -139,7 +191,7 @@ class TaskStore:
             raise RefusalError(422, "bad_artefact", str(error)) from None
 
     def _with_encoder(self, injection: Injection) -> Injection:
-        """By whichever of this server's encoders gives the vectors of the fit: names differ by machine."""
+        """Use whichever of the server's encoders gives the vectors of the fit: names differ by machine."""
         bias, device = injection.encoder_bias, str(self.pool.decoder.device)
         if bias is None or absolute(bias.encoder) in self.encoders:
             return injection
@@ -150,149 +202,299 @@ class TaskStore:
         return injection
 
     def require_encoder(self, name: str) -> None:
-        """Refuse a sentence encoder that this server was not started with: loading one may download it.
-        Raises I2CLError with those that it has.
-        """
+        """Raise I2CLError for a sentence encoder that is not enabled: loading one may download it."""
         if absolute(name) not in self.encoders:
-            cure = "its operator starts it with --encoder; or fit the task without one"
-            had = ", ".join(map(repr, self.encoders)) or "none"
-            raise I2CLError(f"the sentence encoder {name!r} is none of this server's ({had}): {cure}")
+            enabled = ", ".join(map(repr, self.encoders)) or "none"
+            hint = "start the server with --encoder, or fit the task without one"
+            raise I2CLError(f"encoder {name!r} is not enabled on this server (enabled: {enabled}): {hint}")
 
     def injection(self, digest: str) -> Injection:
-        """An artefact, held against its digest. Raises RefusalError: 404 if it is gone, 500 if damaged."""
+        """Read an artefact. Raises RefusalError: 404 if it is gone, 500 if it is damaged."""
         folder = self._artefacts / digest
-        if not folder.is_dir():
-            message = "this version of the task is gone: fit or upload it again"
-            raise RefusalError(404, "unknown_task", message)
-        if content_digest(folder) != digest:
-            message = f"version {digest} is damaged on the server's disk: upload it again"
-            raise RefusalError(500, "damaged", message)
-        return Injection.from_pretrained(folder)
+        if folder.is_dir():
+            if content_digest(folder) != digest:
+                message = f"version {digest} is damaged on the server's disk: upload it again"
+                raise RefusalError(500, "damaged", message)
+            return Injection.from_pretrained(folder)
+        for name, (_, entry) in tuple(self._folders.items()):
+            if isinstance(entry, Entry) and entry.digest == digest:
+                with suppress(I2CLError):  # it is being replaced
+                    injection = Injection.from_pretrained(self._root / name)
+                    if content_digest(self._root / name) == digest:
+                        return injection
+        message = "this version of the task is gone: fit or upload it again"
+        raise RefusalError(404, "unknown_task", message)
 
     def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
-        """Texts, to be asked of the version that a name stands for now; raises as `entry`, `of_version`."""
+        """Encode texts for the current version of a task. Raises as `entry` and `of_version`."""
         while True:
             entry = self.entry(name)
             try:
                 return entry, self.of_version(entry.digest, texts)
             except RefusalError:
-                if self.entry(name).digest == entry.digest:  # else it was replaced between two looks
+                if self.entry(name).digest == entry.digest:  # else it was replaced meanwhile
                     raise
 
     def of_version(self, digest: str, texts: Sequence[str]) -> list[TaskQuery]:
-        """Texts, to be asked of one version. Raises RefusalError: 404 if it is gone, 500 if it cannot be
-        used; I2CLError on an empty text; a `TooLongError` on one that exceeds the context.
+        """Encode texts for one version of a task, loading it if necessary.
+
+        Raises RefusalError: 404 if it is gone, 500 if it cannot be used; I2CLError on an empty text;
+        TooLongError on one that exceeds the context.
         """
-        with self._loading:
-            if digest not in self._used:
-                self._load(digest)
-            self._used[digest] = None
-            self._used.move_to_end(digest)
-            while len(self._used) > self._most:
-                self.pool.drop(self._used.popitem(last=False)[0])
-            task = self.pool.task(digest)
-        return task.queries(texts, cut=False)
+        return self._task(digest).queries(texts, cut=False)
+
+    def is_loaded(self, digest: str) -> bool:
+        """Return whether a version is loaded."""
+        with self._lock:
+            return digest in self._used
+
+    def preload(self, digest: str) -> None:
+        """Load a version. Errors are left to the request that uses it."""
+        with suppress(I2CLError):
+            self._task(digest)
+
+    def _task(self, digest: str) -> Loaded:
+        """Return a loaded task. Loading holds a lock of its own, so that loaded tasks are not blocked."""
+        with self._lock:
+            if digest in self._used:
+                self._used.move_to_end(digest)
+                return self.pool.task(digest)
+            loading = self._loading.setdefault(digest, threading.Lock())
+        try:
+            with loading:
+                if not self.is_loaded(digest):
+                    self._load(digest)
+                with self._lock:
+                    self._used[digest] = None
+                    self._used.move_to_end(digest)
+                    task = self.pool.task(digest)
+                    while len(self._used) > self._most:
+                        self.pool.drop(self._used.popitem(last=False)[0])
+                    return task
+        finally:
+            with self._lock:
+                self._loading.pop(digest, None)
 
     def _load(self, digest: str) -> None:
         try:
             self.pool.load(digest, self._with_encoder(self.injection(digest)))
         except (RefusalError, OSError) as error:
             raise RefusalError.of(error) from None
-        except I2CLError as error:  # of another model, of a later i2cl, or its encoder is not here
+        except I2CLError as error:  # of another model, of a later i2cl, or its encoder is not enabled
             _log.warning("version %s cannot be used: %s", digest, error)
-            message = f"version {digest} cannot be used by this server: fit it again, or ask its operator"
+            message = f"version {digest} cannot be used by this server: fit it again, or contact its operator"
             raise RefusalError(500, "unusable", message) from None
 
     @contextmanager
-    def kept(self, names: Iterable[str]) -> Iterator[dict[str, str]]:
-        """The versions that names stand for now, which stay while the block runs; 404 if there is none."""
+    def kept(self, names: Iterable[str]) -> Iterator[dict[str, Entry]]:
+        """Return the current versions of tasks, and keep them while the block runs.
+
+        Task folders are copied, since they may be replaced before a job runs. Raises RefusalError (404) if a
+        task is missing.
+        """
         with self._writing:
-            digests = {name: self.entry(name).digest for name in names}
-            self._kept.update(digests.values())
+            entries = {name: self.entry(name) for name in names}
+            for entry in entries.values():
+                if entry.source == "folder":
+                    self._copy_folder(entry)
+            self._kept.update(entry.digest for entry in entries.values())
         try:
-            yield digests
+            yield entries
         finally:
             with self._writing:
-                self._kept -= Counter(digests.values())
-                for digest in {*digests.values()}:
-                    self._sweep(digest)
+                self._kept -= Counter(entry.digest for entry in entries.values())
+                for entry in entries.values():
+                    self.release(entry.digest)
 
     def sweep(self) -> None:
-        """Remove versions that no name stands for and nobody needs."""
-        known = self._live()
+        """Remove artefacts that neither a name nor an unfinished job refers to."""
         for folder in self._artefacts.iterdir():
-            if folder.name not in known:
-                self._sweep(folder.name)
+            self.release(folder.name)
+
+    def release(self, digest: str) -> None:
+        """Remove an artefact if neither a name nor an unfinished job refers to it."""
+        with self._writing:
+            named = {entry.digest for entry in self._named.values()}
+            if digest in named or digest in self._kept or digest in self.needed():
+                return
+            folders = [entry for _, entry in tuple(self._folders.values()) if isinstance(entry, Entry)]
+            is_folder = any(entry.digest == digest for entry in folders)
+            with self._lock:
+                if digest in self._used and not is_folder:
+                    del self._used[digest]
+                    self.pool.drop(digest)
+            shutil.rmtree(self._artefacts / digest, ignore_errors=True)
 
     def require_writable(self) -> None:
-        """Go on only where tasks may be changed. Raises RefusalError: 403 otherwise."""
+        """Raise RefusalError (403) if the store is read-only."""
         if self.read_only:
-            raise RefusalError(403, "read_only", "this server only reads: send it to the one that writes")
+            raise RefusalError(403, "read_only", "this server is read-only: use the server that writes")
 
-    def _alias(self, name: str) -> Path:
-        return self._names / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    def close(self) -> None:
+        """Close the database."""
+        if not self.read_only:
+            self.database.close()
 
-    def _stored_entries(self) -> list[Entry]:
-        entries = []
-        for path in self._names.glob("*.json"):
-            try:
-                entries.append(_read(path))
-            except FileNotFoundError:  # deleted just now
-                continue
-            except (OSError, LookupError, TypeError, ValueError) as error:
-                self.keeps_all = True
-                _log.warning("names/%s stays as it is: %s when it was read", path.name, type(error).__name__)
-        return entries
+    def _names(self) -> dict[str, Entry]:
+        """Return the tasks that came over HTTP."""
+        if not self.read_only:
+            return self._named
+        try:
+            signature = _signature(self._published)
+            if signature != self._published_names[0]:
+                records = json.loads(self._published.read_text(encoding="utf-8"))
+                entries = [Entry(**one | {"labels": tuple(one["labels"])}) for one in records]
+                self._published_names = signature, {entry.name: entry for entry in entries}
+        except FileNotFoundError:
+            return {}
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            _log.warning("%s cannot be read: %s", self._published, error)
+        return self._published_names[1]
 
-    def _live(self) -> set[str]:
-        """Digests that a name stands for, or that somebody needs."""
-        return {entry.digest for entry in self._named.values()} | {*self._kept} | self.needed()
+    @contextmanager
+    def _changing_names(self) -> Iterator[dict[str, Entry]]:
+        """Return a copy of the names to change, which takes effect if the block does not raise."""
+        names = dict(self._named)
+        try:
+            yield names
+        except BaseException:
+            with suppress(OSError, I2CLError):
+                self._publish()
+            raise
+        self._named = names
 
-    def _stored(self, injection: Injection) -> str:
+    def _publish(self, names: dict[str, Entry] | None = None) -> None:
+        """Write the names for servers that only read: SQLite's write-ahead log needs one machine."""
+        records = [asdict(entry) for entry in (self._named if names is None else names).values()]
+        replaced_file(self._published, json.dumps(records) + "\n")
+
+    def _store(self, injection: Injection) -> str:
         with tempfile.TemporaryDirectory(dir=self._artefacts, prefix=".") as scratch:
             fresh = Path(scratch) / "artefact"
             injection.save_pretrained(fresh)
-            digest = content_digest(fresh)
-            if not (self._artefacts / digest).is_dir():
-                fresh.rename(self._artefacts / digest)
-                synced(self._artefacts)
+            return self._add_artefact(fresh)
+
+    def _copy_folder(self, entry: Entry) -> None:
+        with tempfile.TemporaryDirectory(dir=self._artefacts, prefix=".") as scratch:
+            fresh = Path(scratch) / "artefact"
+            fresh.mkdir()
+            for name in FILES:
+                shutil.copyfile(self._root / entry.name / name, fresh / name)
+            if content_digest(fresh) != entry.digest:
+                raise RefusalError(503, "busy", f"task {entry.name!r} is being replaced: retry")
+            synced(*fresh.iterdir(), fresh)
+            self._add_artefact(fresh)
+
+    def _add_artefact(self, fresh: Path) -> str:
+        """Move a folder to its digest, replacing a damaged one."""
+        digest = content_digest(fresh)
+        place = self._artefacts / digest
+        if place.is_dir() and content_digest(place) != digest:
+            place.rename(fresh.with_name("damaged"))
+        if not place.is_dir():
+            fresh.rename(place)
+            synced(self._artefacts)
         return digest
 
-    def _sweep(self, digest: str) -> None:
-        """Remove a version, unless a name stands for it or somebody needs it."""
-        with self._writing:
-            if self.keeps_all or digest in self._live():
-                return
-            with self._loading:
-                if digest in self._used:
-                    del self._used[digest]
-                    self.pool.drop(digest)
-                shutil.rmtree(self._artefacts / digest, ignore_errors=True)
+    def _task_folders(self) -> list[Path]:
+        found = self._root.glob(f"*/{DESCRIPTION}")
+        return sorted(path.parent for path in found if not path.parent.name.startswith("."))
+
+    def _folder_entry(self, name: str) -> Entry | RefusalError | None:
+        """Return the task in a folder, why it cannot be used, or None if there is no such folder."""
+        folder = self._root / name
+        if name.startswith(".") or folder.parent != self._root or folder.name != name:
+            return None
+        try:
+            signature = _signature(*(folder / file for file in sorted(FILES)))
+        except (OSError, ValueError):  # also of names that no file can have
+            self._folders.pop(name, None)
+            return None
+        known = self._folders.get(name)
+        if known is None or known[0] != signature:
+            known = signature, self._read_folder(name)
+            self._folders[name] = known
+        return known[1]
+
+    def _read_folder(self, name: str) -> Entry | RefusalError:
+        folder = self._root / name
+        try:
+            require_name(name)
+            self._require_unreserved(name)
+            injection = Injection.from_pretrained(folder)
+            self.loaded(injection)
+            created = int((folder / DESCRIPTION).stat().st_mtime)
+            return Entry(name, content_digest(folder), created, injection.task.labels, "folder")
+        except (I2CLError, OSError) as error:
+            reason = RefusalError.of(error) if isinstance(error, OSError) else error
+            _log.warning("task folder %s is not served: %s", folder, reason)
+            words = str(reason).replace(f"{folder}/", "").replace(str(folder), name)
+            return RefusalError(500, "unusable", f"task {name!r} cannot be used by this server: {words}")
+
+    def _log_folders(self) -> None:
+        """Log what is in the folder and not served. Unusable task folders are logged as they are read."""
+        for path in sorted(self._root.iterdir()):
+            if path.name.startswith(".") or not path.is_dir():
+                continue
+            if not all((path / name).is_file() for name in FILES):
+                missing = " or ".join(sorted(name for name in FILES if not (path / name).is_file()))
+                _log.warning("folder %s is not served: it is not a task, it has no %s", path, missing)
+            elif path.name in self._names():
+                hint = "delete that task, or rename the folder"
+                _log.warning(
+                    "task folder %s is not served: a task of this name came over HTTP; %s", path, hint
+                )
+            else:
+                self._folder_entry(path.name)
 
 
-def _read(path: Path) -> Entry:
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    return Entry(**fields | {"labels": tuple(fields["labels"])})
+def require_no_old_layout(root: Path) -> None:
+    """Raise I2CLError for a folder of an earlier version, which cannot be read."""
+    names, artefacts = root / "names", root / "artefacts"
+    is_task = (names / DESCRIPTION).is_file()
+    if artefacts.is_dir() and any(names.glob("*.json")) and not is_task and not (root / STATE).exists():
+        hint = f"copy the folders in {artefacts} that you need to a new folder, as FOLDER/NAME"
+        raise I2CLError(f"{str(root)!r} was written by an earlier version of i2cl serve: {hint}")
+
+
+def _open_database(root: Path) -> Database:
+    path, artefacts = root / STATE / "state.sqlite", root / STATE / "artefacts"
+    if artefacts.is_dir() and any(artefacts.iterdir()) and not path.is_file():
+        hint = f"restore it from a backup, or remove {root / STATE}"
+        raise I2CLError(f"{str(path)!r} is missing, and with it the names of tasks: {hint}")
+    artefacts.parent.mkdir(parents=True, exist_ok=True)
+    database = Database(path)
+    artefacts.mkdir(exist_ok=True)
+    return database
+
+
+def _folder_conflict(name: str, hint: str) -> RefusalError:
+    message = f"task {name!r} is a folder that the server does not change: {hint}"
+    return RefusalError(409, "folder_task", message)
+
+
+def _signature(*paths: Path) -> Signature:
+    """Return what changes when files are replaced. Raises OSError if one is missing."""
+    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in (path.stat() for path in paths))
 
 
 def content_digest(folder: Path) -> str:
-    """SHA-256 of an artefact's files, the card aside, each with its name."""
-    sha = hashlib.sha256()
+    """Return the SHA-256 of an artefact's files and their names, without the model card."""
+    sha = sha256()
     for name in sorted(FILES):
         content = (folder / name).read_bytes() if (folder / name).is_file() else b""
-        sha.update(name.encode() + hashlib.sha256(content).digest())
+        sha.update(name.encode() + sha256(content).digest())
     return sha.hexdigest()
 
 
 def require_name(name: str) -> None:
-    """Refuse what cannot stand in an address or a table. Raises RefusalError: 422, saying why."""
+    """Raise RefusalError (422) for a name that cannot be used in a URL or a table."""
     if (
-        not 0 < len(name) <= LONGEST_NAME
+        not 0 < len(name) <= MAX_NAME_LENGTH
         or name != name.strip()
-        or {".", ".."} & {*name.split("/")}  # clients resolve these in an address: they mean another task
+        or {".", ".."} & {*name.split("/")}  # clients resolve these in a URL
         or HALF_PAIR.search(name)
         or not name.isprintable()
     ):
-        cure = f"give 1 to {LONGEST_NAME} characters that can be printed, without spaces around them"
-        message = f"a task cannot be called {name!a}: {cure}, and nothing like '../'"
-        raise RefusalError(422, "bad_name", message)
+        hint = f"use 1 to {MAX_NAME_LENGTH} printable characters, without spaces around them"
+        raise RefusalError(422, "bad_name", f"invalid task name {name!a}: {hint}, and without '../'")

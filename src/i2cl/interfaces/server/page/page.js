@@ -523,7 +523,7 @@ function start() {
   $("check").addEventListener("click", () => submitFit(true));
   $("fit").addEventListener("submit", (event) => { event.preventDefault(); submitFit(false); });
   $("example").addEventListener("click", () => fillExample().catch(showError));
-  $("cancel").addEventListener("click", () => json("DELETE", `v1/jobs/${job}`).catch(showError));
+  $("cancel").addEventListener("click", () => json("POST", `v1/jobs/${job}/cancel`).catch(showError));
   $("ask").addEventListener("submit", classify);
   $("tasks").addEventListener("change", () => { showCode(); $("answers").hidden = true; show("answered", ""); showTask().catch(showError); });
   $("least").addEventListener("input", showCode);

@@ -12,9 +12,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from i2cl.interfaces.server.guard import policy
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
-from i2cl.interfaces.server.service import Answer, Service, answer_request
+from i2cl.interfaces.server.service import DIGEST_HEADER, Answer, Service, answer_request
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MIN_PROBABILITY = 1e-38  # keeps log probabilities finite, because JSON has no infinity
@@ -32,11 +33,13 @@ def add_chat(app: FastAPI, service: Service) -> None:
         response_model=None,
         responses=_STREAM,
     )
+    @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def chat(
         body: schemas.Chat, request: Request, response: Response, timeout: schemas.Timeout = None
     ) -> dict[str, Any] | Response:
         text = _text_of(body)
-        answer = await answer_request(service, request, response, body.model, text, timeout)
+        answer = await answer_request(service, request, body.model, text, timeout)
+        response.headers[DIGEST_HEADER] = answer.entry.digest
         head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -55,6 +58,7 @@ def add_chat(app: FastAPI, service: Service) -> None:
         return head | {"object": "chat.completion", "choices": [choice], "usage": usage}
 
     @app.post("/v1/completions", include_in_schema=False)
+    @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def completions() -> None:
         message = "this server has no text completions: send the text to /v1/chat/completions or /v1/classify"
         raise RefusalError(404, "not_found", message)

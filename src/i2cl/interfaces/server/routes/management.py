@@ -1,4 +1,4 @@
-"""Routes that list, make and remove tasks, queue fits and files, and tell of jobs."""
+"""Routes for tasks (list, fit, upload, delete) and for jobs (fits and batches)."""
 
 import asyncio
 import json
@@ -12,16 +12,17 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from i2cl.errors import first_problem
 from i2cl.interfaces.server import files, fits
-from i2cl.interfaces.server.guard import BODY, READER
+from i2cl.interfaces.server.guard import BODY, READER, policy
 from i2cl.interfaces.server.jobs import Job, Jobs, unknown_job
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
-from i2cl.interfaces.server.task_store import Entry, require_name
+from i2cl.interfaces.server.task_store import Entry
+from i2cl.interfaces.server.uploads import max_upload_bytes
 
-LOOK = 0.2  # seconds between two looks for new events
-# Seconds without an event after which clients, and proxies between, are shown that somebody is there.
-QUIET = 15.0
+MAX_FILE_BODY = 256 * 2**20  # bytes of a file of texts
+EVENT_POLL_SECONDS = 0.2
+KEEPALIVE_SECONDS = 15.0  # an event stream without events sends a comment this often
 
 
 def _body(schemas_of: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,28 +37,33 @@ _LINES = _body({"application/jsonl": _TEXT})
 
 
 def add_tasks(app: FastAPI, service: Service) -> None:
-    """Routes of the base model and tasks."""
+    """Add the routes of the base model and of tasks."""
     tasks = service.tasks
     base = {"id": service.base, "object": "model", "created": 0, "owned_by": "i2cl", "parent": None}
 
-    @app.get("/v1/models", summary="The base model and every task")
+    @app.get("/v1/models", summary="The base model and all tasks")
+    @policy("read")
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [base, *(_model(entry, service.base) for entry in tasks.entries())]}
 
-    @app.get("/v1/models/{name:path}", summary="One of them")
+    @app.get("/v1/models/{name:path}", summary="The base model or a task")
+    @policy("read")
     def model(name: str) -> dict[str, Any]:
         return base if name == service.base else _model(tasks.entry(name), service.base)
 
-    @app.get("/v1/tasks", summary="Every task")
+    @app.get("/v1/tasks", summary="All tasks")
+    @policy("read")
     def listed() -> dict[str, Any]:
         return {"object": "list", "data": [_task(entry) for entry in tasks.entries()]}
 
     @app.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
+    @policy("admin", schemas.JSON, "text/csv", max_body=schemas.MAX_JSON_BODY)
     async def fit(request: Request) -> Response:
         body = await request.body()
         return await service.parsed(queue_fit, service, request, body)
 
-    @app.get("/v1/tasks/{name:path}", summary="A task, its settings and figures")
+    @app.get("/v1/tasks/{name:path}", summary="A task with its settings and scores")
+    @policy("read")
     def task(name: str) -> dict[str, Any]:
         entry = tasks.entry(name)
         injection = tasks.injection(entry.digest)
@@ -69,40 +75,60 @@ def add_tasks(app: FastAPI, service: Service) -> None:
         record |= {"encoder": None if (bias := injection.encoder_bias) is None else bias.encoder}
         return record
 
-    @app.put("/v1/tasks/{name:path}", summary="Upload an artefact's folder", openapi_extra=_TAR)
+    @app.put("/v1/tasks/{name:path}", summary="Upload a task folder as a tar file", openapi_extra=_TAR)
+    @policy("admin", "application/x-tar", max_body=max_upload_bytes(service.decoder))
     async def put(name: str, request: Request) -> dict[str, Any]:
         body = await request.body()
-        tasks.require_writable()
-        _require_name(service, name)
+        await service.parsed(tasks.require_name, name)
         return _task(await service.upload(name, body))
 
-    @app.delete("/v1/tasks/{name:path}", summary="Remove a task")
+    @app.delete("/v1/tasks/{name:path}", summary="Remove a task that came over HTTP")
+    @policy("admin")
     def delete(name: str) -> dict[str, Any]:
         tasks.delete(name)
         return {"id": name, "object": "task", "deleted": True}
 
 
 def add_jobs(app: FastAPI, service: Service) -> None:
-    """Routes of fits and files."""
+    """Add the routes of jobs."""
 
-    @app.get("/v1/jobs", summary="Fits and files, the newest first")
-    async def jobs(request: Request) -> dict[str, Any]:
-        records = [job.described() for job in jobs_of(service).all() if _sees(request, job)]
+    @app.get("/v1/jobs", summary="Fits and batch jobs, newest first")
+    @policy("read")
+    def jobs(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        after: Annotated[str | None, Query(description="Id of the last job of the previous page.")] = None,
+    ) -> dict[str, Any]:
+        found, has_more = jobs_of(service).page(request.scope.get(READER), limit, after)
+        records = [job.described() for job in found]
         for one in records:
             del one["last"]  # can be long: GET /v1/jobs/ID returns it
-        return {"object": "list", "data": records}
+        return {"object": "list", "data": records, "has_more": has_more}
 
-    @app.get("/v1/jobs/{identity}", summary="Where a job stands")
+    @app.get("/v1/jobs/{identity}", summary="Status of a job")
+    @policy("read")
     async def job(identity: str, request: Request) -> dict[str, Any]:
         return _own(service, request, identity).described()
 
-    @app.delete("/v1/jobs/{identity}", summary="Cancel a job, or remove one that has ended")
+    @app.post("/v1/jobs/{identity}/cancel", summary="Cancel a job; one that has finished stays as it is")
+    @policy("read")
     def cancel(identity: str, request: Request) -> dict[str, Any]:
         target = _own(service, request, identity)
         jobs_of(service).cancel(target)
         return target.described()
 
-    @app.get("/v1/jobs/{identity}/events", summary="What happens to a job", response_class=StreamingResponse)
+    @app.delete("/v1/jobs/{identity}", summary="Remove a finished job and its answers")
+    @policy("read")
+    def delete(identity: str, request: Request) -> dict[str, Any]:
+        jobs_of(service).delete(_own(service, request, identity))
+        return {"id": identity, "object": "job", "deleted": True}
+
+    @app.get(
+        "/v1/jobs/{identity}/events",
+        summary="Events of a job, as they happen",
+        response_class=StreamingResponse,
+    )
+    @policy("read", stream=True)
     async def events(
         identity: str,
         request: Request,
@@ -111,19 +137,26 @@ def add_jobs(app: FastAPI, service: Service) -> None:
         stream = job_events(service, _own(service, request, identity), seen)
         return StreamingResponse(stream, media_type="text/event-stream")
 
+
+def add_batches(app: FastAPI, service: Service) -> None:
+    """Add the routes of batch jobs."""
+
     @app.post("/v1/batches", status_code=202, summary="Classify a file", openapi_extra=_LINES)
+    @policy("read", "application/jsonl", "application/x-ndjson", max_body=MAX_FILE_BODY)
     async def batch(
         request: Request,
-        model: Annotated[str | None, Query(description="Task of lines that name none.")] = None,
+        model: Annotated[str | None, Query(description="Task of lines without a model.")] = None,
     ) -> Response:
-        scope = request.scope
-        return await service.parsed(queue_batch, service, scope[BODY], model, scope.get(READER))
+        return await service.parsed(queue_batch, service, request, model)
 
-    @app.get("/v1/batches/{identity}", summary="The answers for a file", response_class=FileResponse)
+    @app.get("/v1/batches/{identity}", summary="Answers of a batch job", response_class=FileResponse)
+    @policy("read")
     def answers(identity: str, request: Request) -> FileResponse:
         job = _own(service, request, identity)
         if job.kind != "batch":
-            raise RefusalError(404, "unknown_job", f"job {identity!r} is no file: GET /v1/jobs/{identity}")
+            raise RefusalError(
+                404, "unknown_job", f"job {identity!r} is not a batch job: GET /v1/jobs/{identity}"
+            )
         if job.status != "done":
             message = f"job {identity!r} is {job.status}: see /v1/jobs/{identity}/events"
             raise RefusalError(409, "not_done", message)
@@ -136,7 +169,7 @@ def _sees(request: Request, job: Job) -> bool:
 
 
 def _own(service: Service, request: Request, identity: str) -> Job:
-    """A job, for those who may see it."""
+    """Return a job that the caller may see. Raises RefusalError (404) otherwise."""
     job = jobs_of(service).get(identity)
     if not _sees(request, job):
         raise unknown_job(identity)
@@ -145,7 +178,7 @@ def _own(service: Service, request: Request, identity: str) -> Job:
 
 def _task(entry: Entry) -> dict[str, Any]:
     known = {"id": entry.name, "object": "task", "digest": entry.digest, "created": entry.created}
-    return known | {"labels": list(entry.labels)}
+    return known | {"labels": list(entry.labels), "source": entry.source}
 
 
 def _model(entry: Entry, base: str) -> dict[str, Any]:
@@ -153,7 +186,7 @@ def _model(entry: Entry, base: str) -> dict[str, Any]:
 
 
 def queue_fit(service: Service, request: Request, body: bytes) -> Response:
-    """Queue a fit of the rows in a body, JSON or CSV, or say what they are."""
+    """Queue a fit of the rows in a body (JSON or CSV), or describe them."""
     jobs = jobs_of(service)
     if request.headers["content-type"].lower().startswith("text/csv"):
         query: dict[str, Any] = dict(request.query_params)
@@ -161,17 +194,17 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
             query["labels"] = [label.strip() for label in query["labels"].split(",")]
         if isinstance(query.get("template"), str):
             query["template"] = query["template"].replace("\\n", "\n")
-        options = _valid(schemas.FitOptions, query, strict=False)  # all of a query is text
+        options = _valid(schemas.FitOptions, query, strict=False)  # values of a query are strings
         inputs, names = {"input.csv": body}, {"input.csv": "examples"}
     else:
         try:
             given = json.loads(body)
         except (ValueError, RecursionError) as error:
-            message = f"the body is no JSON ({type(error).__name__}): correct it"
+            message = f"the body is not valid JSON ({type(error).__name__}): correct it"
             raise RefusalError(422, "bad_request", message) from None
         options = _valid(schemas.Fit, given)
         inputs, names = _input_files(options)
-    _require_name(service, options.name)
+    service.tasks.require_name(options.name)
     fields = options.model_dump(exclude={"check", "examples", "test"}) | {"file_names": names}
     with jobs.scratch() as folder:
         for name, content in inputs.items():
@@ -185,7 +218,7 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
         }
         data = fits.survey_of(service.decoder, task)
         return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
-    return _accepted(jobs.add("fit", fields, inputs))
+    return _accepted(request, jobs.add("fit", fields, inputs))
 
 
 def _input_files(options: schemas.Fit) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -201,59 +234,56 @@ def _input_files(options: schemas.Fit) -> tuple[dict[str, bytes], dict[str, str]
     return inputs, names
 
 
-def queue_batch(service: Service, body: IO[bytes], model: str | None, owner: str | None) -> Response:
-    """Queue a file of texts."""
+def queue_batch(service: Service, request: Request, model: str | None) -> Response:
+    """Queue a batch job."""
+    body: IO[bytes] = request.scope[BODY]
+    owner: str | None = request.scope.get(READER)
     jobs = jobs_of(service)
     jobs.require_room("batch", owner)
     with jobs.scratch() as folder:
         path = folder / files.INPUT
         with path.open("wb") as rows:
-            count, names = files.read_lines(body, model, service.tasks.entry, rows)
-        with service.tasks.kept(names) as digests:
-            description = {"rows": count, "tasks": names, "digests": digests}
-            return _accepted(jobs.add("batch", description, {files.INPUT: path}, owner))
+            count, names, size = files.read_lines(body, model, service.tasks.entry, rows)
+        with service.tasks.kept(names) as entries:
+            description = files.description(entries, count, size)
+            return _accepted(request, jobs.add("batch", description, {files.INPUT: path}, owner))
 
 
 def jobs_of(service: Service) -> Jobs:
-    """The jobs of a server that writes; a 403 of one that does not."""
+    """Return the jobs of a server. Raises RefusalError (403) if it is read-only."""
     service.tasks.require_writable()
-    assert service.jobs is not None  # noqa: S101 - as whatever writes has them
+    assert service.jobs is not None  # noqa: S101 - only read-only servers have none
     return service.jobs
 
 
-def _require_name(service: Service, name: str) -> None:
-    require_name(name)
-    if name == service.base:
-        raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
-
-
-def _accepted(job: Job) -> Response:
-    return JSONResponse(job.described(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
+def _accepted(request: Request, job: Job) -> Response:
+    location = f"{request.scope.get('root_path', '').rstrip('/')}/v1/jobs/{job.id}"
+    return JSONResponse(job.described(), 202, headers={"Location": location})
 
 
 def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
     try:
         return kind.model_validate(given, strict=strict)
     except pydantic.ValidationError as error:
-        message = f"{first_problem(error)}: see /openapi.json for what this address takes"
+        message = f"{first_problem(error)}: see the fields in /openapi.json"
         raise RefusalError(422, "bad_request", message.encode(errors="backslashreplace").decode()) from None
 
 
 async def job_events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:
-    """Server-sent events of a job behind the one that was ``seen``, until it ends. Source:
+    """Yield server-sent events of a job, after the one with the id ``seen``, until it ends. Source:
     https://html.spec.whatwg.org/multipage/server-sent-events.html.
     """
     last = time.monotonic()
     while True:
         ended = job.ended
         for event in job.events:
-            number = round(1000 * event["at"])  # which a start of the server anew does not change
+            number = round(1000 * event["at"])  # unchanged by a restart
             if number > seen:
                 seen, last = number, time.monotonic()
                 yield f"id: {seen}\nevent: {event['event']}\ndata: {json.dumps(event)}\n\n"
         if ended or not service.ready:
             return
-        if time.monotonic() - last >= QUIET:
+        if time.monotonic() - last >= KEEPALIVE_SECONDS:
             last = time.monotonic()
             yield ": waiting\n\n"
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(EVENT_POLL_SECONDS)

@@ -1,8 +1,9 @@
 """Bodies of requests and answers, as /openapi.json describes them.
 
-A field that is not here is refused; in a chat it is passed over.
+Unknown fields are an error, except in a chat, where they are ignored.
 """
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -26,11 +27,14 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.tasks.formats import ROW_SUFFIXES
 
 Text = Annotated[str, Field(min_length=1)]
-MOST_TEXTS = 2048  # of a request; more are a 413 that says so, as in the vLLM plugin
-Texts = Annotated[list[Text], Field(min_length=1, json_schema_extra={"maxItems": MOST_TEXTS})]
-Name = Annotated[str, Field(min_length=1, max_length=128, description="Of a task.")]
+MAX_TEXTS = 2048  # per request; more are a 413, as in the vLLM plugin
+Texts = Annotated[list[Text], Field(min_length=1, json_schema_extra={"maxItems": MAX_TEXTS})]
+Name = Annotated[str, Field(min_length=1, max_length=128, description="Name of a task.")]
 
-# JSON has one kind of number: 5.0 is as whole as 5.
+JSON = "application/json"
+MAX_JSON_BODY = 4 * 2**20  # bytes of a body of texts or examples
+
+# JSON has one type of number: 5.0 is an integer
 Int = Annotated[
     int,
     BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value),
@@ -38,16 +42,16 @@ Int = Annotated[
 
 Timeout = Annotated[
     Annotated[float, Field(ge=1, le=3600)] | None,
-    WithJsonSchema({"type": "number", "minimum": 1, "maximum": 3600}),  # a header is there or not, never null
-    Header(alias="X-Request-Timeout", description="Seconds before which the request has to begin."),
+    WithJsonSchema({"type": "number", "minimum": 1, "maximum": 3600}),  # a header is never null
+    Header(alias="X-Request-Timeout", description="Seconds within which the model has to start on it."),
 ]
 
 
-def require_number(texts: Sequence[str], cure: str = "send them in parts") -> None:
-    """Refuse more texts than `MOST_TEXTS`. Raises RefusalError: 413."""
-    if len(texts) > MOST_TEXTS:
-        message = f"the request has {len(texts)} texts, and {MOST_TEXTS} may come at once"
-        raise RefusalError(413, "too_many_texts", f"{message}: {cure}")
+def require_number(texts: Sequence[str], hint: str = "split them over several requests") -> None:
+    """Raise RefusalError (413) for more texts than `MAX_TEXTS`."""
+    if len(texts) > MAX_TEXTS:
+        message = f"the request has {len(texts)} texts, and the limit is {MAX_TEXTS}"
+        raise RefusalError(413, "too_many_texts", f"{message}: {hint}")
 
 
 class _Body(BaseModel):
@@ -60,12 +64,12 @@ class Classify(_Body):
     model: Name
     input: Text | Texts
     min_confidence: Annotated[
-        float | None, Field(gt=0, le=1, description="The label is empty where its probability is below.")
+        float | None, Field(gt=0, le=1, description="Below this probability the label is empty.")
     ] = None
 
 
 class Parameters(_Body):
-    """What Hugging Face's clients may ask for."""
+    """Options of Hugging Face's clients."""
 
     function_to_apply: Literal["softmax"] | None = None
     top_k: Annotated[Int, Field(ge=1)] | None = None
@@ -175,8 +179,8 @@ class FitOptions(_Body):
     method: Literal["anchored", "i2cl", "anchored+sentence_embeddings"] | None = None
     recipe: Literal["paper", "released", "fast"] | None = None
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    evaluate: Annotated[Int, Field(ge=0, le=10_000, description="Rows to score on at most.")] = 160
-    check: Annotated[bool, Field(description="Say what the rows are; do not fit.")] = False
+    evaluate: Annotated[Int, Field(ge=0, le=10_000, description="Maximum number of rows to score on.")] = 160
+    check: Annotated[bool, Field(description="Only check and describe the rows.")] = False
 
 
 class Fit(FitOptions):
@@ -222,7 +226,7 @@ class Classification(BaseModel):
         probabilities: Sequence[Sequence[float]],
         tokens: Sequence[int],
     ) -> "Classification":
-        """The answer to a request, from each text's probabilities and its number of tokens."""
+        """Make the answer to a request from the probabilities and the number of tokens of each text."""
         data = []
         for index, probs in enumerate(probabilities):
             place = sure_place(probs, body.min_confidence)
@@ -240,7 +244,20 @@ class LabelScore(BaseModel):
     score: float
 
 
+def ranked_json(labels: Sequence[str], probabilities: Sequence[Sequence[float]], top_k: int | None) -> str:
+    """Return JSON with the labels of each text and their scores, best first."""
+    return json.dumps(
+        [
+            [
+                {"label": label, "score": score}
+                for score, label in sorted(zip(probs, labels, strict=True), reverse=True)[:top_k]
+            ]
+            for probs in probabilities
+        ]
+    )
+
+
 class Problem(BaseModel):
-    """Why a request was not done."""
+    """An error."""
 
     error: dict[str, Any]

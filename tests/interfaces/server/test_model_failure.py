@@ -1,0 +1,100 @@
+"""The model thread dies: requests fail, health checks fail, and the process exits with an error."""
+
+import re
+import threading
+from concurrent.futures import wait
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from i2cl.interfaces.server.client import Client, ServerError
+from processes import Program, until
+
+from .conftest import TEXTS, made
+from .test_app import CLASSIFY, ONE, error_of
+from .test_jobs import fitting
+from .test_serve import address
+
+
+class Died(BaseException):
+    """Not even an Exception: nothing in the batcher expects it."""
+
+
+def die(*_, **__):
+    raise Died("a user's text")
+
+
+@pytest.fixture
+def dying(service, monkeypatch):
+    """A service with a task, whose model thread dies at the next batch."""
+    service.tasks.put("films", made(service.decoder, 0))
+    monkeypatch.setattr(service.batcher.pool, "answers", die)
+    return service
+
+
+def test_running_and_queued_requests_fail(dying):
+    go, begun = threading.Event(), threading.Event()
+    dying.batcher.run(lambda: (begun.set(), go.wait(30)))
+    begun.wait(30)
+    rows = dying.tasks.queries("films", TEXTS)[1]
+    tickets = [dying.batcher.submit(rows, float(10**9)) for _ in range(3)]
+    tickets.append(dying.batcher.submit_slices(rows))
+    dying.decoder.token_budget = 1  # one row per batch: the others are still queued when the thread dies
+    go.set()
+    futures = [ticket.done for ticket in tickets]
+    assert not wait(futures, 30).not_done
+    assert {future.exception().code for future in futures} == {"model_failed"}
+
+
+def test_running_work_fails(service):
+    assert service.batcher.run(die).exception(30).code == "model_failed"
+
+
+def test_new_requests_and_health_checks_answer_503(dying, asking, caplog):
+    client = asking(dying)
+    assert error_of(client.post(CLASSIFY, json=ONE)) == (503, "model_failed")
+    for path in ("/healthz", "/health", "/readyz"):
+        assert error_of(client.get(path)) == (503, "model_failed")
+    reply = client.post(CLASSIFY, json=ONE)
+    assert error_of(reply) == (503, "model_failed")
+    assert "restarted" in reply.json()["error"]["message"]
+    assert "the model thread has died (Died)" in caplog.text
+    assert "a user's text" not in caplog.text + reply.text
+
+
+def test_fault_of_the_batcher_in_a_pause_is_not_an_error_of_the_fit(service, task, monkeypatch):
+    service.tasks.put("other", made(service.decoder, 0))
+    monkeypatch.setattr(service.metrics, "batch", lambda **_: 1 / 0)
+    job = fitting(service, task, method="i2cl", settings={"epochs": 5000})
+    until(lambda: job.events[-1]["event"] == "step")
+    ticket = service.batcher.submit(service.tasks.queries("other", TEXTS)[1], float(10**9))
+    ticket.done.exception(30)
+    until(lambda: not service.batcher.alive)
+    service.close()
+    assert not job.ended  # it runs again after the restart
+
+
+FAILING = """
+from i2cl.injections.pool import InjectionPool
+def die(*_, **__):
+    raise SystemExit("a fault")
+InjectionPool.answers = die
+from i2cl.interfaces.cli import main
+main()
+"""
+
+
+def test_process_exits_with_an_error(tmp_path):
+    from i2cl import Decoder
+
+    made(Decoder.from_pretrained("reference"), 0).save_pretrained(tmp_path / "films")
+    program = Program(FAILING, "serve", "reference", "--tasks", tmp_path / "tasks", "--port", 0)
+    client = Client(address(program), retries=0)
+    with pytest.raises(ServerError) as refused:  # an upload answers a text first
+        client.upload("films", tmp_path / "films")
+    assert (refused.value.status, refused.value.code) == (503, "model_failed")
+    code, _, err = program.wait()
+    assert (code, "Traceback" in err) == (1, False), err
+    assert re.search("model thread has died.*restart the server", err, re.DOTALL)

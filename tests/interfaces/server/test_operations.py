@@ -1,0 +1,126 @@
+"""Request ids, the access log, event streams, and the client's connections."""
+
+import asyncio
+import json
+import logging
+import re
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fitting import one_line
+from i2cl.interfaces.server import guard
+from i2cl.interfaces.server.app import make_app
+from i2cl.interfaces.server.client import AsyncClient, Client
+from i2cl.interfaces.server.guard import Access, Policy
+from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.interfaces.server.routes.schemas import ranked_json
+from i2cl.interfaces.server.service import LARGE_ANSWER, off_loop
+
+from .test_app import CLASSIFY, ONE
+from .test_authorization import ACCESS, READ
+
+
+def test_request_id_is_returned_and_logged(client, caplog):
+    with caplog.at_level(logging.INFO, "i2cl.server.access"):
+        reply = client.post(CLASSIFY, json=ONE, headers={"X-Request-Id": "order-7.b"})
+    assert reply.headers["X-Request-Id"] == "order-7.b"
+    assert re.search(r'"POST /v1/classify" 200 [\d.]+ ms id=order-7\.b', caplog.text)
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a\nb", "x" * 65, "ü", "id=1"])
+def test_unsafe_request_id_is_replaced(client, given):
+    reply = client.get("/healthz", headers={"X-Request-Id": given.encode()})
+    assert re.fullmatch("[0-9a-f]{16}", reply.headers["X-Request-Id"])
+
+
+def test_access_log_has_no_texts_and_no_line_breaks(client, caplog):
+    with caplog.at_level(logging.INFO, "i2cl.server.access"):
+        client.get("/v1/tasks/a%0Ab?text=secret")
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("access")]
+    assert "GET /v1/tasks/a%0Ab" in line
+    assert "secret" not in line
+
+
+def test_error_log_has_the_request_id(client, service, monkeypatch, caplog):
+    monkeypatch.setattr(service.tasks, "entry", lambda _: 1 / 0)
+    client.post(CLASSIFY, json=ONE, headers={"X-Request-Id": "seven"})
+    assert re.search(r"ZeroDivisionError at test_operations.py:.* id=seven", caplog.text)
+
+
+def test_event_streams_take_no_request_slots(service, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_REQUESTS", 1)
+    monkeypatch.setattr(guard, "MAX_STREAMS_PER_READER", 2)
+    app = make_app(service, ACCESS)
+    headers = [(b"authorization", f"Bearer {READ}".encode())]
+
+    def enter(policy):
+        return app.admitted(policy, {"type": "http", "method": "GET", "headers": headers}, None)
+
+    async def open_streams():
+        stream = Policy("read", stream=True)
+        async with enter(stream), enter(stream), enter(Policy("read")):
+            for policy, status in ((stream, 429), (Policy("read"), 503)):
+                with pytest.raises(RefusalError) as refused:
+                    await enter(policy).__aenter__()
+                assert refused.value.status == status
+
+    asyncio.run(open_streams())
+    assert (app.running, app.streams) == (0, {})
+
+
+def test_event_streams_are_bounded_over_all_tokens(service, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_STREAMS", 0)
+    app = make_app(service, Access())
+
+    async def open_stream():
+        async with app.admitted(Policy("read", stream=True), {"type": "http", "headers": []}, None):
+            pass
+
+    with pytest.raises(RefusalError, match="event streams are open"):
+        asyncio.run(open_stream())
+
+
+def test_large_answers_are_serialized_off_the_event_loop():
+    import threading
+
+    async def thread_of(size):
+        return await off_loop(size, threading.current_thread)
+
+    assert asyncio.run(thread_of(LARGE_ANSWER)) is threading.current_thread()
+    assert asyncio.run(thread_of(LARGE_ANSWER + 1)) is not threading.current_thread()
+
+
+def test_ranked_labels_are_cut_at_top_k():
+    answer = json.loads(ranked_json(["a", "b"], [[0.25, 0.75]], 1))
+    assert answer == [[{"label": "b", "score": 0.75}]]
+
+
+def test_client_closes_its_connections():
+    with Client("http://127.0.0.1:1") as client:
+        pass
+    assert client._http.is_closed
+    assert client._once.is_closed
+
+
+def test_async_client_closes_its_connections():
+    async def use():
+        async with AsyncClient("http://127.0.0.1:1") as client:
+            return client
+
+    client = asyncio.run(use())
+    assert client._http.is_closed
+    assert client._once.is_closed
+
+
+def test_client_without_httpx_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("i2cl.errors.find_spec", lambda _: None)
+    one_line(r"the client needs the package httpx2: pip install 'i2cl\[serve\]'", Client, "http://127.0.0.1")
+
+
+def test_both_clients_have_the_same_methods():
+    def methods(kind):
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert methods(Client) - {"close"} == methods(AsyncClient) - {"aclose"}
