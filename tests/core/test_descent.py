@@ -13,8 +13,8 @@ from i2cl.core.anchored import AnchoredConfig, anchor, solved
 from i2cl.core.descent import descended
 from i2cl.core.problem import Problem
 from i2cl.core.word_weights import WordWeights, token_scores
-from i2cl.models.batching import MemoryWarning
 from i2cl.models.encoding import ScoringWarning
+from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import Questions
 from i2cl.models.training import TrainConfig, train
 

@@ -21,7 +21,7 @@ from i2cl.interfaces.batch_prediction.prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.slots import Packed
 from i2cl.methods import calibrating_method
-from i2cl.models.scoring import biased
+from i2cl.models.scoring import add_label_bias
 from i2cl.storage.card import CARD
 from plugin import WordsEncoder
 
@@ -114,7 +114,9 @@ def test_a_label_prior_sees_the_encoder(injection):
     means = injection.scores(decoder, TEXTS).softmax(-1).mean(0)
     torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())
     assert prior.temperature == TYPICAL
-    expected = biased(injection.scores(decoder, TEXTS), bias_towards(None, injection.scores(decoder, TEXTS)))
+    expected = add_label_bias(
+        injection.scores(decoder, TEXTS), bias_towards(None, injection.scores(decoder, TEXTS))
+    )
     torch.testing.assert_close(prior.scores(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
 
 

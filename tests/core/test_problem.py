@@ -11,8 +11,8 @@ from i2cl.core.problem import Problem, memory_taken
 from i2cl.experiments.evidence.baselines import refitting
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
-from i2cl.models.batching import MemoryWarning
 from i2cl.models.encoding import ScoringWarning
+from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import Questions
 
 LETTERS = Task("letters", tuple("abcdef"), Template("{text}\n{label}"))
@@ -82,9 +82,8 @@ def test_a_refit_is_made_as_the_fit_was(monkeypatch):
     assert refitting(i2cl, i2cl.injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring == "auto"
 
 
-@pytest.mark.parametrize("free", [0, 4 * 10**9])
-def test_without_a_limit_it_is_a_quarter_of_what_is_free(free, monkeypatch):
-    monkeypatch.setattr(module, "free_memory", lambda: free)
+def test_without_a_limit_it_is_a_quarter_of_what_is_free(monkeypatch):
+    monkeypatch.setattr(module, "free_memory", lambda: 4 * 10**9)
     assert asked().fits(None)
     monkeypatch.setattr(module, "free_memory", lambda: 80_000)
     with pytest.warns(MemoryWarning, match="more than the 2e-05 GB that they may"):

@@ -10,10 +10,10 @@ import torch
 from fitting import decoder_of, encode, log_probability, made, one_line, random_edit
 from i2cl import Decoder, Task, Template
 from i2cl.core.edits import LinearEdit, RowsEdit
-from i2cl.models.batching import MemoryWarning
 from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
+from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import PASSES_A_BATCH, Questions, require_texts, score
-from i2cl.models.trie import Trie
+from i2cl.models.trie import Trie, edge_scores
 from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
@@ -184,8 +184,10 @@ def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
     assert len(set(trie.edges)) == len(trie.edges)
     for ids, steps in zip(sorted(labels), trie.steps, strict=True):
         assert [trie.edges[step][1] for step in steps] == list(ids)
-    values = torch.rand(len(trie.edges))
-    assert close(trie.scores(values), torch.stack([values[list(own)].sum() for own in trie.steps]))
+    logits = torch.rand(1, 1 + len(trie.tokens), 3)
+    values = torch.stack([logits[0].log_softmax(-1)[node + 1, token] for node, token in trie.edges])
+    wanted = torch.stack([values[list(own)].sum() for own in trie.steps])
+    assert close(edge_scores(logits, [trie])[0], wanted)
 
 
 def test_one_more_pass_a_length_has_to_pay_where_no_row_forks():
