@@ -62,7 +62,7 @@ def test_it_is_the_product_of_two_methods(task, words_encoder):
     other = with_temperature(injection, 7.0)
     assert torch.equal(other.scores(decoder, TEXTS).argmax(-1), actual.argmax(-1))
     fit = calibrating_method(NAME, OPTIONS).fit(decoder, task, rows, 0)
-    torch.testing.assert_close((fit.scores(TEXTS) / TYPICAL).log_softmax(-1).double(), actual)
+    torch.testing.assert_close((fit.scores(TEXTS) / TYPICAL).log_softmax(-1).float(), actual)
     assert fit.cost.cached_values == plain.context.values.numel() + len(injection.encoder_bias.weights) * 25
 
 

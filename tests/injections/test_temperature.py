@@ -51,7 +51,7 @@ def test_answers_stay_where_scores_differ_by_their_last_bit():
 
 def test_a_label_that_cannot_be_said_stays_so():
     result = label_log_probs(torch.tensor([[-math.inf, -1.0, -2.0]]), None, 2.0)
-    torch.testing.assert_close(result.exp()[0, 1:], torch.tensor([-0.5, -1.0]).double().softmax(-1))
+    torch.testing.assert_close(result.exp()[0, 1:], torch.tensor([-0.5, -1.0]).softmax(-1))
     assert result[0, 0] == -math.inf
 
 
