@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -193,3 +195,44 @@ def test_a_path_of_an_encoder_stays_at_home(injection, tmp_path, monkeypatch):
     assert seen["encoder"] == "mine"
     assert _without_folders(f"encoder={tmp_path / 'mine'}") == "encoder=mine"
     assert _without_folders("reach=2") == "reach=2"
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Names of the encoders that are loaded, each of which takes a while."""
+    names = []
+
+    def load(name, device):
+        time.sleep(0.05)
+        names.append(name)
+        return object()
+
+    monkeypatch.setattr(encoder_bias, "load_encoder", load)
+    encoder_bias.release_encoders()
+    yield names
+    encoder_bias.release_encoders()
+
+
+def test_an_encoder_is_loaded_once_by_several_threads(loads):
+    with ThreadPoolExecutor(4) as threads:
+        results = [*threads.map(lambda _: encoder_bias.frozen_encoder("hub/id", "cpu"), range(4))]
+    assert loads == ["hub/id"]
+    assert len(set(map(id, results))) == 1
+
+
+def test_a_relative_and_an_absolute_path_are_one_encoder(loads, tmp_path, monkeypatch):
+    (tmp_path / "encoder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("encoder", str(tmp_path / "encoder"), "./encoder"):
+        encoder_bias.frozen_encoder(name, "cpu")
+    assert loads == [str(tmp_path / "encoder")]
+
+
+def test_few_encoders_stay_in_memory_and_all_can_be_released(loads):
+    count = encoder_bias.MAX_LOADED_ENCODERS
+    for name in map(str, [*range(count), 0, count, 1]):
+        encoder_bias.frozen_encoder(name, "cpu")
+    assert loads == [*map(str, [*range(count), count, 1])], "the least recently used one is dropped"
+    encoder_bias.release_encoders()
+    encoder_bias.frozen_encoder("1", "cpu")
+    assert loads[-1] == "1"
