@@ -162,7 +162,7 @@ def label_log_probs(
     # Rounding must not make another label tie with the most probable one.
     tied = rounded.argmax(-1, keepdim=True) != best
     top = rounded.gather(-1, best)
-    return rounded.scatter(-1, best, torch.where(tied, top.nextafter(torch.tensor(torch.inf)), top))
+    return rounded.scatter(-1, best, torch.where(tied, top.nextafter(torch.full_like(top, torch.inf)), top))
 
 
 def next_token_log_probabilities(
