@@ -279,9 +279,10 @@ class Decoder:
         sizes: Iterator[int] | None = None
         while start < len(order):
             budget = self.training_budget if training else self.token_budget
-            lengths = [len(ids[row]) for row in order[start:]]
-            extra = row_bytes if training else None
-            sizes = sizes or iter(self._sizes(lengths, reserve, limit.apply(budget), extra))
+            if sizes is None:
+                lengths = [len(ids[row]) for row in order[start:]]
+                extra = row_bytes if training else None
+                sizes = iter(self._sizes(lengths, reserve, limit.apply(budget), extra))
             rows = order[start : start + next(sizes)]
             batch = make_batch([ids[row] for row in rows], self.device, rows)
             exceeded = False
@@ -324,7 +325,7 @@ class Decoder:
         if rows == 1:
             hint = "shorten it, or load the model in bfloat16 or with device_map='auto'"
             raise I2CLError(f"a query of {length + reserve} tokens does not fit into memory: {hint}")
-        empty_cache = getattr(getattr(torch, self.device.type), "empty_cache", None)
+        empty_cache = getattr(getattr(torch, self.device.type, None), "empty_cache", None)
         if empty_cache is not None:  # cuda, mps and xpu
             empty_cache()
         line = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
