@@ -17,7 +17,7 @@ import torch
 import measures
 from i2cl import CalibrationConfig, Decoder, calibrate, extract
 from i2cl.core.edits import LinearEdit
-from i2cl.models.batching import peak_memory
+from i2cl.models.memory import peak_memory
 from measures import seconds
 from workload import Workload, random_decoder
 

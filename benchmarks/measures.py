@@ -19,8 +19,9 @@ from i2cl.core.context import extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.injections.pool import InjectionPool
-from i2cl.models.batching import Ids, make_batch, peak_memory
+from i2cl.models.batching import Ids, make_batch
 from i2cl.models.encoding import LabelTokens
+from i2cl.models.memory import peak_memory
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import score
 from workload import Workload

@@ -24,7 +24,7 @@ from i2cl.core.descent import schedule
 from i2cl.core.problem import KERNELS, MOST_COLUMNS, SCALED
 from i2cl.core.tangent import SLICE
 from i2cl.experiments.draw import BACKWARD, FORWARD, LATER_STEPS
-from i2cl.models.batching import peak_memory
+from i2cl.models.memory import peak_memory
 
 GB = 1e9
 RESIDENT, SCRATCH = 1.15, 0.09 * GB

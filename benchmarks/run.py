@@ -25,7 +25,8 @@ import measures
 from i2cl import Decoder, Injection
 from i2cl.core.context import extract
 from i2cl.export import fold
-from i2cl.models.batching import make_batch, peak_memory
+from i2cl.models.batching import make_batch
+from i2cl.models.memory import peak_memory
 from i2cl.tasks.corpus import TASKS
 from jobs import accuracy, agreement, whole_jobs
 from measures import against_prefix, paired, seconds

@@ -16,6 +16,13 @@ _PACKAGES = {
 _LONGEST_VALUE = 60
 OUT_OF_MEMORY = "out of memory: take a smaller model, --dtype bfloat16, or fewer or shorter texts"
 
+_OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",  # CUDA, HIP, XPU and MPS
+    "can't allocate memory",  # the CPU's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 """Half a surrogate pair, which no UTF-8 can hold. Python puts some into file names that are not UTF-8."""
 
@@ -25,6 +32,25 @@ class I2CLError(ValueError):
 
     The command line prints the message without a traceback and exits with code 2.
     """
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that an accelerator or the CPU ran out of memory.
+
+    Most backends raise a plain RuntimeError, so its message decides. Where accelerate is installed, its
+    ``should_reduce_batch_size`` is asked too, which knows further devices. Does not import torch.
+    """
+    if not isinstance(error, RuntimeError):
+        return False
+    if type(error).__name__ == "OutOfMemoryError" or any(
+        part in str(error) for part in _OUT_OF_MEMORY_MESSAGES
+    ):
+        return True
+    if find_spec("accelerate") is None:
+        return False
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    return bool(should_reduce_batch_size(error))
 
 
 def require_whole(text: str, what: str) -> None:

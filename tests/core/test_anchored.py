@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fitting import made, one_line
-from i2cl import Example, Task, Template, make_methods
+from i2cl import Example, Injection, Task, Template, make_methods
 from i2cl.core import anchored
 from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
 from i2cl.core.edits import LinearEdit
@@ -196,7 +196,7 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
     decoder = made("gpt2")
     injection = anchor(decoder, task(), SHOWN, config)
     texts = ["fine", "so so"]
-    plain = Questions(decoder, task()).scores(texts)
+    plain = Questions(decoder, task()).scores(texts).log_softmax(-1)
     torch.testing.assert_close(injection.scores(decoder, texts), plain, atol=0, rtol=0)
 
 
@@ -273,3 +273,12 @@ def test_scores_are_those_of_an_edit_and_the_seed_is_told():
     edit = LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2))
     wanted = score(fit.questions.decoder, fit.queries, fit.questions.labels, edit=edit)
     torch.testing.assert_close(fit.scores(u), wanted, atol=0, rtol=0)
+
+
+def test_a_fitted_vector_claims_no_extraction(tmp_path):
+    injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(steps=1, writers="mlp"))
+    assert injection.description()["extraction"] == {"writers": "mlp"}
+    injection.save_pretrained(tmp_path / "task")
+    assert Injection.from_pretrained(tmp_path / "task").context.config.writers == "mlp"
+    card = (tmp_path / "task" / "README.md").read_text()
+    assert "aggregate" not in card

@@ -13,8 +13,8 @@ from i2cl.core.anchored import AnchoredConfig, anchor, solved
 from i2cl.core.descent import descended
 from i2cl.core.problem import Problem
 from i2cl.core.word_weights import WordWeights, token_scores
-from i2cl.models.batching import MemoryWarning
 from i2cl.models.encoding import ScoringWarning
+from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import Questions
 from i2cl.models.training import TrainConfig, train
 
@@ -219,3 +219,26 @@ def test_a_fit_that_does_not_pay_is_the_plain_model(few_steps, monkeypatch, end)
     with pytest.warns(UserWarning, match="lower the reach"):
         injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-5))
     assert not injection.context.values.any()
+
+
+def test_every_entry_of_the_history_is_the_loss_without_the_prior(few_steps, monkeypatch):
+    fit, taken = problem(made("llama")), []
+
+    def recording(parameters, loss, *more):
+        def recorded(chosen):
+            taken.append((parameters[0].detach().clone(), list(chosen)))
+            return loss(chosen)
+
+        return train(parameters, recorded, *more)
+
+    schedule = TrainConfig(epochs=3, batch_size=len(SHOWN), lr=0.05, lr_final=0.05, weight_decay=0.0)
+    monkeypatch.setattr(descent, "schedule", lambda *_, **__: schedule)
+    monkeypatch.setattr(descent, "train", recording)
+    end = descended(fit, 0.1, seed=0)  # a prior that weighs as much as the loss
+
+    def loss(u):
+        return cross_entropy(fit.scores(u).double(), fit.gold).item()
+
+    points = [torch.zeros_like(taken[0][0]), *(u for u, _ in taken), end.u]
+    assert len(end.history) == 5
+    assert end.history[:-1] == pytest.approx([*map(loss, points[:-1])], abs=1e-5)

@@ -4,9 +4,10 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitting import PATHS, close, decoder_of, random_edit, raw_modules, replacing
-from i2cl.core.edits import LinearEdit, NoisyEdit, draw_from
+from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit, draw_from
 from i2cl.models.batching import make_batch
 from tiny import VOCABULARY
 
@@ -283,3 +284,64 @@ def test_noise_in_half_precision_stays_finite_where_the_norm_does_not():
     edit = noisy(decoder, place="writer", scale=1e-3, active=torch.ones(decoder.layers, 2, dtype=torch.bool))
     edit.injection.coefficients = torch.tensor([0.0, 1.0]).expand_as(edit.injection.coefficients)
     assert edit.output(0, 0, output, make_batch([(1,)], torch.device("cpu"))).isfinite().all()
+
+
+# Cost and caches
+
+
+class FullSizeTensors(TorchDispatchMode):
+    """Counts operations that produce a tensor of a given size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += isinstance(result, torch.Tensor) and result.numel() == self.size
+        return result
+
+
+@pytest.mark.parametrize("layers", [4, 16])
+def test_the_backward_pass_makes_no_full_size_gradient_for_each_hook_point(layers):
+    vectors = torch.zeros(2, layers, 2, 3, requires_grad=True)
+    edit = RowsEdit(vectors, torch.ones(2, layers, 2), torch.tensor([0, 1]))
+    batch = make_batch([(1, 2), (3, 4)], torch.device("cpu"))
+    outputs = torch.ones(2, 2, 3)
+    total = sum(
+        edit.output(layer, index, outputs, batch).sum() for layer, index in product(range(layers), (0, 1))
+    )
+    with FullSizeTensors(vectors.numel()) as counter:
+        (gradient,) = torch.autograd.grad(total, [vectors])
+    assert torch.equal(gradient, torch.full_like(gradient, 2.0))  # two tokens
+    assert counter.count <= 2
+
+
+def test_random_positions_are_drawn_once_for_a_batch(monkeypatch):
+    decoder, drawn_for = decoder_of("llama"), []
+    monkeypatch.setattr(
+        LinearEdit, "_drawn", lambda _, batch: [drawn_for.append(batch), torch.zeros_like(batch.last)][1]
+    )
+    edit = LinearEdit(*drawn(decoder), positions="random")
+    other = make_batch(ROWS[:2], torch.device("cpu"))
+    for batch in (BATCH, other, BATCH):
+        edited(decoder, edit, batch, at=batch.last[:, None])
+    assert len(drawn_for) == 3
+
+
+def test_an_edit_can_be_used_on_a_model_that_moved_to_another_precision(monkeypatch):
+    """Its cached vectors are those of a precision."""
+    monkeypatch.setattr("i2cl.core.edits._keeps_alpha", lambda *_: True)
+    values, pairs = torch.rand(1, 1, 8), torch.full((1, 1, 2), 0.7)
+    outputs = torch.zeros(1, 2, 8)
+    moved, fresh = LinearEdit(values, pairs), LinearEdit(values, pairs)
+    moved.injected(0, 0, outputs.bfloat16())
+    assert torch.equal(moved.injected(0, 0, outputs), fresh.injected(0, 0, outputs))
+
+
+def test_trained_vectors_can_be_differentiated_in_several_passes():
+    values = torch.ones(1, 1, 8, requires_grad=True)
+    edit = LinearEdit(values, torch.ones(1, 1, 2))
+    for _ in range(2):
+        edit.injected(0, 0, torch.zeros(1, 1, 8)).sum().backward()
+    assert torch.equal(values.grad, torch.full_like(values, 2.0))

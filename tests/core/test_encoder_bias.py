@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -21,7 +23,7 @@ from i2cl.interfaces.batch_prediction.prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.slots import Packed
 from i2cl.methods import calibrating_method
-from i2cl.models.scoring import biased
+from i2cl.models.scoring import add_label_bias
 from i2cl.storage.card import CARD
 from plugin import WordsEncoder
 
@@ -62,7 +64,7 @@ def test_it_is_the_product_of_two_methods(task, words_encoder):
     other = with_temperature(injection, 7.0)
     assert torch.equal(other.scores(decoder, TEXTS).argmax(-1), actual.argmax(-1))
     fit = calibrating_method(NAME, OPTIONS).fit(decoder, task, rows, 0)
-    torch.testing.assert_close((fit.scores(TEXTS) / TYPICAL).log_softmax(-1).double(), actual)
+    torch.testing.assert_close((fit.scores(TEXTS) / TYPICAL).log_softmax(-1).float(), actual)
     assert fit.cost.cached_values == plain.context.values.numel() + len(injection.encoder_bias.weights) * 25
 
 
@@ -114,7 +116,9 @@ def test_a_label_prior_sees_the_encoder(injection):
     means = injection.scores(decoder, TEXTS).softmax(-1).mean(0)
     torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())
     assert prior.temperature == TYPICAL
-    expected = biased(injection.scores(decoder, TEXTS), bias_towards(None, injection.scores(decoder, TEXTS)))
+    expected = add_label_bias(
+        injection.scores(decoder, TEXTS), bias_towards(None, injection.scores(decoder, TEXTS))
+    )
     torch.testing.assert_close(prior.scores(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -191,3 +195,44 @@ def test_a_path_of_an_encoder_stays_at_home(injection, tmp_path, monkeypatch):
     assert seen["encoder"] == "mine"
     assert _without_folders(f"encoder={tmp_path / 'mine'}") == "encoder=mine"
     assert _without_folders("reach=2") == "reach=2"
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Names of the encoders that are loaded, each of which takes a while."""
+    names = []
+
+    def load(name, device):
+        time.sleep(0.05)
+        names.append(name)
+        return object()
+
+    monkeypatch.setattr(encoder_bias, "load_encoder", load)
+    encoder_bias.release_encoders()
+    yield names
+    encoder_bias.release_encoders()
+
+
+def test_an_encoder_is_loaded_once_by_several_threads(loads):
+    with ThreadPoolExecutor(4) as threads:
+        results = [*threads.map(lambda _: encoder_bias.frozen_encoder("hub/id", "cpu"), range(4))]
+    assert loads == ["hub/id"]
+    assert len(set(map(id, results))) == 1
+
+
+def test_a_relative_and_an_absolute_path_are_one_encoder(loads, tmp_path, monkeypatch):
+    (tmp_path / "encoder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("encoder", str(tmp_path / "encoder"), "./encoder"):
+        encoder_bias.frozen_encoder(name, "cpu")
+    assert loads == [str(tmp_path / "encoder")]
+
+
+def test_few_encoders_stay_in_memory_and_all_can_be_released(loads):
+    count = encoder_bias.MAX_LOADED_ENCODERS
+    for name in map(str, [*range(count), 0, count, 1]):
+        encoder_bias.frozen_encoder(name, "cpu")
+    assert loads == [*map(str, [*range(count), count, 1])], "the least recently used one is dropped"
+    encoder_bias.release_encoders()
+    encoder_bias.frozen_encoder("1", "cpu")
+    assert loads[-1] == "1"

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import listed
-from fitting import decoder_of, one_line, random_injection
-from i2cl import Decoder, Example, ExtractConfig, Injection, Task, Template
+from fitting import TASKS, decoder_of, one_line, random_injection
+from i2cl import Decoder, Example, ExtractConfig, Injection, InjectionPool, Task, Template
 from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TENSORS
 from i2cl.core.edits import LinearEdit
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
 from i2cl.models.encoding import label_tokens
-from i2cl.models.scoring import score
+from i2cl.models.scoring import next_token_log_probabilities, score
 from i2cl.storage.card import CARD
 from tiny import tiny_model, tiny_tokenizer
 
@@ -64,8 +64,10 @@ def test_scores_are_those_of_a_linear_edit(writers, positions):
         batch = make_batch([ids], torch.device("cpu"))
         with torch.no_grad():
             logits = decoder.forward(batch, edit=edit)[0, 0].log_softmax(-1)
-        assert torch.allclose(result, logits[list(labels.first)], atol=2e-5)
-        assert torch.allclose(score(decoder, [ids], labels, edit=injection.edit())[0], result, atol=2e-5)
+        among = logits[list(labels.first)].log_softmax(-1)
+        assert torch.allclose(result, among, atol=2e-5)
+        own = score(decoder, [ids], labels, edit=injection.edit())[0]
+        assert torch.allclose(own.log_softmax(-1), result, atol=2e-5)
 
 
 def test_predictions_are_label_words_and_whole_sequences_are_scored_on_demand():
@@ -74,7 +76,10 @@ def test_predictions_are_label_words_and_whole_sequences_are_scored_on_demand():
     assert injection.predict(decoder, TEXTS) == [TASK.labels[row] for row in best]
     assert injection.predict(decoder, []) == []
     whole = injection.scores(decoder, TEXTS, scoring="full", progress=done.append)
-    assert (whole < injection.scores(decoder, TEXTS)).all()
+    asked = injection.questions(decoder, "full")
+    wanted = asked.scores(TEXTS, edit=injection.edit()).log_softmax(-1)
+    torch.testing.assert_close(whole, wanted)
+    assert not torch.allclose(whole, injection.scores(decoder, TEXTS))
     assert sum(done) == pytest.approx(2)
 
 
@@ -300,3 +305,36 @@ def test_a_repository_or_a_path_without_an_injection(tmp_path, monkeypatch):
         patch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
         one_line("'somebody/films' is no injection", Injection.from_pretrained, "somebody/films")
     one_line("no such folder", Injection.from_pretrained, Path("/no/such/folder/anywhere"))
+
+
+FORMS = [
+    {},
+    {"label_bias": (0.5, -0.5)},
+    {"temperature": 2.5},
+    {"temperature": 0.3, "label_bias": (0.5, -0.5)},
+    {"scoring": "full"},
+    {"scoring": "words"},
+]
+
+
+@pytest.mark.parametrize("fields", FORMS)
+def test_scores_are_log_probabilities_among_the_labels_in_single_precision(fields):
+    decoder, task = decoder_of("llama"), TASKS[0]
+    injection = random_injection(decoder, task, 0, fields=fields)
+    pooled = InjectionPool(decoder, {"films": injection}).scores(TEXTS, ["films"] * len(TEXTS))
+    for scores in (injection.scores(decoder, TEXTS), torch.stack(pooled)):
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores.exp().sum(-1), torch.ones(len(TEXTS)), atol=1e-5, rtol=0)
+
+
+def test_label_log_mass_is_the_probability_of_any_label_among_all_tokens():
+    decoder, task = decoder_of("llama"), TASKS[0]
+    injection = random_injection(decoder, task, 0)
+    asked = injection.questions(decoder)
+    wide = next_token_log_probabilities(decoder, asked.queries(TEXTS), edit=injection.edit())
+    wanted = wide[:, list(asked.labels.first)].logsumexp(-1)
+    torch.testing.assert_close(injection.label_log_mass(decoder, TEXTS), wanted)
+    biased = replace(injection, label_bias=(3.0, 0.0), temperature=2.0)
+    torch.testing.assert_close(biased.label_log_mass(decoder, TEXTS), wanted)
+    words = replace(injection, scoring="words")
+    one_line("not defined for scoring='words'", words.label_log_mass, decoder, TEXTS)

@@ -10,7 +10,7 @@ from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate,
 from i2cl.core.context import ExtractConfig
 from i2cl.core.edits import RowsEdit
 from i2cl.core.loss import CalibrationLoss
-from i2cl.models.batching import MemoryWarning
+from i2cl.models.memory import MemoryWarning
 
 FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
 BOOKS = Task("books", ("long", "short", "odd"), Template("Book: {text}\nSize:{label}"))

@@ -1,8 +1,10 @@
 """Which problems are solved in a kernel: by their size and the memory that derivatives may take."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fitting import made, one_line
 from i2cl import AnchoredConfig, CalibrationConfig, Example, Task, Template, anchor
@@ -11,8 +13,8 @@ from i2cl.core.problem import Problem, memory_taken
 from i2cl.experiments.evidence.fit_evaluation import refitting
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
-from i2cl.models.batching import MemoryWarning
 from i2cl.models.encoding import ScoringWarning
+from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import Questions
 
 LETTERS = Task("letters", tuple("abcdef"), Template("{text}\n{label}"))
@@ -82,9 +84,8 @@ def test_a_refit_is_made_as_the_fit_was(monkeypatch):
     assert refitting(i2cl, i2cl.injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring == "auto"
 
 
-@pytest.mark.parametrize("free", [0, 4 * 10**9])
-def test_without_a_limit_it_is_a_quarter_of_what_is_free(free, monkeypatch):
-    monkeypatch.setattr(module, "free_memory", lambda: free)
+def test_without_a_limit_it_is_a_quarter_of_what_is_free(monkeypatch):
+    monkeypatch.setattr(module, "free_memory", lambda: 4 * 10**9)
     assert asked().fits(None)
     monkeypatch.setattr(module, "free_memory", lambda: 80_000)
     with pytest.warns(MemoryWarning, match="more than the 2e-05 GB that they may"):
@@ -102,3 +103,46 @@ def test_more_examples_than_it_takes_are_refused():
     decoder = made("llama")
     one_line(r"18000 examples are more than the 16384 .*--shots", anchor, decoder, LETTERS, SHOWN * 3000)
     one_line("leave out scoring='full'", anchor, decoder, LETTERS, SHOWN * 160, scoring="full")
+
+
+def test_processes_of_a_tensor_parallel_model_choose_the_same_solver(monkeypatch):
+    fit = asked()
+    other = 80_000  # bytes that another process has free
+    consensus = SimpleNamespace(smallest=lambda value: min(value, other))
+    monkeypatch.setattr(fit.questions.decoder, "consensus", consensus)
+    with pytest.warns(MemoryWarning, match="going on by descent"):
+        assert not fit.fits(None)
+
+
+@pytest.mark.parametrize("scoring", ["first_token", "full"])
+def test_derivatives_are_taken_in_batches_that_the_training_memory_holds(scoring, monkeypatch):
+    fit = asked(scoring=scoring)
+    decoder, rows = fit.questions.decoder, []
+    forward = decoder.forward
+    monkeypatch.setattr(
+        decoder, "forward", lambda batch, **more: [rows.append(len(batch.rows)), forward(batch, **more)][1]
+    )
+    whole, _ = fit.point(torch.zeros(fit.scale.numel()))
+    assert max(rows) > 2
+    longest = max(map(len, fit.queries)) + fit.questions.labels.room
+    monkeypatch.setattr(decoder, "training_memory", 2 * (longest * decoder.token_bytes + fit._row_bytes))
+    rows.clear()
+    parts, _ = fit.point(torch.zeros(fit.scale.numel()))
+    assert max(rows) == 2
+    torch.testing.assert_close(parts.jacobian, whole.jacobian, atol=1e-5, rtol=1e-4)
+
+
+def test_full_sequences_hold_one_jacobian(monkeypatch):
+    fit, empty, sizes = asked(scoring="full"), torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: [sizes.append(size), empty(*size, **more)][1])
+    fit.point(torch.zeros(fit.scale.numel()))
+    assert [size for size in sizes if size[-1] == fit.scale.numel()] == [(6, 5, fit.scale.numel())]
+
+
+def test_labels_that_no_scoring_can_tell_apart_are_refused_without_a_word_on_scoring(monkeypatch):
+    same = Task("same", ("ab", "a b"), Template("{text}\n{label}"))
+    tokens = lambda encoder, template, labels, line, end="": ((1,),) * len(labels)  # noqa: E731
+    monkeypatch.setattr("i2cl.models.encoding._behind", tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScoringWarning)
+        one_line("same tokens", anchor, made("llama"), same, SHOWN[:2], AnchoredConfig(solver="descent"))

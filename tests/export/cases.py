@@ -40,7 +40,7 @@ MEASURED = """
 import sys, torch
 from i2cl import export
 from i2cl.core.injection import Injection
-from i2cl.models.batching import peak_memory
+from i2cl.models.memory import peak_memory
 write, (base, artefact, out) = getattr(export, sys.argv[1]), sys.argv[2:]
 injection = Injection.from_pretrained(artefact)
 write("reference", Injection.from_pretrained(artefact + "-small"), out + "-warm")

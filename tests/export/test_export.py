@@ -39,7 +39,7 @@ def test_a_power_of_two_is_folded_exactly_and_verified_with_its_label_prior(tmp_
     questions = injection.questions(decoder)
     first, bias = list(questions.labels.first), torch.tensor(outcome.golden.label_bias)
     rows = [model(torch.tensor([ids])).logits[0, -1, first] + bias for ids in questions.queries(texts)]
-    torch.testing.assert_close(torch.stack(rows).log_softmax(-1).double(), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.stack(rows).log_softmax(-1), wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("to", "case"), [("hf", "llama"), ("peft", "opt"), ("gguf", "llama")])

@@ -52,7 +52,7 @@ def test_golden_labels_are_those_of_the_injection(task, dtype, scoring):
     made = make_golden(decoder, injection)
     decoder.model.float()
     assert [prompt.prediction for prompt in made.prompts] == injection.predict(decoder, TEXTS)
-    scores = injection.scores(decoder, TEXTS)
+    scores = injection.questions(decoder).scores(TEXTS, edit=injection.edit())
     torch.testing.assert_close(torch.tensor([prompt.whole for prompt in made.prompts]), scores)
     firsts = {task.labels[prompt.labels.index(max(prompt.labels))] for prompt in made.prompts}
     assert {prompt.prediction for prompt in made.prompts} - firsts  # first tokens would name other labels

@@ -9,7 +9,7 @@ import torch
 from fitting import injected, one_line
 from i2cl import CalibrationConfig, with_label_prior, with_temperature
 from i2cl.core.injection import TEMPERATURES
-from i2cl.models.scoring import among
+from i2cl.models.scoring import label_log_probs
 
 TEXTS = ["a warm film", "dull", "one of the best of them all"]
 UNLABELLED = [f"film number {number} is {number % 7}" for number in range(32)]
@@ -25,17 +25,16 @@ def injection(decoder, task):
 def test_log_probabilities_are_divided_behind_the_label_prior(injection, decoder, bias):
     plain = replace(injection, label_bias=bias).scores(decoder, TEXTS).double()
     result = with_temperature(replace(injection, label_bias=bias), 2.5).scores(decoder, TEXTS)
-    torch.testing.assert_close(result, (plain.log_softmax(-1) / 2.5).log_softmax(-1), atol=1e-12, rtol=0)
+    wanted = (plain / 2.5).log_softmax(-1).float()
+    torch.testing.assert_close(result, wanted, atol=1e-6, rtol=0)
     odds = (result[:, 1] - result[:, 0]) * 2.5
-    torch.testing.assert_close(odds, plain[:, 1] - plain[:, 0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(odds.double(), plain[:, 1] - plain[:, 0], atol=1e-5, rtol=0)
 
 
 def test_at_1_scores_are_what_they_were(injection, decoder):
     scores = injection.scores(decoder, TEXTS)
     assert torch.equal(with_temperature(injection, 1.0).scores(decoder, TEXTS), scores)
     assert with_temperature(injection, 0.5).predict(decoder, TEXTS) == injection.predict(decoder, TEXTS)
-    assert scores.dtype == torch.float32
-    assert scores.exp().sum(-1).max() < 0.9  # of all that the model could say, as before
 
 
 def test_answers_stay_where_scores_differ_by_their_last_bit():
@@ -44,15 +43,15 @@ def test_answers_stay_where_scores_differ_by_their_last_bit():
     pairs = torch.cat([pairs, pairs.flip(-1), low[:, None].expand(-1, 2)])
     for temperature in (*TEMPERATURES, 0.3, 2.2, 117.0):
         for bias in (None, torch.tensor(BIAS)):
-            wanted = among(pairs, bias, 1.0).argmax(-1)
-            result = among(pairs, bias, temperature)
+            wanted = label_log_probs(pairs, bias, 1.0).argmax(-1)
+            result = label_log_probs(pairs, bias, temperature)
             assert torch.equal(result.argmax(-1), wanted)
             assert torch.equal(result.softmax(-1).argmax(-1), wanted)  # what a table and a server read
 
 
 def test_a_label_that_cannot_be_said_stays_so():
-    result = among(torch.tensor([[-math.inf, -1.0, -2.0]]), None, 2.0)
-    torch.testing.assert_close(result.exp()[0, 1:], torch.tensor([-0.5, -1.0]).double().softmax(-1))
+    result = label_log_probs(torch.tensor([[-math.inf, -1.0, -2.0]]), None, 2.0)
+    torch.testing.assert_close(result.exp()[0, 1:], torch.tensor([-0.5, -1.0]).softmax(-1))
     assert result[0, 0] == -math.inf
 
 

@@ -18,7 +18,7 @@ from i2cl import METHODS, Decoder, Injection, with_label_prior, with_temperature
 from i2cl.experiments.confidence import NAMES
 from i2cl.experiments.evidence.fit_evaluation import BASELINES
 from i2cl.interfaces.cli import console
-from i2cl.models.batching import MemoryWarning
+from i2cl.models.memory import MemoryWarning
 from processes import COMMAND, Program, start
 from tiny import tiny_folder
 

@@ -71,7 +71,7 @@ def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demon
     assert torch.equal(predictor.edit.values, vector.values)
     assert torch.equal(predictor.edit.coefficients, injection.coefficients)
     asked = replace(injection, task=films)  # queries keep the template
-    assert torch.equal(predictor.scores(TEXTS), asked.scores(decoder, TEXTS))
+    assert torch.equal(predictor.scores(TEXTS).log_softmax(-1), asked.scores(decoder, TEXTS))
     intact = fit("i2cl", decoder, films, demonstrations, 3, epochs=2).edit
     assert torch.equal(predictor.edit.values, intact.values) == (stage == "calibration")
     assert not torch.equal(predictor.edit.coefficients, intact.coefficients)

@@ -95,7 +95,7 @@ def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
 )
 def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder_bias, "_archive", lambda: None)
-    encoder_bias.frozen_encoder.cache_clear()
+    encoder_bias.release_encoders()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     AutoTokenizer.from_pretrained(encoder).save_pretrained("pickled")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fitting import fit, one_line
+from fitting import decoder_of, fit, one_line
 from i2cl import Example, Task, Template, make_methods
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected, require_folds, unmeasurable
@@ -90,7 +90,7 @@ def test_a_temperature_over_a_method_takes_refits_and_keeps_answers(decoder, tas
     wanted = likely_temperature(own, gold, *plain.temperatures)  # zero-shot has seen no row
     assert predictor.temperature == pytest.approx(wanted, rel=1e-4)
     assert predictor.cost.cached_values == 1
-    torch.testing.assert_close(after, (before.double() / predictor.temperature).log_softmax(-1))
+    torch.testing.assert_close(after, (before / predictor.temperature).log_softmax(-1))
 
 
 def test_a_temperature_of_one_example_a_class_is_none(decoder, task):
@@ -98,3 +98,9 @@ def test_a_temperature_of_one_example_a_class_is_none(decoder, task):
     texts = [row.text for row in task.test]
     names = ("few_shot+temperature", "few_shot")
     assert torch.equal(*(fit(name, decoder, task, shown).scores(texts) for name in names))
+
+
+def test_no_texts_have_no_scores():
+    task, shown = of(2), rows(0, 1, 0, 1)
+    predictor = folded(task, shown, lambda rest: fit("zero_shot", decoder_of("llama"), task, rest))
+    assert predictor.scores([]).shape == (0, 2)

@@ -73,14 +73,29 @@ def test_what_changes_is_read_again(kept, change):
     assert len(reads) == 2
 
 
-def test_columns_of_a_matrix_are_seen_whatever_its_width(kept, monkeypatch):
+def test_columns_of_a_matrix_are_seen_whatever_its_width(kept):
     model, reads, _ = kept
-    monkeypatch.setattr(fingerprint, "SAMPLED", 32)  # a value of each row of 32
     before = weights_fingerprint(model)
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight[:, 1:] = 0
     assert weights_fingerprint(model) != before
     assert len(reads) == 2
+
+
+@pytest.mark.parametrize("place", [0, 1, 4321, -1])
+def test_a_kept_fingerprint_does_not_hold_for_a_model_edited_in_memory(kept, place):
+    """One value of thousands; edits through ``data`` leave no trace in torch's version counters."""
+    model, _, _ = kept
+    before = weights_fingerprint(model)
+    model.get_input_embeddings().weight.data.view(-1)[place] += 0.5
+    assert weights_fingerprint(model) != before
+
+
+def test_a_checksum_sees_rows_that_change_places():
+    weight = torch.randn(64, 1024)
+    before = torch.cat([*fingerprint._checksums(weight)])
+    assert not torch.equal(torch.cat([*fingerprint._checksums(weight[torch.arange(64).roll(1)])]), before)
+    assert torch.equal(torch.cat([*fingerprint._checksums(weight.clone())]), before)
 
 
 def test_every_single_value_counts_and_integers_to_the_last_bit():

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fitting import decoder_of, encode, log_probability, made
 from i2cl import Decoder, I2CLError, Task, Template
-from i2cl.models.encoding import ScoringWarning, label_tokens
+from i2cl.models.encoding import LabelTokens, ScoringWarning, _assign_token, label_tokens
 from i2cl.models.scoring import Questions
 from tiny import tiny_model, tiny_tokenizer
 
@@ -102,3 +102,56 @@ def merging_tokenizer():
     base["pre_tokenizer"] = {"type": "ByteLevel", **options}
     backend = Tokenizer.from_str(json.dumps(base))
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+def recursive_keywords(choices):
+    """Kuhn's algorithm as in a textbook: the token of each label, or None."""
+    owner = {}
+
+    def settled(label, tried):
+        for token in choices[label]:
+            if token not in tried:
+                tried.add(token)
+                if token not in owner or settled(owner[token], tried):
+                    owner[token] = label
+                    return True
+        return False
+
+    for label in range(len(choices)):
+        settled(label, set())
+    chosen = {label: token for token, label in owner.items()}
+    return [chosen.get(label) for label in range(len(choices))]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_labels_get_the_tokens_of_the_textbook_algorithm(seed):
+    picker = random.Random(seed)
+    tokens = range(picker.randint(2, 40))
+    choices = [picker.sample(tokens, picker.randint(1, min(5, len(tokens)))) for _ in range(30)]
+    owner = {}
+    found = [_assign_token(label, choices, owner) for label in range(len(choices))]
+    chosen = {label: token for token, label in owner.items()}
+    assert [chosen.get(label) for label in range(len(choices))] == recursive_keywords(choices)
+    assert sum(found) == len(owner)
+
+
+def test_thousands_of_labels_that_all_change_places_get_a_token_each():
+    """The last label wants the token of the first one, which wants that of the second, and so on."""
+    count = 4096
+    choices = [[label, label + 1] for label in range(count)] + [[0]]
+    owner = {}
+    assert all(_assign_token(label, choices, owner) for label in range(count + 1))
+    assert sorted(owner.values()) == list(range(count + 1))
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+def test_a_token_of_probability_zero_rules_out_its_own_labels_alone(fitted):
+    labels = LabelTokens(((1,), (2,), (3,)), full=False, words=((1, 4), (2,), (3, 5)))
+    if fitted:
+        labels = labels.weighted(labels.weights + 0.001)
+    logits = torch.zeros(2, 6)
+    logits[1, 4] = -torch.inf
+    scores = labels.scores(logits)
+    assert not scores.isnan().any()
+    assert scores.softmax(-1)[1].argmax() == 1
+    assert scores.softmax(-1)[1, 0] < 1e-6

@@ -1,18 +1,25 @@
+import os
+import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from fitting import made
 from i2cl import Decoder, I2CLError
-from i2cl.models.batching import MemoryWarning
-from processes import finished
+from i2cl.errors import is_out_of_memory
+from i2cl.models import memory
+from i2cl.models.memory import BatchLimit, Consensus, MemoryWarning, free_memory
+from processes import Program, finished
 
 CPU = torch.device("cpu")
 MEASURED = """
 import torch
-from i2cl.models.batching import peak_memory
+from i2cl.models.memory import peak_memory
 
 torch.ones(30_000_000)  # 120 MB that are gone before the block
 with peak_memory(torch.device("cpu")) as large:
@@ -22,6 +29,26 @@ with peak_memory(torch.device("cpu")) as small:
 print(large.added, small.added)
 """
 ERRORS = [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+TWO_PROCESSES = """
+import sys
+import torch.distributed as dist
+from models.test_memory import Runner, rows
+from i2cl.models.memory import Consensus
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+sizes = []
+
+def run(batch):
+    sizes.append(len(batch.rows))
+    if rank == 1 and len(batch.rows) > 4:
+        raise RuntimeError("MPS backend out of memory")
+
+consensus = Consensus([0, 1])
+for _ in Runner(1000, consensus).run_batches(rows(23), run):
+    pass
+print(sizes, consensus.smallest(100 - rank))
+"""
 
 
 class Runner(Decoder):
@@ -29,9 +56,14 @@ class Runner(Decoder):
 
     device = CPU
     rope_limits = ()
+    layers, d_model = 2, 8
+    training_memory = 10**9
 
-    def __init__(self, token_budget):
+    def __init__(self, token_budget, consensus=None):
         self.token_budget = token_budget
+        self.model = SimpleNamespace(dtype=torch.float32)
+        self._inference_limit, self._training_limit = BatchLimit(), BatchLimit()
+        self.consensus = consensus or Consensus()
 
 
 def rows(count):
@@ -77,7 +109,8 @@ def test_what_exceeds_the_memory_is_halved_and_said_once(error):
         result = [row for _, done in runner.run_batches(rows(23), run) for row in done]
     assert sorted(result) == list(range(23))
     assert sum(size > 30 for size in tried) == 3  # then the budget holds for all others
-    assert 15 < runner.token_budget <= 33
+    assert 15 < runner.current_budget <= 33
+    assert runner.token_budget == 1000
     assert {warning.category for warning in caught} == {MemoryWarning}
 
 
@@ -97,3 +130,187 @@ def test_peak_memory_is_that_of_the_block():
     large, small = map(int, out.split())
     assert 35e6 < large < 80e6
     assert small < 20e6
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 1.2 GB)",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: out of memory",
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+    ],
+)
+@pytest.mark.parametrize("accelerate", [True, False])
+def test_out_of_memory_is_recognized_on_every_backend(message, accelerate, monkeypatch):
+    if not accelerate:
+        monkeypatch.setitem(sys.modules, "accelerate", None)
+        monkeypatch.setattr("i2cl.errors.find_spec", lambda _: None)
+    assert is_out_of_memory(RuntimeError(message))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        ValueError("out of memory"),
+    ],
+)
+def test_other_errors_are_not_out_of_memory(error):
+    assert not is_out_of_memory(error)
+
+
+def exceeding(limit):
+    """Run batches of up to ``limit`` padded tokens; larger ones run out of memory."""
+
+    def run(batch):
+        if batch.input_ids.numel() > limit:
+            raise torch.OutOfMemoryError("no room")
+
+    return run
+
+
+def widths(runner, run, **options):
+    return [batch.input_ids.numel() for batch, _ in runner.run_batches(rows(23), run, **options)]
+
+
+def test_the_inference_budget_recovers_after_an_out_of_memory_error(monkeypatch):
+    monkeypatch.setattr(memory, "RECOVERY_BATCHES", 4)
+    runner = Runner(1000)
+    whole = widths(runner, Mock())
+    with pytest.warns(MemoryWarning):
+        assert max(widths(runner, exceeding(30))) <= 30
+    assert runner.current_budget < 100
+    for _ in range(20):  # the shortage is over
+        last = widths(runner, Mock())
+    assert last == whole
+    assert runner.current_budget == runner.token_budget == 1000
+
+
+def test_a_lasting_shortage_costs_ever_fewer_failed_attempts():
+    runner, failures = Runner(64), []
+
+    def run(batch):
+        if batch.input_ids.numel() > 30:
+            failures.append(number)
+            raise torch.OutOfMemoryError("no room")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MemoryWarning)
+        for number in range(200):  # noqa: B007 - `run` reads it
+            widths(runner, run)
+    waits = [later - earlier for earlier, later in pairwise(sorted(set(failures)))]
+    assert waits == sorted(waits)
+    assert len(waits) > 1
+
+
+def test_running_out_of_memory_in_training_leaves_the_inference_budget():
+    runner = Runner(1000)
+    with pytest.warns(MemoryWarning):
+        assert max(widths(runner, exceeding(30), training=True)) <= 30
+    assert runner.current_budget == 1000
+    assert max(widths(runner, Mock(), training=True)) <= 33
+
+
+def test_training_batches_stay_within_the_training_memory():
+    runner = Runner(1000)
+    runner.training_memory = 40 * runner.token_bytes
+    assert runner.training_budget == 40
+    assert max(widths(runner, Mock())) > 40 >= max(widths(runner, Mock(), training=True))
+    each = 10 * runner.token_bytes  # of every row, whatever its length
+    for batch, _ in runner.run_batches(rows(23), Mock(), training=True, row_bytes=each):
+        lines, width = batch.input_ids.shape
+        assert lines == 1 or lines * (width + 10) <= 40
+
+
+def test_training_memory_is_a_share_of_what_the_weights_leave(monkeypatch):
+    model = torch.nn.Linear(1000, 1000, bias=False)  # 4 MB
+    for total, share in ((104_000_000, 50_000_000), (4_000_000, 500_000)):
+        monkeypatch.setattr(memory, "total_memory", lambda _, total=total: total)
+        assert memory.training_memory(model, CPU) == share
+
+
+def cgroup(folder, limit, used, cache, version):
+    """Write the files of a cgroup."""
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, (limit, used, f"anon 1\n{names[2]} {cache}\n"), strict=True):
+        path = folder / ("memory.stat" if name == names[2] else name)
+        path.write_text(str(value))
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """The folder of the cgroup file systems, and the file that names the cgroups of this process."""
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP_MEMBERSHIP", tmp_path / "membership")
+    available = SimpleNamespace(available=10**9, total=2 * 10**9)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: available)
+    return tmp_path, tmp_path / "membership"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_respects_the_limit_of_a_container(cgroups, version):
+    root, membership = cgroups
+    line, folder = {1: ("4:cpu,memory:/pod/app", "memory/pod"), 2: ("0::/pod/app", "pod")}[version]
+    membership.write_text(f"9:name=systemd:/\n{line}\n")
+    assert free_memory() == 10**9, "no cgroup has a limit"
+    cgroup(root / folder, 500_000_000, 300_000_000, 50_000_000, version)
+    assert free_memory() == 250_000_000, "the parent's limit, less what cannot be reclaimed"
+    cgroup(root / folder / "app", 400_000_000, 390_000_000, 0, version)
+    assert free_memory() == 10_000_000, "the process's own limit"
+    assert memory.total_memory(CPU) == 400_000_000
+    cgroup(root / folder / "app", 400_000_000, 410_000_000, 0, version)
+    assert free_memory() == 0
+
+
+def test_a_container_whose_path_is_that_of_the_host_is_read_at_the_mount_point(cgroups):
+    root, membership = cgroups
+    membership.write_text("0::/../../docker/0123")
+    cgroup(root, 700_000_000, 0, 0, 2)
+    assert free_memory() == 700_000_000
+
+
+def test_an_unlimited_cgroup_and_a_system_without_cgroups_leave_what_the_system_has(cgroups):
+    root, membership = cgroups
+    assert free_memory() == 10**9
+    membership.write_text("0::/pod")
+    cgroup(root / "pod", "max", 300_000_000, 0, 2)
+    assert free_memory() == 10**9
+
+
+def test_free_memory_of_this_machine_is_bounded():
+    assert 0 < free_memory() <= memory.total_memory(CPU)
+
+
+def test_processes_of_a_tensor_parallel_model_split_batches_alike(tmp_path):
+    """Only one of them runs out of memory; with different batches they would wait for each other forever."""
+    paths = os.pathsep.join(sys.path)
+    programs = [Program(TWO_PROCESSES, rank, tmp_path / "ranks", PYTHONPATH=paths) for rank in (0, 1)]
+    results = [program.wait() for program in programs]
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert results[0][1] == results[1][1]
+    assert results[0][1].endswith("] 99\n")
+
+
+def test_a_model_of_one_process_asks_no_other():
+    consensus = Consensus.of(torch.nn.Linear(1, 1))
+    assert (consensus.any(True), consensus.any(False), consensus.smallest(7)) == (True, False, 7)
+
+
+@pytest.mark.parametrize(
+    ("message", "raised"), [("CUDA error: device-side assert triggered", True), ("sizes must match", False)]
+)
+def test_only_a_model_that_takes_no_mask_is_said_not_to_fork(message, raised, monkeypatch):
+    decoder = made("llama")
+    monkeypatch.setattr(decoder, "forward", Mock(side_effect=RuntimeError(message)))
+    if raised:
+        with pytest.raises(RuntimeError, match=message):
+            _ = decoder.can_fork
+    else:
+        assert not decoder.can_fork

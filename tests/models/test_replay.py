@@ -86,3 +86,14 @@ def test_blocks_whose_forward_somebody_else_replaced_run_as_they_are():
     with decoder.frozen(), torch.no_grad():
         assert torch.equal(decoder.forward(batch, replay=replay), decoder.forward(batch))
     assert not replay.kept
+
+
+def test_a_batch_of_other_tokens_is_not_answered_with_what_was_kept():
+    decoder = made("llama")
+    replay = Replay(decoder.blocks[:1])
+    with decoder.frozen(), torch.no_grad():
+        for shift in (0, 1):
+            batch = make_batch([tuple(token + shift for token in ids) for ids in QUERIES], decoder.device)
+            plain = decoder.forward(batch)
+            assert torch.equal(decoder.forward(batch, replay=replay), plain)
+    assert len(replay.kept) == 2

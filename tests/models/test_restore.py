@@ -183,3 +183,20 @@ def test_a_handler_that_raises_nothing_is_called_and_the_work_goes_on():
         pressed(work, place, {"restore.py"})
     assert len(seen) == places
     assert state(model) == before
+
+
+def test_a_block_that_another_thread_leaves_gives_the_handler_of_ctrl_c_back():
+    model, usual = pair(), signal.getsignal(signal.SIGINT)
+    block = frozen(model)
+    with edit_outputs([]) as _:
+        pass
+    handed_over = edit_outputs([])
+    handed_over.__enter__()
+    thread = threading.Thread(target=handed_over.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with block:
+        pass
+    assert signal.getsignal(signal.SIGINT) is usual

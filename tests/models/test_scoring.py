@@ -1,6 +1,7 @@
 import inspect
 import random
 import warnings
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -10,10 +11,12 @@ import torch
 from fitting import decoder_of, encode, log_probability, made, one_line, random_edit
 from i2cl import Decoder, Task, Template
 from i2cl.core.edits import LinearEdit, RowsEdit
-from i2cl.models.batching import MemoryWarning
-from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
+from i2cl.models.batching import make_batch
+from i2cl.models.encoding import LabelTokens, ScoringWarning, TruncationWarning, label_tokens
+from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import PASSES_A_BATCH, Questions, require_texts, score
-from i2cl.models.trie import Trie
+from i2cl.models.training import label_log_probabilities
+from i2cl.models.trie import Trie, TrieIndices, edge_scores
 from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gptj", "gpt_neox", "qwen2", "opt", "gemma2", "falcon", "bloom"]
@@ -184,8 +187,10 @@ def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
     assert len(set(trie.edges)) == len(trie.edges)
     for ids, steps in zip(sorted(labels), trie.steps, strict=True):
         assert [trie.edges[step][1] for step in steps] == list(ids)
-    values = torch.rand(len(trie.edges))
-    assert close(trie.scores(values), torch.stack([values[list(own)].sum() for own in trie.steps]))
+    logits = torch.rand(1, 1 + len(trie.tokens), 3)
+    values = torch.stack([logits[0].log_softmax(-1)[node + 1, token] for node, token in trie.edges])
+    wanted = torch.stack([values[list(own)].sum() for own in trie.steps])
+    assert close(edge_scores(logits, [trie])[0], wanted)
 
 
 def test_one_more_pass_a_length_has_to_pay_where_no_row_forks():
@@ -355,3 +360,28 @@ def test_long_texts_leave_room_for_the_label(case, full):
     assert 45 - room <= len(cut) <= 48 - room
     assert cut[-len(encode("\nSentiment:")) :] == encode("\nSentiment:")
     assert score(decoder, [cut], labels).isfinite().all()
+
+
+def test_labels_that_rows_share_are_copied_to_the_device_once_a_batch(monkeypatch):
+    copies, to = [], TrieIndices.to
+    monkeypatch.setattr(TrieIndices, "to", lambda self, device: [copies.append(1), to(self, device)][1])
+    decoder = decoder_of("llama")
+    asked = questions(decoder, "full", MANY)
+    assert decoder.can_fork
+    copies.clear()
+    score(decoder, asked.queries(["a warm film"] * 5), asked.labels)
+    assert len(copies) == 1
+
+
+def test_word_weights_are_copied_to_the_device_once_a_training_batch(monkeypatch):
+    calls, mean = [], LabelTokens.mean
+    monkeypatch.setattr(LabelTokens, "mean", lambda self, tokens: [calls.append(1), mean(self, tokens)][1])
+    decoder = decoder_of("llama")
+    asked = questions(decoder, "words", MANY)
+    queries = asked.queries(TEXTS)
+    batch = make_batch(queries, decoder.device)
+    gold = [0] * len(queries)
+    shared = label_log_probabilities(decoder, batch, [asked.labels] * len(queries), gold)
+    assert len(calls) == 1
+    own = [replace(asked.labels) for _ in queries]
+    torch.testing.assert_close(label_log_probabilities(decoder, batch, own, gold), shared)

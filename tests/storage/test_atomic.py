@@ -191,3 +191,16 @@ def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "rename", lambda path, target: (order.append("name"), rename(path, target))[1])
     write(tmp_path / "out")
     assert order == ["sync"] * 3 + ["name", "sync"]
+
+
+def test_a_new_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        "i2cl.storage.atomic.synced", lambda *paths: synced.append([*map(Path.exists, paths)])
+    )
+    path = tmp_path / "new"
+    with new_file(path) as fresh:
+        fresh.write_text("content")
+        assert synced == []
+    assert synced == [[True], [True]], "the file, then the folder that names it"
+    assert path.read_text() == "content"

@@ -30,7 +30,6 @@ The last vector makes the model say a label by itself: see `i2cl.core.label_mass
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, NamedTuple
 
@@ -48,7 +47,7 @@ from i2cl.core.problem import MOST_WHOLE, Problem, Solver
 from i2cl.core.tangent import Tangent, optimum, summed_loss
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring, ScoringWarning
+from i2cl.models.encoding import Scoring, ScoringWarning, SharedFirstTokenError
 from i2cl.models.scoring import Questions
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Task
@@ -188,9 +187,10 @@ def _problem(
 
 
 def _first_tokens_differ(decoder: Decoder, task: Task) -> bool:
-    with suppress(I2CLError):
+    try:
         return not Questions(decoder, task, "first_token").labels.full
-    return False
+    except SharedFirstTokenError:
+        return False
 
 
 def require_few(demonstrations: Sequence[Example]) -> None:

@@ -16,10 +16,11 @@ from i2cl.core.context import ContextVector
 from i2cl.core.injection import Injection
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.errors import I2CLError
-from i2cl.models.batching import MemoryWarning, budget_chunks, is_out_of_memory
+from i2cl.errors import I2CLError, is_out_of_memory
+from i2cl.models.batching import budget_chunks
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
+from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import Questions
 from i2cl.models.training import StepProgress, minimize, train
 from i2cl.tasks import Examples, Task
@@ -120,14 +121,17 @@ def _fitted(
     waiting = _groups(runs, config)
     while waiting:
         places = waiting.pop(0)
+        exceeded = False
         try:
             fitted = _fit([runs[one] for one in places], config, progress)
-            injections |= zip(places, fitted, strict=True)
-            continue
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        waiting[:0] = _halves(places)  # what the error held on to is free by now
+            exceeded = True
+        if runs[0].questions.decoder.consensus.any(exceeded):
+            waiting[:0] = _halves(places)  # what the error's traceback kept alive is free by now
+        else:
+            injections |= zip(places, fitted, strict=True)
     return [injections[place] for place in range(len(runs))]
 
 
@@ -140,7 +144,7 @@ def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig) -> list[l
     for places in kinds.values():
         longest = max(runs[place].longest for place in places)
         rows = max(runs[place].rows(config) for place in places)
-        budget = runs[places[0]].questions.decoder.token_budget
+        budget = runs[places[0]].questions.decoder.training_budget
         size = max(1, budget // (config.batch_size * rows * longest))
         groups += [places[start : start + size] for start in range(0, len(places), size)]
     return groups
@@ -166,7 +170,7 @@ def _fit(
     free, dtype = [coefficients.free], decoder.model.dtype
     with decoder.frozen():
         if config.optimizer == "lbfgs":
-            chunks = budget_chunks(first.whole, decoder.token_budget // first.rows(config))
+            chunks = budget_chunks(first.whole, decoder.training_budget // first.rows(config))
             histories: Sequence[tuple[float, ...]] = [
                 minimize(free, loss.mean, chunks, config.passes, config.pull, progress, dtype)
             ]

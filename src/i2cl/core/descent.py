@@ -50,7 +50,8 @@ class Descent(NamedTuple):
     u: Float[Tensor, " parameters"]  # the vectors, in units of the scale
     weights: Float[Tensor, "read labels"] | None  # of the words' tokens, if labels are scored by these
     tau: float | None  # None where the reach is 0 or no site moves the scores
-    history: tuple[float, ...]  # mean loss in nats at the start, of each pass with its prior, and at the end
+    # mean cross-entropy in nats, without the prior: at the start, on average during each pass, and at the end
+    history: tuple[float, ...]
 
 
 def descended(problem: Problem, reach: float, seed: int, progress: StepProgress | None = None) -> Descent:
@@ -89,10 +90,12 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
             (slope,) = backward.gradients(value)
             return value.detach().cpu(), torch.zeros_like(at) if slope is None else slope
 
-        parts = [part for _, part in decoder.run_batches([problem.queries[row] for row in chosen], run)]
+        queries = [problem.queries[row] for row in chosen]
+        parts = [part for _, part in decoder.run_batches(queries, run, training=True)]
         value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
-        along = (at * slope).sum()
-        return (tau / 2 * at.square().sum() / count + value + along - along.detach())[None]
+        # The value is the loss on the demonstrations; the prior adds its gradient alone.
+        only_gradient = (at * slope).sum() + tau / 2 * at.square().sum() / count
+        return (value + only_gradient - only_gradient.detach())[None]
 
     steps = schedule(count, words=bool(labels.words))
     (means,) = train([at], loss, steps.batches(count, seed), steps, progress)

@@ -33,6 +33,8 @@ class PlacedEdit(Edit):
         self.positions = positions
         self.everywhere = positions == "all"
         self.seed = seed
+        self._batch: Batch | None = None  # that `_mask` belongs to
+        self._mask: Bool[Tensor, "lines tokens 1"] | None = None
 
     def injected(self, layer: int, index: int, output: States, batch: Batch) -> States:
         """What replaces ``output`` at an injected token."""
@@ -43,7 +45,9 @@ class PlacedEdit(Edit):
         injected = self.injected(layer, index, output, batch)
         if self.positions == "all":
             return injected
-        return torch.where(self._chosen(batch).to(output.device), injected, output)
+        if self._mask is None or self._batch is not batch:  # all hook points of a pass share it
+            self._batch, self._mask = batch, self._chosen(batch)
+        return torch.where(self._mask.to(output.device), injected, output)
 
     def _chosen(self, batch: Batch) -> Bool[Tensor, "lines tokens 1"]:
         place = batch.last if self.positions == "last" else batch.first
@@ -81,7 +85,7 @@ class LinearEdit(PlacedEdit):
         #: axes [layer, (mha, mlp), (lambda, beta)]; gradients flow to them if they are on
         self.coefficients = coefficients
         self._pairs = [sites.unbind() for sites in coefficients.unbind()]
-        self._fixed: dict[tuple[int, int], tuple[Tensor, float]] = {}
+        self._fixed: dict[tuple[int, int, torch.device, torch.dtype], tuple[Tensor, float]] = {}
 
     def injected(self, layer: int, index: int, output: States, _batch: Batch | None = None) -> States:
         """The linear combination."""
@@ -94,12 +98,15 @@ class LinearEdit(PlacedEdit):
         return mixed.to(output.dtype)
 
     def _ready(self, layer: int, index: int, output: Tensor) -> tuple[Float[Tensor, " d"], float]:
-        if (layer, index) not in self._fixed:
-            amount, keep = self._pairs[layer][index].tolist()
-            dtype = output.dtype if _keeps_alpha(output.device, output.dtype) else torch.float32
-            scaled = amount * self.values[layer, index]
-            self._fixed[layer, index] = scaled.to(output.device, dtype), keep
-        return self._fixed[layer, index]
+        key = layer, index, output.device, output.dtype
+        if (ready := self._fixed.get(key)) is not None:
+            return ready
+        amount, keep = self._pairs[layer][index].tolist()
+        dtype = output.dtype if _keeps_alpha(output.device, output.dtype) else torch.float32
+        ready = (amount * self.values[layer, index]).to(output.device, dtype), keep
+        if not self.values.requires_grad:  # a graph must not outlive its pass
+            self._fixed[key] = ready
+        return ready
 
 
 @cache
@@ -215,16 +222,19 @@ class RowsEdit(PlacedEdit):
         self.scaled = scaled
         self.keep = keep
         self.task = task
-        self._batch: Batch | None = None
+        # Indexing at every hook point would make the backward pass allocate a full-size gradient for each.
+        self._vectors = [layer.unbind(1) for layer in scaled.unbind(1)]
+        self._keeps = [layer.unbind(1) for layer in keep.unbind(1)]
+        self._rows_batch: Batch | None = None  # that `_rows` belongs to
         self._rows = task
 
     def injected(self, layer: int, index: int, output: States, batch: Batch) -> States:
         """Each row's own linear combination."""
-        if self._batch is not batch:
-            self._batch, self._rows = batch, self._owners(batch)
+        if self._rows_batch is not batch:
+            self._rows_batch, self._rows = batch, self._owners(batch)
         across = 0 if batch.packed else 1
-        vectors = self.scaled[:, layer, index].index_select(0, self._rows).unsqueeze(across)
-        keep = self.keep[:, layer, index].index_select(0, self._rows)[:, None].unsqueeze(across)
+        vectors = self._vectors[layer][index].index_select(0, self._rows).unsqueeze(across)
+        keep = self._keeps[layer][index].index_select(0, self._rows)[:, None].unsqueeze(across)
         mixed: Tensor = torch.addcmul(vectors.to(output.device), keep.to(output.device), output)
         return mixed.to(output.dtype)
 

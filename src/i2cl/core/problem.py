@@ -4,9 +4,8 @@ Beyond the paper: what anchored calibration minimises a loss of. A vector of its
 gives the derivatives of all rows by one backward pass a column.
 """
 
-import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
@@ -20,7 +19,8 @@ from i2cl.core.context import SITES, ExtractConfig, Writers
 from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.tangent import Tangent, balanced, columns, directions
 from i2cl.errors import I2CLError
-from i2cl.models.batching import Batch, MemoryWarning, free_memory
+from i2cl.models.batching import Batch
+from i2cl.models.memory import MemoryWarning, free_memory
 from i2cl.models.scoring import Questions, in_order, labelled_batch, score, sequence_log_probabilities
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
@@ -31,8 +31,12 @@ MOST_WHOLE = 1024  # columns of whole label sequences that a kernel takes unaske
 MOST_SEQUENCES = 4096  # those of whole label sequences, where somebody asks for these
 SCALED = 256  # demonstrations, at most, whose gold labels set the scale of a descent
 HELD = 1.5  # memory that derivatives take at most, times their own size
+ROW_COPIES = 4  # of a row's vectors during a backward pass
 DESCENT = 5  # copies of all vectors that AdamW holds, with their gradient
 KERNELS = 5  # square matrices in double precision that the solver of a step holds at once
+
+
+Pairs = Sequence[tuple[int, int]]  # a demonstration's row and a label
 
 
 def memory_taken(rows: int, parameters: int) -> int:
@@ -74,8 +78,10 @@ class Problem:
             what = "a descent takes first tokens or words of labels, and no whole sequences"
             raise I2CLError(f"{what}: leave out scoring='full' or solver='descent'")
         rows, most = count * (labels - 1), MOST_SEQUENCES if full or asked else MOST_COLUMNS
-        taken, free = memory_taken(rows, self.scale.numel()), free_memory()
-        room = memory * 1e9 if memory is not None else free / 4 if free else math.inf
+        taken = memory_taken(rows, self.scale.numel())
+        # The same on all processes of a tensor-parallel model, which have to choose the same solver.
+        free = self.questions.decoder.consensus.smallest(free_memory())
+        room = memory * 1e9 if memory is not None else free / 4
         sizes = f"derivatives take {taken / 1e9:.3g} GB, more than the {room / 1e9:.3g} GB that they may"
         if rows <= most and taken <= room and solver != "descent":
             return True
@@ -200,7 +206,8 @@ class Problem:
                     into[rows, column] = self._in_units(slopes)
             return values.detach().cpu()
 
-        parts = decoder.run_batches([self.queries[row] for row in chosen], run)
+        queries = [self.queries[row] for row in chosen]
+        parts = decoder.run_batches(queries, run, training=True, row_bytes=self._row_bytes)
         return in_order((batch.rows, values) for batch, values in parts)
 
     def _derive_sequences(
@@ -213,45 +220,63 @@ class Problem:
         """Scores of whole sequences; writes derivatives of the labels but the gold one, less its own."""
         gold: list[int] = self.gold.tolist()
         scores = torch.zeros(len(gold), len(self.questions.labels.ids))
-        rest = torch.empty(len(gold), 1, u.numel())
-        self._derive_pairs(rest, scores, u, [(row, gold[row], 0) for row in chosen])
         read = torch.ones_like(scores, dtype=torch.bool) if competing is None else competing
         others = [
-            (row, label, label - (label > gold[row]))
+            (row, label)
             for row in chosen
             for label in read[row].nonzero()[:, 0].tolist()
             if label != gold[row]
         ]
-        self._derive_pairs(into, scores, u, others)
-        for row, _, column in others:
-            into[row, column] -= rest[row, 0]
+        # Columns of each row that are written; the column of a label counts the labels but the gold one.
+        columns = {row: list[int]() for row in chosen}
+        for row, label in others:
+            columns[row].append(label - (label > gold[row]))
+
+        def subtract_gold(pairs: Pairs, slopes: Float[Tensor, "batch parameters"]) -> None:
+            for (row, _), slope in zip(pairs, slopes, strict=True):
+                into[row, columns[row]] = -slope
+
+        def add_other(pairs: Pairs, slopes: Float[Tensor, "batch parameters"]) -> None:
+            rows = [row for row, _ in pairs]
+            into[rows, [label - (label > gold[row]) for row, label in pairs]] += slopes
+
+        self._derive_pairs(subtract_gold, scores, u, [(row, gold[row]) for row in chosen])
+        self._derive_pairs(add_other, scores, u, others)
         return scores[list(chosen)]
 
     def _derive_pairs(
         self,
-        into: Float[Tensor, "n columns parameters"],
+        write: Callable[[Pairs, Float[Tensor, "batch parameters"]], None],
         scores: Float[Tensor, "n labels"],
         u: Float[Tensor, " parameters"],
-        triples: Sequence[tuple[int, int, int]],
+        pairs: Pairs,
     ) -> None:
-        """Write scores and derivatives of some labels: of each a row, the label and its column are asked."""
+        """Write the scores of (row, label) pairs, and pass their derivatives to ``write`` batch by batch."""
         decoder, labels = self.questions.decoder, self.questions.labels.ids
 
-        def run(batch: Batch) -> None:
-            rows, chosen, columns = zip(*[triples[place] for place in batch.rows], strict=True)
-            leaf, edit = self._rows_edit(u, batch.rows, len(triples))
-            targets = [labels[label] for label in chosen]
-            labelled = labelled_batch([self.queries[row] for row in rows], targets, decoder.device)
+        def run(batch: Batch) -> tuple[Pairs, Tensor, Tensor]:
+            some = [pairs[place] for place in batch.rows]
+            leaf, edit = self._rows_edit(u, batch.rows, len(pairs))
+            targets = [labels[label] for _, label in some]
+            labelled = labelled_batch([self.queries[row] for row, _ in some], targets, decoder.device)
             labelled = replace(labelled, rows=batch.rows)
             with torch.enable_grad():
                 values = sequence_log_probabilities(decoder, labelled, targets, edit)
                 decoder.pause()
                 (slopes,) = Backward([leaf], decoder.model.dtype).gradients(values.sum())
-            scores[rows, chosen], into[rows, columns] = values.detach().cpu(), self._in_units(slopes)
+            return some, values.detach().cpu(), self._in_units(slopes)
 
-        whole = [self.queries[row] + labels[label][:-1] for row, label, _ in triples]
-        for _ in decoder.run_batches(whole, run):
-            pass
+        whole = [self.queries[row] + labels[label][:-1] for row, label in pairs]
+        parts = decoder.run_batches(whole, run, training=True, row_bytes=self._row_bytes)
+        for _, (some, values, slopes) in parts:
+            rows, chosen = zip(*some, strict=True)
+            scores[rows, chosen] = values
+            write(some, slopes)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Memory of a row's own vectors, their gradient, and the buffers that it is gathered from."""
+        return 4 * ROW_COPIES * self.scale.numel()
 
     def _rows_edit(
         self, u: Float[Tensor, " parameters"], rows: Sequence[int], count: int

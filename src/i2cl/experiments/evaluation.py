@@ -15,7 +15,7 @@ import transformers
 from jaxtyping import Int
 
 from i2cl.core.edits import LinearEdit
-from i2cl.errors import OUT_OF_MEMORY, I2CLError
+from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
@@ -23,7 +23,6 @@ from i2cl.methods import Cost, Method, Predictor
 from i2cl.methods.base import Wrapper
 from i2cl.methods.compressors.base import NoCompressorError
 from i2cl.methods.prompts import PromptPredictor
-from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import dtype_name, quantization_of
 from i2cl.models.scoring import Progress

@@ -21,8 +21,8 @@ from i2cl.experiments.store import VECTORS, Store
 from i2cl.experiments.studies import Bench, fit_cells, fit_key, is_joint, plain, run_cell
 from i2cl.experiments.workers import DecoderSource, run_jobs
 from i2cl.methods.compressors.base import NoCompressorError
-from i2cl.models.batching import peak_memory
 from i2cl.models.decoder import Decoder
+from i2cl.models.memory import peak_memory
 from i2cl.storage.atomic import WriteError
 
 

@@ -72,7 +72,7 @@ def without_label_prior(injection: Injection) -> Injection:
 def bias_towards(
     prior: Float[Tensor, " labels"] | None, scores: Float[Tensor, "texts labels"]
 ) -> Float[Tensor, " labels"]:
-    """What `i2cl.models.scoring.biased` is to add to such scores, in nats; 0 where a mean is as the prior.
+    """Return the bias for `i2cl.models.scoring.add_label_bias`, in nats; 0 where a mean is as the prior.
 
     ``prior``: share of each label; None: all equal; ``scores``: log-probabilities of the labels, up to a
     constant a text.

@@ -19,7 +19,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
-from i2cl.models.scoring import Progress, Questions, among, require_finite, require_texts, score
+from i2cl.models.scoring import Progress, Questions, label_log_probs, require_finite, require_texts, score
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ class InjectionPool:
             require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
                 label_scores = line[: len(task.questions.labels.ids)]
-                scores[row] = among(label_scores, by_text.get(row, task.bias), task.temperature)
+                scores[row] = label_log_probs(label_scores, by_text.get(row, task.bias), task.temperature)
         return scores
 
     def _by_text(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, " labels"]]:

@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Progress, among, require_texts
+from i2cl.models.scoring import Progress, label_log_probs, require_texts
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -78,7 +78,7 @@ class MendedPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probabilities over the labels, calibrated and normalised again."""
-        return among(self.below.scores(texts, progress), self.bias, self.temperature)
+        return label_log_probs(self.below.scores(texts, progress), self.bias, self.temperature)
 
 
 @dataclass(frozen=True)

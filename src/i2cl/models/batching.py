@@ -1,4 +1,4 @@
-"""From token ids to length-sorted batches, and what to do where one does not fit into memory.
+"""From token ids to length-sorted batches.
 
 Padded batches are padded on the right and run without a mask, but for forks: under causal attention a
 token never sees what stands to its right, so padding cannot change a result, whatever the
@@ -9,14 +9,11 @@ Some models turn the positions of a whole batch by its longest row (longrope). T
 such a limit never share a batch, and keys cached below it are not used beyond it.
 """
 
-import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,70 +184,3 @@ def shared_front(rows: Sequence[Ids]) -> Ids:
 # saves: docs/performance.md.
 KEPT_BUDGET = 16384
 CPU_KEPT_BUDGET = 4096
-
-
-class MemoryWarning(UserWarning):
-    """A batch did not fit into memory; from then on batches are smaller."""
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an accelerator or the CPU's allocator had no room."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-@dataclass
-class Peak:
-    """Most bytes in use during a block: of a GPU's allocator, or resident on a CPU."""
-
-    bytes: int = 0
-    start: int = 0
-
-    @property
-    def added(self) -> int:
-        """Bytes beyond those in use when the block began."""
-        return max(0, self.bytes - self.start)
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure a block's peak memory; the numbers are there when it ends.
-    On Linux the process's own high-water mark is set back first
-    (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere it is that of the whole
-    process so far.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        peak = Peak(start=torch.cuda.memory_allocated(device))
-        yield peak
-        peak.bytes = torch.cuda.max_memory_allocated(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    peak = Peak(start=resident_peak())
-    yield peak
-    peak.bytes = resident_peak()
-
-
-def free_memory() -> int:
-    """Bytes of the machine's memory that a program can still have; 0 where the system does not say."""
-    return _told_by("/proc/meminfo", "MemAvailable:")
-
-
-def _told_by(path: str, field: str) -> int:
-    try:
-        lines = Path(path).read_text(encoding="ascii").splitlines()
-    except OSError:  # macOS and Windows have no such file
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), 0)
-
-
-def resident_peak() -> int:
-    """Most bytes that this process has had resident; 0 where the system does not tell."""
-    if peak := _told_by("/proc/self/status", "VmHWM:"):
-        return peak
-    try:
-        import resource
-    except ImportError:  # Windows has no such module
-        return 0
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else 1024 * size

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.models import batching
 from i2cl.models.architectures import Architecture, architecture_of
 from i2cl.models.batching import CPU_KEPT_BUDGET, KEPT_BUDGET, Batch, Ids, longest_first, make_batch
@@ -21,6 +21,13 @@ from i2cl.models.edits import AnySite, Edit, Keep, Replay, Site, edit_inputs, ed
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
+from i2cl.models.memory import (
+    BatchLimit,
+    Consensus,
+    MemoryWarning,
+    is_accelerator_error,
+    training_memory,
+)
 from i2cl.models.precision import Quantization, dtype_name, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
@@ -32,6 +39,10 @@ T = TypeVar("T")
 # Padded tokens a batch may hold by default. Beyond about 1,000 a CPU gets slower: docs/performance.md.
 BUDGET = 16384
 CPU_BUDGET = 1024
+
+# Bytes of activations for each token, block and unit of width in 16-bit training, kept for the backward pass
+# (Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4.1). Frozen weights need less.
+ACTIVATION_BYTES = 34
 
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
 
@@ -48,7 +59,8 @@ class Decoder:
         architecture: where its residual writers are.
         writers: (attention, MLP) residual writers of each layer.
         blocks: the decoder blocks.
-        token_budget: padded tokens a batch may hold; lowered when a batch exceeds the memory.
+        token_budget: maximum number of padded tokens in a batch. After an out-of-memory error batches are
+            smaller for a while (`i2cl.models.memory.BatchLimit`); this number stays.
         max_length: context length in tokens, or None where the model has no limit.
         rope_limits: tokens beyond which positions turn by other angles; see `i2cl.models.batching`.
         can_split: whether a row may run in parts, the later ones behind the keys of the first.
@@ -76,6 +88,8 @@ class Decoder:
         self.name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.revision = revision
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
+        self._inference_limit, self._training_limit = BatchLimit(), BatchLimit()
+        self.consensus = Consensus.of(model)
         self.encoder = Encoder.of(tokenizer)
         self.max_length = batching.context_length(model.config.get_text_config(), tokenizer.model_max_length)
         self.rope_limits = batching.rope_limits(model.config.get_text_config())
@@ -128,6 +142,26 @@ class Decoder:
     def d_model(self) -> int:
         """Width of the residual stream."""
         return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def current_budget(self) -> int:
+        """`token_budget`, or what it is lowered to for a while after an out-of-memory error."""
+        return self._inference_limit.apply(self.token_budget)
+
+    @cached_property
+    def training_memory(self) -> int:
+        """Bytes that the activations and gradients of one training batch may take."""
+        return self.consensus.smallest(training_memory(self.model, self.device))
+
+    @property
+    def token_bytes(self) -> int:
+        """Estimated bytes that one token takes in a training batch."""
+        return self.layers * self.d_model * ACTIVATION_BYTES * self.model.dtype.itemsize // 2
+
+    @property
+    def training_budget(self) -> int:
+        """Maximum number of padded tokens in a training batch: `token_budget`, or fewer on little memory."""
+        return max(1, min(self.token_budget, self.training_memory // self.token_bytes))
 
     @cached_property
     def writer_scale(self) -> float:
@@ -188,7 +222,7 @@ class Decoder:
                 together = self.forward(forked, at=places)[0].float()
                 apart = self.forward(make_batch([query + end for end in ends], self.device))[:, 0].float()
         except (RuntimeError, TypeError, ValueError) as error:  # an attention that takes no such mask
-            if isinstance(error, RuntimeError) and batching.is_out_of_memory(error):
+            if is_out_of_memory(error) or is_accelerator_error(error):
                 raise
             return False
         rounding = 1e-3 if self.model.dtype == torch.float32 else 0.05  # of a logit's range
@@ -215,52 +249,88 @@ class Decoder:
         """Called while the model rests: before each pass, and each backward pass of a fit; for subclasses."""
 
     def run_batches(
-        self, ids: Sequence[Ids], run: Callable[[Batch], T], *, reserve: int = 0
+        self,
+        ids: Sequence[Ids],
+        run: Callable[[Batch], T],
+        *,
+        reserve: int = 0,
+        training: bool = False,
+        row_bytes: int = 0,
     ) -> Iterator[tuple[Batch, T]]:
-        """What ``run`` returns for each batch of queries of similar length, longest first.
-        A batch that exceeds the memory is run again as two, and the token budget is lowered, so that this
-        happens, and is told, once. The queries' order does not change what a batch holds. Cached tokens in
-        front of every query, the ``reserve``, are kept, but not run, so that they count towards `KEPT_BUDGET`
-        (`CPU_KEPT_BUDGET`) alone. Raises I2CLError if a single query exceeds the memory.
+        """Run batches of queries of similar length, longest first, and yield each with its result.
+
+        A batch that runs out of memory is split in two with a warning, and later batches are smaller for a
+        while. The order of the queries does not change what a batch holds. Under tensor parallelism all
+        processes split alike.
+
+        Args:
+            ids: token ids of the queries.
+            run: computes the result of a batch.
+            reserve: cached tokens before every query. They are kept but not run, so they count only towards
+                `KEPT_BUDGET` (`CPU_KEPT_BUDGET`).
+            training: whether ``run`` computes gradients, so that `training_budget` applies.
+            row_bytes: memory that a query takes in a training batch whatever its length.
+
+        Raises:
+            I2CLError: if a single query does not fit into memory.
         """
         order, start = longest_first(ids), 0
+        limit = self._training_limit if training else self._inference_limit
         sizes: Iterator[int] | None = None
         while start < len(order):
-            sizes = sizes or iter(self._sizes([len(ids[row]) for row in order[start:]], reserve))
+            budget = self.training_budget if training else self.token_budget
+            if sizes is None:
+                lengths = [len(ids[row]) for row in order[start:]]
+                extra = row_bytes if training else None
+                sizes = iter(self._sizes(lengths, reserve, limit.apply(budget), extra))
             rows = order[start : start + next(sizes)]
             batch = make_batch([ids[row] for row in rows], self.device, rows)
+            exceeded = False
             try:
                 result = run(batch)
             except RuntimeError as error:
-                if not batching.is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
-            else:
-                yield batch, result
-                start += len(rows)
+                exceeded = True
+            if self.consensus.any(exceeded):
+                # What the error's traceback kept alive is free by now.
+                limit.shrink(self._halved(len(rows), len(ids[rows[0]]), reserve))
+                sizes = None
                 continue
-            self._shrink(len(rows), len(ids[rows[0]]), reserve)  # what the error held on to is free by now
-            sizes = None
+            limit.record_fit(budget)
+            yield batch, result
+            start += len(rows)
 
-    def _sizes(self, lengths: Sequence[int], reserve: int) -> list[int]:
-        """How many rows of these lengths, longest first, run together, behind so many cached tokens each."""
-        budget = self.token_budget
+    def _sizes(
+        self, lengths: Sequence[int], reserve: int, budget: int, row_bytes: int | None = None
+    ) -> list[int]:
+        """Return the number of rows of each batch, for rows of these lengths, longest first.
+
+        ``row_bytes``: see `run_batches`; None for batches without gradients.
+        """
         room = max(budget, CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET)
         sides = reversed(batching.by_side([length + reserve for length in lengths], self.rope_limits))
-        # rows from here on that may share
+        # rows from here on that may share a batch
         rests = (rest for side in sides for rest in range(len(side), 0, -1))
-        pairs = zip(lengths, rests, strict=True)
-        most = [max(1, min(budget // length, room // (length + reserve), rest)) for length, rest in pairs]
+        most = []
+        for length, rest in zip(lengths, rests, strict=True):
+            rows = min(budget // length, room // (length + reserve), rest)
+            if row_bytes is not None:
+                rows = min(rows, self.training_memory // (length * self.token_bytes + row_bytes))
+            most.append(max(1, rows))
         return batching.batch_sizes(lengths, most, budget / batching.PASSES_A_BATCH)
 
-    def _shrink(self, rows: int, length: int, reserve: int) -> None:
+    def _halved(self, rows: int, length: int, reserve: int) -> int:
+        """Free cached memory, warn, and return the token limit for half of a batch that did not fit."""
         if rows == 1:
-            cure = "shorten it, or load the model in bfloat16 or with device_map='auto'"
-            raise I2CLError(f"a query of {length + reserve} tokens does not fit into memory: {cure}")
-        self.token_budget = (rows + 1) // 2 * length
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            hint = "shorten it, or load the model in bfloat16 or with device_map='auto'"
+            raise I2CLError(f"a query of {length + reserve} tokens does not fit into memory: {hint}")
+        empty_cache = getattr(getattr(torch, self.device.type, None), "empty_cache", None)
+        if empty_cache is not None:  # cuda, mps and xpu
+            empty_cache()
         line = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-        warnings.warn(line, batching.MemoryWarning, stacklevel=3)
+        warnings.warn(line, MemoryWarning, stacklevel=3)
+        return (rows + 1) // 2 * length
 
     def forward(
         self,

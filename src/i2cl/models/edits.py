@@ -71,7 +71,8 @@ class Replay:
     @uninterrupted
     def during(self, batch: Batch) -> Iterator[None]:
         """Keep what the blocks put out in a pass over this batch, or give what is kept in their place."""
-        key = (batch.rows, tuple(batch.input_ids.shape))
+        shape = tuple(batch.input_ids.shape)
+        key = (batch.rows, shape, tuple(batch.input_ids.flatten().tolist()))
         with ExitStack() as stack:
             for place, block in enumerate(self.blocks):
                 if key in self.kept:

@@ -6,7 +6,7 @@ import re
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -201,8 +201,15 @@ def _unmarked(part: str) -> tuple[str, list[int]]:
     return "".join(one[0][0] for one in kept), [one.start() for one in kept]
 
 
+# Value in nats that stands for a token of probability 0 where words are scored; far below any other.
+MIN_TOKEN_SCORE = -65504.0
+
 # By a label's first token, its whole token sequence, its words in any order, or as the labels demand.
 Scoring = Literal["auto", "first_token", "full", "words"]
+
+
+class SharedFirstTokenError(I2CLError):
+    """First-token scoring was requested for labels that share their first token."""
 
 
 class ScoringWarning(UserWarning):
@@ -258,8 +265,11 @@ class LabelTokens:
         return self.mean(wide[..., list(self.read)])
 
     def mean(self, tokens: Float[Tensor, "*rows read"]) -> Float[Tensor, "*rows labels"]:
-        """The same from those of the tokens that are read."""
-        return tokens @ self.weights.to(tokens) if self.words else tokens
+        """Label scores from the values of the tokens in `read`."""
+        if not self.words:
+            return tokens
+        # A token of another label may be impossible: 0 * -inf is NaN.
+        return tokens.clamp(min=MIN_TOKEN_SCORE) @ self.weights.to(tokens)
 
     def at_first(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
         """Logits with each label's score in place of its first token's: what an export's head puts out."""
@@ -311,7 +321,8 @@ def label_tokens(
         return LabelTokens(tuple(first), full=False, line=line, words=tuple(words))
     shared = len({ids[0] for ids in sequences}) < len(sequences)
     if shared and scoring == "first_token":
-        raise I2CLError("labels share their first token: use scoring='full', or other label words")
+        hint = "use scoring='full', or other label words"
+        raise SharedFirstTokenError(f"labels share their first token: {hint}")
     if shared and scoring == "auto":
         message = "labels share their first token; scoring whole label sequences instead"
         warnings.warn(message, ScoringWarning, stacklevel=2)
@@ -337,22 +348,44 @@ def keywords(encoder: Encoder, labels: Sequence[str], sequences: Sequence[Ids]) 
         spare = [token for word in words for token in encoder.plain(word)[:1] if token not in common]
         choices.append([*rarest, *dict.fromkeys(spare)])
     owner: dict[int, int] = {}
-
-    def settled(label: int, tried: set[int]) -> bool:
-        for token in choices[label]:
-            if token not in tried:
-                tried.add(token)
-                if token not in owner or settled(owner[token], tried):
-                    owner[token] = label
-                    return True
-        return False
-
-    left = [place for place in range(len(labels)) if not settled(place, set())]
+    left = [label for label in range(len(labels)) if not _assign_token(label, choices, owner)]
     plain = sorted(set(encoder.tokenizer.get_vocab().values()) - set(common) - set(owner) - encoder.special)
     if len(plain) < len(left):
         raise I2CLError(f"the vocabulary has fewer tokens than there are labels, {len(labels)}: give fewer")
     chosen = {place: token for token, place in owner.items()} | dict(zip(left, plain, strict=False))
     return tuple(chosen[place] for place in range(len(labels)))
+
+
+def _assign_token(label: int, choices: Sequence[Sequence[int]], owner: dict[int, int]) -> bool:
+    """Give a label one of its tokens, if need be by moving other labels to another one of theirs.
+
+    Depth-first search for an augmenting path (Kuhn 1955) with an explicit stack: a path may be as long as
+    there are labels.
+
+    Args:
+        label: the label without a token.
+        choices: the tokens that each label may have, best first.
+        owner: the label that each token is assigned to; updated.
+
+    Returns:
+        Whether the label has a token now.
+    """
+    tried: set[int] = set()
+    path: list[tuple[int, Iterator[int]]] = [(label, iter(choices[label]))]
+    tokens: list[int] = []  # that each label of the path would take
+    while path:
+        token = next((token for token in path[-1][1] if token not in tried), None)
+        if token is None:
+            path.pop()
+            del tokens[-1:]
+            continue
+        tried.add(token)
+        tokens.append(token)
+        if token not in owner:
+            owner.update((token, taker) for (taker, _), token in zip(path, tokens, strict=True))
+            return True
+        path.append((owner[token], iter(choices[owner[token]])))
+    return False
 
 
 def _behind(

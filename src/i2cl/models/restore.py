@@ -41,23 +41,26 @@ class _CtrlC:
         else:
             self._waits = True
 
-    def hold(self) -> None:
-        """Take the place of the usual handler, if there is one in Python."""
+    def hold(self) -> bool:
+        """Replace the usual handler, if it is one of Python. Returns whether `release` has to be called."""
         if not _in_main_thread():
-            return
+            return False
         usual: Any = signal.getsignal(signal.SIGINT)
         if self._borrowed == 0 and callable(usual) and usual is not self:
             self._usual, self._waits = usual, False
             signal.signal(signal.SIGINT, self)
         self._borrowed += 1
+        return True
 
     def release(self) -> None:
-        """Give the place back after the last; what came meanwhile is told now."""
-        if not _in_main_thread():
-            return
+        """Put the usual handler back after the last block, and deliver a Ctrl-C that came meanwhile.
+
+        Another thread, to which a block may have been handed over, cannot set handlers: this one then stays,
+        calls the usual one at Ctrl-C, and is replaced when the main thread leaves its next block.
+        """
         self._borrowed -= 1
         mine: Any = signal.getsignal(signal.SIGINT)
-        if self._borrowed == 0 and mine is self:  # and nobody has put in another meanwhile
+        if self._borrowed == 0 and mine is self and _in_main_thread():
             signal.signal(signal.SIGINT, self._usual)
         self.tell()
 
@@ -83,8 +86,8 @@ class _Whole(AbstractContextManager[T], Generic[T]):
 
     def __enter__(self) -> T:
         with ExitStack() as stack:
-            _CTRL_C.hold()
-            stack.callback(_CTRL_C.release)
+            if _CTRL_C.hold():
+                stack.callback(_CTRL_C.release)
             entered = stack.enter_context(self._inner)
             _CTRL_C.tell()
             self._stack = stack.pop_all()

@@ -129,30 +129,40 @@ def score(
         work = _Work(decoder, queries, each[: len(queries)], edit, prefix)
         for way, chosen in _ways(work).items():
             for places, values, finished in way(work, chosen):
-                rows, columns = torch.tensor(places).unbind(-1)
-                scores[rows, columns] = values.cpu()
+                scores[places] = values.cpu()
                 if progress is not None:
                     progress(finished)
     return scores
 
 
-def biased(
+def add_label_bias(
     scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, "... labels"]
 ) -> Float[Tensor, "*queries labels"]:
-    """Log-probabilities among the labels, with a number for each label added, normalised again; in nats."""
+    """Add a bias per label, in nats, to log-probabilities among the labels, and normalize again."""
     return (scores.log_softmax(-1) + bias).log_softmax(-1)
 
 
-def among(
-    scores: Float[Tensor, "*queries labels"], bias: Float[Tensor, "... labels"] | None, temperature: float
+def label_log_probs(
+    scores: Float[Tensor, "*queries labels"],
+    bias: Float[Tensor, "... labels"] | None = None,
+    temperature: float = 1.0,
 ) -> Float[Tensor, "*queries labels"]:
-    """What an injection makes of label scores: `biased` by its label prior, then divided by its temperature.
-    With neither they stay as they are; else they are among the labels. A division is in float64, where scores
-    that differ stay different, so the answers stay too.
+    """Turn label scores into log-probabilities among the labels, in float32.
+
+    Args:
+        scores: log-probabilities or logits of the labels, up to a constant per query.
+        bias: nats that are added to each label's log-probability.
+        temperature: divides the biased log-probabilities. The most probable label stays the same.
     """
-    if bias is not None:
-        scores = biased(scores, bias)
-    return scores if temperature == 1 else (scores.double() / temperature).log_softmax(-1)
+    scores = scores.log_softmax(-1) if bias is None else add_label_bias(scores, bias)
+    if temperature == 1:
+        return scores.float()
+    wide = (scores.double() / temperature).log_softmax(-1)
+    best, rounded = wide.argmax(-1, keepdim=True), wide.float()
+    # Rounding must not make another label tie with the most probable one.
+    tied = rounded.argmax(-1, keepdim=True) != best
+    top = rounded.gather(-1, best)
+    return rounded.scatter(-1, best, torch.where(tied, top.nextafter(torch.full_like(top, torch.inf)), top))
 
 
 def next_token_log_probabilities(
@@ -180,8 +190,14 @@ def in_parts(
             progress(len(some))
 
 
-# Rows and columns of some scores; their values; how many queries they complete.
-Part = tuple[list[tuple[int, int]], Tensor, float]
+# Row and column indices of some scores; their values; how many queries they complete.
+Part = tuple[tuple[Tensor, Tensor], Tensor, float]
+
+
+def _cells(rows: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Row and column indices of the first ``counts`` labels of each row."""
+    columns = torch.cat([torch.arange(count) for count in counts])
+    return torch.tensor(rows).repeat_interleave(torch.tensor(counts)), columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +213,8 @@ class _Work:
 
 def _first(work: _Work, _chosen: Sequence[int]) -> Iterator[Part]:
     for batch, values in _read(work.decoder, work.queries, work.edit, work.prefix):
-        places = [(row, column) for row in batch.rows for column in range(len(work.labels[row].ids))]
         each = [work.labels[row] for row in batch.rows]
+        places = _cells(batch.rows, [len(labels.ids) for labels in each])
         if all(labels is each[0] for labels in each):
             yield places, each[0].scores(values).flatten(), len(batch.rows)
         else:
@@ -252,8 +268,7 @@ def _forked(work: _Work, chosen: Sequence[int]) -> Iterator[Part]:
 
     whole = [work.queries[row] + trie.tokens for row, trie in zip(chosen, tries, strict=True)]
     for batch, each in work.decoder.run_batches(whole, run):
-        rows = zip((chosen[place] for place in batch.rows), each, strict=True)
-        places = [(row, column) for row, values in rows for column in range(len(values))]
+        places = _cells([chosen[place] for place in batch.rows], [len(values) for values in each])
         yield places, torch.cat(each), len(batch.rows)
 
 
@@ -266,7 +281,7 @@ def _shares(work: _Work, chosen: Sequence[int]) -> bool:
         return False
     lengths = [len(work.queries[row]) for row in chosen]
     saved = sum(n * (len(work.labels[row].ids) - 1) for n, row in zip(lengths, chosen, strict=True))
-    return PASSES_A_BATCH * saved > work.decoder.token_budget * len(set(lengths))
+    return PASSES_A_BATCH * saved > work.decoder.current_budget * len(set(lengths))
 
 
 class _Branch(NamedTuple):
@@ -307,7 +322,8 @@ def _shared(work: _Work, chosen: Sequence[int]) -> Iterator[Part]:
         return branches, values
 
     for batch, (branches, values) in work.decoder.run_batches([work.queries[row] for row in chosen], run):
-        yield [(branch.row, branch.column) for branch in branches], values, len(batch.rows)
+        rows, columns = ([getattr(one, name) for one in branches] for name in ("row", "column"))
+        yield (torch.tensor(rows), torch.tensor(columns)), values, len(batch.rows)
 
 
 def _groups(
@@ -318,7 +334,7 @@ def _groups(
     hold the keys of more tokens than it runs: copying a few costs less than a pass of few rows. What exceeds
     the memory halves the batch of queries, and the token budget with it.
     """
-    room = decoder.token_budget * (CPU_KEPT_BUDGET // CPU_BUDGET if decoder.device.type == "cpu" else 1)
+    room = decoder.current_budget * (CPU_KEPT_BUDGET // CPU_BUDGET if decoder.device.type == "cpu" else 1)
     by_length = defaultdict(list)
     for place, length in zip(places, lengths, strict=True):
         by_length[length].append(place)
@@ -326,7 +342,7 @@ def _groups(
     padding = 0
     for length in sorted(by_length, reverse=True):
         padding += len(by_length[length]) * (groups[-1][0] - length) if groups else 0
-        if not groups or PASSES_A_BATCH * padding > decoder.token_budget:
+        if not groups or PASSES_A_BATCH * padding > decoder.current_budget:
             groups.append((length, []))
             padding = 0
         groups[-1][1].extend(by_length[length])
@@ -349,8 +365,9 @@ def _whole(work: _Work, chosen: Sequence[int]) -> Iterator[Part]:
         return sequence_log_probabilities(work.decoder, batch, targets, work.edit, work.prefix)
 
     for group, values in work.decoder.run_batches(whole, run, reserve=reserve):
-        places = [pairs[place] for place in group.rows]
-        yield places, values, sum(1 / len(work.labels[row].ids) for row, _ in places)
+        rows, columns = zip(*(pairs[place] for place in group.rows), strict=True)
+        finished = sum(1 / len(work.labels[row].ids) for row in rows)
+        yield (torch.tensor(rows), torch.tensor(columns)), values, finished
 
 
 def labelled_batch(

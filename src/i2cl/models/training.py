@@ -285,6 +285,8 @@ def label_log_probabilities(
     ``gold`` is the right one's place.
     """
     logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
+    if all(tokens is labels[0] for tokens in labels):  # word weights are copied to the device once
+        return right_among(list(labels[0].scores(logits)), gold)
     return right_among([tokens.scores(row) for row, tokens in zip(logits, labels, strict=True)], gold)
 
 

@@ -8,9 +8,10 @@ approximated.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from i2cl.models.batching import Batch, Ids, make_batch
@@ -51,11 +52,32 @@ class Trie:
                 mask[node] |= mask[parent]
         return mask
 
-    def scores(self, edges: Float[Tensor, " edges"]) -> Float[Tensor, " labels"]:
-        """Log-probability of each label, from those of the edges."""
+    @cached_property
+    def indices(self) -> "TrieIndices":
+        """The trie as index tensors on the CPU."""
         pairs = [(label, edge) for label, path in enumerate(self.steps) for edge in path]
-        rows, taken = torch.tensor(pairs, device=edges.device).unbind(-1)
-        return edges.new_zeros(len(self.steps)).index_add(0, rows, edges[taken])
+        nodes, tokens = torch.tensor(self.edges).unbind(-1)
+        labels, edges = torch.tensor(pairs).unbind(-1)
+        return TrieIndices(nodes + 1, tokens, labels, edges)
+
+
+class TrieIndices(NamedTuple):
+    """Index tensors that turn logits after a query and its beginnings into label scores."""
+
+    positions: Int[Tensor, " edges"]  # of each edge, the position whose logits have its token
+    tokens: Int[Tensor, " edges"]  # of each edge
+    labels: Int[Tensor, " steps"]  # of each step of a label's path
+    edges: Int[Tensor, " steps"]  # of each step
+
+    def to(self, device: torch.device) -> "TrieIndices":
+        """Copy to a device."""
+        return TrieIndices(*(one.to(device) for one in self))
+
+    def scores(self, logits: Float[Tensor, "positions vocab"], count: int) -> Float[Tensor, " labels"]:
+        """Log-probability of each of ``count`` labels."""
+        wide = logits.float()
+        edges = wide[self.positions, self.tokens] - wide.logsumexp(-1)[self.positions]
+        return edges.new_zeros(count).index_add(0, self.labels, edges[self.edges])
 
 
 def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.device) -> Batch:
@@ -76,10 +98,7 @@ def edge_scores(
     logits: Float[Tensor, "batch positions vocab"], tries: Sequence[Trie]
 ) -> list[Float[Tensor, " labels"]]:
     """Log-probability of each row's labels, from logits at its query's end and at every beginning."""
-    values = []
-    for row, trie in zip(logits, tries, strict=True):
-        wide = row.float()  # a row at a time: each has a vocabulary for every beginning
-        whole = wide.logsumexp(-1)
-        nodes, tokens = torch.tensor(trie.edges, device=wide.device).unbind(-1)
-        values.append(trie.scores(wide[nodes + 1, tokens] - whole[nodes + 1]))
-    return values
+    # Rows of one task share a trie, whose indices are copied to the device once a batch.
+    indices = {trie: trie.indices.to(logits.device) for trie in dict.fromkeys(tries)}
+    # A row at a time: each has a vocabulary for every beginning.
+    return [indices[trie].scores(row, len(trie.steps)) for row, trie in zip(logits, tries, strict=True)]

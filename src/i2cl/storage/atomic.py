@@ -149,6 +149,7 @@ def new_file(path: Path) -> Iterator[Path]:
     with write_errors(repr(str(path))), _scratch(path) as scratch:
         fresh = scratch / path.name
         yield fresh
+        synced(fresh)
         try:
             path.hardlink_to(fresh)  # which, unlike a rename, replaces nothing
         except FileExistsError:
@@ -156,6 +157,7 @@ def new_file(path: Path) -> Iterator[Path]:
             raise
         except OSError:  # not every file system has hard links
             fresh.rename(path)
+        synced(path.parent)
 
 
 @contextmanager

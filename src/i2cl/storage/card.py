@@ -204,7 +204,7 @@ print(injection.predict(decoder, ["a text to classify"]))"""
 def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
     """Paragraphs on the loss, and on the temperature and the label bias where there are any."""
     if losses := description["loss"]:
-        course = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats, first round to last of {len(losses)}"
+        course = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats"
         yield f"Calibration loss: {course}."
     else:
         yield "The coefficients were not calibrated."

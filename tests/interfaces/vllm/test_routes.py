@@ -120,7 +120,7 @@ async def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(ap
     result = (await call(app, "POST", path, body | {"min_confidence": least}))[1]["data"]
     statuses = [(await call(app, "POST", path, body | {"min_confidence": bad}))[0] for bad in (0, 1.5)]
     wanted = warm.scores(base, body["input"]).softmax(-1)
-    found_probs = torch.tensor([one["probs"] for one in plain]).double()
+    found_probs = torch.tensor([one["probs"] for one in plain])
     torch.testing.assert_close(found_probs, wanted, rtol=0, atol=1e-5)
     sure = [max(one["probs"]) >= least for one in plain]
     assert sorted(set(sure)) == [False, True]

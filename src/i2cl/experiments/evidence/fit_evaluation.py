@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 
 from i2cl.core import encoder_bias
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import Confidence, confidence, highest
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.evidence.selective import require_target, selection
@@ -27,7 +27,6 @@ from i2cl.methods import METHODS, Injector, Method, make_methods
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.calibrated.folds import FOLDS, folded, injected, unmeasurable
 from i2cl.methods.calibrated.label_calibration import LabelPrior
-from i2cl.models.batching import is_out_of_memory
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Examples, Task
 

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer import Option
 
-from i2cl.errors import OUT_OF_MEMORY, I2CLError
+from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
 from i2cl.interfaces.cli import (
     check,
     console,
@@ -110,7 +110,7 @@ def _run(arguments: list[str]) -> int:
     except (typer.Abort, KeyboardInterrupt) as error:
         code, left = INTERRUPTED, str(error) or left
     except RuntimeError as error:  # a batch too large is halved; this cannot be
-        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         code, message = 2, OUT_OF_MEMORY
     console.print_error(f"interrupted: {left}" if code == INTERRUPTED else message)

@@ -22,10 +22,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.injections.pool import InjectionPool, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError, busy, model_failed, stopping
-from i2cl.models.batching import is_out_of_memory
 from i2cl.models.scoring import NotFiniteError
 
 SLICES = 32  # slices per full batch; a slice bounds how long a request waits for a large job

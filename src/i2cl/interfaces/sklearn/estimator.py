@@ -187,11 +187,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return normalised(self._scores(X))
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
-        """Log-odds of the second class, in nats; of more than two, each label's log-probability.
+        """Log-odds of the second class, in nats; with more classes, the log-probability of each among them.
 
-        The latter is among all that the model could say, so it also tells how well a text fits the task; of
-        an injection with a label bias, an encoder or a temperature it is among the labels.
-        Raises as `predict`.
+        `Injection.label_log_mass` tells how well a text fits the task. Raises as `predict`.
         """
         scores = self._scores(X)
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores

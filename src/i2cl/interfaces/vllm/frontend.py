@@ -31,7 +31,7 @@ from i2cl.models.fingerprint import (
     told_config,
 )
 from i2cl.models.precision import dtype_name
-from i2cl.models.scoring import Questions, among, require_texts
+from i2cl.models.scoring import Questions, label_log_probs, require_texts
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Served:
         )
         values = self.questions.labels.mean(torch.tensor(list(map(math.fsum, log_probabilities))))
         bias = None if self.bias is None else torch.tensor(self.bias)
-        scores = among(values, bias, self.temperature)
+        scores = label_log_probs(values, bias, self.temperature)
         return Answer(self.questions.task.labels[int(scores.argmax())], scores)
 
 

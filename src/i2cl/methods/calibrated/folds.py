@@ -14,7 +14,7 @@ from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Predictor
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, among, in_order
+from i2cl.models.scoring import Progress, in_order, label_log_probs
 from i2cl.tasks import Example, Task
 
 FOLDS = 3  # refits by default; each has not seen one part in so many of the demonstrations
@@ -80,6 +80,8 @@ class FoldPredictor:
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Label scores of texts that `folded` was given; others are a KeyError."""
+        if not texts:
+            return self.refits[0].scores([])
         rows: dict[int, list[int]] = defaultdict(list)
         for at, text in enumerate(texts):
             rows[self.fold_of[text]].append(at)
@@ -121,7 +123,7 @@ class InjectedPredictor:
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Log-probabilities among the labels."""
         scores = self.below.scores(texts, progress)
-        return among(scores, self.injection.biases(texts, self.decoder), 1.0)
+        return label_log_probs(scores, self.injection.biases(texts, self.decoder), 1.0)
 
 
 def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:

@@ -16,7 +16,7 @@ from i2cl.injections.temperature import likely_temperature
 from i2cl.methods.base import Cost, MendedPredictor, Predictor, Wrapper
 from i2cl.methods.calibrated.folds import FOLDS, folded, unmeasurable
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, biased
+from i2cl.models.scoring import Progress, add_label_bias
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -97,7 +97,7 @@ class BatchPredictor:
             cure = "give many, of all classes, or use contextual_calibration"
             raise I2CLError(f"batch_calibration cannot classify one text by itself, {why}: {cure}")
         scores = self.below.scores(texts, progress)
-        return biased(scores, -log_mean(scores))
+        return add_label_bias(scores, -log_mean(scores))
 
 
 class TemperatureConfig(Settings):

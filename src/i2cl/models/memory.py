@@ -1,0 +1,244 @@
+"""Memory of the machine and of accelerators: how much is free, how much a batch may take, and what to do
+when a batch runs out of it.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from i2cl.errors import I2CLError
+
+RECOVERY_BATCHES = 64  # batches at a lowered limit before a larger one is tried again
+MAX_RECOVERY_BATCHES = 2**16
+TRAINING_SHARE = 0.5  # of the memory that the weights leave, for one training batch
+CONSENSUS_TIMEOUT = timedelta(minutes=5)
+
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+# Names of the limit, of the usage, and of the reclaimable page cache within ``memory.stat``.
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+class MemoryWarning(UserWarning):
+    """Something did not fit into memory and continues in smaller parts."""
+
+
+def is_accelerator_error(error: BaseException) -> bool:
+    """Return whether a device reported the error, such as a failed CUDA assert; it is unusable afterwards."""
+    kind = getattr(torch, "AcceleratorError", None)  # from torch 2.8 on
+    return (kind is not None and isinstance(error, kind)) or "CUDA error" in str(error)
+
+
+class BatchLimit:
+    """Token limit of a batch that shrinks on an out-of-memory error and recovers step by step.
+
+    After `RECOVERY_BATCHES` batches that fit, the limit doubles. Where the larger batches run out of memory
+    again, it waits for twice as many batches, so a permanent shortage costs only a few failed attempts.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: int | None = None  # None: no limit beyond the configured budget
+        self._wait = RECOVERY_BATCHES
+        self._fitted = 0
+        self._raised = False  # whether it was raised since it was last lowered
+
+    def apply(self, budget: int) -> int:
+        """Return the smaller one of a configured budget and the present limit."""
+        return budget if self._tokens is None else min(budget, self._tokens)
+
+    def shrink(self, tokens: int) -> None:
+        """Lower the limit after a batch ran out of memory."""
+        if self._raised:
+            self._wait = min(2 * self._wait, MAX_RECOVERY_BATCHES)
+        self._tokens, self._fitted, self._raised = tokens, 0, False
+
+    def record_fit(self, budget: int) -> None:
+        """Count a batch that fitted, and raise the limit when it is time to."""
+        if self._tokens is None:
+            return
+        self._fitted += 1
+        if self._fitted >= self._wait:
+            self._fitted, self._tokens, self._raised = 0, 2 * self._tokens, True
+            if self._tokens >= budget:
+                self._tokens = None
+
+
+class Consensus:
+    """Makes processes that share a tensor-parallel model take the same decisions.
+
+    Every forward pass of such a model is a collective operation. A process that runs another number of
+    passes than the others, because it alone ran out of memory or has less of it free, would wait for them
+    forever. Outside tensor parallelism all methods return their argument.
+    """
+
+    def __init__(self, ranks: list[int] | None = None) -> None:
+        self._group = None
+        if ranks is not None and len(ranks) > 1:
+            # A group of its own: a process may be stuck in a collective of the model.
+            self._group = dist.new_group(
+                ranks, timeout=CONSENSUS_TIMEOUT, backend="gloo", use_local_synchronization=True
+            )
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Consensus":
+        """Find the processes that a model's weights are sharded over. All of them have to call this."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        meshes = (weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor))
+        mesh = next(meshes, None)
+        return cls(None if mesh is None else mesh.mesh.flatten().tolist())
+
+    def any(self, value: bool) -> bool:
+        """Return whether the value is true in any of the processes."""
+        return bool(self._largest(int(value)))
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest value of all processes."""
+        return -self._largest(-value)
+
+    def _largest(self, value: int) -> int:
+        if self._group is None:
+            return value
+        shared = torch.tensor(value)
+        try:
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise I2CLError(
+                "another process of this tensor-parallel model ran out of memory or stopped: restart all of "
+                "them with shorter texts or a smaller model"
+            ) from error
+        return int(shared)
+
+
+def training_memory(model: nn.Module, device: torch.device) -> int:
+    """Return the bytes that the activations and gradients of one training batch may take.
+
+    This is `TRAINING_SHARE` of the device's memory that the weights leave, and at least an eighth of the
+    whole. It depends on the size of the memory and not on what is free at the moment, so a fit is repeatable.
+    """
+    total = total_memory(device)
+    weights = sum(weight.nbytes for weight in model.parameters() if weight.device.type == device.type)
+    if device.type == "cuda":
+        weights = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
+    return int(max(TRAINING_SHARE * (total - weights), total / 8))
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory; for a CPU, of what the process may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in cgroup_memory())])
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that this process can still allocate without swapping.
+
+    Limits of the container (cgroup v1 and v2) count, and so does the page cache that the kernel would
+    reclaim.
+    """
+    return min([int(psutil.virtual_memory().available), *(free for _, free in cgroup_memory())])
+
+
+def cgroup_memory(root: Path | None = None, membership: Path | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (limit, free) in bytes for every cgroup of this process that has a memory limit.
+
+    Args:
+        root: where the cgroup file systems are mounted. Default: `CGROUPS`.
+        membership: the file that names the cgroups of this process. Default: `CGROUP_MEMBERSHIP`.
+    """
+    for folder, (limit_name, usage_name, cache_name) in _memory_cgroups(
+        root or CGROUPS, membership or CGROUP_MEMBERSHIP
+    ):
+        # OSError: not limited, or another system; ValueError: "max"
+        with suppress(OSError, ValueError):
+            limit = int((folder / limit_name).read_text(encoding="ascii"))
+            used = int((folder / usage_name).read_text(encoding="ascii"))
+            yield limit, max(0, limit - used + _field(folder / "memory.stat", cache_name))
+
+
+def _memory_cgroups(root: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the process's memory cgroups and their ancestors, whose limits hold as well."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, names = root, _CGROUP_V2
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", _CGROUP_V1
+        else:
+            continue
+        # Inside a container the path may be that of the host: ancestors down from the mount point are tried.
+        parts = [part for part in path.split("/") if part not in {"", ".."}]
+        for depth in range(len(parts) + 1):
+            yield base.joinpath(*parts[:depth]), names
+
+
+@dataclass
+class Peak:
+    """Highest number of bytes in use during a block: of a GPU's allocator, or resident on a CPU."""
+
+    bytes: int = 0
+    start: int = 0
+
+    @property
+    def added(self) -> int:
+        """Bytes beyond those in use when the block began."""
+        return max(0, self.bytes - self.start)
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Measure the peak memory of a block; the numbers are available when it ends.
+
+    On Linux the process's high-water mark is reset first
+    (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere the mark covers the whole
+    life of the process.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        peak = Peak(start=torch.cuda.memory_allocated(device))
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    peak = Peak(start=resident_peak())
+    yield peak
+    peak.bytes = resident_peak()
+
+
+def resident_peak() -> int:
+    """Return the highest number of bytes that this process has had resident; 0 where that is unknown."""
+    if peak := _field(Path("/proc/self/status"), "VmHWM:"):
+        return 1024 * peak
+    if os.name == "nt":
+        return 0
+    import resource
+
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else 1024 * size
+
+
+def _field(path: Path, name: str) -> int:
+    """Return the number after a name in a file with one name and number per line; 0 if either is missing."""
+    try:
+        fields = map(str.split, path.read_text(encoding="utf-8").splitlines())
+    except OSError:
+        return 0
+    return next((int(words[1]) for words in fields if words[:1] == [name]), 0)
