@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 from i2cl.errors import did_you_mean
 from i2cl.tasks.files import ENCODINGS, UTF_8, WINDOWS, ReadAsWarning, RowError, decoded, encoding_of, opened
+from i2cl.tasks.text import is_blank
 
 # One text a line; rows with named columns; objects, one a line or in one list.
 RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
@@ -145,7 +146,7 @@ def _plain_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iter
     blank: list[Row] = []  # at the end of a file they are no rows
     for number, line in enumerate(lines, start=1):
         row = Row(f"{source.name} line {number}", (line.rstrip("\r\n"),) * len(columns.names))
-        if not line.strip():
+        if is_blank(line):
             blank.append(row)
             continue
         yield from blank
@@ -254,6 +255,8 @@ def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = Fals
         if not isinstance(record, dict):
             names = ", ".join(map(repr, columns.names))
             return RowError(f"{shown(record)} is not an object: write one with {names}", place)
+        if (key := repeated_key(record)) is not None:
+            return RowError(f"the key {key!r} is given twice: remove one", place)
         columns.require(list(record), place)
     except RowError as error:
         return error
@@ -262,9 +265,40 @@ def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = Fals
 
 def _parsed(content: str, place: str, cure: str) -> Any:
     try:
-        return json.loads(content)
+        return load_json(content)
     except (ValueError, RecursionError) as error:
         raise RowError(f"bad JSON ({error}): {cure}", place) from error
+
+
+class _RepeatedKey(dict[str, Any]):
+    """A JSON object in which ``key`` is given more than once; `json` alone would keep the last silently."""
+
+    key: str
+
+
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) == len(pairs):
+        return record
+    keys = [key for key, _ in pairs]
+    repeated = _RepeatedKey(record)
+    repeated.key = next(key for place, key in enumerate(keys) if key in keys[:place])
+    return repeated
+
+
+def load_json(content: str | bytes) -> Any:
+    """Parse JSON so that `repeated_key` can tell objects with repeated keys. Raises ValueError as `json`."""
+    return json.loads(content, object_pairs_hook=_json_object)
+
+
+def repeated_key(value: Any) -> str | None:
+    """Return a key that is given twice in an object of `load_json`, or in one inside it; None without."""
+    if isinstance(value, _RepeatedKey):
+        return value.key
+    if not isinstance(value, dict | list):
+        return None
+    parts = value.values() if isinstance(value, dict) else value
+    return next((key for key in map(repeated_key, parts) if key is not None), None)
 
 
 _READERS: dict[str, Callable[[Iterator[str], Columns, _Source], Iterator[Row | RowError]]] = {

@@ -70,7 +70,11 @@ class TaskOptions:
     instruction: str | None = opt(
         None, "Before everything else; of a chat, the default is the task's own: '' for none."
     )
-    labels: str | None = opt(None, "Label words in the order of their ids, commas between.")
+    labels: str | None = opt(
+        None,
+        "Label words separated by commas: in the order of the ids, or as NAME=CODE for files with codes, "
+        "such as good=True,bad=False.",
+    )
     text_column: TextColumn = "text"
     label_column: str = opt("label", "Column or key that holds the label.")
     test: Path | None = opt(None, "File with the test rows of your own task.")
