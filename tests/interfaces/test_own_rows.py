@@ -135,6 +135,43 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
     assert "The labels are numbers" not in out
 
 
+BOOLEANS = [(text, str(place % 2 == 0)) for place, (text, _) in enumerate(ROWS)]
+
+
+def test_booleans_are_named_by_pairs_of_name_and_code(call, model, tmp_path):
+    path = write(tmp_path / "bools.csv", BOOLEANS)
+    pairs = ["--labels", "good=True, bad=False"]
+    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", *pairs)
+    assert "Labels: good 12, bad 12." in out
+    assert Injection.from_pretrained(tmp_path / "new").task.labels == ("good", "bad")
+
+
+def test_booleans_without_names_are_asked_for_them(call, model, tmp_path):
+    out, _ = fitted(call, model, write(tmp_path / "bools.csv", BOOLEANS), tmp_path / "new", "--evaluate", "0")
+    assert "! The labels are booleans, which say little to a model" in out
+    assert "'NAME=False,NAME=True'" in out
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ("True=good,False=bad", "write NAME=CODE, such as --labels good=True,bad=False"),
+        ("good=True,False", "'False' is not NAME=CODE: write all as NAME=CODE"),
+        ("good=True,bad=", "'bad=' is not NAME=CODE"),
+        ("good=True,bad=True", "code 'True' is given to 'good' and 'bad': choose one"),
+        ("good=True,good=False", "give at least two"),
+    ],
+)
+def test_wrong_pairs_of_name_and_code_are_refused(refused, model, tmp_path, labels, message):
+    path = write(tmp_path / "bools.csv", BOOLEANS)
+    assert message in refused("fit", model, path, "-o", tmp_path / "new", "--labels", labels)
+
+
+def test_pairs_of_name_and_code_are_for_files_alone(refused, tmp_path):
+    words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "new", "--labels", "good=True,bad=False"]
+    assert "are for a file of rows" in refused(*words)
+
+
 def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", lambda *_: pytest.fail("the model was read"))
     path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(17000)])

@@ -14,7 +14,7 @@ from commands import jsonl
 from fitting import one_line
 from i2cl import Example, I2CLError, Task, Template
 from i2cl.tasks.files import ReadAsWarning, RowError
-from i2cl.tasks.labels import slips
+from i2cl.tasks.labels import kind_of_codes, slips
 from i2cl.tasks.rows import LabelWarning, Query, read_labelled, read_queries, refused_rows
 
 WORDS = ("bad", "good")
@@ -176,6 +176,92 @@ def test_newlines_separators_and_quotes_inside_json_strings_and_csv_cells_surviv
     assert read_labelled(path, WORDS)[0] == (Example('one\r\ntwo\rthree "quoted"', 1),)
 
 
+SWAPPED = "text,label\n" + "".join(f"{row % 2},review number {row}\n" for row in range(8))
+
+
+def test_swapped_columns_are_asked_about_with_the_options_that_swap_them(tmp_path):
+    message = failure(write(tmp_path, "a.csv", SWAPPED), None)
+    assert "8 labels and 2 texts ('0', '1') in 8 rows: are the columns swapped?" in message
+    assert "--text-column label --label-column text" in message
+
+
+def test_swapped_columns_are_recognized_when_a_few_labels_repeat(tmp_path):
+    path = write(tmp_path, "a.csv", SWAPPED + "1,review number 1\n" + "0,review number 11\n" * 2)
+    assert "are the columns swapped?" in failure(path, None)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["one,a", "two,b", "three,c", "four,d", "five,e", "six,f"],  # a label of its own for each text
+        ["same,a", "same,b", "same,c"],
+        ["ok,good", "ok,good", "ok,bad", "ok,bad", "fine,good", "fine,bad"],
+    ],
+)
+def test_unusual_rows_are_not_taken_for_swapped_columns(tmp_path, rows):
+    assert read_labelled(write(tmp_path, "a.csv", "\n".join(["text,label", *rows])))[0]
+
+
+CODES = {"True": "good", "False": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "text,label\nx,True\ny,False\n"),
+        ("a.csv", "text,label\nx,TRUE\ny,false\n"),
+        ("a.jsonl", '{"text": "x", "label": true}\n{"text": "y", "label": false}'),
+    ],
+)
+def test_booleans_are_named_by_code_or_in_their_order(tmp_path, name, content):
+    path = write(tmp_path, name, content)
+    examples, lookup = read_labelled(path, CODES)
+    assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
+    examples, lookup = read_labelled(path, ("bad", "good"))
+    assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
+
+
+def test_booleans_without_names_are_words(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"text": "x", "label": true}\n{"text": "y", "label": false}')
+    assert read_labelled(path)[1].labels == ("false", "true")
+
+
+def test_codes_may_be_numbers_and_share_a_name(tmp_path):
+    path = write(tmp_path, "a.csv", "text,label\nv,5\nw,1.0\nx,2\ny,A1\nz,good\n")
+    examples, lookup = read_labelled(path, {"5": "good", "1": "bad", "2": "bad", "A1": "other"})
+    assert lookup.labels == ("good", "bad", "other")
+    assert [one.label for one in examples] == [0, 1, 1, 2, 0]
+
+
+def test_an_unknown_code_is_an_error_that_lists_the_codes(tmp_path):
+    path = write(tmp_path, "a.csv", "text,label\nx,True\ny,maybe\n")
+    assert "row 3: label 'maybe' is not one of True (good), False (bad)" in failure(path, CODES)
+
+
+def test_codes_in_the_other_direction_are_turned_round_in_the_error(tmp_path):
+    path = write(tmp_path, "a.csv", "text,label\nx,True\ny,False\n")
+    with pytest.raises(I2CLError, match=r"no row has the label 'good'.*--labels good=True,bad=False"):
+        read_labelled(path, {"good": "True", "bad": "False"})
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        (("False", "True"), "booleans"),
+        (("-1", "1"), "numbers"),
+        (("f", "t"), "letters"),
+        (("A1", "A2", "B1"), "codes"),
+        (("LABEL_0", "LABEL_1"), "codes"),
+        (("no", "yes"), ""),
+        (("bad", "A1"), ""),
+        (("\u597d", "\u5dee"), ""),
+        (("covid19", "windows11"), ""),
+    ],
+)
+def test_labels_that_mean_nothing_to_a_model_are_recognized(labels, kind):
+    assert kind_of_codes(labels) == kind
+
+
 NFC, NFD = "Auditor\u00eda", "Auditori\u0301a"
 
 
@@ -321,7 +407,7 @@ def test_errors_of_labels(tmp_path, name, content, said):
         ("", "is empty"),
         ("one\n  \ntwo\n", "line 2: the text is empty"),
         (b"a\n\x81", "line 2 is not UTF-8"),
-        (b"PAR1\0", "a null byte"),
+        (b"MZ\0", "null bytes"),
     ],
 )
 def test_errors_of_lines(tmp_path, content, said):

@@ -9,7 +9,7 @@ from typing import cast
 
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks import corpus
-from i2cl.tasks.formats import ROW_SUFFIXES
+from i2cl.tasks.formats import ROW_SUFFIXES, is_row_file, name_of
 from i2cl.tasks.hub import load_hub
 from i2cl.tasks.rows import read_labelled
 from i2cl.tasks.schema import HubSource, TaskSpec, read_spec
@@ -64,7 +64,7 @@ def load_task(
 
     Args:
         name_or_path: a known name (`list_tasks`), the path of a task TOML, or the path of a file of rows
-            (.csv, .tsv, .jsonl, .json), which needs a template.
+            (.csv, .tsv, .jsonl, .json, .parquet, .xlsx, or compressed), which needs a template.
         data_dir: folder with the rows of known tasks.
         template: prompt format, instead of the task's own.
         labels: label words, instead of the task's own. For a file of rows, whose labels may be ids or codes:
@@ -83,14 +83,14 @@ def load_task(
     shape = Template(template) if isinstance(template, str) else template
     path = Path(name_or_path)
     suffix = path.suffix.lower()
-    if suffix in ROW_SUFFIXES:
+    if is_row_file(path):
         read = partial(read_labelled, text_column=text_column, label_column=label_column, skip=skip_bad_rows)
         train, lookup = read(path, labels)
         if shape is None:
             example = "'Review: {text}\\nSentiment: {label}'"
             raise I2CLError(f"{path} needs a template: pass one such as {example}")
         test = () if test_path is None else read(Path(test_path), lookup)[0]
-        return Task(path.stem, lookup.labels, shape, train, test, title=path.stem)
+        return Task(name_of(path), lookup.labels, shape, train, test, title=name_of(path))
     if isinstance(labels, Mapping):
         cure = "give a list of words, one per class"
         raise I2CLError(f"labels by code (NAME=CODE) are for a file of rows, not for {name_or_path}: {cure}")
@@ -118,7 +118,7 @@ def default_template(name: StrPath) -> str | None:
 
 def is_own(name: StrPath) -> bool:
     """Return whether a task is a file of rows of the user."""
-    return Path(name).suffix.lower() in ROW_SUFFIXES
+    return is_row_file(name)
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:

@@ -4,6 +4,7 @@ Errors name the file and the rows. File formats are read by `i2cl.tasks.formats`
 """
 
 import json
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +15,18 @@ from typing import NamedTuple, TypeVar
 
 from i2cl.errors import HALF_PAIR, I2CLError
 from i2cl.tasks.files import ReadAsWarning, RowError
-from i2cl.tasks.formats import ROW_SUFFIXES, STDIN, Columns, Row, RowFormat, rows_or_errors, shown
+from i2cl.tasks.formats import ROW_SUFFIXES, STDIN, RowFormat, is_row_file, rows_or_errors
 from i2cl.tasks.labels import LabelLookup, as_id, cell_word, ordered
+from i2cl.tasks.row import Columns, Row, shown
 from i2cl.tasks.task import Example
 from i2cl.tasks.text import fold, is_blank
 
 T = TypeVar("T")
 U = TypeVar("U")
 
+MIN_SWAPPED_ROWS = 4
+SWAPPED_REPEATS = 3  # each text stands in so many rows on average, or there are two texts at most
+SWAPPED_SHARE = 0.8  # of the rows have a label of their own
 _MAX_NAMED_ROWS = 20  # per reason, in one error message
 _MAX_REASONS = 6
 _SKIP = "or skip such rows (--skip-bad-rows)"
@@ -111,7 +116,7 @@ def read_labelled(
     Raises:
         I2CLError: if the file cannot be read, or naming all rows that cannot be used.
     """
-    if path.suffix.lower() not in ROW_SUFFIXES:
+    if not is_row_file(path):
         known = ", ".join(ROW_SUFFIXES)
         raise I2CLError(f"{path}: cannot read files ending in {path.suffix!r}: use one of {known}")
     rows = list(rows_or_errors(str(path), Columns(text_column, label_column)))
@@ -119,6 +124,7 @@ def read_labelled(
     good = _usable_rows(rows, partial(_usable, worded=labels is None), bad)
     if bad.count and (not good or (labels is None and not skip)):  # label words come from all rows
         raise bad.error(len(rows), skip=skip)
+    _require_not_swapped(path, good, text_column, label_column, labels)
     if labels is None:
         lookup = LabelLookup(_derive_labels(path, good))
     elif isinstance(labels, LabelLookup):
@@ -275,6 +281,24 @@ def _label(row: Row, lookup: LabelLookup) -> int:
         problem = f"label {shown(row.values[1])} is not one of {lookup.allowed()}"
         raise RowError(f"{problem}: correct it", row.place)
     return index
+
+
+def _require_not_swapped(
+    path: Path, rows: Sequence[Row], text_column: str, label_column: str, labels: object
+) -> None:
+    """Raise RowError if the text column seems to hold the labels, and the label column the texts.
+
+    Then almost every row has a label of its own, and there are only a few different texts.
+    """
+    texts = {str(row.values[0]).strip() for row in rows}
+    found = {str(row.values[1]).strip() for row in rows}
+    few = len(texts) <= max(2, len(rows) // SWAPPED_REPEATS)
+    if labels is None and len(rows) >= MIN_SWAPPED_ROWS and few and len(found) >= SWAPPED_SHARE * len(rows):
+        some = ", ".join(shown(text) for text in sorted(texts)[:4]) + ", ..." * (len(texts) > 4)
+        what = f"{len(found)} labels and {len(texts)} texts ({some}) in {len(rows)} rows"
+        cure = f"text_column={label_column!r}, label_column={text_column!r}"
+        options = f"--text-column {shlex.quote(label_column)} --label-column {shlex.quote(text_column)}"
+        raise RowError(f"{path}: {what}: are the columns swapped? Pass {cure} ({options})")
 
 
 def _derive_labels(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, data, load, options
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import public_name, require_writable
+from i2cl.storage.layout import own_files
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
@@ -35,6 +36,18 @@ def _shots(value: str) -> str:
     """``all``, or a number of shots."""
     if value != "all" and not (value.isascii() and value.isdigit() and int(value)):
         raise typer.BadParameter(f"{value!r} is neither a whole number above 0 nor 'all'")
+    return value
+
+
+def _folds(value: int) -> int:
+    if value == 1:
+        raise typer.BadParameter("1 fold leaves no rows to fit on: give 2 or more, or 0 for none")
+    return value
+
+
+def _target_accuracy(value: float | None) -> float | None:
+    if value is not None and not 0.5 <= value < 1:
+        raise typer.BadParameter(f"{value!r} is no accuracy to reach: give 0.5 to below 1, such as 0.95")
     return value
 
 
@@ -108,11 +121,13 @@ class ScoreOptions:
         "Where no such rows are left, refit so often, each time without one part of the examples, "
         "and score that part; 0: do not.",
         min=0,
+        callback=_folds,
     )
     target_accuracy: float | None = opt(
         None,
         "Find the confidence from which on answers are right so often, such as 0.95, on labelled "
         "rows that the fit does not use (at most --evaluate of them).",
+        callback=_target_accuracy,
     )
 
 
@@ -136,21 +151,21 @@ def fit(
 
     It ends with whether the fit pays on rows that it has not seen.
     """
+    require_writable(output, own_files(output))
+    load.require_options(loading, model, way.settings)
+    local = load.local_task(task, rows)
+    texts = _unlabelled(way, rows)
+
     load.libraries()
-    from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting
     from i2cl.experiments.evidence.baselines import labelled_rows, refitting
     from i2cl.experiments.evidence.selective import require_target
     from i2cl.injections.label_prior import with_label_prior
-    from i2cl.methods.calibrated.folds import require_folds
     from i2cl.tasks.loaders import is_own
 
     seed = drawing.seed
-    require_writable(output, own_files(output))
-    if scoring.folds:
-        require_folds(scoring.folds)
     chosen = _method_of(way)
-    loaded = load.task(task, rows)
+    loaded = local or load.task(task, rows)
     choice: Any = {
         "shots": drawing.number,
         "keep_back": drawing.keep_back,
@@ -158,7 +173,7 @@ def fit(
     }
     # sizes are checked before the model is read
     drawn = draw(loaded, chosen, seed=seed, from_file=is_own(task), **choice)
-    texts, shares = _prior_of(way, rows.text_column, loaded)
+    shares = _shares(way, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     if drawn is None:
@@ -226,22 +241,32 @@ def _whole(output: Path) -> Iterator[None]:
         raise typer.Abort(f"{output} is whole, and not scored: no temperature, no verdict") from None
 
 
-def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str], list[float] | None]:
-    """The texts of a label prior, and the shares that are asked for."""
-    from i2cl.injections.label_prior import require_shares
-    from i2cl.tasks.rows import read_queries
+def _unlabelled(way: MethodOptions, rows: TaskOptions) -> list[str]:
+    """Read the texts of a label prior; none if it is not wanted."""
+    from i2cl.tasks.rows import check_queries, read_queries
 
     if way.unlabelled is None:
         if way.prior is not None:
             raise I2CLError("--prior is of texts without labels: give them with --unlabelled FILE")
-        return [], None
+        return []
+    source, options = str(way.unlabelled), {"column": rows.text_column, "skip": rows.skip_bad_rows}
+    if bad := check_queries(source, **options).count:
+        console.note(f"{source}: {bad} rows without a usable text are left out")
+    return [query.text for query in read_queries(source, **options) if query.error is None]
+
+
+def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
+    """Return the shares of the labels in a label prior, if they are given."""
+    from i2cl.injections.label_prior import require_shares
+
+    if way.prior is None:
+        return None
     try:
-        shares = None if way.prior is None else [float(share) for share in load.split(way.prior)]
+        shares = [float(share) for share in load.split(way.prior)]
     except ValueError:
         raise I2CLError(f"--prior {way.prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
-    if shares is not None:
-        require_shares(shares, task.labels)
-    return [query.text for query in read_queries(str(way.unlabelled), column=column)], shares
+    require_shares(shares, task.labels)
+    return shares
 
 
 def _measured(

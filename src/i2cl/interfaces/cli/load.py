@@ -1,6 +1,7 @@
 """From what was typed to decoders, tasks and options."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -58,11 +59,18 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
     return places
 
 
-def require_options(options: ModelOptions) -> None:
-    """Check what can be checked before PyTorch is imported. Raises I2CLError on contradicting options."""
-    _device_map(options.device_map)
-    if options.device is not None and options.device_map is not None:
+def require_options(
+    loading: ModelOptions, model: str | None = None, settings: Sequence[str] | None = None
+) -> None:
+    """Check what can be checked before PyTorch is imported. Raises I2CLError on contradicting options, a
+    local model that is missing, or a method's option that is not NAME=VALUE.
+    """
+    _device_map(loading.device_map)
+    if loading.device is not None and loading.device_map is not None:
         raise I2CLError("device and device_map exclude each other: give one of them")
+    if model is not None:
+        require_model(model)
+    options(settings)
 
 
 def require_model(name: str) -> None:
@@ -125,12 +133,24 @@ def _quiet_hub() -> None:
     logging.set_verbosity_error()
 
 
+def local_task(name: str, options: TaskOptions) -> "Task | None":
+    """Load a task that needs neither PyTorch nor the hub, or return None for one of the hub.
+
+    Raises I2CLError as `task`, also for an unknown name: a typing mistake is reported at once.
+    """
+    from i2cl.tasks.loaders import BENCHMARK_TASKS, PAPER_TASKS
+
+    of_hub = name in {*PAPER_TASKS, *BENCHMARK_TASKS} and options.data_dir is None
+    return None if of_hub else task(name, options)
+
+
 def task(name: str, options: TaskOptions) -> "Task":
-    """Load one task; rows without a template get that of the page."""
+    """Load one task. Rows without a template get the default one. Raises I2CLError as `i2cl.load_task`."""
     from i2cl.tasks import load_task
     from i2cl.tasks.loaders import default_template
 
-    _quiet_hub()
+    if "huggingface_hub" in sys.modules:
+        _quiet_hub()
     if options.chat and options.template:
         raise I2CLError("--chat and --template exclude each other: leave one of them out")
     template = UNWORDED if options.chat else default_template(name)

@@ -90,7 +90,9 @@ class ModelOptions:
     PANEL: ClassVar[str] = "Model"
 
     device: str | None = opt(None, "Such as cpu or cuda:0; default: an accelerator if there is one.")
-    dtype: str | None = opt(None, "auto, float32, bfloat16 or float16; default: float32 on CPU, else auto.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = opt(
+        None, "Default: float32 on CPU, else auto, the checkpoint's own."
+    )
     device_map: str | None = opt(
         None,
         'auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '

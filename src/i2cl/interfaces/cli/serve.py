@@ -66,6 +66,7 @@ def serve(
     SIGTERM ends it: what runs is answered, fits and files go on next time.
     """
     needs("i2cl serve", "serve", "fastapi", "uvicorn", "prometheus_client")
+    load.require_model(model)
     from i2cl.interfaces.server.guard import Access, is_loopback, read_tokens
 
     host = access.host
