@@ -99,7 +99,7 @@ def rows_or_errors(
 class _Lines:
     """Decoded lines of a text file; iterating raises RowError if they look like another format."""
 
-    def __init__(self, handle: Iterable[bytes], where: str, ending: str, kind: RowFormat | None) -> None:
+    def __init__(self, handle: Any, where: str, ending: str, kind: RowFormat | None) -> None:
         if kind is None and ending in BINARY_FORMATS:
             what = f"{where} is no {BINARY_FORMATS[ending]} file, in spite of its name"
             raise RowError(f"{what}: save it again, or rename it")

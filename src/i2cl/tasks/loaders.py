@@ -118,7 +118,7 @@ def default_template(name: StrPath) -> str | None:
 
 def is_own(name: StrPath) -> bool:
     """Return whether a task is a file of rows of the user."""
-    return is_row_file(name)
+    return is_row_file(Path(name))
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:

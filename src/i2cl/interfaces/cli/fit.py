@@ -136,7 +136,10 @@ def fit(
     context: typer.Context,
     model: options.Model,
     task: Annotated[
-        str, Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
+        str,
+        Argument(
+            help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON, Parquet, Excel or TOML file."
+        ),
     ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the artefact.")],
     *,
@@ -249,7 +252,8 @@ def _unlabelled(way: MethodOptions, rows: TaskOptions) -> list[str]:
         if way.prior is not None:
             raise I2CLError("--prior is of texts without labels: give them with --unlabelled FILE")
         return []
-    source, options = str(way.unlabelled), {"column": rows.text_column, "skip": rows.skip_bad_rows}
+    source = str(way.unlabelled)
+    options: Any = {"column": rows.text_column, "skip": rows.skip_bad_rows}
     if bad := check_queries(source, **options).count:
         console.note(f"{source}: {bad} rows without a usable text are left out")
     return [query.text for query in read_queries(source, **options) if query.error is None]

@@ -56,7 +56,9 @@ class PlaceOptions:
 @options.expanded
 def predict(
     artefact: options.Artefact,
-    source: Annotated[str, Argument(help="Texts one a line, or CSV, TSV, JSONL, JSON; - reads stdin.")] = "-",
+    source: Annotated[
+        str, Argument(help="One text per line, or CSV, TSV, JSONL, JSON, Parquet, Excel; - reads stdin.")
+    ] = "-",
     *,
     places: PlaceOptions,
     output: Path | None = opt(None, "Write to this file instead of stdout.", "--output", "-o"),
