@@ -92,7 +92,7 @@ WRONG = {
     "malformed option": ([*FIT, "--set", "epochs"], "is not NAME=VALUE"),
     "value out of range": ([*FIT, "--set", "epochs=-1"], "epochs='-1'"),
     "unknown layer": ([*FIT, "--set", "layers=9"], "0 to 1"),
-    "unknown dtype": ([*FIT, "--dtype", "int3"], "unknown dtype 'int3'"),
+    "unknown dtype": ([*FIT, "--dtype", "int3"], "'int3' is not one of"),
     "device and map": ([*FIT, "--device", "cpu", "--device-map", "auto"], "exclude each other"),
     "bad template": ([*FIT, "--template", "{text}"], "{label} 0 times"),
     "no shots": ([*FIT, "--shots", "0"], "--shots"),

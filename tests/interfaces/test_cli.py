@@ -144,7 +144,7 @@ def test_fit_without_rows_to_evaluate_on_cross_validates(call, home, tmp_path):
 
 def test_fit_measures_nothing_if_asked_not_to_and_one_fold_is_refused(call, refused, home, tmp_path):
     message = refused(*fit_arguments(home, tmp_path / "new", "--folds", "1"))
-    assert message.startswith("error: folds=1: give 2 or more")
+    assert "'--folds': 1 fold leaves no rows to fit on: give 2 or more" in message
     assert not (tmp_path / "new").exists()
     arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0")
     assert "Verdict" not in call(*arguments)[1]

@@ -43,13 +43,14 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS + odd, ";", "cp1252")
     out, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
     assert err.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
+    assert f"warning: {path}: labels 'Price' and 'price' differ in case alone" in err
     block, rest = out.split("\n\n", 1)
     assert all(len(line) <= 80 for line in block.splitlines())
     message = " ".join(block.split())
     tokens = max(len(tiny_tokenizer()(text)["input_ids"]) for text, _ in ROWS + odd)
     for part in (
         f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens",
-        *("Labels: Price 1, login 14, price 12.", "! 'Price' has 1 row: did you mean 'price'?"),
+        "Labels: Price 1, login 14, price 12.",
         *("! 'ticket 3 about price' is labelled login and price: keep one.", "All 27 rows used: about "),
     ):
         assert part in message
@@ -151,10 +152,48 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
     rows = [(text, str(1 + place % 2)) for place, (text, _) in enumerate(ROWS)]
     path = write(tmp_path / "stars.csv", rows)
     out, _ = fitted(call, model, path, tmp_path / "a", "--evaluate", "0")
-    assert "The labels are numbers: --labels" in out
+    line = "The labels are numbers, which say little to a model: name them, --labels 'NAME=1,NAME=2'."
+    assert line in " ".join(out.split())
     out, _ = fitted(call, model, path, tmp_path / "b", "--evaluate", "0", "--labels", "poor,good")
     assert "Labels: poor 12, good 12." in out
     assert "The labels are numbers" not in out
+
+
+BOOLEANS = [(text, str(place % 2 == 0)) for place, (text, _) in enumerate(ROWS)]
+
+
+def test_booleans_are_named_by_pairs_of_name_and_code(call, model, tmp_path):
+    path = write(tmp_path / "bools.csv", BOOLEANS)
+    pairs = ["--labels", "good=True, bad=False"]
+    out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", *pairs)
+    assert "Labels: good 12, bad 12." in out
+    assert Injection.from_pretrained(tmp_path / "new").task.labels == ("good", "bad")
+
+
+def test_booleans_without_names_are_asked_for_them(call, model, tmp_path):
+    out, _ = fitted(call, model, write(tmp_path / "bools.csv", BOOLEANS), tmp_path / "new", "--evaluate", "0")
+    assert "! The labels are booleans, which say little to a model" in out
+    assert "'NAME=False,NAME=True'" in out
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ("True=good,False=bad", "write NAME=CODE, such as --labels good=True,bad=False"),
+        ("good=True,False", "'False' is not NAME=CODE: write all as NAME=CODE"),
+        ("good=True,bad=", "'bad=' is not NAME=CODE"),
+        ("good=True,bad=True", "code 'True' is given to 'good' and 'bad': choose one"),
+        ("good=True,good=False", "give at least two"),
+    ],
+)
+def test_wrong_pairs_of_name_and_code_are_refused(refused, model, tmp_path, labels, message):
+    path = write(tmp_path / "bools.csv", BOOLEANS)
+    assert message in refused("fit", model, path, "-o", tmp_path / "new", "--labels", labels)
+
+
+def test_pairs_of_name_and_code_are_for_files_alone(refused, tmp_path):
+    words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "new", "--labels", "good=True,bad=False"]
+    assert "are for a file of rows" in refused(*words)
 
 
 def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_path):

@@ -1,10 +1,13 @@
 """`i2cl predict` on long files: killed and gone on with, in bounded memory."""
 
+import io
 import json
 import os
 import signal
+import sys
 import tracemalloc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,11 +109,12 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
         main([str(word) for word in arguments(home, output)])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     capsys.readouterr()
+    (home / "other.txt").write_text("one\n")
     changed = {"output_format": "--output-format jsonl", "chunk": "--chunk 20", "dtype": "--dtype bfloat16"}
     changed |= {"keep": "--keep text", "row_number": "--row-number", "source": ""}
     changed |= {"min_confidence": "--min-confidence 0.9"}
     for name, more in changed.items():
-        source = "texts.txt" if more else "whole.tsv"
+        source = "texts.txt" if more else "other.txt"
         line = refused(*arguments(home, output, *more.split(), source=source))
         assert (f"made with another {name} " in line, "--restart" in line) == (True, True)
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -189,7 +193,7 @@ def test_pandas_reads_what_the_ending_says_also_after_a_kill(home, tmp_path, ask
     assert run(*words) == 0
     message = capsys.readouterr().err
     assert "28 rows of an earlier run are kept" in message
-    assert ("begin with =, +, - or @: 17." in message) is (kind == "csv")
+    assert ("begin with =, +, - or @: 17." in message) is (kind in {"csv", "tsv"})
     assert listed(tmp_path) == ["in.jsonl", output.name]
     table = READERS[kind](pandas, output).rename(columns=lambda name: name.removeprefix("input."))
     labels = load_task("mood-colour-1").labels
@@ -221,6 +225,89 @@ def test_a_bad_row_of_a_file_is_told_before_the_model_is_read(home, tmp_path, re
     source.write_text("warm\ncold\n\n \n", encoding="utf-8")
     assert run("predict", home / "mood", source, "-o", output) == 0
     assert len(output.read_text(encoding="utf-8").splitlines()) == 3, "blank lines at the end are no rows"
+
+
+def with_gaps(path):
+    """Five rows, of which the second and the fourth have no text."""
+    texts = ["warm", "", "cold", "\u200b\ufeff", "damp"]
+    return jsonl(path, [{"id": f"n{row}", "text": text} for row, text in enumerate(texts)])
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_skipped_rows_have_an_empty_answer_and_the_others_theirs(home, tmp_path, capsys, kind):
+    pandas = pytest.importorskip("pandas")
+    whole, output = tmp_path / f"whole.{kind}", tmp_path / f"out.{kind}"
+    usable = jsonl(
+        tmp_path / "usable.jsonl", [{"id": "x", "text": text} for text in ("warm", "cold", "damp")]
+    )
+    assert run("predict", home / "mood", usable, "-o", whole) == 0
+    gaps, options = with_gaps(tmp_path / "gaps.jsonl"), ["--keep", "id", "--skip-bad-rows", "--chunk", 2]
+    capsys.readouterr()
+    assert run("predict", home / "mood", gaps, "-o", output, *options) == 0
+    assert "2 of 5 rows have no answer: lines 2 and 4: the text is empty" in capsys.readouterr().err
+    expected, result = (READERS[kind](pandas, path) for path in (whole, output))
+    result = result.rename(columns=lambda name: name.removeprefix("input."))
+    assert list(result["id"]) == ["n0", "n1", "n2", "n3", "n4"]
+    assert result["label"].fillna("")[[1, 3]].tolist() == ["", ""]
+    numbers = result.select_dtypes("number")
+    assert numbers.loc[[1, 3]].isna().all(axis=None)
+    pandas.testing.assert_frame_equal(
+        numbers.loc[[0, 2, 4]].reset_index(drop=True), expected.select_dtypes("number")
+    )
+
+
+def test_json_lines_say_why_a_row_was_skipped(home, tmp_path):
+    output = tmp_path / "out.jsonl"
+    assert (
+        run("predict", home / "mood", with_gaps(tmp_path / "a.jsonl"), "-o", output, "--skip-bad-rows") == 0
+    )
+    record = json.loads(output.read_text().splitlines()[1])
+    assert record["label"] == ""
+    assert record["probabilities"] == {}
+    assert record["error"].startswith("the text is empty")
+
+
+def test_without_skipping_all_bad_rows_and_the_option_are_named(home, tmp_path, refused):
+    line = refused("predict", home / "mood", with_gaps(tmp_path / "a.jsonl"), "-o", tmp_path / "out.tsv")
+    assert "2 of 5 rows cannot be used: lines 2 and 4: the text is empty" in line
+    assert line.endswith("or skip such rows (--skip-bad-rows)")
+
+
+def test_a_file_without_any_usable_row_is_refused_even_when_rows_are_skipped(home, tmp_path, refused):
+    path = jsonl(tmp_path / "a.jsonl", [{"txt": "one"}, {"txt": "two"}])
+    line = refused("predict", home / "mood", path, "-o", tmp_path / "out.tsv", "--skip-bad-rows")
+    assert "no text column 'text', the columns are txt" in line
+    assert "no row is left" in line
+
+
+def test_bad_rows_of_stdin_are_skipped_and_counted(home, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"warm\n \ncold\n")))
+    assert run("predict", home / "mood", "--skip-bad-rows") == 0
+    out, err = capsys.readouterr()
+    assert [line.split("\t")[0] == "" for line in out.splitlines()] == [False, False, True, False]
+    assert "1 of 3 rows have no answer: line 2: the text is empty" in err
+
+
+def test_an_interrupted_run_that_skips_rows_resumes_with_the_same_result(home, tmp_path, halted, capsys):
+    texts = ["" if row % 3 == 1 else f"text {row}" for row in range(40)]
+    path = jsonl(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    whole, output = tmp_path / "whole.tsv", tmp_path / "out.tsv"
+    words = ["predict", home / "mood", path, "--skip-bad-rows", "--chunk", 4, "-o"]
+    assert run(*words, whole) == 0
+    halted(KeyboardInterrupt())
+    assert run(*words, output) == 130
+    capsys.readouterr()
+    assert run(*words, output) == 0
+    assert "13 of 40 rows have no answer" in capsys.readouterr().err
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def test_a_kept_column_that_is_renamed_is_announced(home, tmp_path, capsys):
+    path = jsonl(tmp_path / "in.jsonl", [{"label": "a", "text": "one"}])
+    assert run("predict", home / "mood", path, "-o", tmp_path / "out.tsv", "--keep", "label,text") == 0
+    message = capsys.readouterr().err
+    assert "the kept column 'label' is called 'input.label': the answer has a column 'label'" in message
+    assert message.count("is called") == 1
 
 
 def test_no_two_columns_have_one_name():

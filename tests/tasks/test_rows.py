@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from commands import jsonl
 from fitting import one_line
-from i2cl import Example, I2CLError
+from i2cl import Example, I2CLError, Task, Template
 from i2cl.tasks.files import ReadAsWarning, RowError
-from i2cl.tasks.labels import slips
-from i2cl.tasks.rows import Query, read_labelled, read_queries, refused_rows
+from i2cl.tasks.labels import kind_of_codes, slips
+from i2cl.tasks.rows import LabelWarning, Query, read_labelled, read_queries, refused_rows
 
 WORDS = ("bad", "good")
 
@@ -175,6 +176,156 @@ def test_newlines_separators_and_quotes_inside_json_strings_and_csv_cells_surviv
     assert read_labelled(path, WORDS)[0] == (Example('one\r\ntwo\rthree "quoted"', 1),)
 
 
+SWAPPED = "text,label\n" + "".join(f"{row % 2},review number {row}\n" for row in range(8))
+
+
+def test_swapped_columns_are_asked_about_with_the_options_that_swap_them(tmp_path):
+    message = failure(write(tmp_path, "a.csv", SWAPPED), None)
+    assert "8 labels and 2 texts ('0', '1') in 8 rows: are the columns swapped?" in message
+    assert "--text-column label --label-column text" in message
+
+
+def test_swapped_columns_are_recognized_when_a_few_labels_repeat(tmp_path):
+    path = write(tmp_path, "a.csv", SWAPPED + "1,review number 1\n" + "0,review number 11\n" * 2)
+    assert "are the columns swapped?" in failure(path, None)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["one,a", "two,b", "three,c", "four,d", "five,e", "six,f"],  # a label of its own for each text
+        ["same,a", "same,b", "same,c"],
+        ["ok,good", "ok,good", "ok,bad", "ok,bad", "fine,good", "fine,bad"],
+    ],
+)
+def test_unusual_rows_are_not_taken_for_swapped_columns(tmp_path, rows):
+    assert read_labelled(write(tmp_path, "a.csv", "\n".join(["text,label", *rows])))[0]
+
+
+CODES = {"True": "good", "False": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "text,label\nx,True\ny,False\n"),
+        ("a.csv", "text,label\nx,TRUE\ny,false\n"),
+        ("a.jsonl", '{"text": "x", "label": true}\n{"text": "y", "label": false}'),
+    ],
+)
+def test_booleans_are_named_by_code_or_in_their_order(tmp_path, name, content):
+    path = write(tmp_path, name, content)
+    examples, lookup = read_labelled(path, CODES)
+    assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
+    examples, lookup = read_labelled(path, ("bad", "good"))
+    assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
+
+
+def test_booleans_without_names_are_words(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"text": "x", "label": true}\n{"text": "y", "label": false}')
+    assert read_labelled(path)[1].labels == ("false", "true")
+
+
+def test_codes_may_be_numbers_and_share_a_name(tmp_path):
+    path = write(tmp_path, "a.csv", "text,label\nv,5\nw,1.0\nx,2\ny,A1\nz,good\n")
+    examples, lookup = read_labelled(path, {"5": "good", "1": "bad", "2": "bad", "A1": "other"})
+    assert lookup.labels == ("good", "bad", "other")
+    assert [one.label for one in examples] == [0, 1, 1, 2, 0]
+
+
+def test_an_unknown_code_is_an_error_that_lists_the_codes(tmp_path):
+    path = write(tmp_path, "a.csv", "text,label\nx,True\ny,maybe\n")
+    assert "row 3: label 'maybe' is not one of True (good), False (bad)" in failure(path, CODES)
+
+
+def test_codes_in_the_other_direction_are_turned_round_in_the_error(tmp_path):
+    path = write(tmp_path, "a.csv", "text,label\nx,True\ny,False\n")
+    with pytest.raises(I2CLError, match=r"no row has the label 'good'.*--labels good=True,bad=False"):
+        read_labelled(path, {"good": "True", "bad": "False"})
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        (("False", "True"), "booleans"),
+        (("-1", "1"), "numbers"),
+        (("f", "t"), "letters"),
+        (("A1", "A2", "B1"), "codes"),
+        (("LABEL_0", "LABEL_1"), "codes"),
+        (("no", "yes"), ""),
+        (("bad", "A1"), ""),
+        (("\u597d", "\u5dee"), ""),
+        (("covid19", "windows11"), ""),
+    ],
+)
+def test_labels_that_mean_nothing_to_a_model_are_recognized(labels, kind):
+    assert kind_of_codes(labels) == kind
+
+
+NFC, NFD = "Auditor\u00eda", "Auditori\u0301a"
+
+
+def test_label_words_that_are_equal_in_nfc_are_one_class(tmp_path):
+    path = write(tmp_path, "a.csv", f"text,label\na,{NFC}\nb,{NFD}\nc,Venta\n")
+    examples, lookup = read_labelled(path)
+    assert lookup.labels == (NFC, "Venta")
+    assert [one.label for one in examples] == [0, 0, 1]
+    assert label_ids(path, (NFD, "Venta")) == [0, 0, 1]
+
+
+def test_label_words_given_in_two_normal_forms_are_refused():
+    with pytest.raises(I2CLError, match="given twice"):
+        Task("films", (NFC, NFD), Template("{text}: {label}"))
+
+
+def test_a_task_keeps_its_name_and_label_words_in_nfc():
+    task = Task(NFD, (NFD, "Venta"), Template("{text}: {label}"))
+    assert (task.name, task.labels) == (NFC, (NFC, "Venta"))
+
+
+@pytest.mark.parametrize(
+    "words", [("Good", "good"), ("\u0130ade", "iade", "\u0131ade"), ("ham", "ham\u200b")]
+)
+def test_label_words_that_differ_in_case_alone_are_a_warning(tmp_path, words):
+    rows = "".join(f"text {row},{word}\n" for row, word in enumerate((*words, "other")))
+    path = write(tmp_path, "a.csv", f"text,label\n{rows}")
+    with pytest.warns(LabelWarning, match="differ in case alone") as warned:
+        assert len(read_labelled(path)[1].labels) == len(words) + 1
+    assert all(repr(word) in str(warned[0].message) for word in words)
+
+
+INVISIBLE = ["\u200b", "\ufeff\ufeff", "\u2060 \u00a0", "\u200e\u00ad", "\u0001"]
+
+
+@pytest.mark.parametrize("text", INVISIBLE, ids=ascii)
+def test_a_text_of_invisible_characters_is_empty(tmp_path, text):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": text, "label": 0}, {"text": "x", "label": 1}])
+    assert "line 1: the text is empty" in failure(path)
+    assert "line 1: the text is empty" in told_of_texts(path)
+
+
+def test_a_label_of_invisible_characters_is_no_word(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": "\u200b"}, {"text": "y", "label": "b"}])
+    assert "line 1: label '\\u200b' is not a word" in failure(path, None)
+
+
+REPEATED = '{"text": "x", "label": 0, "label": 1}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.jsonl", f'{{"text": "y", "label": 0}}\n{REPEATED}\n', "line 2"),
+        ("a.json", f'[{{"text": "y", "label": 0}}, {REPEATED}]', "item 2"),
+        ("a.jsonl", '{"text": "x", "label": 0, "more": [{"label": 1, "label": 2}]}', "line 1"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_an_error_of_its_row(tmp_path, name, content, place):
+    path = write(tmp_path, name, content)
+    assert f"{place}: the key 'label' is given twice" in failure(path)
+    assert f"{place}: the key 'label' is given twice" in told_of_texts(path)
+
+
 HALF = '{"text": "\\ud83d", "label": 0}'
 SAY_WHICH = "no text column 'text', the columns are sentence, label: say which one holds the text: "
 NONE_OF = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
@@ -241,7 +392,7 @@ UNKNOWN = [
         ("a.csv", "text,label\nx,good\ny,great\n", NONE_OF),
         ("a.csv", "text,label\nx,2\n", "row 2: label '2' is not one of"),
         ("a.csv", "text,label\nx,-1\n", "row 2: label '-1' is not one of"),
-        ("a.jsonl", '{"text": "x", "label": true}', "line 1: label True is not one of"),
+        ("a.jsonl", '{"text": "x", "label": true}\n{"text": "y", "label": 0}', "line 1: label True is not"),
         ("a.json", '[{"text": "x", "label": 1.5}]', "item 1: label 1.5 is not one of"),
     ],
 )
@@ -256,7 +407,7 @@ def test_errors_of_labels(tmp_path, name, content, said):
         ("", "is empty"),
         ("one\n  \ntwo\n", "line 2: the text is empty"),
         (b"a\n\x81", "line 2 is not UTF-8"),
-        (b"PAR1\0", "a null byte"),
+        (b"MZ\0", "null bytes"),
     ],
 )
 def test_errors_of_lines(tmp_path, content, said):

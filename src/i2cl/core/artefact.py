@@ -16,15 +16,15 @@ from i2cl.core.encoder_bias import EncoderBias
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
+from i2cl.storage import layout
 from i2cl.storage.atomic import public_name
-from i2cl.storage.card import CARD, model_card
+from i2cl.storage.card import model_card
 from i2cl.tasks import Task
 
 FORMAT_VERSION = 9  # older ones lack some of the fields that have a default
+TENSORS, DESCRIPTION, CARD, FILES = layout.TENSORS, layout.DESCRIPTION, layout.CARD, layout.FILES
+own_files = layout.own_files
 OF_ENCODER = {"encoder_weights": "weights", "encoder_probe": "probe"}  # its tensors, by names in the file
-TENSORS = "injection.safetensors"
-DESCRIPTION = "injection.json"
-FILES = frozenset({TENSORS, DESCRIPTION})  # what is loaded; the card is for people
 _AS_THEY_ARE = ("positions", "scoring", "seed", "metrics", "command", "worth", "label_bias", "temperature")
 
 
@@ -82,11 +82,6 @@ class Stored(pydantic.BaseModel):
             "history": tuple(self.loss),
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
         }
-
-
-def own_files(folder: Path) -> frozenset[str]:
-    """What may be replaced there: a README.md is an artefact's card only beside an artefact."""
-    return FILES | {CARD} if (folder / DESCRIPTION).is_file() else FILES
 
 
 def write(

@@ -1,9 +1,10 @@
 """Log-probabilities of label words after a prompt."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -20,12 +21,14 @@ from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
 from i2cl.models.trie import Trie, edge_scores, forked_batch
 from i2cl.tasks import Task
+from i2cl.tasks.text import is_blank
 
 T = TypeVar("T")
 
 # Called with the number of queries just finished, or the share of one whose labels run one by one.
 Progress = Callable[[float], None]
 
+MAX_NAMED_TEXTS = 5  # in one error message
 LONGEST_FORK = 4096  # tokens of a row that forks: its mask has their square
 
 
@@ -42,17 +45,39 @@ def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -
         )
 
 
+class TextError(I2CLError):
+    """Raised for texts that cannot be classified.
+
+    Attributes:
+        problems: what is wrong with each of them, by its index (from 0). The others can be classified.
+    """
+
+    def __init__(self, problems: Mapping[int, str], count: int) -> None:
+        self.problems = dict(problems)
+        named = [
+            f"text {index + 1} {problem}" for index, problem in islice(problems.items(), MAX_NAMED_TEXTS)
+        ]
+        if len(problems) > MAX_NAMED_TEXTS:
+            named.append(f"and {len(problems) - MAX_NAMED_TEXTS} more")
+        several = f"{len(problems)} of {count} texts cannot be classified: " if len(problems) > 1 else ""
+        super().__init__(several + "; ".join(named))
+
+
 def require_texts(texts: Sequence[str]) -> None:
-    """Refuse texts that are no strings, empty or no Unicode. Raises I2CLError naming the first one."""
+    """Check that texts can be classified. Raises TextError naming all that are blank or not valid Unicode."""
     if isinstance(texts, str):
         raise I2CLError("texts is one string: give a list of texts")
-    for row, text in enumerate(texts):
+    problems: dict[int, str] = {}
+    given: Sequence[object] = texts
+    for index, text in enumerate(given):
         if not isinstance(text, str):
-            raise I2CLError(f"text {row + 1} is {text!r:.60} and no string: remove it, or make it one")
-        if not text.strip():
-            raise I2CLError(f"text {row + 1} is empty: remove it or give it content")
-        if HALF_PAIR.search(text):
-            raise I2CLError(f"text {row + 1} holds half a surrogate pair, which is no character: remove it")
+            problems[index] = f"is {text!r:.60} and no string: remove it, or make it one"
+        elif is_blank(text):
+            problems[index] = "is empty: remove it or give it content"
+        elif HALF_PAIR.search(text):
+            problems[index] = "holds half a surrogate pair, which is no character: remove it"
+    if problems:
+        raise TextError(problems, len(texts))
 
 
 @dataclass(frozen=True)

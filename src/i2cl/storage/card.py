@@ -14,10 +14,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from i2cl.storage import layout
 from i2cl.storage.atomic import public_name
 from i2cl.version import __version__
 
-CARD = "README.md"
+CARD = layout.CARD
 BUNDLED = {"reference", "smollm2"}  # names of this package, which the hub may give to other models
 TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
 TASK_TYPE = "text-classification"

@@ -1,6 +1,6 @@
-"""How rows are written: lines, CSV, TSV, JSON Lines and JSON, read row by row as programs write them.
+"""Read rows from text lines, CSV, TSV, JSON Lines, JSON, Parquet and Excel files, compressed or not.
 
-Files of any length take the same memory, JSON aside, which is one value.
+Files are read row by row, so memory does not grow with their length, except for JSON, which is one value.
 """
 
 import csv
@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,110 +17,127 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from i2cl.errors import did_you_mean
-from i2cl.tasks.files import ENCODINGS, UTF_8, WINDOWS, ReadAsWarning, RowError, decoded, encoding_of, opened
+from i2cl.tasks.binary import excel_rows, parquet_rows
+from i2cl.tasks.files import (
+    COMPRESSIONS,
+    ENCODINGS,
+    MAX_PEEK,
+    UTF_8,
+    WINDOWS,
+    ReadAsWarning,
+    RowError,
+    decoded,
+    encoding_of,
+    ending_of,
+    open_decompressed,
+    require_text,
+)
+from i2cl.tasks.row import Columns, Row, shown
+from i2cl.tasks.text import is_blank
 
-# One text a line; rows with named columns; objects, one a line or in one list.
+# One text per line; rows with named columns; objects, one per line or in one list.
 RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
-# Endings of files with columns; any other file holds one text a line.
-ROW_SUFFIXES = tuple(f".{name}" for name in get_args(RowFormat)[1:])
-# What may stand between cells: which one it is depends on the country that a spreadsheet is set to.
+BINARY_FORMATS = {"parquet": "Parquet", "xlsx": "Excel"}  # by file ending; recognized by their first bytes
+# Endings of files with columns, perhaps before that of a compression; other files hold one text per line.
+ROW_SUFFIXES = tuple(f".{name}" for name in (*get_args(RowFormat)[1:], *BINARY_FORMATS))
+# Separators of cells. Which one a spreadsheet writes depends on its country settings.
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 STDIN = "-"
 MAX_FIELD = 2**31 - 1
-_SHOWN = 60
 _SEPARATOR = re.compile("sep=([,;\t|])")
 _NO_LINES = ("yaml", "yml", "toml", "xml", "html", "htm")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row as the file has it, and its place: the file and "row 3" (the header is 1) or "line 3"."""
-
-    place: str
-    values: tuple[object, ...]
+def is_row_file(path: str | Path) -> bool:
+    """Return whether a file's ending says that it has rows with columns, such as .csv or .csv.gz."""
+    return f".{ending_of(path)}" in ROW_SUFFIXES
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Which columns or keys are read: the text, perhaps a label, and ``kept`` ones, passed on as they are."""
-
-    text: str = "text"
-    label: str | None = None
-    kept: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Those that are read, the text first."""
-        return (self.text, *(() if self.label is None else (self.label,)), *self.kept)
-
-    def require(self, present: Sequence[str], place: str, *, header: bool = False) -> None:
-        """Raise RowError if one is not among those that are present, which a header may have named."""
-        kinds = ("text",) if self.label is None else ("text", "label")
-        for number, column in enumerate(self.names):
-            if column in present:
-                continue
-            there = f"the columns are {shown(', '.join(present), bare=True) or 'none'}"
-            if number >= len(kinds):
-                raise RowError(f"no column {column!r} to keep, {there}: correct --keep", place)
-            kind = kinds[number]
-            hint = did_you_mean(column, present, most=1) or f"say which one holds the {kind}: "
-            cure = f"{hint}{kind}_column (--{kind}-column)"
-            if header:
-                cure += f"; if that is a row and no header, add one: {','.join(self.names)}"
-            raise RowError(f"no {kind} column {column!r}, {there}: {cure}", place)
+def name_of(path: Path) -> str:
+    """Return the name of a file without its ending and that of a compression."""
+    name = Path(path.stem) if path.suffix.lower() in COMPRESSIONS else path
+    return name.stem
 
 
 def rows_or_errors(
     source: str, columns: Columns, kind: RowFormat | None = None
 ) -> Generator[Row | RowError, None, None]:
-    """Rows of a file, or of stdin for ``-``, one at a time, their values unchecked; or the errors of such.
-    Without a kind, the file's ending says how rows are written. Raises I2CLError if the file cannot be
-    opened, and RowError on one without rows, lines that look like another format, bytes that are no text,
-    broken CSV or JSON, a column that is not there.
+    """Read the rows of a file one at a time, or the errors of those that cannot be read.
+
+    Values are not checked. Parquet, Excel and compressed files are recognized whatever their name.
+
+    Args:
+        source: the file; ``-`` is stdin.
+        columns: the columns to read.
+        kind: format of a text file. Default: by its ending.
+
+    Raises:
+        I2CLError: if the file cannot be opened, or a package that reads it is missing.
+        RowError: if it has no rows, is in another format than expected, is no text, holds broken CSV or
+            JSON, or lacks a column.
     """
-    ending = Path(source).suffix.lower().removeprefix(".")
-    known = kind or (ending if ending in _READERS else None)
-    read = _READERS[known or "lines"]
     where = "stdin" if source == STDIN else source
-    filled = any_row = False
-
-    def lines(handle: Iterable[bytes], encoding: str) -> Iterator[str]:
-        nonlocal filled
-        for line in decoded(handle, where, encoding):
-            if known is None and not filled and (ending in _NO_LINES or _is_json(line)):
-                cure = "name its --input-format, lines to take each line as a text"
-                raise RowError(f"{where} does not hold plain texts, as it seems: {cure}")
-            filled = filled or not line.isspace()
-            yield line
-
-    with nullcontext(sys.stdin.buffer) if source == STDIN else opened(Path(source)) as handle:
-        content: Iterable[bytes] = handle
-        if source == STDIN or not handle.seekable():  # what cannot be read twice tells by its first line
-            given = iter(handle)
-            start = list(islice(given, 1))
-            encoding, content = encoding_of(start), chain(start, given)
+    any_row, lines = False, None
+    stdin = nullcontext((sys.stdin.buffer, "text"))
+    with stdin if source == STDIN else open_decompressed(Path(source)) as (handle, content):
+        rows: Iterator[Row | RowError]
+        if content == "Parquet":
+            rows = parquet_rows(handle, columns, where)
+        elif content == "Excel":
+            rows = excel_rows(handle, columns, where)
         else:
-            encoding = encoding_of(handle)
-            handle.seek(0)
-        if encoding == WINDOWS and known in {"jsonl", "json"}:  # which are always UTF-8
-            encoding = UTF_8
-        for row in read(lines(content, encoding), columns, _Source(where, encoding)):
+            lines = _Lines(handle, where, ending_of(source), kind)
+            rows = _READERS[lines.kind or "lines"](iter(lines), columns, _Source(where, lines.encoding))
+        for row in rows:
             any_row = True
             yield row
     if not any_row:
-        raise RowError(f"{where} {'has no rows' if filled else 'is empty'}: give it at least one row")
+        problem = "is empty" if lines is not None and not lines.filled else "has no rows"
+        raise RowError(f"{where} {problem}: give it at least one row")
+
+
+class _Lines:
+    """Decoded lines of a text file; iterating raises RowError if they look like another format."""
+
+    def __init__(self, handle: Any, where: str, ending: str, kind: RowFormat | None) -> None:
+        if kind is None and ending in BINARY_FORMATS:
+            what = f"{where} is no {BINARY_FORMATS[ending]} file, in spite of its name"
+            raise RowError(f"{what}: save it again, or rename it")
+        self.kind = kind or (ending if ending in _READERS else None)
+        self.filled = False  # whether a line has content
+        self._where, self._ending = where, ending
+        rewind = getattr(handle, "seekable", None)
+        if where == "stdin" or rewind is None or not rewind():  # the first line decides
+            given = iter(handle)
+            start = list(islice(given, 1))
+            require_text(b"".join(start)[:MAX_PEEK], where)
+            self.encoding = encoding_of(start)
+            self._content: Iterable[bytes] = chain(start, given)
+        else:
+            self.encoding = encoding_of(handle)
+            handle.seek(0)
+            self._content = handle
+        if self.encoding == WINDOWS and self.kind in {"jsonl", "json"}:  # which are always UTF-8
+            self.encoding = UTF_8
+
+    def __iter__(self) -> Iterator[str]:
+        for line in decoded(self._content, self._where, self.encoding):
+            if self.kind is None and not self.filled and (self._ending in _NO_LINES or _is_json(line)):
+                cure = "name its --input-format, lines to take each line as a text"
+                raise RowError(f"{self._where} does not hold plain texts, as it seems: {cure}")
+            self.filled = self.filled or not line.isspace()
+            yield line
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What is read: its name, and how its bytes were decoded."""
+    """Name of the file, and how its bytes were decoded."""
 
     name: str
     encoding: str
 
     def tell(self, delimiter: str = "") -> None:
-        """Warn of what was not what everybody expects; ``delimiter`` if that is it."""
+        """Warn of an unusual encoding or delimiter."""
         parts = [f"as {ENCODINGS[self.encoding]}"] if self.encoding != UTF_8 else []
         parts += [f"with {DELIMITERS[delimiter]} between its cells"] if delimiter else []
         if parts:
@@ -129,7 +146,7 @@ class _Source:
 
 
 def _is_json(line: str) -> bool:
-    """Whether a file's first line is one that JSON, an object a line or a list of them, begins with."""
+    """Return whether a file that begins with this line seems to be JSON or JSON Lines."""
     text = line.strip()
     if text == "[" or text.startswith('[{"'):
         return True
@@ -145,7 +162,7 @@ def _plain_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iter
     blank: list[Row] = []  # at the end of a file they are no rows
     for number, line in enumerate(lines, start=1):
         row = Row(f"{source.name} line {number}", (line.rstrip("\r\n"),) * len(columns.names))
-        if not line.strip():
+        if is_blank(line):
             blank.append(row)
             continue
         yield from blank
@@ -221,9 +238,7 @@ def _long_fields(records: Iterator[list[str]]) -> Iterator[list[str]]:
 
 
 def _positions(header: list[str], columns: Columns, where: str) -> list[int]:
-    for column in columns.names:
-        if header.count(column) > 1:
-            raise RowError(f"{where}: the header names column {column!r} twice: rename one of them")
+    columns.require_once(header, where)
     columns.require(header, where, header=True)
     return [header.index(column) for column in columns.names]
 
@@ -241,11 +256,41 @@ def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Itera
     if not content.strip():
         return
     cure = "correct it, or name the file .jsonl if it has one object per line"
-    records = _parsed(content, source.name, cure)
-    if not isinstance(records, list):
-        raise RowError(f"{source.name}: holds a JSON {type(records).__name__}: write a list of objects")
+    records = _records(_parsed(content, source.name, cure), columns, source.name)
     for number, record in enumerate(records, start=1):
         yield _object_row(f"{source.name} item {number}", columns, record)
+
+
+def _records(value: Any, columns: Columns, where: str) -> list[Any]:
+    """Return the rows of a JSON file as a list of objects.
+
+    Takes such a list, what `pandas.DataFrame.to_json` writes in any ``orient`` but "values", and an object of
+    one list per column. Raises RowError for anything else.
+    """
+    if isinstance(value, list):
+        return value
+    cure = "write a list of objects, as pandas does with orient='records'"
+    if not isinstance(value, dict):
+        raise RowError(f"{where}: holds a JSON {type(value).__name__}: {cure}")
+    if (key := repeated_key(value)) is not None:
+        raise RowError(f"{where}: the key {key!r} is given twice: remove one")
+    parts = list(value.values())
+    if isinstance(value.get("data"), list) and "columns" in value:  # orient="split"
+        return [dict(zip(value["columns"], row, strict=False)) for row in value["data"]]
+    if isinstance(value.get("data"), list) and "schema" in value:  # orient="table"
+        return list(value["data"])
+    if parts and all(isinstance(part, dict) for part in parts):
+        if columns.text in parts[0] and columns.text not in value:  # orient="index"
+            return parts
+        rows = {key: None for part in parts for key in part}  # orient="columns", the default
+        return [{name: column.get(key) for name, column in value.items()} for key in rows]
+    if (
+        columns.text in value
+        and all(isinstance(part, list) for part in parts)
+        and len(set(map(len, parts))) == 1
+    ):
+        return [dict(zip(value, row, strict=True)) for row in zip(*parts, strict=True)]
+    raise RowError(f"{where}: holds a JSON dict: {cure}")
 
 
 def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = False) -> Row | RowError:
@@ -254,6 +299,8 @@ def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = Fals
         if not isinstance(record, dict):
             names = ", ".join(map(repr, columns.names))
             return RowError(f"{shown(record)} is not an object: write one with {names}", place)
+        if (key := repeated_key(record)) is not None:
+            return RowError(f"the key {key!r} is given twice: remove one", place)
         columns.require(list(record), place)
     except RowError as error:
         return error
@@ -262,9 +309,40 @@ def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = Fals
 
 def _parsed(content: str, place: str, cure: str) -> Any:
     try:
-        return json.loads(content)
+        return load_json(content)
     except (ValueError, RecursionError) as error:
         raise RowError(f"bad JSON ({error}): {cure}", place) from error
+
+
+class _RepeatedKey(dict[str, Any]):
+    """A JSON object in which ``key`` is given more than once; `json` alone would keep the last silently."""
+
+    key: str
+
+
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) == len(pairs):
+        return record
+    keys = [key for key, _ in pairs]
+    repeated = _RepeatedKey(record)
+    repeated.key = next(key for place, key in enumerate(keys) if key in keys[:place])
+    return repeated
+
+
+def load_json(content: str | bytes) -> Any:
+    """Parse JSON so that `repeated_key` can tell objects with repeated keys. Raises ValueError as `json`."""
+    return json.loads(content, object_pairs_hook=_json_object)
+
+
+def repeated_key(value: Any) -> str | None:
+    """Return a key that is given twice in an object of `load_json`, or in one inside it; None without."""
+    if isinstance(value, _RepeatedKey):
+        return value.key
+    if not isinstance(value, dict | list):
+        return None
+    parts = value.values() if isinstance(value, dict) else value
+    return next((key for key in map(repeated_key, parts) if key is not None), None)
 
 
 _READERS: dict[str, Callable[[Iterator[str], Columns, _Source], Iterator[Row | RowError]]] = {
@@ -274,9 +352,3 @@ _READERS: dict[str, Callable[[Iterator[str], Columns, _Source], Iterator[Row | R
     "jsonl": _jsonl_rows,
     "json": _json_rows,
 }
-
-
-def shown(value: object, *, bare: bool = False) -> str:
-    """A value in an error, cut where it is long; ``bare`` without quotes."""
-    text = str(value) if bare else repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -8,6 +8,7 @@ from i2cl.errors import I2CLError, first_line, needs
 from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.schema import HubSource
 from i2cl.tasks.task import Example, group_by_label, sample_per_class
+from i2cl.tasks.text import is_blank
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,7 +45,7 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
         if index is None:
             problem = f"label {label!r} is not one of {lookup.allowed()}"
             raise I2CLError(f"{source.dataset} {split}: {problem}: correct the [hub] table")
-        if text and text.strip():
+        if text and not is_blank(text):
             rows.append(Example(text, index))
     return rows
 

@@ -1,7 +1,7 @@
 """`load_task`: one door to every task, by name or by file; and the names of all known tasks."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import cast
 
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.tasks import corpus
-from i2cl.tasks.formats import ROW_SUFFIXES
+from i2cl.tasks.formats import ROW_SUFFIXES, is_row_file, name_of
 from i2cl.tasks.hub import load_hub
 from i2cl.tasks.rows import read_labelled
 from i2cl.tasks.schema import HubSource, TaskSpec, read_spec
@@ -51,34 +51,49 @@ def load_task(
     *,
     data_dir: StrPath | None = None,
     template: Template | str | None = None,
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str] | Mapping[str, str] | None = None,
     text_column: str = "text",
     label_column: str = "label",
     test_path: StrPath | None = None,
     skip_bad_rows: bool = False,
 ) -> Task:
-    """A task with its rows.
-    `name_or_path` is the path of a task TOML, the path of a file of rows (.csv, .tsv, .jsonl, .json: needs
-    `template`; `test_path` is its test split, also that of a TOML which names none; the columns are named by
-    `text_column` and `label_column`), or a known name (`list_tasks`). With `skip_bad_rows`, rows of files of
-    your own that cannot be used are left out, with a warning. The paper's tasks are read from `data_dir` or
-    the folder in I2CL_DATA_DIR, laid out as <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging
-    Face hub. `template` and `labels` replace those of a task that has its own. Raises I2CLError for anything
-    unknown, missing or malformed.
+    """Load a task with its rows.
+
+    The paper's tasks are read from ``data_dir`` or the folder in I2CL_DATA_DIR, laid out as
+    <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub.
+
+    Args:
+        name_or_path: a known name (`list_tasks`), the path of a task TOML, or the path of a file of rows
+            (.csv, .tsv, .jsonl, .json, .parquet, .xlsx, or compressed), which needs a template.
+        data_dir: folder with the rows of known tasks.
+        template: prompt format, instead of the task's own.
+        labels: label words, instead of the task's own. For a file of rows, whose labels may be ids or codes:
+            words in the order of the ids, or a dict from each code to its word, such as
+            ``{"True": "good", "False": "bad"}``.
+        text_column: name of the text column in a file of rows.
+        label_column: name of the label column in a file of rows.
+        test_path: file with the test rows, of a file of rows or of a TOML that names none.
+        skip_bad_rows: leave out unusable rows of the user's own files, with a warning.
+
+    Raises:
+        I2CLError: for anything unknown, missing or malformed.
     """
     if isinstance(labels, str):
         raise I2CLError(f"labels is the string {labels!r}: give a list of words")
     shape = Template(template) if isinstance(template, str) else template
     path = Path(name_or_path)
     suffix = path.suffix.lower()
-    if suffix in ROW_SUFFIXES:
+    if is_row_file(path):
         read = partial(read_labelled, text_column=text_column, label_column=label_column, skip=skip_bad_rows)
         train, lookup = read(path, labels)
         if shape is None:
             example = "'Review: {text}\\nSentiment: {label}'"
             raise I2CLError(f"{path} needs a template: pass one such as {example}")
         test = () if test_path is None else read(Path(test_path), lookup)[0]
-        return Task(path.stem, lookup.labels, shape, train, test, title=path.stem)
+        return Task(name_of(path), lookup.labels, shape, train, test, title=name_of(path))
+    if isinstance(labels, Mapping):
+        cure = "give a list of words, one per class"
+        raise I2CLError(f"labels by code (NAME=CODE) are for a file of rows, not for {name_or_path}: {cure}")
     if (text_column, label_column) != ("text", "label"):
         what = "columns (--text-column, --label-column) are those of a file of rows"
         raise I2CLError(f"{what}: leave them out; a task TOML names its own in [files]")
@@ -97,13 +112,13 @@ def load_task(
 
 
 def default_template(name: StrPath) -> str | None:
-    """That of rows of which nobody says how to ask; None for a task that has its own."""
+    """Return the default template, or None if the task defines one."""
     return DEFAULT if is_own(name) else None
 
 
 def is_own(name: StrPath) -> bool:
-    """Whether a task is a file of somebody's rows."""
-    return Path(name).suffix.lower() in ROW_SUFFIXES
+    """Return whether a task is a file of rows of the user."""
+    return is_row_file(Path(name))
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:

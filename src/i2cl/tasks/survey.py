@@ -1,19 +1,29 @@
-"""What somebody should know of labelled rows before anything is fitted to them."""
+"""Summary of labelled rows and of likely mistakes in them, before anything is fitted."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import Any
 
-from i2cl.tasks.labels import as_id, slips
+from i2cl.tasks.labels import kind_of_codes, slips
 from i2cl.tasks.task import Task
 
-LONGEST = 20  # texts with the most characters, among which that with the most tokens is looked for
+LONGEST = 20  # texts with the most characters: one of them has the most tokens
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Training rows, counted: labels that may be ``slips``, texts of several labels, longest texts."""
+    """Summary of a task's training rows.
+
+    Attributes:
+        rows: number of rows.
+        distinct: number of distinct texts.
+        labels: number of rows of each label.
+        slips: labels that may be misspelled, each with the label that may have been meant.
+        contradictions: texts that have several labels, with these.
+        longest: the texts with the most characters.
+        codes: what the labels are if they say nothing to a model, such as "numbers"; else "".
+    """
 
     rows: int
     distinct: int
@@ -21,11 +31,11 @@ class Survey:
     slips: tuple[tuple[str, str], ...]
     contradictions: tuple[tuple[str, tuple[str, ...]], ...]
     longest: tuple[str, ...]
-    numbered: bool
+    codes: str
 
     @classmethod
     def of(cls, task: Task) -> "Survey":
-        """That of a task's training rows."""
+        """Summarize the training rows of a task."""
         counts = Counter(row.label for row in task.train)
         labels = {word: counts[place] for place, word in enumerate(task.labels)}
         texts: dict[str, set[int]] = defaultdict(set)
@@ -39,11 +49,11 @@ class Survey:
             slips=tuple(slips(labels)),
             contradictions=tuple((text, words) for text, words in several if len(words) > 1),
             longest=tuple(nlargest(LONGEST, texts, key=len)),
-            numbered=all(as_id(word) is not None for word in task.labels),
+            codes=kind_of_codes(task.labels),
         )
 
     def record(self) -> dict[str, Any]:
-        """Counts and what looks wrong, for JSON."""
+        """Return counts and likely mistakes, for JSON."""
         counts = {"rows": self.rows, "distinct": self.distinct, "labels": self.labels}
         contradictions = {text: list(words) for text, words in self.contradictions}
         return {**counts, "slips": dict(self.slips), "contradictions": contradictions}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from i2cl.errors import I2CLError, require_whole
 from i2cl.tasks.template import Template
+from i2cl.tasks.text import is_blank, normalize_word
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,8 +63,9 @@ class Task:
     `labels[i]` is the word the model is asked to produce for class id i. `shots` is the default number of
     demonstrations per class (paper, section "Experiments": five, one for DBPedia). `group` says where the
     task comes from: "paper", "benchmark", "bundled", "synthetic", "reference" or "user". `instruction` says
-    in a sentence what is to be done: a chat opens with it, a plain template only where it is asked to. Raises
-    I2CLError for label words or examples that do not fit together.
+    in a sentence what is to be done: a chat opens with it, a plain template only where it is asked to. Name
+    and label words are kept in Unicode NFC. Raises I2CLError for label words or examples that do not fit
+    together.
     """
 
     name: str
@@ -78,6 +80,8 @@ class Task:
     instruction: str = ""
 
     def __post_init__(self) -> None:
+        labels = tuple(map(normalize_word, self.labels))
+        vars(self).update(name=normalize_word(self.name), labels=labels)  # the dataclass is frozen
         shape = self.template
         for text in (self.name, self.title, self.description, self.instruction, *self.labels):
             require_whole(text, "the task's name, label word or description")
@@ -247,7 +251,7 @@ def _string(description: Mapping[str, object], key: str, default: str | None = N
 
 def _check_labels(name: str, labels: tuple[str, ...]) -> None:
     for word in labels:
-        if not word or word != word.strip():
+        if is_blank(word) or word != word.strip():
             cure = "leave no space around a label word; the space before a label belongs in the template"
             raise I2CLError(f"task {name!r}: label word {word!r} is empty or padded: {cure}")
     if repeated := sorted(word for word, count in Counter(labels).items() if count > 1):

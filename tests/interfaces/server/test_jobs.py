@@ -91,6 +91,19 @@ def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path,
     assert again.jobs.get(whole.id).status == "done"
 
 
+def test_a_blank_text_fails_its_line_and_not_the_file(opened):
+    service = opened()
+    service.tasks.put("a", made(service.decoder, 0))
+    message, held = checked(service, b'{"input": "good"}\n{"input": "\\u200b "}\n{"input": "bad"}\n', "a")
+    job = ended(service.jobs.add("batch", message, held))
+    assert job.status == "done"
+    assert job.events[-1]["failed"] == 1
+    first, blank, last = answers(job)
+    assert {"label", "probs"} <= first.keys() & last.keys()
+    assert blank["line"] == 2
+    assert blank["error"]["message"].startswith("the text is empty")
+
+
 def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
     service = opened()

@@ -113,6 +113,14 @@ def test_a_body_that_is_no_json_is_told_with_its_place(refusing):
     assert "not valid JSON (Expecting value, character 9)" in reply.json()["error"]["message"]
 
 
+def test_a_blank_text_among_several_is_named_by_its_number(refusing):
+    reply = refusing.post(CLASSIFY, json={"model": "films", "input": ["good", "\u200b", "bad", " "]})
+    assert error_of(reply) == (422, "bad_input")
+    message = reply.json()["error"]["message"]
+    assert "2 of 4 texts cannot be classified: text 2 is empty" in message
+    assert "text 4 is empty" in message
+
+
 def test_a_line_of_an_unknown_task_is_named(refusing):
     lines = '{"input": "a"}\n{"input": "b", "model": "none"}\n'
     headers = {"Content-Type": "application/jsonl"}
@@ -160,7 +168,8 @@ def test_rows_that_are_refused_are_all_named_and_a_table_without_its_columns_has
     ("body", "expected"),
     [
         ("", "no lines"),
-        ('{"input": "a"}\n{"input": ""}', "line 2: .*empty"),
+        ('{"input": ""}\n{"input": "\\u200b"}', "line 1: .*empty"),
+        ('{"input": "a", "input": "b"}', "line 1: the key 'input' is given twice"),
         ('{"input": "a"}\n{"input": 1}', "line 2"),
         ('{"input": "a"}\n{', "line 2"),
         ('{"input": "a", "url": "x"}', "line 1"),

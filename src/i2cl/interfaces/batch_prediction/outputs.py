@@ -5,9 +5,11 @@ depend on. The same run again keeps the whole chunks that are there. OUT appears
 the rows or of what is made of them then.
 """
 
+import errno
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -151,6 +153,18 @@ def require_other(output: Path | None, *sources: str) -> None:
             read = os.fstat(sys.stdin.fileno()) if source == STDIN else Path(source).stat()
         if read is not None and os.path.samestat(read, output.stat()):
             raise I2CLError(f"{str(output)!r} is what is read: choose another output")
+
+
+def require_writable_file(path: Path) -> None:
+    """Fail early where `written` would fail later. Raises I2CLError if the file cannot be written."""
+    with _write_errors(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not path.exists():
+            with suppress(FileNotFoundError):  # also raises for a name that is too long
+                _beside(path, ".part.lock").lstat()
+            with tempfile.TemporaryFile(dir=os.path.realpath(path.parent)):
+                pass
 
 
 def source_state(source: str) -> list[Any]:

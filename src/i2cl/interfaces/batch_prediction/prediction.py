@@ -1,4 +1,4 @@
-"""Texts for `predict`, chunk by chunk and in order, and what tells one artefact's answers from another's."""
+"""Texts for `predict` in chunks, and a digest of everything that an artefact's answers depend on."""
 
 import hashlib
 import json
@@ -18,22 +18,31 @@ def chunks(
     kept: tuple[str, ...] = (),
     *,
     size: int,
-    skip: int = 0,
+    start: int = 0,
     numbered: bool = False,
+    skip_bad: bool = False,
 ) -> Iterator[list[Query]]:
-    """So many texts of a file at a time, see `i2cl.tasks.rows.read_queries`.
-    The first ``skip`` are left out; they are read and checked all the same. If they are ``numbered``, the
-    number of the row comes back before the columns that are kept: from 1, without the header.
+    """Yield the texts of a file in chunks of ``size``, see `i2cl.tasks.rows.read_queries`.
+
+    Args:
+        source: the file; ``-`` is stdin.
+        kind: its format.
+        column: name of the text column.
+        kept: columns to repeat beside the answer.
+        size: rows per chunk.
+        start: number of rows to leave out at the beginning; they are read and checked all the same.
+        numbered: put the number of the row, from 1 without the header, before the kept columns.
+        skip_bad: yield unusable rows too, with their error.
     """
-    rows = enumerate(read_queries(source, kind, column, kept), start=1)
-    queries = (Query(text, (number, *cells) if numbered else cells) for number, (text, cells) in rows)
-    waiting = islice(queries, skip, None)
+    rows = enumerate(read_queries(source, kind, column, kept, skip=skip_bad), start=1)
+    queries = (query._replace(kept=(number, *query.kept)) if numbered else query for number, query in rows)
+    waiting = islice(queries, start, None)
     while chunk := list(islice(waiting, size)):
         yield chunk
 
 
 def digest(injection: Injection) -> str:
-    """SHA-256 of all that an injection's answers depend on."""
+    """Return the SHA-256 of everything that an injection's answers depend on."""
     said: list[object] = [injection.task.to_dict(), asdict(injection.base), injection.positions]
     said += [injection.scoring, injection.context.config.site, injection.seed, injection.label_bias]
     said += [injection.temperature] if injection.temperature != 1 else []  # other digests are as before

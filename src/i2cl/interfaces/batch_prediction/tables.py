@@ -1,7 +1,7 @@
-"""How predictions are written: tab-separated, CSV, JSON Lines or Parquet.
+"""Output formats of `predict`: tab-separated, CSV, JSON Lines and Parquet.
 
-Tabs and JSON Lines have a line for each row, so a killed run goes on behind the last of them. CSV whose cells
-hold line breaks, and Parquet, have not: their rows wait as lines of JSON, and are written at the end.
+A row of TSV or JSON Lines is one line, so an interrupted run resumes after the last line. A CSV cell may hold
+line breaks and Parquet has no lines: their rows are collected as JSON Lines and converted at the end.
 """
 
 import csv
@@ -19,20 +19,21 @@ from i2cl.injections.confidence import sure_place
 
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
 
-# What a file's ending says; any other one is tab-separated.
+# Formats by file ending; any other ending means tab-separated.
 ENDINGS: dict[str, OutputFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 ENDINGS |= {".parquet": "parquet"}
 
-NUMBER = "row"  # what the number of a row is called
-ROW_GROUP = 50_000  # rows of a Parquet file that are held in memory at a time
-FORMULAS = ("=", "+", "-", "@")  # what a spreadsheet takes the rest of a cell for a formula behind
+NUMBER = "row"  # name of the column with the number of the row
+ROW_GROUP = 50_000  # rows of a Parquet file in memory at a time
+FORMULAS = ("=", "+", "-", "@")  # first characters that make a cell a formula in a spreadsheet
 
 _NO_BREAKS = str.maketrans("\t\r\n", "   ")
 
 
 def output_format(path: Path | None, named: OutputFormat | None, *, as_json: bool) -> OutputFormat:
-    """What OUT is written as: what is named, or what its ending says, else tab-separated. Raises I2CLError if
-    ``--json`` says something else, or Parquet has no file to go to.
+    """Return the format of the output: the named one, else by the file's ending, else tab-separated.
+
+    Raises I2CLError if ``--json`` contradicts it, or Parquet would go to stdout.
     """
     meant = named or (ENDINGS.get(path.suffix.lower()) if path is not None else None)
     if as_json and meant not in {None, "jsonl"}:
@@ -48,14 +49,23 @@ def output_format(path: Path | None, named: OutputFormat | None, *, as_json: boo
 
 @dataclass(frozen=True)
 class Table:
-    """A row for each text: what is kept of it, the best label, and every label's probability."""
+    """The output of `predict`: kept columns, the best label, and the probability of every label.
 
-    labels: tuple[str, ...]  # of the task; each has a column
-    kind: OutputFormat = "tsv"  # how it is written
-    kept: tuple[str, ...] = ()  # names of columns that are repeated
-    numbered: bool = False  # whether the number of the row is, before them
-    waits: bool = False  # whether rows wait for `finish`, as those of a file of CSV or Parquet do
-    least: float | None = None  # the label is empty where its probability is below it; None for never
+    Attributes:
+        labels: label words of the task; each has a column.
+        kind: file format.
+        kept: names of input columns that are repeated.
+        numbered: whether the first column is the number of the row.
+        waits: whether rows are collected as JSON until `finish` writes the file (CSV and Parquet files).
+        least: the label is left empty where its probability is below this; None for never.
+    """
+
+    labels: tuple[str, ...]
+    kind: OutputFormat = "tsv"
+    kept: tuple[str, ...] = ()
+    numbered: bool = False
+    waits: bool = False
+    least: float | None = None
 
     def __post_init__(self) -> None:
         if self.numbered and NUMBER in self.kept:
@@ -64,13 +74,14 @@ class Table:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what is repeated."""
+        """Names of the repeated columns, as the input has them."""
         return (NUMBER, *self.kept) if self.numbered else self.kept
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All names; a label that is called like another column is ``probability.NAME``, and a kept column
-        that is called like one of ours, or one before, ``input.NAME``.
+        """Names of all columns.
+
+        A label named like another column becomes ``probability.NAME``, a kept column ``input.NAME``.
         """
         ours = ["label"]
         for label in self.labels:
@@ -86,31 +97,49 @@ class Table:
         return (*names, *ours)
 
     @property
+    def renamed(self) -> dict[str, str]:
+        """Output names of kept columns that could not keep theirs; JSON Lines nest them, so all do."""
+        pairs = zip(self.names, self.columns, strict=False)
+        return {} if self.kind == "jsonl" else {name: column for name, column in pairs if name != column}
+
+    @property
     def header(self) -> str:
-        """The line before the first row."""
+        """The header line, empty for formats without one."""
         return "" if self.waits or self.kind == "jsonl" else self._line(self.columns)
 
-    def lines(self, rows: Sequence[Sequence[float]], kept: Sequence[Sequence[object]] | None = None) -> str:
-        """A line for each row: a probability per label, and values of the columns that are kept, if any."""
-        pairs = zip(rows, kept or [()] * len(rows), strict=True)
-        return "".join(self._row(list(values), row) for row, values in pairs)
+    def lines(
+        self,
+        rows: Sequence[Sequence[float] | None],
+        kept: Sequence[Sequence[object]] | None = None,
+        errors: Sequence[str] | None = None,
+    ) -> str:
+        """Format rows, each as one line.
+
+        Args:
+            rows: a probability per label; None for a row that could not be classified.
+            kept: values of the kept columns of each row.
+            errors: why each row could not be classified, which only JSON Lines tell; "" where it was.
+        """
+        each = zip(rows, kept or [()] * len(rows), errors or [""] * len(rows), strict=True)
+        return "".join(self._row(list(values), row, error) for row, values, error in each)
 
     def finish(self, waiting: Path, new: Path) -> str:
-        """Write the rows that waited, and say what somebody should know of them."""
+        """Write the collected rows to the file ``new``, and return a note for the user, if any."""
         with waiting.open(encoding="utf-8") as lines:
             rows = (json.loads(line) for line in lines)
             return self._parquet(rows, new) if self.kind == "parquet" else self._csv(rows, new)
 
-    def _row(self, kept: list[object], row: Sequence[float]) -> str:
-        place = sure_place(row, self.least)
+    def _row(self, kept: list[object], row: Sequence[float] | None, error: str) -> str:
+        place = None if row is None else sure_place(row, self.least)
         best = "" if place is None else self.labels[place]
+        shares = [None] * len(self.labels) if row is None else [round(value, 6) for value in row]
         if self.waits:
-            return json.dumps([*kept, best, *(round(value, 6) for value in row)], ensure_ascii=False) + "\n"
+            return json.dumps([*kept, best, *shares], ensure_ascii=False) + "\n"
         if self.kind != "jsonl":
-            return self._line([*kept, best, *(f"{value:.6f}" for value in row)])
+            return self._line([*kept, best, *map(_decimal, shares)])
         record: dict[str, Any] = {"input": dict(zip(self.names, kept, strict=True))} if self.names else {}
-        pairs = zip(self.labels, row, strict=True)
-        record |= {"label": best, "probabilities": {label: round(value, 6) for label, value in pairs}}
+        known = {} if row is None else dict(zip(self.labels, shares, strict=True))
+        record |= {"label": best, "probabilities": known} | ({"error": error} if error else {})
         return json.dumps(record, ensure_ascii=False) + "\n"
 
     def _line(self, cells: Iterable[object]) -> str:
@@ -118,16 +147,23 @@ class Table:
             return _csv_line(cells)
         return "\t".join(_text(cell).translate(_NO_BREAKS) for cell in cells) + "\n"
 
+    def formula_note(self, path: Path) -> str:
+        """Return a note if cells of a tab-separated file would run as formulas in a spreadsheet."""
+        if self.kind != "tsv" or not path.is_file():
+            return ""
+        with path.open(encoding="utf-8", newline="\n") as file:
+            count = sum(_is_formula(cell) for line in file for cell in line.rstrip("\n").split("\t"))
+        return _formula_note(count)
+
     def _csv(self, rows: Iterator[list[Any]], new: Path) -> str:
-        formulas = 0
-        with new.open("w", encoding="utf-8-sig", newline="") as file:  # Excel takes it for Windows-1252 else
+        formulas = sum(map(_is_formula, self.columns))
+        with new.open("w", encoding="utf-8-sig", newline="") as file:  # or Excel takes it for Windows-1252
             file.write(_csv_line(self.columns))
             for row in rows:
                 texts = row[: len(self.names) + 1]
-                formulas += sum(_is_formula(cell) for cell in texts)
-                file.write(_csv_line([*texts, *(f"{value:.6f}" for value in row[len(texts) :])]))
-        what = f"cells that begin with =, +, - or @: {formulas}. A spreadsheet takes them for formulas"
-        return f"{what}: import them as text if others wrote them" if formulas else ""
+                formulas += sum(map(_is_formula, texts))
+                file.write(_csv_line([*texts, *map(_decimal, row[len(texts) :])]))
+        return _formula_note(formulas)
 
     def _parquet(self, rows: Iterator[list[Any]], new: Path) -> str:
         arrow: Any = import_module("pyarrow")
@@ -150,8 +186,17 @@ def _csv_line(cells: Iterable[object]) -> str:
     return line.getvalue()
 
 
+def _decimal(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
+
+
 def _text(cell: object) -> str:
     return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
+
+
+def _formula_note(count: int) -> str:
+    what = f"cells that begin with =, +, - or @: {count}. A spreadsheet takes them for formulas"
+    return f"{what}: import them as text if others wrote them" if count else ""
 
 
 def _is_formula(cell: object) -> bool:

@@ -23,12 +23,13 @@ def check(
 
     Each block adds exactly what its two writers put out, or exit code 1.
     """
+    load.require_model(model)
+    if (layers or attention or mlp) and not (layers and attention and mlp):
+        raise I2CLError("--layers, --attention and --mlp belong together: give all three")
     from i2cl.models.architectures import Architecture
 
     given = None
-    if layers or attention or mlp:
-        if not (layers and attention and mlp):
-            raise I2CLError("--layers, --attention and --mlp belong together: give all three")
+    if layers and attention and mlp:
         given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
     decoder = load.decoder(model, loading, given)
     identity = decoder.residual_identity

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from i2cl.interfaces.cli import console
+from i2cl.tasks.text import fold
 
 if TYPE_CHECKING:
     from i2cl.experiments.draw import Draw
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # texts with several labels that are shown
 SNIPPET = 50  # characters of such a text
+SHOWN_CODES = 4
 
 
 def surveyed(
@@ -38,6 +40,8 @@ def surveyed(
 def _of_labels(survey: "Survey") -> Iterator[str]:
     yield f"Labels: {', '.join(f'{word} {count:,}' for word, count in survey.labels.items())}."
     for word, other in survey.slips:
+        if fold(word) == fold(other):  # reading the file warns of these
+            continue
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
         yield f"! {word!r} has {rows}: did you mean {other!r}? Each is a label of its own."
     for text, words in survey.contradictions[:SHOWN]:
@@ -45,8 +49,10 @@ def _of_labels(survey: "Survey") -> Iterator[str]:
         yield f"! {shown!r} is labelled {' and '.join(words)}: keep one."
     if len(survey.contradictions) > SHOWN:
         yield f"! {len(survey.contradictions) - SHOWN} more texts have several labels."
-    if survey.numbered:
-        yield "! The labels are numbers: --labels 'poor,...' says what they mean, in their order."
+    if survey.codes:
+        codes = list(survey.labels)[:SHOWN_CODES]
+        pairs = ",".join(f"NAME={code}" for code in codes) + ",..." * (len(survey.labels) > len(codes))
+        yield f"! The labels are {survey.codes}, which say little to a model: name them, --labels '{pairs}'."
 
 
 def _of_use(draw: "Draw", kept_back: int, refits: int) -> str:

@@ -45,6 +45,10 @@ def evaluate(
 
     In the table of confidence lower is better throughout.
     """
+    load.require_options(loading, model, settings)
+    names = load.task_names(task, model)
+    local = {name: load.local_task(name, rows) for name in names}
+
     load.libraries()
     from i2cl.core.recipe import RECIPES
     from i2cl.experiments.evaluation import sweep
@@ -52,7 +56,7 @@ def evaluate(
 
     methods = list(METHODS) if method == "all" else load.split(method)
     chosen = make_methods(methods, load.options(settings), RECIPES[recipe])
-    tasks = [load.task(name, rows) for name in load.task_names(task, model)]
+    tasks = [local[name] or load.task(name, rows) for name in names]
     for what, names in (("tasks", [one.name for one in tasks]), ("methods", [one.called for one in chosen])):
         if twice := [name for name in names if names.count(name) > 1]:
             raise I2CLError(f"two {what} are called {twice[0]!r}: leave one out, or ask for it by itself")

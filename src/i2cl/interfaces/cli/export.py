@@ -47,10 +47,10 @@ class FormatOptions:
             raise I2CLError("--max-shard-size is for checkpoints: leave it out, or export --to hf")
         if self.to == "peft":
             return {}
-        import torch
-
         if output.suffix != ".gguf":
             raise I2CLError(f"{str(output)!r} is no name of a GGUF file: end it with .gguf")
+        import torch
+
         return {"dtype": getattr(torch, self.dtype) if self.dtype else None, "tokenizer": self.tokenizer}
 
 
@@ -69,13 +69,15 @@ def export(
 
     Golden values go with it: `i2cl verify` checks those programs with them.
     """
+    load.require_artefact(artefact)
+    load.require_options(loading)
+    chosen = form.of_format(output)
     load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.export import export_gguf, export_hf, export_peft, make_golden
     from i2cl.export.folding import at_temperature
     from i2cl.injections.label_prior import without_label_prior
 
-    chosen = form.of_format(output)
     injection = Injection.from_pretrained(artefact)
     folds, divided = form.temperature == "fold", injection.temperature
     if folds and form.to != "hf":

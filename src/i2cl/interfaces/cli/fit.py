@@ -14,6 +14,7 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, data, load, options
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import public_name, require_writable
+from i2cl.storage.layout import own_files
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
@@ -31,6 +32,18 @@ def _shots(value: str) -> str:
     """``all``, or a number of shots."""
     if value != "all" and not (value.isascii() and value.isdigit() and int(value)):
         raise typer.BadParameter(f"{value!r} is neither a whole number above 0 nor 'all'")
+    return value
+
+
+def _folds(value: int) -> int:
+    if value == 1:
+        raise typer.BadParameter("1 fold leaves no rows to fit on: give 2 or more, or 0 for none")
+    return value
+
+
+def _target_accuracy(value: float | None) -> float | None:
+    if value is not None and not 0.5 <= value < 1:
+        raise typer.BadParameter(f"{value!r} is no accuracy to reach: give 0.5 to below 1, such as 0.95")
     return value
 
 
@@ -102,11 +115,13 @@ class ScoreOptions:
         3,
         "Folds of the cross-validation, which runs if held-out rows are missing or lack a label; 0 for none.",
         min=0,
+        callback=_folds,
     )
     target_accuracy: float | None = opt(
         None,
         "Find the confidence threshold above which answers reach this accuracy, such as 0.95, on the "
         "held-out rows.",
+        callback=_target_accuracy,
     )
 
 
@@ -115,7 +130,10 @@ def fit(
     context: typer.Context,
     model: options.Model,
     task: Annotated[
-        str, Argument(help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON or TOML file.")
+        str,
+        Argument(
+            help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON, Parquet, Excel or TOML file."
+        ),
     ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the artefact.")],
     *,
@@ -130,20 +148,20 @@ def fit(
 
     Reports held-out accuracy against baselines, and a verdict.
     """
+    require_writable(output, own_files(output))
+    load.require_options(loading, model, way.settings)
+    local = load.local_task(task, rows)
+    texts = _unlabelled(way, rows)
+
     load.libraries()
-    from i2cl.core.artefact import own_files
     from i2cl.experiments.draw import draw, fitting
     from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
     from i2cl.experiments.fitting import FitRequest, fit_task
-    from i2cl.methods.calibrated.folds import require_folds
     from i2cl.tasks.loaders import is_own
 
     seed = drawing.seed
-    require_writable(output, own_files(output))
-    if scoring.folds:
-        require_folds(scoring.folds)
     method = _method_of(way)
-    loaded = load.task(task, rows)
+    loaded = local or load.task(task, rows)
     choice: Any = {
         "shots": drawing.number,
         "keep_back": drawing.keep_back,
@@ -151,7 +169,7 @@ def fit(
     }
     # sizes are checked before the model is loaded
     drawn = draw(loaded, method, seed=seed, from_file=is_own(task), **choice)
-    texts, shares = _prior_of(way, rows.text_column, loaded)
+    shares = _shares(way, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     with console.waiting("timing the model"):
@@ -235,22 +253,33 @@ def _saved(injection: "Injection", output: Path) -> "Injection":
     return injection
 
 
-def _prior_of(way: MethodOptions, column: str, task: "Task") -> tuple[list[str], list[float] | None]:
-    """The texts of a label prior, and the shares that are asked for."""
-    from i2cl.injections.label_prior import require_shares
-    from i2cl.tasks.rows import read_queries
+def _unlabelled(way: MethodOptions, rows: TaskOptions) -> list[str]:
+    """Read the texts of a label prior; none if it is not wanted."""
+    from i2cl.tasks.rows import check_queries, read_queries
 
     if way.unlabelled is None:
         if way.prior is not None:
             raise I2CLError("--prior is of texts without labels: give them with --unlabelled FILE")
-        return [], None
+        return []
+    source = str(way.unlabelled)
+    options: Any = {"column": rows.text_column, "skip": rows.skip_bad_rows}
+    if bad := check_queries(source, **options).count:
+        console.note(f"{source}: {bad} rows without a usable text are left out")
+    return [query.text for query in read_queries(source, **options) if query.error is None]
+
+
+def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
+    """Return the shares of the labels in a label prior, if they are given."""
+    from i2cl.injections.label_prior import require_shares
+
+    if way.prior is None:
+        return None
     try:
-        shares = None if way.prior is None else [float(share) for share in load.split(way.prior)]
+        shares = [float(share) for share in load.split(way.prior)]
     except ValueError:
         raise I2CLError(f"--prior {way.prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
-    if shares is not None:
-        require_shares(shares, task.labels)
-    return [query.text for query in read_queries(str(way.unlabelled), column=column)], shares
+    require_shares(shares, task.labels)
+    return shares
 
 
 def _method_of(way: MethodOptions) -> "Injector":

@@ -1,14 +1,17 @@
 """From what was typed to decoders, tasks and options."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions
+from i2cl.storage.layout import DESCRIPTION, FILES
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
@@ -56,6 +59,42 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
     return places
 
 
+def require_options(
+    loading: ModelOptions, model: str | None = None, settings: Sequence[str] | None = None
+) -> None:
+    """Check what can be checked before PyTorch is imported. Raises I2CLError on contradicting options, a
+    local model that is missing, or a method's option that is not NAME=VALUE.
+    """
+    _device_map(loading.device_map)
+    if loading.device is not None and loading.device_map is not None:
+        raise I2CLError("device and device_map exclude each other: give one of them")
+    if model is not None:
+        require_model(model)
+    options(settings)
+
+
+def require_model(name: str) -> None:
+    """Check before PyTorch is imported that a local model is there. Raises I2CLError."""
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if local and not Path(name).exists():
+        cure = "give a folder, a GGUF file, a hub id, or 'reference'"
+        raise I2CLError(f"model folder {name!r} does not exist: {cure}")
+
+
+def require_artefact(name: str) -> None:
+    """Check before PyTorch is imported that an artefact is there, or fetch it from the hub.
+
+    Raises I2CLError if it is in neither place, or the folder holds none.
+    """
+    folder = Path(name)
+    if not folder.exists():
+        from i2cl.storage.hub import download
+
+        folder = download(name, None, FILES)
+    if not (folder / DESCRIPTION).is_file():
+        raise I2CLError(f"{name!r} is no injection: it has no {DESCRIPTION} (made by `i2cl fit`)")
+
+
 def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
     """With the revision that an injection was made on, unless another one or another model is named."""
     return replace(options, revision=options.revision or (None if model else injection.base.revision))
@@ -94,12 +133,24 @@ def _quiet_hub() -> None:
     logging.set_verbosity_error()
 
 
+def local_task(name: str, options: TaskOptions) -> "Task | None":
+    """Load a task that needs neither PyTorch nor the hub, or return None for one of the hub.
+
+    Raises I2CLError as `task`, also for an unknown name: a typing mistake is reported at once.
+    """
+    from i2cl.tasks.loaders import BENCHMARK_TASKS, PAPER_TASKS
+
+    of_hub = name in {*PAPER_TASKS, *BENCHMARK_TASKS} and options.data_dir is None
+    return None if of_hub else task(name, options)
+
+
 def task(name: str, options: TaskOptions) -> "Task":
-    """Load one task; rows without a template get that of the page."""
+    """Load one task. Rows without a template get the default one. Raises I2CLError as `i2cl.load_task`."""
     from i2cl.tasks import load_task
     from i2cl.tasks.loaders import default_template
 
-    _quiet_hub()
+    if "huggingface_hub" in sys.modules:
+        _quiet_hub()
     if options.chat and options.template:
         raise I2CLError("--chat and --template exclude each other: leave one of them out")
     template = UNWORDED if options.chat else default_template(name)
@@ -109,12 +160,31 @@ def task(name: str, options: TaskOptions) -> "Task":
         name,
         data_dir=options.data_dir,
         template=template,
-        labels=split(options.labels) if options.labels is not None else None,
+        labels=label_words(options.labels) if options.labels is not None else None,
         text_column=options.text_column,
         label_column=options.label_column,
         test_path=options.test,
         skip_bad_rows=options.skip_bad_rows,
     )
+
+
+def label_words(typed: str) -> list[str] | dict[str, str]:
+    """Parse ``--labels``: words, or NAME=CODE pairs as a dict from code to name.
+
+    Raises I2CLError on a mixture of both, or a code that is given twice.
+    """
+    parts = split(typed)
+    pairs = [tuple(one.strip() for one in part.partition("=")) for part in parts]
+    if not any(equals for _, equals, _ in pairs):
+        return parts
+    if bad := [part for part, pair in zip(parts, pairs, strict=True) if not all(pair)]:
+        cure = "write all as NAME=CODE, such as --labels good=1,bad=0"
+        raise I2CLError(f"--labels: {bad[0]!r} is not NAME=CODE: {cure}")
+    words: dict[str, str] = {}
+    for name, _, code in pairs:
+        if words.setdefault(code, name) != name:
+            raise I2CLError(f"--labels: code {code!r} is given to {words[code]!r} and {name!r}: choose one")
+    return words
 
 
 def task_names(names: str, model: str) -> list[str]:

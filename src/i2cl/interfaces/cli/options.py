@@ -70,7 +70,11 @@ class TaskOptions:
     instruction: str | None = opt(
         None, "Before everything else; of a chat, the default is the task's own: '' for none."
     )
-    labels: str | None = opt(None, "Label words in the order of their ids, commas between.")
+    labels: str | None = opt(
+        None,
+        "Label words separated by commas: in the order of the ids, or as NAME=CODE for files with codes, "
+        "such as good=True,bad=False.",
+    )
     text_column: TextColumn = "text"
     label_column: str = opt("label", "Column or key that holds the label.")
     test: Path | None = opt(None, "File with the test rows of your own task.")
@@ -86,7 +90,9 @@ class ModelOptions:
     PANEL: ClassVar[str] = "Model"
 
     device: str | None = opt(None, "Such as cpu or cuda:0; default: an accelerator if there is one.")
-    dtype: str | None = opt(None, "auto, float32, bfloat16 or float16; default: float32 on CPU, else auto.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = opt(
+        None, "Default: float32 on CPU, else auto, the checkpoint's own."
+    )
     device_map: str | None = opt(
         None,
         'auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '

@@ -21,10 +21,11 @@ def push(
 
     The repository is made if need be; the demonstrations' texts stay here.
     """
-    from i2cl.core.injection import Injection
-
     if not artefact.is_dir():
         raise I2CLError(f"{str(artefact)!r} is no folder: make one with `i2cl fit MODEL TASK -o FOLDER`")
+    load.require_artefact(str(artefact))
+    from i2cl.core.injection import Injection
+
     load.quiet()
     injection = Injection.from_pretrained(artefact)
     address = injection.push_to_hub(repository, private=private, commit_message=message, revision=branch)

@@ -69,6 +69,7 @@ def serve(
     SIGTERM shuts it down: running requests are finished, and jobs continue at the next start.
     """
     needs("i2cl serve", "serve", "fastapi", "uvicorn", "prometheus_client")
+    load.require_model(model)
     from i2cl.interfaces.server.guard import Access, is_loopback, read_tokens
 
     host = access.host

@@ -35,15 +35,17 @@ def verify(
 
     It names what differs, such as a dropped bias; then the exit code is 1.
     """
+    if not folder.exists():
+        raise I2CLError(f"{str(folder)!r} does not exist: give a folder or a GGUF file made by `i2cl export`")
+    if url is None and not (model_name is None and logprobs is None and task is None):
+        raise I2CLError("--model-name, --task and --logprobs are for a server: add --url")
+    if url is not None and not (model is None and loading.device is None):
+        raise I2CLError("--model and --device are for a check without a server: leave out --url")
     load.quiet()
     tokens: dict[str, float] = {}
     if url is None:
-        if model_name is not None or logprobs is not None or task is not None:
-            raise I2CLError("--model-name, --task and --logprobs are for a server: add --url")
         outcome = _run_here(folder, model, loading.device, tolerance)
     else:
-        if model is not None or loading.device is not None:
-            raise I2CLError("--model and --device are for a check without a server: leave out --url")
         from i2cl.export import Golden, ask_server
         from i2cl.export.server import TOLERANCE
         from i2cl.export.verify import compare

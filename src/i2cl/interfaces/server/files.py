@@ -1,9 +1,9 @@
-"""Batch jobs: JSON Lines in, JSON Lines out in the same order, each line exactly once."""
+"""Batch files: JSON Lines in, JSON Lines out in the same order, exactly one answer or error per line."""
 
 import codecs
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import IO, Any
@@ -15,13 +15,14 @@ from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.task_store import Entry, TaskStore
-from i2cl.models.scoring import require_texts
 from i2cl.storage.journal import Journal
+from i2cl.tasks.formats import load_json, repeated_key
+from i2cl.tasks.text import is_blank
 
 INPUT, OUTPUT = "input.jsonl", "output.jsonl"
-CHUNK = 64  # lines that are scored and written together; a kill loses at most those
-MAX_LINE = 2**20  # bytes, which is more than any context holds
-MAX_ERRORS = 1000  # invalid lines after which the rest is not checked
+CHUNK = 64  # lines classified and written together; a kill loses at most one chunk
+MAX_LINE = 2**20  # bytes: more than any context holds
+MAX_ERRORS = 1000  # malformed lines after which the rest is not checked
 MAX_JOB_BYTES = 2**30  # of a job on the disk: its input, and an upper bound of its answers
 BYTES_PER_ANSWER, BYTES_PER_PROBABILITY = 400, 25  # upper bounds, in JSON
 
@@ -39,59 +40,74 @@ class Line(pydantic.BaseModel):
 def read_lines(
     body: IO[bytes], model: str | None, find: Callable[[str], Entry], rows: IO[bytes]
 ) -> tuple[int, list[str], int]:
-    """Check the lines of a file, and write each with its task. One line is in memory at a time.
+    """Check the lines of a batch file and write each, with its task, to ``rows``.
+
+    One line is in memory at a time. A blank text does not fail the file: its line gets an error instead of an
+    answer when the job runs.
 
     Args:
         body: the file.
         model: task of lines that name none.
         find: returns a task by its name, or raises RefusalError.
-        rows: file to write to.
+        rows: written to.
 
     Returns:
         The number of lines, the names of their tasks, and an upper bound of the job's bytes on the disk.
 
     Raises:
-        RefusalError: 422 naming every invalid line, 404 for an unknown task, 413 if the job would take more
-            than `MAX_JOB_BYTES`.
+        RefusalError: 422 naming every malformed line, or if no line has a text; 404 for an unknown task; 413
+            if the job would take more than `MAX_JOB_BYTES`.
     """
-    count, size, refused = 0, 0, []
+    count, size = 0, 0
     labels: dict[str, int] = {}  # number of labels of each task
-    for number, text in enumerate(iter(partial(body.readline, MAX_LINE + 1), b""), start=1):
-        text = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text  # noqa: PLW2901
-        if not text.strip():
-            continue
+    refused: list[str] = []
+    blank: list[str] = []
+    for number, text in _filled_lines(body):
         try:
             line, name = _line(text, model)
-        except I2CLError as error:
-            refused.append(f"line {number}: {str(error).removeprefix('text 1 ')}")
-        else:
             if name not in labels:
-                labels[name] = _count_labels(find, name, number)
+                labels[name] = len(find(name).labels)
+        except RefusalError as error:
+            raise error.at(f"line {number}") from None
+        except I2CLError as error:
+            refused.append(f"line {number}: {error}")
+        else:
             count += 1
+            if is_blank(line.input):
+                blank.append(f"line {number}: the text is empty: remove the line or fill it in")
             row = {"line": number, **line.model_dump(), "model": name}
             written = rows.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             size += 2 * written + BYTES_PER_ANSWER + BYTES_PER_PROBABILITY * labels[name]
             _check_size(size, number)
-        if len(refused) == MAX_ERRORS or len(text) > MAX_LINE:
+        if len(refused) == MAX_ERRORS:
             break
+    if count == len(blank):
+        refused += blank[:MAX_ERRORS]
+    _raise_if_refused(refused, count)
+    return count, sorted(labels), size
+
+
+def _raise_if_refused(refused: list[str], count: int) -> None:
     if refused:
         raise RefusalError(422, "bad_rows", refused[0], rows=refused)
     if not count:
         raise RefusalError(422, "bad_input", "the file has no lines: send at least one")
-    return count, sorted(labels), size
-
-
-def _count_labels(find: Callable[[str], Entry], name: str, line: int) -> int:
-    try:
-        return len(find(name).labels)
-    except RefusalError as error:
-        raise error.at(f"line {line}") from None
 
 
 def _check_size(size: int, line: int) -> None:
     if size > MAX_JOB_BYTES:
         what = f"the file with its answers would exceed {MAX_JOB_BYTES / 1e9:.1f} GB on line {line}"
         raise RefusalError(413, "file_too_long", f"{what}: split it")
+
+
+def _filled_lines(body: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not empty, numbered from 1, up to the first that is too long."""
+    for number, text in enumerate(iter(partial(body.readline, MAX_LINE + 1), b""), start=1):
+        line = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
+        if line.strip():
+            yield number, line
+        if len(line) > MAX_LINE:
+            return
 
 
 def _line(text: bytes, model: str | None) -> tuple[Line, str]:
@@ -101,7 +117,8 @@ def _line(text: bytes, model: str | None) -> tuple[Line, str]:
         line = Line.model_validate_json(text)
     except pydantic.ValidationError as error:
         raise I2CLError(first_problem(error)) from None
-    require_texts([line.input])
+    if (key := repeated_key(load_json(text))) is not None:
+        raise I2CLError(f"the key {key!r} is given twice: remove one")
     if (name := line.model or model) is None:
         raise I2CLError("no task is named: add model to the line, or ?model= for all lines")
     return line, name
@@ -137,7 +154,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
 def _answers(
     chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskStore
 ) -> list[dict[str, Any]]:
-    """Return the label and probabilities of each line, or its error."""
+    """Return for each line its label and probabilities, or its error."""
     answers: list[dict[str, Any]] = [{} for _ in chunk]
     rows, places = [], []
     for at, line in enumerate(chunk):
@@ -145,7 +162,9 @@ def _answers(
             rows += tasks.of_version(digests[line["model"]], [line["input"]])
             places.append(at)
         except I2CLError as error:
-            answers[at] = RefusalError.of(error).body()
+            refusal = RefusalError.of(error)
+            message = str(refusal).replace("text 1 ", "the text ", 1)
+            answers[at] = RefusalError(refusal.status, refusal.code, message).body()
     scored = batcher.submit_slices(rows).done.result() if rows else ()
     for at, row, scores in zip(places, rows, scored, strict=True):
         if isinstance(scores, RefusalError):
