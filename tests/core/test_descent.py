@@ -215,7 +215,7 @@ def test_batches_are_halved_where_memory_ends_and_the_vectors_stay(few_steps, mo
 @pytest.mark.parametrize("end", [1.1, float("nan")])
 def test_a_fit_that_does_not_pay_is_the_plain_model(few_steps, monkeypatch, end):
     losses = iter([1.0, end])
-    monkeypatch.setattr(descent, "_mean_loss", lambda *_: next(losses))
+    monkeypatch.setattr(descent, "mean_cross_entropy", lambda *_: next(losses))
     with pytest.warns(UserWarning, match="lower the reach"):
         injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-5))
     assert not injection.context.values.any()

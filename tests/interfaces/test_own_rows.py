@@ -137,6 +137,23 @@ def test_a_known_task_has_no_block_and_a_file_is_asked_as_on_the_page(call, said
     assert call(*words)[0] == 0
 
 
+def test_class_weights_reach_the_fit_and_the_command_that_repeats_it(call, model, tmp_path):
+    path = write(tmp_path / "mine.csv", [*ROWS[:6], ROWS[7]])
+    more = ("--class-weight", "balanced", "--evaluate", "0")
+    fitted(call, model, path, tmp_path / "weighted", *more)
+    fitted(call, model, path, tmp_path / "plain", "--evaluate", "0")
+    weighted, plain = (Injection.from_pretrained(tmp_path / name) for name in ("weighted", "plain"))
+    assert weighted.settings["class_weight"] == "balanced"
+    assert "--class-weight balanced" in weighted.command
+    assert not weighted.context.values.equal(plain.context.values)
+
+
+def test_class_weights_that_cannot_be_used_are_one_line(refused, model, tmp_path):
+    path = write(tmp_path / "mine.csv", ROWS)
+    message = refused("fit", model, path, "-o", tmp_path / "new", "--class-weight", "even")
+    assert "give 'balanced', or a number for each label" in message
+
+
 def test_bad_rows_are_told_at_once_or_left_out(call, refused, model, tmp_path):
     path = write(tmp_path / "mine.csv", [*ROWS, ("", "price"), ("x", ""), (" ", "login")])
     line = refused("fit", model, path, "-o", tmp_path / "new")

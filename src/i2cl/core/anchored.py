@@ -4,11 +4,12 @@ Beyond the paper. "Noisy Self-calibration" minimises cross-entropy over the whol
 says "some label word", from coefficients whose steps may lead anywhere. Here the labels compete among
 themselves, and the fit starts at the plain model and is drawn to it: four damped steps on
 
-    sum of -log p(label | query, label words) + tau/2 |theta / s|^2
+    sum of -w log p(label | query, label words) + tau/2 |theta / s|^2
 
-in theta, a vector added to each writer's output. The scale s is one number a site, at which every site moves
-the label scores as far as any other: one over the root of the Fisher information where the fit starts and all
-labels are equally probable, averaged over the numbers of the site. tau follows from the reach: how far the
+in theta, a vector added to each writer's output, where w is the weight of a demonstration, 1 by default. The
+scale s is one number a site, at which every site moves the label scores as far as any other: one over the
+root of the Fisher information where the fit starts and all labels are equally probable, averaged over the
+numbers of the site. tau follows from the reach: how far the
 prior lets the label scores of a query move apart, as a standard deviation in nats, which means the same on
 every model. It is wide: what keeps a fit of few examples near the plain model is that it starts there and
 stops early. A narrow one leaves accuracy behind (docs/results.md).
@@ -45,6 +46,7 @@ from i2cl.core.injection import Injection
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.core.problem import MOST_WHOLE, Problem, Solver
 from i2cl.core.tangent import Tangent, optimum, summed_loss
+from i2cl.core.weights import ClassWeight, apply_class_weight, mean_cross_entropy
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring, ScoringWarning, SharedFirstTokenError
@@ -88,6 +90,8 @@ class AnchoredConfig(Settings):
         solver: ``"kernel"``, ``"descent"`` (`i2cl.core.descent`), or ``"auto"``: a kernel of up to
             `MOST_COLUMNS`, which are demonstrations times labels but one, if it goes into the memory. Whole
             label sequences have a kernel alone. What solved a fit stands in its settings as ``solved_by``.
+        class_weight: ``"balanced"``, weights of the classes by label word, or None for equal weights of all
+            demonstrations (`i2cl.core.weights.apply_class_weight`).
         memory: gigabytes beyond the model that derivatives may take; default: a quarter of what is free.
             What they do not fit into is descended, which takes few. Not stored.
     """
@@ -100,6 +104,7 @@ class AnchoredConfig(Settings):
     settled: float = Field(0.1, ge=0)
     say_label: bool = True
     solver: Solver = "auto"
+    class_weight: ClassWeight = None
     memory: float | None = Field(None, gt=0, allow_inf_nan=False, exclude=True)
 
 
@@ -136,6 +141,7 @@ def anchor(
     require_demonstrations(task, demonstrations)
     require_few(demonstrations)
     decoder.require_identity()
+    demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
     problem, small = _problem(decoder, task, demonstrations, config, scoring)
     questions = problem.questions
     with decoder.frozen():
@@ -149,7 +155,8 @@ def anchor(
         warnings.warn(NO_STEP, UserWarning, stacklevel=2)
     vectors = problem.theta(u)
     solved_by = "kernel" if small else "descent"
-    settings = config.model_dump(mode="json") | {"method": "anchored", "solved_by": solved_by, "tau": tau}
+    settings = config.model_dump(mode="json", exclude_none=True)
+    settings |= {"method": "anchored", "solved_by": solved_by, "tau": tau}
     if config.say_label and problem.ends_free and u.any():
         raised = raise_label_mass(decoder, problem.queries, questions.labels, problem.edit(u))
         vectors[-1, -1] += raised.vector / decoder.writer_scale
@@ -221,9 +228,9 @@ def solved(
     scores; and the mean loss at the start and after each step.
     """
     point, scores, variance = problem.first()
-    loss = cross_entropy(scores.double(), problem.gold).item()
+    loss = mean_cross_entropy(scores, problem.gold, problem.weights)
     tau = variance / config.reach**2 if config.reach > 0 else math.inf
-    at = Step(torch.zeros(problem.scale.numel()), scores, loss * len(problem.gold), 1.0, loss)
+    at = Step(torch.zeros(problem.scale.numel()), scores, loss * problem.total_weight, 1.0, loss)
     history = [loss]
     most = config.steps if 0 < tau < math.inf else 0
     for step in range(most):
@@ -261,14 +268,15 @@ def stepped(
     along = (point.jacobian @ u).double().view_as(point.values)
     while factor <= strongest:
         pull = 1 / factor  # of the prior, whose mean is the plain model, against the step's length
-        weights = optimum(point.values - pull * along, point.kernel, tau * factor)
+        weights = optimum(point.values - pull * along, point.kernel, tau * factor, point.weights)
         moved = (1 - pull) * u + point.jacobian.T @ weights.float()
         prior = tau / 2 * moved.double().square().sum().item()
         straight = point.values + (point.jacobian @ (moved - u)).double().view_as(point.values)
-        promised = max(0.0, at.objective - summed_loss(straight) - prior)  # rounding may say less
+        # rounding may make it negative
+        promised = max(0.0, at.objective - summed_loss(straight, point.weights) - prior)
         scores = problem.scores(moved)
-        loss = cross_entropy(scores.double(), problem.gold).item()
-        objective = loss * len(problem.gold) + prior
+        loss = mean_cross_entropy(scores, problem.gold, problem.weights)
+        objective = loss * problem.total_weight + prior
         if objective < at.objective - trust * promised:  # which no value that is not finite is
             return Step(moved, scores, objective, factor, loss)
         factor *= DAMPING

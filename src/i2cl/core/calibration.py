@@ -16,6 +16,7 @@ from i2cl.core.context import ContextVector
 from i2cl.core.injection import Injection
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
 from i2cl.core.recipe import CalibrationConfig
+from i2cl.core.weights import apply_class_weight
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.models.batching import budget_chunks
 from i2cl.models.decoder import Decoder
@@ -66,7 +67,8 @@ def calibrate(
     """
     config = config or CalibrationConfig()
     questions = Questions(decoder, task, scoring)
-    run = CalibrationRun(questions, tuple(demonstrations), context, seed, start, batches, prompt)
+    shown = apply_class_weight(demonstrations, task.labels, config.class_weight)
+    run = CalibrationRun(questions, shown, context, seed, start, batches, prompt)
     return _fitted([run], config, progress)[0]
 
 
@@ -105,11 +107,17 @@ def calibrate_many(
     if len(set(lengths)) > 1:
         cure = "give every run its own"
         raise I2CLError(f"{lengths} tasks, sets of demonstrations, context vectors and seeds: {cure}")
+    config = config or CalibrationConfig()
     runs = [
-        CalibrationRun(Questions(decoder, task, scoring), tuple(shown), context, seed)
+        CalibrationRun(
+            Questions(decoder, task, scoring),
+            apply_class_weight(shown, task.labels, config.class_weight),
+            context,
+            seed,
+        )
         for task, shown, context, seed in zip(tasks, demonstrations, contexts, seeds, strict=True)
     ]
-    return _fitted(runs, config or CalibrationConfig(), progress)
+    return _fitted(runs, config, progress)
 
 
 def _fitted(
@@ -186,7 +194,7 @@ def _fit(
             positions=config.positions,
             scoring=run.questions.scoring,
             seed=run.seed,
-            settings=config.model_dump(mode="json"),
+            settings=config.model_dump(mode="json", exclude_none=True),
             history=history,
         )
         for run, pairs, history in zip(group, values, histories or [()] * len(group), strict=True)

@@ -15,11 +15,12 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from i2cl.core.problem import Problem
+from i2cl.core.weights import mean_cross_entropy
 from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.models.batching import Batch
 from i2cl.models.training import Backward, StepProgress, TrainConfig, train
@@ -63,8 +64,10 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
     vectors, count = len(plain), len(problem.queries)
     some = Random(0).sample(problem.every, LOOKED_AT) if count > LOOKED_AT else list(problem.every)
     looked_at, gold = [problem.queries[row] for row in some], problem.gold[some]
+    importance, total = problem.weights, problem.total_weight
+    weights_looked_at = None if importance is None else importance[some]
     tokens = token_scores(decoder, looked_at, labels, problem.edit(plain))
-    start = _mean_loss(labels.mean(tokens), gold)
+    start = mean_cross_entropy(labels.mean(tokens), gold, weights_looked_at)
     if not 0 < tau < math.inf:
         return Descent(plain, None, None, (start,))
     words = WordWeights(labels, tokens) if labels.words else None
@@ -85,7 +88,12 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
         def run(batch: Batch) -> tuple[Tensor, Tensor]:
             right = problem.gold[[chosen[place] for place in batch.rows]].to(decoder.device)
             logits = decoder.forward(batch, edit=problem.edit(at[:vectors]))[:, 0].float()
-            value = cross_entropy(mean(logits[:, list(labels.read)]), right, reduction="sum") / len(chosen)
+            scores = mean(logits[:, list(labels.read)])
+            if importance is None:
+                value = cross_entropy(scores, right, reduction="sum") / len(chosen)
+            else:
+                factors = importance[[chosen[place] for place in batch.rows]].to(scores) * (count / total)
+                value = factors @ cross_entropy(scores, right, reduction="none") / len(chosen)
             decoder.pause()
             (slope,) = backward.gradients(value)
             return value.detach().cpu(), torch.zeros_like(at) if slope is None else slope
@@ -94,19 +102,14 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
         parts = [part for _, part in decoder.run_batches(queries, run, training=True)]
         value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
         # The value is the loss on the demonstrations; the prior adds its gradient alone.
-        only_gradient = (at * slope).sum() + tau / 2 * at.square().sum() / count
+        only_gradient = (at * slope).sum() + tau / 2 * at.square().sum() / total
         return (value + only_gradient - only_gradient.detach())[None]
 
     steps = schedule(count, words=bool(labels.words))
     (means,) = train([at], loss, steps.batches(count, seed), steps, progress)
     at.requires_grad_(False)
     moved = token_scores(decoder, looked_at, labels, problem.edit(at[:vectors]))
-    end = _mean_loss(mean(moved), gold)
+    end = mean_cross_entropy(mean(moved), gold, weights_looked_at)
     history = (start, *means, end)
-    pays = end + tau / 2 * at.square().sum().item() / count < start  # which no value that is not finite does
+    pays = end + tau / 2 * at.square().sum().item() / total < start  # which no value that is not finite does
     return Descent(at[:vectors], weights(), tau, history) if pays else Descent(plain, None, tau, history)
-
-
-def _mean_loss(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> float:
-    """Of some demonstrations, among the labels, in nats."""
-    return cross_entropy(scores.double(), gold).item()

@@ -29,6 +29,7 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 
+from i2cl.core.weights import example_weights
 from i2cl.errors import I2CLError, first_line, needs
 from i2cl.models.scoring import Progress, in_parts, require_texts
 from i2cl.models.training import Settings
@@ -136,7 +137,9 @@ def regression(config: EmbeddingsConfig, demonstrations: Examples, device: str) 
 
     vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])
     head = LogisticRegression(C=config.embeddings_c, max_iter=10_000)
-    return head.fit(vectors, [example.label for example in demonstrations])
+    weights = example_weights(demonstrations)
+    importance = None if weights is None else weights.numpy()
+    return head.fit(vectors, [example.label for example in demonstrations], sample_weight=importance)
 
 
 def encoder_biases(

@@ -15,6 +15,7 @@ from torch import Tensor
 from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.edits import LinearEdit, NoisyEdit, PlacedEdit, RowsEdit, draw_from, draw_together
 from i2cl.core.recipe import CalibrationConfig
+from i2cl.core.weights import example_weights
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, packing_pays, shared_front
 from i2cl.models.scoring import Questions
@@ -135,6 +136,7 @@ class CalibrationLoss:
             [example.label for run in group for example in run.demonstrations],
             among_labels=config.loss == "labels",
         )
+        self.weights = example_weights([example for run in group for example in run.demonstrations])
         owners = (place for place, run in enumerate(group) for _ in run.queries)
         self.owners = [owner for owner, rows in zip(owners, self.likelihood.rows, strict=True) for _ in rows]
         self.vectors = torch.stack([run.context.values for run in group]).to(decoder.device)
@@ -145,6 +147,8 @@ class CalibrationLoss:
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, " runs"]:
         """Mean loss of each run over its own of these demonstrations, in nats."""
         likelihoods = self.likelihood(chosen, self._learned, reserve=len(self.shared))
+        if self.weights is not None:
+            likelihoods = likelihoods * self.weights[list(chosen)].to(likelihoods)
         return -likelihoods.view(len(self.vectors), -1).mean(-1)
 
     def _learned(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:

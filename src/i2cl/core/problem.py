@@ -17,7 +17,8 @@ from torch.nn.functional import one_hot
 
 from i2cl.core.context import SITES, ExtractConfig, Writers
 from i2cl.core.edits import LinearEdit, RowsEdit
-from i2cl.core.tangent import Tangent, balanced, columns, directions
+from i2cl.core.tangent import Tangent, balanced, columns, directions, weighted_mean
+from i2cl.core.weights import example_weights
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.memory import MemoryWarning, free_memory
@@ -57,6 +58,8 @@ class Problem:
         self.queries = self.questions.queries([example.text for example in self.demonstrations])
         self.every = range(len(self.queries))
         self.gold = torch.tensor([example.label for example in self.demonstrations])
+        self.weights = example_weights(self.demonstrations)  # None: 1 each
+        self.total_weight = len(self.gold) if self.weights is None else self.weights.sum().item()
         self.site = ExtractConfig(writers=self.writers).site
         active = torch.tensor(SITES[self.writers]).float()[:, None]
         self.scale = active.expand(decoder.layers, -1, decoder.d_model)  # units of theta; `first` sets them
@@ -135,7 +138,7 @@ class Problem:
         slopes = torch.empty(len(gold_direction), 1, self.scale.numel())
         scores = self._derive(slopes, torch.zeros(self.scale.numel()), self.every, gold_direction[:, None])
         _require_finite(scores, slopes)
-        return self._scaled(slopes[:, 0].square_().mean(0))[1]
+        return self._scaled(weighted_mean(slopes[:, 0].square_(), self.weights))[1]
 
     def _scaled(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:
         """Set the scale; what it was multiplied by, and the variance that it gives the scores."""
@@ -147,7 +150,7 @@ class Problem:
         """The tangent at u, and the label scores there. Raises I2CLError on any that are not finite."""
         slopes = torch.empty(len(self.queries), len(self.questions.labels.ids) - 1, u.numel())
         scores = self._slopes(slopes, u, self.every)
-        return Tangent(columns(scores, self.gold), slopes.flatten(0, 1)), scores
+        return Tangent(columns(scores, self.gold), slopes.flatten(0, 1), self.weights), scores
 
     def moved(
         self,
@@ -163,7 +166,7 @@ class Problem:
         """
         if anew:
             self._slopes(point.jacobian.view(*point.values.shape, -1), u, anew, competing)
-        return Tangent(columns(scores, self.gold), point.jacobian)
+        return Tangent(columns(scores, self.gold), point.jacobian, self.weights)
 
     def _slopes(
         self,

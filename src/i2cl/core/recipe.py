@@ -13,6 +13,7 @@ from torch import Tensor
 
 from i2cl.core.context import SITES, Writers
 from i2cl.core.edits import Positions
+from i2cl.core.weights import ClassWeight
 from i2cl.errors import I2CLError
 from i2cl.models.training import TrainConfig
 
@@ -44,6 +45,8 @@ class CalibrationConfig(TrainConfig):
             the noise, for which epochs, batches, rates and decay mean nothing.
         passes: of L-BFGS over the demonstrations, at most.
         pull: of L-BFGS: loss per squared distance of the coefficients from their start, in nats.
+        class_weight: ``"balanced"``, weights of the classes by label word, or None for equal weights of all
+            demonstrations (`i2cl.core.weights.apply_class_weight`).
     """
 
     layers: Literal["all", "early", "middle", "late"] | tuple[int, ...] = "all"
@@ -56,6 +59,7 @@ class CalibrationConfig(TrainConfig):
     optimizer: Literal["adamw", "lbfgs"] = "adamw"
     passes: int = Field(60, ge=0)
     pull: float = Field(3e-3, ge=0)
+    class_weight: ClassWeight = None
 
     @field_validator("layers", mode="before")
     @classmethod

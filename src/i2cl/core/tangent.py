@@ -24,6 +24,7 @@ class Tangent:
 
     values: Float[Tensor, "n columns"]  # of each column, in nats
     jacobian: Float[Tensor, "n_columns parameters"]  # derivatives of the columns in theta / s
+    weights: Float[Tensor, " n"] | None = None  # of the demonstrations' losses, in float64; None: 1 each
 
     @cached_property
     def kernel(self) -> Float[Tensor, "n_columns n_columns"]:
@@ -35,14 +36,14 @@ class Tangent:
         return kernel
 
     def spread(self) -> Float[Tensor, " parameters"]:
-        """Variance over labels of the scores' derivatives, the mean over demonstrations: the diagonal of the
-        Fisher information where all labels are equally probable. What all labels share counts nothing.
+        """Variance over labels of the scores' derivatives, averaged over demonstrations: the diagonal of the
+        Fisher information if all labels are equally probable. What all labels share does not count.
         """
         parts = self.jacobian.view(*self.values.shape, -1).split(SLICE, dim=2)
         labels = self.values.shape[1] + 1
         # The gold label's own derivative is 0, less itself.
         means = [(part.sum(1) / labels, part.square().sum(1) / labels) for part in parts]
-        return torch.cat([(squares - mean.square()).mean(0) for mean, squares in means])
+        return torch.cat([weighted_mean(squares - mean.square(), self.weights) for mean, squares in means])
 
 
 def others_of(gold: Int[Tensor, " n"], labels: int) -> Int[Tensor, "n others"]:
@@ -70,17 +71,34 @@ def balanced(spread: Float[Tensor, " parameters"], together: int) -> Float[Tenso
     return 1 / size.clamp_min(LEAST_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
 
 
-def summed_loss(values: Float[Tensor, "n columns"]) -> float:
-    """Cross-entropy of the gold labels, in nats, from the columns."""
-    return float(_with_gold(values).logsumexp(1).sum())
+def weighted_mean(
+    values: Float[Tensor, "n parameters"], weights: Float[Tensor, " n"] | None
+) -> Float[Tensor, " parameters"]:
+    """Average over demonstrations."""
+    return values.mean(0) if weights is None else (weights / weights.sum()).to(values) @ values
+
+
+def summed_loss(values: Float[Tensor, "n columns"], weights: Float[Tensor, " n"] | None = None) -> float:
+    """Weighted sum of the gold labels' cross-entropy, in nats, from the columns."""
+    losses = _with_gold(values).logsumexp(1)
+    return float(losses.sum() if weights is None else weights @ losses)
 
 
 def optimum(
-    start: Float[Tensor, "n columns"], kernel: Float[Tensor, "n_columns n_columns"], tau: float
+    start: Float[Tensor, "n columns"],
+    kernel: Float[Tensor, "n_columns n_columns"],
+    tau: float,
+    importance: Float[Tensor, " n"] | None = None,
 ) -> Float[Tensor, " n_columns"]:
-    """Weights ``a`` at which kernel logistic regression, ``start + kernel a``, is best: damped Newton steps.
-    The parameters that they stand for are the Jacobian's transpose times ``a``. The start has values of the
-    columns, the kernel their inner products, both in float64; ``tau`` is the strength of the prior.
+    """Solve kernel logistic regression, ``start + kernel a``, for ``a`` by damped Newton steps.
+
+    The parameters are the Jacobian's transpose times ``a``.
+
+    Args:
+        start: values of the columns at the point of linearization, in float64.
+        kernel: inner products of the columns, in float64.
+        tau: strength of the prior.
+        importance: weights of the demonstrations' losses, in float64; None: 1 each.
     """
     n, count = start.shape
     weights = torch.zeros(n * count, dtype=torch.float64)
@@ -88,12 +106,15 @@ def optimum(
 
     def objective(at: Tensor) -> tuple[Tensor, float]:
         values = start + (kernel @ at).view_as(start)
-        return values, summed_loss(values) + (tau / 2 * at @ kernel @ at).item()
+        return values, summed_loss(values, importance) + (tau / 2 * at @ kernel @ at).item()
 
     values, best = objective(weights)
     for _ in range(NEWTON_STEPS):
         probable = _with_gold(values).softmax(1)[:, 1:]
         curvature = torch.diag_embed(probable) - probable[:, :, None] * probable[:, None]
+        if importance is not None:
+            probable = importance[:, None] * probable
+            curvature = importance[:, None, None] * curvature
         bent = (curvature @ kernel.view(n, count, -1)).view_as(kernel)
         move = torch.linalg.solve(tau * eye + bent, probable.flatten() + tau * weights)
         length = 1.0

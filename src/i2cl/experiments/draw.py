@@ -116,7 +116,7 @@ def draw(
     if keep_back is None:
         keep_back = KEEP_BACK if scored and shots is None else 0
     if from_file and isinstance(shots, int):
-        _warn_of_small_classes(task, shots)
+        warn_of_small_classes(task, shots)
     drawn_freely = from_file or everything
     shown = up_to(task, count, seed, keep_back) if drawn_freely else task.sample(count, seed)
     if anchored:
@@ -124,7 +124,8 @@ def draw(
     return Draw(shown, count, len(task.train), keep_back if from_file else 0)
 
 
-def _warn_of_small_classes(task: Task, shots: int) -> None:
+def warn_of_small_classes(task: Task, shots: int) -> None:
+    """Emit a `FewRowsWarning` if classes have fewer rows than the requested number of demonstrations."""
     groups = group_by_label(task.train, len(task.labels))
     small = [
         f"{word} ({len(rows)})" for word, rows in zip(task.labels, groups, strict=True) if len(rows) < shots

@@ -11,6 +11,7 @@ import pydantic
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.encoder_bias import EmbeddingsConfig, EncoderBias
 from i2cl.core.injection import Injection
+from i2cl.core.weights import apply_class_weight
 from i2cl.injections.temperature import SPREAD, TYPICAL
 from i2cl.methods.base import Cost, Method, Predictor
 from i2cl.methods.calibrated.folds import injected
@@ -98,7 +99,8 @@ class AnchoredWithEmbeddings(Anchored):
         """Fit the encoder's part, then the model's, which counts as at its typical temperature.
         Raises I2CLError as `i2cl.core.encoder_bias.EncoderBias.fit`.
         """
-        bias = EncoderBias.fit(self.embeddings, task, demonstrations, str(decoder.device), scale=TYPICAL)
+        shown = apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
+        bias = EncoderBias.fit(self.embeddings, task, shown, str(decoder.device), scale=TYPICAL)
         injection = super().injection(decoder, task, demonstrations, seed, progress, scoring)
         settings = injection.settings | {"embeddings_c": self.embeddings.embeddings_c}
         return replace(injection, encoder_bias=bias, settings=settings, temperature=TYPICAL)

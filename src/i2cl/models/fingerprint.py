@@ -55,6 +55,11 @@ class ModelIdentity:
     quantization: str | None = None
     config: dict[str, Any] = field(hash=False, kw_only=True)  #: fields that change results (`told_config`)
 
+    def __repr__(self) -> str:
+        """Name, revision and fingerprint, which fit into one line."""
+        revision = "" if self.revision is None else f", revision={self.revision!r}"
+        return f"ModelIdentity({self.name!r}{revision}, weights={self.weights!r})"
+
     def difference(self, other: "ModelIdentity") -> str | None:
         """What sets two base models apart, in words, or None. Name, revision and precision do not count.
         Of the configurations, fields that both have are compared, since versions of transformers add some.

@@ -1,5 +1,6 @@
 """How a model is borrowed: by one thread at a time, without training it, and given back as it was."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -7,10 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from types import FrameType, TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 
+from i2cl.errors import I2CLError
 from i2cl.models.onednn import fast_products
 
 P = ParamSpec("P")
@@ -19,6 +22,7 @@ T = TypeVar("T")
 POLL = 0.1  # seconds between two looks for Ctrl-C while another thread has the model
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
+_IN_USE_AT_FORK: WeakSet[nn.Module] = WeakSet()
 
 
 class _CtrlC:
@@ -111,9 +115,37 @@ def uninterrupted(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractCon
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
-    """The lock of a model, which all that run it share."""
+    """Return the lock of a model, which everything that runs it shares.
+
+    Raises:
+        I2CLError: in a process that was forked while another thread was using the model.
+    """
+    if model in _IN_USE_AT_FORK:
+        what = "this process was forked while another thread was using the model"
+        raise I2CLError(f"{what}: load it in this process, or start processes with 'spawn'")
     with _LOCKS_LOCK:
         return _LOCKS.setdefault(model, threading.RLock())
+
+
+def _reset_after_fork() -> None:
+    """Make models usable in a forked child (multiprocessing, gunicorn --preload, DataLoader).
+
+    GNU OpenMP hangs in a child if its parent has used several threads, so the child uses one, as torch's own
+    DataLoader workers do. A model that another thread was using has hooks that nobody will remove any more.
+    """
+    global _LOCKS_LOCK  # noqa: PLW0603
+    _LOCKS_LOCK = threading.Lock()
+    for model, lock in list(_LOCKS.items()):
+        if lock.acquire(blocking=False):
+            lock.release()
+        else:
+            _IN_USE_AT_FORK.add(model)
+    if len(_LOCKS):  # a model has run in the parent
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @uninterrupted

@@ -15,7 +15,7 @@ from i2cl.tasks.rows import read_labelled
 from i2cl.tasks.schema import HubSource, TaskSpec, read_spec
 from i2cl.tasks.synthetic import NAME as SYNTHETIC, synthetic_task
 from i2cl.tasks.task import Example, Task, Template
-from i2cl.tasks.template import DEFAULT
+from i2cl.tasks.template import DEFAULT_TEMPLATE
 
 BUILTIN = Path(__file__).parent / "builtin"
 
@@ -113,7 +113,7 @@ def load_task(
 
 def default_template(name: StrPath) -> str | None:
     """Return the default template, or None if the task defines one."""
-    return DEFAULT if is_own(name) else None
+    return DEFAULT_TEMPLATE if is_own(name) else None
 
 
 def is_own(name: StrPath) -> bool:

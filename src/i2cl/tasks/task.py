@@ -20,10 +20,17 @@ __all__ = ["Example", "Examples", "Task", "Template"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text with its class id, an index into the task's label words."""
+    """One text with its class id.
+
+    Attributes:
+        text: the text.
+        label: index into the task's label words.
+        weight: factor of this example's loss in a fit, above 0.
+    """
 
     text: str
     label: int
+    weight: float = 1.0
 
 
 Examples = Sequence[Example]  # rows, or demonstrations, in their order

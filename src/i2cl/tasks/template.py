@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 TEXT_FIELD = "{text}"
 LABEL_FIELD = "{label}"
-# For rows of which nobody says how to ask, on the command line as on the page of `i2cl serve`.
-DEFAULT = "Text: {text}\nLabel: {label}"
+# Used by the command line, the server and I2CLClassifier for texts without a template of their own.
+DEFAULT_TEMPLATE = "Text: {text}\nLabel: {label}"
 _FIELD = re.compile(r"\{[^{}]*\}")
 _CURE = "write it like 'Review: {text}\\nSentiment: {label}'"
 

@@ -86,6 +86,12 @@ class MethodOptions:
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
+    class_weight: str | None = opt(
+        None,
+        "'balanced' weights each class inversely to its frequency among the examples; or weights by label, "
+        "such as 'spam=5,ham=1'; default: all examples count the same.",
+        metavar="balanced|LABEL=WEIGHT,...",
+    )
     memory: float | None = opt(
         None,
         "Gigabytes beyond the model that the derivatives of anchored calibration may take; default: a "
@@ -288,8 +294,9 @@ def _method_of(way: MethodOptions) -> "Injector":
     from i2cl.methods import calibrating_method
     from i2cl.methods.anchored import AnchoredWithEmbeddings
 
-    memory = {} if way.memory is None else {"memory": str(way.memory)}
-    chosen = calibrating_method(way.method, load.options(way.settings) | memory, way.recipe)
+    given = {"memory": way.memory, "class_weight": way.class_weight}
+    named = {name: str(value) for name, value in given.items() if value is not None}
+    chosen = calibrating_method(way.method, load.options(way.settings) | named, way.recipe)
     if isinstance(chosen, AnchoredWithEmbeddings):
         encoder_bias.encoder_source(chosen.embeddings.encoder)
     return chosen

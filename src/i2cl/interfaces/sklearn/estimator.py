@@ -5,10 +5,11 @@ never copied: clones share it, and a pickle holds its name and fingerprint inste
 """
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -18,12 +19,14 @@ from sklearn.utils.validation import check_is_fitted
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
+from i2cl.experiments.draw import up_to, warn_of_small_classes
 from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
 from i2cl.experiments.fitting import FitRequest, fit_task
 from i2cl.injections.confidence import require_confidence
 from i2cl.injections.temperature import normalised
-from i2cl.interfaces.sklearn.inputs import as_classes, as_texts, label_words
-from i2cl.interfaces.sklearn.shared import ModelSource, find_decoder
+from i2cl.interfaces.sklearn.inputs import Classes, as_examples, as_texts, label_words
+from i2cl.interfaces.sklearn.quiet import quiet_unless_verbose
+from i2cl.interfaces.sklearn.shared import NO_MODEL, ModelSource, find_decoder
 from i2cl.methods import METHODS, calibrating_method
 from i2cl.methods.anchored import AnchoredWithEmbeddings
 from i2cl.methods.calibrated.folds import require_folds
@@ -31,64 +34,68 @@ from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.precision import dtype_name
-from i2cl.tasks import Example, Task, Template
+from i2cl.tasks import Task, Template
+from i2cl.tasks.template import DEFAULT_TEMPLATE
 
-# The prompt format where none is given; words of the task itself serve a large model better.
-TEMPLATE = "{text}\nAnswer: {label}"
-
-STORED = "classifier"  # where an injection's settings keep what only the classifier knows
+STORED = "classifier"  # key of `Injection.settings` for what only the classifier knows
+DTYPES = re.compile(r"[|<>=]?(O|b1|[iuf][1248]|U\d{1,5})")  # of classes in an artefact
 
 
 class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Classifies texts with a frozen decoder LLM and one injection fitted to the training texts.
 
     Args:
-        model: name, folder, GGUF file or hub id, loaded once a process; or a `Decoder`, which clones
-            share; or a `ModelIdentity`, which names one and says what its fingerprint has to be.
-        template: prompt format with ``{text}`` and ``{label}`` at its end, or a `Template`.
-        chat: ask in the model's own chat template instead.
-        instruction: stands before everything else; of a chat, its system turn.
-        labels: the word that the model is to say for each class. Default: the class names themselves,
-            where they are strings.
-        shots: demonstrations per class, drawn with ``random_state``; None takes all training texts.
+        model: name, folder, GGUF file or hub id, loaded once per process; or a `Decoder`, which clones share;
+            or a `ModelIdentity`, which also checks the model's fingerprint. Required by `fit`.
+        template: prompt format with ``{text}``, and ``{label}`` at its end, or a `Template`.
+        chat: use the model's own chat template instead.
+        instruction: text before everything else; in a chat, the system turn.
+        labels: the words that the model says for the classes: a dict from each class to its word, or a list
+            in the sorted order of the classes. Either form also covers classes that scikit-learn has numbered
+            from 0. Default: the classes themselves, if they are strings.
+        shots: examples per class, drawn with ``random_state``, or all if a class has fewer; None uses all
+            training texts.
         method: ``"anchored"``, an injection fitted around the plain model among the labels; ``"i2cl"``, the
-            paper's; or ``"anchored+sentence_embeddings"``, the first and a sentence encoder, a second, small
-            model. Default: the first; another where a recipe or an option of its own is given.
-        recipe: of I2CL's calibration: ``"paper"`` (its default), ``"released"`` or ``"fast"``.
+            paper's method; or ``"anchored+sentence_embeddings"``, the first combined with a sentence encoder.
+            Default: ``"anchored"``, or the method that a recipe or an option belongs to.
+        recipe: calibration recipe of I2CL: ``"paper"`` (its default), ``"released"`` or ``"fast"``.
         settings: options of the method over the recipe's, such as ``{"encoder": "minilm"}``; `i2cl ls
             methods` lists them.
-        unlabelled: texts as they will come, 32 or more, that a label prior is measured on, see
-            `i2cl.injections.label_prior.with_label_prior`; it takes classes for equally frequent there.
-        min_confidence: `predict` gives no class to a text whose highest probability is below it, but an
-            empty string, or -1 where classes are numbers; `score` counts it as wrong. Also set after `fit`.
-        scoring: score a label by its first token, its whole sequence, its words, or as the labels demand.
-        random_state: of demonstrations and calibration: an int, a RandomState, or None to draw one.
-        evaluate: at most so many of the training texts that ``shots`` left over are scored for `report_`;
-            0 for none, which takes less time. They choose the temperature of the probabilities too.
-        folds: where no such texts remain, refit so often, each time without one part of the texts, to score
-            that part; 0 for none, so that nothing is reported and probabilities stay as they are.
+        class_weight: ``"balanced"``, which weights a class inversely to its frequency among the examples; a
+            dict from class to weight; or None for equal weights of all examples.
+        unlabelled: 32 or more texts without labels, to correct label bias, see
+            `i2cl.injections.label_prior.with_label_prior`; assumes that classes are equally frequent there.
+        min_confidence: `predict` returns an empty string, or -1 for numeric classes, for texts whose highest
+            probability is below this; `score` counts them as wrong. Can be changed after `fit`.
+        scoring: ``"first_token"``, ``"full"`` or ``"words"`` of each label, or ``"auto"``.
+        random_state: seed of examples and calibration: an int, a RandomState, or None to draw one.
+        evaluate: maximum number of training texts left over by ``shots`` that are scored for `report_` and
+            used to fit the temperature of the probabilities; 0 saves the time.
+        folds: number of folds of the cross-validation that replaces them if no texts are left over; 0 for
+            none.
         device: such as ``"cuda:0"``, for a model given by name. Default: an accelerator if there is one.
         dtype: such as ``"bfloat16"``, for a model given by name. Default: float32 on a CPU, else its own.
+        verbose: show progress bars and deprecation warnings of other libraries.
 
     Attributes:
         classes_: the classes, sorted; the columns of `predict_proba`.
-        report_: how it does beside zero-shot and few-shot, on training texts that ``shots`` left over, or by
-            refits.
-        injection_: what was fitted; of a loaded one the label words keep the order in which they were stored.
+        report_: evaluation beside zero-shot and few-shot baselines; None if nothing was scored.
+        injection_: the fitted injection; that of a loaded classifier keeps its stored order of label words.
     """
 
     def __init__(
         self,
-        model: ModelSource = "reference",
+        model: ModelSource | None = None,
         *,
-        template: str | Template = TEMPLATE,
+        template: str | Template = DEFAULT_TEMPLATE,
         chat: bool = False,
         instruction: str = "",
-        labels: Mapping[Any, str] | None = None,
+        labels: Mapping[Any, str] | Sequence[str] | None = None,
         shots: int | None = None,
         method: str | None = None,
         recipe: str | None = None,
         settings: Mapping[str, Any] | None = None,
+        class_weight: Mapping[Any, float] | Literal["balanced"] | None = None,
         unlabelled: Sequence[str] | None = None,
         min_confidence: float | None = None,
         scoring: Scoring = "auto",
@@ -97,6 +104,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         folds: int = 0,
         device: str | None = None,
         dtype: str | None = None,
+        verbose: bool = False,
     ) -> None:
         self.model = model
         self.template = template
@@ -107,6 +115,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.method = method
         self.recipe = recipe
         self.settings = settings
+        self.class_weight = class_weight
         self.unlabelled = unlabelled
         self.min_confidence = min_confidence
         self.scoring = scoring
@@ -115,27 +124,33 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.folds = folds
         self.device = device
         self.dtype = dtype
+        self.verbose = verbose
 
-    def fit(self, X: Any, y: Any) -> "I2CLClassifier":
-        """Extract a context vector from labelled texts and calibrate it (paper, section "Methodology").
+    @quiet_unless_verbose
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "I2CLClassifier":
+        """Fit an injection to labelled texts.
 
         Args:
             X: n texts: a list, an array or a pandas Series.
-            y: n classes: strings, or anything that ``labels`` gives words for.
+            y: n classes: strings, or anything that ``labels`` has words for.
+            sample_weight: n factors of the texts' losses, multiplied with ``class_weight``. Texts of weight 0
+                are left out.
 
         Raises:
-            I2CLError: on input that is no list of texts with a class each, classes without a word, too
-                few texts for ``shots``, a parameter that does not exist, or a model that cannot be used.
+            I2CLError: without a model, on texts or classes that are not valid, a class without a word, a
+                parameter that does not exist, or a model that cannot be used.
         """
         shots = self._checked()
         texts = as_texts(X)
-        classes, ids = as_classes(y, len(texts))
-        method = calibrating_method(self.method, self.settings, self.recipe)
+        classes, rows = as_examples(texts, y, sample_weight)
+        words = label_words(classes, self.labels)
+        method = calibrating_method(self.method, self._options(classes, words), self.recipe)
         template = self.template if isinstance(self.template, Template) else Template(self.template)
-        rows = tuple(Example(text, label) for text, label in zip(texts, ids, strict=True))
-        task = Task("texts", label_words(classes, self.labels), template, train=rows)
+        task = Task("texts", words, template, train=rows)
         seed = self._seed()
-        shown = rows if shots is None else task.sample(shots, seed)
+        if shots is not None:
+            warn_of_small_classes(task, shots)
+        shown = rows if shots is None else up_to(task, shots, seed)
         # Baselines choose their scoring by the labels, so another one would not be comparable.
         evaluate = self.evaluate if self.scoring == "auto" else 0
         plan = plan_evaluation(task, shown, evaluate, self.folds, seed)
@@ -144,7 +159,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         unlabelled = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
         request = FitRequest(method, seed, self.scoring, unlabelled)
         injection = fit_task(decoder, task, shown, request, plan)
-        stored = {STORED: {"classes": classes.tolist(), "shots": shots}}
+        stored = {STORED: {"classes": classes.tolist(), "dtype": classes.dtype.str, "shots": shots}}
         self.injection_ = replace(injection, settings=injection.settings | stored)
         self.classes_ = classes
         return self
@@ -228,20 +243,29 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         injection = Injection.from_pretrained(name, revision=revision, encoder=encoder)
         words = injection.task.labels
         stored = injection.settings.get(STORED, {"classes": list(words), "shots": None})
-        classes = np.array(stored["classes"])
+        classes = _stored_classes(stored)
         method = METHODS.get(injection.settings.get("method", I2CL.name), I2CL)
         method = AnchoredWithEmbeddings if injection.encoder_bias is not None else method
         settings = injection.context.config.model_dump() | injection.settings
         if injection.encoder_bias is not None:
             settings["encoder"] = injection.encoder_bias.encoder
-        options = method.options()
+        fields = {
+            option: field for config in method.settings for option, field in config.model_fields.items()
+        }
+        changed = {
+            option: value
+            for option, value in settings.items()
+            if option in fields and (value != fields[option].default or option == "encoder")
+        }
+        template = injection.task.template
         made = cls(
             model if model is not None else injection.base,
-            template=injection.task.template,
-            labels=dict(zip(classes.tolist(), words, strict=True)),
+            template=template.format if template == Template(template.format) else template,
+            labels=_shortest(dict(zip(classes.tolist(), words, strict=True))),
             shots=stored["shots"],
             method=method.name,
-            settings={option: value for option, value in settings.items() if option in options},
+            class_weight=changed.pop("class_weight", None),
+            settings=changed or None,
             scoring=injection.scoring,
             random_state=injection.seed,
             device=device,
@@ -250,6 +274,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         made.classes_, made.injection_ = np.sort(classes), injection
         return made
 
+    @quiet_unless_verbose
     def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:
         check_is_fitted(self)
         texts = as_texts(X)
@@ -257,11 +282,34 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         stored = injection.settings.get(STORED, {"classes": injection.task.labels})["classes"]
         return injection.scores(self._decoder(), texts).double().numpy()[:, np.argsort(stored)]
 
+    def _options(self, classes: Classes, words: Sequence[str]) -> dict[str, Any]:
+        """Options of the method, with class weights by label word."""
+        options, weights = dict(self.settings or {}), self.class_weight
+        if weights is None:
+            return options
+        if "class_weight" in options:
+            raise I2CLError("class_weight is given twice: leave it out of settings")
+        if isinstance(weights, str) and weights == "balanced":
+            return options | {"class_weight": "balanced"}
+        if not isinstance(weights, Mapping):
+            raise I2CLError(f"class_weight is {weights!r}: pass 'balanced' or a dict from class to weight")
+        by_word = {}
+        for value, word in zip(classes.tolist(), words, strict=True):
+            if found := [weights[name] for name in (value, word) if name in weights]:
+                by_word[word] = found[0]
+        odd = [name for name in weights if name not in {*classes.tolist(), *words}]
+        if odd and len(by_word) < len(words):  # as in scikit-learn: an absent class does no harm otherwise
+            raise I2CLError(f"class_weight has a weight for {odd[0]!r}, which is not a class: remove it")
+        return options | {"class_weight": by_word}
+
     def _checked(self) -> int | None:
-        """Shots, once all parameters are of a kind that can be used."""
+        """Check all parameters and return the number of shots. Raises I2CLError on an invalid value."""
+        if self.model is None:
+            raise I2CLError(NO_MODEL)
         shots, most = self.shots, 2**63
-        if shots is not None and (isinstance(shots, bool) or not isinstance(shots, int | np.integer)):
-            raise I2CLError(f"shots is {shots!r}: give a whole number, or None for all texts")
+        whole = isinstance(shots, int | np.integer) and not isinstance(shots, bool)
+        if shots is not None and not (whole and shots > 0):
+            raise I2CLError(f"shots is {shots!r}: pass a whole number above 0, or None for all texts")
         for name, value in (("evaluate", self.evaluate), ("folds", self.folds)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
                 raise I2CLError(f"{name} is {value!r}: give a whole number, 0 for none")
@@ -287,6 +335,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         decoder = find_decoder(self.model, dtype=self.dtype, device=self.device)
         self._held = decoder  # so that it stays loaded as long as this classifier lives
         return decoder
+
+    def __repr__(self, N_CHAR_MAX: int = 180) -> str:
+        """At most three lines of constructor parameters that differ from their defaults."""
+        return cast("str", super().__repr__(N_CHAR_MAX))
 
     def __getstate__(self) -> dict[str, Any]:
         """The model by reference: a pickle holds its name, its fingerprint and its precision."""
@@ -315,3 +367,19 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         inputs = tags.input_tags
         inputs.one_d_array, inputs.two_d_array, inputs.string = True, False, True
         return tags
+
+
+def _stored_classes(stored: Mapping[str, Any]) -> Classes:
+    """Return the classes of an artefact in their dtype, and in the order of its label words."""
+    dtype = stored.get("dtype")
+    if dtype is not None and not DTYPES.fullmatch(str(dtype)):
+        raise I2CLError(f"the artefact's classes have the unknown dtype {dtype!r}: copy or fit it again")
+    return np.array(stored["classes"], dtype=dtype)
+
+
+def _shortest(labels: Mapping[Any, str]) -> Mapping[Any, str] | list[str]:
+    """Write label words as a list in the order of their classes, if `label_words` reads that the same way."""
+    classes = sorted(labels)
+    same = all(isinstance(value, str) and value == word for value, word in labels.items())
+    numbered = classes == list(range(len(classes)))
+    return [labels[value] for value in classes] if same or numbered else labels

@@ -1,47 +1,89 @@
-"""What users of scikit-learn pass as X and y, as texts and class ids."""
+"""Validation of X, y, sample_weight and label words, in the containers that scikit-learn's users pass."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from sklearn.utils import assert_all_finite, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 
 from i2cl.errors import I2CLError, first_line
 from i2cl.models.scoring import require_texts
+from i2cl.tasks import Example
+
+Classes = Shaped[np.ndarray, " classes"]
 
 
 def as_texts(rows: Any, what: str = "X") -> list[str]:
-    """The texts of a list, an array or a pandas Series, and ``what`` it is. Raises I2CLError on anything but
-    one text a row, or a text that is empty.
+    """Convert a list, an array or a pandas Series to a list of strings.
+
+    Args:
+        rows: one text per row.
+        what: name of the argument, for error messages.
+
+    Raises:
+        I2CLError: if there are no rows, or a row is not a string with content.
     """
     if isinstance(rows, str):
-        raise I2CLError(f"{what} is one string: give a list of texts")
+        raise I2CLError(f"{what} is one string: pass a list of texts")
     if hasattr(rows, "toarray"):
-        cure = "give the texts themselves, as no vectorizer has seen them"
-        raise I2CLError(f"{what} is a sparse matrix: {cure}")
+        raise I2CLError(f"{what} is a sparse matrix: pass the texts themselves, without a vectorizer")
     column = rows if isinstance(rows, list | tuple) else np.asarray(rows)
     if isinstance(column, np.ndarray) and column.ndim != 1:
-        cure = "give one column, such as frame['text'], or join the columns of each row into one text"
-        raise I2CLError(f"{what} has {column.ndim} dimensions, one text a row is needed: {cure}")
+        hint = "pass one column, such as frame['text'], or join the columns of each row into one text"
+        raise I2CLError(f"{what} has {column.ndim} dimensions, but one text per row is needed: {hint}")
     texts = list(column)
     if not texts:
-        raise I2CLError(f"{what} holds no texts (0 samples), a minimum of 1 is required: give some")
+        raise I2CLError(f"{what} has no texts (0 samples), but a minimum of 1 is required: pass some")
     for row, text in enumerate(texts):
         if not isinstance(text, str):
-            cure = "give one text a row"
-            raise I2CLError(f"text {row + 1} of {what} is a {type(text).__name__} and no string: {cure}")
+            kind = type(text).__name__
+            raise I2CLError(f"text {row + 1} of {what} is a {kind}, not a string: pass one text per row")
     require_texts(texts)
-    return [str(text) for text in texts]  # numpy's strings are a class of their own
+    return [str(text) for text in texts]  # numpy.str_ is a subclass of str
 
 
-def as_classes(y: Any, rows: int) -> tuple[Shaped[np.ndarray, " classes"], list[int]]:
-    """The sorted classes, and each row's index into them. Raises I2CLError on anything but one class a row,
-    missing or continuous values, or a single class.
+def as_examples(texts: Sequence[str], y: Any, sample_weight: Any) -> tuple[Classes, tuple[Example, ...]]:
+    """Pair texts with class indices and weights.
+
+    Rows of weight 0 are left out, and so are classes that only such rows have.
+
+    Args:
+        texts: n texts.
+        y: n classes.
+        sample_weight: n weights of at least 0, or None for 1 each.
+
+    Returns:
+        The sorted classes, and the examples, whose labels are indices into the classes.
+
+    Raises:
+        I2CLError: if lengths differ, y has missing or continuous values or one class only, or weights are
+            negative, not finite or all zero.
+    """
+    classes, ids = as_classes(y, len(texts))
+    weights = _as_weights(sample_weight, len(texts))
+    if not weights.all():
+        used, ids = np.unique(np.where(weights > 0, ids, -1), return_inverse=True)
+        ids, classes = ids - 1, classes[used[1:]]
+        if len(classes) < 2:
+            raise I2CLError(f"all rows with a weight above 0 are {classes.tolist()[0]!r}: give two classes")
+    rows = zip(texts, ids.tolist(), weights.tolist(), strict=True)
+    return classes, tuple(Example(text, label, weight) for text, label, weight in rows if weight)
+
+
+def as_classes(y: Any, rows: int) -> tuple[Classes, Shaped[np.ndarray, " rows"]]:
+    """Return the sorted classes, and the index of each row's class.
+
+    Nullable, Arrow and categorical columns of pandas become the NumPy dtype of their values.
+
+    Raises:
+        I2CLError: unless there is one class per row, without missing or continuous values, and at least two
+            different ones.
     """
     if y is None:
-        raise I2CLError("fit requires y to be passed, but the target y is None: give each text's class")
+        raise I2CLError("fit requires y to be passed, but the target y is None: pass the class of each text")
+    y = _as_numpy(y)
     try:
         column = column_or_1d(y, warn=True)
         assert_all_finite(column, input_name="y")
@@ -54,26 +96,149 @@ def as_classes(y: Any, rows: int) -> tuple[Shaped[np.ndarray, " classes"], list[
         classes, ids = np.unique(column, return_inverse=True)
     except TypeError:
         kinds = ", ".join(sorted({type(value).__name__ for value in column.tolist()}))
-        raise I2CLError(f"y mixes classes of several types ({kinds}): give all of them one type") from None
+        raise I2CLError(f"y mixes classes of several types ({kinds}): convert them to one type") from None
     if len(classes) < 2:
-        raise I2CLError(f"y holds one class alone, {classes.tolist()[0]!r}: give texts of at least two")
-    return classes, ids.tolist()
+        raise I2CLError(f"y has only one class, {classes.tolist()[0]!r}: pass texts of at least two")
+    return classes, ids
 
 
-def label_words(classes: Shaped[np.ndarray, " classes"], labels: Mapping[Any, str] | None) -> tuple[str, ...]:
-    """The word that the model is to say for each class. Raises I2CLError on a class without a word."""
+def _as_numpy(y: Any) -> Any:
+    """Replace what scikit-learn would convert to floats or refuse: pandas' extension dtypes, objects."""
+    if hasattr(y, "iloc") and getattr(y, "ndim", 1) == 2 and y.shape[1] == 1:
+        column_or_1d(np.empty(y.shape), warn=True)  # warns that a column vector was passed
+        y = y.iloc[:, 0]
+    if hasattr(getattr(y, "dtype", None), "na_value") and hasattr(y, "isna"):
+        _require_complete(y.isna().tolist())
+        y = y.to_numpy(dtype=getattr(y.dtype, "numpy_dtype", None))
+    elif hasattr(y, "to_numpy") and getattr(y, "ndim", 1) == 1:
+        y = y.to_numpy()
+    if isinstance(y, np.ndarray) and y.dtype.kind == "T":  # numpy.dtypes.StringDType
+        y = y.astype(object)
+    if isinstance(y, list | tuple) or (isinstance(y, np.ndarray) and y.dtype == object and y.ndim == 1):
+        _require_complete([_is_missing(value) for value in y])
+    if isinstance(y, np.ndarray) and y.dtype == object:
+        for kinds in ((bool, np.bool_), (int, np.integer)):
+            if all(isinstance(value, kinds) for value in y):
+                return np.array(y.tolist())
+    return y
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is None, NaN, or NA or NaT of pandas."""
+    nan = isinstance(value, float | np.floating) and bool(np.isnan(value))
+    return value is None or nan or type(value).__name__ in {"NAType", "NaTType"}
+
+
+def _require_complete(missing: Sequence[bool]) -> None:
+    if True in missing:
+        row = missing.index(True) + 1
+        raise I2CLError(f"y has no class in row {row} (missing value): give each text one class")
+
+
+def _as_weights(sample_weight: Any, rows: int) -> Float[np.ndarray, " rows"]:
+    """Convert sample weights to float64; None or one number stands for equal weights."""
+    try:
+        weights = np.asarray(1.0 if sample_weight is None else sample_weight, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise I2CLError(f"sample_weight is not numeric ({first_line(error)}): pass numbers") from None
+    if weights.ndim == 0:
+        weights = np.full(rows, weights)
+    if weights.shape != (rows,):
+        raise I2CLError(f"sample_weight has shape {weights.shape}: pass one weight for each of {rows} texts")
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise I2CLError("sample_weight has a negative or infinite weight or NaN: pass numbers from 0")
+    if not weights.any():
+        raise I2CLError("every sample weight is zero: pass at least one above 0")
+    return weights
+
+
+def label_words(classes: Classes, labels: Mapping[Any, str] | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the word that the model says for each class.
+
+    scikit-learn's meta-estimators number string classes before they fit, so words for strings are also
+    accepted for their numbers: the i-th number stands for the i-th class in sorted order. Some of the classes
+    may be absent.
+
+    Args:
+        classes: the sorted classes of y.
+        labels: a dict from each class to its word; the words in the sorted order of the classes; or None if
+            the classes are the words.
+
+    Raises:
+        I2CLError: if a class has no word, or a word is not a string.
+    """
     values = classes.tolist()
     if labels is None:
-        if not all(isinstance(value, str) for value in values):
-            cure = f"pass labels, such as labels={{{values[0]!r}: 'word', ...}}"
-            raise I2CLError(f"classes such as {values[0]!r} are no words that a model can say: {cure}")
+        _require_words(values)
         return tuple(values)
-    if not isinstance(labels, Mapping):
-        raise I2CLError(f"labels is a {type(labels).__name__}: give a dict from each class to its word")
-    if missing := [value for value in values if value not in labels]:
-        raise I2CLError(f"labels has no word for class {missing[0]!r}: add it")
-    if odd := [labels[value] for value in values if not isinstance(labels[value], str)]:
-        raise I2CLError(f"labels has {odd[0]!r}, which is no word: give strings")
+    if isinstance(labels, Mapping):
+        words = _words_by_class(values, labels)
+    elif isinstance(labels, Sequence | np.ndarray) and not isinstance(labels, str):
+        words = _words_in_order(values, list(labels))
+    else:
+        hint = "pass a list of words, or a dict from each class to its word"
+        raise I2CLError(f"labels is a {type(labels).__name__}: {hint}")
     if odd := [value for value in values if not isinstance(value, str | int | float)]:
-        raise I2CLError(f"class {odd[0]!r} is no string or number, which a saved task holds: give such")
-    return tuple(labels[value] for value in values)
+        raise I2CLError(f"class {odd[0]!r} is not a string or a number: a saved task holds only these")
+    return tuple(map(str, words))
+
+
+def _require_words(values: Sequence[Any]) -> None:
+    odd = next((value for value in values if not isinstance(value, str)), None)
+    if odd is None:
+        return
+    if _are_ids(values, 2 * len(values)):
+        raise I2CLError(
+            f"y has class ids such as {odd!r} and no label words: pass labels, a word for each id in order, "
+            "such as labels=['negative', 'positive']; if your classes are strings, which cross_val_predict, "
+            "VotingClassifier and StackingClassifier number before fit, pass labels=sorted(set(y))"
+        )
+    hint = f"pass labels, such as labels={{{odd!r}: 'word', ...}}"
+    raise I2CLError(f"class {odd!r} is not a word that the model can say: {hint}")
+
+
+def _require_strings(words: Sequence[Any]) -> None:
+    if odd := [word for word in words if not isinstance(word, str)]:
+        raise I2CLError(f"labels has {odd[0]!r}, which is not a string: pass words")
+
+
+def _are_ids(values: Sequence[Any], count: int) -> bool:
+    """Whether all values are whole numbers from 0 to ``count - 1``."""
+    return all(isinstance(value, int | float) and value in range(count) for value in values)
+
+
+def _words_by_class(values: Sequence[Any], labels: Mapping[Any, str]) -> list[str]:
+    _require_strings(list(labels.values()))
+    missing = [value for value in values if value not in labels]
+    if not missing:
+        return [labels[value] for value in values]
+    if len(missing) == len(values) and set(values) <= set(labels.values()):
+        return list(values)  # the dict is for ids, and these classes are the words themselves
+    if 0 not in labels and _are_ids(values, len(labels)):
+        try:
+            order = sorted(labels)
+        except TypeError:
+            order = []
+        if order:
+            return [labels[order[int(value)]] for value in values]
+    raise I2CLError(f"labels has no word for class {missing[0]!r}: add it")
+
+
+def _words_in_order(values: Sequence[Any], words: Sequence[str]) -> list[str]:
+    _require_strings(words)
+    if not all(isinstance(value, str) for value in values):
+        if _are_ids(values, len(words)):
+            return [words[int(value)] for value in values]
+        odd = next(value for value in values if not _are_ids([value], len(words)))
+        hint = f"pass a dict, such as labels={{{odd!r}: 'word', ...}}"
+        raise I2CLError(f"labels lists words for ids 0 to {len(words) - 1}, not for class {odd!r}: {hint}")
+    unknown = [value for value in values if value not in words]
+    if not unknown:
+        if list(words) != sorted(words):  # their numbers would get other words
+            order = "the order in which scikit-learn numbers string classes"
+            raise I2CLError(f"labels is not sorted, which is {order}: pass labels={sorted(words)}")
+        return list(values)
+    if len(unknown) == len(values) == len(words):
+        return list(words)
+    hint = "add it, or pass a dict from each class to its word"
+    raise I2CLError(f"labels has no word for class {unknown[0]!r}: {hint}")

