@@ -148,3 +148,11 @@ def test_a_sharded_checkpoint(tmp_path):
     load_model_and_tokenizer(str(tmp_path))
     shards[-1].unlink()
     one_line("cannot load", load_model_and_tokenizer, str(tmp_path))
+
+
+def test_tokenizer_class_of_another_algorithm_is_one_line(folder):
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text()) | {"tokenizer_class": "XLNetTokenizer"}
+    path.write_text(json.dumps(fields))
+    says = "cannot load the tokenizer of .*: compare tokenizer_class in tokenizer_config.json"
+    one_line(says, load_model_and_tokenizer, str(folder))

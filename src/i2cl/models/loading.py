@@ -112,11 +112,22 @@ def load_model_and_tokenizer(
 def _from_folder_or_hub(name: str, source: str, loading: dict[str, Any], common: dict[str, Any]) -> Any:
     if not Path(source).exists():
         require_reachable(source, common["revision"], NAMES)
-    with _load_errors(f"the tokenizer of {name!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    tokenizer = _load_tokenizer(name, source, common)
     with _load_errors(f"the model {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **common)
     return *loaded, tokenizer
+
+
+def _load_tokenizer(name: str, source: str, common: dict[str, Any]) -> Any:
+    what = f"the tokenizer of {name!r}"
+    try:
+        with _load_errors(what):
+            return AutoTokenizer.from_pretrained(source, **common)
+    except I2CLError:
+        raise
+    except Exception as error:  # tokenizers raises bare exceptions
+        hint = "compare tokenizer_class in tokenizer_config.json with tokenizer.json"
+        raise I2CLError(f"cannot load {what} ({_reason(error)}): {hint}") from error
 
 
 def _from_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
