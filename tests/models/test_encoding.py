@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from fitting import fit, injected, one_line
 from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template
@@ -205,6 +206,27 @@ def test_tokenizer_that_knows_no_word_is_refused():
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     one_line("encodes every word as '<unk>': compare tokenizer_class", Encoder.of, tokenizer)
+
+
+def test_threads_share_a_tokenizer_that_was_saved_with_truncation_and_padding(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    fields["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    pad = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    fields["padding"] = {"strategy": {"Fixed": 8}, "direction": "Right", **pad}
+    path.write_text(json.dumps(fields))
+    text = "a film that is longer than eight tokens "
+    expected = Encoder.of(tiny_tokenizer())([text * count for count in range(1, 9)])
+    encoder = Encoder.of(AutoTokenizer.from_pretrained(tmp_path))
+
+    def encode(count):
+        marked = encoder.literal("<|endoftext|>")
+        return [(encoder([text * count])[0], encoder.spans(marked), encoder.plain("a")) for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(encode, range(1, 9)))
+    assert [{ids for ids, _, _ in result} for result in results] == [{ids} for ids in expected]
 
 
 # Through every way a text goes

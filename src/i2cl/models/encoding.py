@@ -409,7 +409,7 @@ def _check_special_tokens(encoder: Encoder, template: Template, labels: Sequence
             raise I2CLError(f"label {label!r} contains the special token {special!r}: rename the label")
     size = len(encoder.front)
     if size and encoder([template.query("text")])[0][size : 2 * size] == encoder.front:
-        bos = encoder.tokenizer.decode(encoder.front)
+        bos = encoder.tokenizer.decode(list(encoder.front))
         raise I2CLError(
             f"the template begins with {bos!r}, which this tokenizer adds by itself, so that prompts would "
             "begin with it twice: remove it from the template"
