@@ -41,6 +41,8 @@ class LabelLookup:
             if key in table:
                 return table[key]
         number = as_id(word)
+        if str(number) in self._exact:  # 1.0 is the label word "1" where there is one
+            return self._exact[str(number)]
         place = -1 if number is None else number - self.first
         return place if 0 <= place < len(self.labels) else None
 
