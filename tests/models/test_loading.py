@@ -156,3 +156,8 @@ def test_tokenizer_class_of_another_algorithm_is_one_line(folder):
     path.write_text(json.dumps(fields))
     says = "cannot load the tokenizer of .*: compare tokenizer_class in tokenizer_config.json"
     one_line(says, load_model_and_tokenizer, str(folder))
+
+
+def test_folder_of_an_adapter_is_named_as_such(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    one_line("is a PEFT adapter, not a model: give its base model", load_model_and_tokenizer, str(tmp_path))

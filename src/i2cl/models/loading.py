@@ -301,6 +301,9 @@ def _plain_reader() -> Any:
 
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            hint = "give its base model, or merge it (merge_and_unload) and save the result"
+            raise I2CLError(f"{str(folder)!r} is a PEFT adapter, not a model: {hint}")
         raise I2CLError(f"{str(folder)!r} is no model folder: it has no config.json")
     if any(folder.glob("*.safetensors")):
         return
