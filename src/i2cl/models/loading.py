@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, first_line, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config
-from i2cl.storage.hub import require_reachable
+from i2cl.storage.hub import cached_snapshot, require_reachable
 
 REFERENCE = "reference"  # the name of the bundled model
 SMOLLM2 = "smollm2"  # the name of SmolLM2-135M-Instruct, where the package `SMOLLM2_PACKAGE` is installed
@@ -110,8 +110,9 @@ def load_model_and_tokenizer(
 
 
 def _from_folder_or_hub(name: str, source: str, loading: dict[str, Any], common: dict[str, Any]) -> Any:
-    if not Path(source).exists():
-        require_reachable(source, common["revision"], NAMES)
+    if not Path(source).exists() and not require_reachable(source, common["revision"], NAMES):
+        # Some of transformers' requests ignore local_files_only and are retried for half a minute each.
+        source, common = cached_snapshot(source, common["revision"]), common | {"revision": None}
     tokenizer = _load_tokenizer(name, source, common)
     with _load_errors(f"the model {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **common)
