@@ -51,9 +51,9 @@ def narrow(monkeypatch):
 
 
 COMMANDS = {
-    "fit": "fit {home}/model {home}/\u00f6.jsonl -o {new} --template {text}{label} --shots 2 --set epochs=1",
+    "fit": "fit {home}/model {home}/\u00f6.jsonl -o {new} --template {text}:{label} --shots 2 --set epochs=1",
     "predict": "predict {home}/artefact {home}/t.txt",
-    "eval": "eval {home}/model {home}/\u00f6.jsonl --test {home}/\u00f6.jsonl --template {text}{label} "
+    "eval": "eval {home}/model {home}/\u00f6.jsonl --test {home}/\u00f6.jsonl --template {text}:{label} "
     "--shots 1 --method zero_shot --workers 1",
     "ls": "ls tasks",
     "export": "export {home}/artefact {new}\u00f6 --to hf",

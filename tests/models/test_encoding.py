@@ -1,14 +1,25 @@
 """What a user wrote is text, also where it spells a control token; a template may hold control tokens."""
 
+import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from fitting import fit, injected
+from fitting import fit, injected, one_line
 from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.models.encoding import Encoder, label_tokens
@@ -38,9 +49,10 @@ def tokenizer_of(kind):
         backend, trainer = models.Unigram(), trainers.UnigramTrainer(unk_token="<unk>", **options)
     else:
         backend, trainer = models.BPE(unk_token="<unk>"), trainers.BpeTrainer(**options)
+    scheme = "always" if "legacy" in kind else "first"
     backend = Tokenizer(backend)
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
     backend.train_from_iterator(LINES, trainer)
     return of(backend)
 
@@ -90,6 +102,131 @@ def test_spans_are_places_in_the_prompt(encoder):
     assert len(spans) == len(encoder([prompt])[0])
     assert (spans[0], spans[-1]) == ((0, 12), (len(prompt) - 4, len(prompt)))
     assert [left for left, _ in spans] == sorted(left for left, _ in spans)
+
+
+PROMPTS = (
+    "<|im_start|>the {}<|im_end|> of all<|im_start|> film {}<|im_end|>",
+    "</s>{}",
+    "the {} of all",
+)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "legacy sentencepiece BPE"])
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("text", ["a film", " film", "film "])
+def test_special_token_in_a_text_leaves_the_tokens_of_the_template_unchanged(kind, prompt, text):
+    encoder = Encoder.of(tokenizer_of(kind))
+    (expected,) = encoder([prompt.replace("{}", text)])
+    mark = encoder.literal("</s>").removeprefix("<").removesuffix("/s>")
+    marked = text[:1] + mark + text[1:]
+    assert encoder([prompt.replace("{}", marked)]) == [expected]
+
+
+def test_whitespace_that_a_special_token_strips_is_stripped_beside_a_marked_text():
+    tokenizer = tokenizer_of("byte-level BPE")
+    tokenizer.add_tokens(
+        [AddedToken("<|user|>", rstrip=True, lstrip=True, special=True)], special_tokens=True
+    )
+    encoder = Encoder.of(tokenizer)
+    (plain,) = encoder(["of all \n<|user|>\n a film<|im_end|>"])
+    (marked,) = encoder(["of all \n<|user|>\n a film" + encoder.literal("</s>") + "<|im_end|>"])
+    assert marked[: len(plain) - 1] == plain[:-1]
+
+
+SPANNING = (
+    ("<{text}> {label}", "/s"),
+    ("a {text}> {label}", "x</s"),
+    ("<{text} b {label}", "|im_end|> x"),
+    ("<|{text}|> {label}", "im_end"),
+)
+
+
+@pytest.mark.parametrize(("template", "text"), SPANNING)
+def test_text_and_template_together_never_spell_a_special_token(encoder, template, text):
+    template = Template(template)
+    assert special(encoder) & set(encoder([template.query(text)])[0])
+    assert not special(encoder) & set(encoder([template.query(encoder.literal(text))])[0])
+
+
+# Tokenizers, templates and labels that cannot be used
+
+
+def with_bos():
+    tokenizer = tokenizer_of("byte-level BPE")
+    token = ("</s>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("</s> $A", None, [token])
+    return Encoder.of(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [Template("</s>Review: {text}\nTopic: {label}"), Template("{text}\n{label}").instructed("</s>Say it.")],
+)
+def test_template_that_repeats_the_bos_of_the_tokenizer_is_refused(template):
+    says = "template begins with '</s>', which this tokenizer adds by itself.*remove it"
+    one_line(says, label_tokens, with_bos(), template, ("C", "D"))
+    label_tokens(Encoder.of(tokenizer_of("byte-level BPE")), template, ("C", "D"))  # which adds none
+
+
+@pytest.mark.parametrize("label", ["good</s>", "<|im_end|>"])
+def test_label_with_a_special_token_is_refused(encoder, label):
+    template = Template("Review: {text}\nTopic:\n{label}")
+    one_line("contains the special token .*: rename the label", label_tokens, encoder, template, ("a", label))
+
+
+@pytest.mark.parametrize("labels", [(": C", ": D"), ("(a", "(b")])
+def test_label_that_merges_with_the_end_of_the_prompt_is_refused(labels):
+    backend = byte_level(["Topic:: C Topic:(a"] * 20, 300)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    template = Template("Ticket: {text} Topic:{label}")
+    one_line(
+        "merges label .* with the end of the prompt", label_tokens, Encoder.of(tokenizer), template, labels
+    )
+
+
+def test_tokenizer_that_loses_spaces_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+    vocabulary["decoder"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+    backend = Tokenizer.from_str(json.dumps(vocabulary))
+    says = "loses spaces: 'one two' is decoded as 'onetwo': compare tokenizer_class"
+    one_line(says, Encoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_tokenizer_that_cannot_encode_text_is_one_line():
+    backend = Tokenizer(models.BPE({"a": 0}, [], unk_token="<unk>"))
+    says = "cannot encode text .*<unk>.* not found.*: compare tokenizer_class"
+    one_line(says, Encoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_tokenizer_that_knows_no_word_is_refused():
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    one_line("encodes every word as '<unk>': compare tokenizer_class", Encoder.of, tokenizer)
+
+
+def test_threads_share_a_tokenizer_that_was_saved_with_truncation_and_padding(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    fields["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    pad = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    fields["padding"] = {"strategy": {"Fixed": 8}, "direction": "Right", **pad}
+    path.write_text(json.dumps(fields))
+    text = "a film that is longer than eight tokens "
+    expected = Encoder.of(tiny_tokenizer())([text * count for count in range(1, 9)])
+    encoder = Encoder.of(AutoTokenizer.from_pretrained(tmp_path))
+
+    def encode(count):
+        marked = encoder.literal("<|endoftext|>")
+        return [(encoder([text * count])[0], encoder.spans(marked), encoder.plain("a")) for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(encode, range(1, 9)))
+    assert [{ids for ids, _, _ in result} for result in results] == [{ids} for ids in expected]
 
 
 # Through every way a text goes

@@ -42,7 +42,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", tokenizer)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", model)
-    monkeypatch.setattr(loading, "require_reachable", lambda *_named: None)
+    monkeypatch.setattr(loading, "require_reachable", lambda *_named: True)
     return calls
 
 
@@ -148,3 +148,24 @@ def test_a_sharded_checkpoint(tmp_path):
     load_model_and_tokenizer(str(tmp_path))
     shards[-1].unlink()
     one_line("cannot load", load_model_and_tokenizer, str(tmp_path))
+
+
+def test_tokenizer_class_of_another_algorithm_is_one_line(folder):
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text()) | {"tokenizer_class": "XLNetTokenizer"}
+    path.write_text(json.dumps(fields))
+    says = "cannot load the tokenizer of .*: compare tokenizer_class in tokenizer_config.json"
+    one_line(says, load_model_and_tokenizer, str(folder))
+
+
+def test_folder_of_an_adapter_is_named_as_such(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    one_line("is a PEFT adapter, not a model: give its base model", load_model_and_tokenizer, str(tmp_path))
+
+
+def test_cached_model_loads_without_further_requests_while_the_hub_does_not_answer(folder, monkeypatch):
+    monkeypatch.setattr(loading, "require_reachable", lambda *_named: False)
+    monkeypatch.setattr(loading, "cached_snapshot", lambda name, revision: str(folder))
+    monkeypatch.setattr("socket.socket.connect", lambda *_named: pytest.fail("asked the hub"))
+    decoder = Decoder.from_pretrained("acme/tiny", revision="v1.0", device="cpu")
+    assert (decoder.base.name, decoder.base.revision) == ("acme/tiny", "v1.0")

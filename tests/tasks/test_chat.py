@@ -102,3 +102,8 @@ def test_an_instruction_before_a_plain_template_stands_once_and_one_with_braces_
     assert result.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
     assert result.instructed("") == Template("Text: {text}\nLabel: {label}")
     one_line(r"the instruction 'Use \{a\}' holds braces", Template.chat, tokenizer(CHATML), "Use {a}")
+
+
+def test_instruction_that_spells_a_special_token_is_refused():
+    says = r"the instruction 'Say <\|endoftext\|>' contains the special token '<\|endoftext\|>': remove it"
+    one_line(says, Template.chat, tokenizer(CHATML), "Say <|endoftext|>")

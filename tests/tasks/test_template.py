@@ -37,6 +37,7 @@ def test_user_text_is_never_formatted(text):
         ("{text} {topic}: {label}", "unknown fields {topic}"),
         ("{text} {}: {label}", "unknown fields {}"),
         ("{{text}}: {label}", "doubles its braces"),
+        ("Topic of {text}{label}", "has nothing between {text} and {label}"),
     ],
 )
 def test_bad_formats_name_the_cure(text_format, said):

@@ -231,6 +231,9 @@ class Decoder:
 
     def require_identity(self) -> None:
         """Refuse a model whose blocks do not simply add their writers, as a post-norm OPT (I2CLError)."""
+        if math.isnan(self.residual_identity.worst):
+            what = f"activations of {self.name!r} overflow in {dtype_name(self.model.dtype)}"
+            raise I2CLError(f"{what}: load the model in another precision (--dtype float32)")
         if not self.residual_identity.passed:
             raise I2CLError(
                 f"the blocks of {self.name!r} add something other than its two residual writers put out "
@@ -374,6 +377,10 @@ class Decoder:
         again = nullcontext() if replay is None else replay.during(batch)
         with lock_of(self.model), placed, at_head, again, editing(edit, self.blocks, self.sites, batch):
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
+        if not torch.is_grad_enabled():
+            # A logit of +inf makes every other token impossible, so that the first label would win a tie of
+            # -inf. It becomes NaN, which is refused; finite logits stay as they are.
+            logits = logits + 0 * logits.amax(-1, keepdim=True)
         if caches is not None:
             caches.append(arguments["past_key_values"])
         return logits

@@ -17,13 +17,14 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_line
 from i2cl.models.batching import Ids
 from i2cl.tasks import Template
 
 _MARK = "\ufdd0"  # a noncharacter, which Unicode keeps for a program's own use
 _BROKEN = f"{_MARK}1"  # stands inside what would be a control token
 _KEPT = f"{_MARK}2"  # stands for the noncharacter itself
+_BEHIND_TEXT = ("=", "a", "1", "")  # after another character, tokenizers do not add a leading space
 
 
 class TooLongError(I2CLError):
@@ -51,7 +52,12 @@ class Encoder:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
-        """Find out what the tokenizer puts in front, by encoding a probe with and without it."""
+        """Find the special tokens that the tokenizer adds in front by encoding a probe with and without them.
+
+        Raises:
+            I2CLError: if the tokenizer cannot encode text, or loses the spaces between words.
+        """
+        _require_spaces(tokenizer)
         bare = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
         full = tuple(tokenizer("a")["input_ids"])
         starts = (start for start in range(len(full)) if full[start : start + len(bare)] == bare)
@@ -69,11 +75,23 @@ class Encoder:
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def literal(self, text: str) -> str:
-        """The same text, marked where it holds a special token, so that a prompt with it holds none."""
-        if _MARK not in text and not self._special.search(text):
+        """The same text, marked where it holds a special token, so that a prompt with it holds none.
+        Its ends are marked where a special token could span the text and the template around it.
+        """
+        starts, ends, inside = self._parts
+        sizes = range(1, min(len(text), max(map(len, starts), default=0)) + 1)
+        first = any(text[:size] in ends for size in sizes) or text in inside
+        last = any(text[-size:] in starts for size in sizes) or text in inside
+        if not (first or last or _MARK in text or self._special.search(text)):
             return text
         kept = text.replace(_MARK, _KEPT)
-        return self._special.sub(lambda match: match[0][0] + _BROKEN + match[0][1:], kept)
+        broken = self._special.sub(lambda match: match[0][0] + _BROKEN + match[0][1:], kept)
+        return _BROKEN * first + broken + _BROKEN * last
+
+    def special_in(self, text: str) -> str | None:
+        """The first special token that a text spells out, or None."""
+        found = self._special.search(text)
+        return found[0] if found else None
 
     def spans(self, prompt: str) -> list[tuple[int, int]]:
         """Where in the prompt each of its tokens stands, those in front left out; of fast tokenizers."""
@@ -86,25 +104,32 @@ class Encoder:
         """Tokens and their places; what is marked is text, other special tokens are special."""
         ids, spans = list[int](), list[tuple[int, int]]()
         vocabulary = self.tokenizer.get_vocab()
-        parts = re.split(f"({self._special.pattern})", prompt)
-        for start, part in zip(accumulate(map(len, parts), initial=0), parts, strict=False):
-            if not part:
-                continue
-            special = self._special.fullmatch(part)
-            tokens, places = ([vocabulary[part]], [(0, len(part))]) if special else self._text(part)
+        parts = re.split(f"({self._special.pattern})", prompt)  # text at even places, special tokens at odd
+        for place, (start, part) in enumerate(
+            zip(accumulate(map(len, parts), initial=0), parts, strict=False)
+        ):
+            if place % 2:
+                tokens, places, shift = [vocabulary[part]], [(0, len(part))], 0
+            else:
+                text = part.lstrip() if place and parts[place - 1] in self._strips_right else part
+                shift = len(part) - len(text)
+                if place + 1 < len(parts) and parts[place + 1] in self._strips_left:
+                    text = text.rstrip()
+                if not text:
+                    continue
+                tokens, places = self._text(text, ("",) if place == 0 else self._behind_special)
             ids += tokens
-            spans += [(start + left, start + right) for left, right in places]
+            spans += [(start + shift + left, start + shift + right) for left, right in places]
         return tuple(ids), spans
 
-    def _text(self, part: str) -> tuple[list[int], list[tuple[int, int]]]:
-        tokens, spans = self._piece(part, ("",))
+    def _text(self, part: str, behind: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+        tokens, spans = self._piece(part, behind)
         if self.special.isdisjoint(tokens):
             return tokens, spans
         # Some vocabularies hold special tokens as ordinary pieces too: keep the marked places apart.
         tokens, spans, start = [], [], 0
         for piece in part.split(_BROKEN):
-            # behind another character no tokenizer puts a space in front
-            more, places = self._piece(piece, ("=", "a", "1", "") if start else ("",))
+            more, places = self._piece(piece, _BEHIND_TEXT if start else behind)
             tokens += more
             spans += [(start + left, start + right) for left, right in places]
             start += len(piece) + len(_BROKEN)
@@ -130,12 +155,48 @@ class Encoder:
         return self._splitting(text, return_offsets_mapping=self.tokenizer.is_fast, **plain)
 
     @cached_property
-    def _special(self) -> re.Pattern[str]:
-        """Finds what the tokenizer takes for a special token; longer ones first."""
+    def _special_words(self) -> frozenset[str]:
+        """What the tokenizer takes for special tokens."""
         added = self.tokenizer.added_tokens_decoder.values()
         words = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        longest = sorted((word for word in words if word), key=len, reverse=True)
+        return frozenset(word for word in words if word)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Finds special tokens; longer ones first."""
+        longest = sorted(self._special_words, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
+
+    @cached_property
+    def _parts(self) -> tuple[frozenset[str], frozenset[str], str]:
+        """Starts and ends of special tokens, without the whole tokens; and all tokens without their first and
+        last character, one per line.
+        """
+        words = self._special_words
+        starts = frozenset(word[:cut] for word in words for cut in range(1, len(word)))
+        ends = frozenset(word[cut:] for word in words for cut in range(1, len(word)))
+        return starts, ends, "\n".join(word[1:-1] for word in words)
+
+    @cached_property
+    def _behind_special(self) -> Sequence[str]:
+        """What to encode text behind that follows a special token: some tokenizers add a leading space to it
+        as at the start of a prompt (legacy SentencePiece), others do not.
+        """
+        decoder = self.tokenizer.added_tokens_decoder.values()
+        word = next((str(token) for token in decoder if token.special and not token.rstrip), "")
+        options: Any = {"add_special_tokens": False, "verbose": False}
+        after = self.tokenizer(f"{word}a", **options)["input_ids"][1 if word else 0 :]
+        return ("",) if after == list(self.plain("a")) else _BEHIND_TEXT
+
+    @cached_property
+    def _strips_left(self) -> frozenset[str]:
+        """Special tokens that drop the whitespace in front of them."""
+        return frozenset(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.lstrip)
+
+    @cached_property
+    def _strips_right(self) -> frozenset[str]:
+        """Special tokens that drop the whitespace behind them."""
+        return frozenset(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.rstrip)
 
     @cached_property
     def special(self) -> frozenset[int]:
@@ -192,6 +253,22 @@ class Encoder:
         sizes = range(min(over, len(text)) - 1, fits - 1, -1)  # the last of which fits
         longest = bisect_left(sizes, True, hi=len(sizes) - 1, key=lambda size: len(encode(size)) <= limit)
         return encode(sizes[longest])
+
+
+def _require_spaces(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer class that does not fit its tokenizer.json, such as a Llama class on byte-level BPE.
+    Source: https://github.com/huggingface/transformers/issues/45488. Raises I2CLError.
+    """
+    hint = "compare tokenizer_class in tokenizer_config.json with tokenizer.json, or update transformers"
+    try:
+        ids = tokenizer("one two", add_special_tokens=False)["input_ids"]
+    except Exception as error:  # tokenizers raises bare exceptions
+        raise I2CLError(f"the tokenizer cannot encode text ({first_line(error)}): {hint}") from error
+    decoded = str(tokenizer.decode(ids))
+    if not re.search(r"\S\s+\S", decoded):
+        raise I2CLError(f"the tokenizer loses spaces: 'one two' is decoded as {decoded!r}: {hint}")
+    if set(ids) == {tokenizer.unk_token_id}:
+        raise I2CLError(f"the tokenizer encodes every word as {tokenizer.unk_token!r}: {hint}")
 
 
 def _unmarked(part: str) -> tuple[str, list[int]]:
@@ -299,8 +376,10 @@ def label_tokens(
     never below that of "not spam". Under ``scoring="words"`` a label's score is the mean of its tokens' own
     behind the query, whatever their order, so that all labels take one pass; labels of the same tokens get
     one of their own each (`keywords`). Raises I2CLError if the prompt's last token and a label merge, if
-    two labels are the same under the chosen scoring, or if one begins another and nothing can end them.
+    two labels are the same under the chosen scoring, if one begins another and nothing can end them, if a
+    label contains a special token, or if the template repeats the BOS that the tokenizer adds.
     """
+    _check_special_tokens(encoder, template, labels)
     line = template.lead[: template.lead.rfind("\n") + 1]
     sequences = _behind(encoder, template, labels, line)
     if line and not all(sequences):  # this tokenizer does not cut at the line's end
@@ -330,6 +409,22 @@ def label_tokens(
         ended = _behind(encoder, template, labels, line, template.separator)
         sequences = _ended(sequences, ended, encoder, [labels[one] for one in begun])
     return LabelTokens(sequences, full=scoring == "full" or shared, line=line)
+
+
+def _check_special_tokens(encoder: Encoder, template: Template, labels: Sequence[str]) -> None:
+    """Refuse (I2CLError) labels that contain special tokens, and a template that begins with those that the
+    tokenizer adds in front anyway.
+    """
+    for label in labels:
+        if special := encoder.special_in(label):
+            raise I2CLError(f"label {label!r} contains the special token {special!r}: rename the label")
+    size = len(encoder.front)
+    if size and encoder([template.query("text")])[0][size : 2 * size] == encoder.front:
+        bos = encoder.tokenizer.decode(list(encoder.front))
+        raise I2CLError(
+            f"the template begins with {bos!r}, which this tokenizer adds by itself, so that prompts would "
+            "begin with it twice: remove it from the template"
+        )
 
 
 def keywords(encoder: Encoder, labels: Sequence[str], sequences: Sequence[Ids]) -> Ids:

@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, first_line, needs, require_whole
 from i2cl.models.precision import Quantization, quantization_config
-from i2cl.storage.hub import require_reachable
+from i2cl.storage.hub import cached_snapshot, require_reachable
 
 REFERENCE = "reference"  # the name of the bundled model
 SMOLLM2 = "smollm2"  # the name of SmolLM2-135M-Instruct, where the package `SMOLLM2_PACKAGE` is installed
@@ -110,13 +110,25 @@ def load_model_and_tokenizer(
 
 
 def _from_folder_or_hub(name: str, source: str, loading: dict[str, Any], common: dict[str, Any]) -> Any:
-    if not Path(source).exists():
-        require_reachable(source, common["revision"], NAMES)
-    with _load_errors(f"the tokenizer of {name!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    if not Path(source).exists() and not require_reachable(source, common["revision"], NAMES):
+        # Some of transformers' requests ignore local_files_only and are retried for half a minute each.
+        source, common = cached_snapshot(source, common["revision"]), common | {"revision": None}
+    tokenizer = _load_tokenizer(name, source, common)
     with _load_errors(f"the model {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **common)
     return *loaded, tokenizer
+
+
+def _load_tokenizer(name: str, source: str, common: dict[str, Any]) -> Any:
+    what = f"the tokenizer of {name!r}"
+    try:
+        with _load_errors(what):
+            return AutoTokenizer.from_pretrained(source, **common)
+    except I2CLError:
+        raise
+    except Exception as error:  # tokenizers raises bare exceptions
+        hint = "compare tokenizer_class in tokenizer_config.json with tokenizer.json"
+        raise I2CLError(f"cannot load {what} ({_reason(error)}): {hint}") from error
 
 
 def _from_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
@@ -290,6 +302,9 @@ def _plain_reader() -> Any:
 
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            hint = "give its base model, or merge it (merge_and_unload) and save the result"
+            raise I2CLError(f"{str(folder)!r} is a PEFT adapter, not a model: {hint}")
         raise I2CLError(f"{str(folder)!r} is no model folder: it has no config.json")
     if any(folder.glob("*.safetensors")):
         return

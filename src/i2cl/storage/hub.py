@@ -89,22 +89,38 @@ def _reason(error: Exception) -> str:
 
 def require_reachable(
     name: str, revision: str | None, others: tuple[str, ...], kinds: str = "a folder, a GGUF file"
-) -> None:
-    """Go on only if a model of the hub is in the cache, or the hub answers, whatever it says.
+) -> bool:
+    """Check that a model is in the hub's cache, or that the hub answers, whatever it says.
 
-    To load it without an answer would take a minute, in which the client tries again and again.
+    Without this check the client retries for about a minute per file.
 
-    ``name``: hub id; ``revision``: branch, tag or commit; ``others``: names that mean a model without the
-    hub; ``kinds``: what else can be given. Raises I2CLError if it does not answer.
+    Args:
+        name: hub id.
+        revision: branch, tag or commit.
+        others: names that mean a model without the hub.
+        kinds: what else can be given.
+
+    Returns:
+        Whether the hub answers. If not, `cached_snapshot` has the model.
+
+    Raises:
+        I2CLError: if the hub does not answer and the model is not cached.
     """
     try:
-        if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
-            return
+        cached = isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str)
         get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision), timeout=SECONDS)
     except (HfHubHTTPError, ValueError):  # loading tells what is wrong with the name
-        return
+        return True
     except _FAILURES as error:
+        if cached:
+            return False
         hint = did_you_mean(name, others)
         what = "is no folder and not in the cache of the hub, which does not answer"
         cure = f"{hint}give {kinds} or {' or '.join(map(repr, others))}, or go online"
         raise I2CLError(f"model {name!r} {what} ({first_line(error)}): {cure}") from None
+    return True
+
+
+def cached_snapshot(name: str, revision: str | None) -> str:
+    """Return the folder of a cached snapshot, without asking the hub."""
+    return snapshot_download(name, revision=revision, local_files_only=True)

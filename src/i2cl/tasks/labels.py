@@ -77,6 +77,8 @@ class LabelLookup:
             if key in table:
                 return table[key]
         number = as_id(word)
+        if str(number) in self._exact:  # 1.0 is the label word "1" where there is one
+            return self._exact[str(number)]
         return None if number is None else self._numbers.get(number)
 
     def allowed(self) -> str:

@@ -59,7 +59,7 @@ class Template:
         template renders past turns in another way (Qwen 3 leaves out that there was no thinking). A BOS that
         the tokenizer puts in front by itself is left to it, and does not come again between turns (Llama 2).
         Source: https://huggingface.co/docs/transformers/chat_templating. Raises I2CLError if the tokenizer
-        has no chat template, or one without such turns.
+        has no chat template, or one without such turns, or the instruction contains braces or special tokens.
         """
         if "{" in instruction or "}" in instruction:
             cure = "leave them out"
@@ -67,6 +67,11 @@ class Template:
         if not tokenizer.chat_template:
             what = f"the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat template"
             raise I2CLError(f"{what}: leave out chat (--chat), or take an instruction-tuned model")
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        for special in sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True):
+            if special in instruction:
+                what = f"the instruction {instruction!r} contains the special token {special!r}"
+                raise I2CLError(f"{what}: remove it")
         if instruction:
             with suppress(I2CLError):  # it has no system turn
                 markup = _chat(tokenizer, [{"role": "system", "content": instruction}], "")
@@ -156,3 +161,7 @@ def _check_format(text_format: str) -> None:
         raise I2CLError(f"template {text_format!r} has {LABEL_FIELD} before {TEXT_FIELD}: {_CURE}")
     if not text_format.endswith(LABEL_FIELD):
         raise I2CLError(f"template {text_format!r} does not end with {LABEL_FIELD}: {_CURE}")
+    if text_format.endswith(TEXT_FIELD + LABEL_FIELD):  # a token could span the end of a text and the label
+        raise I2CLError(
+            f"template {text_format!r} has nothing between {TEXT_FIELD} and {LABEL_FIELD}: {_CURE}"
+        )

@@ -1,5 +1,6 @@
 """`i2cl check`."""
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +34,8 @@ def check(
         given = Architecture(model_type="custom", layers=layers, attention=attention, mlp=mlp)
     decoder = load.decoder(model, loading, given)
     identity = decoder.residual_identity
+    if math.isnan(identity.worst):
+        decoder.require_identity()  # which says what overflows
     record: dict[str, Any] = {"model": model, "model_type": decoder.model.config.model_type}
     record |= {"layers": decoder.layers, "d_model": decoder.d_model, "context": decoder.max_length}
     record |= {"attention": decoder.architecture.attention, "mlp": decoder.architecture.mlp}
