@@ -13,6 +13,7 @@ import torch
 
 from fitting import injected, left_as_found, one_line, weighted
 from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError, anchor, load_task
+from i2cl.experiments.draw import FewRowsWarning
 from i2cl.experiments.evidence.fit_evaluation import BASELINES
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.injections.temperature import with_temperature
@@ -382,9 +383,7 @@ def test_the_default_template_is_that_of_the_command_line():
 
 def test_shots_beyond_the_rows_of_a_class_use_all_of_them_and_warn():
     rows = [*[at for at, word in enumerate(Y) if word == "red"][:3], Y.index("blue"), Y.index("green")]
-    with pytest.warns(
-        UserWarning, match="shots=2, but class 'blue' has 1, 'green' has 1: using all of these"
-    ):
+    with pytest.warns(FewRowsWarning, match=r"fewer than 2 rows, all of which are used: blue \(1\), green"):
         result = quick(shots=2).fit([X[at] for at in rows], [Y[at] for at in rows])
     assert result.injection_.context.demonstrations == 4
 

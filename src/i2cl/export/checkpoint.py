@@ -5,7 +5,7 @@ Its config, tokenizer and weights lie in memory, in a folder, or on the hub.
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -189,18 +190,25 @@ def checked_golden(
     """The golden values, where some are asked for. Raises I2CLError if they hold another label prior, or the
     injection was made on another model than the opened source, unless ``force``.
     """
-    if isinstance(source, Decoder):
-        injection.require_base(source, force=force)
-    else:
-        config = opened.config
-        sizes = config.model_type, config.num_hidden_layers, config.hidden_size
-        prints = folding.fingerprint(), tokenizer_fingerprint(opened.tokenizer)
-        base = ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))
-        injection.require_base(base, force=force)
+    require_base_of(injection, source, opened, folding, force=force)
     expected = golden() if golden is not None else None
     if expected is not None and expected.label_bias != list(injection.label_bias or ()):
         raise I2CLError("the golden values have another label prior than the injection: make them of it")
     return expected
+
+
+def require_base_of(
+    injection: Injection, source: Decoder | str | Path, opened: Source, folding: Folding, *, force: bool
+) -> None:
+    """Raise I2CLError if an injection was made on another model than the opened source."""
+    if isinstance(source, Decoder):
+        injection.require_base(source, force=force)
+        return
+    config = opened.config
+    sizes = config.model_type, config.num_hidden_layers, config.hidden_size
+    prints = folding.fingerprint(), tokenizer_fingerprint(opened.tokenizer)
+    base = ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))
+    injection.require_base(base, force=force)
 
 
 def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
@@ -228,19 +236,35 @@ def with_bias(generation: GenerationConfig, golden: Golden) -> GenerationConfig:
 
 def _write_weights(folding: Folding, folder: Path, max_shard_size: int | str) -> None:
     names = {folding.stored(name): name for name in folding.shapes}
+    shapes = {stored: folding.shapes[name] for stored, name in names.items()}
+    write_shards(folder, shapes, lambda stored: folding.tensor(names[stored]), folding.dtype, max_shard_size)
+
+
+def write_shards(
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    tensor: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    max_shard_size: int | str,
+) -> None:
+    """Write safetensors shard by shard, with an index if there are several.
+
+    ``tensor`` makes each one by its name when its shard is written. Raises I2CLError on a size of a shard
+    that cannot be read.
+    """
     with torch.device("meta"):
-        empty = {one: torch.empty(folding.shapes[old], dtype=folding.dtype) for one, old in names.items()}
+        empty = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     try:
         plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
     except ValueError:
         raise I2CLError(f"shard size {max_shard_size!r} is no size: give one such as 500MB or 5GB") from None
     size = 0
     for file, chosen in plan.filename_to_tensors.items():
-        read = ((stored, folding.tensor(names[stored]).cpu()) for stored in chosen)
-        # Some share memory, which safetensors refuses.
-        shard = {stored: one.clone(memory_format=torch.contiguous_format) for stored, one in read}
+        read = ((name, tensor(name).cpu()) for name in chosen)
+        # some share memory, which safetensors refuses
+        shard = {name: one.clone(memory_format=torch.contiguous_format) for name, one in read}
         save_file(shard, folder / file, metadata={"format": "pt"})
-        size += sum(tensor.nbytes for tensor in shard.values())
+        size += sum(one.nbytes for one in shard.values())
         shard.clear()  # before the next one is made
     if plan.is_sharded:
         index = {"metadata": {"total_size": size}, "weight_map": plan.tensor_to_filename}

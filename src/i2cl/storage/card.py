@@ -121,6 +121,71 @@ def export_card(description: Mapping[str, Any], usage: str, library: str) -> str
     )
 
 
+CLASSIFIER = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+A text classifier: {{ base }}, which sorts a text into {{ labels }}. Its weights hold a task that
+[i2cl](https://arxiv.org/abs/2405.14660) {{ version }} learned from a few labelled examples.
+
+## Use
+
+{{ python }}
+
+{{ note }}
+"""
+
+
+def classifier_card(
+    description: Mapping[str, Any],
+    name: str,
+    *,
+    template: str | None,
+    trailing: bool = True,
+    left_padding: bool = True,
+) -> str:
+    """The README.md of an exported text classifier.
+
+    Args:
+        description: of the artefact, with the base model's public name.
+        name: folder or hub id that the classifier will be loaded from.
+        template: prompt template, if the tokenizer does not add it.
+        trailing: whether texts that end in whitespace get the same tokens as in i2cl.
+        left_padding: whether batches may be padded on the left.
+    """
+    task, base = description["task"], description["base_model"]["name"]
+    data = _metadata({**description, "metrics": {}}, base)
+    data.library_name = "transformers"
+    if data.base_model:
+        data["base_model_relation"] = "finetune"
+    wrap, notes = "", []
+    if template is not None:
+        query = template.removesuffix("{label}").rstrip()
+        wrap = ".replace('{text}', text)"
+        notes.append(f"The tokenizer does not add the prompt: classify `{query}` with the text in its place.")
+    if not trailing:
+        notes.append("Remove whitespace at the end of texts: it is encoded differently than by i2cl.")
+    if not left_padding:
+        notes.append("Pad batches on the right, as its tokenizer does: this model type counts padding.")
+    text = "text" if not wrap else f"{query!r}{wrap}"
+    code = f"""from transformers import pipeline
+
+classify = pipeline("text-classification", model={json.dumps(name)})
+text = "a text to classify"
+print(classify({text}))"""
+    return _filled(
+        CLASSIFIER,
+        data,
+        title=_md(f"{task['title'] or task['name']}, a text classifier"),
+        base=_inline(base),
+        labels=", ".join(map(_inline, task["labels"])),
+        python=fenced(code, "python"),
+        note="\n".join(notes),
+    )
+
+
 def model_card(description: Mapping[str, Any], name: str) -> str:
     """The text of a README.md.
 

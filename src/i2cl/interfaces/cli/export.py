@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,14 +15,18 @@ from i2cl.interfaces.cli.options import ModelOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.export import Golden
+    from i2cl.export.classifier import TemplateTokenizer
 
 
 @dataclass(frozen=True)
 class FormatOptions:
     """What is written."""
 
-    to: Literal["hf", "peft", "gguf"] = opt(
-        "hf", "A plain transformers checkpoint, a PEFT adapter, or a file for llama.cpp."
+    to: Literal["classifier", "hf", "peft", "gguf"] = opt(
+        "hf",
+        "classifier: a transformers text classifier, which takes raw texts and returns labels with "
+        "probabilities; hf: a language model that says the label; peft: an adapter; gguf: a file for "
+        "llama.cpp.",
     )
     drop_prior: bool = opt(
         False, "Leave out the label prior, which only hf can hold, and say what to add.", "--drop-prior"
@@ -40,6 +45,8 @@ class FormatOptions:
         """Arguments of one format alone. Raises I2CLError on options of another."""
         if self.to != "gguf" and (self.dtype is not None or not self.tokenizer):
             raise I2CLError("--dtype and --no-tokenizer are for GGUF: add --to gguf")
+        if self.to == "classifier":
+            return {"max_shard_size": self.max_shard_size or "5GB"}
         if self.to == "hf":
             fold = self.temperature == "fold"
             return {"fold_temperature": fold, "max_shard_size": self.max_shard_size or "5GB"}
@@ -74,12 +81,14 @@ def export(
     chosen = form.of_format(output)
     load.libraries()
     from i2cl.core.injection import Injection
-    from i2cl.export import export_gguf, export_hf, export_peft, make_golden
+    from i2cl.export import export_classifier, export_gguf, export_hf, export_peft, make_golden
     from i2cl.export.folding import at_temperature
     from i2cl.injections.label_prior import without_label_prior
 
     injection = Injection.from_pretrained(artefact)
     folds, divided = form.temperature == "fold", injection.temperature
+    if folds and form.to == "classifier":
+        raise I2CLError("a classifier always has the temperature in its head: leave out --temperature fold")
     if folds and form.to != "hf":
         cure = f"leave it out and divide log-probabilities among the labels by {divided:g}"
         raise I2CLError(f"--temperature fold is for --to hf, {form.to} leaves the head as it is: {cure}")
@@ -103,6 +112,20 @@ def export(
             return make_golden(decoder, injection, fold_temperature=folds)
 
     with console.progress(None, f"exporting {task}"):
+        if form.to == "classifier":
+            load_decoder = partial(load.artefact_decoder, injection, model, loading)
+            made = export_classifier(
+                name,
+                injection,
+                output,
+                decoder=load_decoder if form.golden else None,
+                revision=loading.revision,
+                force=force,
+                **chosen,
+            )
+            record = {"output": str(output), "task": task, "base_model": name, "golden": form.golden}
+            _show_classifier(output, task, name, made, record, json=json)
+            return
         if form.to == "peft":
             decoder = load.artefact_decoder(injection, model, loading)
             given: dict[str, Any] = {"golden": form.golden, "force": force, "revision": loading.revision}
@@ -114,6 +137,23 @@ def export(
             what = f"{name} with {task} in its weights"
     record = {"output": str(output), "task": task, "base_model": name, "golden": form.golden}
     _show_export(output, what, record, form, prior, divided, json=json)
+
+
+def _show_classifier(
+    output: Path, task: str, name: str, made: "TemplateTokenizer", record: dict[str, Any], *, json: bool
+) -> None:
+    size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
+    if json:
+        console.print_json(record | {"bytes": size, "template_in_tokenizer": made.exact})
+        return
+    console.say(f"Saved {output}: {task} as a text classifier on {name}, {size:,} bytes.")
+    if not made.exact:
+        console.say("Its tokenizer cannot hold the prompt template: README.md says how to wrap a text.")
+    elif not made.trailing:
+        console.say("Remove whitespace at the end of texts: it is encoded differently than by i2cl.")
+    console.say(f'Use: pipeline("text-classification", "{output}")(["a text"])')
+    if record["golden"]:
+        console.say(f"Next: i2cl verify {shlex.quote(str(output))}")
 
 
 def sent_with(tokens: Mapping[str, float]) -> str:

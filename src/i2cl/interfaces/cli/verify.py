@@ -44,6 +44,8 @@ def verify(
     load.quiet()
     tokens: dict[str, float] = {}
     if url is None:
+        if _verified_classifier(folder, loading.device, tolerance, json=json):
+            return
         outcome = _run_here(folder, model, loading.device, tolerance)
     else:
         from i2cl.export import Golden, ask_server
@@ -59,6 +61,29 @@ def verify(
     _show(outcome, tokens, json=json)
     if not outcome.passed:
         raise typer.Exit(1)
+
+
+def _verified_classifier(folder: Path, device: str | None, tolerance: float | None, *, json: bool) -> bool:
+    """Check an exported text classifier; False if the folder is none. Exits with 1 if it does not hold."""
+    from i2cl.export import is_classifier, verify_classifier
+
+    if not is_classifier(folder):
+        return False
+    outcome = verify_classifier(folder, device=device, tolerance=tolerance)
+    right = sum(expected == found for expected, found in outcome.labels)
+    count, same = len(outcome.labels), len(outcome.labels) - len(outcome.retokenized)
+    if json:
+        record = {"passed": outcome.passed, "worst": outcome.worst, "tolerance": outcome.tolerance}
+        console.print_json(record | {"labels": {"right": right, "of": count}, "same_tokens": same})
+    else:
+        holds = "holds" if outcome.passed else "does not hold"
+        console.say(
+            f"The classifier {holds}: {right} of {count} labels, {same} of {count} with the same tokens, "
+            f"largest difference of a probability {outcome.worst:.1e} (tolerance {outcome.tolerance:.0e})."
+        )
+    if not outcome.passed:
+        raise typer.Exit(1)
+    return True
 
 
 def _run_here(folder: Path, model: str | None, device: str | None, tolerance: float | None) -> "Verification":

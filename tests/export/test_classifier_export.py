@@ -1,0 +1,226 @@
+"""A task as a transformers text classifier: exact in batches, whatever the padding, and self-contained."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Regex, pre_tokenizers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from commands import listed, run
+from export.cases import FOLDED, SHARED, TASK, decoder_of, injection_for, saved
+from fitting import one_line, random_injection
+from i2cl import Decoder, ExtractConfig, Injection, Template, with_temperature
+from i2cl.export import export_classifier, verify_classifier
+from i2cl.export.classifier import PROBES, TRAILING, ClassifierCheck, template_tokenizer
+from i2cl.export.families import FAMILIES
+from i2cl.models.encoding import Encoder
+from processes import finished
+from tiny import CASES, byte_level, tiny_tokenizer
+
+TEXTS = ["a warm and funny film", "dull.", "I left early, twice!", "naïve façade, 東京 🙂"]
+
+
+def target(case):
+    """Model type of the exported checkpoint."""
+    return FAMILIES[CASES[case][0]].target or CASES[case][0]
+
+
+CLASSIFIERS = [
+    case
+    for case in FOLDED
+    if target(case) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and "modernbert" not in case
+]
+WITHOUT = [case for case in FOLDED if target(case) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
+RIGHT_ONLY = {"biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo"}  # count positions from the padding
+SPACED = replace(TASK, template=Template("Review: {text}\nSentiment: {label}"))
+
+
+def exported(decoder, injection, folder):
+    made = export_classifier(decoder, injection, folder, decoder=lambda: decoder)
+    return made, pipeline("text-classification", model=str(folder), device="cpu", top_k=None)
+
+
+def probabilities(classify, texts, labels, **options):
+    answers = classify(texts, function_to_apply="softmax", **options)
+    by_label = [{one["label"]: one["score"] for one in answer} for answer in answers]
+    return torch.tensor([[one[label] for label in labels] for one in by_label])
+
+
+@pytest.mark.parametrize("case", CLASSIFIERS)
+def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = with_temperature(injection_for(decoder), 1.7)
+    made, classify = exported(decoder, injection, tmp_path / "out")
+    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    sides = ("right",) if CASES[case][0] in RIGHT_ONLY else ("right", "left")
+    assert ClassifierCheck.from_export(tmp_path / "out").left_padding == (len(sides) == 2)
+    for side in sides:
+        classify.tokenizer.padding_side = side
+        found = probabilities(classify, TEXTS, TASK.labels, batch_size=4)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert made.exact
+
+
+@pytest.mark.parametrize("case", WITHOUT)
+def test_model_types_without_a_classifier_in_transformers_are_refused(case, tmp_path):
+    decoder = decoder_of(case)
+    one_line(
+        "has no sequence classifier of the type .*--to hf",
+        *(export_classifier, decoder, injection_for(decoder), tmp_path / "out"),
+    )
+    assert listed(tmp_path) == []
+
+
+@pytest.mark.parametrize("case", ["gpt2", "opt", "gpt_neox", "falcon"])
+def test_a_layer_norm_holds_a_label_prior(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = replace(injection_for(decoder), label_bias=(1.5, -0.25), temperature=2.0)
+    _, classify = exported(decoder, injection, tmp_path / "out")
+    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_an_rms_norm_cannot_hold_a_label_prior(tmp_path):
+    decoder = decoder_of("llama")
+    injection = replace(injection_for(decoder), label_bias=(1.5, -0.25))
+    one_line("--drop-prior", export_classifier, decoder, injection, tmp_path / "out")
+    assert listed(tmp_path) == []
+
+
+def test_full_sequence_scoring_is_refused(tmp_path):
+    decoder = decoder_of("llama")
+    extraction = ExtractConfig(separator=False)
+    injection = random_injection(decoder, SHARED, extraction=extraction, shown=4)
+    one_line("full sequences", export_classifier, decoder, injection, tmp_path / "out")
+
+
+def test_word_level_scoring_is_a_linear_head(tmp_path):
+    decoder = decoder_of("llama")
+    extraction = ExtractConfig(separator=False)
+    injection = random_injection(decoder, SHARED, extraction=extraction, shown=4)
+    injection = replace(injection, scoring="words")
+    _, classify = exported(decoder, injection, tmp_path / "out")
+    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    torch.testing.assert_close(probabilities(classify, TEXTS, SHARED.labels), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("template", [TASK.template, SPACED.template, Template("{text}\n\nIs it {label}")])
+def test_the_tokenizer_adds_the_template_with_the_ids_of_the_prompt(template):
+    tokenizer = tiny_tokenizer()
+    encoder = Encoder.of(tokenizer)
+    made = template_tokenizer(tokenizer, encoder, template, "")
+    assert made.exact
+    for text in (*PROBES, *(TRAILING if made.trailing else ())):
+        assert tuple(made.tokenizer(text)["input_ids"]) == encoder([template.query(text)])[0]
+
+
+def test_the_template_is_exact_where_newlines_merge_with_punctuation():
+    pattern = Regex(r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+")
+    split = pre_tokenizers.Split(pattern, "isolated")
+    merging = byte_level(["Review: dull.\nSentiment: bad."] * 3, 320, split, use_regex=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, eos_token="<|endoftext|>")
+    encoder = Encoder.of(tokenizer)
+    template = SPACED.template
+    apart = encoder(["Review: dull."])[0] + encoder.plain("\nSentiment:")
+    made = template_tokenizer(tokenizer, encoder, template, "")
+    assert made.exact
+    ids = tuple(made.tokenizer("dull.")["input_ids"])
+    assert ids == encoder([template.query("dull.")])[0]
+    assert len(ids) < len(apart), "the full stop and the newline are one token"
+
+
+def test_truncation_keeps_the_end_of_the_template(tmp_path):
+    decoder = decoder_of("llama")
+    exported(decoder, injection_for(decoder), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("a warm film " * 400, truncation=True, max_length=40)["input_ids"]
+    end = Encoder.of(decoder.tokenizer).plain("\nSentiment:")
+    assert len(ids) == 40
+    assert tuple(ids[-len(end) :]) == end
+
+
+def test_control_tokens_in_a_text_stay_text(tmp_path):
+    decoder = decoder_of("llama")
+    exported(decoder, injection_for(decoder), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    special = decoder.tokenizer.eos_token
+    assert decoder.tokenizer.eos_token_id not in tokenizer(f"a {special} film")["input_ids"]
+
+
+def test_the_config_names_labels_and_a_padding_token(tmp_path):
+    decoder = decoder_of("gpt2")
+    exported(decoder, injection_for(decoder), tmp_path / "out")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: "positive", 1: "negative"}
+    assert model.config.problem_type == "single_label_classification"
+    assert model.config.pad_token_id == tokenizer.pad_token_id is not None
+    assert model.config.get_text_config().num_labels == 2
+
+
+USE = """
+import sys
+sys.modules["i2cl"] = None  # as if not installed
+from transformers import pipeline
+(answer,) = pipeline("text-classification", model=sys.argv[1])(["a warm film"])
+print(answer["label"])
+"""
+
+
+def test_the_classifier_runs_without_this_package(tmp_path, said):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    message = said("export", artefact, tmp_path / "out", "--to", "classifier", "--model", base)
+    assert "as a text classifier" in message
+    code, out, errors = finished(USE, tmp_path / "out")
+    assert code == 0, errors
+    injection = Injection.from_pretrained(artefact)
+    decoder = Decoder.from_pretrained(str(base), device="cpu")
+    assert out.split()[-1] == injection.predict(decoder, ["a warm film"])[0]
+
+
+def test_verify_checks_a_classifier(tmp_path, said):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    out = tmp_path / "out"
+    said("export", artefact, out, "--to", "classifier", "--model", base)
+    record = json.loads(said("verify", out, "--json"))
+    assert record["passed"]
+    assert record["same_tokens"] == record["labels"]["of"] == record["labels"]["right"]
+    assert "The classifier holds" in said("verify", out)
+
+
+def test_verify_fails_on_a_classifier_with_other_weights(tmp_path, said):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    out = tmp_path / "out"
+    said("export", artefact, out, "--to", "classifier", "--model", base)
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    with torch.no_grad():
+        model.score.weight.mul_(-1)
+    model.save_pretrained(out)
+    assert not verify_classifier(out).passed
+    assert run("verify", out) == 1
+
+
+def test_a_classifier_that_differs_from_the_injected_model_is_not_written(tmp_path, monkeypatch):
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    monkeypatch.setattr("i2cl.export.classifier._logit_scale", lambda _: 3.0)
+    one_line(
+        "so it was not written",
+        *(export_classifier, decoder, injection, tmp_path / "out"),
+        decoder=lambda: decoder,
+    )
+    assert listed(tmp_path) == []
+
+
+def test_temperature_fold_is_refused_for_a_classifier(tmp_path, refused):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    words = ("export", artefact, tmp_path / "out", "--to", "classifier", "--model", base)
+    assert "always has the temperature" in refused(*words, "--temperature", "fold")
