@@ -32,8 +32,9 @@ from i2cl.export.checkpoint import require_base_of, source_of, write_shards
 from i2cl.export.folding import Folding, skeleton
 from i2cl.export.golden import TOLERANCES
 from i2cl.export.greedy import TEXTS
+from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Encoder, Ids, LabelTokens, label_tokens
+from i2cl.models.encoding import Encoder, LabelTokens, label_tokens
 from i2cl.models.precision import dtype_name
 from i2cl.storage.atomic import new_folder, public_name, require_writable
 from i2cl.storage.card import CARD, classifier_card
@@ -419,19 +420,19 @@ def _compare(
     template = getattr(run.model.config, TEMPLATE_FIELD, None)
     texts = check.texts if template is None else [Template(template).query(text) for text in check.texts]
     ids = [list(one) for one in tokenizer(texts)["input_ids"]]
-    answers = run(texts, top_k=None, batch_size=len(texts), function_to_apply="softmax")
+    answers: Any = run(texts, top_k=None, batch_size=len(texts), function_to_apply="softmax")
     worst = 0.0
     for answer, expected in zip(answers, check.probabilities, strict=True):
         by_label = {one["label"]: one["score"] for one in answer}
         pairs = zip(check.labels, expected, strict=True)
         worst = max(worst, *(abs(by_label[word] - value) for word, value in pairs))
     best = [check.labels[max(range(len(row)), key=row.__getitem__)] for row in check.probabilities]
-    pairs = zip(check.texts, check.ids, ids, strict=True)
+    encoded = zip(check.texts, check.ids, ids, strict=True)
     return ClassifierVerification(
         labels=tuple(zip(best, (answer[0]["label"] for answer in answers), strict=True)),
         worst=worst,
         tolerance=check.tolerance if tolerance is None else tolerance,
-        retokenized=tuple(text for text, mine, theirs in pairs if mine != theirs),
+        retokenized=tuple(text for text, mine, theirs in encoded if mine != theirs),
     )
 
 

@@ -175,10 +175,11 @@ def _show_export(
     from i2cl.export import Golden
     from i2cl.export.calls import calls_of
 
+    kind: Any = form.to
     known = Golden.from_export(output) if form.golden else None
     kept = known is not None and bool(known.label_bias)
     tokens = known.logit_bias(list(prior.values())) if known is not None else {}
-    calls = {one.program: one.code for one in calls_of(known, output.name, form.to)} if known else {}
+    calls = {one.program: one.code for one in calls_of(known, output.name, kind)} if known else {}
     files = [output] if output.is_file() else output.glob("*.safetensors")
     sizes = [path.stat().st_size for path in files]
     if json:
