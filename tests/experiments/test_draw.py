@@ -148,4 +148,4 @@ def test_classes_with_fewer_rows_than_shots_are_reported():
     with pytest.warns(
         module.FewRowsWarning, match=r"fewer than 10 rows, all of which are used: word1 \(3\)$"
     ):
-        asked(of(30, 3), shots=10)
+        module.warn_of_small_classes(of(30, 3), 10)

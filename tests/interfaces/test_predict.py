@@ -103,7 +103,7 @@ def test_ctrl_c_says_that_rows_are_kept_and_the_same_command_goes_on(home, tmp_p
 
 
 def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, halted, capsys, refused):
-    halted(RuntimeError("out of memory"))
+    halted(RuntimeError("a bug"))
     output = tmp_path / "out.tsv"
     with pytest.raises(RuntimeError):
         main([str(word) for word in arguments(home, output)])

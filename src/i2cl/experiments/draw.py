@@ -115,8 +115,6 @@ def draw(
         raise I2CLError(f"{task.name!r} draws from its training rows: leave --keep-back out")
     if keep_back is None:
         keep_back = KEEP_BACK if scored and shots is None else 0
-    if from_file and isinstance(shots, int):
-        warn_of_small_classes(task, shots)
     drawn_freely = from_file or everything
     shown = up_to(task, count, seed, keep_back) if drawn_freely else task.sample(count, seed)
     if anchored:

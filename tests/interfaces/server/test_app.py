@@ -158,7 +158,7 @@ def test_chat_stream_ends_with_usage_and_done(client):
     whole = client.post(CHAT, json=SAID).json()
     streamed = client.post(CHAT, json=SAID | {"stream": True, "stream_options": {"include_usage": True}})
     assert streamed.headers["content-type"].startswith("text/event-stream")
-    assert "X-Task-Digest" in streamed.headers
+    assert "X-I2CL-Digest" in streamed.headers
     *events, done = streamed.text.removesuffix("\n\n").split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert done == "data: [DONE]"
@@ -430,6 +430,14 @@ def test_fit_errors_of_rows_name_the_field_of_the_request(client):
     rows = [{"text": "a", "label": "x"}, {"text": "", "label": "y"}]
     message = client.post("/v1/tasks", json=NAMED | {"examples": rows}).json()["error"]["message"]
     assert message.startswith("examples item 2: the text is empty")
+
+
+def test_fit_refuses_a_repeated_key_in_a_row(client):
+    rows = '[{"text": "a", "label": "x", "label": "y"}, {"text": "b", "label": "y"}]'
+    body = json.dumps(NAMED)[:-1] + f', "examples": {rows}}}'
+    reply = client.post("/v1/tasks", content=body, headers={"Content-Type": "application/json"})
+    assert error_of(reply) == (422, "bad_request")
+    assert "the key 'label' is given twice" in reply.json()["error"]["message"]
 
 
 def test_fit_refuses_a_file_of_an_unknown_format(client):

@@ -79,7 +79,6 @@ def second(text, label="y"):
         ({"name": " "}, "invalid task name"),
         ({"name": "a/../films"}, "invalid task name"),
         ({"name": "tiny-llama"}, "base model's name"),
-        ({"shots": 5}, "fewer shots"),
         ({"settings": {"none": 1}}, "no chosen method has the option"),
         ({"method": "anchored", "recipe": "fast"}, "leave the recipe out"),
         ({"method": "svm"}, "method"),

@@ -257,3 +257,12 @@ def test_a_damaged_or_foreign_version_is_the_servers_fault(service, asking, deco
         service.tasks.put("a", replace(other, base=replace(decoder.base, weights="0" * 16)))
     reply = client.post("/v1/classify", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "unusable")
+
+
+def test_a_name_in_another_unicode_form_is_the_same_task(folder, decoder):
+    composed, decomposed = "Auditor\u00eda", "Auditori\u0301a"
+    entry = folder.put(decomposed, made(decoder, 0))
+    assert entry.name == composed
+    assert folder.entry(decomposed).digest == folder.entry(composed).digest == entry.digest
+    folder.delete(decomposed)
+    refusal("no task", folder.entry, composed)

@@ -167,7 +167,11 @@ async def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved
     assert " tokens with its prompt, and 59 fit into the context: " in error["message"]
     assert error["cure"] == "shorten it"
     error = many[1]["error"]
-    assert (many[0], error["code"], error["cure"]) == (413, "too_many_texts", "send them in parts")
+    assert (many[0], error["code"], error["cure"]) == (
+        413,
+        "too_many_texts",
+        "split them over several requests",
+    )
     assert error["message"] == "the request has 2049 texts, and 2048 may come at once: send them in parts"
     assert (none[0], fine[0]) == (422, 200)
     assert 0 < len(engine.digests) < 10  # those of one text

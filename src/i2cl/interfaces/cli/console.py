@@ -31,7 +31,7 @@ FOLDED = 20  # characters up to which a cell stays in one line, where the termin
 GAP = 3  # characters between two columns
 SPEED_PERIOD = 3600.0  # seconds that time left is estimated from: an epoch of a large model takes minutes
 HEARTBEAT_S = 60.0  # time between two lines of progress where stderr is not a terminal
-SHORT_S = 30.0  # shorter fits print no time left after their first step
+SHORT_S = 10.0  # shorter fits print neither an estimate nor the time left
 
 # Of several processes that hold one model together, the first alone speaks and writes.
 FIRST = os.environ.get("RANK", "0") == "0"

@@ -160,7 +160,7 @@ def fit(
     texts = _unlabelled(way, rows)
 
     load.libraries()
-    from i2cl.experiments.draw import draw, fitting
+    from i2cl.experiments.draw import draw, fitting, warn_of_small_classes
     from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
     from i2cl.experiments.fitting import FitRequest, fit_task
     from i2cl.tasks.loaders import is_own
@@ -175,6 +175,8 @@ def fit(
     }
     # sizes are checked before the model is loaded
     drawn = draw(loaded, method, seed=seed, from_file=is_own(task), **choice)
+    if is_own(task) and isinstance(drawing.number, int):
+        warn_of_small_classes(loaded, drawing.number)
     shares = _shares(way, loaded)
     decoder = load.decoder(model, loading)
     loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
@@ -190,7 +192,7 @@ def fit(
     survey, summary = data.surveyed(loaded, decoder, drawn, plan) if is_own(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
-    elif not json:
+    elif not json and (drawn.seconds or 0) > console.SHORT_S:
         console.note(f"fitting takes {data.about(drawn.seconds)}")
     resolved: Any = {
         "shots": drawing.shots or drawn.shots,

@@ -36,6 +36,7 @@ from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import require_moderate
 from i2cl.storage.atomic import replaced_file, synced
+from i2cl.tasks.text import normalize_word
 
 MAX_NAME_LENGTH = 128
 STATE = ".i2cl-server"
@@ -113,7 +114,7 @@ class TaskStore:
 
     def entry(self, name: str) -> Entry:
         """Return the task of a name. Raises RefusalError: 404 if there is none, 500 if it cannot be used."""
-        found = self._names().get(name) or self._folder_entry(name)
+        found = self._names().get(normalize_word(name)) or self._folder_entry(name)
         if found is None:
             message = f"no task {name!r} is here: GET /v1/models lists the tasks"
             raise RefusalError(404, "unknown_task", message)
@@ -134,6 +135,7 @@ class TaskStore:
         Raises RefusalError: 422 on an invalid name or artefact, 409 for the name of a task folder, 403 if the
         store is read-only; OSError or WriteError if it cannot be written.
         """
+        name = normalize_word(name)
         self.require_name(name)
         self.loaded(injection)
         with self._writing:
@@ -154,6 +156,7 @@ class TaskStore:
         Raises RefusalError: 404 if there is none, 409 for a task folder, 403 if the store is read-only;
         OSError if it cannot be removed.
         """
+        name = normalize_word(name)
         self.require_writable()
         with self._writing:
             entry = self.entry(name)

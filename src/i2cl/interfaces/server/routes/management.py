@@ -19,6 +19,7 @@ from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry
 from i2cl.interfaces.server.uploads import max_upload_bytes
+from i2cl.tasks.formats import load_json, repeated_key
 
 MAX_FILE_BODY = 256 * 2**20  # bytes of a file of texts
 EVENT_POLL_SECONDS = 0.2
@@ -198,10 +199,12 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
         inputs, names = {"input.csv": body}, {"input.csv": "examples"}
     else:
         try:
-            given = json.loads(body)
+            given = load_json(body)
         except (ValueError, RecursionError) as error:
             message = f"the body is not valid JSON ({type(error).__name__}): correct it"
             raise RefusalError(422, "bad_request", message) from None
+        if (key := repeated_key(given)) is not None:
+            raise RefusalError(422, "bad_request", f"the key {key!r} is given twice: remove one")
         options = _valid(schemas.Fit, given)
         inputs, names = _input_files(options)
     service.tasks.require_name(options.name)
