@@ -256,6 +256,7 @@ def test_advice_names_the_encoder_if_sentence_embeddings_are_ahead(monkeypatch):
     monkeypatch.setattr(fit_evaluation.encoder_bias, "local_encoder", lambda: "minilm")
     (anchored,) = make_methods(["anchored"])
     assert fit_evaluation._advice(anchored, "sentence_embeddings").endswith("--set encoder=minilm")
+    assert "rarer labels" in fit_evaluation._advice(anchored, "majority_class")
     assert "longer prompts" in fit_evaluation._advice(anchored, "few_shot")
     assert fit_evaluation._advice(anchored, "zero_shot") == "use it instead"
 

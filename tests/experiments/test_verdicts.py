@@ -14,7 +14,7 @@ INCONCLUSIVE = (
     "no significant difference to batch ({} points) on {} rows; detecting a gain of 5 points takes about "
 )
 RULED_OUT = (
-    "a gain of 5 points over batch is ruled out on 160 rows (95 % interval -3.3 to 2.1): use batch instead"
+    "a gain of 5 points over batch is ruled out on 160 rows (95 % interval -3.3 to 2.1): use it instead"
 )
 ZERO_SHOT_BETTER = (
     "zero_shot is significantly better by 15.0 points (95 % interval 7.7 to 21.9) on 160 rows: use it instead"

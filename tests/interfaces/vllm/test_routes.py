@@ -172,7 +172,7 @@ async def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved
         "too_many_texts",
         "split them over several requests",
     )
-    assert error["message"] == "the request has 2049 texts, and 2048 may come at once: send them in parts"
+    assert error["message"] == f"the request has 2049 texts, and the limit is 2048: {error['cure']}"
     assert (none[0], fine[0]) == (422, 200)
     assert 0 < len(engine.digests) < 10  # those of one text
 

@@ -374,6 +374,8 @@ def _advice(by: Method, rival: str) -> str:
     """What to do if a rival is ahead of the fit."""
     if rival == "sentence_embeddings" and by.name == Anchored.name:
         return f"use it, or combine both with --set encoder={encoder_bias.local_encoder()}"
+    if rival == "majority_class":
+        return "give more rows of the rarer labels, or try --class-weight balanced"
     return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"
 
 

@@ -77,7 +77,7 @@ def verdict(
         words = f"{against} is significantly better by {_points(-difference)} {_interval(-high, -low)}"
         words += f" on {rows}: {advise(against)}"
     else:
-        outcome, words = _not_worse(rivals, n, ps, free)
+        outcome, words = _not_worse(rivals, n, ps, free, advise)
         if against not in free and difference < 0:
             ahead = f"{against} is {_points(-difference)} ahead {_interval(-high, -low, ', not significant')}"
             worthwhile = -difference >= WORTHWHILE
@@ -86,7 +86,11 @@ def verdict(
 
 
 def _not_worse(
-    rivals: Mapping[str, Counts], n: int, ps: Mapping[str, float], free: Collection[str]
+    rivals: Mapping[str, Counts],
+    n: int,
+    ps: Mapping[str, float],
+    free: Collection[str],
+    advise: Callable[[str], str],
 ) -> tuple[Outcome, str]:
     """Outcome and words against the free baselines, none of which is significantly better."""
     baselines = {name: counts for name, counts in rivals.items() if name in free}
@@ -100,7 +104,7 @@ def _not_worse(
         )
     if high < WORTHWHILE:
         gain = f"a gain of {100 * WORTHWHILE:.0f} points over {best} is ruled out on {rows}"
-        return "no_gain", f"{gain} {_interval(low, high)}: use {best} instead"
+        return "no_gain", f"{gain} {_interval(low, high)}: {advise(best)}"
     discordant = max((sum(counts) + 2) / (n + 2) for counts in baselines.values())
     five, ten = (f"{rows_for(gain, discordant):,}" for gain in GAINS)
     ahead = f" ({_points(difference, sign=True)})"
