@@ -31,7 +31,7 @@ FOLDED = 20  # characters up to which a cell stays in one line, where the termin
 GAP = 3  # characters between two columns
 SPEED_PERIOD = 3600.0  # seconds that time left is estimated from: an epoch of a large model takes minutes
 HEARTBEAT_S = 60.0  # time between two lines of progress where stderr is not a terminal
-SHORT_S = 10.0  # shorter fits print neither an estimate nor the time left
+SHORT_S = 10.0  # the estimate of a shorter fit is not printed
 
 # Of several processes that hold one model together, the first alone speaks and writes.
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -246,7 +246,7 @@ class Bar:
             elapsed = time.perf_counter() - self._started
             seconds = elapsed / done - elapsed
             left = f", up to {duration(seconds)} left"
-            if step == 1 and seconds > SHORT_S and not err.is_terminal:
+            if step == 1 and seconds > HEARTBEAT_S and not err.is_terminal:
                 note(f"step 1 of {steps} after {duration(elapsed)}{left}")
         self.describe(f"calibrating, loss {loss:.3f}{left}")
 
