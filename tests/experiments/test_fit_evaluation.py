@@ -1,6 +1,7 @@
 """Held-out evaluation of a fit: its rows, its baselines, and what it reports."""
 
 import json
+from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 from unittest.mock import Mock
@@ -21,6 +22,7 @@ from i2cl.experiments.evidence.fit_evaluation import (
     evaluate_fit,
     labelled_rows,
     plan_evaluation,
+    sample_rows,
 )
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.models.scoring import Questions
@@ -66,10 +68,10 @@ def measured(decoder, task, limit=160, **more):
 
 def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
     shown = task.sample(2)
-    for limit, rows in ((160, task.test), (7, task.queries(7)), (0, ())):
+    for limit, rows in ((160, task.test), (0, ())):
         assert labelled_rows(task, shown, limit) == rows
     assert labelled_rows(replace(task, test=(*task.test, shown[0])), shown, 160) == task.test
-    one_line("-1 queries", labelled_rows, task, shown, -1)
+    one_line("evaluate is -1", labelled_rows, task, shown, -1)
     twin = Example(task.train[0].text, 1 - task.train[0].label)
     task = replace(task, train=(*task.train, twin), test=())
     shown = (task.train[0], task.train[1])
@@ -78,6 +80,18 @@ def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
     fewer = labelled_rows(task, shown, 8)
     assert [row.label for row in fewer].count(0) == len(fewer) // 2 == 4
     assert labelled_rows(task, task.train, 160) == ()
+
+
+def test_sampled_rows_keep_the_frequencies_of_the_labels():
+    rows = [Example(f"text {at}", int(at % 5 == 0)) for at in range(1000)]
+    counts = Counter(row.label for row in sample_rows(rows, 160))
+    assert counts == {0: 128, 1: 32}
+
+
+def test_sampled_rows_keep_one_of_each_label():
+    rows = [Example(f"text {at}", 0) for at in range(500)] + [Example("rare", 1), Example("rarer", 2)]
+    counts = Counter(row.label for row in sample_rows(rows, 100))
+    assert (counts[1], counts[2], sum(counts.values())) == (1, 1, 101)
 
 
 def test_all_methods_are_those_of_an_evaluation_and_kept_with_the_artefact(decoder, task, tmp_path):
@@ -232,9 +246,9 @@ def test_without_cross_validation_rows_that_lack_a_label_give_no_verdict(decoder
     injection = injected(decoder, imbalanced, shown, CalibrationConfig(epochs=2))
     result = evaluated(injection, decoder, imbalanced, shown, plan)
     assert result.worth["outcome"] == "unknown"
-    assert f"no text labelled {imbalanced.labels[1]!r}" in result.worth["verdict"]
+    assert f"is labelled {imbalanced.labels[1]!r}" in result.worth["verdict"]
     assert result.worth["recall"][imbalanced.labels[1]] is None
-    assert result.temperature == METHOD.temperatures[0]
+    assert result.temperature == injection.temperature
     assert result.metrics == {}
 
 

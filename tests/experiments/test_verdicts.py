@@ -11,10 +11,11 @@ from i2cl.experiments.evidence.verdicts import LEVEL, mcnemar, paired_interval, 
 
 FREE = ("zero_shot", "batch")
 INCONCLUSIVE = (
-    "no significant difference to batch ({} points) on {} rows; detecting a gain of 5 points takes about "
+    "not significantly different from batch ({} points) on {} rows; detecting a gain of 5 points takes about "
 )
 RULED_OUT = (
-    "a gain of 5 points over batch is ruled out on 160 rows (95 % interval -3.3 to 2.1): use it instead"
+    "worth little: a gain of 5 points over batch is ruled out on 160 rows "
+    "(95 % interval -3.3 to 2.1); use it instead"
 )
 ZERO_SHOT_BETTER = (
     "zero_shot is significantly better by 15.0 points (95 % interval 7.7 to 21.9) on 160 rows: use it instead"
@@ -36,7 +37,7 @@ BATCH_BETTER = (
         ((9, 0), (1, 2), 160, "no_gain", RULED_OUT),
         (
             *((30, 1), (12, 6), 160, "inconclusive"),
-            INCONCLUSIVE.format("+3.8", 160) + "780 rows, of 10 points about 200",
+            INCONCLUSIVE.format("+3.8", 160) + "390 rows, of 10 points about 95",
         ),
     ],
 )
@@ -68,7 +69,7 @@ def test_the_best_row_of_the_table_is_named_with_advice_even_if_not_significant(
     assert result.difference == pytest.approx(-0.2)
     assert result.verdict.startswith(
         "embeddings is 20.0 points ahead (95 % interval -6.7 to 42.0, not significant): "
-        "combine it with embeddings. Otherwise no significant difference to batch"
+        "combine it with embeddings. The fit is not significantly different from batch"
     )
 
 
@@ -96,7 +97,7 @@ def test_a_rival_that_is_behind_does_not_change_a_good_verdict():
 def test_no_verdict_from_rows_that_lack_a_label():
     result = verdict({"zero_shot": (40, 1)}, 58, FREE, missing=("spam",))
     assert result.outcome == "unknown"
-    assert result.verdict == "none, since the 58 rows contain no text labelled 'spam'"
+    assert result.verdict == "none, since none of the 58 rows is labelled 'spam'"
 
 
 def message(monkeypatch, n, accuracies, alike, draws=2000):

@@ -66,7 +66,7 @@ def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, 
         classify.tokenizer.padding_side = side
         found = probabilities(classify, TEXTS, TASK.labels, batch_size=4)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    assert made.exact
+    assert made is not None
 
 
 @pytest.mark.parametrize("case", WITHOUT)
@@ -117,7 +117,7 @@ def test_the_tokenizer_adds_the_template_with_the_ids_of_the_prompt(template):
     tokenizer = tiny_tokenizer()
     encoder = Encoder.of(tokenizer)
     made = template_tokenizer(tokenizer, encoder, template, "")
-    assert made.exact
+    assert made is not None
     for text in (*PROBES, *(TRAILING if made.trailing else ())):
         assert tuple(made.tokenizer(text)["input_ids"]) == encoder([template.query(text)])[0]
 
@@ -131,10 +131,50 @@ def test_the_template_is_exact_where_newlines_merge_with_punctuation():
     template = SPACED.template
     apart = encoder(["Review: dull."])[0] + encoder.plain("\nSentiment:")
     made = template_tokenizer(tokenizer, encoder, template, "")
-    assert made.exact
+    assert made is not None
     ids = tuple(made.tokenizer("dull.")["input_ids"])
     assert ids == encoder([template.query("dull.")])[0]
     assert len(ids) < len(apart), "the full stop and the newline are one token"
+
+
+def test_a_tokenizer_that_cannot_hold_the_template_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("i2cl.export.classifier.template_tokenizer", lambda *_: None)
+    decoder = decoder_of("llama")
+    one_line(
+        "cannot hold this prompt template",
+        export_classifier,
+        decoder,
+        injection_for(decoder),
+        tmp_path / "out",
+    )
+    assert listed(tmp_path) == []
+
+
+def test_the_tokenizer_knows_the_context_length(tmp_path):
+    decoder = decoder_of("gpt2")
+    _, classify = exported(decoder, injection_for(decoder), tmp_path / "out")
+    assert classify.tokenizer.model_max_length == decoder.max_length
+    assert len(classify(["a warm film " * 2000], truncation=True)) == 1
+
+
+def test_an_instruction_is_part_of_the_classifier(tmp_path):
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    injection = replace(injection, task=injection.task.instructed("Judge the film."))
+    _, classify = exported(decoder, injection, tmp_path / "out")
+    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_verify_fails_on_probabilities_that_are_nan(tmp_path, said):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    out = tmp_path / "out"
+    said("export", artefact, out, "--to", "classifier", "--model", base)
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    with torch.no_grad():
+        model.score.weight[0] = torch.nan
+    model.save_pretrained(out)
+    assert not verify_classifier(out).passed
 
 
 def test_truncation_keeps_the_end_of_the_template(tmp_path):

@@ -137,7 +137,7 @@ def test_fit_without_rows_to_evaluate_on_cross_validates(call, home, tmp_path):
     worth = record["worth"]
     assert (worth["rows"], worth["split"], record["metrics"]) == (16, "demonstrations", {})
     assert list(worth["methods"]) == [*BASELINES, "i2cl"]
-    assert "2-fold cross-validation, since held-out rows are missing or lack a label" in err
+    assert "no held-out rows of every label: running 2-fold cross-validation" in err
     card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
     assert "16 labelled rows by cross-validation" in card
 

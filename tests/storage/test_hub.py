@@ -93,7 +93,11 @@ def test_metrics_become_the_hubs_results(tmp_path, worth):
     assert f"on 2 {'training rows that are not demonstrations' if worth else 'test rows'}." in text
     for part in (
         *("| i2cl | 0.500 | 0.100 to 0.900 | 0.250 | 2.0 | 3.25 | 77 |", "| few_shot | not run: too long |"),
-        *(VERDICT, "zero_shot+batch_calibration needs the whole batch", "no 0.00 of 1, yes 1.00 of 3"),
+        *(
+            VERDICT,
+            "zero_shot+batch_calibration needs the whole batch",
+            "no 0.00 (1 rows), yes 1.00 (3 rows)",
+        ),
         "| no | 0 | 1 |",
     ):
         assert (part in text) == bool(worth)

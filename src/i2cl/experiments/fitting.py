@@ -1,7 +1,7 @@
 """Fit a task and evaluate the fit: what the command line, the server and `I2CLClassifier` share."""
 
-import re
 import time
+import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class LanguageWarning(UserWarning):
 
 @dataclass(frozen=True)
 class FitRequest:
-    """What `fit_task` is asked for.
+    """Options of `fit_task`.
 
     Attributes:
         method: fits the task.
@@ -119,13 +119,19 @@ def fit_task(
 
 def warn_of_language(decoder: Decoder, demonstrations: Examples) -> None:
     """Emit a `LanguageWarning` if the tokenizer needs unusually many tokens for these texts."""
-    texts = [re.sub(r"[\W\d_]+", " ", row.text) for row in demonstrations[:MAX_TEXTS_CHECKED]]
+    texts = [_letters(row.text) for row in demonstrations[:MAX_TEXTS_CHECKED]]
     letters = "".join(texts).replace(" ", "")
     if not letters or sum(not one.isascii() for one in letters) < MIN_FOREIGN_SHARE * len(letters):
         return
-    tokens = sum(map(len, decoder.encoder(texts)))
+    tokens = sum(len(decoder.encoder.plain(text)) for text in texts)
     if tokens > MAX_TOKENS_PER_BYTE * len("".join(texts).encode()):
         rate = tokens / max(1, sum(map(len, texts)))
         message = f"the tokenizer of {decoder.name} needs {rate:.1f} tokens per character of these texts"
         consequence = "the model hardly knows their language, so answers will be slow and inaccurate"
         warnings.warn(f"{message}: {consequence}; use a multilingual model", LanguageWarning, stacklevel=3)
+
+
+def _letters(text: str) -> str:
+    """The text without digits, punctuation and symbols; combining marks are parts of letters."""
+    kept = (one if unicodedata.category(one)[0] in "LM" else " " for one in text)
+    return " ".join("".join(kept).split())

@@ -6,7 +6,8 @@ row of ``score.weight``. The prompt template goes into the tokenizer: a post-pro
 before and after the text (https://huggingface.co/docs/tokenizers/api/post-processors).
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,7 @@ from i2cl.export.checkpoint import require_base_of, source_of, write_shards
 from i2cl.export.folding import Folding, skeleton
 from i2cl.export.golden import TOLERANCES
 from i2cl.export.greedy import TEXTS
+from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Encoder, LabelTokens, label_tokens
@@ -42,13 +44,25 @@ from i2cl.tasks import Template
 from i2cl.version import __version__
 
 CHECK = "i2cl_classifier.json"  # expected answers, which `verify_classifier` compares with
-TEMPLATE_FIELD = "i2cl_template"  # of config.json, where the tokenizer cannot hold the template
+MIN_SIGNAL_TO_NOISE = 100.0  # of a constant direction, below which rounding would move label scores
 CAUSAL_LM = "export it as a language model instead (--to hf)"
 # Texts whose token ids decide whether the tokenizer holds the template exactly.
 PROBES = (
     *TEXTS,
     *("I was charged twice.", "why?", "No!", "42", "3.5 %", "a", "Z", "(see above)", '"quoted"', "it's"),
     *("two  spaces", "line one\nline two", "tab\there", "ends with a colon:", "ellipsis...", "naïve café"),
+    *(
+        ": x",
+        "::",
+        ".5 litres",
+        "...so",
+        "- item",
+        "* star",
+        "/path/to",
+        "' quoted",
+        "\n\nlate start",
+        "  spaced",
+    ),
     *("Привет", "你好。", "مرحبا", "🙂", "x" * 40, "e-mail: a@b.org", "#tag @name", "[1] note", "$5", "-"),
 )
 TRAILING = ("trailing space ", "trailing newline\n", "trailing spaces  ")
@@ -82,17 +96,15 @@ class ClassifierCheck(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class TemplateTokenizer:
-    """A tokenizer that adds a prompt template to each text.
+    """A tokenizer that adds a prompt template to each text, with the ids of the prompt for all `PROBES`.
 
     Attributes:
-        tokenizer: encodes a raw text to the ids of its prompt; the base's own if ``exact`` is False.
-        exact: whether it does so for all of `PROBES`.
-        trailing: whether it does so for texts that end in whitespace, too.
+        tokenizer: encodes a raw text to the ids of its prompt.
+        trailing: whether that also holds for texts that end in whitespace.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    exact: bool
-    trailing: bool = True
+    tokenizer: PreTrainedTokenizerFast
+    trailing: bool
 
 
 def export_classifier(
@@ -117,7 +129,7 @@ def export_classifier(
         max_shard_size: maximum size of a file, such as ``"5GB"``.
 
     Returns:
-        The tokenizer, which tells whether it holds the template exactly.
+        The tokenizer with the template.
 
     Raises:
         I2CLError: if the model type or the injection cannot become a classifier, saying why and what to do
@@ -132,6 +144,8 @@ def export_classifier(
     empty, score = classifier_skeleton(folding, len(labels.ids))
     require_base_of(injection, source, base, folding, force=force)
     made = template_tokenizer(base.tokenizer, encoder, injection.task.template, labels.line)
+    if made is None:
+        raise I2CLError(f"the tokenizer cannot hold this prompt template exactly: {CAUSAL_LM}")
     weight = label_rows(folding, injection, labels, empty)
     config = _config(empty.config, injection, made, base.tokenizer)
     check = None if decoder is None else _answers(decoder(), injection, folding.dtype)
@@ -154,7 +168,6 @@ def export_classifier(
             injection.description()
             | {"base_model": {**injection.description()["base_model"], "name": base_name}},
             path.resolve().name,
-            template=None if made.exact else injection.task.template.format,
             trailing=made.trailing,
             left_padding=check is None or check.left_padding,
         )
@@ -231,20 +244,17 @@ def constant_direction(folding: Folding, empty: PreTrainedModel) -> Float[Tensor
     The output of a final layer norm is ``w * n + b``, where the entries of ``n`` sum to zero. So ``1 / w``
     times it is the sum of ``b / w``, whatever the text. An RMS norm has no such direction.
     """
-    base = empty.base_model
-    norms = [
-        name
-        for name, module in base.named_modules()
-        if type(module) is torch.nn.LayerNorm
-        and "." not in name.removeprefix("decoder.")
-        and module.bias is not None
-    ]
-    prefix = empty.base_model_prefix
-    for name in reversed(norms):
-        scale = folding.tensor(f"{prefix}.{name}.weight").double().cpu()
-        bias = folding.tensor(f"{prefix}.{name}.bias").double().cpu()
+    norms = [name for name, module in empty.base_model.named_modules() if type(module) is torch.nn.LayerNorm]
+    blocks = ARCHITECTURES[folding.source_config.model_type].layers
+    final = [name for name in norms if not name.startswith(f"{blocks}.")][-1:]
+    for name in final:
+        scale = folding.tensor(f"{empty.base_model_prefix}.{name}.weight").double().cpu()
+        bias_name = f"{empty.base_model_prefix}.{name}.bias"
+        bias = folding.tensor(bias_name).double().cpu() if bias_name in folding.shapes else scale * 0
         total = (bias / scale).sum()
-        if scale.abs().min() > 0 and total.abs() > 1e-3 * (bias / scale).abs().sum():
+        # rounding of the d terms, which have to cancel but for this sum
+        noise = len(scale) ** 0.5 * torch.finfo(folding.dtype).eps
+        if scale.abs().min() > 0 and total.abs() > MIN_SIGNAL_TO_NOISE * noise:
             return (1 / scale / total).float()
     what = "labels have a prior or offsets, and the head of a classifier has no bias to hold them"
     raise I2CLError(f"{what}: leave the prior out with --drop-prior, or {CAUSAL_LM}")
@@ -252,37 +262,32 @@ def constant_direction(folding: Folding, empty: PreTrainedModel) -> Float[Tensor
 
 def template_tokenizer(
     tokenizer: PreTrainedTokenizerBase, encoder: Encoder, template: Template, line: str
-) -> TemplateTokenizer:
-    """Put a template into a tokenizer.
+) -> TemplateTokenizer | None:
+    """Put a template into a tokenizer; None if no form gives the ids of the prompt for all `PROBES`.
 
     Tries to encode the text alone, then with the whitespace of the template around it, between the ids of the
-    rest of the template; takes the first form that gives the ids of the prompt for all `PROBES`.
+    rest of the template.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return TemplateTokenizer(tokenizer, exact=False)
+        return None
 
     def prompts(texts: Sequence[str]) -> list[Ids]:
         return encoder([template.query(encoder.literal(text)) + line for text in texts])
 
+    def equal(made: PreTrainedTokenizerFast, texts: Sequence[str]) -> bool:
+        return [tuple(ids) for ids in made(list(texts))["input_ids"]] == prompts(texts)
+
     ending = template.middle + line
-    leads = (
-        template.head[len(template.head.rstrip()) :],
-        "",
-    )  # most tokenizers join a space to the next word
+    # most tokenizers join a space to the next word
+    leads = (template.head[len(template.head.rstrip()) :], "")
     tails = ("", ending[: len(ending) - len(ending.lstrip())])
     for lead, tail in dict.fromkeys((lead, tail) for tail in tails for lead in leads):
         inner = _with_whitespace(backend, lead, tail)
         made = _with_ids(inner, prompts(PROBES[:1])[0], PROBES[0])
-        if made is None:
-            continue
-        if all(
-            tuple(made.encode(text).ids) == ids for text, ids in zip(PROBES, prompts(PROBES), strict=True)
-        ):
-            trailing = zip(TRAILING, prompts(TRAILING), strict=True)
-            exact = all(tuple(made.encode(text).ids) == ids for text, ids in trailing)
-            return TemplateTokenizer(_fast(made, tokenizer), exact=True, trailing=exact)
-    return TemplateTokenizer(tokenizer, exact=False)
+        if made is not None and equal(fast := _fast(made, tokenizer), PROBES):
+            return TemplateTokenizer(fast, trailing=equal(fast, TRAILING))
+    return None
 
 
 def _with_whitespace(backend: Tokenizer, lead: str, tail: str) -> Tokenizer:
@@ -340,6 +345,8 @@ def _config(
 ) -> Any:
     """Config of the classifier; its tokenizer gets a padding token."""
     tokenizer: Any = made.tokenizer
+    length = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
+    tokenizer.model_max_length = min(tokenizer.model_max_length, length)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = base.eos_token or base.unk_token or base.bos_token
     words = injection.task.labels
@@ -349,8 +356,6 @@ def _config(
         "problem_type": "single_label_classification",
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if not made.exact:
-        fields[TEMPLATE_FIELD] = injection.task.template.format
     return type(config).from_dict(config.to_dict() | fields)
 
 
@@ -386,8 +391,9 @@ class ClassifierVerification:
 
     @property
     def passed(self) -> bool:
-        """Whether all labels agree and no probability differs by more than the tolerance."""
-        return self.worst <= self.tolerance and all(one == other for one, other in self.labels)
+        """Whether labels and token ids agree and no probability differs by more than the tolerance."""
+        same = all(one == other for one, other in self.labels) and not self.retokenized
+        return same and self.worst <= self.tolerance
 
 
 def verify_classifier(
@@ -399,41 +405,40 @@ def verify_classifier(
     worse outcome counts. Raises I2CLError if the folder is not such an export.
     """
     check = ClassifierCheck.from_export(folder)
+    run = _pipeline(folder, device)
     sides = ("right", "left") if check.left_padding else ("right",)
-    outcomes = [_compare(folder, check, side, device, tolerance) for side in sides]
+    outcomes = [_compare(run, check, side, tolerance) for side in sides]
     return max(outcomes, key=lambda outcome: (not outcome.passed, outcome.worst))
 
 
-def _compare(
-    folder: str | Path,
-    check: ClassifierCheck,
-    padding_side: str,
-    device: str | None = None,
-    tolerance: float | None = None,
-) -> ClassifierVerification:
-    """Run the texts of a check in one batch."""
+def _pipeline(folder: str | Path, device: str | None = None) -> Any:
     from transformers import pipeline
 
-    run = pipeline("text-classification", model=str(folder), device=device or "cpu", dtype=torch.float32)
-    tokenizer: Any = run.tokenizer
-    tokenizer.padding_side = padding_side
-    template = getattr(run.model.config, TEMPLATE_FIELD, None)
-    texts = check.texts if template is None else [Template(template).query(text) for text in check.texts]
-    ids = [list(one) for one in tokenizer(texts)["input_ids"]]
-    answers: Any = run(texts, top_k=None, batch_size=len(texts), function_to_apply="softmax")
-    worst = 0.0
-    for answer, expected in zip(answers, check.probabilities, strict=True):
-        by_label = {one["label"]: one["score"] for one in answer}
-        pairs = zip(check.labels, expected, strict=True)
-        worst = max(worst, *(abs(by_label[word] - value) for word, value in pairs))
-    best = [check.labels[max(range(len(row)), key=row.__getitem__)] for row in check.probabilities]
+    return pipeline("text-classification", model=str(folder), device=device or "cpu", dtype=torch.float32)
+
+
+def _compare(
+    run: Any, check: ClassifierCheck, padding_side: str, tolerance: float | None = None
+) -> ClassifierVerification:
+    """Run the texts of a check in one batch."""
+    run.tokenizer.padding_side = padding_side
+    ids = [list(one) for one in run.tokenizer(check.texts)["input_ids"]]
+    answers = run(check.texts, top_k=None, batch_size=len(check.texts), function_to_apply="softmax")
+    found = torch.tensor([[_score_of(answer, word) for word in check.labels] for answer in answers])
+    expected = torch.tensor(check.probabilities)
+    worst = float((found - expected).abs().max().nan_to_num(math.inf))
     encoded = zip(check.texts, check.ids, ids, strict=True)
+    best, answered = ([check.labels[at] for at in one.argmax(-1)] for one in (expected, found))
     return ClassifierVerification(
-        labels=tuple(zip(best, (answer[0]["label"] for answer in answers), strict=True)),
+        labels=tuple(zip(best, answered, strict=True)),
         worst=worst,
         tolerance=check.tolerance if tolerance is None else tolerance,
         retokenized=tuple(text for text, mine, theirs in encoded if mine != theirs),
     )
+
+
+def _score_of(answer: Sequence[Mapping[str, Any]], label: str) -> float:
+    return next((float(one["score"]) for one in answer if one["label"] == label), math.nan)
 
 
 def checked(folder: Path, check: ClassifierCheck) -> ClassifierCheck:
@@ -442,16 +447,15 @@ def checked(folder: Path, check: ClassifierCheck) -> ClassifierCheck:
     Some model types count positions from the padding. Raises I2CLError if the classifier differs from the
     injected model in batches padded on the right.
     """
-    path = folder / CHECK
-    path.write_text(check.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    outcome = _compare(folder, check, "right")
+    run = _pipeline(folder)
+    outcome = _compare(run, check, "right")
     if not outcome.passed:
         raise I2CLError(
             f"the classifier differs from the injected model by {outcome.worst:.1e} in a probability "
             f"(tolerance {check.tolerance:.0e}), so it was not written: {CAUSAL_LM}"
         )
-    check = check.model_copy(update={"left_padding": _compare(folder, check, "left").passed})
-    path.write_text(check.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    check = check.model_copy(update={"left_padding": _compare(run, check, "left").passed})
+    (folder / CHECK).write_text(check.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return check
 
 

@@ -142,7 +142,6 @@ def classifier_card(
     description: Mapping[str, Any],
     name: str,
     *,
-    template: str | None,
     trailing: bool = True,
     left_padding: bool = True,
 ) -> str:
@@ -151,7 +150,6 @@ def classifier_card(
     Args:
         description: of the artefact, with the base model's public name.
         name: folder or hub id that the classifier will be loaded from.
-        template: prompt template, if the tokenizer does not add it.
         trailing: whether texts that end in whitespace get the same tokens as in i2cl.
         left_padding: whether batches may be padded on the left.
     """
@@ -160,21 +158,15 @@ def classifier_card(
     data.library_name = "transformers"
     if data.base_model:
         data["base_model_relation"] = "finetune"
-    wrap, notes = "", []
-    if template is not None:
-        query = template.removesuffix("{label}").rstrip()
-        wrap = ".replace('{text}', text)"
-        notes.append(f"The tokenizer does not add the prompt: classify `{query}` with the text in its place.")
+    notes = []
     if not trailing:
         notes.append("Remove whitespace at the end of texts: it is encoded differently than by i2cl.")
     if not left_padding:
         notes.append("Pad batches on the right, as its tokenizer does: this model type counts padding.")
-    text = "text" if not wrap else f"{query!r}{wrap}"
     code = f"""from transformers import pipeline
 
 classify = pipeline("text-classification", model={json.dumps(name)})
-text = "a text to classify"
-print(classify({text}))"""
+print(classify(["a text to classify"], truncation=True))"""
     return _filled(
         CLASSIFIER,
         data,
@@ -303,7 +295,7 @@ def confidence_words(temperature: float, scores: Mapping[str, float]) -> str:
     """The temperature, and the four metrics of `i2cl.experiments.confidence` at it."""
     names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
     numbers = ", ".join(f"{name} {scores[key]:.3f}" for key, name in names.items())
-    return f"temperature {temperature:.2f}; on these rows {numbers}"
+    return f"temperature {temperature:.2f} (fitted on these rows), {numbers}"
 
 
 def recall_words(worth: Mapping[str, Any]) -> str:
@@ -312,7 +304,7 @@ def recall_words(worth: Mapping[str, Any]) -> str:
     if not support or max(support.values()) < IMBALANCE * min(support.values()):
         return ""
     lowest = sorted(support, key=lambda label: worth["recall"][label])[:MAX_RECALLS]
-    shown = ", ".join(f"{label} {worth['recall'][label]:.2f} of {support[label]}" for label in lowest)
+    shown = ", ".join(f"{label} {worth['recall'][label]:.2f} ({support[label]} rows)" for label in lowest)
     more = f" and {len(support) - MAX_RECALLS} more labels" if len(support) > MAX_RECALLS else ""
     return f"Recall per label: {shown}{more}"
 
@@ -365,7 +357,7 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
         f"| {one['cached_bytes']} |"
         for name, one in worth["methods"].items()
     ]
-    lines += [f"| {name} | not run: {why} | | | | | |" for name, why in worth["not_run"].items()]
+    lines += [f"| {name} | not run: {_md(why)} | | | | | |" for name, why in worth["not_run"].items()]
     yield "\n".join(lines)
     if any("batch_calibration" in name for name in worth["methods"]):
         yield TOGETHER

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from random import Random
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from i2cl.experiments.records import Run
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.methods import METHODS, Injector, Method, make_methods
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.calibrated.folds import FOLDS, folded, injected, unmeasurable
+from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected, unmeasurable
 from i2cl.methods.calibrated.label_calibration import LabelPrior
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Examples, Task
@@ -142,7 +143,7 @@ class EvaluationPlan:
             what = f"lack {self.missing[0]!r}" if self.missing else "are none, or lack a label"
             raise I2CLError(
                 "a target accuracy takes held-out rows of every label, and the rows beside the examples "
-                f"{what}: give rows with --test FILE, or fit with fewer --shots"
+                f"{what}: raise --evaluate, give rows with --test FILE, or fit with fewer --shots"
             )
         require_target(target, len(self.rows))
 
@@ -158,7 +159,7 @@ def plan_evaluation(
     Args:
         task: with its rows.
         demonstrations: the rows of the fit.
-        limit: maximum number of held-out rows, but at least one per label; 0 for no evaluation.
+        limit: maximum number of held-out rows, see `sample_rows`; 0 for no evaluation.
         folds: number of folds of a cross-validation; 0 for none.
         seed: of the folds.
 
@@ -167,7 +168,7 @@ def plan_evaluation(
     """
     if limit == 0:
         return EvaluationPlan()
-    held_out = labelled_rows(task, demonstrations, max(limit, len(task.labels)) if limit > 0 else limit)
+    held_out = labelled_rows(task, demonstrations, limit)
     missing = missing_labels(task, held_out)
     if held_out and (task.test or not missing):
         return EvaluationPlan("test" if task.test else "train", held_out, missing=missing)
@@ -176,8 +177,9 @@ def plan_evaluation(
     elif not (reason := unmeasurable(task, demonstrations, folds, seed)):
         shown = {example.text: example for example in reversed(demonstrations)}
         rows = (*reversed(shown.values()), *held_out)
-        most = max(MAX_CROSS_VALIDATED_ROWS, len(task.labels))
-        return EvaluationPlan("demonstrations", replace(task, test=rows).queries(most, seed), folds)
+        rows = sample_rows(rows, MAX_CROSS_VALIDATED_ROWS, seed)
+        parts = len(fold_rows(task, demonstrations, folds, seed))
+        return EvaluationPlan("demonstrations", rows, parts)
     return EvaluationPlan("train", held_out, missing=missing, reason="" if held_out else reason)
 
 
@@ -190,12 +192,34 @@ def missing_labels(task: Task, rows: Examples) -> tuple[str, ...]:
 def labelled_rows(task: Task, demonstrations: Examples, limit: int) -> tuple[Example, ...]:
     """Return up to ``limit`` test rows, or training rows of a task without any; 0 for none.
 
-    No row has the text of a demonstration. Classes are as equal in number as the rows allow. Raises I2CLError
-    on a negative limit.
+    No row has the text of a demonstration. Labels are as frequent as in all rows, see `sample_rows`. Raises
+    I2CLError on a negative limit.
     """
+    if limit < 0:
+        raise I2CLError(f"evaluate is {limit}: give a number of rows, 0 for no evaluation")
     shown = {example.text for example in demonstrations}
     rows = tuple(example for example in task.test or task.train if example.text not in shown)
-    return replace(task, test=rows).queries(limit) if rows and limit else ()
+    return sample_rows(rows, limit) if limit else ()
+
+
+def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...]:
+    """Draw up to ``limit`` rows, in their order, with labels as frequent as in all of them.
+
+    A label that has rows keeps at least one, so there may be more than ``limit`` of many labels.
+    """
+    if len(rows) <= limit:
+        return tuple(rows)
+    groups: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(row.label, []).append(place)
+    rng, share = Random(f"evaluation {seed}"), limit / len(rows)
+    exact = {label: max(1.0, share * len(places)) for label, places in groups.items()}
+    quotas = {label: int(size) for label, size in exact.items()}
+    rest = sorted(groups, key=lambda label: quotas[label] - exact[label])  # largest remainder first
+    for label in rest[: max(0, limit - sum(quotas.values()))]:
+        quotas[label] += exact[label] > quotas[label]
+    chosen = [place for label in sorted(groups) for place in rng.sample(groups[label], quotas[label])]
+    return tuple(rows[place] for place in sorted(chosen))
 
 
 def baselines() -> list[Method]:
@@ -273,7 +297,7 @@ def evaluate_fit(
     fits: Fits = dict.fromkeys(free, fit)
     fits |= dict.fromkeys(others, cross_validated if plan.folds else fit)
     runs, not_run = _run_all({**fits, by: ours}, decoder, task, plan.rows, observer or FitObserver())
-    return _with_evaluation(injection, runs, not_run, by, plan, target)
+    return _with_evaluation(injection, runs, not_run, by, method, plan, target)
 
 
 def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
@@ -291,7 +315,13 @@ def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confid
     scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
     gold = np.array(run.gold)
     temperature = likely_temperature(scores, gold, *temperatures)
-    return temperature, confidence(normalised(scores, temperature), gold, np.array(run.predictions))
+    return temperature, confidence_at(run, temperature)
+
+
+def confidence_at(run: Run, temperature: float) -> Confidence:
+    """Return the confidence metrics of a run's rows at a temperature."""
+    scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
+    return confidence(normalised(scores, temperature), np.array(run.gold), np.array(run.predictions))
 
 
 def typical_temperature(method: Method, task: Task, demonstrations: Examples) -> float | None:
@@ -332,20 +362,22 @@ def _with_evaluation(
     runs: dict[str, Run],
     not_run: dict[str, str],
     by: Method,
+    method: Method,
     plan: EvaluationPlan,
     target: float | None,
 ) -> Injection:
     run = runs[by.called]
     temperature, sure = tempered(run, by.temperatures)
     if plan.missing:  # rows of some labels alone would choose a temperature that flatters
-        temperature = by.temperatures[0]
+        temperature = injection.temperature
+        sure = confidence_at(run, temperature)
     ours, rivals = _correct(run), {name: _correct(one) for name, one in runs.items() if name != by.called}
     counts = {name: (int((ours & ~one).sum()), int((one & ~ours).sum())) for name, one in rivals.items()}
     threshold: dict[str, Any] = {}
     if target is not None and run.scores is not None:
         threshold = selection(highest(normalised(run.scores.array, temperature)), ours, target)
     answer: dict[str, Any] = asdict(
-        verdict(counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, by))
+        verdict(counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, method))
     )
     table = confusion_matrix(run)
     support = table.sum(1).tolist()
@@ -370,12 +402,12 @@ def _with_evaluation(
     return replace(injection, metrics={"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n})
 
 
-def _advice(by: Method, rival: str) -> str:
+def _advice(method: Method, rival: str) -> str:
     """What to do if a rival is ahead of the fit."""
-    if rival == "sentence_embeddings" and by.name == Anchored.name:
+    if rival == "sentence_embeddings" and method.name == Anchored.name:
         return f"use it, or combine both with --set encoder={encoder_bias.local_encoder()}"
     if rival == "majority_class":
-        return "give more rows of the rarer labels, or try --class-weight balanced"
+        return "give more rows of the rarer labels"
     return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"
 
 

@@ -144,12 +144,10 @@ def _show_classifier(
 ) -> None:
     size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     if json:
-        console.print_json(record | {"bytes": size, "template_in_tokenizer": made.exact})
+        console.print_json(record | {"bytes": size})
         return
     console.say(f"Saved {output}: {task} as a text classifier on {name}, {size:,} bytes.")
-    if not made.exact:
-        console.say("Its tokenizer cannot hold the prompt template: README.md says how to wrap a text.")
-    elif not made.trailing:
+    if not made.trailing:
         console.say("Remove whitespace at the end of texts: it is encoded differently than by i2cl.")
     console.say(f'Use: pipeline("text-classification", "{output}")(["a text"])')
     if record["golden"]:

@@ -2,7 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -205,15 +206,10 @@ def fit(
     )
     with console.progress(max(1, method.rounds), "extracting") as bar:
         observer = _observer(bar, drawn.first_step, plan, output)
-        try:
+        with _saved_at_least(observer, output):
             injection = fit_task(decoder, loaded, demonstrations, request, plan, observer)
-        except KeyboardInterrupt:
-            if not observer.saved:
-                raise
-            message = f"{output} is saved but not evaluated: it has a typical temperature and no verdict"
-            raise typer.Abort(message) from None
     if plan.rows:
-        _saved(injection, output)
+        _save(injection, output)
     _show_fit(injection, method.name, output, model, observer.seconds, survey, plan, json=json)
 
 
@@ -232,12 +228,12 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
             bar.epoch(done, total, loss)
 
         def fitted(self, injection: "Injection", seconds: float) -> None:
-            _saved(injection, output)  # the evaluation may take longer than the fit
+            _save(injection, output)  # the evaluation may take longer than the fit
             self.saved, self.seconds = True, seconds
             if plan.folds:
                 console.note(
-                    f"{plan.folds}-fold cross-validation, since held-out rows are missing or lack a label: "
-                    f"up to {console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
+                    f"no held-out rows of every label: running {plan.folds}-fold cross-validation, up to "
+                    f"{console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
                 )
             if plan.rows:
                 bar.restart(len(plan.rows) * (len(baselines()) + 1), "evaluating")
@@ -255,10 +251,24 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
     return Observer()
 
 
-def _saved(injection: "Injection", output: Path) -> "Injection":
+def _save(injection: "Injection", output: Path) -> None:
     if console.FIRST:
         injection.save_pretrained(output)
-    return injection
+
+
+@contextmanager
+def _saved_at_least(observer: Any, output: Path) -> Iterator[None]:
+    """Say that the fit is saved if its evaluation fails or is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not observer.saved:
+            raise
+        raise typer.Abort(f"{output} is saved but not evaluated: it has no verdict") from None
+    except I2CLError as error:
+        if not observer.saved:
+            raise
+        raise I2CLError(f"{error} ({output} is saved but not evaluated)") from None
 
 
 def _unlabelled(way: MethodOptions, rows: TaskOptions) -> list[str]:
