@@ -1,5 +1,6 @@
 """A task out of labelled examples: checked when they come, fitted when it is their turn."""
 
+import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -156,12 +157,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     observer = _JobObserver(job, decoder)
 
     def work() -> tuple[Injection, Examples]:
-        chosen = drawn
-        if chosen is None:
-            scored = bool(request["evaluate"]) and not task.test
-            chosen = fitting(decoder, task, method, seed, keep_back=None, scored=scored)
-        else:
-            chosen = chosen.timed(decoder, task, method)
+        chosen = drawn.timed(decoder, task, method) if drawn else _draw_in_time(job, decoder, task, method)
         demonstrations = chosen.demonstrations
         plan = plan_evaluation(task, demonstrations, request["evaluate"], seed=seed)
         job.publish_progress(
@@ -178,6 +174,20 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     record |= {"demonstrations": len(demonstrations), "history": list(injection.history)}
     record |= {"worth": injection.worth or None, "tokens": _tokens(decoder, task, demonstrations)}
     return record
+
+
+def _draw_in_time(job: Job, decoder: Decoder, task: Task, method: Injector) -> Draw:
+    """Draw as many demonstrations as time allows; as many as before if the job was interrupted."""
+    path, seed = job.folder / "draw.json", job.request["seed"]
+    scored = bool(job.request["evaluate"]) and not task.test
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        again = draw(task, method, seed=seed, from_file=True, scored=scored, **before)
+        assert again is not None  # noqa: S101 - as the number of shots is given
+        return again.timed(decoder, task, method)
+    drawn = fitting(decoder, task, method, seed, keep_back=None, scored=scored)
+    path.write_text(json.dumps({"shots": drawn.shots, "keep_back": drawn.keep_back}), encoding="utf-8")
+    return drawn
 
 
 def _plan(plan: EvaluationPlan) -> dict[str, Any]:
