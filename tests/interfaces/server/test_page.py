@@ -556,8 +556,8 @@ def test_a_token_is_asked_for_kept_and_not_told(opened, tmp_path):
 
 
 def test_read_only_server_hides_the_form(opened, tmp_path):
-    (tmp_path / "names").mkdir()
-    (tmp_path / "artefacts").mkdir()
+    with serving(tmp_path):
+        pass  # makes the folder one of a server
     with serving(tmp_path, "--read-only") as address:
         page = opened(address)
         shows(page, "#closed", "^This server is read-only.$")
