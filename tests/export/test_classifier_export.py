@@ -58,7 +58,7 @@ def probabilities(classify, texts, labels, **options):
 def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, tmp_path):
     decoder = decoder_of(case)
     injection = with_temperature(injection_for(decoder), 1.7)
-    made, classify = exported(decoder, injection, tmp_path / "out")
+    _, classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.scores(decoder, TEXTS).softmax(-1).float()
     sides = ("right",) if CASES[case][0] in RIGHT_ONLY else ("right", "left")
     assert ClassifierCheck.from_export(tmp_path / "out").left_padding == (len(sides) == 2)
@@ -66,7 +66,6 @@ def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, 
         classify.tokenizer.padding_side = side
         found = probabilities(classify, TEXTS, TASK.labels, batch_size=4)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    assert made is not None
 
 
 @pytest.mark.parametrize("case", WITHOUT)

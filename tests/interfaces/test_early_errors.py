@@ -44,7 +44,10 @@ CASES = {
     "fit: bad device map": (f"{FIT} --device-map [", "is no JSON"),
     "fit: bad method option": (f"{FIT} --set epochs", "is not NAME=VALUE"),
     "fit: bad folds": (f"{FIT} --folds 1", "give 2 or more"),
-    "fit: bad target accuracy": (f"{FIT} --target-accuracy 3", "3.0 is no accuracy to reach"),
+    "fit: bad target accuracy": (
+        f"{FIT} --target-accuracy 3",
+        "target accuracy must be at least 0.5 and below 1, got 3.0",
+    ),
     "fit: unknown option": (f"{FIT} --none", "No such option"),
     "predict: missing file": ("predict mood none.csv", "none.csv does not exist"),
     "predict: wrong column": ("predict mood named.csv", "no text column 'text'"),

@@ -111,5 +111,5 @@ def descended(problem: Problem, reach: float, seed: int, progress: StepProgress 
     moved = token_scores(decoder, looked_at, labels, problem.edit(at[:vectors]))
     end = mean_cross_entropy(mean(moved), gold, weights_looked_at)
     history = (start, *means, end)
-    pays = end + tau / 2 * at.square().sum().item() / total < start  # which no value that is not finite does
+    pays = end + tau / 2 * at.square().sum().item() / total < start  # also False for NaN
     return Descent(at[:vectors], weights(), tau, history) if pays else Descent(plain, None, tau, history)

@@ -44,7 +44,7 @@ def _folds(value: int) -> int:
 
 def _target_accuracy(value: float | None) -> float | None:
     if value is not None and not 0.5 <= value < 1:
-        raise typer.BadParameter(f"{value!r} is no accuracy to reach: give 0.5 to below 1, such as 0.95")
+        raise typer.BadParameter(f"target accuracy must be at least 0.5 and below 1, got {value!r}")
     return value
 
 
