@@ -39,7 +39,7 @@ def surveyed(
 
 def _of_labels(survey: "Survey") -> Iterator[str]:
     yield f"Labels: {', '.join(f'{word} {count:,}' for word, count in survey.labels.items())}."
-    for word, other in survey.slips:
+    for word, other in survey.typos:
         if fold(word) == fold(other):  # reading the file warns of these
             continue
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"

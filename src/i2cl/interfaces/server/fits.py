@@ -77,7 +77,7 @@ def read_task(
         raise RefusalError(422, "bad_input", _public_message(str(error), request, folder)) from None
     task = replace(task, name=request["name"], title=request["name"])
     words = request.get("instruction") or None
-    task = task.worded(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
+    task = task.with_prompt_options(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
     drawn = _draw(request, task, _method(request, tasks))
     questions = Questions(decoder, task)
     for rows in (task.train, task.test):
