@@ -58,9 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def require_utf8(text: str, name: str) -> None:
     """Raise I2CLError if a text cannot be encoded as UTF-8. ``name`` describes the text in the message."""
     if LONE_SURROGATE.search(text):
-        raise I2CLError(
-            f"{name} {text!a} holds half a surrogate pair or is not UTF-8: rename it or correct it"
-        )
+        raise I2CLError(f"{name} {text!a} contains a lone surrogate or is not UTF-8: rename it or correct it")
 
 
 def needs(what: str, extra: str, *modules: str, instead: str = "") -> None:

@@ -149,7 +149,7 @@ def test_a_label_bias_is_kept(saved, tmp_path):
     assert loaded.label_bias == injection.label_bias
     assert torch.equal(*(one.scores(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
     card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
-    assert "`label_bias` is added to the labels' log-probabilities" in card
+    assert "`label_bias` is added to the log-probabilities over the labels" in card
     assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
 
 

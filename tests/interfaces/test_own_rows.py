@@ -161,7 +161,7 @@ def test_bad_rows_are_told_at_once_or_left_out(call, refused, model, tmp_path):
     for part in (empty, "row 27: label '' is not a word", "--skip-bad-rows"):
         assert part in line
     out, err = fitted(call, model, path, tmp_path / "new", "--skip-bad-rows", "--evaluate", "0")
-    assert err.startswith(f"note: {path}: 3 of 27 rows are left out")
+    assert err.startswith(f"note: {path}: 3 of 27 rows are skipped")
     assert "All 24 rows used" in out
 
 

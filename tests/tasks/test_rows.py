@@ -15,7 +15,7 @@ from fitting import one_line
 from i2cl import Example, I2CLError, Task, Template
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.labels import kind_of_codes, likely_typos
-from i2cl.tasks.rows import LabelWarning, Query, read_labelled, read_queries, refused_rows
+from i2cl.tasks.rows import LabelWarning, Query, read_labelled, read_queries, unusable_rows
 
 WORDS = ("bad", "good")
 
@@ -83,6 +83,9 @@ def test_lines_keep_spaces_and_unicode_separators(tmp_path):
         assert read_texts(write(tmp_path, "t.txt", content)) == ["one", "two"]
     path = write(tmp_path, "t.txt", " one\u2028more \ntwo\tx\n")
     assert read_texts(path) == [" one\u2028more ", "two\tx"]
+
+
+def test_given_format_overrides_the_suffix(tmp_path):
     assert read_texts(write(tmp_path, "t.csv", "text\none\n"), kind="lines") == ["text", "one"]
 
 
@@ -110,8 +113,11 @@ def test_only_the_text_of_lines_can_be_kept(tmp_path):
     path = write(tmp_path, "t.txt", "one\ntwo\n")
     assert list(read_queries(str(path), kept=("text",))) == [Query("one", ("one",)), Query("two", ("two",))]
     assert "no column 'id' to keep, the columns are text: correct --keep" in query_failure(path, kept=("id",))
+
+
+def test_lone_surrogate_in_a_kept_column_is_refused(tmp_path):
     path = write(tmp_path, "a.jsonl", '{"text": "one", "id": ["\\ud800"]}\n')
-    assert "line 1: column 'id' holds half a surrogate pair" in query_failure(path, kept=("id",))
+    assert "line 1: column 'id' contains a lone surrogate" in query_failure(path, kept=("id",))
 
 
 def test_columns_are_found_by_name(tmp_path):
@@ -119,12 +125,18 @@ def test_columns_are_found_by_name(tmp_path):
     examples, _ = read_labelled(path, WORDS, "review", "stars")
     assert examples == (Example("fine", 1),)
     assert read_texts(path, column="review") == ["fine"]
+
+
+def test_label_words_match_exactly_before_case_and_ids(tmp_path):
     cased = write(tmp_path, "a.csv", "text,label\nx,A\ny,a\n")
     assert label_ids(cased, ("a", "A")) == [1, 0]
     stars = write(tmp_path, "b.jsonl", '{"text": "x", "label": 1}\n{"text": "y", "label": "2"}\n')
     assert label_ids(stars, ("1", "2")) == [0, 1]
     path = write(tmp_path, "c.csv", "text,label\nx,yEs\n")
     assert "'yEs' is not one of" in failure(path, ("yes", "Yes"))
+
+
+def test_label_words_are_derived_and_sorted(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nx,ham\ny,spam\nz,egg\n")
     examples, lookup = read_labelled(path)
     assert (lookup.labels, [example.label for example in examples]) == (("egg", "ham", "spam"), [1, 2, 0])
@@ -137,6 +149,10 @@ def test_long_csv_fields_are_read_and_the_global_limit_is_restored(tmp_path):
     assert read_labelled(path, WORDS)[0][0].text == read_texts(path)[0] == long
     assert csv.field_size_limit() == before
     failure(write(tmp_path, "b.csv", f"text,label\n{long},good,more\n"))
+
+
+def test_csv_readers_can_alternate(tmp_path):
+    before = csv.field_size_limit()
     path = write(tmp_path, "c.csv", "text\n" + f"{'long ' * 100_000}\n" * 3)
     first, second = (read_queries(str(path)) for _ in range(2))  # read alternately
     next(first)
@@ -163,7 +179,7 @@ def test_json_and_markup_are_not_read_as_lines(tmp_path, name, content):
     assert read_texts(path, kind="lines")[0] == content.removeprefix("\ufeff").splitlines()[0]
 
 
-@pytest.mark.parametrize("line", ["{text} is no JSON", "[music] and more", "[1, 2]", '"quoted"', "{}x"])
+@pytest.mark.parametrize("line", ["{text} is not JSON", "[music] and more", "[1, 2]", '"quoted"', "{}x"])
 def test_lines_that_only_start_like_json_are_texts(tmp_path, line):
     assert read_texts(write(tmp_path, "a.txt", f"{line}\n")) == [line]
 
@@ -349,7 +365,11 @@ NOT_A_LABEL = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
         ("a.csv", "text,label\nx,good\n,good\n", "row 3: the text is empty"),
         ("a.tsv", 'text\tlabel\n" "\tgood\n', "row 2: the text is empty"),
         ("a.jsonl", '{"text": 5, "label": 0}', "line 1: the text is 5, not a string"),
-        ("a.json", f"[{LONE_SURROGATE}]", "item 1: the text holds half a surrogate pair: repair the escape"),
+        (
+            "a.json",
+            f"[{LONE_SURROGATE}]",
+            "item 1: the text contains a lone surrogate: correct or delete",
+        ),
         ("a.jsonl", '{"text": "x", "label": 0}\n{"text": ', "line 2: bad JSON"),
         ("a.jsonl", "[" * 100_000, "line 1: bad JSON (maximum recursion depth"),
         ("a.json", "[" * 100_000, "bad JSON (maximum recursion depth"),
@@ -422,8 +442,11 @@ def test_missing_file_and_folder_are_refused(tmp_path):
     with pytest.raises(I2CLError) as caught:
         read_texts(tmp_path / "none.csv")
     assert not isinstance(caught.value, RowError), "a missing file is not an error of its rows"
+
+
+def test_long_label_is_truncated_in_the_error(tmp_path):
     long = failure(write(tmp_path, "a.csv", f"text,label\nx,{'y' * 5000}\n"))
-    assert len(long) < 400, "long labels are truncated"
+    assert len(long) < 400
 
 
 EXCEL = "text;label\n\u00fcber, \u201esehr\u201c gut;good\n\u00e4rgerlich;bad\n"
@@ -493,7 +516,7 @@ def test_all_unusable_rows_are_named_or_skipped(tmp_path):
     for part in ("rows 3 and 5: the text is empty", "row 6: label '' is not a word", "row 7: 3 cells but"):
         assert part in value
     assert "--skip-bad-rows" in value
-    with pytest.warns(ReadAsWarning, match="4 of 6 rows are left out: rows 3 and 5: the text.*row 7"):
+    with pytest.warns(ReadAsWarning, match="4 of 6 rows are skipped: rows 3 and 5: the text.*row 7"):
         examples, lookup = read_labelled(path, skip=True)
     assert (examples, lookup.labels) == ((Example("x", 1), Example("y", 0)), ("bad", "good"))
     hopeless = write(tmp_path, "b.csv", "text,label\n,good\n")
@@ -503,7 +526,7 @@ def test_all_unusable_rows_are_named_or_skipped(tmp_path):
     value = failure(path)
     for part in ("rows 4, 5, 6,", "and 80 more: the text is empty"):
         assert part in value
-    assert len(refused_rows(path)[0]) == 100
+    assert len(unusable_rows(path)[0]) == 100
 
 
 def test_long_first_line_is_read(tmp_path):

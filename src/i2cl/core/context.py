@@ -207,7 +207,7 @@ def require_labels(task: Task, demonstrations: Examples) -> None:
             known = f"task {task.name!r} has labels 0 to {len(task.labels) - 1}"
             raise I2CLError(f"demonstration {number} has label {example.label}, {known}: correct it")
         if LONE_SURROGATE.search(example.text):
-            raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
+            raise I2CLError(f"demonstration {number} contains a lone surrogate: repair its text")
 
 
 def _first_direction(

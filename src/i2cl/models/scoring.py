@@ -75,7 +75,7 @@ def require_texts(texts: Sequence[str]) -> None:
         elif is_blank(text):
             problems[index] = "is empty: remove it or give it content"
         elif LONE_SURROGATE.search(text):
-            problems[index] = "holds half a surrogate pair, which is no character: remove it"
+            problems[index] = "contains a lone surrogate, which is no character: remove it"
     if problems:
         raise TextError(problems, len(texts))
 

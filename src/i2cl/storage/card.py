@@ -197,15 +197,14 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     base_name = public_name(base["name"])
     anchored = description["calibration"].get("method") == "anchored"
     functions = "`i2cl.anchor`" if anchored else "`i2cl.extract` and `i2cl.calibrate`"
+    variant = ", anchored variant: a MAP fit with a Gaussian prior around the base model" if anchored else ""
     from_python = f"Created in Python with {functions} (seed {description['seed']})."
     return _render(
         TEMPLATE,
         _metadata(description, base_name),
         title=_md(f"I2CL: {task['title'] or task['name']}"),
         content="A vector" if anchored else "A context vector and two coefficients",
-        variant=", anchored variant: a MAP fit with a Gaussian prior around the base model"
-        if anchored
-        else "",
+        variant=variant,
         base=_inline(base_name),
         classes=len(task["labels"]),
         python=_python(name, base_name, base["revision"]),
@@ -281,18 +280,18 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
         encoder = _md(public_name(description["encoder"]))
         yield (
             f"The sentence encoder {encoder} runs beside the model. The log-odds of a classifier on its "
-            "embeddings (`encoder_weights`) are added to the labels' log-probabilities. Install it with "
-            "`pip install 'i2cl[embeddings]'`."
+            "embeddings (`encoder_weights`) are added to the log-probabilities over the labels. Install it "
+            "with `pip install 'i2cl[embeddings]'`."
         )
     if "temperature" in description:
         yield (
-            "The labels' log-probabilities are divided by the `temperature`, "
+            "The log-probabilities over the labels are divided by the `temperature`, "
             f"{description['temperature']:g}. This does not change predicted labels."
         )
     if "label_bias" in description:
         prior = description["calibration"].get("label_prior")
         details = f" {_md(describe_prior(description['task']['labels'], prior))}" if prior else ""
-        yield f"`label_bias` is added to the labels' log-probabilities.{details}"
+        yield f"`label_bias` is added to the log-probabilities over the labels.{details}"
 
 
 def describe_prior(labels: Sequence[str], prior: Mapping[str, Any]) -> str:

@@ -138,7 +138,7 @@ def _content(start: bytes, name: str) -> Content:
 
 
 def require_text(start: bytes, name: str) -> None:
-    """Raise RowError, naming the format if it is known, if the first bytes are those of a binary file."""
+    """Raise RowError if the first bytes belong to a binary file; name its format if it is known."""
     kinds = _UNSUPPORTED | dict.fromkeys(_DECOMPRESSORS, ("a compressed file", "decompress it first"))
     kinds |= {
         _ZIP: ("a zip archive or Excel file", "give its path instead of piping it"),
@@ -186,7 +186,7 @@ def detect_encoding(lines: Iterable[bytes]) -> str:
     """Return the encoding of a file, one of `ENCODINGS`.
 
     A byte order mark decides. Without one, the first non-ASCII line decides: if it is not valid UTF-8, the
-    file is assumed to be Windows-1252. Other code pages cannot be told apart from a few words.
+    file is assumed to be Windows-1252. A few words are not enough to detect other code pages.
     """
     for number, line in enumerate(lines):
         if number == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -55,7 +55,7 @@ _MARKUP_SUFFIXES = ("yaml", "yml", "toml", "xml", "html", "htm")  # never read a
 
 
 def is_row_file(path: str | Path) -> bool:
-    """Return whether the suffix is that of a file with columns, such as .csv or .csv.gz."""
+    """Return whether a file has the suffix of a format with columns, such as .csv or .csv.gz."""
     return f".{format_suffix(path)}" in ROW_SUFFIXES
 
 
@@ -80,7 +80,7 @@ def rows_or_errors(
     Raises:
         I2CLError: if the file cannot be opened, or a package that reads it is missing.
         RowError: if the file has no rows, is in another format than expected, contains malformed CSV or JSON,
-            or lacks a column.
+            or has no such column.
     """
     name = "stdin" if source == STDIN else source
     any_row, lines = False, None
@@ -240,7 +240,7 @@ def _through_first_nonblank(pieces: Iterator[str]) -> Iterator[str]:
 def _detect_delimiter(header: str, columns: Columns, default: str) -> str:
     """Return the delimiter that separates a header into the expected columns, or else into most columns.
 
-    Only the header is considered: texts contain commas of their own, which mislead `csv.Sniffer`.
+    Only the header is considered: commas inside texts mislead `csv.Sniffer`.
     """
 
     def score(delimiter: str) -> tuple[bool, int]:
@@ -338,7 +338,7 @@ def _parse_json(content: str, place: str, hint: str) -> Any:
 
 
 class _ObjectWithRepeatedKey(dict[str, Any]):
-    """A JSON object in which ``key`` occurs more than once; `json` alone silently keeps the last value."""
+    """A JSON object with more than one ``key``; `json` alone silently keeps the last value."""
 
     key: str
 

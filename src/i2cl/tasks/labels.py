@@ -17,7 +17,7 @@ _CODE = re.compile(r"(?P<prefix>[A-Za-z]*)[ _-]?\d+")
 class LabelLookup:
     """Maps label cells to class ids: by exact word, else ignoring case, else by number.
 
-    Underscores in a cell may stand for spaces, as in names of intents. Words are compared in Unicode NFC.
+    Underscores in a cell also match spaces, as in names of intents. Words are compared in Unicode NFC.
 
     Args:
         labels: label words in the order of their ids, or a dict from each code in the file to its label word;

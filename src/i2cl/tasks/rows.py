@@ -150,12 +150,12 @@ def read_labelled(
     if bad.count and not (skip and examples):
         raise bad.error(len(rows), skip=skip)
     if bad.count:
-        message = f"{path}: {bad.count} of {len(rows)} rows are left out: {bad.summary()}"
+        message = f"{path}: {bad.count} of {len(rows)} rows are skipped: {bad.summary()}"
         warnings.warn(message, ReadAsWarning, stacklevel=2)
     return tuple(examples), lookup
 
 
-def refused_rows(
+def unusable_rows(
     path: Path,
     labels: Sequence[str] | LabelLookup | None = None,
     text_column: str = "text",
@@ -175,15 +175,15 @@ def refused_rows(
         lookup = labels
     else:
         lookup = LabelLookup.of(labels, (row.values[1] for row in rows if isinstance(row, Row)))
-    refused = []
+    messages = []
     for row in rows:
         try:
             checked = _check(row, require_word=lookup is None)
             if lookup is not None:
                 _label(checked, lookup)
         except RowError as error:
-            refused.append(str(error))
-    return refused, lookup
+            messages.append(str(error))
+    return messages, lookup
 
 
 def read_queries(
@@ -272,7 +272,7 @@ def _text(row: Row) -> str:
     if not isinstance(text, str):
         raise RowError(f"the text is {preview(text)}, not a string: put it in quotes", row.place)
     if LONE_SURROGATE.search(text):
-        raise RowError("the text holds half a surrogate pair: repair the escape or delete the row", row.place)
+        raise RowError("the text contains a lone surrogate: correct or delete the row", row.place)
     return text
 
 
@@ -281,7 +281,7 @@ def _kept_values(row: Row, names: tuple[str, ...]) -> tuple[object, ...]:
     for name, value in zip(names, values, strict=True):
         if LONE_SURROGATE.search(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)):
             raise RowError(
-                f"column {name!r} holds half a surrogate pair: correct it, or leave the column out of --keep",
+                f"column {name!r} contains a lone surrogate: correct it, or leave it out of --keep",
                 row.place,
             )
     return values
