@@ -10,7 +10,7 @@ from i2cl.storage.journal import Journal, complete_lines, exclusive_lock
 
 
 def add(path, *lines, **options):
-    with Journal.opened(path, **options) as journal:
+    with Journal.open(path, **options) as journal:
         for line in lines:
             journal.append(line)
     return journal.kept

@@ -65,7 +65,7 @@ class Store:
                 stack.callback(_remove_bare, path)  # once the lock is gone
                 busy = f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
                 stack.enter_context(exclusive_lock(path / LOCK, busy))
-                journal = stack.enter_context(Journal.opened(path / CELLS))
+                journal = stack.enter_context(Journal.open(path / CELLS))
             store = cls(path, _by_key(complete_lines(path / CELLS), path), journal.append)
             try:
                 yield store

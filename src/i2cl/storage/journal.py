@@ -29,7 +29,7 @@ class Journal:
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path, header: bytes = b"", group: int = 1) -> Iterator["Journal"]:
+    def open(cls, path: Path, header: bytes = b"", group: int = 1) -> Iterator["Journal"]:
         """Open or create a file for appending.
 
         Args:

@@ -43,7 +43,7 @@ class LabelLookup:
             self._numbers = {first + index: index for index in ids.values()}
 
     @classmethod
-    def of(cls, labels: Sequence[str] | Mapping[str, str], cells: Iterable[object]) -> "LabelLookup":
+    def from_cells(cls, labels: Sequence[str] | Mapping[str, str], cells: Iterable[object]) -> "LabelLookup":
         """Create the lookup for a file with these label cells.
 
         Numbers count from 1 if they run from 1 to the number of words; false and true are 0 and 1.

@@ -145,7 +145,7 @@ def read_labelled(
     elif isinstance(labels, LabelLookup):
         lookup = labels
     else:
-        lookup = LabelLookup.of(labels, (row.values[1] for row in good))
+        lookup = LabelLookup.from_cells(labels, (row.values[1] for row in good))
     examples = _apply_to_rows(good, lambda row: Example(_text(row), _label(row, lookup)), bad)
     if bad.count and not (skip and examples):
         raise bad.error(len(rows), skip=skip)
@@ -174,7 +174,7 @@ def unusable_rows(
     if labels is None or isinstance(labels, LabelLookup):
         lookup = labels
     else:
-        lookup = LabelLookup.of(labels, (row.values[1] for row in rows if isinstance(row, Row)))
+        lookup = LabelLookup.from_cells(labels, (row.values[1] for row in rows if isinstance(row, Row)))
     messages = []
     for row in rows:
         try:

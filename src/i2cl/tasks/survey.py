@@ -34,7 +34,7 @@ class Survey:
     codes: str
 
     @classmethod
-    def of(cls, task: Task) -> "Survey":
+    def from_task(cls, task: Task) -> "Survey":
         """Compute the statistics of a task's training rows."""
         counts = Counter(row.label for row in task.train)
         labels = {word: counts[index] for index, word in enumerate(task.labels)}

@@ -114,7 +114,7 @@ def _partial_file(
     with _write_errors(path):
         try:
             _require_same_settings(rows_file, settings_file, json.loads(json.dumps(settings)))
-            journal = stack.enter_context(Journal.opened(rows_file, header.encode(), chunk))
+            journal = stack.enter_context(Journal.open(rows_file, header.encode(), chunk))
         except OSError:
             if not _has_rows(rows_file):
                 _discard(rows_file, settings_file)

@@ -24,7 +24,7 @@ def surveyed(
     """Describe the training rows, the draw and the evaluation: as a record, and as lines of text."""
     from i2cl.tasks.survey import Survey
 
-    survey = Survey.of(task)
+    survey = Survey.from_task(task)
     kept_back = len(plan.rows) if plan.split == "train" else 0
     tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
     record = survey.record() | {"longest_tokens": tokens, "used": len(draw.demonstrations)}

@@ -98,7 +98,7 @@ def _draw(request: Mapping[str, Any], task: Task, method: Injector) -> Draw | No
 
 def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
     """What the training rows are, for JSON; texts with several labels: the first few, shortened."""
-    survey = Survey.of(task)
+    survey = Survey.from_task(task)
     several = survey.contradictions[:SEVERAL]
     return survey.record() | {
         "contradictions": [{"text": text[:SNIPPET], "labels": list(words)} for text, words in several],
