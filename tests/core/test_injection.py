@@ -149,7 +149,7 @@ def test_a_label_bias_is_kept(saved, tmp_path):
     assert loaded.label_bias == injection.label_bias
     assert torch.equal(*(one.scores(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
     card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
-    assert "`label_bias` is added to the log-probabilities among the labels" in card
+    assert "`label_bias` is added to the log-probabilities over the labels" in card
     assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
 
 
@@ -164,7 +164,7 @@ def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_pa
     assert described(tmp_path / "new") == described(saved) | record
     assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
-    assert "are divided by the `temperature`, 2.25; this changes no answer" in card
+    assert "are divided by the `temperature`, 2.25. This does not change predicted labels" in card
     assert "`label_bias` is added" in card
 
 
@@ -186,7 +186,7 @@ def test_word_weights_are_kept(saved, tmp_path):
     other = replace(weighted, word_weights=torch.ones(99, 2))
     one_line("word weights are of .*fit it again", other.scores, decoder_of("llama"), TEXTS)
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
-    assert "the fit learned how much each counts (`word_weights`)" in card
+    assert "with a learned weight for each token (`word_weights`)" in card
     tensors = load_file(tmp_path / "new" / TENSORS)
     del tensors["word_weights"]
     save_file(tensors, tmp_path / "new" / TENSORS)
@@ -200,7 +200,7 @@ def test_word_weights_are_kept(saved, tmp_path):
 def test_the_card_says_what_a_label_bias_takes_for_granted(tmp_path, prior, message):
     settings = {"label_prior": {"texts": 64, "prior": prior}}
     made(label_bias=(0.5, -0.5), settings=settings).save_pretrained(tmp_path / "out")
-    message = f"Measured on 64 texts without labels; classes are taken to be {message}"
+    message = f"Measured on 64 unlabelled texts, assuming that classes are {message}"
     assert message in " ".join((tmp_path / "out" / CARD).read_text(encoding="utf-8").split())
 
 

@@ -176,7 +176,7 @@ def test_bad_input_is_one_line(tmp_path, refused):
     gguf_too = (*export, "--to", "gguf")
     assert "end it with .gguf" in refused(*gguf_too, tmp_path / "out")
     assert "is a folder" in refused(*gguf_too, folder)
-    assert "is there already" in refused(*gguf_too, tmp_path / "taken.gguf")
+    assert "already exists" in refused(*gguf_too, tmp_path / "taken.gguf")
     assert "cannot write to" in refused(*gguf_too, tmp_path / "taken.gguf" / "out.gguf")
     assert "add --to gguf" in refused(*export, tmp_path / "out", "--dtype", "float16")
     assert "add --to gguf" in refused(*export, tmp_path / "out", "--no-tokenizer")

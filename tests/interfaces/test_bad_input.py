@@ -168,7 +168,7 @@ def test_predictions_do_not_replace_what_they_are_made_from(refused, home, tmp_p
     (tmp_path / "t.txt").write_text("one\n")
     for output in ("t.txt", "artefact/injection.json"):
         line = refused("predict", artefact, tmp_path / "t.txt", "-o", tmp_path / output)
-        assert "is what is read: choose another output" in line
+        assert "is also an input: choose another output" in line
 
 
 def test_a_text_of_a_megabyte_is_cut_with_one_warning(call, home, tmp_path):

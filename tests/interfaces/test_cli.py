@@ -176,7 +176,7 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     arguments = fit_arguments(home, tmp_path / "new", "--seed", "3", "--unlabelled", texts)
     code, out, err = call(*arguments, "--prior", "0.75, 0.25")
     assert code == 0, err
-    assert "texts without labels; classes are taken to be as frequent as negative 0.75, positive 0.25." in out
+    assert "unlabelled texts, assuming that classes are as frequent as negative 0.75, positive 0.25." in out
     injection = Injection.from_pretrained(tmp_path / "new")
     decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
     plain = Injection.from_pretrained(home / "artefact")

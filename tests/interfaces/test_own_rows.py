@@ -43,7 +43,7 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS + odd, ";", "cp1252")
     out, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
     assert err.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
-    assert f"warning: {path}: labels 'Price' and 'price' differ in case alone" in err
+    assert f"warning: {path}: labels 'Price' and 'price' differ only in case" in err
     block, rest = out.split("\n\n", 1)
     assert all(len(line) <= 80 for line in block.splitlines())
     message = " ".join(block.split())
@@ -161,7 +161,7 @@ def test_bad_rows_are_told_at_once_or_left_out(call, refused, model, tmp_path):
     for part in (empty, "row 27: label '' is not a word", "--skip-bad-rows"):
         assert part in line
     out, err = fitted(call, model, path, tmp_path / "new", "--skip-bad-rows", "--evaluate", "0")
-    assert err.startswith(f"note: {path}: 3 of 27 rows are left out")
+    assert err.startswith(f"note: {path}: 3 of 27 rows are skipped")
     assert "All 24 rows used" in out
 
 
@@ -255,7 +255,7 @@ def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(refused, mon
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", again)
     line = refused("fit", "smollm3", "mood-colour-1", "-o", tmp_path / "new", "--shots", "1")
     assert asked.call_count == 1
-    assert line.startswith("error: model 'smollm3' is no folder")
+    assert line.startswith("error: model 'smollm3' is not a folder")
     assert "did you mean 'smollm2'?" in line
 
 

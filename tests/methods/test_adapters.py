@@ -141,7 +141,7 @@ def test_virtual_tokens_run_on_a_model_or_are_refused_by_name(name, model_type, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start_text": "\ud800"}, r"start_text '\\ud800' holds half a surrogate pair"),
+        ({"start_text": "\ud800"}, r"start_text '\\ud800' contains a lone surrogate"),
         ({"virtual_tokens": 48}, "virtual_tokens is 48, but the context holds 48 tokens: take fewer"),
     ],
 )

@@ -16,7 +16,7 @@ ASKED = ("few_shot", "label_anchor", "icv", "linear_probe", "tfidf", "knn_prompt
     [
         (Example("x", -1), "demonstration 5 has label -1, task 'films' has labels 0 to 1"),
         (Example("x", 7), "demonstration 5 has label 7"),
-        (Example("a \ud800", 0), "demonstration 5 holds half a surrogate pair"),
+        (Example("a \ud800", 0), "demonstration 5 contains a lone surrogate"),
     ],
 )
 def test_demonstrations_that_are_none_are_named(name, wrong, message, films, demonstrations):

@@ -160,7 +160,10 @@ def with_bos():
 
 @pytest.mark.parametrize(
     "template",
-    [Template("</s>Review: {text}\nTopic: {label}"), Template("{text}\n{label}").instructed("</s>Say it.")],
+    [
+        Template("</s>Review: {text}\nTopic: {label}"),
+        Template("{text}\n{label}").with_instruction("</s>Say it."),
+    ],
 )
 def test_template_that_repeats_the_bos_of_the_tokenizer_is_refused(template):
     says = "template begins with '</s>', which this tokenizer adds by itself.*remove it"

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.errors import HALF_PAIR, I2CLError
+from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
@@ -206,8 +206,8 @@ def require_labels(task: Task, demonstrations: Examples) -> None:
         if not 0 <= example.label < len(task.labels):
             known = f"task {task.name!r} has labels 0 to {len(task.labels) - 1}"
             raise I2CLError(f"demonstration {number} has label {example.label}, {known}: correct it")
-        if HALF_PAIR.search(example.text):
-            raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
+        if LONE_SURROGATE.search(example.text):
+            raise I2CLError(f"demonstration {number} contains a lone surrogate: repair its text")
 
 
 def _first_direction(

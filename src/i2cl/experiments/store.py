@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from i2cl.errors import I2CLError, first_problem
 from i2cl.experiments.records import TOLD_BY_RECORD, Record
 from i2cl.storage.atomic import new_folder, write_errors
-from i2cl.storage.journal import Journal, only_writer, whole_lines
+from i2cl.storage.journal import Journal, complete_lines, exclusive_lock
 
 CELLS = "cells.jsonl"
 PACKED = "cells.jsonl.gz"
@@ -47,7 +47,7 @@ class Store:
         if (path / PACKED).is_file():
             lines = _unpacked(path / PACKED)
         elif (path / CELLS).is_file():
-            lines = whole_lines(path / CELLS)
+            lines = complete_lines(path / CELLS)
         else:
             raise I2CLError(f"no store at {str(folder)!r}: `i2cl experiment run NAME --store DIR` makes one")
         return cls(path, _by_key(lines, path))
@@ -64,9 +64,9 @@ class Store:
                 path.mkdir(parents=True, exist_ok=True)
                 stack.callback(_remove_bare, path)  # once the lock is gone
                 busy = f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
-                stack.enter_context(only_writer(path / LOCK, busy))
-                journal = stack.enter_context(Journal.opened(path / CELLS))
-            store = cls(path, _by_key(whole_lines(path / CELLS), path), journal.append)
+                stack.enter_context(exclusive_lock(path / LOCK, busy))
+                journal = stack.enter_context(Journal.open(path / CELLS))
+            store = cls(path, _by_key(complete_lines(path / CELLS), path), journal.append)
             try:
                 yield store
             finally:

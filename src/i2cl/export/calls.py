@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from i2cl.export.golden import Golden
 from i2cl.export.greedy import TEXTS, forced_tokens
-from i2cl.storage.card import CARD, export_card, fenced
+from i2cl.storage.card import CARD, code_block, export_card
 from i2cl.tasks.template import TEXT_FIELD
 
 Kind = Literal["hf", "peft", "gguf"]  # what an export is: a checkpoint, an adapter or a GGUF file
@@ -151,13 +151,13 @@ def usage(golden: Golden, name: str, kind: Kind) -> str:
         )
     parts += [
         "Only these prompts, letter by letter, are what the task was fitted for (`{text}` is the text):",
-        fenced(golden.prompt, "text"),
-        *(f"{call.program}:\n\n{fenced(call.code, call.language)}" for call in calls),
+        code_block(golden.prompt, "text"),
+        *(f"{call.program}:\n\n{code_block(call.code, call.language)}" for call in calls),
     ]
     if golden.shortened:
         names = dict(zip(golden.labels, golden.label_texts, strict=True))
         what = "An answer is one token, which stands for a label. Each label, and what is said for it:"
-        parts.append(f"{what}\n\n{fenced(json.dumps(names, indent=1, ensure_ascii=False), 'json')}")
+        parts.append(f"{what}\n\n{code_block(json.dumps(names, indent=1, ensure_ascii=False), 'json')}")
     if kind == "gguf":
         parts.append(
             "The injection lies in biases of llama.cpp's class `granite`, which transformers refuses to load "

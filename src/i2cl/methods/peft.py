@@ -13,7 +13,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.errors import I2CLError, require_whole
+from i2cl.errors import I2CLError, require_utf8
 from i2cl.methods import adapters
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
@@ -122,7 +122,7 @@ class VirtualTokenMethod(adapters.AdapterMethod):
         text = self.training.start_text
         if not text:
             return None
-        require_whole(text, "start_text")
+        require_utf8(text, "start_text")
         ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise I2CLError(f"start_text {text!r} has no token: give a longer one")

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import stored_weights
 from i2cl.models.precision import dequantized, offloaded_weight, requantized
-from i2cl.storage.atomic import replaced_file
+from i2cl.storage.atomic import write_text_atomic
 
 # Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it.
 PART, DEVICE_PART = 2**15, 2**22
@@ -118,7 +118,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
             return held
     fingerprint = tensors_fingerprint(_checkpoint_weights(model))
     with suppress(I2CLError):
-        replaced_file(kept, fingerprint)
+        write_text_atomic(kept, fingerprint)
     return fingerprint
 
 

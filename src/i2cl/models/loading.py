@@ -24,7 +24,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import is_progress_bar_enabled
 from transformers.utils.quantization_config import GgufConfig
 
-from i2cl.errors import I2CLError, first_line, needs, require_whole
+from i2cl.errors import I2CLError, first_line, needs, require_utf8
 from i2cl.models.precision import Quantization, quantization_config
 from i2cl.storage.hub import cached_snapshot, require_reachable
 
@@ -75,7 +75,7 @@ def load_model_and_tokenizer(
             a GGUF file that transformers does not read in full, a package that is lacking, or ``python -OO``.
     """
     name = str(name)
-    require_whole(name, "the model's name")
+    require_utf8(name, "the model's name")
     if sys.flags.optimize > 1:
         raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")
     source = located(name)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
-from i2cl.errors import HALF_PAIR, I2CLError
+from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.models.batching import CPU_KEPT_BUDGET, PASSES_A_BATCH, Batch, Ids, make_batch, pack_batch
 from i2cl.models.decoder import CPU_BUDGET, Decoder
 from i2cl.models.edits import Edit
@@ -74,8 +74,8 @@ def require_texts(texts: Sequence[str]) -> None:
             problems[index] = f"is {text!r:.60} and no string: remove it, or make it one"
         elif is_blank(text):
             problems[index] = "is empty: remove it or give it content"
-        elif HALF_PAIR.search(text):
-            problems[index] = "holds half a surrogate pair, which is no character: remove it"
+        elif LONE_SURROGATE.search(text):
+            problems[index] = "contains a lone surrogate, which is no character: remove it"
     if problems:
         raise TextError(problems, len(texts))
 

@@ -87,7 +87,7 @@ def test_what_was_not_used_for_longest_leaves_the_device_and_comes_back(opened_f
     assert folder.queries("b", TEXTS)[0].digest == digests[1]
 
 
-@pytest.mark.parametrize("at", ["synced", "replaced_file"])
+@pytest.mark.parametrize("at", ["sync_to_disk", "write_text_atomic"])
 def test_an_end_before_the_reply_leaves_all_as_it_was(opened_folder, decoder, tmp_path, monkeypatch, at):
     folder = opened_folder()
     folder.put("a", made(decoder, 0))
@@ -219,7 +219,7 @@ def test_one_version_answers_however_often_replaced(folder, opened_folder, decod
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])
-@pytest.mark.parametrize("at", ["task_store.synced", "jobs.synced"])
+@pytest.mark.parametrize("at", ["task_store.sync_to_disk", "jobs.sync_to_disk"])
 def test_what_the_disk_refuses_is_the_servers_fault_and_names_no_path(
     service, asking, decoder, tmp_path, monkeypatch, number, status, at
 ):
@@ -231,7 +231,7 @@ def test_what_the_disk_refuses_is_the_servers_fault_and_names_no_path(
 
     monkeypatch.setattr(f"i2cl.interfaces.server.{at}", fails)
     client = asking(service)
-    if at == "task_store.synced":
+    if at == "task_store.sync_to_disk":
         reply = client.put("/v1/tasks/new", content=packed(tmp_path / "topics"), headers=TAR)
     else:
         reply = client.post("/v1/batches?model=films", content=b'{"input": "a"}', headers=LINES)

@@ -24,7 +24,7 @@ def surveyed(
     """Describe the training rows, the draw and the evaluation: as a record, and as lines of text."""
     from i2cl.tasks.survey import Survey
 
-    survey = Survey.of(task)
+    survey = Survey.from_task(task)
     kept_back = len(plan.rows) if plan.split == "train" else 0
     tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
     record = survey.record() | {"longest_tokens": tokens, "used": len(draw.demonstrations)}
@@ -39,7 +39,7 @@ def surveyed(
 
 def _of_labels(survey: "Survey") -> Iterator[str]:
     yield f"Labels: {', '.join(f'{word} {count:,}' for word, count in survey.labels.items())}."
-    for word, other in survey.slips:
+    for word, other in survey.typos:
         if fold(word) == fold(other):  # reading the file warns of these
             continue
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"

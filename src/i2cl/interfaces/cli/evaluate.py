@@ -71,7 +71,7 @@ def evaluate(
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
         given: Any = {"shots": shots, "limit": limit, "workers": workers, "skip": method == "all"}
         words = {"chat": rows.chat, "instruction": rows.instruction}
-        given["word"] = lambda one, decoder: one.worded(decoder.tokenizer, **words)
+        given["word"] = lambda one, decoder: one.with_prompt_options(decoder.tokenizer, **words)
         runs = sweep(source, tasks, chosen, span, **given, watch=bar.run, refused=refused)
     title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
     show(runs, title, sorted(lacking, key=lambda one: (one.task, one.method, one.seed)), as_json=json)

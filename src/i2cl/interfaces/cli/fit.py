@@ -164,7 +164,7 @@ def fit(
     from i2cl.experiments.draw import draw, fitting, warn_of_small_classes
     from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
     from i2cl.experiments.fitting import FitRequest, fit_task
-    from i2cl.tasks.loaders import is_own
+    from i2cl.tasks.formats import is_row_file
 
     seed = drawing.seed
     method = _method_of(way)
@@ -175,12 +175,12 @@ def fit(
         "scored": scoring.evaluate > 0 and not loaded.test,
     }
     # sizes are checked before the model is loaded
-    drawn = draw(loaded, method, seed=seed, from_file=is_own(task), **choice)
-    if is_own(task) and isinstance(drawing.number, int):
+    drawn = draw(loaded, method, seed=seed, from_file=is_row_file(task), **choice)
+    if is_row_file(task) and isinstance(drawing.number, int):
         warn_of_small_classes(loaded, drawing.number)
     shares = _shares(way, loaded)
     decoder = load.decoder(model, loading)
-    loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
+    loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     with console.waiting("timing the model"):
         if drawn is None:
             drawn = fitting(decoder, loaded, method, seed, **choice)
@@ -190,7 +190,7 @@ def fit(
     plan = plan_evaluation(loaded, demonstrations, scoring.evaluate, scoring.folds, seed)
     if scoring.target_accuracy is not None:
         plan.require_target(scoring.target_accuracy)
-    survey, summary = data.surveyed(loaded, decoder, drawn, plan) if is_own(task) else (None, "")
+    survey, summary = data.surveyed(loaded, decoder, drawn, plan) if is_row_file(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     elif not json and (drawn.seconds or 0) > console.SHORT_S:
@@ -327,7 +327,7 @@ def _show_fit(
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
     from i2cl.methods.calibrated.folds import kept
-    from i2cl.storage.card import confidence_words, prior_words, selection_words
+    from i2cl.storage.card import describe_confidence, describe_prior, describe_threshold
 
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
@@ -347,14 +347,14 @@ def _show_fit(
     if last is not None and method.startswith("anchored") and last > guess:
         console.note("the loss is no better than guessing: give more rows, or use another model")
     if injection.label_bias is not None:
-        console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
+        console.say(f"Label prior: {describe_prior(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     threshold = ""
     if injection.worth:
         _show_evaluation(injection.worth)
-        chosen = confidence_words(injection.temperature, injection.worth["confidence"])
+        chosen = describe_confidence(injection.temperature, injection.worth["confidence"])
         console.say(f"Calibration: {chosen}.")
         if summary := injection.worth["selection"]:
-            console.say(f"Confidence threshold: {selection_words(summary)}.")
+            console.say(f"Confidence threshold: {describe_threshold(summary)}.")
             threshold = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
     elif plan.reason:
         console.say(f"Not evaluated: {plan.reason}, or give rows with --test FILE.")
@@ -367,7 +367,7 @@ def _show_fit(
 
 def _show_evaluation(worth: Mapping[str, Any]) -> None:
     from i2cl.core import encoder_bias
-    from i2cl.storage.card import SCORED, TOGETHER, recall_words
+    from i2cl.storage.card import BATCH_METHOD_NOTE, EVALUATION_ROWS, describe_recall
 
     rows: list[Mapping[str, object]] = [
         {"method": name, ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
@@ -376,16 +376,16 @@ def _show_evaluation(worth: Mapping[str, Any]) -> None:
         for name, one in worth["methods"].items()
     ]
     rows += [dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in worth["not_run"]]
-    console.say(f"\nAccuracy with 95 % interval on {worth['rows']} {SCORED[worth['split']]}:")
+    console.say(f"\nAccuracy with 95 % interval on {worth['rows']} {EVALUATION_ROWS[worth['split']]}:")
     console.print_table("", rows)
     for name, why in worth["not_run"].items():
         console.say(f"{name} was not run: {why}.")
     if any("batch_calibration" in name for name in worth["methods"]):
-        console.say(TOGETHER)
+        console.say(BATCH_METHOD_NOTE)
     if {"anchored", "sentence_embeddings"} <= worth["methods"].keys():
         encoder = encoder_bias.local_encoder()
         console.say(f"To combine anchored and sentence_embeddings, refit with --set encoder={encoder}.")
-    if recall := recall_words(worth):
+    if recall := describe_recall(worth):
         console.say(f"{recall}.")
     console.say(f"\nVerdict: {worth['verdict']}.")
 

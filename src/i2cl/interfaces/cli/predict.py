@@ -14,10 +14,10 @@ from typer import Argument
 from i2cl.errors import I2CLError
 from i2cl.injections.confidence import require_confidence
 from i2cl.interfaces.batch_prediction.outputs import (
-    require_other,
+    open_output,
+    require_not_input,
     require_writable_file,
     source_state,
-    written,
 )
 from i2cl.interfaces.batch_prediction.tables import OutputFormat, Table, output_format as chosen_format
 from i2cl.interfaces.cli import console, load, options
@@ -81,7 +81,7 @@ def predict(
 
     load.libraries()
     from i2cl.core.injection import Injection
-    from i2cl.interfaces.batch_prediction.prediction import chunks, digest
+    from i2cl.interfaces.batch_prediction.prediction import digest, read_chunks
 
     injection = Injection.from_pretrained(artefact, encoder=places.encoder)
     loading = load.of_artefact(loading, injection, places.model)
@@ -97,8 +97,8 @@ def predict(
         return injection.scores(decoder, texts, force=force).softmax(-1).tolist() if texts else []
 
     given: Any = {"chunk": chunk, "resumes": rereadable, "restart": restart}
-    given["finish"] = table.finish if table.waits else None
-    with written(output, table.header, settings, **given) as out:
+    given["finish"] = table.finish if table.deferred else None
+    with open_output(output, table.header, settings, **given) as out:
         if out.kept:
             console.note(f"{out.kept} rows of an earlier run are kept")
         try:
@@ -107,7 +107,7 @@ def predict(
                 decoder = load.artefact_decoder(injection, places.model, loading)
                 cut: Any = {"size": chunk, "start": out.kept, "numbered": form.row_number}
                 with _cuts_added():
-                    for queries in chunks(source, **texts, **cut, skip_bad=form.skip_bad_rows):
+                    for queries in read_chunks(source, **texts, **cut, skip_bad=form.skip_bad_rows):
                         usable = [query.text for query in queries if query.error is None]
                         out.write(_lines(table, queries, scored(usable)), len(queries))
                         bar.advance(len(queries))
@@ -143,13 +143,13 @@ def _check_options(
     kind = chosen_format(output, form.output_format, as_json=json)
     load.require_options(loading)
     load.require_artefact(artefact)
-    require_other(output, source, *(str(Path(artefact) / name) for name in FILES))
+    require_not_input(output, source, *(str(Path(artefact) / name) for name in FILES))
     to_file = output is not None and (output.is_file() or not output.exists())
     if output is not None:
         require_writable_file(output)
     kept = tuple(dict.fromkeys(load.split(form.keep))) if form.keep else ()
-    waits = to_file and kind in {"csv", "parquet"}
-    return Table((), kind, kept, form.row_number, waits, form.min_confidence)
+    deferred = to_file and kind in {"csv", "parquet"}
+    return Table((), kind, kept, form.row_number, deferred, form.min_confidence)
 
 
 def _lines(table: Table, queries: Sequence[Query], scores: Sequence[Sequence[float]]) -> str:

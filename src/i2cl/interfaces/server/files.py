@@ -132,7 +132,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     file. Raises FitStoppedError if the job is cancelled.
     """
     digests, rows, out = job.request["digests"], job.request["rows"], job.folder / OUTPUT
-    with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
+    with Journal.open(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
         done = journal.kept
         with out.open("rb") as written:
             failures = sum("error" in json.loads(line) for line in written)

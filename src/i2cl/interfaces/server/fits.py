@@ -23,7 +23,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Examples, Task, Template, load_task
 from i2cl.tasks.labels import LabelLookup
-from i2cl.tasks.rows import refused_rows
+from i2cl.tasks.rows import unusable_rows
 from i2cl.tasks.survey import Survey
 
 SEVERAL = 5  # texts with several labels that are shown
@@ -77,7 +77,7 @@ def read_task(
         raise RefusalError(422, "bad_input", _public_message(str(error), request, folder)) from None
     task = replace(task, name=request["name"], title=request["name"])
     words = request.get("instruction") or None
-    task = task.worded(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
+    task = task.with_prompt_options(decoder.tokenizer, chat=bool(request.get("chat")), instruction=words)
     drawn = _draw(request, task, _method(request, tasks))
     questions = Questions(decoder, task)
     for rows in (task.train, task.test):
@@ -98,7 +98,7 @@ def _draw(request: Mapping[str, Any], task: Task, method: Injector) -> Draw | No
 
 def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
     """What the training rows are, for JSON; texts with several labels: the first few, shortened."""
-    survey = Survey.of(task)
+    survey = Survey.from_task(task)
     several = survey.contradictions[:SEVERAL]
     return survey.record() | {
         "contradictions": [{"text": text[:SNIPPET], "labels": list(words)} for text, words in several],
@@ -117,7 +117,7 @@ def _read(request: Mapping[str, Any], folder: Path) -> Task:
     lookup: Sequence[str] | LabelLookup | None = labels
     # the training file comes first: it says whether class ids start at 0 or 1
     for path in filter(None, (train_path, test_path)):
-        refused, lookup = refused_rows(path, lookup, columns["text"], columns["label"])
+        refused, lookup = unusable_rows(path, lookup, columns["text"], columns["label"])
         if refused := [_public_message(message, request, folder) for message in refused]:
             raise RefusalError(422, "bad_rows", refused[0], rows=refused)
     return load_task(

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from i2cl.interfaces.server.batcher import FitStoppedError
 from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError, stopping
-from i2cl.storage.atomic import synced
+from i2cl.storage.atomic import sync_to_disk
 
 Kind = Literal["fit", "batch"]
 FINAL_STATES = ("done", "failed", "cancelled")
@@ -189,9 +189,9 @@ class Jobs:
                     content.rename(fresh / name)
                 else:
                     (fresh / name).write_bytes(content)
-            synced(*fresh.iterdir(), fresh)
+            sync_to_disk(*fresh.iterdir(), fresh)
             fresh.rename(folder)
-            synced(self._root)
+            sync_to_disk(self._root)
         try:
             with self._database.transaction():
                 self._database.add_job(job.id, kind, job.created, job.request, owner)

@@ -23,7 +23,7 @@ from i2cl.interfaces.server.routes.schemas import require_number
 from i2cl.interfaces.server.task_store import STATE, Entry, TaskStore, require_no_old_layout
 from i2cl.interfaces.server.uploads import unpack, unusable
 from i2cl.models.decoder import Decoder
-from i2cl.storage.journal import only_writer
+from i2cl.storage.journal import exclusive_lock
 
 WAITING_BATCHES = 16  # default size of the queue, in full batches
 RESIDENT = 1000  # default number of tasks on the model's device
@@ -85,7 +85,7 @@ class Service:
             require_no_old_layout(folder)
             (folder / STATE).mkdir(parents=True, exist_ok=True)
             hint = "stop it, choose another folder, or add --read-only"
-            lock = only_writer(folder / STATE / "lock", f"another process serves {str(folder)!r}: {hint}")
+            lock = exclusive_lock(folder / STATE / "lock", f"another process serves {str(folder)!r}: {hint}")
             self._held.enter_context(lock)
         pool = InjectionPool(decoder)
         self.tasks = TaskStore(

@@ -30,12 +30,12 @@ from typing import Literal
 from i2cl.core.artefact import DESCRIPTION, FILES
 from i2cl.core.encoder_bias import absolute
 from i2cl.core.injection import Injection
-from i2cl.errors import HALF_PAIR, I2CLError
+from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
 from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import require_moderate
-from i2cl.storage.atomic import replaced_file, synced
+from i2cl.storage.atomic import sync_to_disk, write_text_atomic
 from i2cl.tasks.text import normalize_word
 
 MAX_NAME_LENGTH = 128
@@ -369,7 +369,7 @@ class TaskStore:
     def _publish(self, names: dict[str, Entry] | None = None) -> None:
         """Write the names for servers that only read: SQLite's write-ahead log needs one machine."""
         records = [asdict(entry) for entry in (self._named if names is None else names).values()]
-        replaced_file(self._published, json.dumps(records) + "\n")
+        write_text_atomic(self._published, json.dumps(records) + "\n")
 
     def _store(self, injection: Injection) -> str:
         with tempfile.TemporaryDirectory(dir=self._artefacts, prefix=".") as scratch:
@@ -385,7 +385,7 @@ class TaskStore:
                 shutil.copyfile(self._root / entry.name / name, fresh / name)
             if content_digest(fresh) != entry.digest:
                 raise RefusalError(503, "busy", f"task {entry.name!r} is being replaced: retry")
-            synced(*fresh.iterdir(), fresh)
+            sync_to_disk(*fresh.iterdir(), fresh)
             self._add_artefact(fresh)
 
     def _add_artefact(self, fresh: Path) -> str:
@@ -396,7 +396,7 @@ class TaskStore:
             place.rename(fresh.with_name("damaged"))
         if not place.is_dir():
             fresh.rename(place)
-            synced(self._artefacts)
+            sync_to_disk(self._artefacts)
         return digest
 
     def _task_folders(self) -> list[Path]:
@@ -496,7 +496,7 @@ def require_name(name: str) -> None:
         not 0 < len(name) <= MAX_NAME_LENGTH
         or name != name.strip()
         or {".", ".."} & {*name.split("/")}  # clients resolve these in a URL
-        or HALF_PAIR.search(name)
+        or LONE_SURROGATE.search(name)
         or not name.isprintable()
     ):
         hint = f"use 1 to {MAX_NAME_LENGTH} printable characters, without spaces around them"

@@ -155,7 +155,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         evaluate = self.evaluate if self.scoring == "auto" else 0
         plan = plan_evaluation(task, shown, evaluate, self.folds, seed)
         decoder = self._decoder()
-        task = task.worded(decoder.tokenizer, chat=self.chat, instruction=self.instruction or None)
+        task = task.with_prompt_options(
+            decoder.tokenizer, chat=self.chat, instruction=self.instruction or None
+        )
         unlabelled = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
         request = FitRequest(method, seed, self.scoring, unlabelled)
         injection = fit_task(decoder, task, shown, request, plan)
