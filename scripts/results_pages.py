@@ -84,8 +84,8 @@ def measured() -> str:
         days = sorted(str(one.provenance["time"])[:10] for one in records(store) if "time" in one.provenance)
         when = f", {days[0]} to {days[-1]}" if days else ""
         parts.append(
-            f"- {name}: {len(result.tasks)} tasks, {result.most_seeds} seeds, at most {most} queries a task; "
-            f"the store has {cells:,} cells{when}."
+            f"- {name}: {len(result.tasks)} tasks, {result.expected_seeds} seeds, at most {most} queries per "
+            f"task; the store has {cells:,} cells{when}."
         )
     return "\n".join(parts)
 

@@ -87,7 +87,7 @@ def seeds_of(result: Results, line: Line) -> int:
 def enough(result: Results, line: Line) -> bool:
     """Whether a row has all seeds and nearly all tasks, so that a verdict means something."""
     got = result.accuracy(line)
-    seeds = got is not None and (line.fixed or got.seeds == result.most_seeds)
+    seeds = got is not None and (line.fixed or got.seeds == result.expected_seeds)
     return seeds and 3 * len(result.tasks_of(line)) > 2 * len(result.tasks)
 
 

@@ -1,7 +1,7 @@
 """A small grid, its cells, and cells run by themselves."""
 
 from i2cl.experiments.grid import Cell
-from i2cl.experiments.runner import Group, pending, run_groups, run_standing
+from i2cl.experiments.runner import Group, pending, run_groups, run_job
 from i2cl.experiments.store import Store
 
 ONE, OTHER = "mood-colour-1", "job-letter-1"
@@ -25,7 +25,7 @@ def cell(**changes):
 
 def run_alone(cell, decoder, folder):
     """The record of a cell that is run by itself."""
-    (record,) = run_standing(single(cell), None, folder, (), decoder)
+    (record,) = run_job(single(cell), None, folder, (), decoder)
     return record
 
 

@@ -11,7 +11,7 @@ import pytest
 from experiments.runs import GRID, ONE, cell, kept, run_alone
 from fitting import one_line
 from i2cl import Decoder, load_task
-from i2cl.experiments.library import BROUGHT, ORDER, compared_with, limited, load_experiment
+from i2cl.experiments.library import BUILTIN, ORDER, compare_with, load_experiment, restrict_tasks
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench
 from i2cl.interfaces.cli.experiment import _cells
@@ -93,7 +93,7 @@ def test_a_grid_that_names_tasks_runs_on_some_and_is_compared_with_any_row(tmp_p
     named = GRID.replace('tasks"', 'tasks", "comparison"')
     said(*written(tmp_path, "--tasks", "job-letter-1", "--seeds", "1", grid=named))
     assert {one.cell.task for one in Store.open(tmp_path / "store").records.values()} == {"job-letter-1"}
-    known = "no chosen experiment has the task 'sst2': known are mood-colour-1, job-letter-1"
+    known = "no chosen experiment has the task 'sst2': use one of mood-colour-1, job-letter-1"
     assert known in refused(*written(tmp_path, "--tasks", "sst2", grid=named))
     said(*written(tmp_path, "--seeds", "1", grid=named))
     words = ["--experiments", tmp_path / "mine.toml"]
@@ -109,11 +109,11 @@ def test_a_grid_that_names_tasks_runs_on_some_and_is_compared_with_any_row(tmp_p
 
 def test_grids_are_limited_each_to_its_own_tasks_and_compared_with_a_row_that_they_have():
     main_grid, real, chat = (load_experiment(name) for name in ("main", "real", "chat"))
-    result = limited([main_grid, real, chat], ["intents", "sst2", "rte"])
+    result = restrict_tasks([main_grid, real, chat], ["intents", "sst2", "rte"])
     assert [one.tasks for one in result] == [("intents", "sst2", "rte"), ("sst2", "intents"), ("sst2",)]
-    assert [one.name for one in limited([real, chat], ["intents"])] == ["real"]
-    one_line(r"task 'trecc': did you mean 'trec'", limited, [real, chat], ["sst2", "trecc"])
-    assert [one.against for one in compared_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
+    assert [one.name for one in restrict_tasks([real, chat], ["intents"])] == ["real"]
+    one_line(r"task 'trecc': did you mean 'trec'", restrict_tasks, [real, chat], ["sst2", "trecc"])
+    assert [one.against for one in compare_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
     named = ["mood-colour-1", "mood-colour-2", "job-letter-1"]  # all of which are run
     cells, _ = _cells("shots", cell(), named, named, True, None, None)
     assert {one.task for one in cells} == set(named)
@@ -129,7 +129,7 @@ def test_failures_are_told_and_set_the_exit_code(tmp_path, said):
 
 def test_ls_lists_every_experiment(said):
     listed = {row["name"]: row for row in json.loads(said("experiment", "ls", "--json"))}
-    assert list(listed) == list(BROUGHT)
+    assert list(listed) == list(BUILTIN)
     assert listed["main"]["paper"].startswith("Table 1")
     asked = load_experiment("real")
     cells = sum(min(asked.full.seeds, row.seeds or 99) for row in asked.rows)

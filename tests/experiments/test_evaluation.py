@@ -188,7 +188,7 @@ def test_a_sweep_fits_once_what_several_methods_stand_on(decoder, task, monkeypa
 def test_a_sweep_of_all_methods_leaves_out_those_of_another_model(decoder, task):
     asked = {"shots": 2, "limit": 6, "workers": 1}
     methods = make_methods(["autocompressor", "zero_shot", "cepe"])
-    with pytest.warns(SkippedWarning, match="left out: .* compressor beside its weights"):
-        runs = sweep(lambda: decoder, [task], methods, [0], skip=True, **asked)
+    with pytest.warns(SkippedWarning, match="skipped: .* compressor beside its weights"):
+        runs = sweep(lambda: decoder, [task], methods, [0], skip_unsupported=True, **asked)
     assert [run.method for run in runs] == ["zero_shot"]
     one_line("autocompressor", sweep, lambda: decoder, [task], methods, [0], **asked)

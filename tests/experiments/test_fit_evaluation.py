@@ -308,7 +308,7 @@ def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, ta
 
 
 def test_a_threshold_is_found_where_an_accuracy_is_asked_for(decoder, task):
-    one_line("22 labelled rows beside the examples or more", measured, decoder, task, limit=10, target=0.9)
+    one_line("needs at least 22 held-out rows", measured, decoder, task, limit=10, target=0.9)
     rows = tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
     value = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
     assert value["target"] == 0.5

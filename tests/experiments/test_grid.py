@@ -8,7 +8,7 @@ import pytest
 
 from fitting import one_line
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
-from i2cl.experiments.library import BROUGHT, ORDER, load_experiment, require_methods
+from i2cl.experiments.library import BUILTIN, ORDER, check_methods, load_experiment
 from i2cl.experiments.report.printed import printed_tables
 from i2cl.methods import METHODS
 
@@ -66,26 +66,26 @@ def test_keys_tell_cells_apart_and_nothing_else_and_stay_what_they_were(change):
     assert Cell(model="reference", task="sst2", seed=3, limit=500).key == "dfbae7e794335a42"
 
 
-@pytest.mark.parametrize("name", BROUGHT)
+@pytest.mark.parametrize("name", BUILTIN)
 def test_every_bundled_experiment_can_be_run_and_shown(name):
     grid = load_experiment(name)
     assert (grid.paper != "-") is (name in ORDER)
-    require_methods([grid])
+    check_methods([grid])
     keys = {(row.study, row.method, str(row.options), row.demonstrations, row.chat) for row in grid.rows}
     assert len(keys) == len(grid.rows)
 
 
 def test_every_file_is_listed_every_printed_row_shown_and_every_method_used():
     builtin = resources.files("i2cl.experiments") / "builtin"
-    assert {path.name.removesuffix(".toml") for path in builtin.iterdir()} == set(BROUGHT)
+    assert {path.name.removesuffix(".toml") for path in builtin.iterdir()} == set(BUILTIN)
     main = tomllib.loads((builtin / "main.toml").read_text())  # which others can read
     assert {row["name"] for row in main["rows"]} >= {"Zero-shot", "I2CL"}
-    for name in BROUGHT:
+    for name in BUILTIN:
         experiment = load_experiment(name)
         shown = {row.name for row in experiment.rows}
         for table in printed_tables(experiment.printed) if experiment.printed else ():
             assert set(table.rows) <= shown, (name, table.paper)
-    rows = [row for name in BROUGHT for row in load_experiment(name).rows]
+    rows = [row for name in BUILTIN for row in load_experiment(name).rows]
     used = {part for row in rows for part in row.method.split("+")}
     assert used == set(METHODS) - {"majority_class"}, "which `i2cl fit` reports; grids balance their queries"
 
@@ -113,11 +113,11 @@ TITLED = 'title = "T"\nmeasures = "M"\n'
         (TITLED + 'views = ["pie"]\nrows = [{ name = "a" }]\n', "views.0"),
         (TITLED + 'tasks = []\nrows = [{ name = "a" }]\n', "tasks is empty: name one"),
         (TITLED + 'rows = [{ name = "a", shots = [0] }]\n', "rows.0.shots.0"),
-        (TITLED + 'rows = [{ name = "a" }, { name = "a" }]\n', "two rows are called 'a'"),
-        (TITLED + 'against = "b"\nrows = [{ name = "a" }]\n', "none of the rows"),
+        (TITLED + 'rows = [{ name = "a" }, { name = "a" }]\n', "two rows are named 'a'"),
+        (TITLED + 'against = "b"\nrows = [{ name = "a" }]\n', "against is 'b', which is not a row"),
         (
             TITLED + 'rows = [{ name = "a", study = "move", method = "noise" }]\n',
-            "study=move, which takes plain I2CL: leave out method",
+            "study=move, which uses I2CL with its defaults: remove method",
         ),
     ],
 )
@@ -143,5 +143,5 @@ def test_a_grid_words_its_tasks():
         uses = "b" in (cell.task, *cell.sources)
         assert cell.own == (said if uses else {})
         assert (cell.key in plain) is not uses, "only what is worded otherwise is another cell"
-    with pytest.raises(ValueError, match="own names 'c', which is none of the tasks"):
+    with pytest.raises(ValueError, match="own names 'c', which is not one of the tasks"):
         made(tasks=("a", "b"), own={"c": {"template": "{text} {label}"}})

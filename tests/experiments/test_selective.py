@@ -5,7 +5,7 @@ import pytest
 
 from fitting import one_line
 from i2cl.experiments.evidence import selective
-from i2cl.experiments.evidence.selective import LEVEL, binomial_tail, fewest_rows, select, selection
+from i2cl.experiments.evidence.selective import LEVEL, binomial_tail, min_rows, select, selection
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ def test_the_tail_is_that_of_scipy(errors, n, chance):
 
 def test_all_rows_right_is_shown_from_the_fewest_rows_on():
     for target in (0.8, 0.9, 0.95):
-        n = fewest_rows(target)
+        n = min_rows(target)
         sure = np.linspace(0.5, 0.9, n)
         result = select(sure, np.ones(n, bool), target)
         assert (result.threshold, result.coverage, result.accuracy) == (0.5, 1.0, 1.0)
-        message = f"{n} labelled rows beside the examples or more, and {n - 1} remain"
+        message = f"needs at least {n} held-out rows, but there are {n - 1}"
         one_line(message, select, sure[1:], np.ones(n - 1, bool), target)
 
 
@@ -36,7 +36,7 @@ def test_a_threshold_means_the_same_when_it_is_typed_again():
 
 @pytest.mark.parametrize("target", [0.2, 1.0, float("nan"), -1.0])
 def test_a_target_that_is_none_is_refused(target):
-    one_line("give a number from 0", selective.require_target, target, 1000)
+    one_line("target accuracy must be at least 0.5 and below 1", selective.require_target, target, 1000)
 
 
 def test_the_order_of_rows_changes_nothing():

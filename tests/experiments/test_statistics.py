@@ -167,17 +167,17 @@ CLEAR = Difference(0.1, 0.05, 0.15, 0.001, 0.002, seeds=4)
 
 def test_distinguishable_needs_tests_and_interval_and_where_no_seed_changes_anything_queries_alone():
     clear = Comparison(CLEAR, q=0.01)
-    assert clear.distinguishable
-    assert replace(clear, difference=replace(CLEAR, mean=-0.1, low=-0.15, high=-0.05)).distinguishable
-    assert not replace(clear, q=0.05).distinguishable
-    assert not replace(clear, difference=replace(CLEAR, low=0.0)).distinguishable
+    assert clear.significant
+    assert replace(clear, difference=replace(CLEAR, mean=-0.1, low=-0.15, high=-0.05)).significant
+    assert not replace(clear, q=0.05).significant
+    assert not replace(clear, difference=replace(CLEAR, low=0.0)).significant
     for seeds in (1, 2, 3):
-        assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).distinguishable
+        assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).significant
     ours, theirs = [np.ones((1, 60), bool)], [np.arange(60)[None] % 2 == 0]
     result = difference(ours, theirs, drawn=False)
     assert result.p == result.p_queries < ALPHA
-    assert Comparison(result, result.p).distinguishable
-    assert not Comparison(difference(ours, theirs), result.p).distinguishable
+    assert Comparison(result, result.p).significant
+    assert not Comparison(difference(ours, theirs), result.p).significant
 
 
 def test_p_of_seeds_is_that_of_a_paired_t_test_of_macro_averages_unless_all_seeds_say_alike():
@@ -211,7 +211,7 @@ def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hun
             continue  # the larger p-values reject no more
         result = [difference([other], [reference], resamples=400, permutations=999) for other in others]
         corrected = holm([one.p for one in result])
-        shown = [Comparison(one, q).distinguishable for one, q in zip(result, corrected, strict=True)]
+        shown = [Comparison(one, q).significant for one, q in zip(result, corrected, strict=True)]
         false += any(shown)
     assert false / families < 0.07
 

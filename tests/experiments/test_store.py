@@ -101,16 +101,16 @@ def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"key": "0" * 16}, "is not that of its cell"),
+        ({"key": "0" * 16}, "but the key of its cell is"),
         ({"outcome": None}, "a cell that is done has no outcome"),
         ({"status": "failed"}, "a cell that is failed has an outcome"),
         ({"outcome": OUTCOME | {"gold": (0,)}}, "1 gold labels for 2 predictions"),
         ({"outcome": OUTCOME | {"gold": (0, 2)}}, "a label id is not one of 0 to 1"),
         ({"outcome": OUTCOME | {"gold": (0, 10**30)}}, "a label id is not one of 0 to 1"),
         ({"outcome": OUTCOME | {"labels": ()}}, "a label id is not one of"),
-        ({"outcome": OUTCOME | {"scores": SCORES | {"shape": (1, 4)}}}, "scores of .* for queries and"),
+        ({"outcome": OUTCOME | {"scores": SCORES | {"shape": (1, 4)}}}, "scores have shape .*, expected"),
         ({"outcome": OUTCOME | {"scores": SCORES | {"shape": (2, 3)}}}, "scores are 4 numbers, not 2 x 3"),
-        ({"outcome": OUTCOME | {"scores": SCORES | {"float16": "Zm8*"}}}, "scores are no base64"),
+        ({"outcome": OUTCOME | {"scores": SCORES | {"float16": "Zm8*"}}}, "scores are not base64"),
         ({"outcome": OUTCOME | {"scores": SCORES | {"float16": "AHwAfAB8AHw="}}}, "not all finite"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_damaged_packed_store_and_no_store_are_named(tmp_path):
 
 
 def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
-    with Store.writing(tmp_path), pytest.raises(I2CLError, match="another run writes to"):
+    with Store.writing(tmp_path), pytest.raises(I2CLError, match="another run is writing to"):
         write(tmp_path, record(0))
     with Store.writing(tmp_path) as store:
         store.append(record(0))

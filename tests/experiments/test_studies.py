@@ -43,7 +43,7 @@ def keep_short(bench, task):
     shown = result.sample(None, 0)
     (method,) = make_methods(["i2cl"], {"epochs": 3})
     (fitted,) = fit_seeds(bench.decoder, result, method, [shown], [0])
-    bench.keep(own, fitted)
+    bench.save(own, fitted)
     return fitted.predictor
 
 
@@ -123,7 +123,7 @@ def test_what_was_not_fitted_yet_is_fitted_now(bench, monkeypatch):
 
 
 def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch):
-    monkeypatch.setattr("i2cl.experiments.studies.JUDGED_ON", 10)
+    monkeypatch.setattr("i2cl.experiments.studies.MAX_JUDGING_ROWS", 10)
     monkeypatch.setattr("i2cl.experiments.studies.GROUPS", 6)
     task = bench.task(cell())
     chosen, judged = worst_group(bench.decoder, task, 1, seed=3)

@@ -97,7 +97,7 @@ def test_a_rival_that_is_behind_does_not_change_a_good_verdict():
 def test_no_verdict_from_rows_that_lack_a_label():
     result = verdict({"zero_shot": (40, 1)}, 58, FREE, missing=("spam",))
     assert result.outcome == "unknown"
-    assert result.verdict == "none, since none of the 58 rows is labelled 'spam'"
+    assert result.verdict == "none, because none of the 58 rows is labelled 'spam'"
 
 
 def message(monkeypatch, n, accuracies, alike, draws=2000):

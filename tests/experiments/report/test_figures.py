@@ -317,7 +317,7 @@ def test_coefficients_are_means_over_seeds_by_layer():
     result = results(I2CL)
     figure = drawn("coefficients", result)
     assert [axes.get_title() for axes in figure.axes] == list(TASKS)
-    values = np.array([one.outcome.coefficients for one in result.of_default("news")])
+    values = np.array([one.outcome.coefficients for one in result.reference_records("news")])
     lines = figure.axes[1].lines
     wanted = values.mean(0).reshape(4, 4).T  # attention's lambda and beta, the MLP's lambda and beta
     assert np.array([line.get_ydata() for line in lines]) == pytest.approx(wanted)
@@ -357,7 +357,7 @@ def test_reliability_is_accuracy_by_confidence_as_it_is_and_at_the_best_temperat
     result = scored(results(ZERO, I2CL))
     figure = drawn("reliability", result)
     assert [axes.get_title() for axes in figure.axes] == ["as it is", "at the best temperature of each task"]
-    tasks = [[one.outcome for one in result.of_default(task)] for task in TASKS]
+    tasks = [[one.outcome for one in result.reference_records(task)] for task in TASKS]
     arrays = [np.concatenate([run.scores.array for run in runs]) for runs in tasks]
     gold = [np.concatenate([run.gold for run in runs]) for runs in tasks]
     hits = np.concatenate([np.equal(run.gold, run.predictions) for runs in tasks for run in runs])
