@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from i2cl.experiments.grid import View
 from i2cl.experiments.report.results import Line, Results, listing, outcome
-from i2cl.experiments.statistics import ALPHA, MIN_SEEDS
+from i2cl.experiments.statistics import ALPHA, MIN_SEEDS, Accuracy, Difference
 
 INCOMPLETE, OUTSIDE = "†", "‡"  # marks of cells, explained in notes
 SYSTEM = ("machine", "accelerator", "device", "dtype", "threads")  # parts of provenance that times depend on
@@ -80,6 +80,14 @@ def format_points(difference: float) -> str:
     """Format a difference from -1 to 1 in percentage points, with its sign."""
     text = f"{100 * difference:+.1f}"
     return "0.0" if float(text) == 0 else text.replace("-", "−")
+
+
+def format_interval(result: Accuracy | Difference) -> str:
+    """Format the 95 % interval of an accuracy in percent, or of a difference in percentage points."""
+    ends = (result.low, result.high)
+    if isinstance(result, Difference):
+        return " to ".join(map(format_points, ends))
+    return " to ".join(f"{100 * end:.1f}" for end in ends)
 
 
 def mark_of(results: Results, *lines: Line) -> str:

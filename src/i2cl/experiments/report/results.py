@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool
@@ -12,10 +13,12 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
-from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference
+from i2cl.experiments.statistics import ALPHA, Accuracy, Comparison, Difference, accuracy, difference
 from i2cl.methods import METHODS, draws
 
 Correct = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, see `i2cl.experiments.statistics.Result`
+
+Key = TypeVar("Key")
 
 PERMUTATIONS = 9999
 # a sampled p-value is at least 2 / permutations; this many per test let it survive Holm's correction
@@ -296,6 +299,15 @@ def outcome(record: Record) -> Run:
     if record.outcome is None:
         raise ValueError(f"cell {record.key} is {record.status}, not done")
     return record.outcome
+
+
+def compare(differences: Mapping[Key, Difference | None]) -> dict[Key, Comparison | None]:
+    """Apply Holm's correction over all differences that have enough seeds; None stays None."""
+    ps = {key: one.p for key, one in differences.items() if one is not None and one.decidable}
+    q = dict(zip(ps, holm(list(ps.values())), strict=True))
+    return {
+        key: None if one is None else Comparison(one, q.get(key, 1.0)) for key, one in differences.items()
+    }
 
 
 def mean_times(results: Results, line: Line, tasks: Iterable[str]) -> tuple[float, float]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import View
 from i2cl.experiments.records import COUNTS
 from i2cl.experiments.report import layout
@@ -14,6 +13,7 @@ from i2cl.experiments.report.layout import (
     Table,
     Values,
     format_accuracy,
+    format_interval,
     format_points,
     mark_of,
     measured,
@@ -21,7 +21,7 @@ from i2cl.experiments.report.layout import (
 )
 from i2cl.experiments.report.paper import Paper
 from i2cl.experiments.report.printed import PrintedRow
-from i2cl.experiments.report.results import Line, Results, mean_times
+from i2cl.experiments.report.results import Line, Results, compare, mean_times
 from i2cl.experiments.report.trust import confidence_table
 from i2cl.experiments.statistics import ALPHA, MIN_SEEDS, Accuracy, Comparison, Difference
 
@@ -73,7 +73,8 @@ def average_table(results: Results, paper: Paper) -> list[Table]:
     rows: list[list[Entry]] = []
     for line in results.lines:
         accuracy = results.accuracy(line)
-        numbers = (_interval(accuracy), len(results.tasks_of(line)), accuracy.seeds if accuracy else 0)
+        interval = NO_RESULT if accuracy is None else format_interval(accuracy)
+        numbers = (interval, len(results.tasks_of(line)), accuracy.seeds if accuracy else 0)
         cells = [_accuracy(results, line, bold=leader == line), *map(Entry, map(str, numbers))]
         rows.append([Entry(line.name), *cells, *([paper.cell(line, None)] if has_printed else [])])
     meaning = "The interval accounts for other demonstrations and other queries (bootstrap over both)."
@@ -261,14 +262,9 @@ Comparisons = dict[tuple[Line, str | None], Comparison | None]
 
 
 def _compare(results: Results, pairs: Pairs, tasks: Sequence[str | None]) -> Comparisons:
-    """Compare all pairs on all tasks (None: on average), with Holm's correction over decidable tests."""
+    """Compare all pairs on all tasks (None: on average)."""
     tests = {(line, task): results.difference(line, other, task) for line, other in pairs for task in tasks}
-    differences = {key: difference for key, difference in tests.items() if difference is not None}
-    ps = {key: difference.p for key, difference in differences.items() if difference.decidable}
-    q = dict(zip(ps, holm(list(ps.values())), strict=True))
-    return {
-        key: Comparison(differences[key], q.get(key, 1.0)) if key in differences else None for key in tests
-    }
+    return compare(tests)
 
 
 def _significance_notes(comparisons: Comparisons) -> tuple[str, str]:
@@ -289,7 +285,7 @@ def _verdict(comparison: Comparison | None) -> Sequence[str]:
         p, q, verdict = NO_RESULT, NO_RESULT, f"fewer than {MIN_SEEDS} seeds"
     elif comparison.significant:
         verdict = "higher" if difference.mean > 0 else "lower"
-    return format_points(difference.mean), _interval(difference), p, q, verdict
+    return format_points(difference.mean), format_interval(difference), p, q, verdict
 
 
 def _signed(comparison: Comparison | None) -> str:
@@ -314,15 +310,6 @@ def _differences(results: Results, pairs: Pairs, comparisons: Comparisons) -> li
         for (line, task), one in comparisons.items()
         if one is not None
     ]
-
-
-def _interval(result: Accuracy | Difference | None) -> str:
-    if result is None:
-        return NO_RESULT
-    ends = (result.low, result.high)
-    if isinstance(result, Difference):
-        return " to ".join(map(format_points, ends))
-    return " to ".join(f"{100 * end:.1f}" for end in ends)
 
 
 def _duration(value: float) -> str:
