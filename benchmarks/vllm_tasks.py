@@ -1,8 +1,8 @@
 """Measure the cost of tasks in vLLM, on a random Llama: without the plugin, with 10 and with 1,000 tasks.
 
 Three engines run in separate processes and alternate on the same list of requests, so other load on the
-machine affects all of them. Prints medians of CPU seconds, and of ratios of adjacent runs. On a GPU, use wall-clock
-seconds (``--wall``).
+machine affects all of them. Prints medians of CPU seconds, and of ratios of adjacent runs. On a GPU, use
+wall-clock seconds (``--wall``).
 
     python benchmarks/vllm_tasks.py [--rounds 7] [--wall]
     python benchmarks/vllm_tasks.py --http [--rounds 25]
