@@ -1,4 +1,4 @@
-"""Calibration and prediction at the shape of Llama-2-7B on one GPU: checks and times it all.
+"""Check and time calibration and prediction with the shape of Llama-2-7B on one GPU.
 
 python benchmarks/gpu.py -o results/gpu.json
 """
@@ -23,7 +23,7 @@ from workload import Workload, random_decoder
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Multiply-adds, each counted as two operations, per second of a large square product."""
+    """Measure the operations per second of a large matrix product; a multiply-add counts as two."""
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     torch.matmul(left, right)
     repeats = 20
@@ -32,7 +32,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def check(decoder: Decoder) -> dict[str, float]:
-    """How far an injected output in this precision is from the same sum in float64, relative to its size."""
+    """Return the relative error of an injected output in this precision against float64."""
     d = decoder.d_model
     output = torch.randn(1, 64, d, device=decoder.device, dtype=decoder.model.dtype)
     values = torch.randn(decoder.layers, 2, d)
@@ -51,7 +51,7 @@ def check(decoder: Decoder) -> dict[str, float]:
 
 
 def calibration(work: Workload, recipe: str, **changes: object) -> dict[str, Any]:
-    """Seconds of one calibration after a short one for warmth, and its loss."""
+    """Time a calibration after a short warm-up, and return its time, loss and memory."""
     context = extract(work.decoder, work.task, work.demonstrations)
     run = partial(calibrate, work.decoder, work.task, work.demonstrations, context)
     run(CalibrationConfig.recipe(recipe, **{**changes, "epochs": 2, "passes": 2}))
@@ -73,7 +73,7 @@ def calibration(work: Workload, recipe: str, **changes: object) -> dict[str, Any
 
 
 def prediction(work: Workload, rate: float) -> dict[str, Any]:
-    """Share of the measured matrix rate that predicting reaches, counting the matrices of all blocks."""
+    """Measure the share of the matrix rate that prediction reaches, counting the matrices of all blocks."""
     injection = work.injection()
     injection.scores(work.decoder, work.texts)
     taken = seconds(lambda: injection.scores(work.decoder, work.texts), work.decoder.device)

@@ -1,9 +1,9 @@
-"""How often the call that `export` prints gives the library's answer, text after text.
+"""Measure how often the call that `export` prints predicts the same label as the library.
 
     python benchmarks/printed_calls.py ARTEFACT EXPORT transformers|vLLM|llama.cpp --queries 60
 
-EXPORT is a checkpoint, for vLLM one that its server at http://localhost:8000 runs under that path (calls take
-curl, or the package openai), or a GGUF file (llama-cpp-python).
+EXPORT is a checkpoint or a GGUF file (llama-cpp-python). For vLLM, a server at http://localhost:8000 must
+serve the checkpoint under that path; the calls need curl or the package openai.
 """
 
 import argparse
@@ -22,24 +22,24 @@ from i2cl.tasks.template import TEXT_FIELD
 
 
 def said(call: Call, prompt: str, texts: list[str]) -> list[str]:
-    """What a printed call says of each text; what it takes to load a model runs once.
+    """Run a printed call for each text, and return the outputs; the model is loaded once.
 
     Args:
-        call: of the first of `TEXTS`.
-        prompt: of the export, with `TEXT_FIELD` in the text's place.
-        texts: to be asked in that one's place.
+        call: the call for the first of `TEXTS`.
+        prompt: the prompt of the export, with `TEXT_FIELD` in place of the text.
+        texts: texts to substitute.
     """
     first = prompt.replace(TEXT_FIELD, TEXTS[0])
     prompts = [prompt.replace(TEXT_FIELD, text) for text in texts]
     if call.language == "console":
-        # A prompt stands there as JSON within single quotes.
+        # the prompt is JSON within single quotes
         codes = [call.code.replace(quoted(first), quoted(own)) for own in prompts]
         answers = [subprocess.run(["bash", "-c", code], capture_output=True, check=True) for code in codes]  # noqa: S607
         return [json.loads(answer.stdout)["choices"][0]["text"].strip() for answer in answers]
     lines = call.code.splitlines()
     start = 1 + max((at for at, line in enumerate(lines) if line.startswith("model = ")), default=-1)
     names: dict[str, Any] = {}
-    exec("\n".join(lines[:start]), names)  # noqa: S102 - as a reader would
+    exec("\n".join(lines[:start]), names)  # noqa: S102 - the printed code is what is tested
     answers = []
     for own in prompts:
         with redirect_stdout(StringIO()) as printed:
@@ -49,12 +49,12 @@ def said(call: Call, prompt: str, texts: list[str]) -> list[str]:
 
 
 def quoted(prompt: str) -> str:
-    """A prompt as it stands in the shell's command."""
+    """Quote a prompt as in the printed shell command."""
     return json.dumps(prompt, ensure_ascii=False).replace("'", "'\"'\"'")
 
 
 def main() -> None:
-    """Ask, and count."""
+    """Run the calls, and count equal labels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("artefact")
     parser.add_argument("export")
@@ -70,7 +70,7 @@ def main() -> None:
     answers = said(next(call for call in calls if call.program == given.program), golden.prompt, texts)
     spoken = dict(zip(golden.labels, map(str.strip, golden.label_texts), strict=True))  # first tokens
     right = sum(one in (label, spoken[label]) for one, label in zip(answers, wanted, strict=True))
-    print(f"{given.program}: the library's answer to {right} of {len(rows)} queries")
+    print(f"{given.program}: same label as the library for {right} of {len(rows)} queries")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which rows of a file of one's own are demonstrations, and how long a fit on them takes."""
+"""Draws of demonstrations from a user's file, and estimates of fit times."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +15,7 @@ ANCHORED, I2CL = make_methods(["anchored", "i2cl"])
 
 
 def of(*counts, test=()):
-    """A task with so many rows of each class."""
+    """A task with these numbers of rows per class."""
     labels = [label for label, count in enumerate(counts) for _ in range(count)]
     rows = [Example(f"text {label} {labels[:at].count(label)}", label) for at, label in enumerate(labels)]
     words = tuple(f"word{label}" for label in range(len(counts)))
@@ -36,7 +36,7 @@ def asked(task, method=ANCHORED, shots=None, **more):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """A model that reads a token in no time, or in the seconds given; tokens are counted as they are."""
+    """Set the seconds per token that the model appears to take."""
 
     def at(seconds_per_token):
         made = module._Pace.of
@@ -49,19 +49,19 @@ def fast(monkeypatch):
     return at
 
 
-def test_as_many_of_each_class_as_there_are_and_one_in_so_many_kept_back():
+def test_up_to_draws_and_holds_out_rows_of_each_class():
     assert counts(up_to(of(30, 3, 7), 5, 0)) == [5, 3, 5]
     task = of(8, 8)
-    assert up_to(task, 5, 3) == task.sample(5, 3)  # the same as ever where all classes have them
+    assert up_to(task, 5, 3) == task.sample(5, 3)
     assert len(set(up_to(of(30, 3), 20, 0))) == 23
     assert counts(up_to(of(10, 9, 30), 20, 0, keep_back=5)) == [8, 9, 20]
     assert counts(up_to(of(10, 10), 20, 0, keep_back=1)) == [1, 1], "a class keeps one demonstration"
 
 
-def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
+def test_draw_checks_sizes_without_a_model():
     assert counts(asked(of(30, 3), shots=10).demonstrations) == [10, 3]
     assert counts(asked(of(30, 30), I2CL).demonstrations) == [5, 5]
-    assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # labels are never too many
+    assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # there is no limit on the number of labels
     one_line("class 'word0' has 3 training examples but 5 shots", asked, of(3, 9), from_file=False)
     assert counts(asked(of(30, 3), I2CL, shots="all").demonstrations) == [30, 3]
     assert counts(asked(of(30, 3), shots="all", from_file=False).demonstrations) == [30, 3]
@@ -81,7 +81,7 @@ def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
         (of(35, 4), True, [20, 4], (35, 39)),
     ],
 )
-def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, task, scored, shown, more):
+def test_default_draw_takes_up_to_twenty_rows_per_class(decoder, fast, task, scored, shown, more):
     fast(0.0)
     result = fitting(decoder, task, ANCHORED, 0, keep_back=None, scored=scored)
     assert counts(result.demonstrations) == shown
@@ -92,7 +92,7 @@ def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, tas
 
 
 @pytest.mark.parametrize(("keep_back", "shown"), [(None, [60, 4]), (5, [48, 4])])
-def test_all_rows_are_taken_however_long_it_takes(decoder, fast, keep_back, shown):
+def test_shots_all_ignores_the_time_budget(decoder, fast, keep_back, shown):
     fast(1e9)
     result = fitting(decoder, of(60, 4), ANCHORED, 0, keep_back=keep_back, scored=True, shots="all")
     assert counts(result.demonstrations) == shown
@@ -100,7 +100,7 @@ def test_all_rows_are_taken_however_long_it_takes(decoder, fast, keep_back, show
     assert result.seconds > module.PATIENCE_S
 
 
-def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
+def test_default_draw_respects_the_time_budget(decoder, fast):
     task = of(40, 40)
     tokens = tokens_of(module._Pace.of(decoder, task, ANCHORED), task.train)
     once = module.FORWARD + module.BACKWARD / module.SHARED_PREFIX  # labels that share their first token
@@ -117,7 +117,7 @@ def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
     )
 
 
-def test_the_estimate_grows_with_tokens_steps_and_labels(decoder):
+def test_estimate_grows_with_tokens_steps_and_labels(decoder):
     pace = module._Pace.of(decoder, of(4, 4), ANCHORED)
     assert pace.seconds_per_token > 0
     rows = of(4, 4).train
@@ -127,14 +127,14 @@ def test_the_estimate_grows_with_tokens_steps_and_labels(decoder):
     assert replace(wider, seconds_per_token=pace.seconds_per_token).seconds(rows) > pace.seconds(rows)
 
 
-def test_the_first_step_of_a_kernel_fit_takes_a_larger_share_than_later_ones(decoder):
+def test_first_gauss_newton_step_takes_the_largest_share(decoder):
     pace = module._Pace.of(decoder, of(4, 4, 4), ANCHORED)
     seconds, first = pace.estimate(of(4, 4, 4).train)
     assert 1 / pace.steps < first < 1
     assert seconds > 0
 
 
-def test_fits_of_the_paper_are_estimated_too(decoder):
+def test_estimate_of_i2cl_fits(decoder):
     task = of(4, 4)
     drawn = draw(task, I2CL, 4, 0, from_file=True, keep_back=None, scored=True)
     assert drawn.seconds is None

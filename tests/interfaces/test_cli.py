@@ -291,7 +291,7 @@ def test_eval_of_all_methods_leaves_out_those_of_another_model(call, home, monke
     monkeypatch.setattr("i2cl.methods.METHODS", few)
     code, out, err = call(*eval_arguments(home, "--method", "all", "--json"))
     assert (code, [one["method"] for one in json.loads(out)]) == (0, ["zero_shot"])
-    assert "left out: " in err
+    assert "skipped: " in err
 
 
 def test_check_tells_right_writers_from_wrong_ones(call, refused, home):

@@ -41,7 +41,7 @@ CASES = {
     "fit: bad template": (f"{FIT} --template {{text}}", "{label} 0 times"),
     "fit: bad labels": (f"{FIT} --labels a=x,y", "is not NAME=CODE"),
     "fit: bad dtype": (f"{FIT} --dtype int3", "'int3' is not one of"),
-    "fit: bad device map": (f"{FIT} --device-map [", "is no JSON"),
+    "fit: bad device map": (f"{FIT} --device-map [", "is not valid JSON"),
     "fit: bad method option": (f"{FIT} --set epochs", "is not NAME=VALUE"),
     "fit: bad folds": (f"{FIT} --folds 1", "give 2 or more"),
     "fit: bad target accuracy": (

@@ -57,7 +57,7 @@ def test_predict_resumes_after_kill_with_identical_output(home, tmp_path):
         assert code == -signal.SIGKILL, message
         assert not output.exists()
         if kept:
-            assert message == f"{kept[-1]} rows of an earlier run are kept\n"
+            assert message == f"resuming after {kept[-1]} rows of an earlier run\n"
         kept.append((lines_of(part) - 1) // CHUNK * CHUNK)
     assert kept[0] < kept[1] < kept[2] < ROWS
     with part.open("a") as handle:
@@ -65,7 +65,7 @@ def test_predict_resumes_after_kill_with_identical_output(home, tmp_path):
     code, out, message = finished(COMMAND, *arguments(home, output))
     assert (code, out) == (0, "")
     first, last = message.splitlines()
-    assert first == f"{kept[-1]} rows of an earlier run are kept"
+    assert first == f"resuming after {kept[-1]} rows of an earlier run"
     assert last.startswith(f"Saved {output}: {ROWS} rows in ")
     assert last.endswith(f" s, {kept[-1]} of them from an earlier run.")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
@@ -95,9 +95,9 @@ def test_predict_resumes_after_ctrl_c(home, tmp_path, stop_fifth_chunk, capsys):
     output = tmp_path / "out.tsv"
     assert run(*arguments(home, output)) == 130
     message = capsys.readouterr().err
-    assert message == "error: interrupted: 40 rows are kept: the same command goes on with them\n"
+    assert message == "error: interrupted: 40 rows are saved; run the same command to resume\n"
     assert run(*arguments(home, output)) == 0
-    assert capsys.readouterr().err.startswith("40 rows of an earlier run are kept\nSaved ")
+    assert capsys.readouterr().err.startswith("resuming after 40 rows of an earlier run\nSaved ")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
     assert listed(tmp_path) == ["out.tsv"]
 
@@ -203,7 +203,7 @@ def test_pandas_reads_every_format_after_an_interrupt(home, tmp_path, tricky, st
     assert run(*words) == 130
     assert run(*words) == 0
     message = capsys.readouterr().err
-    assert "28 rows of an earlier run are kept" in message
+    assert "resuming after 28 rows of an earlier run" in message
     assert ("begin with =, +, - or @: 17." in message) is (kind in {"csv", "tsv"})
     assert listed(tmp_path) == ["in.jsonl", output.name]
     table = READERS[kind](pandas, output).rename(columns=lambda name: name.removeprefix("input."))
@@ -255,7 +255,7 @@ def test_skipped_rows_have_empty_predictions(home, tmp_path, capsys, kind):
     gaps, options = with_gaps(tmp_path / "gaps.jsonl"), ["--keep", "id", "--skip-bad-rows", "--chunk", 2]
     capsys.readouterr()
     assert run("predict", home / "mood", gaps, "-o", output, *options) == 0
-    assert "2 of 5 rows have no answer: lines 2 and 4: the text is empty" in capsys.readouterr().err
+    assert "2 of 5 rows have no label: lines 2 and 4: the text is empty" in capsys.readouterr().err
     expected, result = (READERS[kind](pandas, path) for path in (whole, output))
     result = result.rename(columns=lambda name: name.removeprefix("input."))
     assert list(result["id"]) == ["n0", "n1", "n2", "n3", "n4"]
@@ -296,7 +296,7 @@ def test_bad_rows_of_stdin_are_skipped_and_counted(home, capsys, monkeypatch):
     assert run("predict", home / "mood", "--skip-bad-rows") == 0
     out, err = capsys.readouterr()
     assert [line.split("\t")[0] == "" for line in out.splitlines()] == [False, False, True, False]
-    assert "1 of 3 rows have no answer: line 2: the text is empty" in err
+    assert "1 of 3 rows have no label: line 2: the text is empty" in err
 
 
 def test_interrupted_run_that_skips_rows_resumes(home, tmp_path, stop_fifth_chunk, capsys):
@@ -309,7 +309,7 @@ def test_interrupted_run_that_skips_rows_resumes(home, tmp_path, stop_fifth_chun
     assert run(*words, output) == 130
     capsys.readouterr()
     assert run(*words, output) == 0
-    assert "13 of 40 rows have no answer" in capsys.readouterr().err
+    assert "13 of 40 rows have no label" in capsys.readouterr().err
     assert output.read_bytes() == whole.read_bytes()
 
 
@@ -317,7 +317,7 @@ def test_renamed_column_is_announced(home, tmp_path, capsys):
     path = jsonl(tmp_path / "in.jsonl", [{"label": "a", "text": "one"}])
     assert run("predict", home / "mood", path, "-o", tmp_path / "out.tsv", "--keep", "label,text") == 0
     message = capsys.readouterr().err
-    assert "the kept column 'label' is called 'input.label': the answer has a column 'label'" in message
+    assert "the kept column 'label' is renamed to 'input.label': the output has its own 'label'" in message
     assert message.count("is called") == 1
 
 
@@ -379,4 +379,4 @@ def test_truncated_texts_are_counted_over_all_chunks(home, tmp_path, capsys):
     assert run("predict", home / "mood", rows, "--chunk", 2) == 0
     warning, total = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: 1 of 2 texts were cut to fit ")
-    assert total == "2 texts were cut in all"
+    assert total == "2 texts were truncated in total"

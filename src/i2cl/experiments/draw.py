@@ -1,4 +1,4 @@
-"""Choose the demonstrations from a labelled file: as many as can be fitted in a few minutes."""
+"""Draw the demonstrations of a fit from labelled rows, by default as many as a few minutes allow."""
 
 import time
 import warnings
@@ -21,17 +21,17 @@ from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.task import group_by_label, sample_per_class
 
 MAX_SHOTS = 20  # demonstrations per class by default
-PATIENCE_S = 300.0  # a fit may take this long by default
+PATIENCE_S = 300.0  # default time budget of a fit
 KEEP_BACK = 5  # one row in five is held out by default, if there are no test rows
-MIN_ROWS_TO_KEEP_BACK = 10  # classes with fewer rows keep all of them as demonstrations
+MIN_ROWS_TO_KEEP_BACK = 10  # no row is held out from classes with fewer rows
 FORWARD, BACKWARD = 1.5, 1.3  # cost of a training forward and backward pass, in inference passes
 LATER_STEPS = 1.0  # backward passes of all later Gauss-Newton steps, over those of the first one
 SHARED_PREFIX = 2.5  # label sequences after one query that cost as much as the query alone
 TIMED_TEXTS = 8
-MIN_SHOTS = 5  # demonstrations per class that are taken however long the fit takes: the paper's number
+MIN_SHOTS = 5  # demonstrations per class regardless of the estimated time: the paper's number
 Shots = int | Literal["all"] | None  # per class; every row; or by default
 CHOICES = (MAX_SHOTS, 15, 10, 8, 6, MIN_SHOTS, 4, 3, 2, 1)
-"""Shots to choose from: few, so that small differences in speed rarely change the choice."""
+"""Candidate numbers of shots. There are few, so small differences in speed rarely change the choice."""
 
 
 class FewRowsWarning(UserWarning):
@@ -68,17 +68,17 @@ class Draw:
 
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
-    """Draw up to ``shots`` rows of each class, the same ones as `Task.sample` where all classes have enough.
+    """Draw up to ``shots`` rows of each class; the same rows as `Task.sample` if every class has enough.
 
-    Of classes with `MIN_ROWS_TO_KEEP_BACK` rows or more, one row in ``keep_back`` is held out; 0 for none.
-    Raises I2CLError if a class has no row.
+    With ``keep_back`` n > 0, one row in n is held out from every class with at least
+    `MIN_ROWS_TO_KEEP_BACK` rows. Raises I2CLError if a class has no rows.
     """
-    task.sample(1, seed)
+    task.sample(1, seed)  # raises for a class without rows
     groups = group_by_label(task.train, len(task.labels))
-    free = [
+    available = [
         n - ceil(n / keep_back) if keep_back and n >= MIN_ROWS_TO_KEEP_BACK else n for n in map(len, groups)
     ]
-    return sample_per_class(groups, [min(shots, max(1, n)) for n in free], Random(seed))
+    return sample_per_class(groups, [min(shots, max(1, n)) for n in available], Random(seed))
 
 
 def draw(
@@ -95,31 +95,31 @@ def draw(
 
     Args:
         task: with its training rows.
-        method: that fits.
-        shots: rows per class; None for the task's own number, or as many as time allows ``from_file``;
-            ``"all"`` for every row.
-        seed: of the draw.
-        from_file: whether the rows are a file of the user's, of which a class may have fewer than ``shots``.
-        keep_back: see `up_to`. Default: `KEEP_BACK` if shots are not given and something is to be ``scored``.
+        method: the method to fit.
+        shots: rows per class, or ``"all"`` for every row. Default: the task's own number, or as many as
+            the time budget allows if ``from_file``.
+        seed: seed of the draw.
+        from_file: whether the rows come from a user's file, where a class may have fewer than ``shots`` rows.
+        keep_back: see `up_to`. Default: `KEEP_BACK` if ``shots`` is None and ``scored``, else 0.
         scored: whether the fit will be evaluated and the task has no test rows.
 
     Raises:
-        I2CLError: if there are too few rows, or too many.
+        I2CLError: if there are too few or too many rows.
     """
-    anchored, everything = isinstance(method, Anchored), shots == "all"
+    anchored, all_rows = isinstance(method, Anchored), shots == "all"
     count = _largest(task) if shots == "all" else shots or task.shots
-    if from_file and anchored and (everything or shots is None):
-        require_few(up_to(task, count if everything else 1, seed, keep_back or 0))
+    if from_file and anchored and (all_rows or shots is None):
+        require_few(up_to(task, count if all_rows else 1, seed, keep_back or 0))
         return None
     if keep_back and not from_file:
-        raise I2CLError(f"{task.name!r} draws from its training rows: leave --keep-back out")
+        raise I2CLError(f"--keep-back needs rows from a file, not the built-in task {task.name!r}: omit it")
     if keep_back is None:
         keep_back = KEEP_BACK if scored and shots is None else 0
-    drawn_freely = from_file or everything
-    shown = up_to(task, count, seed, keep_back) if drawn_freely else task.sample(count, seed)
+    allow_small_classes = from_file or all_rows
+    demonstrations = up_to(task, count, seed, keep_back) if allow_small_classes else task.sample(count, seed)
     if anchored:
-        require_few(shown)
-    return Draw(shown, count, len(task.train), keep_back if from_file else 0)
+        require_few(demonstrations)
+    return Draw(demonstrations, count, len(task.train), keep_back if from_file else 0)
 
 
 def warn_of_small_classes(task: Task, shots: int) -> None:
@@ -146,30 +146,32 @@ def fitting(
 ) -> Draw:
     """Draw as many demonstrations as anchored calibration can fit in `PATIENCE_S` seconds.
 
-    These are `MIN_SHOTS` to `MAX_SHOTS` per class; fewer only where more would exceed its limits. With
-    ``"all"`` shots, every row is taken, and none held out unless ``keep_back`` says so.
+    Draws `MIN_SHOTS` to `MAX_SHOTS` rows per class, and fewer only if `MIN_SHOTS` would exceed
+    `MOST_DEMONSTRATIONS`. With ``shots="all"``, every row is a demonstration, and none is held out unless
+    ``keep_back`` is set.
     """
     pace, largest = _Pace.of(decoder, task, method), _largest(task)
     if shots == "all":
-        shown = up_to(task, largest, seed, keep_back or 0)
-        return Draw(shown, largest, len(task.train), keep_back or 0, *pace.estimate(shown))
+        demonstrations = up_to(task, largest, seed, keep_back or 0)
+        estimate = pace.estimate(demonstrations)
+        return Draw(demonstrations, largest, len(task.train), keep_back or 0, *estimate)
     if keep_back is None:
         keep_back = KEEP_BACK if scored else 0
 
-    def takes(shots: int) -> bool:
-        shown = up_to(task, shots, seed, keep_back)
-        return len(shown) <= MOST_DEMONSTRATIONS and (shots <= MIN_SHOTS or pace.seconds(shown) <= PATIENCE_S)
+    def is_affordable(shots: int) -> bool:
+        rows = up_to(task, shots, seed, keep_back)
+        return len(rows) <= MOST_DEMONSTRATIONS and (shots <= MIN_SHOTS or pace.seconds(rows) <= PATIENCE_S)
 
-    count = next(one for one in CHOICES if one == 1 or takes(one))
-    shown = up_to(task, count, seed, keep_back)
-    count = min(count, max(len(group) for group in group_by_label(shown, len(task.labels))))
+    count = next(choice for choice in CHOICES if choice == 1 or is_affordable(choice))
+    demonstrations = up_to(task, count, seed, keep_back)
+    count = min(count, max(len(group) for group in group_by_label(demonstrations, len(task.labels))))
     more = None
     for larger in (largest, MAX_SHOTS):
         larger_draw = up_to(task, larger, seed)
-        if larger <= 2 * MAX_SHOTS and len(shown) < len(larger_draw) <= MOST_DEMONSTRATIONS:
+        if larger <= 2 * MAX_SHOTS and len(demonstrations) < len(larger_draw) <= MOST_DEMONSTRATIONS:
             more = larger, len(larger_draw), pace.seconds(larger_draw)
             break
-    return Draw(shown, count, len(task.train), keep_back, *pace.estimate(shown), more)
+    return Draw(demonstrations, count, len(task.train), keep_back, *pace.estimate(demonstrations), more)
 
 
 def _largest(task: Task) -> int:
@@ -179,7 +181,7 @@ def _largest(task: Task) -> int:
 
 @dataclass(frozen=True)
 class _Pace:
-    """Speed of a model on a task's texts, and what a method does with them."""
+    """Estimates the duration of a fit from the model's measured speed on the task's texts."""
 
     questions: Questions
     seconds_per_token: float
@@ -192,8 +194,8 @@ class _Pace:
         with warnings.catch_warnings():  # the fit itself reports how labels are scored
             warnings.simplefilter("ignore", ScoringWarning)
             questions = Questions(decoder, task)
-        usual = median_low(len(row.text) for row in task.train)
-        rows = sorted(task.train, key=lambda row: abs(len(row.text) - usual))[:TIMED_TEXTS]
+        typical = median_low(len(row.text) for row in task.train)
+        rows = sorted(task.train, key=lambda row: abs(len(row.text) - typical))[:TIMED_TEXTS]
         queries = questions.queries([row.text for row in rows])
         for _ in range(2):
             started = time.perf_counter()
@@ -202,24 +204,24 @@ class _Pace:
         steps = getattr(method, "rounds", 1)
         return cls(questions, seconds / sum(map(len, queries)), steps, isinstance(method, Anchored))
 
-    def seconds(self, shown: Examples) -> float:
+    def seconds(self, demonstrations: Examples) -> float:
         """Estimated time of a fit; see `estimate`."""
-        return self.estimate(shown)[0]
+        return self.estimate(demonstrations)[0]
 
-    def estimate(self, shown: Examples) -> tuple[float, float]:
+    def estimate(self, demonstrations: Examples) -> tuple[float, float]:
         """Estimate the seconds of a fit, and the share of them that its first step takes.
 
         Counts forward and backward passes; `benchmarks/fits.py` compares with real fits. A fit may need fewer
         steps, and other work on the machine slows it down.
         """
-        tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
+        tokens = sum(map(len, self.questions.queries([row.text for row in demonstrations])))
         columns = len(self.questions.task.labels) - 1.0
         whole = self.questions.labels.full
         if not self.anchored:
             rounds = max(1, self.steps)
             passes, first = 1 + rounds * (FORWARD + BACKWARD), FORWARD + BACKWARD
-        elif len(shown) * columns > (MOST_WHOLE if whole else MOST_COLUMNS):
-            rounds = schedule(len(shown), words=whole).epochs
+        elif len(demonstrations) * columns > (MOST_WHOLE if whole else MOST_COLUMNS):
+            rounds = schedule(len(demonstrations), words=whole).epochs
             passes, first = (rounds + 1) * (FORWARD + BACKWARD), FORWARD + BACKWARD
         else:
             columns /= SHARED_PREFIX if whole else 1
