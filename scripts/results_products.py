@@ -16,7 +16,7 @@ from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.experiments.statistics import Accuracy, Difference, accuracy, difference
 from i2cl.injections.temperature import TYPICAL
 from i2cl.methods import Cost
-from i2cl.methods.base import MendedPredictor, ProductPredictor
+from i2cl.methods.base import CalibratedPredictor, ProductPredictor
 from i2cl.models.scoring import Progress
 from results_stores import OURS, average, line_of, named_line, results, shown, written
 from results_tables import decided, table
@@ -44,7 +44,7 @@ def _right(result: Results, first: Line, second: Line | None, task: str, seed: i
     other = outcome(result.records(second, task)[seed])
     if run.scores is None or other.scores is None or other.gold != run.gold:
         raise LookupError(f"{first.name} and {second.name} on {task}: no scores, or other queries")
-    first_one = MendedPredictor(_Kept(run.scores.array), Cost(), temperature=TYPICAL)
+    first_one = CalibratedPredictor(_Kept(run.scores.array), Cost(), temperature=TYPICAL)
     both = ProductPredictor(first_one, _Kept(other.scores.array), Cost()).scores([])
     return np.equal(both.argmax(-1).numpy(), run.gold)
 

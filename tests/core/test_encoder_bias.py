@@ -73,7 +73,7 @@ def test_an_encoder_that_is_named_is_taken(monkeypatch):
     assert calibrating_method(options={"embeddings_c": 3}).called == NAME
     assert calibrating_method("anchored").called == "anchored"
     one_line("no chosen method has the option 'encoder'", calibrating_method, "i2cl", {"encoder": "words"})
-    one_line("a recipe is I2CL's", calibrating_method, NAME, {}, "fast")
+    one_line("takes no recipe", calibrating_method, NAME, {}, "fast")
     monkeypatch.setattr("i2cl.core.encoder_bias.local_encoder", lambda: "here")
     assert calibrating_method(NAME).embeddings.encoder == "here"
     assert calibrating_method(NAME, {"encoder": "words"}).embeddings.encoder == "words"

@@ -24,7 +24,7 @@ def injection(decoder, task):
 def test_scores_are_those_of_the_wrapper(injection, decoder, task):
     rows = replace(task, train=tuple(Example(text, number % 2) for number, text in enumerate(UNLABELLED)))
     below = predictor_of(injection, decoder, task)
-    wrapper = LabelPrior().over(decoder, below, rows, (), seed=0)
+    wrapper = LabelPrior().wrap(decoder, below, rows, (), seed=0)
     result = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
     wanted = wrapper.scores(TEXTS)
     assert torch.equal(result.scores(decoder, TEXTS), wanted)

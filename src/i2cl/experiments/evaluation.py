@@ -66,16 +66,16 @@ def fit_seeds(
 
 def bottom(method: Method) -> Method:
     """What a method's wrappers stand on in the end; the method itself, if it is none."""
-    return bottom(method.below) if isinstance(method, Wrapper) else method
+    return bottom(method.inner) if isinstance(method, Wrapper) else method
 
 
 def on_top(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
     """A method's wrappers on what its `bottom` is fitted to, timed together; raises I2CLError as `over`."""
     if not isinstance(method, Wrapper):
         return fitted
-    below = on_top(decoder, method.below, fitted, task)
+    below = on_top(decoder, method.inner, fitted, task)
     started = time.perf_counter()
-    predictor = method.over(decoder, below.predictor, task, below.demonstrations, below.seed)
+    predictor = method.wrap(decoder, below.predictor, task, below.demonstrations, below.seed)
     seconds = below.seconds + time.perf_counter() - started
     return replace(below, method=method, predictor=predictor, seconds=seconds)
 

@@ -13,7 +13,7 @@ from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
 from i2cl.experiments.statistics import ALPHA, Accuracy, Difference, accuracy, difference
-from i2cl.methods import METHODS, draws
+from i2cl.methods import METHODS, is_stochastic
 
 Right = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, as `i2cl.experiments.statistics` wants it
 
@@ -65,7 +65,7 @@ class Line:
     @property
     def fixed(self) -> bool:
         """Whether its one seed stands for all, since nothing of it is drawn."""
-        return self.row.seeds == 1 and self.row.study == "method" and not draws(self.row.method)
+        return self.row.seeds == 1 and self.row.study == "method" and not is_stochastic(self.row.method)
 
 
 @dataclass(frozen=True, eq=False)
