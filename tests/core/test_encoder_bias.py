@@ -16,7 +16,7 @@ from i2cl import Example, I2CLError, Injection, make_methods
 from i2cl.core import encoder_bias
 from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.export import export_peft, fold, make_golden
-from i2cl.injections.label_prior import bias_towards, with_label_prior
+from i2cl.injections.label_prior import prior_bias, with_label_prior
 from i2cl.injections.pool import InjectionPool
 from i2cl.injections.temperature import TYPICAL, with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
@@ -117,7 +117,7 @@ def test_a_label_prior_sees_the_encoder(injection):
     torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())
     assert prior.temperature == TYPICAL
     expected = add_label_bias(
-        injection.scores(decoder, TEXTS), bias_towards(None, injection.scores(decoder, TEXTS))
+        injection.scores(decoder, TEXTS), prior_bias(None, injection.scores(decoder, TEXTS))
     )
     torch.testing.assert_close(prior.scores(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
 

@@ -54,7 +54,7 @@ def test_what_was_measured_without_it_is_forgotten(injection, decoder):
 
 
 def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
-    with pytest.warns(FewTextsWarning, match="from 31 texts is little more than chance: give at least 32"):
+    with pytest.warns(FewTextsWarning, match="measured on 31 texts is unreliable: give at least 32"):
         result = with_label_prior(injection, decoder, UNLABELLED[:31])
     assert all(map(math.isfinite, result.label_bias))
     with_label_prior(injection, decoder, UNLABELLED[:32])

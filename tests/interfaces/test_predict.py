@@ -358,7 +358,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
 @pytest.mark.parametrize("least", ["0", "-0.5", "1.01", "nan", "inf"])
 def test_a_threshold_that_is_no_probability(home, tmp_path, refused, least):
     line = refused(*arguments(home, tmp_path / "out.tsv", "--min-confidence", least))
-    assert f"min_confidence {float(least)} is no probability: " in line
+    assert f"min_confidence {float(least)} is not a probability: " in line
     assert listed(tmp_path) == []
 
 

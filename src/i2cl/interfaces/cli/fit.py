@@ -288,7 +288,7 @@ def _unlabelled(way: MethodOptions, rows: TaskOptions) -> list[str]:
 
 def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
     """Return the shares of the labels in a label prior, if they are given."""
-    from i2cl.injections.label_prior import require_shares
+    from i2cl.injections.label_prior import validate_prior
 
     if way.prior is None:
         return None
@@ -296,7 +296,7 @@ def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
         shares = [float(share) for share in load.split(way.prior)]
     except ValueError:
         raise I2CLError(f"--prior {way.prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
-    require_shares(shares, task.labels)
+    validate_prior(shares, task.labels)
     return shares
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
+from i2cl.injections.label_prior import MIN_UNLABELLED, prior_bias, log_mean
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods.base import CalibratedPredictor, Cost, Predictor, Wrapper
 from i2cl.methods.calibrated.folds import FOLDS, folded, unmeasurable
@@ -58,11 +58,11 @@ class LabelPrior(Wrapper):
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score unlabelled texts; raises I2CLError if too few remain beside the demonstrations."""
         texts = task.unlabelled(self.config.unlabelled, shown, seed)
-        fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
+        fewest = min(MIN_UNLABELLED, self.config.unlabelled)
         if len(texts) < fewest:
             lack = f"training texts beside the demonstrations, task {task.name!r} has {len(texts)}"
             raise I2CLError(f"label_prior needs {fewest} {lack}: add some, or use contextual_calibration")
-        bias = bias_towards(None, inner.scores(texts))
+        bias = prior_bias(None, inner.scores(texts))
         return CalibratedPredictor(inner, inner.cost + Cost.of(bias, unlabelled=len(texts)), bias)
 
 
