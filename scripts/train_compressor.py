@@ -163,7 +163,8 @@ def cepe(decoder: Decoder) -> Compressor:
     )
 
     def front(task: Task, shown: list[Example]) -> Behind:
-        return None, own.edit(own.states(bare(decoder, exchanges(decoder, task, shown)))), ()
+        ids = encode_without_special_tokens(decoder, exchanges(decoder, task, shown))
+        return None, own.edit(own.states(ids)), ()
 
     def tensors() -> Mapping[str, Tensor]:
         result = {f"encoder.{name}": one for name, one in encoder.named_parameters()}

@@ -156,8 +156,7 @@ def _require_compatible(
             raise I2CLError(f"{name} has (writers, positions) {actual}, the new task {required}: {hint}")
 
 
-def _require_same_task(first: Injection, task: Task, decoder: Decoder, positions: Positions) ->
-None:
+def _require_same_task(first: Injection, task: Task, decoder: Decoder, positions: Positions) -> None:
     name = f"the first injection ({first.task.name!r})"
     _require_base(name, first, decoder)
     if (first.task.labels, first.task.template) != (task.labels, task.template):
@@ -171,8 +170,7 @@ None:
 def _require_base(name: str, injection: Injection, base: Decoder | ModelIdentity) -> None:
     identity = base.base if isinstance(base, Decoder) else base
     if injection.settings.get("method") == "anchored":  # coefficients are 1 for every task
-        raise I2CLError(f"{name} is anchored, so its coefficients do not depend on the task: fit
-        it with i2cl")
+        raise I2CLError(f"the coefficients of {name} do not depend on its task (anchored): fit it with i2cl")
     if difference := injection.base.difference(identity):
         fitted = f"{name} was fitted on {injection.base.name!r}, not {base.name!r} ({difference})"
         raise I2CLError(f"{fitted}: fit it again on this model")

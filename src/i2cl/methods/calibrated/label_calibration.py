@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.injections.label_prior import MIN_UNLABELLED, prior_bias, log_mean
+from i2cl.injections.label_prior import MIN_UNLABELLED, log_mean, prior_bias
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods.base import CalibratedPredictor, Cost, Predictor, Wrapper
 from i2cl.methods.calibrated.folds import FOLDS, folded, unmeasurable
