@@ -111,7 +111,7 @@ def test_word_weights_beside_an_encoder_are_missed(injection, tmp_path):
 
 def test_a_label_prior_sees_the_encoder(injection):
     decoder = decoder_of("llama")
-    with pytest.warns(UserWarning, match="little more than chance"):
+    with pytest.warns(UserWarning, match="is unreliable"):
         prior = with_label_prior(injection, decoder, TEXTS)
     means = injection.scores(decoder, TEXTS).softmax(-1).mean(0)
     torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())

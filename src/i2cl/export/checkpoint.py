@@ -41,7 +41,7 @@ from i2cl.export.golden import Golden
 from i2cl.export.greedy import biases_of, search_whole
 from i2cl.models.checkpoint import INDEX, CheckpointFiles
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config
+from i2cl.models.fingerprint import ModelIdentity, inference_config, tokenizer_fingerprint
 from i2cl.models.loading import is_gguf, load_model_and_tokenizer, located
 from i2cl.storage.atomic import new_folder, require_writable
 
@@ -207,7 +207,7 @@ def require_base_of(
     config = opened.config
     sizes = config.model_type, config.num_hidden_layers, config.hidden_size
     prints = folding.fingerprint(), tokenizer_fingerprint(opened.tokenizer)
-    base = ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))
+    base = ModelIdentity(str(source), None, *sizes, *prints, config=inference_config(config))
     injection.require_base(base, force=force)
 
 

@@ -25,10 +25,10 @@ from i2cl.models.checkpoint import CheckpointFiles
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import (
     ModelIdentity,
+    inference_config,
     named_weights,
     tensors_fingerprint,
     tokenizer_fingerprint,
-    told_config,
 )
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import Questions, label_log_probs, require_texts
@@ -194,7 +194,7 @@ def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))
     sizes = text.model_type, text.num_hidden_layers, text.hidden_size
     prints = weights, tokenizer_fingerprint(tokenizer)
-    more: Any = {"dtype": dtype_name(config.dtype), "config": told_config(config.hf_config)}
+    more: Any = {"dtype": dtype_name(config.dtype), "config": inference_config(config.hf_config)}
     return ModelIdentity(str(config.model), config.revision, *sizes, *prints, **more)
 
 
