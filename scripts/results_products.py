@@ -17,7 +17,7 @@ from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.experiments.statistics import Difference, accuracy, difference
 from i2cl.injections.temperature import TYPICAL
 from i2cl.methods import Cost
-from i2cl.methods.base import MendedPredictor, ProductPredictor
+from i2cl.methods.base import CalibratedPredictor, ProductPredictor
 from i2cl.models.scoring import Progress
 from results_tables import (
     OURS,
@@ -56,7 +56,7 @@ def _correct(
     other = outcome(result.records(second, task)[seed])
     if run.scores is None or other.scores is None or other.gold != run.gold:
         raise LookupError(f"{first.name} and {second.name} on {task}: no scores, or other queries")
-    tempered = MendedPredictor(_StoredScores(run.scores.array), Cost(), temperature=TYPICAL)
+    tempered = CalibratedPredictor(_StoredScores(run.scores.array), Cost(), temperature=TYPICAL)
     product = ProductPredictor(tempered, _StoredScores(other.scores.array), Cost()).scores([])
     return np.equal(product.argmax(-1).numpy(), run.gold)
 

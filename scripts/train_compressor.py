@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaModel
 
 from i2cl import Decoder, Example, Task, load_task
 from i2cl.methods.compressors.autocompressor import SUMMARY, Summarizer
-from i2cl.methods.compressors.base import BUNDLED, bare, exchanges
+from i2cl.methods.compressors.base import BUNDLED, encode_without_special_tokens, exchanges
 from i2cl.methods.compressors.cepe import ContextEncoder, CrossLayer
-from i2cl.methods.compressors.icae import MEMORY, AutoEncoder, ICAEConfig, behind_slots
+from i2cl.methods.compressors.icae import MEMORY, AutoEncoder, ICAEConfig, soft_prompt_predictor
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
@@ -107,7 +107,7 @@ def icae(decoder: Decoder) -> Compressor:
         scaled = {name: (first, second * scale) for name, (first, second) in pairs.items()}
         own = AutoEncoder(decoder, memory, scaled, "1")
         (context,) = decoder.encoder(["".join(exchanges(decoder, task, shown))])
-        result = behind_slots(own, task, own.slots(own.segments(context)), config)
+        result = soft_prompt_predictor(own, task, own.slots(own.segments(context)), config)
         return result.prefix, result.edit, result.right
 
     def tensors() -> Mapping[str, Tensor]:
@@ -130,8 +130,9 @@ def autocompressor(decoder: Decoder) -> Compressor:
     summarizer = Summarizer(own, embeddings, accumulate=True)
 
     def front(task: Task, shown: list[Example]) -> Behind:
-        segments = summarizer.segments(bare(own, exchanges(own, task, shown)), own.encoder.front, 2048)
-        return summarizer.behind(task, summarizer.summaries(segments)).prefix, None, ()
+        ids = encode_without_special_tokens(own, exchanges(own, task, shown))
+        segments = summarizer.segments(ids, own.encoder.front, 2048)
+        return summarizer.predictor(task, summarizer.summaries(segments)).prefix, None, ()
 
     def tensors() -> Mapping[str, Tensor]:
         return dict(own.model.named_parameters()) | {SUMMARY: embeddings}  # a tied head is named once
@@ -162,7 +163,8 @@ def cepe(decoder: Decoder) -> Compressor:
     )
 
     def front(task: Task, shown: list[Example]) -> Behind:
-        return None, own.edit(own.states(bare(decoder, exchanges(decoder, task, shown)))), ()
+        ids = encode_without_special_tokens(decoder, exchanges(decoder, task, shown))
+        return None, own.edit(own.states(ids)), ()
 
     def tensors() -> Mapping[str, Tensor]:
         result = {f"encoder.{name}": one for name, one in encoder.named_parameters()}

@@ -16,7 +16,7 @@ from i2cl import Example, I2CLError, Injection, make_methods
 from i2cl.core import encoder_bias
 from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.export import export_peft, fold, make_golden
-from i2cl.injections.label_prior import bias_towards, with_label_prior
+from i2cl.injections.label_prior import prior_bias, with_label_prior
 from i2cl.injections.pool import InjectionPool
 from i2cl.injections.temperature import TYPICAL, with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
@@ -73,7 +73,7 @@ def test_an_encoder_that_is_named_is_taken(monkeypatch):
     assert calibrating_method(options={"embeddings_c": 3}).called == NAME
     assert calibrating_method("anchored").called == "anchored"
     one_line("no chosen method has the option 'encoder'", calibrating_method, "i2cl", {"encoder": "words"})
-    one_line("a recipe is I2CL's", calibrating_method, NAME, {}, "fast")
+    one_line("takes no recipe", calibrating_method, NAME, {}, "fast")
     monkeypatch.setattr("i2cl.core.encoder_bias.local_encoder", lambda: "here")
     assert calibrating_method(NAME).embeddings.encoder == "here"
     assert calibrating_method(NAME, {"encoder": "words"}).embeddings.encoder == "words"
@@ -111,13 +111,13 @@ def test_word_weights_beside_an_encoder_are_missed(injection, tmp_path):
 
 def test_a_label_prior_sees_the_encoder(injection):
     decoder = decoder_of("llama")
-    with pytest.warns(UserWarning, match="little more than chance"):
+    with pytest.warns(UserWarning, match="is unreliable"):
         prior = with_label_prior(injection, decoder, TEXTS)
     means = injection.scores(decoder, TEXTS).softmax(-1).mean(0)
     torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())
     assert prior.temperature == TYPICAL
     expected = add_label_bias(
-        injection.scores(decoder, TEXTS), bias_towards(None, injection.scores(decoder, TEXTS))
+        injection.scores(decoder, TEXTS), prior_bias(None, injection.scores(decoder, TEXTS))
     )
     torch.testing.assert_close(prior.scores(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
 

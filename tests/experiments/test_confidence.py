@@ -101,8 +101,8 @@ def test_best_temperature_equals_scipy_minimize():
 
 def test_temperature_is_finite_for_any_scores():
     scores, _ = drawn(queries=30)
-    assert best_temperature(scores, scores.argmax(1)) == pytest.approx(temperature.COLDEST)
-    assert best_temperature(scores, scores.argmin(1)) == pytest.approx(temperature.HOTTEST)
+    assert best_temperature(scores, scores.argmax(1)) == pytest.approx(temperature.MIN_TEMPERATURE)
+    assert best_temperature(scores, scores.argmin(1)) == pytest.approx(temperature.MAX_TEMPERATURE)
     assert best_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == 1
     scores = np.array([[0.0, -65504.0], [-65504.0, 0.0]])
     result = measured(scores, np.array([1, 1]))
@@ -110,7 +110,7 @@ def test_temperature_is_finite_for_any_scores():
     assert np.isfinite(best_temperature(scores, np.array([1, 1])))
     scores = np.array([[0.0, -1.0, -np.inf], [-2.0, 0.0, -np.inf], [0.0, -1.0, -np.inf]])
     result = likely_temperature(scores, np.array([0, 1, 2]))
-    assert TYPICAL < result <= temperature.HOTTEST
+    assert TYPICAL < result <= temperature.MAX_TEMPERATURE
 
 
 def test_temperature_with_prior_minimizes_loss_plus_prior():

@@ -162,6 +162,6 @@ def test_unsupported_compressor_is_skipped_once(tmp_path):
     rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})
     plan = Experiment(name="mine", title="T", measures="M", rows=rows)
     (section,) = build([plan], store.records.values(), {}, figures=False).sections
-    message = "AutoComp. was skipped: autocompressor is known for llama and opt, not for 'gpt2'"
+    message = "AutoComp. was skipped: autocompressor supports llama and opt, not 'gpt2'"
     assert message in section.missing
     assert not any("makes them" in one for one in section.missing)

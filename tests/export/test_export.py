@@ -268,7 +268,7 @@ def test_damaged_files_and_missing_tensors_are_named(exported, tmp_path, refused
     (base / "model.safetensors").write_bytes(b"rubbish")
     assert "is damaged" in refused(*export)
     (base / "model.safetensors").unlink()
-    assert "holds no *.safetensors" in refused(*export)
+    assert "has no *.safetensors" in refused(*export)
     assert not (tmp_path / "new").exists()
     (exported / GOLDEN).write_text("{}", encoding="utf-8")
     assert "cannot be read" in refused("verify", exported)

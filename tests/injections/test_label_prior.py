@@ -24,7 +24,7 @@ def injection(decoder, task):
 def test_scores_are_those_of_the_wrapper(injection, decoder, task):
     rows = replace(task, train=tuple(Example(text, number % 2) for number, text in enumerate(UNLABELLED)))
     below = predictor_of(injection, decoder, task)
-    wrapper = LabelPrior().over(decoder, below, rows, (), seed=0)
+    wrapper = LabelPrior().wrap(decoder, below, rows, (), seed=0)
     result = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
     wanted = wrapper.scores(TEXTS)
     assert torch.equal(result.scores(decoder, TEXTS), wanted)
@@ -54,7 +54,7 @@ def test_what_was_measured_without_it_is_forgotten(injection, decoder):
 
 
 def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
-    with pytest.warns(FewTextsWarning, match="from 31 texts is little more than chance: give at least 32"):
+    with pytest.warns(FewTextsWarning, match="measured on 31 texts is unreliable: give at least 32"):
         result = with_label_prior(injection, decoder, UNLABELLED[:31])
     assert all(map(math.isfinite, result.label_bias))
     with_label_prior(injection, decoder, UNLABELLED[:32])

@@ -182,7 +182,7 @@ def refused(monkeypatch):
 def test_anchors_of_another_model(case, overrides, refused):
     """Other layers, another width, or only other weights."""
     wrong = anchor([0.1, 1.0], base=decoder_of(case, **overrides).base)
-    message = r"anchor 2 \('moods'\) was made on '.*', not 'llama' \(.*\): fit it again on this model"
+    message = r"anchor 2 \('moods'\) was fitted on '.*', not 'llama' \(.*\): fit it again on this model"
     one_line(message, refused, [NEW, wrong])
     one_line(message, related, NEW, [NEW, wrong])
 
@@ -205,5 +205,5 @@ def test_a_first_injection_that_does_not_fit(refused):
     one_line(r"first injection \('moods'\) has other labels", refused, [NEW], first=NEW)
     mine = replace(NEW, task=TASK)
     last, other = replace(mine, positions="last"), replace(mine, base=decoder_of("gpt2").base)
-    one_line(r"positions='last', the calibration 'all': give both the same", refused, [NEW], first=last)
-    one_line(r"first injection \('films'\) was made on 'gpt2'", refused, [NEW], first=other)
+    one_line(r"positions='last', the calibration 'all': use the same for both", refused, [NEW], first=last)
+    one_line(r"first injection \('films'\) was fitted on 'gpt2'", refused, [NEW], first=other)

@@ -56,7 +56,7 @@ CASES = {
     "predict: unwritable output": ("predict mood good.csv -o none/new.csv", "cannot write"),
     "predict: missing artefact": ("predict ./none good.csv", "no injection at './none'"),
     "predict: no artefact": ("predict . good.csv", "it has no injection.json"),
-    "predict: bad threshold": ("predict mood good.csv --min-confidence 3", "is no probability"),
+    "predict: bad threshold": ("predict mood good.csv --min-confidence 3", "is not a probability"),
     "eval: missing file": ("eval reference none.csv", "none.csv does not exist"),
     "eval: wrong column": ("eval reference named.csv", "no text column 'text'"),
     "eval: unknown task": ("eval reference sst3", "unknown task 'sst3'"),

@@ -369,7 +369,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
 @pytest.mark.parametrize("threshold", ["0", "-0.5", "1.01", "nan", "inf"])
 def test_invalid_min_confidence_is_refused(home, tmp_path, refused, threshold):
     line = refused(*arguments(home, tmp_path / "out.tsv", "--min-confidence", threshold))
-    assert f"min_confidence {float(threshold)} is no probability: " in line
+    assert f"min_confidence {float(threshold)} is not a probability: " in line
     assert listed(tmp_path) == []
 
 

@@ -88,7 +88,7 @@ def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monk
 
 def test_word_weights_take_words_and_the_loss_among_labels(films, demonstrations):
     for options in ({}, {"loss": "labels"}):
-        error = "word_weights takes scoring=words and loss=labels"
+        error = "word_weights requires scoring=words and loss=labels"
         one_line(error, fit, "lora", made("llama"), films, demonstrations, word_weights=True, **options)
 
 
@@ -130,7 +130,7 @@ def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstr
 def test_virtual_tokens_run_on_a_model_or_are_refused_by_name(name, model_type, films, demonstrations):
     decoder, options = made(model_type), {"epochs": 1, "virtual_tokens": 3}
     if name == "prefix_tuning" and model_type in {"deepseek_v3", "modernbert-decoder"}:
-        error = f"prefix_tuning cannot run on '{model_type}': its layers"
+        error = f"prefix_tuning does not support '{model_type}', whose layers"
         for start in ({}, {"start_text": "kind"}):
             one_line(error, fit, name, decoder, films, demonstrations, **options, **start)
         return
@@ -142,7 +142,7 @@ def test_virtual_tokens_run_on_a_model_or_are_refused_by_name(name, model_type, 
     ("options", "message"),
     [
         ({"start_text": "\ud800"}, r"start_text '\\ud800' contains a lone surrogate"),
-        ({"virtual_tokens": 48}, "virtual_tokens is 48, but the context holds 48 tokens: take fewer"),
+        ({"virtual_tokens": 48}, "virtual_tokens is 48, but the context holds 48 tokens: use fewer"),
     ],
 )
 def test_what_virtual_tokens_cannot_be(name, options, message, films, demonstrations):
@@ -153,10 +153,10 @@ def test_what_virtual_tokens_cannot_be(name, options, message, films, demonstrat
 def test_a_start_has_tokens_and_all_layers_keep_them(films, demonstrations):
     decoder = made("llama")
     decoder.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
-    error = "start_text ' ' has no token: give a longer one"
+    error = "start_text ' ' has no tokens: give a longer text"
     one_line(error, fit, "prompt_tuning", decoder, films, demonstrations, start_text=" ")
     decoder, options = made("mistral-sliding"), {"start_text": "a", "virtual_tokens": 40}
-    error = f"virtual_tokens is 40, but some layers see only {WINDOW} tokens"
+    error = f"virtual_tokens is 40, but some layers attend to only {WINDOW} tokens"
     one_line(error, fit, "prefix_tuning", decoder, films, demonstrations, **options)
 
 
@@ -198,7 +198,7 @@ def test_an_adapter_that_fails_half_way_on_leaves_nothing(name, films, demonstra
     assert fit(name, decoder, films, demonstrations, epochs=1).scores(TEXTS).isfinite().all()
     decoder.model.set_submodule("model.layers.1.self_attn.v_proj", torch.nn.Sequential(torch.nn.Identity()))
     modules = dict(decoder.model.named_modules())
-    error = r"PEFT cannot adapt this 'llama': Target module Sequential.*; take an"
+    error = r"PEFT does not support this 'llama': Target module Sequential.*; use an"
     one_line(error, fit, name, decoder, films, demonstrations, epochs=1)
     assert dict(decoder.model.named_modules()) == modules
 

@@ -25,7 +25,7 @@ def test_demonstrations_that_are_none_are_named(name, wrong, message, films, dem
 
 ALL = [Example(text, label) for text, label in SHOWN]
 MARKS = [Example("!!", 0), Example("??", 1)]
-CACHE = "label_anchor cannot run on {!r}, whose cache holds more"
+CACHE = "label_anchor does not support {!r}, which caches more"
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ CACHE = "label_anchor cannot run on {!r}, whose cache holds more"
         ("linear_probe", "llama", [], "no demonstrations were given"),
         ("tfidf", "llama", ALL[:1], "tfidf needs demonstrations of at least two classes"),
         ("tfidf", "llama", [], "no demonstrations were given"),
-        ("tfidf", "llama", MARKS, "tfidf finds no word in any demonstration"),
+        ("tfidf", "llama", MARKS, "no demonstration contains a word for tfidf"),
         ("label_anchor", "deepseek_v32", ALL, CACHE.format("deepseek_v32")),
         ("label_anchor", "minimax_m3_vl_text", ALL, CACHE.format("minimax_m3_vl_text")),
-        ("autocompressor", "gpt2", ALL, "autocompressor is known for llama and opt, not for 'gpt2'"),
-        ("autocompressor", "llama", ALL, "'llama' holds no autocompressor compressor beside its weights"),
-        ("cepe", "mistral", ALL, "cepe is known for llama, not for 'mistral'"),
-        ("cepe", "llama", ALL, "'llama' holds no cepe compressor beside its weights: give a CEPE"),
-        ("icae", "gpt2", ALL, "icae is known for llama and mistral, not for 'gpt2'"),
+        ("autocompressor", "gpt2", ALL, "autocompressor supports llama and opt, not 'gpt2'"),
+        ("autocompressor", "llama", ALL, "the checkpoint of 'llama' has no autocompressor compressor"),
+        ("cepe", "mistral", ALL, "cepe supports llama, not 'mistral'"),
+        ("cepe", "llama", ALL, "the checkpoint of 'llama' has no cepe compressor: give a CEPE"),
+        ("icae", "gpt2", ALL, "icae supports llama and mistral, not 'gpt2'"),
         ("icae", "llama", ALL, "icae needs a compressor for 'llama': give --set compressor=FILE or"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 
 from fitting import FAMILIES, SHOWN, TEXTS, first_tokens, fit, injecting, made, plain_logits, shown_string
 from i2cl import CalibrationConfig, Example, Template, calibrate, extract
-from i2cl.methods.i2cl import CorruptionConfig, corrupted
+from i2cl.methods.i2cl import CorruptionConfig, corrupt
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 
@@ -50,7 +50,7 @@ def spoilt(corruption, task, demonstrations, seed):
     """What one stage sees: only labels, or only texts, are taken from the draw, which is tested below."""
     if corruption == "without_format":
         return replace(task, template=Template("{text} {label}", task.template.separator)), demonstrations
-    _, drawn = corrupted(task, demonstrations, CorruptionConfig(corruption=corruption), seed)
+    _, drawn = corrupt(task, demonstrations, CorruptionConfig(corruption=corruption), seed)
     field = "label" if corruption == "random_label" else "text"
     pairs = zip(demonstrations, drawn, strict=True)
     return task, [replace(old, **{field: getattr(new, field)}) for old, new in pairs]
@@ -83,8 +83,8 @@ def test_what_corruption_does_to_demonstrations(films):
     draws = {}
     for corruption in CORRUPTIONS:
         config = CorruptionConfig(corruption=corruption)
-        draws[corruption] = corrupted(films, examples, config, 0)
-        assert corrupted(films, examples, config, 0) == draws[corruption]
+        draws[corruption] = corrupt(films, examples, config, 0)
+        assert corrupt(films, examples, config, 0) == draws[corruption]
     assert [name for name, (task, _) in draws.items() if task != films] == ["without_format"]
     assert draws["without_format"][1] == tuple(examples)
 
@@ -100,4 +100,4 @@ def test_what_corruption_does_to_demonstrations(films):
         assert (Counter(new.text.split()), new.label) == (Counter(old.text.split()), old.label)
     assert len({tuple(new.text.split().index(word) for word in ("one", "films")) for new in ordered}) > 5
     for name in ("random_label", "random_order"):
-        assert corrupted(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]
+        assert corrupt(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]

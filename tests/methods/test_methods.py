@@ -262,7 +262,7 @@ def test_methods_are_made_by_name_with_the_options_they_know():
     [
         (["zero_shto"], {}, "unknown method 'zero_shto': did you mean 'zero_shot'"),
         (["i2cl"], {"epoch": 3}, "no chosen method has the option 'epoch'"),
-        (["task_vector"], {"epochs": 3}, "known are none"),
+        (["task_vector"], {"epochs": 3}, "choose from \\(no options\\)"),
         (["i2cl"], {"epochs": "many"}, "option epochs='many'"),
         (["i2cl"], {"token": "middle"}, "option token='middle'"),
         (["lora"], {"loss": "words"}, "option loss='words': Input should be 'vocabulary' or 'labels'"),
@@ -287,7 +287,7 @@ def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
     recipe = RECIPES["released"]
     lora, i2cl, noise = make_methods(["lora", "i2cl", "noise+label_prior"], {}, recipe)
     assert lora == make_methods(["lora"])[0]
-    for result in (i2cl, noise.below):
+    for result in (i2cl, noise.inner):
         assert result.calibration == CalibrationConfig(**recipe)
 
 
@@ -342,8 +342,8 @@ def test_seeds_that_are_fitted_together_have_their_own_partner(films):
 def test_names_stack_and_each_method_takes_its_own_options():
     (result,) = make_methods(["i2cl+label_prior+tfidf+temperature"], {"epochs": 3, "refits": 2})
     assert result.called == "i2cl+label_prior+tfidf+temperature"
-    assert isinstance(result.below, Product)
-    assert (result.below.below.below.calibration.epochs, result.config.refits) == (3, 2)
+    assert isinstance(result.inner, Product)
+    assert (result.inner.inner.inner.calibration.epochs, result.config.refits) == (3, 2)
     assert make_methods(["zero_shot+noise"], {}, {"epochs": 7})[0].other.calibration.epochs == 7
 
 

@@ -40,7 +40,7 @@ def test_one_checkpoint_has_one_fingerprint_in_all_precisions_and_every_tensor_c
 def kept(tmp_path, monkeypatch):
     """A model loaded from files whose fingerprint is kept, how often it was read, and where it is kept."""
     reads = []
-    monkeypatch.setattr(fingerprint, "KEPT_FROM", 0)
+    monkeypatch.setattr(fingerprint, "CACHE_MIN_BYTES", 0)
     place = partial(fingerprint.cached_assets_path, assets_dir=tmp_path / "assets")
     monkeypatch.setattr(fingerprint, "cached_assets_path", place)
     read = fingerprint.tensors_fingerprint
@@ -113,9 +113,9 @@ def test_every_single_value_counts_and_integers_to_the_last_bit():
     assert len({tensors_fingerprint([("qweight", one)]) for one in packed}) == 2
 
 
-@pytest.mark.parametrize("place", [0, fingerprint.PART - 1, fingerprint.PART, -1])
+@pytest.mark.parametrize("place", [0, fingerprint.CHUNK_SIZE - 1, fingerprint.CHUNK_SIZE, -1])
 def test_every_part_of_a_large_tensor_counts(place):
-    large = torch.zeros(3 * fingerprint.PART + 5)
+    large = torch.zeros(3 * fingerprint.CHUNK_SIZE + 5)
     before = tensors_fingerprint([("large", large)])
     large[place] = 1
     assert tensors_fingerprint([("large", large)]) != before
@@ -124,7 +124,7 @@ def test_every_part_of_a_large_tensor_counts(place):
 def test_neither_the_size_of_parts_nor_the_order_in_memory_changes_it(monkeypatch):
     model = tiny_model("llama")
     before = weights_fingerprint(model)
-    monkeypatch.setattr(fingerprint, "PART", 1000)
+    monkeypatch.setattr(fingerprint, "CHUNK_SIZE", 1000)
     head = model.lm_head.weight
     head.data = head.data.T.contiguous().T
     assert weights_fingerprint(model) == before
@@ -170,22 +170,22 @@ def test_what_changes_results_counts(case, field, value):
 
 def test_what_does_not_change_results_does_not_count():
     model = tiny_model("llama")
-    before = fingerprint.told_config(model.config)
+    before = fingerprint.inference_config(model.config)
     changes = {"use_cache": False, "pad_token_id": 3, "eos_token_id": [1, 2], "attention_dropout": 0.5}
     for field, value in changes.items():
         setattr(model.config, field, value)
     model.config.name_or_path = "elsewhere"
     model.config.architectures = ["Other"]
     model.set_attn_implementation("eager")
-    assert fingerprint.told_config(model.to(torch.bfloat16).config) == before
+    assert fingerprint.inference_config(model.to(torch.bfloat16).config) == before
 
 
 @pytest.mark.parametrize("case", ["dbrx", "mpt", "granitemoehybrid", "llama4_text"])
 def test_a_configuration_survives_files(case, tmp_path):
     config = tiny_model(case).config
     config.save_pretrained(tmp_path)
-    value = fingerprint.told_config(config)
-    assert value == fingerprint.told_config(type(config).from_pretrained(tmp_path))
+    value = fingerprint.inference_config(config)
+    assert value == fingerprint.inference_config(type(config).from_pretrained(tmp_path))
     assert value == json.loads(json.dumps(value, allow_nan=False))
     assert not any("dropout" in field or field.endswith("pdrop") for field in str(value).split("'"))
 

@@ -74,7 +74,7 @@ def fit_seeds(
 
 def innermost(method: Method) -> Method:
     """Return the method inside all wrappers, or the method itself if it is not wrapped."""
-    return innermost(method.below) if isinstance(method, Wrapper) else method
+    return innermost(method.inner) if isinstance(method, Wrapper) else method
 
 
 def fit_wrappers(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
@@ -84,9 +84,9 @@ def fit_wrappers(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -
     """
     if not isinstance(method, Wrapper):
         return fitted
-    inner = fit_wrappers(decoder, method.below, fitted, task)
+    inner = fit_wrappers(decoder, method.inner, fitted, task)
     started = time.perf_counter()
-    predictor = method.over(decoder, inner.predictor, task, inner.demonstrations, inner.seed)
+    predictor = method.wrap(decoder, inner.predictor, task, inner.demonstrations, inner.seed)
     seconds = inner.seconds + time.perf_counter() - started
     return replace(inner, method=method, predictor=predictor, seconds=seconds)
 

@@ -25,7 +25,7 @@ from i2cl.experiments.records import Run
 from i2cl.experiments.store import save_vectors, store_errors
 from i2cl.injections.transfer import transfer
 from i2cl.methods import Cost, Method, make_methods
-from i2cl.methods.base import Predictor, right_answers
+from i2cl.methods.base import Predictor, count_correct
 from i2cl.methods.calibrated.folds import injected
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
@@ -184,7 +184,7 @@ def worst_group(decoder: Decoder, task: Task, shots: int | None, seed: int) -> t
     judging_rows = task.held_out(max(1, min(MAX_JUDGING_ROWS, unused)), list(used.values()), seed)
     (few_shot,) = make_methods(["few_shot"])
     worst = min(
-        groups, key=lambda group: right_answers(few_shot.fit(decoder, task, group, seed), judging_rows)
+        groups, key=lambda group: count_correct(few_shot.fit(decoder, task, group, seed), judging_rows)
     )
     return worst, judging_rows
 

@@ -39,9 +39,9 @@ from i2cl.export.folding import (
 )
 from i2cl.export.golden import Golden
 from i2cl.export.greedy import biases_of, search_whole
-from i2cl.models.checkpoint import INDEX, Files
+from i2cl.models.checkpoint import INDEX, CheckpointFiles
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config
+from i2cl.models.fingerprint import ModelIdentity, inference_config, tokenizer_fingerprint
 from i2cl.models.loading import is_gguf, load_model_and_tokenizer, located
 from i2cl.storage.atomic import new_folder, require_writable
 
@@ -82,7 +82,7 @@ def _from_files(name: str, revision: str | None) -> Source:
         raise I2CLError(f"cannot read the model {name!r}: {first_line(error)}") from None
     require_unquantized(config)
     head = family_of(config).head  # which refuses what has no skeleton
-    return Source(config, Files(folder, skeleton(config), head), tokenizer, generation_of(folder))
+    return Source(config, CheckpointFiles(folder, skeleton(config), head), tokenizer, generation_of(folder))
 
 
 def generation_of(folder: Path) -> GenerationConfig | None:
@@ -207,7 +207,7 @@ def require_base_of(
     config = opened.config
     sizes = config.model_type, config.num_hidden_layers, config.hidden_size
     prints = folding.fingerprint(), tokenizer_fingerprint(opened.tokenizer)
-    base = ModelIdentity(str(source), None, *sizes, *prints, config=told_config(config))
+    base = ModelIdentity(str(source), None, *sizes, *prints, config=inference_config(config))
     injection.require_base(base, force=force)
 
 

@@ -16,7 +16,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.families import HOOKED, Linear, family_of
 from i2cl.models.architectures import ARCHITECTURES
-from i2cl.models.checkpoint import Files
+from i2cl.models.checkpoint import CheckpointFiles
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Encoder, LabelTokens, label_tokens
 from i2cl.models.fingerprint import named_weights, tensors_fingerprint
@@ -34,7 +34,7 @@ class StateDict:
         self.read = state.__getitem__  # one by its name, on its device
 
 
-Tensors = StateDict | Files  # the weights of a model, wherever they are
+Tensors = StateDict | CheckpointFiles  # the weights of a model, wherever they are
 
 
 class Folding:

@@ -64,7 +64,7 @@ def test_what_is_replaced_goes_and_what_was_asked_of_it_is_answered(folder, deco
     new = folder.put("a", made(decoder, 1))
     assert folder.entry("a") == new
     refusal("gone", folder.of_version, old.digest, TEXTS)
-    result = torch.stack(folder.pool.answers(rows))
+    result = torch.stack(folder.pool.score_queries(rows))
     torch.testing.assert_close(result, before.scores(decoder, TEXTS), rtol=1e-5, atol=1e-5)
 
 

@@ -14,7 +14,7 @@ from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
 from i2cl.experiments.statistics import ALPHA, Accuracy, Comparison, Difference, accuracy, difference
-from i2cl.methods import METHODS, draws
+from i2cl.methods import METHODS, is_stochastic
 
 Correct = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, see `i2cl.experiments.statistics.Result`
 
@@ -75,7 +75,7 @@ class Line:
     @property
     def fixed(self) -> bool:
         """Whether the method is deterministic, so that one seed gives all there is."""
-        return self.row.seeds == 1 and self.row.study == "method" and not draws(self.row.method)
+        return self.row.seeds == 1 and self.row.study == "method" and not is_stochastic(self.row.method)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from i2cl.errors import I2CLError, needs
-from i2cl.injections.confidence import sure_place
+from i2cl.injections.confidence import confident_index
 
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
 
@@ -141,7 +141,7 @@ class Table:
             return self._parquet(rows, new) if self.kind == "parquet" else self._csv(rows, new)
 
     def _row(self, kept: list[object], row: Sequence[float] | None, error: str) -> str:
-        index = None if row is None else sure_place(row, self.min_confidence)
+        index = None if row is None else confident_index(row, self.min_confidence)
         label = "" if index is None else self.labels[index]
         probabilities = [None] * len(self.labels) if row is None else [round(value, 6) for value in row]
         if self.deferred:

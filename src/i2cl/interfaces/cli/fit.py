@@ -289,7 +289,7 @@ def _unlabelled(way: MethodOptions, rows: TaskOptions) -> list[str]:
 
 def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
     """Parse ``--prior``; None without it."""
-    from i2cl.injections.label_prior import require_shares
+    from i2cl.injections.label_prior import validate_prior
 
     if way.prior is None:
         return None
@@ -299,7 +299,7 @@ def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
         raise I2CLError(
             f"--prior {way.prior!r} is not a list of numbers: write it like 0.5,0.3,0.2"
         ) from None
-    require_shares(shares, task.labels)
+    validate_prior(shares, task.labels)
     return shares
 
 

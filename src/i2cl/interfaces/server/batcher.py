@@ -318,7 +318,7 @@ class Batcher:
     def _answered(self, rows: Sequence[TaskQuery]) -> list[Outcome]:
         """Score rows. An error of one row does not affect the others."""
         try:
-            return list(self.pool.answers(rows))
+            return list(self.pool.score_queries(rows))
         except Exception as error:  # noqa: BLE001 - becomes the error of one row
             if len(rows) > 1:
                 half = len(rows) // 2

@@ -31,7 +31,7 @@ from i2cl.core.artefact import DESCRIPTION, FILES
 from i2cl.core.encoder_bias import absolute
 from i2cl.core.injection import Injection
 from i2cl.errors import LONE_SURROGATE, I2CLError
-from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
+from i2cl.injections.pool import InjectionPool, LoadedTask, TaskQuery
 from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import require_moderate
@@ -182,7 +182,7 @@ class TaskStore:
         if name in self._reserved:
             raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
 
-    def loaded(self, injection: Injection) -> Loaded:
+    def loaded(self, injection: Injection) -> LoadedTask:
         """Prepare an injection for this model. Raises RefusalError (422) if it cannot be used."""
         try:
             injection = self._with_encoder(injection)
@@ -256,7 +256,7 @@ class TaskStore:
         with suppress(I2CLError):
             self._task(digest)
 
-    def _task(self, digest: str) -> Loaded:
+    def _task(self, digest: str) -> LoadedTask:
         """Return a loaded task. Loading holds a lock of its own, so that loaded tasks are not blocked."""
         with self._lock:
             if digest in self._used:

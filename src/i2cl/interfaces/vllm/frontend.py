@@ -21,14 +21,14 @@ from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.prompts import Edge, LabelPrompts, Prompt, Reach
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.interfaces.vllm.support import NAME
-from i2cl.models.checkpoint import Files
+from i2cl.models.checkpoint import CheckpointFiles
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import (
     ModelIdentity,
+    inference_config,
     named_weights,
     tensors_fingerprint,
     tokenizer_fingerprint,
-    told_config,
 )
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import Questions, label_log_probs, require_texts
@@ -190,11 +190,11 @@ def wrap_beam_search(
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     """Which model an engine runs, from its files, which are read once. Raises I2CLError if they cannot be."""
     empty, text = skeleton(config.hf_config), config.hf_text_config
-    files = Files(checkpoint_folder(config.model, config.revision), empty, "lm_head")
+    files = CheckpointFiles(checkpoint_folder(config.model, config.revision), empty, "lm_head")
     weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))
     sizes = text.model_type, text.num_hidden_layers, text.hidden_size
     prints = weights, tokenizer_fingerprint(tokenizer)
-    more: Any = {"dtype": dtype_name(config.dtype), "config": told_config(config.hf_config)}
+    more: Any = {"dtype": dtype_name(config.dtype), "config": inference_config(config.hf_config)}
     return ModelIdentity(str(config.model), config.revision, *sizes, *prints, **more)
 
 

@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
+from i2cl.injections.label_prior import MIN_UNLABELLED, log_mean, prior_bias
 from i2cl.injections.temperature import likely_temperature
-from i2cl.methods.base import Cost, MendedPredictor, Predictor, Wrapper
+from i2cl.methods.base import CalibratedPredictor, Cost, Predictor, Wrapper
 from i2cl.methods.calibrated.folds import FOLDS, folded, unmeasurable
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, add_label_bias
@@ -29,13 +29,13 @@ class ContextualCalibration(Wrapper):
 
     name: ClassVar[str] = "contextual_calibration"
     summary: ClassVar[str] = "another method's scores less those for content-free texts"
-    needs: ClassVar[str] = "what the method below it needs"
-    drawn: ClassVar[bool] = False
+    needs: ClassVar[str] = "what the inner method needs"
+    is_stochastic: ClassVar[bool] = False
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score the content-free texts."""
-        bias = -log_mean(below.scores(CONTENT_FREE))
-        return MendedPredictor(below, below.cost + Cost.of(bias), bias)
+        bias = -log_mean(inner.scores(CONTENT_FREE))
+        return CalibratedPredictor(inner, inner.cost + Cost.of(bias), bias)
 
 
 class LabelPriorConfig(Settings):
@@ -52,18 +52,18 @@ class LabelPrior(Wrapper):
 
     name: ClassVar[str] = "label_prior"
     summary: ClassVar[str] = "another method's scores less their mean over unlabelled texts, stored"
-    needs: ClassVar[str] = "what the method below it needs, and unlabelled texts"
+    needs: ClassVar[str] = "what the inner method needs, and unlabelled texts"
     settings = (LabelPriorConfig,)
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score unlabelled texts; raises I2CLError if too few remain beside the demonstrations."""
         texts = task.unlabelled(self.config.unlabelled, shown, seed)
-        fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
+        fewest = min(MIN_UNLABELLED, self.config.unlabelled)
         if len(texts) < fewest:
             lack = f"training texts beside the demonstrations, task {task.name!r} has {len(texts)}"
             raise I2CLError(f"label_prior needs {fewest} {lack}: add some, or use contextual_calibration")
-        bias = bias_towards(None, below.scores(texts))
-        return MendedPredictor(below, below.cost + Cost.of(bias, unlabelled=len(texts)), bias)
+        bias = prior_bias(None, inner.scores(texts))
+        return CalibratedPredictor(inner, inner.cost + Cost.of(bias, unlabelled=len(texts)), bias)
 
 
 class BatchCalibration(Wrapper):
@@ -74,20 +74,20 @@ class BatchCalibration(Wrapper):
 
     name: ClassVar[str] = "batch_calibration"
     summary: ClassVar[str] = "another method's scores less their mean over the queries"
-    needs: ClassVar[str] = "what the method below it needs, and the unlabelled queries together"
+    needs: ClassVar[str] = "what the inner method needs, and the unlabelled queries together"
     transductive: ClassVar[bool] = True
-    drawn: ClassVar[bool] = False
+    is_stochastic: ClassVar[bool] = False
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Nothing more to fit: the mean is only known at prediction."""
-        return BatchPredictor(below, below.cost)
+        return BatchPredictor(inner, inner.cost)
 
 
 @dataclass(frozen=True)
 class BatchPredictor:
     """Scores of the method below less the logarithm of its mean probabilities."""
 
-    below: Predictor
+    inner: Predictor
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
@@ -96,7 +96,7 @@ class BatchPredictor:
             why = "since it subtracts the mean over the texts"
             cure = "give many, of all classes, or use contextual_calibration"
             raise I2CLError(f"batch_calibration cannot classify one text by itself, {why}: {cure}")
-        scores = self.below.scores(texts, progress)
+        scores = self.inner.scores(texts, progress)
         return add_label_bias(scores, -log_mean(scores))
 
 
@@ -115,17 +115,17 @@ class Temperature(Wrapper):
 
     name: ClassVar[str] = "temperature"
     summary: ClassVar[str] = "another method's probabilities at a temperature that refits choose"
-    needs: ClassVar[str] = "what the method below it needs, and its time again for each refit"
+    needs: ClassVar[str] = "what the inner method needs, and its time again for each refit"
     settings = (TemperatureConfig,)
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Refit the method below, and choose."""
         parts = self.config.refits
         if unmeasurable(task, shown, parts, seed):
-            return below
-        refit = partial(self.below.fit, decoder, task, seed=seed)
+            return inner
+        refit = partial(self.inner.fit, decoder, task, seed=seed)
         scores = folded(task, shown, refit, parts, seed).scores([example.text for example in shown])
         gold = np.array([example.label for example in shown])
-        chosen = likely_temperature(scores.numpy(), gold, *self.below.temperatures)
-        cost = below.cost + Cost(cached_values=1, cached_bytes=8)
-        return MendedPredictor(below, cost, temperature=chosen)
+        chosen = likely_temperature(scores.numpy(), gold, *self.inner.temperatures)
+        cost = inner.cost + Cost(cached_values=1, cached_bytes=8)
+        return CalibratedPredictor(inner, cost, temperature=chosen)

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from i2cl.injections.confidence import sure_place
+from i2cl.injections.confidence import confident_index
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.tasks.formats import ROW_SUFFIXES
 
@@ -229,7 +229,7 @@ class Classification(BaseModel):
         """Make the answer to a request from the probabilities and the number of tokens of each text."""
         data = []
         for index, probs in enumerate(probabilities):
-            place = sure_place(probs, body.min_confidence)
+            place = confident_index(probs, body.min_confidence)
             label = "" if place is None else labels[place]
             data.append(Classified(index=index, label=label, probs=list(probs), num_classes=len(probs)))
         usage = Usage(prompt_tokens=sum(tokens), total_tokens=sum(tokens))
