@@ -101,14 +101,16 @@ Learning](https://arxiv.org/abs/2405.14660); made with i2cl {{ version }}. It so
 
 
 def export_card(description: Mapping[str, Any], usage: str, library: str) -> str:
-    """The text of an export's README.md.
+    """Return the README.md of an exported language model.
 
-    ``description``: of the artefact, with the base model's public name; ``usage``: how it is asked;
-    ``library``: what loads it, by the hub's name.
+    Args:
+        description: of the artefact, with the base model's public name.
+        usage: how to run it, in Markdown.
+        library: that loads it, by the hub's name.
     """
     task, base = description["task"], description["base_model"]["name"]
     data = _metadata({**description, "metrics": {}}, base)
-    data.library_name = library
+    data.library_name, data.pipeline_tag = library, "text-generation"
     if data.base_model and library != "peft":
         data["base_model_relation"] = "finetune"
     return _filled(
@@ -138,31 +140,19 @@ A text classifier: {{ base }}, which sorts a text into {{ labels }}. Its weights
 """
 
 
-def classifier_card(
-    description: Mapping[str, Any],
-    name: str,
-    *,
-    trailing: bool = True,
-    left_padding: bool = True,
-) -> str:
-    """The README.md of an exported text classifier.
+def classifier_card(description: Mapping[str, Any], name: str, notes: Sequence[str] = ()) -> str:
+    """Return the README.md of an exported text classifier.
 
     Args:
         description: of the artefact, with the base model's public name.
         name: folder or hub id that the classifier will be loaded from.
-        trailing: whether texts that end in whitespace get the same tokens as in i2cl.
-        left_padding: whether batches may be padded on the left.
+        notes: sentences on how to use it.
     """
     task, base = description["task"], description["base_model"]["name"]
     data = _metadata({**description, "metrics": {}}, base)
     data.library_name = "transformers"
     if data.base_model:
         data["base_model_relation"] = "finetune"
-    notes = []
-    if not trailing:
-        notes.append("Remove whitespace at the end of texts: it is encoded differently than by i2cl.")
-    if not left_padding:
-        notes.append("Pad batches on the right, as its tokenizer does: this model type counts padding.")
     code = f"""from transformers import pipeline
 
 classify = pipeline("text-classification", model={json.dumps(name)})
