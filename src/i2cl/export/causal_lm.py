@@ -78,7 +78,7 @@ def export_causal_lm(
 def left_padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a copy of a tokenizer that pads on the left, so that the last position ends every prompt."""
     made = copy.deepcopy(tokenizer)
-    made.padding_side = "left"
+    made.padding_side = made.init_kwargs["padding_side"] = "left"  # init_kwargs are what is saved
     if made.pad_token is None:
         made.pad_token = made.eos_token or made.unk_token or made.bos_token
     return made

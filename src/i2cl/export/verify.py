@@ -145,7 +145,7 @@ def verify_server(
     reply = _request(f"{root}{path}", body, timeout)
     try:
         answers = sorted(reply["data"], key=lambda answer: int(answer["index"]))
-        found = torch.tensor([answer["probs"] for answer in answers])
+        found = torch.tensor([[float(value) for value in answer["probs"]] for answer in answers])
     except (KeyError, IndexError, TypeError, ValueError):
         raise I2CLError(f"{root}{path} returns no probabilities: does the server classify?") from None
     if found.shape != (shape := (len(golden.texts), len(golden.labels))):
