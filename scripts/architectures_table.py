@@ -20,7 +20,7 @@ from i2cl import Decoder, Example, Injection, Task, Template
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import extract
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.export import export_hf, fold, make_golden, verify
+from i2cl.export import export_causal_lm, fold, make_golden, verify
 from i2cl.export.families import FAMILIES, REFUSED
 from i2cl.models.architectures import ARCHITECTURES, Architecture
 from i2cl.models.batching import make_batch
@@ -161,7 +161,7 @@ def measured(model_type: str) -> dict[str, str]:
         return row | {"float32": "-", "bfloat16": "-", "verify": "-"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        export_hf(decoder, injection, out, golden=lambda: make_golden(decoder, injection))
+        export_causal_lm(decoder, injection, out, golden=lambda: make_golden(decoder, injection))
         holds = "holds" if verify(out, device="cpu").passed else "does not hold"
     return row | {
         "float32": bound(fold_error(decoder, injection)),

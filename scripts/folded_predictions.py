@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task
-from i2cl.export import export_gguf, export_hf
+from i2cl.export import export_causal_lm, export_gguf
 from i2cl.export.llama_cpp import LlamaCpp
 from i2cl.models.scoring import Questions
 from i2cl.tasks.corpus import TASKS
@@ -86,7 +86,7 @@ def compared(decoder: Decoder, name: str, count: int) -> Comparison:
     ids = questions.queries(texts)
     hooked = injection.scores(decoder, texts)
     with tempfile.TemporaryDirectory() as scratch:
-        export_hf(decoder, injection, Path(scratch) / "hf")
+        export_causal_lm(decoder, injection, Path(scratch) / "hf")
         plain = AutoModelForCausalLM.from_pretrained(Path(scratch) / "hf").eval()
         in_transformers = asked(ids, first, lambda row: plain(torch.tensor([list(row)])).logits[0, -1])
         in_llama_cpp, encoded = asked_llama_cpp(injection, decoder, Path(scratch), texts, ids, first)

@@ -175,7 +175,7 @@ def test_a_label_without_rows_is_refused_before_the_fit(words_encoder):
 
 def test_what_holds_no_encoder_refuses_it(injection, tmp_path):
     decoder = decoder_of("llama")
-    refused = "weights hold no sentence encoder, and this injection takes one: fit it with --method anchored"
+    refused = "uses a sentence encoder, which weights cannot hold: fit it with --method anchored"
     for work in (fold, make_golden):
         one_line(refused, work, decoder, injection)
     one_line(refused, export_peft, decoder, injection, tmp_path / "out")

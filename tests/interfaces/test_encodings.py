@@ -56,7 +56,7 @@ COMMANDS = {
     "eval": "eval {home}/model {home}/\u00f6.jsonl --test {home}/\u00f6.jsonl --template {text}:{label} "
     "--shots 1 --method zero_shot --workers 1",
     "ls": "ls tasks",
-    "export": "export {home}/artefact {new}\u00f6 --to hf",
+    "export": "export {home}/artefact {new}\u00f6",
     "help": "fit --help",
 }
 

@@ -123,7 +123,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
             return cached
     fingerprint = tensors_fingerprint(_checkpoint_weights(model))
     with suppress(I2CLError):
-        write_text_atomic(kept, fingerprint)
+        write_text_atomic(path, fingerprint)
     return fingerprint
 
 

@@ -114,7 +114,7 @@ def export_card(description: Mapping[str, Any], usage: str, library: str) -> str
     """
     task, base = description["task"], description["base_model"]["name"]
     data = _metadata({**description, "metrics": {}}, base)
-    data.library_name = library
+    data.library_name, data.pipeline_tag = library, "text-generation"
     if data.base_model and library != "peft":
         data["base_model_relation"] = "finetune"
     return _render(
@@ -144,31 +144,19 @@ A text classifier based on {{ base }}. Classes: {{ labels }}. Its weights contai
 """
 
 
-def classifier_card(
-    description: Mapping[str, Any],
-    name: str,
-    *,
-    trailing: bool = True,
-    left_padding: bool = True,
-) -> str:
+def classifier_card(description: Mapping[str, Any], name: str, notes: Sequence[str] = ()) -> str:
     """Return the README.md of an exported text classifier.
 
     Args:
         description: description of the injection, with the base model's public name.
         name: folder or hub id that the classifier will be loaded from.
-        trailing: whether texts that end in whitespace get the same tokens as in i2cl.
-        left_padding: whether batches may be padded on the left.
+        notes: sentences on how to use it.
     """
     task, base = description["task"], description["base_model"]["name"]
     data = _metadata({**description, "metrics": {}}, base)
     data.library_name = "transformers"
     if data.base_model:
         data["base_model_relation"] = "finetune"
-    notes = []
-    if not trailing:
-        notes.append("Strip trailing whitespace from texts: it is tokenized differently than in i2cl.")
-    if not left_padding:
-        notes.append("Keep right padding, the tokenizer's default: left padding changes this model's output.")
     code = f"""from transformers import pipeline
 
 classify = pipeline("text-classification", model={json.dumps(name)})

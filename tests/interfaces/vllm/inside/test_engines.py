@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from i2cl.export import export_hf
+from i2cl.export import export_causal_lm
 from i2cl.interfaces.vllm.support import WRITERS
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import located
@@ -262,7 +262,7 @@ def test_two_ranks_answer_as_one(run, decoder, artefacts):
 
 def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, model, decoder, artefacts):
     folder, injections = artefacts
-    export_hf(decoder, injections["t0"], tmp_path / "folded")
+    export_causal_lm(decoder, injections["t0"], tmp_path / "folded")
     draw = random.Random(6)
     prompts = [[draw.randrange(1, 690) for _ in range(draw.randint(3, 60))] for _ in range(40)]
     half, worst = {"dtype": "bfloat16"}, {}

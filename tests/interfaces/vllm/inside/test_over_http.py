@@ -5,20 +5,14 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
-from dataclasses import replace
-from io import StringIO
 from urllib.request import urlopen
 
-import pytest
 import torch
 
-from i2cl.export import ask_server, calls, make_golden
-from i2cl.export.verify import compare
-from i2cl.tasks import Task, Template
+from i2cl.export import make_golden, verify_server
 from processes import until
 
-from .engines import ADMIN, USER, call, followed, random_injection, texts
+from .engines import ADMIN, USER, call, followed, texts
 
 
 def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder, artefacts, monkeypatch):
@@ -79,11 +73,10 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
 
     monkeypatch.setenv("VLLM_API_KEY", USER)
     golden = make_golden(decoder, injections["t0"])
-    outcome = compare(golden, ask_server(golden, server, task="t0", logprobs=694))
+    outcome = verify_server(golden, server, task="t0", tolerance=1e-4)
     print(f"\nverify over HTTP: {outcome.worst:.1e}")
     assert outcome.passed
-    assert not compare(golden, ask_server(golden, server, task="t1", logprobs=694)).passed
-    assert not compare(golden, ask_server(golden, server, logprobs=694)).passed
+    assert not verify_server(golden, server, task="t1").passed
 
 
 def test_over_http_a_classify_under_reloads_ends_as_it_began(server, decoder, artefacts):
@@ -144,29 +137,6 @@ def test_over_http_what_is_refused_says_why_and_what_to_do(server, decoder, arte
     for name, path in (("team/mood", "team/mood"), ("team/other", "team%2Fother"), ("a b", "a%20b")):
         assert call(listed, {"name": name, "artefact": str(folder / "t2")}, key=ADMIN)[0] == 200
         assert call(f"{listed}/{path}", key=ADMIN, method="DELETE")[1]["name"] == name
-
-
-def test_over_http_the_printed_call_of_an_export_compares_whole_labels(server, decoder, monkeypatch):
-    """Of an export that leaves the model as it is: the call needs neither a task nor the plugin."""
-    pytest.importorskip("openai")
-    task = Task("films", ("best film", "best ever", "bad film"), Template("Review: {text}\nVerdict:{label}"))
-    one = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
-    plain = torch.tensor([0.0, 1.0]).expand(one.coefficients.shape)
-    made = make_golden(decoder, replace(one, task=task, coefficients=plain, scoring="full"))
-    answer = []
-    for text, prompt in zip(calls.TEXTS, made.prompts, strict=True):
-        monkeypatch.setattr(calls, "TEXTS", (text,))
-        (code,) = [one.code for one in calls.calls_of(made, str(decoder.name), "hf") if one.program == "vLLM"]
-        code = code.replace("http://localhost:8000", server).replace("'none'", repr(USER))
-        asked = {}
-        with redirect_stdout(StringIO()) as expected:
-            exec(compile(code, "<call>", "exec"), asked)
-        answer.append(expected.getvalue().strip())
-        scores = torch.tensor([asked["scores"][label] for label in task.labels])
-        torch.testing.assert_close(scores, torch.tensor(prompt.whole), rtol=0, atol=1e-4)
-    assert answer == [prompt.prediction for prompt in made.prompts]
-    assert len(set(answer)) > 1
-    print(f"\nprinted call: {len(answer)} of {len(answer)} answers")
 
 
 def test_over_http_work_stops_when_the_client_leaves(server):
