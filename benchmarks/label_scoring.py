@@ -82,7 +82,9 @@ def subset(task: Task, count: int, seed: int, decoder: Decoder) -> Task:
     return replace(task, labels=words, train=splits[0], test=splits[1])
 
 
-def measure(decoder: Decoder, task: Task, variant: str, shots: int, queries: int, seed: int) -> dict[str, Any]:
+def measure(
+    decoder: Decoder, task: Task, variant: str, shots: int, queries: int, seed: int
+) -> dict[str, Any]:
     """Fit one draw and answer test rows."""
     scoring, solver = VARIANTS[variant]
     shown, rows = task.sample(shots, seed), task.queries(queries, seed)

@@ -32,9 +32,9 @@ CACHE = "label_anchor cannot run on {!r}, whose cache holds more"
     ("name", "case", "shown", "message"),
     [
         ("linear_probe", "llama", ALL[:1], "linear_probe needs demonstrations of at least two classes"),
-        ("linear_probe", "llama", [], "no demonstrations were given"),
+        ("linear_probe", "llama", [], "no demonstrations: give at least one"),
         ("tfidf", "llama", ALL[:1], "tfidf needs demonstrations of at least two classes"),
-        ("tfidf", "llama", [], "no demonstrations were given"),
+        ("tfidf", "llama", [], "no demonstrations: give at least one"),
         ("tfidf", "llama", MARKS, "tfidf finds no word in any demonstration"),
         ("label_anchor", "deepseek_v32", ALL, CACHE.format("deepseek_v32")),
         ("label_anchor", "minimax_m3_vl_text", ALL, CACHE.format("minimax_m3_vl_text")),

@@ -58,7 +58,7 @@ def test_a_label_without_demonstrations_and_what_cannot_be_fitted_to(name, task,
     assert fit(name, made("llama"), three, shown, encoder=encoder).scores([]).shape == (0, 3)
     decoder, error = made("llama"), f"{name} needs demonstrations of at least two classes"
     one_line(error, fit, name, decoder, task, demonstrations[:1], encoder=encoder)
-    one_line("no demonstrations were given", fit, name, decoder, task, [], encoder=encoder)
+    one_line("no demonstrations: give at least one", fit, name, decoder, task, [], encoder=encoder)
     one_line("text 5 is empty", fit, name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
 
 

@@ -163,7 +163,7 @@ def with_bos():
     [Template("</s>Review: {text}\nTopic: {label}"), Template("{text}\n{label}").instructed("</s>Say it.")],
 )
 def test_template_that_repeats_the_bos_of_the_tokenizer_is_refused(template):
-    says = "template begins with '</s>', which this tokenizer adds by itself.*remove it"
+    says = "template starts with '</s>', which this tokenizer adds too.*remove it"
     one_line(says, label_tokens, with_bos(), template, ("C", "D"))
     label_tokens(Encoder.of(tokenizer_of("byte-level BPE")), template, ("C", "D"))  # which adds none
 
@@ -350,5 +350,5 @@ def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
     assert not set(tokens) & decoder.encoder.special
     assert label_tokens(decoder.encoder, template, labels, "words") == result
     labels = tuple(f"{number:05}" for number in range(2000))
-    with pytest.raises(I2CLError, match="fewer tokens than there are labels, 2000"):
+    with pytest.raises(I2CLError, match="fewer tokens than there are labels .2000"):
         label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")

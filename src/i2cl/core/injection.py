@@ -64,8 +64,9 @@ class Injection:
             (`i2cl.models.scoring.add_label_bias`); None adds nothing.
         temperature: what the log-probabilities among the labels are divided by, behind the label bias
             (`i2cl.models.scoring.label_log_probs`). Above 1 they are less sure; the answers stay.
-        word_weights: how much of each label's score the tokens of all labels' words are, where a fit found
-            that (`i2cl.core.descent`); None: as rare as they are (`i2cl.models.encoding.LabelTokens`).
+        word_weights: fitted weights of the labels' words in each label's score
+            (`i2cl.core.word_weights`); None: weights by inverse document frequency
+            (`i2cl.models.encoding.LabelTokens`).
         encoder_bias: what a sentence encoder adds to the log-probabilities among the labels, beside the label
             bias; None where there is no encoder.
 
