@@ -39,6 +39,7 @@ TEST_SHARE = 0.5  # of the rows of a single file
 
 
 def rows_of(path: Path) -> list[tuple[str, Any]]:
+    """Read the texts and labels of a JSON Lines file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [(row["text"], row["label"]) for row in map(json.loads, lines)]
 
@@ -137,6 +138,7 @@ def differences(path: Path, first: str, second: str) -> Iterator[tuple[str, dict
 
 
 def compare(path: Path, first: str, second: str) -> None:
+    """Print the mean differences of two variants with their p-values."""
     for task, metrics in differences(path, first, second):
         for metric, values in metrics.items():
             p = ttest_1samp(values, 0).pvalue if len(values) > 1 else float("nan")

@@ -350,5 +350,5 @@ def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
     assert not set(tokens) & decoder.encoder.special
     assert label_tokens(decoder.encoder, template, labels, "words") == result
     labels = tuple(f"{number:05}" for number in range(2000))
-    with pytest.raises(I2CLError, match="fewer tokens than there are labels .2000"):
+    with pytest.raises(I2CLError, match=r"fewer tokens than there are labels .2000"):
         label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")

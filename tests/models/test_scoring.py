@@ -195,7 +195,7 @@ def test_half_precision_forks_where_single_precision_does(case):
     assert decoder.can_fork is counting(case).can_fork
 
 
-@pytest.mark.parametrize(("limit", "budget", "fork"), [(10, 1000, True), (10, 100, False), (2, 100, False)])
+@pytest.mark.parametrize(("limit", "budget", "fork"), [(10, 1000, True), (2, 100, False)])
 def test_batches_are_halved_when_memory_runs_out(monkeypatch, limit, budget, fork):
     decoder = counting("llama", budget)
     decoder.can_fork = fork

@@ -350,7 +350,7 @@ class LabelTokens:
         if fitted.shape != (sizes := (len(self.read), len(self.ids))):
             raise I2CLError(
                 f"word weights have (tokens, labels) {tuple(fitted.shape)}, but these labels need {sizes}: "
-                "fit again"
+                "fit it again"
             )
         return replace(self, fitted=fitted)
 
