@@ -184,7 +184,7 @@ def test_vectors_of_two_models_are_refused():
     )
     own = ContextVector(torch.ones_like(first.values), first.config)
     for vectors in ([first, other], [own, first, other]):
-        one_line("of two models, 'seed 0' and 'seed 1' \\(weights", ContextVector.mean, vectors)
+        one_line("from two models, 'seed 0' and 'seed 1' \\(weights", ContextVector.mean, vectors)
     assert ContextVector.mean([own, first]).base.difference(decoder_of("llama").base) is None
     assert ContextVector.mean([own, own]).base is None
 

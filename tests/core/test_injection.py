@@ -282,10 +282,11 @@ def test_shapes_that_do_not_match_the_description(saved, changes):
 
 @pytest.mark.parametrize("name", ["context_vector", "coefficients"])
 @pytest.mark.parametrize("change", [lambda value: value.int(), lambda value: value / 0])
-def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
+def test_tensors_that_are_not_finite_are_named(saved, name, change):
     tensors = load_file(saved / TENSORS)
     save_file(tensors | {name: change(tensors[name])}, saved / TENSORS)
-    one_line(rf"no finite numbers as {name}.*fit it again", Injection.from_pretrained, saved)
+    message = rf"{name} in injection.safetensors is not finite.*fit it again"
+    one_line(message, Injection.from_pretrained, saved)
 
 
 # The hub

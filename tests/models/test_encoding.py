@@ -321,7 +321,7 @@ def test_a_fit_may_say_how_much_each_token_counts(decoder):
     tokens = torch.randn(2, 4)
     torch.testing.assert_close(result.mean(tokens), tokens @ weights)
     assert result == plain  # the same labels
-    with pytest.raises(I2CLError, match=r"\(3, 4\), and these labels have \(4, 3\): fit it again"):
+    with pytest.raises(I2CLError, match=r"\(3, 4\), but these labels need \(4, 3\): fit it again"):
         plain.weighted(weights.T)
 
 

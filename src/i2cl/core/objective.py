@@ -32,7 +32,7 @@ from i2cl.tasks import Example
 ROW_COPIES = 4  # copies of a row's vectors during a backward pass
 MIN_RELATIVE_SLOPE = 1e-3  # sites below this share of the mean slope are not scaled up any further
 SLICE = 2**14  # parameters that are reduced at once
-WORD_SHARE = 0.0  # prior variance of the label scores due to word weights, in units of that due to vectors
+WORD_SHARE = 0.3  # prior variance of the label scores due to word weights, in units of that due to vectors
 
 
 class Solution(NamedTuple):
