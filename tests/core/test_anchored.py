@@ -288,3 +288,48 @@ def test_a_fitted_vector_claims_no_extraction(tmp_path):
     assert Injection.from_pretrained(tmp_path / "task").context.config.writers == "mlp"
     card = (tmp_path / "task" / "README.md").read_text()
     assert "aggregate" not in card
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ("card lost", "lost card", "card found"),
+        ("spam", "not spam", "not not spam"),
+        ("grade 1", "grade 11", "grade 12", "grade 21"),
+    ],
+    ids=["same words", "negations", "numbers"],
+)
+@pytest.mark.parametrize("solver", ["kernel", "descent"])
+def test_labels_that_differ_in_order_or_repetition_of_words_can_be_fitted(labels, solver):
+    decoder = made("llama")
+    asked = Task("similar", labels, Template("{text}\nLabel: {label}"))
+    shown = [Example(text, at) for at, text in enumerate(WORDS[: len(labels)])]
+    injection = anchor(decoder, asked, shown, AnchoredConfig(solver=solver))
+    assert injection.scoring == "words"
+    assert injection.predict(decoder, [one.text for one in shown]) == list(labels)
+
+
+def test_gauss_newton_fits_word_weights():
+    decoder = made("llama")
+    weights = anchor(decoder, task(words=True), SHOWN).word_weights
+    start = Questions(decoder, task(words=True), "words").labels.weights
+    torch.testing.assert_close(weights.sum(0), torch.ones(3))
+    assert (weights - start).abs().max() > 1e-3
+
+
+def test_from_the_second_step_on_only_competing_labels_are_differentiated(monkeypatch):
+    decoder, passes = made("llama"), []
+    differentiate = Objective._differentiate_columns
+
+    def recorded(fit, slopes, parameters, columns, directions):
+        passes.append([len(of_row) for of_row in columns.values()])
+        return differentiate(fit, slopes, parameters, columns, directions)
+
+    monkeypatch.setattr(Objective, "_differentiate_columns", recorded)
+    monkeypatch.setattr(gauss_newton, "COMPETING", 0.3)
+    anchor(decoder, task(words=True), SHOWN, AnchoredConfig(steps=3, tolerance=0))
+    assert passes[0] == [2, 2, 2, 2]
+    assert sum(passes[1]) < 8
+    passes.clear()
+    anchor(decoder, task(), SHOWN, AnchoredConfig(steps=2, tolerance=0))
+    assert passes == [[2, 2, 2, 2]] * 2
