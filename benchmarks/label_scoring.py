@@ -1,7 +1,7 @@
 """Accuracy, log-loss and time of fits whose labels share first tokens, by the way labels are scored.
 
     python benchmarks/label_scoring.py run words --tasks intents,banking77=DIR --out results.jsonl
-    python benchmarks/label_scoring.py compare results.jsonl words first_variant
+    python benchmarks/label_scoring.py compare results.jsonl words full
 
 A task is the name of a bundled task, or NAME=PATH: a JSON Lines file, or a folder with train.jsonl,
 test.jsonl and labels.json. Of many labels each seed draws ``--labels`` at random, again until two of them
