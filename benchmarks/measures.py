@@ -170,11 +170,11 @@ def labels_over_repeated_queries(work: Workload, pairs: int, labels: int = 12) -
     words = LabelTokens(tuple((1, 2 + label, 3) for label in range(labels)), full=True)
 
     def run(once: bool) -> None:
-        kept, decoder.can_split = decoder.can_split, decoder.can_split and once
+        kept, decoder.can_fork = decoder.can_fork, decoder.can_fork and once
         try:
             score(decoder, work.queries[:ROWS], words)
         finally:
-            decoder.can_split = kept
+            decoder.can_fork = kept
 
     pair = paired(partial(run, once=True), partial(run, once=False), decoder.device, pairs, warm=False)
     name = f"{labels} whole labels behind a query run once / once a label, throughput"

@@ -8,6 +8,7 @@ before both norms; queries, keys, values and attention output; and three values 
 """
 
 import argparse
+import math
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -19,10 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from i2cl import Decoder, Example, anchor, load_task
 from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.descent import schedule
-from i2cl.core.problem import KERNELS, MOST_COLUMNS, SCALED
-from i2cl.core.tangent import SLICE
-from i2cl.experiments.draw import BACKWARD, FORWARD, LATER_STEPS
+from i2cl.core.objective import SLICE
+from i2cl.core.plan import MAX_SCALE_EXAMPLES, SOLVER_MATRICES, FitPlan, FitSize, plan_fit
 from i2cl.models.memory import peak_memory
 
 GB = 1e9
@@ -63,10 +62,14 @@ class Shape:
         """Kernel columns per demonstration with first-token scoring."""
         return self.labels - 1
 
+    def plan(self, steps: int = 4) -> FitPlan:
+        """The solver and the number of passes of the fit, on a machine with enough memory."""
+        return plan_fit(FitSize(self.rows, self.labels, 2 * self.layers * self.width), math.inf, steps=steps)
+
     @property
-    def descended(self) -> bool:
-        """Whether the AdamW solver is used, because the kernel would be too large."""
-        return self.rows * self.columns > MOST_COLUMNS
+    def uses_adamw(self) -> bool:
+        """Whether the Gauss-Newton kernel would be too large."""
+        return self.plan().solver == "descent"
 
     def weights(self) -> float:
         """Bytes of the model, with an untied LM head."""
@@ -83,22 +86,15 @@ class Shape:
         """Bytes of the Jacobian on the host, and of a batch's vectors and gradients."""
         numbers = 2 * self.layers * self.width
         batch = min(self.rows, max(1, self.budget // self.tokens))
-        kept = min(self.rows, SCALED) if self.descended else self.rows * self.columns
+        kept = min(self.rows, MAX_SCALE_EXAMPLES) if self.uses_adamw else self.rows * self.columns
         return 4 * numbers * (kept + 3 * batch)
 
     def solver(self) -> float:
-        """Bytes of a step's kernel matrix and its solution."""
-        if self.descended:
+        """Bytes of a step's kernel and its solution."""
+        if self.uses_adamw:
             return 0.0
         kernel = self.rows * self.columns
-        return 8 * (KERNELS * kernel**2 + kernel * min(SLICE, 2 * self.layers * self.width))
-
-    def passes(self, steps: int = 4) -> float:
-        """Approximate cost of the fit in forward passes over all demonstrations."""
-        if self.descended:
-            return (schedule(self.rows).epochs + 1) * (FORWARD + BACKWARD)
-        once = FORWARD + BACKWARD * self.columns
-        return once * (1 + LATER_STEPS * (steps > 1)) + steps + FORWARD
+        return 8 * (SOLVER_MATRICES * kernel**2 + kernel * min(SLICE, 2 * self.layers * self.width))
 
 
 def measured(shape: Shape, shots: int) -> tuple[float, float]:
@@ -164,11 +160,11 @@ def main() -> None:
         table.add_row("weights", f"{shape.weights() / GB:.1f} GB")
         table.add_row("activations of the largest batch", f"{shape.activations() / GB:.2f} GB")
         table.add_row(
-            "derivatives" + ("" if shape.descended else f", {shape.rows} x {shape.columns} columns"),
+            "derivatives" + ("" if shape.uses_adamw else f", {shape.rows} x {shape.columns} columns"),
             f"{shape.gradients() / GB:.2f} GB",
         )
         table.add_row("kernel and solver", f"{shape.solver() / GB:.2f} GB")
-        table.add_row("passes over the demonstrations", f"{shape.passes():.0f}")
+        table.add_row("passes over the demonstrations", f"{shape.plan().passes:.0f}")
     Console().print(table)
 
 

@@ -206,7 +206,7 @@ def test_start_coefficients():
         ),
         *(({"batches": batches}, "0 to 4") for batches in [[[0], []], [[0, 5]], [[-1]]]),
         *(
-            ({"layers": layers}, r"names no layers of this model, which has 2 \(0 to 1\)")
+            ({"layers": layers}, "does not fit this model: choose from 0 to 1")
             for layers in [(2,), (-1,), (), "early", "7"]
         ),
     ],

@@ -32,7 +32,7 @@ def test_each_class_alone(case, config):
 def test_every_class_needs_a_demonstration():
     for shown, message in (
         (SHOTS[:2], "class 'mixed' of task 'films' has no demonstration"),
-        ([], "no demonstrations were given"),
+        ([], "no demonstrations: give at least one"),
         ([Example("a film", 3)], "demonstration 1 has label 3"),
     ):
         one_line(message, extract_classes, decoder_of("llama"), TASK, shown)

@@ -184,7 +184,7 @@ def test_vectors_of_two_models_are_refused():
     )
     own = ContextVector(torch.ones_like(first.values), first.config)
     for vectors in ([first, other], [own, first, other]):
-        one_line("of two models, 'seed 0' and 'seed 1' \\(weights", ContextVector.mean, vectors)
+        one_line("from two models, 'seed 0' and 'seed 1' \\(weights", ContextVector.mean, vectors)
     assert ContextVector.mean([own, first]).base.difference(decoder_of("llama").base) is None
     assert ContextVector.mean([own, own]).base is None
 
@@ -202,9 +202,9 @@ def test_the_weighted_mean_is_that_of_numpy(weights):
 
 @pytest.mark.parametrize("weights", [[1], [1, 2, 3], [0, 0], [1, -0.5], [1, math.nan], [1, math.inf]])
 def test_weights_that_make_no_mean(weights):
-    expected = r"make no mean of 2 context vector\(s\): give at least one"
+    expected = r"2 context vector\(s\) with weights .* have no mean: give at least one"
     one_line(expected, ContextVector.mean, [vector(1), vector(2)], weights)
-    one_line(r"make no mean of 0 context vector\(s\)", ContextVector.mean, [])
+    one_line(r"0 context vector\(s\)", ContextVector.mean, [])
 
 
 def test_sizes_are_checked_against_a_model():

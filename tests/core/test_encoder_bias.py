@@ -125,8 +125,8 @@ def test_a_label_prior_sees_the_encoder(injection):
 def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, monkeypatch):
     decoder = decoder_of("llama")
     words_encoder(WordsEncoder(turned=1))
-    one_line("the encoder 'words' gives other vectors than at the fit", injection.scores, decoder, TEXTS)
-    one_line("gives other vectors", InjectionPool, decoder, {"both": injection})
+    one_line("the encoder 'words' yields other embeddings than at the fit", injection.scores, decoder, TEXTS)
+    one_line("yields other embeddings", InjectionPool, decoder, {"both": injection})
     injection.save_pretrained(tmp_path / "new")
     shutil.copytree(tmp_path / "new", tmp_path / "less")
     tensors = load_file(tmp_path / "new" / TENSORS)
@@ -136,7 +136,7 @@ def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, 
     save_file(tensors | {"encoder_probe": torch.eye(3)[0]}, tmp_path / "less" / TENSORS)
     one_line(r"encoder weights \(3, 25\) for 3 labels", Injection.from_pretrained, tmp_path / "less")
     save_file(tensors | {"encoder_probe": torch.ones(24)}, tmp_path / "less" / TENSORS)
-    one_line("left at the fit is damaged", Injection.from_pretrained, tmp_path / "less")
+    one_line("stored sentence-encoder weights are damaged", Injection.from_pretrained, tmp_path / "less")
     wide = {name: one.double() for name, one in load_file(tmp_path / "new" / TENSORS).items()}
     save_file(wide, tmp_path / "less" / TENSORS)
     words_encoder()
@@ -158,12 +158,12 @@ def test_an_encoder_that_has_moved_is_named_at_loading(injection, words_encoder,
     encoder_bias._probe.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(encoder_bias, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
-        one_line("not here: get it .--encoder or encoder= names another place", moved.scores, decoder, TEXTS)
+        one_line("not here: get it .or give its new location with --encoder", moved.scores, decoder, TEXTS)
     words_encoder(WordsEncoder(turned=1))
-    one_line("gives other vectors than at the fit: name the encoder", moved.scores, decoder, TEXTS)
+    one_line("yields other embeddings than at the fit: give the encoder", moved.scores, decoder, TEXTS)
     replace(injection, encoder_bias=None).save_pretrained(tmp_path / "plain")
     one_line(
-        "plain' takes no sentence encoder", Injection.from_pretrained, tmp_path / "plain", encoder="elsewhere"
+        "plain' uses no sentence encoder", Injection.from_pretrained, tmp_path / "plain", encoder="elsewhere"
     )
 
 

@@ -184,7 +184,7 @@ def test_word_weights_are_kept(saved, tmp_path):
     one_line("with scoring 'full' and 2 labels", made, scoring="full", word_weights=torch.eye(2))
     one_line(r"\(5, 5\) with scoring 'words' and 2", made, scoring="words", word_weights=torch.eye(5))
     other = replace(weighted, word_weights=torch.ones(99, 2))
-    one_line("word weights are of .*fit it again", other.scores, decoder_of("llama"), TEXTS)
+    one_line("word weights have .*fit it again", other.scores, decoder_of("llama"), TEXTS)
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "with a learned weight for each token (`word_weights`)" in card
     tensors = load_file(tmp_path / "new" / TENSORS)
@@ -249,7 +249,7 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": FORMAT_VERSION + 1, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": FORMAT_VERSION + 1, "later": 1}, "newer than this i2cl supports: upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
@@ -260,8 +260,8 @@ def test_a_malformed_description(saved, content):
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
         ({"label_bias": [0.5, float("nan")]}, "not one finite number for each of 2 labels"),
         ({"label_bias": ["low", 0.5]}, "label_bias.0='low': "),
-        ({"temperature": 0.0}, "temperature 0.0 is no number from 0.001 to 1000: give one"),
-        ({"temperature": float("nan")}, "temperature nan is no number from 0.001 to 1000"),
+        ({"temperature": 0.0}, "temperature 0.0 is not a number from 0.001 to 1000: change it"),
+        ({"temperature": float("nan")}, "temperature nan is not a number from 0.001 to 1000"),
         ({"temperature": "warm"}, "temperature='warm': "),
         ({"task": {"name": "x"}}, "'labels' must be a list"),
         ({"task": {"name": "x", "labels": ["a", "b"], "template": "no fields"}}, "template 'no fields'"),
@@ -277,15 +277,16 @@ def test_shapes_that_do_not_match_the_description(saved, changes):
     described_so = {"base_model": described(saved)["base_model"] | changes}
     describe(saved, **(described_so if changes else {"extraction": {"writers": "hidden"}}))
     message = "" if changes else r"2, 1, 32\) and \(2, 1, 2\) are described"
-    one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \(" + message, Injection.from_pretrained, saved)
+    one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), but \(" + message, Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("name", ["context_vector", "coefficients"])
 @pytest.mark.parametrize("change", [lambda value: value.int(), lambda value: value / 0])
-def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
+def test_tensors_that_are_not_finite_are_named(saved, name, change):
     tensors = load_file(saved / TENSORS)
     save_file(tensors | {name: change(tensors[name])}, saved / TENSORS)
-    one_line(rf"no finite numbers as {name}.*fit it again", Injection.from_pretrained, saved)
+    message = rf"{name} in injection.safetensors is not finite.*fit it again"
+    one_line(message, Injection.from_pretrained, saved)
 
 
 # The hub
@@ -303,7 +304,7 @@ def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
 def test_a_repository_or_a_path_without_an_injection(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
-        one_line("'somebody/films' is no injection", Injection.from_pretrained, "somebody/films")
+        one_line("'somebody/films' is not an injection", Injection.from_pretrained, "somebody/films")
     one_line("no such folder", Injection.from_pretrained, Path("/no/such/folder/anywhere"))
 
 

@@ -1,4 +1,4 @@
-"""Calibrations that share their steps end where each ends by itself."""
+"""Calibrations that share their steps give the results of separate ones."""
 
 from unittest.mock import Mock
 
@@ -30,7 +30,7 @@ RUNS = [
 
 
 def both(decoder, config, extraction=None, runs=RUNS, **options):
-    """Injections of all runs together, and of each by itself."""
+    """Injections of all runs fitted together, and of each fitted separately."""
     tasks, demonstrations, seeds = zip(*runs, strict=True)
     contexts = [extract(decoder, task, examples, extraction) for task, examples, _ in runs]
     together = calibrate_many(decoder, tasks, demonstrations, contexts, config, seeds=seeds, **options)
@@ -51,7 +51,7 @@ def same(together, alone):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "gptj", "falcon", "opt", "mixtral"])
-def test_many_end_where_each_ends_by_itself(case):
+def test_joint_fits_equal_separate_ones(case):
     together, alone = both(made(case), QUIET)
     assert (together[0].coefficients - together[3].coefficients).abs().max() > 1e-3  # seeds differ
     same(together, alone)
@@ -101,10 +101,8 @@ def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
         assert (one.coefficients - still.coefficients).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("budget", "sizes"), [(1024, [2, 1, 1]), (4096, [2, 2])])
 @pytest.mark.parametrize("pays", [True, False])
-def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, sizes):
-    """First tokens with first tokens, whole ones with whole ones: a step of two is 2 x 2 x 4 rows."""
+def test_tasks_scored_by_first_tokens_and_by_words_share_their_steps(monkeypatch, pays):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     moods = Task("moods", ("positive", "poor", "negative", "odd"), FILMS.template)
     grades = Task("grades", ("poorest", "poorer"), BOOKS.template)
@@ -112,10 +110,9 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, 
     config = QUIET.model_copy(update={"noise": 0.05, "loss": "labels"})
     groups, make = [], CalibrationLoss.__init__
     monkeypatch.setattr(CalibrationLoss, "__init__", lambda *at: groups.append(len(at[1])) or make(*at))
-    decoder = made("llama")
-    decoder.token_budget = budget
-    together, alone = both(decoder, config, runs=runs)
-    assert groups == [*sizes, 1, 1, 1, 1]
+    together, alone = both(made("llama"), config, runs=runs)
+    assert groups == [4, 1, 1, 1, 1]
+    assert [one.scoring for one in together] == ["auto", "auto", "words", "words"]
     same(together, alone)
 
 
@@ -137,7 +134,7 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
         return forward(self, batch, **options)
 
     monkeypatch.setattr(Decoder, "forward", small)
-    with pytest.warns(MemoryWarning, match="out of memory with 3 calibrations together; going on with 2"):
+    with pytest.warns(MemoryWarning, match="out of memory with 3 calibrations together; continuing with 2"):
         parts, _ = both(decoder, QUIET)
     same(parts, whole)
     monkeypatch.setattr(Decoder, "forward", Mock(side_effect=torch.OutOfMemoryError("no")))
@@ -156,7 +153,7 @@ def test_no_runs_no_epochs_and_bad_input():
     context = extract(decoder, task, examples)
     wild = CalibrationConfig(lr=1e30)
     for message, *given in (
-        (r"\[2, 1, 1, 2\] tasks, sets of demonstrations", [task] * 2, [examples], [context]),
+        ("2 tasks, 1 sets of demonstrations, 1 context vectors", [task] * 2, [examples], [context]),
         ("demonstration", [task], [[]], [context]),
         ("the training loss became nan", [task], [examples], [context], wild),
         ("the training loss of run 1 of 2 became nan", [task] * 2, [examples] * 2, [context] * 2, wild),

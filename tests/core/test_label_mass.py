@@ -1,7 +1,5 @@
 """The vector that makes a model say a label by itself, on every model type."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -115,11 +113,6 @@ def test_where_nothing_can_be_added_the_fit_stays_as_it_is():
     decoder = made("llama")
     for config in ({"steps": 0}, {"writers": "mha"}, {"writers": "hidden"}):
         assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
-    task = replace(TASK, labels=("good film", "good grief", "bad"))
-    injection = anchor(decoder, task, SHOWN)
-    assert "label_mass" not in injection.settings
-    silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
-    torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, tokens(range(40, 40 + decoder.d_model + 1)), edit)
     assert not result.vector.any()

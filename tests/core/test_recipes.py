@@ -98,4 +98,4 @@ def test_the_fast_recipe_keeps_the_best_point_tells_progress_and_takes_no_batche
     seen = []
     injection = recipe_fit(passes=4, progress=lambda *at: seen.append(at))
     assert [at[:2] for at in seen] == [(number, 4) for number in range(1, len(injection.history) + 1)]
-    one_line("leave batches out", fit, batches=[[0]], optimizer="lbfgs")
+    one_line("leave out batches", fit, batches=[[0]], optimizer="lbfgs")

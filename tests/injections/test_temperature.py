@@ -67,4 +67,6 @@ def test_what_was_measured_of_answers_stays_and_a_label_prior_takes_the_temperat
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 1e-4, 1e4])
 def test_a_temperature_that_is_none_is_refused(injection, bad):
-    one_line(r"^temperature .* is no number from 0.001 to 1000: give one$", with_temperature, injection, bad)
+    one_line(
+        r"^temperature .* is not a number from 0.001 to 1000: change it$", with_temperature, injection, bad
+    )

@@ -115,7 +115,10 @@ def test_fit_ends_with_a_verdict(call, home, tmp_path):
     ("options", "why"),
     [
         (["--shots", "8", "--folds", "0"], "no labelled rows remain to score: fit with fewer --shots"),
-        (["--shots", "1"], "a refit would not know the label 'negative', 'positive': give two texts a label"),
+        (
+            ["--shots", "1"],
+            "a refit would not know the label 'negative', 'positive': give two texts per label",
+        ),
     ],
 )
 def test_fit_without_rows_to_evaluate_on_says_how_to_give_some(call, home, tmp_path, options, why):

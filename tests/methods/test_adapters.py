@@ -55,7 +55,7 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
         (MANY_WORDS, {"scoring": "words"}),
         (MANY_WORDS, {"scoring": "words", "word_weights": True}),
     ],
-    ids=["first", "whole", "words", "weights"],
+    ids=["first", "shared", "words", "weights"],
 )
 @pytest.mark.parametrize("name", NUMBERS)
 def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monkeypatch):

@@ -32,7 +32,7 @@ CACHE = "label_anchor does not support {!r}, which caches more"
     ("name", "case", "shown", "message"),
     [
         ("linear_probe", "llama", ALL[:1], "linear_probe needs demonstrations of at least two classes"),
-        ("linear_probe", "llama", [], "no demonstrations were given"),
+        ("linear_probe", "llama", [], "no demonstrations: give at least one"),
         ("tfidf", "llama", ALL[:1], "tfidf needs demonstrations of at least two classes"),
         ("tfidf", "llama", [], "no demonstrations were given"),
         ("tfidf", "llama", MARKS, "no demonstration contains a word for tfidf"),

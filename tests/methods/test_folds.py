@@ -52,8 +52,8 @@ def test_copies_of_a_text_stay_together_and_the_seed_deals_the_texts():
 )
 def test_one_text_a_label_cannot_be_measured(shown, named):
     why = unmeasurable(of(2), shown)
-    assert why == f"a refit would not know the label {named}: give two texts a label"
-    one_line("give two texts a label", fold_rows, of(2), shown)
+    assert why == f"a refit would not know the label {named}: give two texts per label"
+    one_line("give two texts per label", fold_rows, of(2), shown)
     assert unmeasurable(of(2), rows(0, 0, 1, 1)) == ""
 
 

@@ -267,7 +267,11 @@ def test_methods_are_made_by_name_with_the_options_they_know():
         (["i2cl"], {"token": "middle"}, "option token='middle'"),
         (["lora"], {"loss": "words"}, "option loss='words': Input should be 'vocabulary' or 'labels'"),
         (["anchored"], {"loss": "labels"}, "no chosen method has the option 'loss'"),
-        (["i2cl"], {"formula": "add", "init_lambda": "0"}, "^formula add never leaves init_lambda at 0"),
+        (
+            ["i2cl"],
+            {"formula": "add", "init_lambda": "0"},
+            "^formula=.add. cannot train init_lambda <= 0: start above 0",
+        ),
         *(([name], {key: inf}, f"option {key}='?inf'?: .*finite number") for (name, key), inf in ENDLESS),
     ],
 )
@@ -299,7 +303,7 @@ def test_scores_that_are_not_numbers_are_told(films, demonstrations, name):
     predictor = fit(name, decoder, task, demonstrations, **options)
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    one_line("label scores are not numbers, since something overflows in float32", predictor.scores, TEXTS)
+    one_line("label scores are NaN: the model overflows in float32", predictor.scores, TEXTS)
 
 
 BELOW = {"zero_shot": 1.5, "anchored": 2.4, "zero_shot+label_prior": 1.5, "zero_shot+batch_calibration": 1.5}

@@ -194,7 +194,7 @@ def test_cached_repository_is_read_offline(cached, refused):
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
 def test_unreadable_description_is_not_written(tmp_path, metrics):
     described = made(decoder_named("gpt2")).description() | {"metrics": metrics}
-    one_line(r"could not be read again \(metrics", artefact.write, tmp_path, {}, described, "out")
+    one_line(r"could not be loaded again \(metrics", artefact.write, tmp_path, {}, described, "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -32,7 +32,7 @@ from i2cl.export.folding import (
 )
 from i2cl.models.checkpoint import INDEX, CheckpointFiles
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import ModelIdentity, inference_config, tokenizer_fingerprint
+from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint
 from i2cl.models.loading import is_gguf, load_model_and_tokenizer, located
 
 

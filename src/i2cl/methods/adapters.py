@@ -102,7 +102,8 @@ class AdapterMethod(Method):
         require_demonstrations(task, demonstrations)
         gold, words = [example.label for example in demonstrations], training.loss == "labels"
         with adapted(decoder, config, start, seed) as adapted_decoder:
-            questions = Questions(adapted_decoder, task, training.scoring)
+            scorer = Questions.of_fit if words else Questions
+            questions = scorer(adapted_decoder, task, training.scoring)
             queries = questions.queries([example.text for example in demonstrations])
             labels = [questions.labels] * len(queries)
             likelihood = LabelLikelihood(adapted_decoder, queries, labels, gold, among_labels=words)

@@ -353,16 +353,14 @@ class Decoder:
         at: Int[Tensor, "batch positions"] | None = None,
         edit: Edit | None = None,
         prefix: Prefix | None = None,
-        caches: list[Cache] | None = None,
         replay: Replay | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
-        The LM head runs on those positions alone; ``caches`` receives the keys and values of all rows, those
-        of the prefix in front. Gradients flow if the caller has them on. Where the prefix's positions turn
-        otherwise in front of so long a batch, it runs again with every row. A packed batch has no prefix and
-        fills no caches: where there are any, transformers takes a row for one text, and its queries would see
-        each other. Raises I2CLError if that is so, or a window is too short, and tokens were taken out of the
-        prefix; or if that is so and it is made of vectors.
+        The LM head runs on these positions only. Gradients flow if enabled. If the batch is so
+        long that rotary positions change (longrope), the prefix runs again with every row. A packed batch
+        takes no prefix, since its queries would attend to each other. Raises I2CLError if a prefix that was
+        thinned out, or is made of vectors, would have to run again; or if a window is too short for a
+        thinned-out one.
         """
         self.pause()
         positions = (batch.last[:, None] if at is None else at) + self.virtual_tokens
@@ -370,9 +368,7 @@ class Decoder:
             batch, positions = batching.behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
         look = partial(batching.gather, positions, batch.packed)
-        arguments: dict[str, Any] = {"use_cache": caches is not None}
-        if caches is not None:
-            arguments["past_key_values"] = DynamicCache()
+        arguments: dict[str, Any] = {"use_cache": False}
         if batch.position_ids is not None:
             arguments["position_ids"] = batch.position_ids
         if batch.visible is not None:  # added to the attention's logits, as transformers takes it
@@ -392,8 +388,6 @@ class Decoder:
             # A logit of +inf makes every other token impossible, so that the first label would win a tie of
             # -inf. It becomes NaN, which is refused; finite logits stay as they are.
             logits = logits + 0 * logits.amax(-1, keepdim=True)
-        if caches is not None:
-            caches.append(arguments["past_key_values"])
         return logits
 
     def capture(

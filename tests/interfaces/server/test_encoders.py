@@ -107,5 +107,5 @@ def test_a_server_does_not_start_with_an_encoder_that_is_not_here(opened, tmp_pa
         one_line(r"a sentence encoder needs .*'i2cl\[embeddings\]'", opened, folder, encoders=wrong)
     assert not folder.exists()
     pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    one_line("the encoder's folder .*none' does not exist", opened, folder, encoders=wrong)
+    one_line("encoder folder .*none' does not exist", opened, folder, encoders=wrong)
     assert not folder.exists()

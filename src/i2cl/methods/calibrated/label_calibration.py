@@ -1,4 +1,4 @@
-"""Another method's label probabilities, mended by those of nothing, by their mean, or by a temperature."""
+"""Calibration of another method's label probabilities: contextual, label prior, batch and temperature."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,14 +21,17 @@ from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
 CONTENT_FREE = ("N/A", "[MASK]", "...")
-"""Zhao et al. use "N/A", "[MASK]" and the empty string, for which the dots stand here."""
+"""Zhao et al. use "N/A", "[MASK]" and the empty string, which the dots replace here."""
 
 
 class ContextualCalibration(Wrapper):
-    """Divides by the mean for content-free texts. Source: Zhao et al., https://arxiv.org/abs/2102.09690."""
+    """Divides probabilities by their mean for content-free texts.
+
+    Source: Zhao et al. 2021, https://arxiv.org/abs/2102.09690.
+    """
 
     name: ClassVar[str] = "contextual_calibration"
-    summary: ClassVar[str] = "another method's scores less those for content-free texts"
+    summary: ClassVar[str] = "another method's scores minus those for content-free texts"
     needs: ClassVar[str] = "what the inner method needs"
     is_stochastic: ClassVar[bool] = False
 
@@ -39,19 +42,20 @@ class ContextualCalibration(Wrapper):
 
 
 class LabelPriorConfig(Settings):
-    """What a label prior is the mean over."""
+    """Settings of a label prior."""
 
-    unlabelled: int = Field(64, ge=1)  # texts, at most
+    unlabelled: int = Field(64, ge=1)  # maximum number of texts
 
 
 class LabelPrior(Wrapper):
-    """Probabilities of another method, divided by its mean ones over texts without labels, once and for all.
-    Unlike batch calibration it serves a single query. It takes for granted that a method which says one class
-    more often than others is wrong in that, so classes are to be about equally frequent.
+    """Divides another method's probabilities by their mean over unlabelled training texts.
+
+    The mean is stored, so unlike batch calibration this can classify a single query. It assumes that all
+    classes are about equally frequent.
     """
 
     name: ClassVar[str] = "label_prior"
-    summary: ClassVar[str] = "another method's scores less their mean over unlabelled texts, stored"
+    summary: ClassVar[str] = "another method's scores minus their mean over unlabelled texts, stored"
     needs: ClassVar[str] = "what the inner method needs, and unlabelled texts"
     settings = (LabelPriorConfig,)
 
@@ -67,13 +71,14 @@ class LabelPrior(Wrapper):
 
 
 class BatchCalibration(Wrapper):
-    """Probabilities of another method, divided by their mean over all texts scored together.
-    That takes for granted that these texts belong to all classes about equally often: a text among many of
-    its own class is pushed away from it. Source: Zhou et al. 2024, https://arxiv.org/abs/2309.17249.
+    """Divides another method's probabilities by their mean over all texts that are scored together.
+
+    This assumes that these texts are about equally distributed over the classes. Source: Zhou et al. 2024,
+    https://arxiv.org/abs/2309.17249.
     """
 
     name: ClassVar[str] = "batch_calibration"
-    summary: ClassVar[str] = "another method's scores less their mean over the queries"
+    summary: ClassVar[str] = "another method's scores minus their mean over the queries"
     needs: ClassVar[str] = "what the inner method needs, and the unlabelled queries together"
     transductive: ClassVar[bool] = True
     is_stochastic: ClassVar[bool] = False
@@ -85,13 +90,13 @@ class BatchCalibration(Wrapper):
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """Scores of the method below less the logarithm of its mean probabilities."""
+    """Scores of the wrapped method minus the log of its mean probabilities."""
 
     inner: Predictor
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated on these texts; raises I2CLError on a single one."""
+        """Compute log-probabilities of the labels. Raises I2CLError on a single text."""
         if len(texts) == 1:
             why = "since it subtracts the mean over the texts"
             cure = "give many, of all classes, or use contextual_calibration"
@@ -101,25 +106,25 @@ class BatchPredictor:
 
 
 class TemperatureConfig(Settings):
-    """How the rows are made that a temperature is chosen on."""
+    """Settings of temperature scaling."""
 
-    refits: int = Field(FOLDS, ge=2)  # of the method below, each without one part of the demonstrations
+    refits: int = Field(FOLDS, ge=2)  # folds of the cross-validation that chooses the temperature
 
 
 class Temperature(Wrapper):
-    """The method below, with probabilities about as sure as its answers are right.
-    Refits that have not seen a demonstration say how sure it was answered, and whether rightly;
-    `i2cl.injections.temperature.likely_temperature` makes one number of that. With one example a class there
-    is nothing to refit, and probabilities stay.
+    """Temperature scaling of another method, chosen by k-fold cross-validation on the demonstrations.
+
+    See `i2cl.injections.temperature.likely_temperature`. With one example per class, cross-validation is not
+    possible, and probabilities stay as they are.
     """
 
     name: ClassVar[str] = "temperature"
-    summary: ClassVar[str] = "another method's probabilities at a temperature that refits choose"
+    summary: ClassVar[str] = "another method's probabilities at a temperature chosen by cross-validation"
     needs: ClassVar[str] = "what the inner method needs, and its time again for each refit"
     settings = (TemperatureConfig,)
 
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
-        """Refit the method below, and choose."""
+        """Cross-validate the wrapped method and choose the temperature."""
         parts = self.config.refits
         if unmeasurable(task, shown, parts, seed):
             return inner
