@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
+from i2cl.interfaces.server.task_store import content_digest
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.prompts import Edge, LabelPrompts, Prompt, Reach
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
@@ -33,6 +36,8 @@ from i2cl.models.fingerprint import (
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import Questions, label_log_probs, require_texts
 
+CLASSIFY_PATH = "/v1/i2cl/classify"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -48,6 +53,7 @@ class Served:
 
     name: str  # as requests call it
     packed: Packed  # what the workers were given
+    version: str  # digest of the artefact, as `i2cl serve` computes it; differs if only the prior does
     questions: Questions  # how it is asked
     bias: tuple[float, ...] | None  # of its labels, if any
     temperature: float  # of its labels
@@ -129,7 +135,8 @@ class ServedTasks:
         asker.max_length = min(asker.max_length or config.max_model_len, config.max_model_len - 1)
         questions = injection.questions(asker)
         _ = questions.labels  # labels that cannot be asked for are refused now
-        return Served(name, packed, questions, injection.label_bias, injection.temperature)
+        version = version_of(injection)
+        return Served(name, packed, version, questions, injection.label_bias, injection.temperature)
 
     def add(self, served: Served) -> None:
         """Let requests in that name a task, from now on this version of it."""
@@ -185,6 +192,44 @@ def wrap_beam_search(
     if NAME in (request.vllm_xargs or {}):
         raise refusal("beam search takes no task: leave use_beam_search out, or the task")
     return original(request, *args, **more)
+
+
+async def wrap_check_model(original: Callable[..., Any], serving: Any, request: Any) -> Any:
+    """``BaseServing._check_model``, which every route calls: refuse a task that vLLM would ignore."""
+    error = await original(serving, request)
+    problem = ignored_task(request, unknown_model=error is not None)
+    return error if problem is None else serving.create_error_response(problem)
+
+
+def ignored_task(request: Any, *, unknown_model: bool) -> str | None:
+    """Return an error message if a request names a task where its route ignores it; None otherwise.
+
+    Routes such as /v1/systemone and /generative_scoring have no ``vllm_xargs``: vLLM ignores fields that it
+    does not know, and would answer with the plain model.
+
+    Args:
+        request: body of a route, a pydantic model of vLLM.
+        unknown_model: whether vLLM does not serve the request's ``model``.
+    """
+    unknown_fields = request.model_extra or {}
+    takes_tasks = "vllm_xargs" in type(request).model_fields
+    xargs = unknown_fields.get("vllm_xargs")
+    if isinstance(xargs, dict) and NAME in xargs:
+        return f"this route ignores tasks (vllm_xargs): send the texts to {CLASSIFY_PATH}"
+    classify_hint = f"send the texts to {CLASSIFY_PATH}"
+    xargs_hint = f' or "vllm_xargs": {{"{NAME}": NAME}}' if takes_tasks else ""
+    if NAME in unknown_fields:
+        return f"{NAME!r} is not a field of this route: {classify_hint}{xargs_hint}"
+    if unknown_model and (name := getattr(request, "model", None)) in TASKS.served:
+        return f"{name!r} is a task, not a model: {classify_hint}{xargs_hint}"
+    return None
+
+
+def version_of(injection: Injection) -> str:
+    """Return the digest of an injection's artefact, which names its version."""
+    with TemporaryDirectory() as folder:
+        injection.save_pretrained(Path(folder) / "artefact")
+        return content_digest(Path(folder) / "artefact")
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
