@@ -76,13 +76,17 @@ def wrap_rpc(
     slot, fresh = ledger.load(packed.digest)
     if fresh:
         try:
-            if core.model_executor.is_sleeping:  # the memory of the tables is not mapped
-                raise I2CLError(ASLEEP)
+            _require_awake(core)
             _require_written(original(core, WRITE, timeout, (slot, packed.digest, *args), None))
         except BaseException:
             ledger.unbook(packed.digest)
             raise
     return [slot]
+
+
+def _require_awake(core: Any) -> None:
+    if core.model_executor.is_sleeping:  # the memory of the tables is not mapped
+        raise I2CLError(ASLEEP)
 
 
 def _require_written(results: list[str | None]) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
-from i2cl.interfaces.server.task_store import content_digest
+from i2cl.interfaces.batch_prediction.prediction import digest as content_digest
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.prompts import Edge, LabelPrompts, Prompt, Reach
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
@@ -53,7 +51,7 @@ class Served:
 
     name: str  # as requests call it
     packed: Packed  # what the workers were given
-    version: str  # digest of the artefact, as `i2cl serve` computes it; differs if only the prior does
+    version: str  # digest of all that its answers depend on; tasks that differ in their prior share `packed`
     questions: Questions  # how it is asked
     bias: tuple[float, ...] | None  # of its labels, if any
     temperature: float  # of its labels
@@ -135,8 +133,9 @@ class ServedTasks:
         asker.max_length = min(asker.max_length or config.max_model_len, config.max_model_len - 1)
         questions = injection.questions(asker)
         _ = questions.labels  # labels that cannot be asked for are refused now
-        version = version_of(injection)
-        return Served(name, packed, version, questions, injection.label_bias, injection.temperature)
+        return Served(
+            name, packed, content_digest(injection), questions, injection.label_bias, injection.temperature
+        )
 
     def add(self, served: Served) -> None:
         """Let requests in that name a task, from now on this version of it."""
@@ -153,12 +152,12 @@ class ServedTasks:
     @contextmanager
     def held(self, served: Served) -> Iterator[None]:
         """Keep a version of a task while requests with it may still come from the block."""
-        digest = served.packed.digest
-        self._held[digest] += 1
+        edit = served.packed.digest
+        self._held[edit] += 1
         try:
             yield
         finally:
-            self._held[digest] -= 1
+            self._held[edit] -= 1
 
     def unneeded(self) -> list[str]:
         """Digests that the engine may drop, each told once."""
@@ -223,13 +222,6 @@ def ignored_task(request: Any, *, unknown_model: bool) -> str | None:
     if unknown_model and (name := getattr(request, "model", None)) in TASKS.served:
         return f"{name!r} is a task, not a model: {classify_hint}{xargs_hint}"
     return None
-
-
-def version_of(injection: Injection) -> str:
-    """Return the digest of an injection's artefact, which names its version."""
-    with TemporaryDirectory() as folder:
-        injection.save_pretrained(Path(folder) / "artefact")
-        return content_digest(Path(folder) / "artefact")
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:

@@ -35,7 +35,7 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
         torch.testing.assert_close(probs, wanted.softmax(-1), rtol=0, atol=1e-4)
         assert [one["label"] for one in reply["data"]] == injections["t0"].predict(decoder, asked)
         assert reply["labels"] == list(injections["t0"].task.labels)
-        assert len(headers["X-I2CL-Digest"]) == 32
+        assert len(headers["X-I2CL-Digest"]) == 64
 
     def completion(task):
         xargs = {} if task is None else {"vllm_xargs": {"i2cl": task}}
