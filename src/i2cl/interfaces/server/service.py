@@ -150,7 +150,8 @@ class Service:
             and rows that had not started do not run.
 
         Raises:
-            RefusalError: 413 on too many texts, 504 if the deadline passes; see also `TaskStore.queries` and `Batcher.submit`.
+            RefusalError: 413 on too many texts, 504 if the deadline passes; see also `TaskStore.queries` and
+                `Batcher.submit`.
             I2CLError: on an empty text.
         """
         require_number(texts, "send fewer, or a file to /v1/batches")

@@ -211,17 +211,19 @@ def ignored_task(request: Any, *, unknown_model: bool) -> str | None:
         unknown_model: whether vLLM does not serve the request's ``model``.
     """
     unknown_fields = request.model_extra or {}
-    takes_tasks = "vllm_xargs" in type(request).model_fields
     xargs = unknown_fields.get("vllm_xargs")
     if isinstance(xargs, dict) and NAME in xargs:
-        return f"this route ignores tasks (vllm_xargs): send the texts to {CLASSIFY_PATH}"
-    classify_hint = f"send the texts to {CLASSIFY_PATH}"
-    xargs_hint = f' or "vllm_xargs": {{"{NAME}": NAME}}' if takes_tasks else ""
-    if NAME in unknown_fields:
-        return f"{NAME!r} is not a field of this route: {classify_hint}{xargs_hint}"
-    if unknown_model and (name := getattr(request, "model", None)) in TASKS.served:
-        return f"{name!r} is a task, not a model: {classify_hint}{xargs_hint}"
-    return None
+        problem = "this route ignores tasks (vllm_xargs)"
+    elif NAME in unknown_fields:
+        problem = f"{NAME!r} is not a field of this route"
+    elif unknown_model and (name := getattr(request, "model", None)) in TASKS.served:
+        problem = f"{name!r} is a task, not a model"
+    else:
+        return None
+    hint = f"send the texts to {CLASSIFY_PATH}"
+    if "vllm_xargs" in type(request).model_fields:
+        hint += f', or name the task in "vllm_xargs": {{"{NAME}": "..."}}'
+    return f"{problem}: {hint}"
 
 
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
