@@ -105,9 +105,8 @@ def run(engines, tmp_path, model):
 def server(tmp_path_factory, model, artefacts):
     """URL of a server in three processes of its own with the tasks t0 and t1."""
     folder, _ = artefacts
-    with serving(
-        tmp_path_factory.mktemp("server"), model, {name: folder / name for name in ("t0", "t1")}
-    ) as url:
+    tasks = {name: folder / name for name in ("t0", "t1")}
+    with serving(tmp_path_factory.mktemp("server"), model, tasks) as url:
         yield url
 
 

@@ -17,7 +17,7 @@ from i2cl.interfaces.vllm.support import WRITERS
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import located
 
-from .engines import RUNNERS, apart, nats, off, random_injection, texts
+from .engines import RUNNERS, WORDS, apart, nats, off, random_injection, texts
 
 
 @RUNNERS
@@ -195,11 +195,11 @@ def test_a_cold_and_a_warm_cache_agree_on_near_ties(run, decoder, artefacts):
 
 def test_tasks_that_differ_in_their_prior_alone_keep_their_own_scores(run, decoder, artefacts, tmp_path):
     _, injections = artefacts
-    labels = len(injections["t0"].task.labels)
-    priors = {
-        name: tuple(sign * 0.7 * place for place in range(labels)) for name, sign in (("up", 1), ("down", -1))
+    prior = torch.linspace(0, 2, len(injections["t0"].task.labels))
+    tasks = {
+        name: replace(injections["t0"], label_bias=tuple(bias.tolist()))
+        for name, bias in (("up", prior), ("down", -prior))
     }
-    tasks = {name: replace(injections["t0"], label_bias=prior) for name, prior in priors.items()}
     for name, injection in tasks.items():
         injection.save_pretrained(tmp_path / name)
     asked = texts(8, seed=15)
@@ -211,7 +211,7 @@ def test_tasks_that_differ_in_their_prior_alone_keep_their_own_scores(run, decod
 
 def test_a_long_text_in_chunks_among_short_ones_is_scored_as_injections_score_it(run, decoder, artefacts):
     folder, injections = artefacts
-    long = " ".join(random.Random(16).choices("the letter arrived on a quiet morning".split(), k=280))
+    long = " ".join(random.Random(16).choices(WORDS, k=280))
     assert len(decoder.tokenizer(long)["input_ids"]) > 640  # more than ten steps of 64 tokens
     asked = [*texts(6, seed=17), long, *texts(6, seed=18)]
     tasks = ["t0", "t1"] * 6 + ["t0"]
