@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter that has vLLM")
     parser.add_argument("--texts", type=int, default=40, help="per task")
     parser.add_argument("--dtype", nargs="+", default=["float32", "auto"], help="precisions of vLLM")
+    parser.add_argument("--exports", type=Path, help="keep exports here, and use those that are here")
     parser.add_argument("--max-model-len", type=int, default=1024)
     given = parser.parse_args()
     results = []
@@ -114,11 +115,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             expected = predict(artefact, texts, folder)
-            i2cl("export", artefact, str(folder / MODEL), "--to", "classifier")
-            config = json.loads((folder / MODEL / "config.json").read_text(encoding="utf-8"))
+            model = (given.exports or folder) / f"{Path(artefact).name}-{MODEL}"
+            if not model.exists():
+                i2cl("export", artefact, str(model), "--to", "classifier")
+            config = json.loads((model / "config.json").read_text(encoding="utf-8"))
             labels = [config["id2label"][str(place)] for place in range(len(config["id2label"]))]
             for dtype in given.dtype:
-                with served(given.vllm_python, folder / MODEL, dtype, given.max_model_len) as url:
+                with served(given.vllm_python, model.resolve(), dtype, given.max_model_len) as url:
                     found = classify(url, texts)
                 results.append({"task": artefact, "dtype": dtype} | compare(labels, expected, found))
                 print(results[-1], file=sys.stderr)
