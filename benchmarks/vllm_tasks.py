@@ -92,7 +92,7 @@ def serve(model: str, tasks: int) -> None:
         scales = 1 + 0.1 * torch.randn(LAYERS, 2, generator=draw)
         packed = Packed.of(0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw), scales)
         llm.collective_rpc(LOAD, args=(packed.rows, packed.scales))
-        TASKS.add(Served(name, packed, None, None, 1.0))  # an edit without label words
+        TASKS.add(Served(name, packed, name, None, None, 1.0))  # an edit without label words
     chosen = random.Random(0)
     prompts = [{"prompt_token_ids": drawn(chosen)} for _ in range(REQUESTS)]
     asked = [

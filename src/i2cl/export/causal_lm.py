@@ -16,7 +16,7 @@ from i2cl.export.folding import Folding, label_tokens_of, skeleton
 from i2cl.export.golden import TEXTS, Golden, scored_tokens
 from i2cl.models.decoder import Decoder
 from i2cl.storage.atomic import new_folder, public_name, require_writable
-from i2cl.storage.card import CARD, export_card, fenced
+from i2cl.storage.card import CARD, code_block, export_card
 from i2cl.tasks.template import TEXT_FIELD
 
 Form = Literal["causal-lm", "peft", "gguf"]
@@ -104,12 +104,15 @@ def usage(injection: Injection, tokenizer: PreTrainedTokenizerBase, name: str, f
     write = {"causal-lm": _transformers_code, "peft": _transformers_code, "gguf": _llama_cpp_code}[form]
     base = public_name(injection.base.name) if form == "peft" else name
     code = write(name, base, prompt.replace(TEXT_FIELD, TEXTS[0]), tokens, injection)
-    parts = ["The task was fitted with exactly these prompts (`{text}` is the text):", fenced(prompt, "text")]
+    parts = [
+        "The task was fitted with exactly these prompts (`{text}` is the text):",
+        code_block(prompt, "text"),
+    ]
     if labels.full:
         parts.append("Labels share their first token: compare the log-probabilities of all their tokens.")
     else:
         parts.append("The next token decides: compare the log-probabilities of the labels' tokens.")
-    parts.append(fenced(code, "python"))
+    parts.append(code_block(code, "python"))
     if form != "gguf" and not labels.full:
         parts.append("Pad batches on the left, as the saved tokenizer does.")
     parts.append(f"`i2cl verify {name}` compares its answers with those of i2cl.")

@@ -32,7 +32,7 @@ from i2cl.export.folding import (
 )
 from i2cl.models.checkpoint import INDEX, CheckpointFiles
 from i2cl.models.decoder import Decoder
-from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint
+from i2cl.models.fingerprint import ModelIdentity, inference_config, tokenizer_fingerprint
 from i2cl.models.loading import is_gguf, load_model_and_tokenizer, located
 
 
@@ -61,7 +61,7 @@ class BaseModel:
             return
         sizes = self.config.model_type, self.config.num_hidden_layers, self.config.hidden_size
         prints = folding.fingerprint(), tokenizer_fingerprint(self.tokenizer)
-        config = told_config(self.config)
+        config = inference_config(self.config)
         injection.require_base(
             ModelIdentity(str(self.source), None, *sizes, *prints, config=config), force=force
         )

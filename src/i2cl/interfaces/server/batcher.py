@@ -24,7 +24,7 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.injections.pool import InjectionPool, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, busy, model_failed, stopping
+from i2cl.interfaces.server.refusals import RefusalError, busy, deadline_passed, model_failed, stopping
 from i2cl.models.scoring import NotFiniteError
 
 SLICES = 32  # slices per full batch; a slice bounds how long a request waits for a large job
@@ -298,8 +298,7 @@ class Batcher:
             if ticket.done.done() or (not ticket.begun and ticket.deadline < now):
                 heapq.heappop(heap)
                 if not ticket.done.done():
-                    message = "the deadline of the request has passed before it started: retry later"
-                    self._fail(ticket, RefusalError(504, "deadline", message))
+                    self._fail(ticket, deadline_passed())
                 continue
             taken = 0
             for row in ticket.rows[ticket.begun :]:

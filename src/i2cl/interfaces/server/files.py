@@ -26,6 +26,9 @@ MAX_ERRORS = 1000  # malformed lines after which the rest is not checked
 MAX_JOB_BYTES = 2**30  # of a job on the disk: its input, and an upper bound of its answers
 BYTES_PER_ANSWER, BYTES_PER_PROBABILITY = 400, 25  # upper bounds, in JSON
 
+# Characters that JSON leaves as they are, and at which `str.splitlines` and httpx would end a line.
+LINE_BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+
 
 class Line(pydantic.BaseModel):
     """A line of the input."""
@@ -144,11 +147,15 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
                 {name: line[name] for name in ("line", "custom_id", "model")} | answer
                 for line, answer in zip(chunk, answers, strict=True)
             ]
-            journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in records))
+            journal.append(b"".join(map(_json_line, records)))
             done += len(chunk)
             failures += sum("error" in one for one in records)
             job.publish_progress("rows", done=done, rows=rows, failed=failures)
     return {"rows": rows, "failed": failures, "labels": job.request["labels"]}
+
+
+def _json_line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).translate(LINE_BREAKS).encode() + b"\n"
 
 
 def _answers(

@@ -84,6 +84,12 @@ def model_failed() -> RefusalError:
     return RefusalError(503, "model_failed", message, headers={"Retry-After": "30"})
 
 
+def deadline_passed() -> RefusalError:
+    """Return the error for a request that did not start in time."""
+    message = "the deadline of the request has passed before it started: retry later"
+    return RefusalError(504, "deadline", message)
+
+
 def busy(status: int, why: str, seconds: int = 5) -> RefusalError:
     """Return the error for a lack of room that is expected to pass."""
     headers = {"Retry-After": str(seconds)}

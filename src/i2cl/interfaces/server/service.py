@@ -18,7 +18,7 @@ from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job, Jobs, Kind
 from i2cl.interfaces.server.metrics import Metrics
-from i2cl.interfaces.server.refusals import RefusalError
+from i2cl.interfaces.server.refusals import RefusalError, deadline_passed
 from i2cl.interfaces.server.routes.schemas import require_number
 from i2cl.interfaces.server.task_store import STATE, Entry, TaskStore, require_no_old_layout
 from i2cl.interfaces.server.uploads import unpack, unusable
@@ -146,28 +146,34 @@ class Service:
             gone: returns when the client has disconnected.
 
         Returns:
-            The answer, or None if the client has disconnected first: rows that had not started do not run.
+            The answer, or None if the client has disconnected first: texts that were not yet encoded are not,
+            and rows that had not started do not run.
 
         Raises:
-            RefusalError: 413 on too many texts; see also `TaskStore.queries` and `Batcher.submit`.
+            RefusalError: 413 on too many texts, 504 if the deadline passes; see also `TaskStore.queries` and
+                `Batcher.submit`.
             I2CLError: on an empty text.
         """
         require_number(texts, "send fewer, or a file to /v1/batches")
         deadline = time.monotonic() + min(timeout, MAX_TIMEOUT)
         self.batcher.require_room()
-        entry, rows = await self._queries(name, texts)
-        ticket = self.batcher.submit(rows, deadline)
-        waits: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
-        watches = [asyncio.ensure_future(gone())] if gone is not None else []
+        watch = asyncio.ensure_future(gone() if gone is not None else asyncio.Event().wait())
         try:
-            await asyncio.wait([waits, *watches], return_when=asyncio.FIRST_COMPLETED)
-            if not waits.done():
+            encoded = await _until_gone(self._queries(name, texts), watch, deadline)
+            if encoded is None:
                 return None
-            scores = waits.result()
+            entry, rows = encoded
+            ticket = self.batcher.submit(rows, deadline)
+            waits: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
+            try:
+                await asyncio.wait([waits, watch], return_when=asyncio.FIRST_COMPLETED)
+                if not waits.done():
+                    return None
+                scores = waits.result()
+            finally:
+                self.batcher.cancel(ticket)
         finally:
-            self.batcher.cancel(ticket)
-            for watch in watches:
-                watch.cancel()
+            watch.cancel()
 
         def finish() -> Answer:
             probabilities = [row.softmax(-1).tolist() for row in scores]
@@ -231,6 +237,24 @@ class Service:
         self._parsing.shutdown()
         self._loading.shutdown()
         self._held.close()
+
+
+async def _until_gone(work: Awaitable[T], gone: "asyncio.Future[Any]", deadline: float) -> T | None:
+    """Return the result of ``work``, or cancel it and return None if ``gone`` is done first.
+
+    Raises RefusalError (504) at the deadline.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        left = deadline - time.monotonic()
+        await asyncio.wait([task, gone], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            return None
+        raise deadline_passed()
+    finally:
+        task.cancel()
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

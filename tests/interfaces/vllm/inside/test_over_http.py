@@ -8,11 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.request import urlopen
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from i2cl.export import make_golden, verify_server
+from i2cl.models.decoder import Decoder
+from i2cl.models.loading import located
 from processes import until
 
-from .engines import ADMIN, USER, call, followed, texts
+from .conftest import serving
+from .engines import ADMIN, USER, call, followed, random_injection, texts
 
 
 def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder, artefacts, monkeypatch):
@@ -29,7 +33,7 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
         torch.testing.assert_close(probs, wanted.softmax(-1), rtol=0, atol=1e-4)
         assert [one["label"] for one in reply["data"]] == injections["t0"].predict(decoder, asked)
         assert reply["labels"] == list(injections["t0"].task.labels)
-        assert len(headers["X-I2CL-Digest"]) == 32
+        assert len(headers["X-I2CL-Digest"]) == 64
 
     def completion(task):
         xargs = {} if task is None else {"vllm_xargs": {"i2cl": task}}
@@ -137,6 +141,65 @@ def test_over_http_what_is_refused_says_why_and_what_to_do(server, decoder, arte
     for name, path in (("team/mood", "team/mood"), ("team/other", "team%2Fother"), ("a b", "a%20b")):
         assert call(listed, {"name": name, "artefact": str(folder / "t2")}, key=ADMIN)[0] == 200
         assert call(f"{listed}/{path}", key=ADMIN, method="DELETE")[1]["name"] == name
+
+
+def refused(url, body):
+    """The message of a 400."""
+    status, reply, _ = call(url, body)
+    assert status == 400
+    return json.loads(reply)["error"]["message"]
+
+
+def test_over_http_a_task_is_refused_by_routes_that_would_ignore_it(server, decoder):
+    model, named = str(decoder.name), {"vllm_xargs": {"i2cl": "t0"}}
+    messages = [{"role": "user", "content": "a quiet morning"}]
+    template = {"chat_template": "{{ messages[0]['content'] }}"}
+    for path, body in (
+        ("/generative_scoring", {"query": [5, 6], "items": [[7]], "label_token_ids": [8, 9]}),
+        ("/v1/chat/completions/batch", {"messages": [messages], "max_tokens": 1} | template),
+    ):
+        assert "this route ignores tasks" in refused(f"{server}{path}", body | {"model": model} | named)
+    complete, body = f"{server}/v1/completions", {"prompt": [5, 6], "max_tokens": 1}
+    assert "'t0' is a task, not a model" in refused(complete, body | {"model": "t0"})
+    assert "'i2cl' is not a field" in refused(complete, body | {"model": model, "i2cl": "t0"})
+
+
+def test_over_http_systemone_refuses_a_task_instead_of_answering_without_it(tmp_path):
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(located("reference"))
+    tokenizer.add_tokens(["yes", "no", "<|answer|>"])
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}<|answer|>"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    config = AutoConfig.for_model("qwen3", **sizes, bos_token_id=0, eos_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    decoder = Decoder.from_pretrained(str(tmp_path / "model"), dtype="float32", device="cpu")
+    injection = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
+    injection.save_pretrained(tmp_path / "mood")
+    question = {"type": "choice", "criteria": dict.fromkeys(injection.task.labels)}
+    body = {"model": str(tmp_path / "model"), "state": "a quiet morning", "questions": {"mood": question}}
+    with serving(tmp_path, tmp_path / "model", {"mood": tmp_path / "mood"}) as url:
+        ask = f"{url}/v1/systemone"
+        assert call(ask, body)[0] == 200
+        ignored = refused(ask, body | {"vllm_xargs": {"i2cl": "mood"}})
+        unknown = refused(ask, body | {"model": "mood"})
+    assert "this route ignores tasks" in ignored
+    assert unknown == "'mood' is a task, not a model: send the texts to /v1/i2cl/classify"
+
+
+def test_over_http_tasks_answer_the_same_after_sleep(server, decoder, artefacts):
+    folder, injections = artefacts
+    asked = texts(4, seed=21)
+    load = {"name": "asleep", "artefact": str(folder / "t9")}
+    assert call(f"{server}/sleep?level=1", {})[0] == 200
+    status, reply, _ = call(f"{server}/v1/i2cl/tasks", load, key=ADMIN)
+    assert call(f"{server}/wake_up", {})[0] == 200
+    assert status == 503
+    assert "the engine is asleep: wake it up" in reply
+    status, reply, _ = call(f"{server}/v1/i2cl/classify", {"model": "t0", "input": asked})
+    probs = torch.tensor([one["probs"] for one in reply["data"]])
+    torch.testing.assert_close(probs, injections["t0"].scores(decoder, asked).softmax(-1), rtol=0, atol=1e-4)
 
 
 def test_over_http_work_stops_when_the_client_leaves(server):

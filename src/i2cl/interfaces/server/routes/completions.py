@@ -17,7 +17,6 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import DIGEST_HEADER, Answer, Service, answer_request
 
-MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MIN_PROBABILITY = 1e-38  # keeps log probabilities finite, because JSON has no infinity
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
@@ -71,7 +70,7 @@ def _choice(answer: Answer, top_logprobs: int | None) -> tuple[str, dict[str, An
         {"token": label, "logprob": math.log(max(probability, MIN_PROBABILITY)), "bytes": [*label.encode()]}
         for label, probability in sorted(pairs, key=lambda pair: -pair[1])
     ]
-    count = MAX_TOP_LOGPROBS if top_logprobs is None else min(top_logprobs, MAX_TOP_LOGPROBS)
+    count = schemas.MAX_TOP_LOGPROBS if top_logprobs is None else top_logprobs
     logprobs = {"content": [{**ranked[0], "top_logprobs": ranked[:count]}], "refusal": None}
     tokens = sum(answer.tokens)
     usage = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}

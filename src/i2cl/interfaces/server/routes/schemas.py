@@ -28,6 +28,7 @@ from i2cl.tasks.formats import ROW_SUFFIXES
 
 Text = Annotated[str, Field(min_length=1)]
 MAX_TEXTS = 2048  # per request; more are a 413, as in the vLLM plugin
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 Texts = Annotated[list[Text], Field(min_length=1, json_schema_extra={"maxItems": MAX_TEXTS})]
 Name = Annotated[str, Field(min_length=1, max_length=128, description="Name of a task.")]
 
@@ -110,7 +111,7 @@ class Chat(_Body):
             "System and developer messages are ignored: a task has its own prompt.",
         ),
     ]
-    top_logprobs: Annotated[Int, Field(ge=0)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
@@ -148,6 +149,8 @@ class DataFile(_Body):
 
     @model_validator(mode="after")
     def _require_format(self) -> "DataFile":
+        if not self.name.isprintable():  # errors and logs quote it
+            raise ValueError(f"file name {self.name!a} has control characters: rename it")
         if self.suffix not in ROW_SUFFIXES:
             known = ", ".join(suffix.removeprefix(".") for suffix in ROW_SUFFIXES)
             raise ValueError(f"unknown file format {self.suffix!r}: set format to one of {known}")
