@@ -157,7 +157,7 @@ async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, ta
 
 
 @in_a_loop
-async def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
+async def test_what_does_not_fit_is_413_with_row_limit_and_hint(app, base, saved):
     engine = await started(app, base, ("mood", str(saved / "0")))
     engine.go.set()
     long = "film " * 100
@@ -167,14 +167,14 @@ async def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved
     assert (long[0], error["type"], error["code"]) == (413, "invalid_request_error", "text_too_long")
     assert error["message"].startswith("text 2 takes ")
     assert " tokens with its prompt, and 59 fit into the context: " in error["message"]
-    assert error["cure"] == "shorten it"
+    assert error["message"].endswith(": shorten it")
     error = many[1]["error"]
-    assert (many[0], error["code"], error["cure"]) == (
+    assert (many[0], error["code"], error["hint"]) == (
         413,
         "too_many_texts",
         "split them over several requests",
     )
-    assert error["message"] == f"the request has 2049 texts, and the limit is 2048: {error['cure']}"
+    assert error["message"] == f"the request has 2049 texts, but the limit is 2048: {error['hint']}"
     assert (none[0], fine[0]) == (422, 200)
     assert 0 < len(engine.digests) < 10  # those of one text
 

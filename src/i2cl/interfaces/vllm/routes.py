@@ -21,7 +21,7 @@ from i2cl.core.artefact import DESCRIPTION
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.routes.schemas import Classification, Classify, require_number
+from i2cl.interfaces.server.routes.schemas import Classification, Classify, require_text_count
 from i2cl.interfaces.vllm.engine import ASLEEP, DROP, LOAD
 from i2cl.interfaces.vllm.frontend import TASKS, Answer, Served, parameters
 from i2cl.interfaces.vllm.prompts import Edge, InterruptedRequestError, Prompt, Reach, Share
@@ -94,7 +94,7 @@ async def classify(body: Classify, raw_request: Request, response: Response) -> 
     served = _named(body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     try:
-        require_number(texts)
+        require_text_count(texts)
         with TASKS.held(served):
             queries = await run_in_threadpool(partial(served.questions.queries, texts, cut=False))
             answers = await _answers(raw_request.app.state, served, queries)
