@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import stored_weights
-from i2cl.models.precision import dequantized, offloaded_weight, requantized
+from i2cl.models.precision import dequantize, offloaded_weight, quantize_and_dequantize
 from i2cl.storage.atomic import replaced_file
 
 # Values rounded at a time: few enough for one thread and its cache; on a device, a copy that is worth it.
@@ -199,7 +199,7 @@ def _whole(module: torch.nn.Module, name: str, weight: Tensor) -> tuple[Tensor, 
         return weight.full_tensor(), False
     if weight.is_meta:
         return offloaded_weight(module, name), False
-    numbers = dequantized(module, weight)
+    numbers = dequantize(module, weight)
     return (weight, False) if numbers is None else (numbers, True)
 
 
@@ -211,7 +211,7 @@ def _gives(stored: Tensor, held: Tensor, codes: Tensor | None, model: PreTrained
         return torch.equal(stored.to(held.device, held.dtype), held)
     settings = model.config.quantization_config
     dtypes = dict.fromkeys((model.dtype, stored.dtype))  # transformers rounds first
-    again = (requantized(codes, stored.to(dtype), settings) for dtype in dtypes)
+    again = (quantize_and_dequantize(codes, stored.to(dtype), settings) for dtype in dtypes)
     return any(values is not None and torch.equal(values, held) for values in again)
 
 

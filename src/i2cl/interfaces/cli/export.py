@@ -97,7 +97,7 @@ def export(
     if form.drop_prior:
         injection = replace(without_label_prior(injection), temperature=divided)
     name, task = model or injection.base.name, injection.task.name
-    loading = load.of_artefact(replace(loading, dtype="auto"), injection, model)
+    loading = load.of_artefact(replace(loading, dtype="checkpoint"), injection, model)
     load.quiet()
 
     def answers() -> "Golden":

@@ -100,6 +100,11 @@ def of_artefact(options: ModelOptions, injection: "Injection", model: str | None
     return replace(options, revision=options.revision or (None if model else injection.base.revision))
 
 
+def automatic(options: ModelOptions) -> ModelOptions:
+    """Choose the dtype by the device and the checkpoint, unless the user has."""
+    return replace(options, dtype=options.dtype or "auto")
+
+
 def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
     """Load the model that an injection was made on, or the one that is named instead. Raises I2CLError if the
     first is not found where it was, naming the option that says where it is.
