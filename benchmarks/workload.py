@@ -41,6 +41,27 @@ SHAPES: dict[str, PreTrainedConfig] = {
         dtype=torch.bfloat16,
         architectures=["LlamaForCausalLM"],
     ),
+    # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
+    "llama-3-8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    ),
+    # https://huggingface.co/HuggingFaceTB/SmolLM2-135M/blob/main/config.json
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
     "tiny": LlamaConfig(
         vocab_size=32000,
         hidden_size=64,

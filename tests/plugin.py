@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
@@ -47,6 +48,7 @@ jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype
 from i2cl.core import encoder_bias  # noqa: E402
 from i2cl.methods import embeddings  # noqa: E402
 from i2cl.models.decoder import Decoder  # noqa: E402
+from i2cl.storage import model_cache  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
 
 
@@ -68,6 +70,23 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep converted GGUF models out of the user's cache; workers share one."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(model_cache.CACHE_VARIABLE, str(root / "i2cl-cache"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_native_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``--dtype auto`` the same on every CPU."""
+    monkeypatch.setattr("i2cl.models.precision.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("i2cl.models.loading.cpu_has_bfloat16", lambda: False)
 
 
 @pytest.fixture(autouse=True)

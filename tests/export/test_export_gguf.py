@@ -188,7 +188,7 @@ def test_bad_input_is_one_line(tmp_path, refused):
     assert "add --to gguf" in refused(*export, tmp_path / "out", "--dtype", "float16")
     assert "add --to gguf" in refused(*export, tmp_path / "out", "--no-tokenizer")
     assert "does not exist: give a folder or a GGUF file" in refused("verify", out)
-    assert "is no GGUF file, or damaged" in refused("verify", tmp_path / "taken.gguf")
+    assert "is damaged, or not a GGUF file" in refused("verify", tmp_path / "taken.gguf")
     assert run(*gguf_too, out) == 0
     assert f"has no {GOLDEN}" in refused("verify", out)
     assert "leave out --device" in refused("verify", out, "--device", "cuda")

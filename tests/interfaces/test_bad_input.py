@@ -205,7 +205,7 @@ SPOILED = {  # what is done to a copy of the model, and what is said then
     "unknown type": (lambda at, _: (at / CONFIG).write_text('{"model_type": "abacus"}'), "abacus"),
     "no tokenizer": (lambda at, _: [path.unlink() for path in at.glob("tok*")], "cannot load the tokenizer"),
     "truncated": (lambda at, _: os.truncate(at / WEIGHTS, 3000), "damaged weights"),
-    "no weights": (lambda at, _: (at / WEIGHTS).unlink(), "holds no weights"),
+    "no weights": (lambda at, _: (at / WEIGHTS).unlink(), "has no weights"),
     "pickle only": (
         lambda at, _: (at / WEIGHTS).rename(at / PICKLE),
         "only pickle weights (pytorch_model.bin)",

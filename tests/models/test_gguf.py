@@ -1,13 +1,17 @@
 """A GGUF file as a model: its values, its tokenizer, and what is refused."""
 
+import copy
+import errno
 import importlib.util
 import json
+import os
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from export.cases import change
 from fitting import one_line
@@ -15,7 +19,10 @@ from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Task, Templat
 from i2cl.export.folding import Folding, StateDict
 from i2cl.export.gguf import Weights
 from i2cl.export.gguf_vocabulary import Vocabulary
+from i2cl.models import loading
 from i2cl.models.loading import load_model_and_tokenizer
+from i2cl.storage import model_cache
+from processes import Program
 from tiny import byte_level, tiny_folder, tiny_model, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (pip install 'i2cl[gguf]')")
@@ -144,6 +151,140 @@ def test_fit_predict_and_export_take_a_file(file, tmp_path, call, said):
     assert {tensor.name for tensor in gguf.GGUFReader(out).tensors} >= {"blk.0.attn_output.bias"}
 
 
+# The cache of conversions
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and the number of conversions so far."""
+    conversions = []
+    convert = loading._convert_gguf
+    monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "_convert_gguf", lambda *args: conversions.append(args) or convert(*args))
+    return conversions
+
+
+def load(path, **options):
+    return load_model_and_tokenizer(str(path), **{"device": "cpu"} | options)
+
+
+def test_second_load_reads_the_cache_and_gives_the_same_bits(tmp_path, cache):
+    tokenizer = digits_apart()
+    model = tiny_model("llama", vocab_size=len(tokenizer), intermediate_size=64, tie_word_embeddings=True)
+    path = written(tmp_path / "model.gguf", model, tokenizer, kind="Q4_1")
+    (first, first_tokenizer), (second, second_tokenizer) = load(path), load(path)
+    assert len(cache) == 1
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    assert second.lm_head.weight is second.model.embed_tokens.weight
+    assert first_tokenizer(PROBE).input_ids == second_tokenizer(PROBE).input_ids
+    assert second.name_or_path == second_tokenizer.name_or_path == str(path)
+    identities = [Decoder(*loaded).base for loaded in ((first, first_tokenizer), (second, second_tokenizer))]
+    assert identities[0] == identities[1]
+
+
+def test_changed_file_of_the_same_size_and_time_is_converted_again(file, cache):
+    load(file)
+    state, content = file.stat(), bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    load(file)
+    assert len(cache) == 2
+
+
+def test_moved_file_is_not_converted_again(file, cache):
+    load(file)
+    moved = file.rename(file.with_name("moved.gguf"))
+    model, _ = load(moved)
+    assert len(cache) == 1
+    assert model.name_or_path == str(moved)
+
+
+def test_each_dtype_has_an_entry(file, cache):
+    for _ in range(2):
+        assert [load(file, dtype=name)[0].dtype for name in ("float32", "float16")] == [
+            torch.float32,
+            torch.float16,
+        ]
+    assert len(cache) == 2
+    assert [entry.dtype for entry in model_cache.list_entries()] == ["float16", "float32"]
+
+
+def test_device_map_is_followed_with_and_without_the_cache(file, cache, monkeypatch):
+    device_maps = []
+    load_model = loading.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        loading.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *args, **options: (
+            device_maps.append(options.get("device_map")) or load_model(*args, **options)
+        ),
+    )
+    load(file, device=None, device_map={"": "cpu"})
+    assert device_maps[-1] == {"": "cpu"}
+    load(file, device=None, device_map={"": "cpu"})
+    assert device_maps[-1] == {"": "cpu"}
+    assert len(cache) == 1
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_damaged_entry_is_replaced(file, cache, damage):
+    expected, _ = load(file)
+    (entry,) = model_cache.list_entries()
+    (entry.folder / damage).write_bytes(b"{")
+    result, _ = load(file)
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in result.state_dict().items())
+    load(file)
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EROFS, "x")]
+)
+def test_full_or_read_only_disk_loads_without_the_cache(file, cache, monkeypatch, recwarn, error):
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", Mock(side_effect=error))
+    for count in (1, 2):
+        load(file)
+        assert len(cache) == count
+    assert model_cache.list_entries() == []
+    assert list(model_cache.cache_folder().iterdir()) == []
+    assert [str(one.message) for one in recwarn if one.category.__module__.startswith("i2cl")] == []
+
+
+def test_cache_folder_that_cannot_be_created_loads_without_the_cache(file, cache, tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path / "taken"))
+    load(file)
+    assert len(cache) == 1
+
+
+def test_model_that_transformers_would_load_differently_is_not_cached(file, cache, monkeypatch):
+    save = PreTrainedModel.save_pretrained
+
+    def save_changed(model, *args, **options):
+        with torch.no_grad():
+            changed = copy.deepcopy(model)
+            changed.model.norm.weight[0] += 1
+        save(changed, *args, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_changed)
+    model, _ = load(file)
+    assert model.model.norm.weight[0] == tiny_model("llama").model.norm.weight[0]
+    assert model_cache.list_entries() == []
+
+
+def test_two_processes_convert_at_the_same_time(file, cache):
+    code = "import sys; from i2cl import Decoder; print(Decoder.from_pretrained(sys.argv[1]).base.weights)"
+    programs = [Program(code, file) for _ in range(2)]
+    results = [program.wait() for program in programs]
+    assert results[0][:2] == results[1][:2] == (0, f"{Decoder(*load(file)).base.weights}\n")
+    assert cache == []
+    assert [path.name for path in model_cache.cache_folder().iterdir()] == [
+        entry.folder.name for entry in model_cache.list_entries()
+    ]
+
+
 # What is refused
 
 
@@ -177,7 +318,7 @@ def test_a_file_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("kept", [0, 3, 20, 700, 9000, -5000, -10])
 def test_a_damaged_file(file, kept):
     file.write_bytes(file.read_bytes()[:kept])
-    assert "is no GGUF file, or damaged" in refused(file)
+    assert "is damaged, or not a GGUF file" in refused(file)
 
 
 @pytest.mark.parametrize(
@@ -203,14 +344,14 @@ def test_a_file_without_tensors_or_tokens(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "holds no tokenizer" in refused(tmp_path / "model.gguf")
+    assert "has no tokenizer" in refused(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"revision": "v2"}, "a GGUF file has no revision"),
-        ({"quantization": "4bit"}, "brought to float32"),
+        ({"quantization": "4bit"}, "dequantized to float32"),
         ({"device_map": "tensor_parallel"}, "a GGUF file is loaded as a whole"),
         ({"device_map": {"": "disk"}}, "a GGUF file is loaded as a whole"),
         ({"dtype": "float12"}, "unknown dtype"),
@@ -235,7 +376,7 @@ def test_smollm2_is_looked_for_and_never_imported(file, tmp_path, monkeypatch):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert "holds no *.gguf" in refused("smollm2")
+    assert "has no *.gguf" in refused("smollm2")
     file.rename(package / "any.gguf")
     assert Decoder.from_pretrained("smollm2", device="cpu").base.name == "smollm2"
     assert "a GGUF file has no revision" in refused("smollm2", revision="main")

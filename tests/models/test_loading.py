@@ -78,7 +78,8 @@ def test_a_hub_id_its_revision_and_the_precision_are_passed_on(asked, folder):
         assert name == "somebody/some-model"
         assert named["revision"] == "v2"
     assert (decoder.name, decoder.revision) == ("somebody/some-model", "v2")
-    for given, wanted in ((None, "float32"), ("auto", "auto"), (torch.bfloat16, torch.bfloat16)):
+    pairs = ((None, "float32"), ("auto", "float32"), ("checkpoint", "auto"), (torch.float16, torch.float16))
+    for given, wanted in pairs:
         load_model_and_tokenizer(str(folder), dtype=given, device="cpu")
         assert asked["model"][1]["dtype"] == wanted
 
@@ -104,7 +105,11 @@ def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
     ("name", "tensor", "message"),
     [
         ("model.layers.1.mlp.up_proj.weight", None, r"lacks weights \(model.layers.1.mlp.up_proj.weight"),
-        ("model.norm.weight", torch.ones(7), r"norm.weight as \(7,\) where its config.json says \(32,\)"),
+        (
+            "model.norm.weight",
+            torch.ones(7),
+            r"norm.weight of shape \(7,\), but its config.json says \(32,\)",
+        ),
     ],
 )
 def test_a_checkpoint_that_lacks_weights_or_has_others_than_the_config_says(folder, name, tensor, message):

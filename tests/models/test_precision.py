@@ -129,7 +129,7 @@ def decoded(decoder, checkpoint):
     with torch.no_grad():
         for name, parameter in decoder.model.named_parameters():
             module = decoder.model.get_submodule(name.rpartition(".")[0])
-            numbers = precision.dequantized(module, parameter)
+            numbers = precision.dequantize(module, parameter)
             if numbers is not None:
                 copy.model.get_parameter(name).copy_(numbers)
     return copy
@@ -228,8 +228,8 @@ def test_a_model_that_its_user_has_quantized(checkpoint):
 def test_repacked_codes_and_broken_blocks_are_refused(checkpoint, tmp_path):
     model = Decoder.from_pretrained(checkpoint, quantization="4bit").model
     model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
-    one_line(r"has run before.*load it anew", Decoder, model, tiny_tokenizer())
-    message, options = r"takes 32 inputs.*multiples of 64: load it in 8bit", {"quantization": "4bit"}
+    one_line(r"has run before.*load it again", Decoder, model, tiny_tokenizer())
+    message, options = r"has 32 inputs.*multiples of 64: load it in 8bit", {"quantization": "4bit"}
     one_line(message, Decoder.from_pretrained, saved(tmp_path), **options, device="cpu")
 
 

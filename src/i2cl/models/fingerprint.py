@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import stored_weights
-from i2cl.models.precision import dequantized, offloaded_weight, requantized
+from i2cl.models.precision import dequantize, offloaded_weight, quantize_and_dequantize
 from i2cl.storage.atomic import write_text_atomic
 
 # Values processed at once: small enough for a CPU's cache, large enough for a transfer from a device.
@@ -206,7 +206,7 @@ def _materialize(module: torch.nn.Module, name: str, weight: Tensor) -> tuple[Te
         return weight.full_tensor(), False
     if weight.is_meta:
         return offloaded_weight(module, name), False
-    numbers = dequantized(module, weight)
+    numbers = dequantize(module, weight)
     return (weight, False) if numbers is None else (numbers, True)
 
 
@@ -218,8 +218,8 @@ def _rounds_to(stored: Tensor, values: Tensor, quantized: Tensor | None, model: 
         return torch.equal(stored.to(values.device, values.dtype), values)
     settings = model.config.quantization_config
     dtypes = dict.fromkeys((model.dtype, stored.dtype))  # transformers rounds first
-    candidates = (requantized(quantized, stored.to(dtype), settings) for dtype in dtypes)
-    return any(candidate is not None and torch.equal(candidate, values) for candidate in candidates)
+    again = (quantize_and_dequantize(codes, stored.to(dtype), settings) for dtype in dtypes)
+    return any(values is not None and torch.equal(values, held) for values in again)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

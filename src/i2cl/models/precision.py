@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, and weights that wait on disk.
+"""Precision of weights: dtypes, quantization, and weights that are offloaded to disk.
 
 Sources: https://huggingface.co/docs/transformers/main_classes/quantization and
 https://huggingface.co/docs/accelerate/usage_guides/big_modeling.
@@ -13,94 +13,143 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from i2cl.errors import I2CLError, needs
 
-# How weights are held in memory: by bitsandbytes in 8 or 4 bits, or as a config of transformers says.
+# Quantization in memory: 8 or 4 bits by bitsandbytes, or a quantization config of transformers.
 Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as ``float32``."""
+    """Return a name such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-def quantization_config(wanted: Quantization | None, dtype: str | torch.dtype) -> Any:
-    """What transformers is told: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
-    A config is returned as it is; 4-bit layers compute in ``dtype``, or with ``"auto"`` in that of their
-    input. Raises I2CLError on another name, or if bitsandbytes or accelerate is lacking.
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 matrices in hardware (AVX512_BF16 or AMX).
+
+    PyTorch also runs bfloat16 elsewhere, many times slower than float32. False if oneDNN, which uses these
+    instructions, is missing or switched off.
     """
-    if wanted is None or isinstance(wanted, QuantizationConfigMixin):
-        return wanted
-    if wanted not in {"8bit", "4bit"}:
-        cure = "choose 8bit or 4bit, or pass a transformers config"
-        raise I2CLError(f"unknown quantization {wanted!r}: {cure}")
+    if not (torch.backends.mkldnn.is_available() and getattr(torch.backends.mkldnn, "enabled", True)):
+        return False
+    # A lower ATEN_CPU_CAPABILITY limits the instructions that PyTorch may use.
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return False
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    checks = [getattr(torch.cpu, name, None) for name in names]  # private, and missing in older versions
+    return any(check is not None and check() for check in checks)
+
+
+def automatic_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the fastest dtype for a checkpoint that keeps its accuracy (``--dtype auto``).
+
+    On an accelerator that is the checkpoint's own. On a CPU, it is bfloat16 for a checkpoint of 16 bits, if
+    the CPU has instructions for it, and float32 otherwise.
+
+    Args:
+        stored: dtype of the checkpoint's weights.
+        device: where the model runs.
+    """
+    if device.type != "cpu":
+        return stored
+    return torch.bfloat16 if stored in HALF_DTYPES and cpu_has_bfloat16() else torch.float32
+
+
+def quantization_config(quantization: Quantization | None, dtype: str | torch.dtype) -> Any:
+    """Return the config for transformers: LLM.int8 for ``"8bit"``, NF4 for ``"4bit"``, None for None.
+
+    A config is returned unchanged. 4-bit layers compute in ``dtype``, or with ``"auto"`` in the dtype of
+    their input.
+
+    Raises:
+        I2CLError: for another name, or if bitsandbytes or accelerate is not installed.
+    """
+    if quantization is None or isinstance(quantization, QuantizationConfigMixin):
+        return quantization
+    if quantization not in {"8bit", "4bit"}:
+        hint = "choose 8bit or 4bit, or pass a transformers config"
+        raise I2CLError(f"unknown quantization {quantization!r}: {hint}")
     needs("quantization", "quant", "bitsandbytes", "accelerate")
-    if wanted == "8bit":
+    if quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     compute = None if dtype == "auto" else dtype
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
 
 
 def quantization_of(config: PreTrainedConfig) -> str | None:
-    """Method and bits of a quantized model, such as ``"bitsandbytes 4bit"``; None where it is not."""
-    held: Any = getattr(config, "quantization_config", None)
-    if held is None:
+    """Return method and bits of a quantized model, such as ``"bitsandbytes 4bit"``, or None."""
+    found: Any = getattr(config, "quantization_config", None)
+    if found is None:
         return None
-    settings = held if isinstance(held, dict) else held.to_dict()
+    settings = found if isinstance(found, dict) else found.to_dict()
     method = settings.get("quant_method", "unknown")
     bits = [f"{number}bit" for number in (4, 8) if settings.get(f"load_in_{number}bit")]
     return " ".join([str(getattr(method, "value", method)), *bits])
 
 
-def dequantized(module: Any, parameter: Any) -> Tensor | None:
-    """The numbers that a parameter's codes stand for, or None where it holds numbers."""
+def dequantize(module: Any, parameter: Any) -> Tensor | None:
+    """Return the values of a quantized parameter, or None if it is not quantized."""
     kind = type(parameter).__name__
-    numbers: Tensor | None = None
+    values: Tensor | None = None
     if kind == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 
-        numbers = dequantize_4bit(parameter.data, parameter.quant_state)
+        values = dequantize_4bit(parameter.data, parameter.quant_state)
     elif kind == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant
 
-        scale = parameter.SCB if parameter.SCB is not None else module.state.SCB  # it moves at the first run
-        numbers = int8_vectorwise_dequant(parameter.data, scale)
+        scale = parameter.SCB if parameter.SCB is not None else module.state.SCB  # moved by the first forward
+        values = int8_vectorwise_dequant(parameter.data, scale)
     elif type(parameter).__module__.startswith("torchao."):
-        numbers = parameter.dequantize()
-    return numbers
+        values = parameter.dequantize()
+    return values
 
 
-def requantized(parameter: Any, numbers: Tensor, settings: Any) -> Tensor | None:
-    """What `dequantized` gives of these numbers' codes, or None where a layer's config has none."""
-    kind, there = type(parameter).__name__, numbers.to(parameter.device)
-    decoded: Tensor
+def quantize_and_dequantize(parameter: Any, values: Tensor, settings: Any) -> Tensor | None:
+    """Quantize values like a parameter and dequantize them again.
+
+    Args:
+        parameter: the quantized parameter.
+        values: values of its shape, before quantization.
+        settings: the model's quantization config.
+
+    Returns:
+        What `dequantize` would return for them, or None if the config does not quantize such a layer.
+    """
+    kind, values = type(parameter).__name__, values.to(parameter.device)
+    result: Tensor
     if kind == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
         state = parameter.quant_state
-        how = {"blocksize": state.blocksize, "compress_statistics": state.nested}
-        how |= {"quant_type": state.quant_type, "quant_storage": parameter.quant_storage}
-        decoded = dequantize_4bit(*quantize_4bit(there.to(state.dtype), **how))
+        options = {"blocksize": state.blocksize, "compress_statistics": state.nested}
+        options |= {"quant_type": state.quant_type, "quant_storage": parameter.quant_storage}
+        result = dequantize_4bit(*quantize_4bit(values.to(state.dtype), **options))
     elif kind == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
 
-        decoded = int8_vectorwise_dequant(*int8_vectorwise_quant(there.half())[:2])
+        result = int8_vectorwise_dequant(*int8_vectorwise_quant(values.half())[:2])
     else:
         from torchao.quantization import quantize_
 
         layer: Any = nn.Linear(1, 1, bias=False, device="meta")
-        layer.weight = nn.Parameter(there, requires_grad=False)
+        layer.weight = nn.Parameter(values, requires_grad=False)
         quantize_(layer, settings.get_apply_tensor_subclass())
         if type(layer.weight) is nn.Parameter:
             return None
-        decoded = layer.weight.dequantize()
-    return decoded
+        result = layer.weight.dequantize()
+    return result
 
 
 def settle_4bit(model: PreTrainedModel) -> None:
-    """Have bitsandbytes' 4-bit layers on a CPU compute what their codes stand for, with gradients.
-    On some CPUs they would repack their codes in place at the first run, for kernels without gradients
-    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed. Raises I2CLError if that
-    has happened, or on widths that bitsandbytes decodes wrongly on a CPU: its decoder starts a new block in
-    every row, its encoder does not.
+    """Keep bitsandbytes' 4-bit layers on a CPU from repacking their weights, so that they have gradients.
+
+    On some CPUs the first forward would repack the weights in place for kernels without gradients
+    (`bitsandbytes.nn.Linear4bit.forward`). The weights themselves are not changed.
+
+    Raises:
+        I2CLError: if that has happened already, or for a width that bitsandbytes decodes incorrectly on a
+            CPU: its decoder starts a new block in every row, but its encoder does not.
     """
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
@@ -110,33 +159,38 @@ def settle_4bit(model: PreTrainedModel) -> None:
         if getattr(state, "packing_format_for_cpu", False):
             raise I2CLError(
                 "this 4-bit model has run before, which has repacked its weights for kernels without "
-                "gradients: load it anew and make the Decoder first"
+                "gradients: load it again and create the Decoder first"
             )
         if state.shape[-1] % state.blocksize:
             raise I2CLError(
-                f"{name} takes {state.shape[-1]} inputs, but on a CPU bitsandbytes decodes 4 bits rightly "
-                f"only in multiples of {state.blocksize}: load it in 8bit, or with a torchao config"
+                f"{name} has {state.shape[-1]} inputs, but on a CPU bitsandbytes decodes 4 bits correctly "
+                f"only for multiples of {state.blocksize}: load it in 8bit, or with a torchao config"
             )
         module.support_avx512bf16_for_cpu = False
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where a module with a weight runs; raises I2CLError if nothing brings the weight's values."""
+    """Return the device that a module with a weight runs on.
+
+    Raises I2CLError if the weight is on the device meta and no hook of Accelerate loads it.
+    """
     weight: Any = module.weight
-    return torch.device(_of_hook(module, "execution_device", "weight") if weight.is_meta else weight.device)
+    return torch.device(
+        _hook_attribute(module, "execution_device", "weight") if weight.is_meta else weight.device
+    )
 
 
 def offloaded_weight(module: nn.Module, name: str) -> Tensor:
-    """The values of an offloaded parameter, read from where they are. Raises I2CLError if there are none."""
-    weight: Tensor = _of_hook(module, "weights_map", name)[name]
+    """Read the values of an offloaded parameter. Raises I2CLError if no hook of Accelerate has them."""
+    weight: Tensor = _hook_attribute(module, "weights_map", name)[name]
     return weight
 
 
-def _of_hook(module: nn.Module, field: str, name: str) -> Any:
-    """What a hook of Accelerate holds, or one of several."""
+def _hook_attribute(module: nn.Module, attribute: str, name: str) -> Any:
+    """Return an attribute of a module's Accelerate hook, or of the first of several that has it."""
     hook = getattr(module, "_hf_hook", None)
-    for one in getattr(hook, "hooks", (hook,)):
-        if (held := getattr(one, field, None)) is not None:
-            return held
-    cure = "load the model with Decoder.from_pretrained, or with a device_map"
-    raise I2CLError(f"{name} of {type(module).__name__} is on the device meta and has no values: {cure}")
+    for candidate in getattr(hook, "hooks", (hook,)):
+        if (value := getattr(candidate, attribute, None)) is not None:
+            return value
+    hint = "load the model with Decoder.from_pretrained, or with a device_map"
+    raise I2CLError(f"{name} of {type(module).__name__} is on the device meta and has no values: {hint}")

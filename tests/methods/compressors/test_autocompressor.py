@@ -156,7 +156,7 @@ def pickled(release, tmp_path):
 
 def rewritten(folder):
     """Convert a folder with the code that the error message suggests."""
-    line = one_line("holds only pickle weights", Decoder.from_pretrained, str(folder))
+    line = one_line("has only pickle weights", Decoder.from_pretrained, str(folder))
     exec(line.partition("do this with transformers: ")[2], {"AutoModelForCausalLM": AutoModelForCausalLM})
     return Decoder.from_pretrained(str(folder), device="cpu")
 

@@ -10,6 +10,7 @@ from typer import Option
 
 from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
 from i2cl.interfaces.cli import (
+    cache,
     check,
     console,
     demo,
@@ -38,6 +39,7 @@ EXAMPLES = {
     "predict": "i2cl predict mood texts.txt -o labels.csv",
     "eval": "i2cl eval reference mood-colour-1 --method zero_shot,anchored --seeds 2 --limit 50 --workers 1",
     "ls": "i2cl ls methods",
+    "cache": "i2cl cache",
     "check": "i2cl check reference",
     "export": "i2cl export mood classifier",
     "verify": "i2cl verify classifier",
@@ -61,7 +63,7 @@ app.add_typer(experiment.app, name="experiment")
 _COMMANDS: dict[str, Callable[..., None]] = {"demo": demo.demo, "fit": fit.fit, "predict": predict.predict}
 _COMMANDS |= {"eval": evaluate.evaluate, "report": report.report, "export": export.export}
 _COMMANDS |= {"verify": verify.verify, "push": push.push, "serve": serve.serve}
-_COMMANDS |= {"check": check.check, "ls": ls.ls}
+_COMMANDS |= {"check": check.check, "ls": ls.ls, "cache": cache.cache}
 _COMMANDS |= {"experiment ls": experiment.ls, "experiment run": experiment.run}
 _COMMANDS |= {"experiment pack": experiment.pack, "experiment unpack": experiment.unpack}
 for _name, _command in _COMMANDS.items():

@@ -97,7 +97,7 @@ def export(
             trailing = export_classifier(base.source, injection, output, **arguments).trailing
             result = f"{task} as a text classifier on {name}"
         elif form.to == "peft":
-            adapter = export_peft(base.load("auto"), injection, output, **arguments)
+            adapter = export_peft(base.load("checkpoint"), injection, output, **arguments)
             result = f"{task} as a {adapter.tuner} adapter of {name}"
         else:
             write: Callable[..., None] = export_gguf if form.to == "gguf" else export_causal_lm

@@ -180,7 +180,7 @@ def fit(
     if is_row_file(task) and isinstance(drawing.number, int):
         warn_of_small_classes(loaded, drawing.number)
     shares = _shares(way, loaded)
-    decoder = load.decoder(model, loading)
+    decoder = load.decoder(model, load.automatic(loading))
     loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     with console.waiting("timing the model"):
         if drawn is None:

@@ -106,6 +106,11 @@ def of_artefact(options: ModelOptions, injection: "Injection", model: str | None
     return replace(options, revision=options.revision or (None if model else injection.base.revision))
 
 
+def automatic(options: ModelOptions) -> ModelOptions:
+    """Choose the dtype by the device and the checkpoint, unless the user has."""
+    return replace(options, dtype=options.dtype or "auto")
+
+
 def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
     """Load the model that an injection was fitted on, or ``model`` instead.
 

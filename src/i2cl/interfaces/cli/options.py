@@ -85,9 +85,12 @@ class ModelOptions:
 
     PANEL: ClassVar[str] = "Model"
 
-    device: str | None = opt(None, "Device, such as cpu or cuda:0; default: an accelerator if there is one.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = opt(
-        None, "Precision; default: float32 on the CPU, else auto (the checkpoint's)."
+    device: str | None = opt(None, "Such as cpu or cuda:0; default: an accelerator if there is one.")
+    dtype: Literal["auto", "checkpoint", "float32", "bfloat16", "float16"] | None = opt(
+        None,
+        "auto: the checkpoint's own on an accelerator; on a CPU bfloat16, if the CPU has instructions for it "
+        "and the checkpoint at most 16 bits, else float32. checkpoint: the checkpoint's own. Default: auto "
+        "for fit, predict and serve; otherwise float32 on a CPU, else the checkpoint's own.",
     )
     device_map: str | None = opt(
         None,

@@ -106,7 +106,7 @@ def predict(
         try:
             with console.progress(None, "predicting, rows", shown=output is not None) as bar:
                 bar.advance(out.kept)
-                decoder = load.artefact_decoder(injection, places.model, loading)
+                decoder = load.artefact_decoder(injection, places.model, load.automatic(loading))
                 cut: Any = {"size": chunk, "start": out.kept, "numbered": form.row_number}
                 with _count_truncated():
                     for queries in read_chunks(source, **texts, **cut, skip_bad=form.skip_bad_rows):

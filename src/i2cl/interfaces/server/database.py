@@ -51,7 +51,7 @@ class Database:
     def _prepare(self) -> int:
         execute = self._connection.execute
         execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = FULL")  # a commit is sync_to_disk
+        execute("PRAGMA synchronous = FULL")  # a commit is synced
         execute("PRAGMA foreign_keys = ON")
         version = int(execute("PRAGMA user_version").fetchone()[0])
         if version <= VERSION:

@@ -129,7 +129,7 @@ class TaskStore:
         return sorted(entries, key=lambda entry: entry.name)
 
     def put(self, name: str, injection: Injection) -> Entry:
-        """Add an artefact under a name, replacing the previous one. It is sync_to_disk to the disk on return.
+        """Add an artefact under a name, replacing the previous one. It is synced to the disk on return.
 
         Raises RefusalError: 422 on an invalid name or artefact, 409 for the name of a task folder, 403 if the
         store is read-only; OSError or WriteError if it cannot be written.
