@@ -307,7 +307,7 @@ def test_a_kept_column_that_is_renamed_is_announced(home, tmp_path, capsys):
     assert run("predict", home / "mood", path, "-o", tmp_path / "out.tsv", "--keep", "label,text") == 0
     message = capsys.readouterr().err
     assert "the kept column 'label' is renamed to 'input.label': the output has its own 'label'" in message
-    assert message.count("is called") == 1
+    assert message.count("is renamed to") == 1
 
 
 def test_no_two_columns_have_one_name():
