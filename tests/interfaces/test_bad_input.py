@@ -138,7 +138,7 @@ WRONG = {
     "no such format": (["report", "nowhere", "--formats", "pdf"], "use one or more of md, tex, csv, html"),
     "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are named 'mood-colour-1'"),
     "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are named"),
-    "a restart of nothing": (["predict", "{artefact}", "{films}", "--restart"], "leave --restart out"),
+    "a restart of nothing": (["predict", "{artefact}", "{films}", "--restart"], "--restart needs -o FILE"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
     "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
     "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),

@@ -63,7 +63,7 @@ CASES = {
     "export: missing artefact": ("export ./none new", "no injection at './none'"),
     "export: wrong ending": ("export mood new --to gguf", "end it with .gguf"),
     "verify: missing export": ("verify none", "'none' does not exist"),
-    "push: missing artefact": ("push none name/none", "'none' is no folder"),
+    "push: missing artefact": ("push none name/none", "'none' is not a folder"),
     "check: missing model": ("check ./none", "model folder './none' does not exist"),
 }
 

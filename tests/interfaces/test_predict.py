@@ -318,7 +318,7 @@ def test_renamed_column_is_announced(home, tmp_path, capsys):
     assert run("predict", home / "mood", path, "-o", tmp_path / "out.tsv", "--keep", "label,text") == 0
     message = capsys.readouterr().err
     assert "the kept column 'label' is renamed to 'input.label': the output has its own 'label'" in message
-    assert message.count("is called") == 1
+    assert message.count("is renamed to") == 1
 
 
 def test_column_names_are_unique():
