@@ -1,4 +1,4 @@
-"""The loss among the task's labels: what prediction compares is what calibration learns."""
+"""The loss over the labels, which calibration minimizes, uses the scores of prediction."""
 
 from itertools import product
 
@@ -27,7 +27,7 @@ cases = pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 @tasks
 @cases
 @pytest.mark.parametrize("change", [{}, {"optimizer": "lbfgs"}, {"positions": "last"}])
-def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
+def test_initial_loss_matches_the_predicted_scores(case, task, change):
     decoder, config = made(case), QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
     start = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"epochs": 0, "passes": 0}))
@@ -39,7 +39,7 @@ def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
     assert (result.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
 
 
-def test_labels_told_by_their_words_compete_and_nothing_else_is_learned_of_them():
+def test_word_level_loss_is_normalized_over_the_labels():
     decoder, config = made("llama"), QUIET.model_copy(update={"epochs": 1})
     context = extract(decoder, WHOLE, SHOTS)
     start = calibrate(decoder, WHOLE, SHOTS, context, QUIET.model_copy(update={"epochs": 0}), scoring="words")
@@ -52,7 +52,7 @@ def test_labels_told_by_their_words_compete_and_nothing_else_is_learned_of_them(
 
 
 def by_hand(decoder, task, values, coefficients):
-    """Mean loss among the labels: a plain row for each label of each text, under hooks of its own."""
+    """Compute the mean loss over the labels with one row per text and label, using plain hooks."""
     end = None if task is WHOLE else 1
     with injecting(decoder, values, coefficients):
         asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), map(encode, task.labels))
@@ -63,7 +63,7 @@ def by_hand(decoder, task, values, coefficients):
 @tasks
 @cases
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradients_are_those_by_hand(monkeypatch, case, task, packed):
+def test_gradients_match_a_direct_computation(monkeypatch, case, task, packed):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     decoder, config = made(case), QUIET
     context = extract(decoder, task, SHOTS)
@@ -83,7 +83,7 @@ def test_gradients_are_those_by_hand(monkeypatch, case, task, packed):
 
 @tasks
 @pytest.mark.parametrize("change", [{"epochs": 10}, {"optimizer": "lbfgs", "passes": 10}, {"dtype": "half"}])
-def test_the_loss_among_labels_falls(task, change):
+def test_calibration_reduces_the_loss_over_labels(task, change):
     change = {"epochs": 10, "noise": 1e-3} | change
     decoder = made("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
     config = QUIET.model_copy(update=change)
@@ -95,7 +95,7 @@ def test_the_loss_among_labels_falls(task, change):
 
 @tasks
 @pytest.mark.parametrize("loss", ["labels", "vocabulary"])
-def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task, loss):
+def test_lbfgs_accumulates_gradients_over_small_batches(monkeypatch, task, loss):
     decoder = made("llama")
     context = extract(decoder, task, SHOTS)
     config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5, "loss": loss})

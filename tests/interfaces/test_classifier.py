@@ -354,7 +354,7 @@ def test_a_class_of_the_name_of_no_class_is_refused():
     y = [[-1, 1, 2, 3][TASK.labels.index(word)] for word in Y]
     result = quick(labels=words).fit(X, y)
     assert -1 in result.predict(QUERIES)
-    message = r"^-1 is a class and what min_confidence answers: "
+    message = r"^-1 is a class, but min_confidence uses it for 'no prediction': "
     one_line(message, result.set_params(min_confidence=0.5).predict, QUERIES)
 
 
