@@ -108,14 +108,14 @@ def test_adapted_decoder_keeps_the_settings_of_its_base():
     bare.max_length = 50
     base, identity, model = bare.base, bare.residual_identity, bare.model
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with adapted(bare, config) as adapted_decoder:
-        assert (adapted_decoder.name, adapted_decoder.revision, adapted_decoder.token_budget) == (
+    with adapted(bare, config) as attached:
+        assert (attached.name, attached.revision, attached.token_budget) == (
             "bare",
             "r",
             77,
         )
-        assert (adapted_decoder.architecture, adapted_decoder.max_length) == (bare.architecture, 47)
-        adapted_decoder.token_budget = 5
+        assert (attached.architecture, attached.max_length) == (bare.architecture, 47)
+        attached.token_budget = 5
     assert (bare.token_budget, bare.max_length, bare.model) == (77, 50, model)
     assert (bare.base, bare.residual_identity) == (base, identity)
 

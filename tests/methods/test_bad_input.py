@@ -7,7 +7,7 @@ import pytest
 from fitting import SHOWN, TEXTS, fit, made, one_line
 from i2cl import Example, Template
 
-METHODS_WITH_DEMONSTRATIONS = (
+NAMES = (
     "few_shot",
     "label_anchor",
     "icv",
@@ -19,7 +19,7 @@ METHODS_WITH_DEMONSTRATIONS = (
 )
 
 
-@pytest.mark.parametrize("name", METHODS_WITH_DEMONSTRATIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

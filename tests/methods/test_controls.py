@@ -33,9 +33,7 @@ def test_i2cl_over_icl_injects_into_demonstrations(model_type, films, demonstrat
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, "bloom", "mistral-sliding"])
-def test_i2cl_over_icl_calibrates_as_with_uncached_demonstrations(
-    model_type, films, demonstrations, monkeypatch
-):
+def test_i2cl_over_icl_calibration_can_cache_demonstrations(model_type, films, demonstrations, monkeypatch):
     """Caching the demonstrations once per step gives the same coefficients."""
     options = {"epochs": 2, "noise": 0.0}
     shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)

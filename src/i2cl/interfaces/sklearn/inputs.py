@@ -190,7 +190,8 @@ def _require_words(values: Sequence[Any]) -> None:
         raise I2CLError(
             f"y has class ids such as {first!r} and no label words: pass labels, a word for each id in "
             "order, such as labels=['negative', 'positive']; if your classes are strings, which "
-            "cross_val_predict, VotingClassifier and StackingClassifier number before fit, pass labels=sorted(set(y))"
+            "cross_val_predict, VotingClassifier and StackingClassifier number before fit, pass "
+            "labels=sorted(set(y))"
         )
     hint = f"pass labels, such as labels={{{first!r}: 'word', ...}}"
     raise I2CLError(f"class {first!r} is not a word that the model can say: {hint}")
