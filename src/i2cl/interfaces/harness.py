@@ -49,8 +49,7 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         force: accept another model of the same shape.
         revision: hub revision of the model. Default: the injection's.
         options: further arguments of the harness's ``HFLM``, such as batch_size, dtype, device, parallelize
-        or
-            add_bos_token.
+            or add_bos_token.
 
     Raises:
         I2CLError: on an injection at some positions only, with word-level scoring, with a label prior, with a

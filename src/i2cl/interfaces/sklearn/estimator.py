@@ -178,8 +178,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
         Raises:
             I2CLError: on input that is not a list of texts, a model that has changed since the fit, an
-            invalid
-                ``min_confidence``, or a class that is equal to the placeholder.
+                invalid ``min_confidence``, or a class that is equal to the placeholder.
         """
         check_is_fitted(self)
         require_confidence(self.min_confidence)
