@@ -83,7 +83,7 @@ def test_label_anchor_refuses_a_window_shorter_than_demonstrations_and_query(fil
         for size in (tokens, tokens - 1)
     )
     torch.testing.assert_close(enough.scores(TEXTS[:1]), unlimited.scores(TEXTS[:1]), **CLOSE)
-    one_line(f"are {tokens} tokens, but some layers see only {tokens - 1} at a", short.scores, TEXTS[:1])
+    one_line(f"are {tokens} tokens, but some layers attend to only {tokens - 1}", short.scores, TEXTS[:1])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -357,6 +357,6 @@ def test_icv_computes_in_float32(dtype, variant):
 def test_knn_prompting_processes_texts_in_chunks(films, demonstrations, monkeypatch):
     predictor, seen = fit("knn_prompting", made("llama"), films, demonstrations), []
     whole = predictor.scores(TEXTS)
-    monkeypatch.setattr(knn_prompting, "AT_ONCE", 2)
+    monkeypatch.setattr(knn_prompting, "CHUNK_SIZE", 2)
     assert torch.equal(predictor.scores(TEXTS, seen.append), whole)
     assert seen == [2, 1]
