@@ -59,7 +59,7 @@ def test_joint_fits_equal_separate_ones(case):
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("pays", [True, False])
-def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
+def test_packed_and_padded_batches_agree(monkeypatch, case, pays):
     packed = []
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     rows = RowsEdit.injected
@@ -70,15 +70,15 @@ def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
 
 @pytest.mark.parametrize("change", [{"formula": "add"}, {"formula": "balance"}, {"layers": (1,)}])
 @pytest.mark.parametrize("positions", ["last", "random"])
-def test_every_switch_goes_over(change, positions):
+def test_options_apply_to_joint_calibration(change, positions):
     same(*both(made("llama"), QUIET.model_copy(update={**change, "positions": positions})))
 
 
-def test_block_outputs_go_together_too():
+def test_block_outputs_can_be_calibrated_jointly():
     same(*both(made("llama"), QUIET, ExtractConfig(writers="hidden")))
 
 
-def test_a_small_budget_makes_more_groups_of_the_same():
+def test_small_budget_splits_runs_into_more_groups():
     decoder = made("llama")
     whole, _ = both(decoder, QUIET)
     seen = []
@@ -90,7 +90,7 @@ def test_a_small_budget_makes_more_groups_of_the_same():
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
 @pytest.mark.parametrize("pays", [True, False])
-def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
+def test_noise_of_each_run_is_independent_of_the_others(monkeypatch, pays, place):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     decoder = made("llama")
     noisy = QUIET.model_copy(update={"noise": 0.05, "noise_place": place})
@@ -116,14 +116,14 @@ def test_tasks_scored_by_first_tokens_and_by_words_share_their_steps(monkeypatch
     same(together, alone)
 
 
-def test_lbfgs_takes_one_after_another():
+def test_lbfgs_calibrates_runs_separately():
     config = CalibrationConfig.recipe("fast", passes=5)
     for one, other in zip(*both(made("llama"), config), strict=True):
         assert torch.equal(one.coefficients, other.coefficients)
         assert one.history == other.history
 
 
-def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
+def test_groups_are_halved_on_an_out_of_memory_error(monkeypatch):
     decoder = made("llama")
     whole, _ = both(decoder, QUIET)
     forward = Decoder.forward
@@ -144,7 +144,7 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
     one_line(message, calibrate_many, decoder, [task], [examples], [context], QUIET)
 
 
-def test_no_runs_no_epochs_and_bad_input():
+def test_empty_runs_zero_epochs_and_bad_input():
     decoder = made("llama")
     assert calibrate_many(decoder, [], [], []) == []
     together, _ = both(decoder, QUIET.model_copy(update={"epochs": 0}))

@@ -91,7 +91,7 @@ def test_gradients_match_a_computation_by_hand(monkeypatch, case, task, packed):
 
 @tasks
 @pytest.mark.parametrize("change", [{"epochs": 10}, {"optimizer": "lbfgs", "passes": 10}, {"dtype": "half"}])
-def test_the_loss_among_labels_falls(task, change):
+def test_calibration_reduces_the_loss_over_labels(task, change):
     change = {"epochs": 10, "noise": 1e-3} | change
     decoder = made("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
     config = QUIET.model_copy(update=change)
@@ -103,7 +103,7 @@ def test_the_loss_among_labels_falls(task, change):
 
 @tasks
 @pytest.mark.parametrize("loss", ["labels", "vocabulary"])
-def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task, loss):
+def test_lbfgs_accumulates_gradients_over_small_batches(monkeypatch, task, loss):
     decoder = made("llama")
     context = extract(decoder, task, SHOTS)
     config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5, "loss": loss})

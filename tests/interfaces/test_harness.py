@@ -160,15 +160,15 @@ def test_bad_input():
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
     one_line("neither a model nor an injection", I2CLHarness)
-    with pytest.raises(I2CLError, match="by their words: measure it with `i2cl predict`"):
+    with pytest.raises(I2CLError, match="word-level scoring: evaluate it with `i2cl predict`"):
         I2CLHarness(replace(injection, scoring="words"), decoder)
-    with pytest.raises(I2CLError, match="positions='last': fit one at all positions"):
+    with pytest.raises(I2CLError, match="positions='last': fit one with positions=all"):
         I2CLHarness(replace(injection, positions="last"), decoder)
     encoded = replace(
         injection,
         encoder_bias=EncoderBias("words", torch.ones(len(injection.task.labels), 25), torch.eye(24)[0]),
     )
-    one_line("a sentence encoder belongs: fit one by --method anchored", I2CLHarness, encoded, decoder)
+    one_line("does not support sentence encoders: fit with --method anchored", I2CLHarness, encoded, decoder)
     other = decoder_of("llama", rms_norm_eps=1e-3)
     other.model.lm_head.weight.data.add_(1)
     one_line(r"made on .* \(weights", I2CLHarness, injection, other)

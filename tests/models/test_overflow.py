@@ -65,7 +65,7 @@ def test_impossible_label_is_never_predicted_and_raises_nothing():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_labels_of_unequal_length_score_in_half_precision_as_each_alone(attention, dtype):
+def test_labels_of_unequal_length_match_separate_scores_in_half_precision(attention, dtype):
     decoder = made("llama", dtype=dtype, attn_implementation=attention)
     asked = Questions(decoder, films_in(("x", "a film of all the ages")), "full")
     texts = ["a", "a film that is so long " * 5, "hm hm"]

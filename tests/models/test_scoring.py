@@ -28,7 +28,7 @@ SHOWN = "Review: funny\nSentiment:positive\n"
 
 
 def direct(decoder, text, label, *, full, before=""):
-    """The label's log-probability from the logits of one unpadded row."""
+    """Compute a label's log-probability from one unpadded row."""
     prompt = encode(before + TEMPLATE.query(text))
     whole = encode(before + TEMPLATE.query(text) + TEMPLATE.continuation(label))
     assert whole[: len(prompt)] == prompt
@@ -66,7 +66,7 @@ def kind(full):
 
 @pytest.mark.parametrize(("budget", "side"), [(1, "left"), (40, "right"), (10**6, "left")])
 @pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
-def test_scores_are_the_plain_models_whatever_the_padding_side_and_the_batches(case, side, budget, full):
+def test_scores_match_the_model_for_every_padding_side_and_batch_size(case, side, budget, full):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
     decoder = Decoder(decoder_of(case).model, tokenizer, token_budget=budget)
@@ -127,13 +127,13 @@ def test_a_query_runs_once_for_all_labels_if_that_changes_nothing(case, position
 
 @pytest.fixture(params=[("gemma2", "sliding_window"), ("gpt2", "n_positions")], ids=lambda pair: pair[0])
 def limited(request):
-    """A decoder that reads, or in some layers sees, 42 tokens; and questions with many labels."""
+    """A decoder with a context or window of 42 tokens, and questions with many labels."""
     case, limit = request.param
     decoder = Counting(tiny_model(case, **{limit: 42}), tiny_tokenizer(), name=case)
     return decoder, questions(decoder, "full", MANY)
 
 
-def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(limited):
+def test_queries_beyond_a_window_or_the_context_do_not_share_a_row(limited):
     decoder, asked = limited
     assert decoder.can_fork
     queries = asked.queries(["dull", "a warm film", "where is the longest river"])
@@ -146,7 +146,7 @@ def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(limited):
     assert once < decoder.tokens
 
 
-def test_every_query_keeps_its_own_vectors_where_some_fork_and_some_do_not(limited):
+def test_queries_keep_their_own_vectors_in_mixed_batches(limited):
     decoder, asked = limited
     long = "where is the longest river"
     queries = asked.queries([long, "dull", "a warm film", long])
@@ -159,7 +159,7 @@ def test_every_query_keeps_its_own_vectors_where_some_fork_and_some_do_not(limit
         assert close(result[row : row + 1], score(decoder, [query], asked.labels, edit=own))
 
 
-def test_an_attention_that_takes_no_mask_does_not_fork():
+def test_attention_without_mask_support_does_not_share_rows():
     decoder = counting("llama")
     decoder.model.config._attn_implementation = "flash_attention_2"
     try:
@@ -169,7 +169,7 @@ def test_an_attention_that_takes_no_mask_does_not_fork():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
+def test_trie_contains_every_prefix_once(seed):
     draw = random.Random(seed)
     labels = {tuple(draw.choices(range(3), k=draw.randint(1, 5))) for _ in range(draw.randint(1, 20))}
     trie = Trie.of(tuple(sorted(labels)))
@@ -190,7 +190,7 @@ def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "falcon-alibi", "mpt"])
-def test_half_precision_forks_where_single_precision_does(case):
+def test_tree_attention_is_also_used_in_half_precision(case):
     decoder = Decoder(made(case, dtype=torch.bfloat16).model, tiny_tokenizer(), name=case)
     assert decoder.can_fork is counting(case).can_fork
 
@@ -216,7 +216,7 @@ def test_batches_are_halved_when_memory_runs_out(monkeypatch, limit, budget, for
     assert decoder.token_budget >= len(queries[0])
 
 
-def test_progress_counts_every_query_once_and_no_texts_have_no_scores(full):
+def test_progress_counts_every_query_once(full):
     done = []
     scores(decoder_of("llama"), kind(full), progress=done.append)
     assert sum(done) == pytest.approx(len(TEXTS))
@@ -227,7 +227,7 @@ def test_progress_counts_every_query_once_and_no_texts_have_no_scores(full):
     assert (sum(done), {type(count) for count in done}) == (len(TEXTS), {int})
 
 
-def test_scores_are_float32_whatever_the_model_is():
+def test_scores_are_float32_for_every_dtype():
     result = scores(decoder_of("llama", torch.bfloat16))
     assert result.dtype == torch.float32
     assert torch.allclose(result, scores(decoder_of("llama")), atol=0.3)
@@ -244,7 +244,7 @@ def test_scores_are_float32_whatever_the_model_is():
         *(("gemma2", budget, False) for budget in (1, 10**6)),
     ],
 )
-def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, budget, full, edited):
+def test_scores_after_a_prefix_match_the_full_prompt(case, budget, full, edited):
     decoder = Decoder(decoder_of(case).model, tiny_tokenizer(), token_budget=budget)
     shown = encode(SHOWN)
     assert len(shown) > 8  # longer than the sliding windows
@@ -259,7 +259,7 @@ def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, budget, full
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
-def test_a_prefix_that_holds_all_tokens_in_every_layer(case):
+def test_prefix_can_keep_all_tokens_in_every_layer(case):
     decoder = decoder_of(case)
     whole = decoder.prefix(encode(SHOWN), whole=True)
     for prefix in (whole, whole.kept_at(tuple(range(len(whole.ids))))):
@@ -267,7 +267,7 @@ def test_a_prefix_that_holds_all_tokens_in_every_layer(case):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "falcon", "opt"])
-def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
+def test_edited_prefix_matches_an_edited_prompt(case):
     decoder, shown = decoder_of(case), encode(SHOWN)
     labels = label_tokens(decoder.encoder, TEMPLATE, LABELS)
     edit = drawn_edit(decoder, 0.3, 0.8)
@@ -280,7 +280,7 @@ def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
 # Label tokens
 
 
-def test_labels_are_encoded_as_they_follow_the_prompt_and_scored_by_a_first_token_that_differs():
+def test_labels_are_encoded_in_context():
     encoder, spaced = decoder_of("llama").encoder, Template("Review: {text}\nSentiment: {label}")
     with pytest.warns(ScoringWarning):
         result = label_tokens(encoder, spaced, LABELS)
@@ -294,7 +294,7 @@ def test_labels_are_encoded_as_they_follow_the_prompt_and_scored_by_a_first_toke
     assert (forced.full, forced.room, forced.target(1)) == (True, room, encode("negative"))
 
 
-def test_labels_that_share_their_first_token_are_scored_whole():
+def test_labels_that_share_their_first_token_use_full_sequences():
     decoder, labels = decoder_of("llama"), ("positive", "poor", "negative")
     with pytest.warns(ScoringWarning, match="share their first token") as caught:
         result = label_tokens(decoder.encoder, TEMPLATE, labels)
@@ -323,7 +323,7 @@ def test_labels_that_merge_with_the_prompt_or_have_the_same_tokens_are_refused()
         *((text, "is .* and no string") for text in (None, 1, float("nan"), b"bytes")),
     ],
 )
-def test_a_text_that_cannot_be_asked_is_named(text, message):
+def test_invalid_text_is_named(text, message):
     one_line(f"text 2 {message}", inspect.unwrap(require_texts), ["good", text])
     if isinstance(text, str):
         one_line(f"text 2 {message}", questions(decoder_of("llama")).queries, ["good", text])
@@ -344,7 +344,7 @@ def test_long_texts_leave_room_for_the_label(case, full):
     assert score(decoder, [cut], labels).isfinite().all()
 
 
-def test_labels_that_rows_share_are_copied_to_the_device_once_a_batch(monkeypatch):
+def test_shared_labels_are_copied_to_the_device_once_per_batch(monkeypatch):
     copies, to = [], TrieIndices.to
     monkeypatch.setattr(TrieIndices, "to", lambda self, device: [copies.append(1), to(self, device)][1])
     decoder = decoder_of("llama")
@@ -355,7 +355,7 @@ def test_labels_that_rows_share_are_copied_to_the_device_once_a_batch(monkeypatc
     assert len(copies) == 1
 
 
-def test_word_weights_are_copied_to_the_device_once_a_training_batch(monkeypatch):
+def test_word_weights_are_copied_to_the_device_once_per_batch(monkeypatch):
     calls, mean = [], LabelTokens.mean
     monkeypatch.setattr(LabelTokens, "mean", lambda self, tokens: [calls.append(1), mean(self, tokens)][1])
     decoder = decoder_of("llama")

@@ -478,8 +478,7 @@ class Decoder:
 
         Raises:
             I2CLError: if they are not and the prefix cannot be recomputed, because tokens were removed from
-            its
-                cache or it was made from vectors; or if tokens were removed and a sliding window, which
+                its cache or it was made from vectors; or if tokens were removed and a sliding window, which
                 counts cached keys, is too short.
         """
         tokens, reason = prefix.length + width, ""

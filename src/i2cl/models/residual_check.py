@@ -21,9 +21,8 @@ class ResidualIdentity:
 
     Attributes:
         errors: for each layer, the largest absolute error divided by the largest absolute change that the
-        block
-            makes. Rounding error of the model's precision is subtracted, so one tolerance is valid for every
-            dtype.
+            block makes. Rounding error of the model's precision is subtracted, so one tolerance is valid for
+            every dtype.
     """
 
     errors: tuple[float, ...]
