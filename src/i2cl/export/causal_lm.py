@@ -115,7 +115,7 @@ def usage(injection: Injection, tokenizer: PreTrainedTokenizerBase, name: str, f
     parts.append(code_block(code, "python"))
     if form != "gguf" and not labels.full:
         parts.append("Pad batches on the left, as the saved tokenizer does.")
-    parts.append(f"`i2cl verify {name}` compares its answers with those of i2cl.")
+    parts.append(f"`i2cl verify {name}` compares its answers with i2cl's.")
     return "\n\n".join(parts)
 
 

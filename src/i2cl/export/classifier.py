@@ -267,8 +267,8 @@ def add_prior_layer(
     """Return a head with offsets for a Llama, whose RMSNorm has no constant direction.
 
     An extra layer computes the label scores: its MLP gets the normalized hidden state ``n``, its gate is
-    constant, and it writes ``SCORE_SCALE * (rows @ n, CONSTANT)`` to the residual stream. That is so large
-    that the rest of the stream vanishes, and the constant so much larger than the scores that it alone
+    constant, and it writes ``SCORE_SCALE * (rows @ n, CONSTANT)`` to the residual stream. The
+    scale makes the rest of the stream negligible, and the constant dominates the scores, so that it alone
     determines the final RMSNorm. The normalized stream then holds the scores and a constant, which the score
     weights scale back. The relative error is about 1e-6 (see the tests).
 

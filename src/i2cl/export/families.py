@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from i2cl.errors import I2CLError
 
 USE_HOOKS = "predict with hooks instead (`i2cl predict`)"
-# Path from a block to a linear map; or the names of its weight tensors, followed by that of its bias.
+# Path from a block to a linear map; or the names of its weight tensors, followed by the name of its bias.
 Linear = str | tuple[str, ...]
 # Name of a tensor in the source, and a function that converts it, or None.
 Piece = tuple[str, Callable[[Tensor], Tensor] | None]

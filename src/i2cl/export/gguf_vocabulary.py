@@ -220,7 +220,7 @@ def _scores(tokens: Sequence[str], kinds: Sequence[str], merges: Sequence[tuple[
     """Return the score of each token: minus the rank of the first merge that makes it.
 
     SentencePiece merges any two adjacent pieces that form a token, highest score first. That equals the list
-    of merges if the list holds every such pair, and those of one token are adjacent.
+    of merges if the list holds every such pair, and the pairs of one token are adjacent.
     """
     ranks: dict[str, int] = {}
     for made, _ in groupby(map("".join, merges)):

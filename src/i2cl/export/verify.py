@@ -127,7 +127,7 @@ def verify_server(
         golden: of the classifier that the server runs, or of any export of ``task``.
         url: of the server, with or without ``/v1``.
         model: the server's name of the classifier; default: the first that it lists.
-        task: name of a task on a server of the base model with the vLLM plugin, which is asked instead.
+        task: name of a task on a server of the base model with the vLLM plugin, instead of a classifier.
         tolerance: maximum difference of a probability; default: 0.05, which holds in lower precision.
         timeout: seconds to wait for an answer.
 
@@ -138,7 +138,9 @@ def verify_server(
         raise I2CLError(f"{url!r} is not a server's URL: give one such as http://localhost:8000")
     if golden.form != "classifier" and task is None:
         hint = "export with --to classifier, or name a task of the vLLM plugin with --task"
-        raise I2CLError(f"a server is asked to classify, and this export is a language model: {hint}")
+        raise I2CLError(
+            f"this export is a language model, and only servers that classify are checked: {hint}"
+        )
     root = url.rstrip("/").removesuffix("/classify").removesuffix("/v1")
     path = "/classify" if task is None else "/v1/i2cl/classify"
     body = {"model": task or model or _first_model(root, timeout), "input": golden.texts}

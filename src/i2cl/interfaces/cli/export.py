@@ -86,11 +86,9 @@ def export(
     name, task = model or injection.base.name, injection.task.name
     loading = load.of_artefact(loading, injection, model)
     load.quiet()
-    base = _BaseModel(injection, model, loading, shared=form.golden)
+    base = _BaseModel(injection, model, loading, form)
     arguments |= {"golden": base.golden if form.golden else None, "force": force}
     arguments["revision"] = loading.revision
-    if form.to == "gguf" and form.golden:
-        _note_missing_llama_cpp()
     trailing = True
     with console.progress(None, f"exporting {task}"):
         if form.to == "classifier":
@@ -136,14 +134,14 @@ class _BaseModel:
         injection: fitted task.
         model: name of the base model, if it is not the injection's.
         loading: options.
-        shared: whether golden answers need the decoder anyway.
+        form: of the export.
         decoder: once it is loaded.
     """
 
     injection: "Injection"
     model: str | None
     loading: ModelOptions
-    shared: bool
+    form: FormatOptions
     decoder: "Decoder | None" = None
 
     def load(self, dtype: Literal["auto", "float32"]) -> "Decoder":
@@ -158,18 +156,16 @@ class _BaseModel:
         from i2cl.models.loading import is_gguf, located
 
         name = self.model or self.injection.base.name
-        return self.load("float32") if self.shared and is_gguf(Path(located(name))) else name
+        return self.load("float32") if self.form.golden and is_gguf(Path(located(name))) else name
 
     def golden(self) -> "Golden":
         from i2cl.export import make_golden
 
+        if self.form.to == "gguf":  # tell the user before the export takes its time
+            try:
+                needs("`i2cl verify` of a GGUF file", "llama-cpp", "llama_cpp")
+            except I2CLError as error:
+                console.note(str(error))
         decoder = self.load("float32")
         with console.waiting("computing golden answers"):
             return make_golden(decoder, self.injection)
-
-
-def _note_missing_llama_cpp() -> None:
-    try:
-        needs("`i2cl verify` of a GGUF file", "llama-cpp", "llama_cpp")
-    except I2CLError as error:
-        console.note(str(error))
