@@ -32,7 +32,7 @@ from i2cl.tasks import Example
 ROW_COPIES = 4  # copies of a row's vectors during a backward pass
 MIN_RELATIVE_SLOPE = 1e-3  # sites below this share of the mean slope are not scaled up any further
 SLICE = 2**14  # parameters that are reduced at once
-WORD_SHARE = 0.3  # prior variance of the label scores due to word weights, in units of that due to vectors
+WORD_SHARE = 0.3  # prior variance of the label scores due to word weights, relative to that due to vectors
 
 
 class Solution(NamedTuple):
@@ -149,7 +149,14 @@ class Objective:
         return point, scores, variance
 
     def fit_words(self, tokens: Float[Tensor, "n read"], variance: float | None = None) -> None:
-        """Add word weights to the parameters; ``tokens`` are the `token_scores` under the plain model."""
+        """Add word weights to the parameters.
+
+        Args:
+            tokens: the `token_scores` under the plain model.
+            variance: prior variance of the label scores due to the vectors. If given, the unit of the word
+                weights is set so that they add `WORD_SHARE` of it. AdamW, whose steps do not depend on the
+                unit of a gradient, keeps the unit of a single site.
+        """
         self.words = WordWeights(self.questions.labels, tokens)
         if variance is not None:
             self.words.unit *= (WORD_SHARE * variance / self.words.start.numel()) ** 0.5
