@@ -218,8 +218,8 @@ def _rounds_to(stored: Tensor, values: Tensor, quantized: Tensor | None, model: 
         return torch.equal(stored.to(values.device, values.dtype), values)
     settings = model.config.quantization_config
     dtypes = dict.fromkeys((model.dtype, stored.dtype))  # transformers rounds first
-    again = (quantize_and_dequantize(codes, stored.to(dtype), settings) for dtype in dtypes)
-    return any(values is not None and torch.equal(values, held) for values in again)
+    candidates = (quantize_and_dequantize(quantized, stored.to(dtype), settings) for dtype in dtypes)
+    return any(candidate is not None and torch.equal(candidate, values) for candidate in candidates)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -111,7 +111,7 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
         new = scratch / "new"
         new.mkdir()
         yield new
-        _follow_umask(new)
+        follow_umask(new)
         sync_to_disk(*(file for file in new.rglob("*") if file.is_file()), new)
         _replace(path, new, owned)
         sync_to_disk(path.parent)
@@ -141,7 +141,7 @@ def _replace(path: Path, new: Path, owned: Owned) -> None:
         raise
 
 
-def _follow_umask(folder: Path) -> None:
+def follow_umask(folder: Path) -> None:
     """Give files the permissions of their folder: safetensors makes them readable by the owner only."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):

@@ -144,7 +144,7 @@ class _BaseModel:
     form: FormatOptions
     decoder: "Decoder | None" = None
 
-    def load(self, dtype: Literal["auto", "float32"]) -> "Decoder":
+    def load(self, dtype: Literal["checkpoint", "float32"]) -> "Decoder":
         if self.decoder is None:
             loading = replace(self.loading, dtype=dtype)
             self.decoder = load.artefact_decoder(self.injection, self.model, loading)
