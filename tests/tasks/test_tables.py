@@ -96,6 +96,7 @@ def test_errors_name_rows_of_a_compressed_file(tmp_path):
         ("a.csv.zip", zipped(TEXT)[:-20], "is a damaged archive"),
         ("a.csv.zip", zipped(TEXT, **{"b.csv": TEXT}), "contains 2 files: unpack it and give one of them"),
     ],
+    ids=["gz", "xz", "zip", "zip of two files"],
 )
 def test_unreadable_archive_is_refused(tmp_path, name, content, message):
     assert message in failure(write(tmp_path, name, content))

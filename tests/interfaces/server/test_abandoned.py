@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from .conftest import TEXTS, made, refusal
+from .conftest import TEXTS, catch_refusal, make_injection
 
 
 @pytest.fixture
 def encodings(service, monkeypatch):
     """Texts that were encoded, in requests that wait for `release`."""
-    service.tasks.put("films", made(service.decoder, 0))
+    service.tasks.put("films", make_injection(service.decoder, 0))
     encode, encoded, release = service.tasks.queries, [], threading.Event()
 
     def slow(name, texts):
@@ -47,6 +47,6 @@ def test_texts_of_a_client_that_left_are_not_encoded(service, encodings):
 
 
 def test_the_deadline_holds_while_texts_wait_to_be_encoded(service, encodings):
-    problem = refusal("deadline", asyncio.run, behind_another(service, encodings, timeout=0.05))
+    problem = catch_refusal("deadline", asyncio.run, behind_another(service, encodings, timeout=0.05))
     assert (problem.status, problem.code) == (504, "deadline")
     assert encodings[0] == [["first"]]

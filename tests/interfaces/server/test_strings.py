@@ -5,7 +5,7 @@ import json
 import pytest
 
 from .conftest import LINES
-from .test_jobs import ended
+from .test_jobs import wait_until_ended
 
 CHAT, JSON = "/v1/chat/completions", {"Content-Type": "application/json"}
 MESSAGES = json.dumps([{"role": "user", "content": "a good film"}])
@@ -40,7 +40,7 @@ def test_chat_ignores_numbers_that_are_not_finite_in_ignored_fields(client, fiel
 def test_a_custom_id_returns_unchanged_on_a_line_of_its_own(client, service, custom_id):
     line = json.dumps({"input": "a good film", "custom_id": custom_id})
     job = client.post("/v1/batches?model=films", content=line, headers=LINES).json()["id"]
-    ended(service.jobs.get(job))
+    wait_until_ended(service.jobs.get(job))
     (answer,) = client.get(f"/v1/batches/{job}").text.splitlines()
     assert json.loads(answer)["custom_id"] == custom_id
 
