@@ -20,6 +20,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
 from i2cl.models.scoring import Progress, Questions, label_log_probs, require_finite, require_texts, score
+from i2cl.tasks import Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,20 @@ class TaskQuery:
         """Tokens that run, at most: of labels that are scored whole, the query with each."""
         labels = self.task.questions.labels
         return sum(len(self.ids) + len(label) - 1 for label in labels.ids) if labels.full else len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class RowScores:
+    """Scores of one query.
+
+    Attributes:
+        log_probs: log-probabilities among the labels of the task, in their order.
+        label_mass: probability of all labels together among everything that could follow the prompt, before
+            biases and temperature; None for word-level scoring, which yields no probability.
+    """
+
+    log_probs: Float[Tensor, " labels"]
+    label_mass: float | None
 
 
 class InjectionPool:
@@ -140,10 +155,32 @@ class InjectionPool:
     def answers(
         self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        """`scores` of what was asked of tasks of this pool's model, loaded still or not. Raises I2CLError if
-        one row alone does not fit into memory, or a score is not a number.
+        """Compute `scores` of queries, whose tasks may have been dropped meanwhile. Raises I2CLError if a
+        single row does not fit into memory, or a score is NaN.
         """
-        scores: list[Tensor] = [torch.empty(0)] * len(queries)
+        return [row.log_probs for row in self.score_rows(queries, progress=progress)]
+
+    def plain(self, task: Task) -> Loaded:
+        """Prepare a task without an injection, for zero-shot scores in the same batches as other tasks. It is
+        not loaded under a name. Raises I2CLError if the labels cannot be scored.
+        """
+        questions = Questions(self.decoder, task)
+        layers, width, device = self.decoder.layers, self.decoder.d_model, self.decoder.device
+        return Loaded(
+            questions=questions,
+            scaled=torch.zeros(layers, 2, width, device=device),
+            keep=torch.ones(layers, 2, device=device),
+            kind=("writers", questions.labels.full, "all", 0),
+            bias=None,
+            encoder=None,
+            temperature=1.0,
+        )
+
+    def score_rows(
+        self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
+    ) -> list[RowScores]:
+        """Compute `answers` with the total probability of the labels. Raises I2CLError as `answers`."""
+        scores: dict[int, RowScores] = {}
         by_text = self._by_text(queries)
         by_kind = defaultdict(list)
         for row, one in enumerate(queries):
@@ -154,9 +191,12 @@ class InjectionPool:
             values = score(self.decoder, texts, labels, edit=_edit(chosen), progress=progress)
             require_finite(values, self.decoder)
             for row, task, line in zip(rows, chosen, values, strict=True):
-                label_scores = line[: len(task.questions.labels.ids)]
-                scores[row] = label_log_probs(label_scores, by_text.get(row, task.bias), task.temperature)
-        return scores
+                labels_of_row = task.questions.labels
+                label_scores = line[: len(labels_of_row.ids)]
+                log_probs = label_log_probs(label_scores, by_text.get(row, task.bias), task.temperature)
+                mass = None if labels_of_row.words else float(label_scores.logsumexp(-1).exp())
+                scores[row] = RowScores(log_probs, mass)
+        return [scores[row] for row in range(len(queries))]
 
     def _by_text(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, " labels"]]:
         """Biases by row, where a sentence encoder has a say."""
