@@ -104,7 +104,7 @@ def test_litellm_chats_with_a_task_as_hosted_vllm_model(served):
 
 def curl_examples():
     """Return path and JSON body of each curl command in the guide, with the response that the guide shows."""
-    pattern = re.compile(r"```console\n\$ (curl .*?)\n(\{.*?)```", re.DOTALL)
+    pattern = re.compile(r"```console\n(curl .*?)```\n\n```json\n(.*?)```", re.DOTALL)
     for command, response in pattern.findall(GUIDE.read_text(encoding="utf-8")):
         words = shlex.split(command)
         yield words[1].partition(":8000")[2], words[words.index("-d") + 1], json.loads(response)
