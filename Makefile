@@ -10,7 +10,7 @@ GEMMA := results/gemma-3-270m-q4_k_m.gguf
 SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
 AS_WRITTEN := real,main-real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled,curves,curves-tickets,many-labels
 AT_100 := skewed,chat
-SEEN := $(addprefix tests/interfaces/server/test_,clients.py openapi.py page.py)
+SEEN := $(addprefix tests/interfaces/server/test_,clients.py decision_clients.py openapi.py page.py)
 ON_RAY := 'tests/test_pages.py::test_it_runs_and_says_what_the_page_shows[predict]'
 
 .PHONY: demo demo-real test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean
@@ -53,7 +53,8 @@ fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load, a r
 	$(VENV)/bin/python scripts/fuzz_ray.py
 
 test-serve: $(READY)  ## `i2cl serve` as others see it: clients, a fuzzed description, its page in Chromium; and Ray Data
-	-timeout 120 $(VENV)/bin/pip install --quiet --disable-pip-version-check openai schemathesis playwright axe-playwright-python
+	-timeout 120 $(VENV)/bin/pip install --quiet --disable-pip-version-check litellm schemathesis playwright axe-playwright-python
+	-timeout 120 $(VENV)/bin/pip install --quiet --disable-pip-version-check 'openai>=3.57'  # later than LiteLLM asks for
 	-command -v chromium || command -v chromium-browser || command -v google-chrome || timeout 120 $(VENV)/bin/playwright install chromium
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[data]'
 	$(VENV)/bin/pytest -n 2 --dist worksteal -rs $(SEEN) $(ON_RAY)

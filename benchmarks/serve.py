@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from i2cl.injections.pool import TaskQuery
+from i2cl.injections.pool import RowScores, TaskQuery
 from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.guard import Access
 from i2cl.interfaces.server.process import IDLE_SECONDS, listen
@@ -191,7 +191,7 @@ class Bench:
     def mixed(self) -> Iterator[dict[str, Any]]:
         """Compare a batch of 64 tasks with a batch of one task."""
         mixed, alone = self.asked(ROWS), self.asked(1)
-        answers = self.service.tasks.pool.answers
+        answers = self.service.tasks.pool.score_rows
         pair = paired(lambda: answers(alone), lambda: answers(mixed), self.decoder.device, self.rounds)
         yield _row("a batch of 64 tasks / of one task, time", pair.ratio, "x", "<= 1.10", vars(pair))
 
@@ -279,15 +279,16 @@ class Bench:
         """Let the server predict with the plain model."""
         pool: Any = self.service.tasks.pool
 
-        def answers(rows: Sequence[TaskQuery]) -> list[torch.Tensor]:
+        def score_rows(rows: Sequence[TaskQuery]) -> list[RowScores]:
             labels = [row.task.questions.labels for row in rows]
-            return list(score(self.decoder, [row.ids for row in rows], labels))
+            scores = score(self.decoder, [row.ids for row in rows], labels)
+            return [RowScores(log_probs, None) for log_probs in scores]
 
-        pool.answers = answers
+        pool.score_rows = score_rows
         try:
             yield
         finally:
-            del pool.answers
+            del pool.score_rows
 
 
 class _Rows:

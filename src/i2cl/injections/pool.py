@@ -20,6 +20,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
 from i2cl.models.scoring import Progress, Questions, label_log_probs, require_finite, require_texts, score
+from i2cl.tasks import Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,20 @@ class TaskQuery:
         """Maximum number of tokens that run; full-sequence scoring may run the query with each label."""
         labels = self.task.questions.labels
         return sum(len(self.ids) + len(label) - 1 for label in labels.ids) if labels.full else len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class RowScores:
+    """Scores of one query.
+
+    Attributes:
+        log_probs: log-probabilities among the labels of the task, in their order.
+        label_mass: probability of all labels together among everything that could follow the prompt, before
+            biases and temperature; None for word-level scoring, which yields no probability.
+    """
+
+    log_probs: Float[Tensor, " labels"]
+    label_mass: float | None
 
 
 class InjectionPool:
@@ -162,7 +177,30 @@ class InjectionPool:
         Raises:
             I2CLError: if a single row does not fit into memory, or a score is NaN.
         """
-        scores: list[Tensor] = [torch.empty(0)] * len(queries)
+        return [row.log_probs for row in self.score_rows(queries, progress=progress)]
+
+    def plain(self, task: Task) -> LoadedTask:
+        """Prepare a task without an injection, for zero-shot scores in the same batches as other tasks.
+
+        It is not loaded under a name. Raises I2CLError if the labels cannot be scored.
+        """
+        questions = Questions(self.decoder, task)
+        layers, width, device = self.decoder.layers, self.decoder.d_model, self.decoder.device
+        return LoadedTask(
+            questions=questions,
+            scaled=torch.zeros(layers, 2, width, device=device),
+            keep=torch.ones(layers, 2, device=device),
+            kind=("writers", questions.labels.full, "all", 0),
+            bias=None,
+            encoder=None,
+            temperature=1.0,
+        )
+
+    def score_rows(
+        self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
+    ) -> list[RowScores]:
+        """Score encoded queries, with the total probability of the labels. Raises as `score_queries`."""
+        scores: dict[int, RowScores] = {}
         biases = self._encoder_biases(queries)
         by_kind = defaultdict(list)
         for row, query in enumerate(queries):
@@ -173,9 +211,12 @@ class InjectionPool:
             values = score(self.decoder, ids, labels, edit=_make_edit(tasks), progress=progress)
             require_finite(values, self.decoder)
             for row, task, padded in zip(rows, tasks, values, strict=True):
-                label_scores = padded[: len(task.questions.labels.ids)]
-                scores[row] = label_log_probs(label_scores, biases.get(row, task.bias), task.temperature)
-        return scores
+                row_labels = task.questions.labels
+                label_scores = padded[: len(row_labels.ids)]
+                log_probs = label_log_probs(label_scores, biases.get(row, task.bias), task.temperature)
+                mass = None if row_labels.words else float(label_scores.logsumexp(-1).exp())
+                scores[row] = RowScores(log_probs, mass)
+        return [scores[row] for row in range(len(queries))]
 
     def _encoder_biases(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, " labels"]]:
         """Return the total label bias, by row, of queries whose task has a sentence encoder."""

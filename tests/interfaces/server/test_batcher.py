@@ -98,7 +98,9 @@ def test_answers_belong_to_the_requested_version(batcher_and_store, decoder, see
             answered[digest] += zip(texts, ticket.done.result(), strict=True)
     for digest, pairs in answered.items():
         right = versions[digest].scores(decoder, [text for text, _ in pairs])
-        torch.testing.assert_close(torch.stack([row for _, row in pairs]), right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.stack([row.log_probs for _, row in pairs]), right, rtol=1e-5, atol=1e-5
+        )
     assert batcher.waiting == 0
     assert dropped < len(requests)
     assert len(batcher.pool) <= 2
@@ -229,14 +231,14 @@ def test_requests_beyond_the_queue_bound_are_refused(batcher_with_task, busy_mod
 )
 def test_failing_row_does_not_affect_others(batcher_with_task, busy_model, monkeypatch, error, status):
     batcher, store = batcher_with_task
-    answers = batcher.pool.answers
+    answers = batcher.pool.score_rows
 
     def fails(rows):
         if any(len(row.ids) > 20 for row in rows):
             raise error
         return answers(rows)
 
-    monkeypatch.setattr(batcher.pool, "answers", fails)
+    monkeypatch.setattr(batcher.pool, "score_rows", fails)
     long, short = ("so " * 30).strip(), TEXTS[0]
     tickets = [batcher.submit(store.queries("a", [text])[1], far_deadline()) for text in (short, long, short)]
     busy_model.set()
@@ -278,7 +280,9 @@ def test_requests_during_a_fit_do_not_change_its_result(
     assert len(tickets) > 3
     assert not hooks  # hooks of the fit would affect the requests
     for ticket in tickets:
-        torch.testing.assert_close(ticket.done.result(TIMEOUT_SECONDS)[0], right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ticket.done.result(TIMEOUT_SECONDS)[0].log_probs, right, rtol=1e-5, atol=1e-5
+        )
     alone, outcome = alone.result(), fit.result()
     assert torch.equal(outcome.coefficients, alone.coefficients)
     assert torch.equal(outcome.context.values, alone.context.values)

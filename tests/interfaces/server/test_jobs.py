@@ -115,7 +115,7 @@ def test_batch_resumes_after_kill(open_service, tmp_path, monkeypatch):
     message, inputs = batch_job(service, body)
     injections = {name: service.tasks.injection(digest) for name, digest in message["digests"].items()}
     right = [injections[line["model"]].scores(service.decoder, [line["input"]])[0] for line in lines]
-    whole = service.batcher.pool.answers
+    whole = service.batcher.pool.score_rows
     calls = []
 
     def stop_at_fourth(rows):
@@ -125,7 +125,7 @@ def test_batch_resumes_after_kill(open_service, tmp_path, monkeypatch):
             raise jobs.FitStoppedError
         return whole(rows)
 
-    service.batcher.pool.answers = stop_at_fourth
+    service.batcher.pool.score_rows = stop_at_fourth
     job = service.jobs.add("batch", message, inputs)
     until(lambda: len(calls) >= 4)
     service.close()
@@ -169,14 +169,14 @@ def test_row_that_fails_gets_an_error_without_failing_the_file(service, monkeypa
     monkeypatch.setattr(files, "CHUNK", 4)
     service.tasks.put("a", make_injection(service.decoder, 0))
     lines = lines_of(9) + b'\n{"input": "%s"}' % (b"long " * 3000)
-    whole, seventh = service.batcher.pool.answers, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
+    whole, seventh = service.batcher.pool.score_rows, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
 
     def fails(asked):
         if any(row.ids == seventh for row in asked):
             raise KeyError("a user's text")
         return whole(asked)
 
-    monkeypatch.setattr(service.batcher.pool, "answers", fails)
+    monkeypatch.setattr(service.batcher.pool, "score_rows", fails)
     job = wait_until_ended(service.jobs.add("batch", *batch_job(service, lines, "a")))
     out = answers(job)
     refused = {one["line"]: one["error"]["code"] for one in out if "error" in one}

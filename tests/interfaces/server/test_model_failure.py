@@ -30,7 +30,7 @@ def die(*_, **__):
 def dying(service, monkeypatch):
     """A service with a task, whose model thread dies at the next batch."""
     service.tasks.put("films", make_injection(service.decoder, 0))
-    monkeypatch.setattr(service.batcher.pool, "answers", die)
+    monkeypatch.setattr(service.batcher.pool, "score_rows", die)
     return service
 
 
@@ -80,7 +80,7 @@ FAILING = """
 from i2cl.injections.pool import InjectionPool
 def die(*_, **__):
     raise SystemExit("a fault")
-InjectionPool.answers = die
+InjectionPool.score_rows = die
 from i2cl.interfaces.cli import main
 main()
 """

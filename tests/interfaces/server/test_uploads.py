@@ -199,7 +199,7 @@ def test_overflowing_word_weights_are_refused(service, files):
 
 def test_upload_with_nan_scores_is_refused(client, service, files, monkeypatch):
     fails = Mock(side_effect=NotFiniteError("label scores are not numbers"))
-    monkeypatch.setattr(service.batcher.pool, "answers", fails)
+    monkeypatch.setattr(service.batcher.pool, "score_rows", fails)
     reply = client.put("/v1/tasks/new", content=tar(files), headers=TAR)
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")
     assert [entry.name for entry in service.tasks.entries()] == ["films"]

@@ -31,6 +31,9 @@ class AccessOptions:
         None, "Allowed CORS origin, such as https://example.org, repeatable."
     )
     read_only: bool = opt(False, "Do not fit, upload or delete tasks.", "--read-only")
+    learned_only: bool = opt(
+        False, "Refuse decisions that no task answers, instead of asking the base model.", "--learned-only"
+    )
     page: bool = opt(True, "Serve a web page at /.", "--page/--no-page")
     access_log: bool = opt(True, "Log every request on stderr.", "--access-log/--no-access-log")
 
@@ -97,6 +100,7 @@ def serve(
             max_queued_tokens=limits.max_waiting_tokens,
             max_resident_tasks=limits.max_resident_tasks,
             encoders=limits.encoder,
+            learned_only=access.learned_only,
         )
     app = make_app(service, Access(tokens, hosts), page=access.page, origins=access.allow_origin or ())
 

@@ -17,7 +17,7 @@ from starlette.types import Scope
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.guard import Access, Guard, GuardedRoute, policy
 from i2cl.interfaces.server.refusals import RefusalError, model_failed, stopping
-from i2cl.interfaces.server.routes import completions, management, schemas
+from i2cl.interfaces.server.routes import completions, decisions, management, schemas
 from i2cl.interfaces.server.service import DIGEST_HEADER, Service, answer_request
 from i2cl.version import __version__
 
@@ -58,6 +58,7 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
     _add_error_handlers(app, service)
     _add_classification(app, service)
     completions.add_chat(app, service)
+    decisions.add_decisions(app, service)
     management.add_tasks(app, service)
     management.add_jobs(app, service)
     management.add_batches(app, service)
@@ -120,19 +121,21 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Answer every error with the JSON of `RefusalError.body`."""
+    """Answer every error with JSON, see `decisions.error_response`."""
 
-    def respond(refusal: RefusalError) -> JSONResponse:
+    def respond(request: Request, refusal: RefusalError) -> JSONResponse:
         service.metrics.refusals.labels(refusal.code).inc()
-        return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+        path = getattr(request.scope.get("route"), "path", "")
+        status, body = decisions.error_response(path, refusal)
+        return JSONResponse(body, status, headers=refusal.headers)
 
     @app.exception_handler(I2CLError)
     @app.exception_handler(Exception)
-    async def failed(_request: Request, error: Exception) -> JSONResponse:
-        return respond(RefusalError.of(error))
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return respond(request, RefusalError.of(error))
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         # report the innermost error of a union; of "text or list of texts", that of the list
         problem = max(error.errors(), key=lambda item: (len(item["loc"]), item["type"] != "string_type"))
         parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
@@ -140,7 +143,10 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         message = f"{place or 'the body'} is invalid, {problem['msg'].removeprefix('Value error, ')}"
         if problem["type"] == "json_invalid":
             message = f"the body is not valid JSON ({problem['ctx']['error']}, character {place})"
-        return respond(RefusalError(422, "bad_request", message, "see the fields in /openapi.json"))
+        if problem["type"] == "extra_forbidden":
+            message = f"{place!r} is not supported"
+        hint = "see the fields in /openapi.json"
+        return respond(request, RefusalError(422, "bad_request", message, hint, param=place or None))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -150,7 +156,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         known = {404: ("not_found", "not found"), 405: ("method", "method not allowed")}
         code, message = known.get(error.status_code, ("bad_request", "the request is invalid"))
         hint = "see the paths and methods in /openapi.json"
-        return respond(RefusalError(error.status_code, code, message, hint, headers=headers))
+        return respond(request, RefusalError(error.status_code, code, message, hint, headers=headers))
 
 
 async def _file(path: Path) -> FileResponse:

@@ -19,11 +19,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
 from i2cl.errors import I2CLError, is_out_of_memory
-from i2cl.injections.pool import InjectionPool, TaskQuery
+from i2cl.injections.pool import InjectionPool, RowScores, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError, busy, deadline_passed, model_failed, stopping
 from i2cl.models.scoring import NotFiniteError
 
@@ -39,8 +36,7 @@ class FitStoppedError(Exception):
     """Raised in a fit that was cancelled, or when the server shuts down."""
 
 
-# Result of one row: log-probabilities of the labels, or an error.
-Outcome = Float[Tensor, " labels"] | RefusalError
+Outcome = RowScores | RefusalError  # of one row
 
 
 @dataclass(eq=False)
@@ -324,7 +320,7 @@ class Batcher:
     def _score(self, rows: Sequence[TaskQuery]) -> list[Outcome]:
         """Score rows. An error of one row does not affect the others."""
         try:
-            return list(self.pool.score_queries(rows))
+            return list(self.pool.score_rows(rows))
         except Exception as error:  # noqa: BLE001 - becomes the error of one row
             if len(rows) > 1:
                 half = len(rows) // 2

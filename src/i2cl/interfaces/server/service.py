@@ -13,7 +13,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from starlette.responses import Response
 
 from i2cl.core import encoder_bias
-from i2cl.injections.pool import InjectionPool, TaskQuery
+from i2cl.injections.pool import InjectionPool, RowScores, TaskQuery
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job, Jobs, Kind
@@ -34,6 +34,8 @@ LOADING_THREADS = 2
 
 DIGEST_HEADER = "X-I2CL-Digest"
 LARGE_ANSWER = 4096  # probabilities above which an answer is serialized on a worker thread
+
+Disconnected = Callable[[], Awaitable[Any]]  # returns when the client has disconnected
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -60,6 +62,7 @@ class Service:
         max_queued_tokens: int | None = None,
         max_resident_tasks: int = MAX_RESIDENT_TASKS,
         encoders: Sequence[str] | None = None,
+        learned_only: bool = False,
     ) -> None:
         """Open a folder of tasks, and resume its unfinished jobs.
 
@@ -70,6 +73,7 @@ class Service:
             max_queued_tokens: maximum number of tokens of queued requests.
             max_resident_tasks: maximum number of tasks on the device.
             encoders: sentence encoders that tasks may use; default: the one that is available offline.
+            learned_only: refuse decisions that no task answers, instead of asking the base model.
 
         Raises:
             I2CLError: if an encoder is missing, the folder cannot be used, or another process writes to it.
@@ -79,7 +83,7 @@ class Service:
         else:
             enabled = [encoder_bias.absolute(name) for name in encoders]
             encoder_bias.require_encoders(enabled, str(decoder.device))
-        self.decoder, self.base = decoder, decoder.name
+        self.decoder, self.base, self.learned_only = decoder, decoder.name, learned_only
         self.metrics = Metrics()
         self._resources = ExitStack()
         if not read_only:
@@ -138,7 +142,7 @@ class Service:
         texts: Sequence[str],
         *,
         timeout: float | None = None,
-        disconnected: Callable[[], Awaitable[Any]] | None = None,
+        disconnected: Disconnected | None = None,
     ) -> Answer | None:
         """Classify texts with one version of a task, even if it is replaced meanwhile.
 
@@ -158,32 +162,58 @@ class Service:
             I2CLError: on an empty text.
         """
         require_text_count(texts, "send fewer, or a file to /v1/batches")
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         self.batcher.require_room()
-        never = asyncio.Event().wait
-        watcher = asyncio.ensure_future((disconnected or never)())
+        watcher = _watcher(disconnected)
         try:
-            encoded = await _until_disconnected(self._queries(name, texts), watcher, deadline)
+            encoded = await _until_disconnected(self.queries(name, texts), watcher, deadline)
             if encoded is None:
                 return None
             entry, rows = encoded
-            ticket = self.batcher.submit(rows, deadline)
-            outcome: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
-            try:
-                await asyncio.wait([outcome, watcher], return_when=asyncio.FIRST_COMPLETED)
-                if not outcome.done():
-                    return None
-                scores = outcome.result()
-            finally:
-                self.batcher.cancel(ticket)
+            scores = await self._score(rows, deadline, watcher)
         finally:
             watcher.cancel()
+        if scores is None:
+            return None
 
         def finish() -> Answer:
-            probabilities = [row.softmax(-1).tolist() for row in scores]
+            probabilities = [row.log_probs.softmax(-1).tolist() for row in scores]
             return Answer(entry, probabilities, [len(row.ids) for row in rows])
 
         return await off_loop(len(rows) * len(entry.labels), finish)
+
+    async def score(
+        self, rows: Sequence[TaskQuery], deadline: float, disconnected: Disconnected | None = None
+    ) -> list[RowScores] | None:
+        """Score rows of any tasks as one request.
+
+        Args:
+            rows: one or more.
+            deadline: by `time.monotonic`, see `deadline_of`.
+            disconnected: returns when the client has disconnected.
+
+        Returns:
+            The scores, or None if the client has disconnected first.
+
+        Raises:
+            RefusalError: see `Batcher.submit`.
+        """
+        watcher = _watcher(disconnected)
+        try:
+            return await self._score(rows, deadline, watcher)
+        finally:
+            watcher.cancel()
+
+    async def _score(
+        self, rows: Sequence[TaskQuery], deadline: float, watcher: "asyncio.Future[Any]"
+    ) -> list[RowScores] | None:
+        ticket = self.batcher.submit(rows, deadline)
+        outcome: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
+        try:
+            await asyncio.wait([outcome, watcher], return_when=asyncio.FIRST_COMPLETED)
+            return list(outcome.result()) if outcome.done() else None
+        finally:
+            self.batcher.cancel(ticket)
 
     async def json_response(self, answer: Answer, serialize: Callable[[], str]) -> Response:
         """Return serialized JSON, with the digest of the task's version in a header."""
@@ -192,7 +222,7 @@ class Service:
         headers = {DIGEST_HEADER: answer.entry.digest}
         return Response(content, media_type="application/json", headers=headers)
 
-    async def _queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
+    async def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
         """Encode texts. A task that is not loaded is loaded once for all requests that wait for it, on
         separate threads, so that other tasks are not blocked.
         """
@@ -246,8 +276,14 @@ class Service:
         self._resources.close()
 
 
-def _deadline(timeout: float | None) -> float:
+def deadline_of(timeout: float | None) -> float:
+    """Return a deadline by `time.monotonic`, ``timeout`` seconds from now (None: `TIMEOUT_SECONDS`)."""
     return time.monotonic() + min(TIMEOUT_SECONDS if timeout is None else timeout, MAX_TIMEOUT_SECONDS)
+
+
+def _watcher(disconnected: Disconnected | None) -> "asyncio.Future[Any]":
+    """Return a future that is done when the client has disconnected."""
+    return asyncio.ensure_future(asyncio.Event().wait() if disconnected is None else disconnected())
 
 
 async def _until_disconnected(
@@ -286,12 +322,23 @@ async def answer_request(
         message = f"{name!r} is the base model, which has no labels"
         raise RefusalError(400, "base_model", message, "use a task of GET /v1/models")
 
-    async def disconnected() -> None:
+    texts = [texts] if isinstance(texts, str) else texts
+    answer = await service.classify(name, texts, timeout=timeout, disconnected=disconnection(request))
+    if answer is None:
+        raise client_gone()
+    return answer
+
+
+def disconnection(request: Any) -> Disconnected:
+    """Return a coroutine function that ends when the client of a Starlette request disconnects."""
+
+    async def wait() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    texts = [texts] if isinstance(texts, str) else texts
-    answer = await service.classify(name, texts, timeout=timeout, disconnected=disconnected)
-    if answer is None:
-        raise RefusalError(499, "gone", "the client disconnected, and the request was cancelled", "retry")
-    return answer
+    return wait
+
+
+def client_gone() -> RefusalError:
+    """Return the error of a request whose client has disconnected."""
+    return RefusalError(499, "gone", "the client disconnected, and the request was cancelled", "retry")

@@ -51,11 +51,13 @@ def require_text_count(texts: Sequence[str], hint: str = "split them over severa
         raise RefusalError(413, "too_many_texts", message, hint)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """Request body that refuses unknown fields."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Classify(_Body):
+class Classify(Body):
     """Texts to classify with a task."""
 
     model: Name
@@ -79,7 +81,7 @@ class Message(BaseModel):
     content: str | list[Part] | None = None
 
 
-class Chat(_Body):
+class Chat(Body):
     """A chat completion request; other fields of OpenAI's API are ignored."""
 
     model_config = ConfigDict(extra="ignore")
@@ -114,7 +116,7 @@ LabelledText = Annotated[
 ]
 
 
-class DataFile(_Body):
+class DataFile(Body):
     """A file of labelled rows, sent as text."""
 
     name: Annotated[str, Field(min_length=1, max_length=255, description="File name, shown in errors.")]
@@ -149,7 +151,7 @@ Rows = Annotated[
 ]
 
 
-class FitOptions(_Body):
+class FitOptions(Body):
     """Options of a fit."""
 
     name: Name
