@@ -190,7 +190,8 @@ def _load_entry(path: Path, entry: Path, loading: dict[str, Any]) -> Any:
     what = f"the cached conversion of {str(path)!r}"
     tokenizer = _load_tokenizer(str(entry), str(entry), {})
     with _load_errors(what):
-        model, info = AutoModelForCausalLM.from_pretrained(entry, use_safetensors=True, **loading)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(entry, use_safetensors=True, **loading)
+    model, info = loaded
     _check_complete(what, info)
     _set_name(path, model, tokenizer)
     return model, info, tokenizer
@@ -210,9 +211,10 @@ def _convert_gguf(path: Path, loading: dict[str, Any]) -> Any:
         # From an empty folder: files beside the GGUF file, such as tokenizer.json, may be another model's.
         with tempfile.TemporaryDirectory() as empty, _fast_conversion(file):
             tokenizer: Any = AutoTokenizer.from_pretrained(empty, **source)
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 empty, quantization_config=GgufConfig(dequantize=True), **loading, **source
             )
+        model, info = loaded
         pre_tokenizer = file.get_field("tokenizer.ggml.pre")
         if pre_tokenizer is not None and pre_tokenizer.contents() in SINGLE_DIGIT_PRETOKENIZERS:
             parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
