@@ -1,14 +1,14 @@
-"""How far probabilities and thresholds can be trusted, from refits and from scores of test queries.
+"""Calibration of probabilities and thresholds, from cross-validation and from scores of test queries.
 
     cd docs/experiments/real && python ../../../benchmarks/confidence.py refits.jsonl scores.safetensors
 
-The first file is of `refits.py`; the second holds ``TASK-SEED/scores`` and ``TASK-SEED/gold`` of the test
-queries, in half precision: what `greedy.py --keep` leaves. For the tasks and seeds that both have it prints
+The first file is the output of `refits.py`. The second has ``TASK-SEED/scores`` and ``TASK-SEED/gold`` of the
+test queries in half precision, from `greedy.py --keep`. It prints, for the tasks and seeds in both files,
 
-- the four numbers of confidence under each rule for the temperature,
-- accuracy by refits beside that on the test queries,
-- how often a threshold for 90 % breaks its promise, in draws of 100 rows, each of which chooses its
-  temperature and its threshold. All queries of a task and seed are the population.
+- the calibration metrics for each rule that chooses the temperature,
+- the accuracy in cross-validation minus that on the test queries,
+- how often a threshold for 90 % accuracy misses it. Temperature and threshold are fitted on draws of 100
+  rows; all queries of a task and seed are the population.
 """
 
 import json
@@ -26,15 +26,15 @@ from i2cl.experiments.evidence.selective import select
 from i2cl.injections.temperature import best_temperature, likely_temperature, normalised
 
 TARGET, ROWS, DRAWS = 0.9, 100, 50
-"""Accuracy of what is answered; rows of a draw; draws a fit."""
+"""Target accuracy; rows per draw; draws per fit."""
 
 SELECTED = ("sst2", "tickets", "agnews", "mr")
-"""Tasks of the third table."""
+"""Tasks of the threshold table."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """One task and seed: label scores of its demonstrations by refits, and of the test queries by the fit."""
+    """Label scores of one task and seed: demonstrations in cross-validation, and test queries by the fit."""
 
     task: str
     left_out: np.ndarray
@@ -45,30 +45,30 @@ class Fit:
 
     @cached_property
     def best(self) -> float:
-        """The temperature with the least log-loss on the test queries."""
+        """The temperature with the lowest log-loss on the test queries."""
         return best_temperature(self.scores, self.gold)
 
     @cached_property
     def chosen(self) -> float:
-        """The temperature that `i2cl fit` chooses by refits."""
+        """The temperature that `i2cl fit` chooses by cross-validation."""
         return likely_temperature(self.left_out, self.left_out_gold)
 
     def temperatures(self, others: list[float]) -> dict[str, float]:
-        """By rule; ``others`` are the best ones of other tasks' fits."""
+        """Return the temperature by rule; ``others`` are the best temperatures of the other tasks' fits."""
         own, median = (self.left_out, self.left_out_gold), float(np.median(others))
         spread = float(np.log(others).std())
         return {
-            "as it is": 1.0,
-            "the other tasks' median": median,
-            "refits alone": best_temperature(*own),
-            "refits and prior (the default)": self.chosen,
-            "refits and the other tasks' prior": likely_temperature(*own, median, spread),
+            "1 (no scaling)": 1.0,
+            "median of the other tasks": median,
+            "cross-validation": best_temperature(*own),
+            "cross-validation with prior (default)": self.chosen,
+            "cross-validation with the other tasks' prior": likely_temperature(*own, median, spread),
             "best for these queries": self.best,
         }
 
 
 def read(refits: Path, kept: Path) -> list[Fit]:
-    """Fits that both files have."""
+    """Read the fits that both files have."""
     held, result = load_file(kept), []
     for one in map(json.loads, refits.read_text(encoding="utf-8").splitlines()):
         name = f"{one['task']}-{one['seed']}"
@@ -80,7 +80,7 @@ def read(refits: Path, kept: Path) -> list[Fit]:
 
 
 def temperature_table(fits: list[Fit]) -> str:
-    """Means over tasks."""
+    """Tabulate the metrics by rule: means over tasks."""
     each, all_seeds = defaultdict(list), defaultdict(list)
     for fit in fits:
         others = [other.best for other in fits if other.task != fit.task]
@@ -100,7 +100,7 @@ def temperature_table(fits: list[Fit]) -> str:
 
 
 def drawn(fits: list[Fit], random: np.random.Generator) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Task, log-probabilities, and answers drawn by them, so that the probabilities are right."""
+    """Return task, log-probabilities, and labels drawn from them, so the probabilities are calibrated."""
     result = []
     for fit in fits:
         at = normalised(fit.scores, fit.best)
@@ -110,7 +110,7 @@ def drawn(fits: list[Fit], random: np.random.Generator) -> list[tuple[str, np.nd
 
 
 def error_of_all_seeds(parts: list[tuple[str, np.ndarray, np.ndarray]]) -> float:
-    """Mean over tasks of the calibration error of all seeds' queries: task, log-probabilities, gold."""
+    """Return the ECE over the pooled queries of all seeds, averaged over tasks."""
     by_task = defaultdict(list)
     for task, scores, gold in parts:
         by_task[task].append((scores, gold))
@@ -119,9 +119,9 @@ def error_of_all_seeds(parts: list[tuple[str, np.ndarray, np.ndarray]]) -> float
 
 
 def with_unseen_rows(fits: list[Fit], times: int, random: np.random.Generator) -> float:
-    """Calibration error of all seeds with temperatures from rows that the fit itself has not seen.
+    """Return the ECE of all seeds with temperatures fitted on held-out queries instead of cross-validation.
 
-    Of each fit's queries as many as it has examples, or ``times`` as many, take the place of its refits.
+    Uses ``times`` as many queries as the fit has demonstrations.
     """
     result = []
     for _ in range(DRAWS):
@@ -135,8 +135,8 @@ def with_unseen_rows(fits: list[Fit], times: int, random: np.random.Generator) -
 
 
 def threshold_table(fits: list[Fit], random: np.random.Generator) -> str:
-    """Shares of the draws."""
-    lines = ["| task | draws | threshold shown | promise broken | coverage |", "|---|---:|---:|---:|---:|"]
+    """Tabulate how often a threshold exists and misses the target: shares of the draws."""
+    lines = ["| task | draws | threshold found | target missed | coverage |", "|---|---:|---:|---:|---:|"]
     for task in SELECTED:
         result = []
         for fit in (one for one in fits if one.task == task):
@@ -155,7 +155,7 @@ def threshold_table(fits: list[Fit], random: np.random.Generator) -> str:
 
 
 def main() -> None:
-    """Read, and print."""
+    """Print everything."""
     fits, random = read(Path(sys.argv[1]), Path(sys.argv[2])), np.random.default_rng(0)
     by_refits = np.array([(fit.left_out.argmax(1) == fit.left_out_gold).mean() for fit in fits])
     apart = 100 * (by_refits - np.array([(fit.scores.argmax(1) == fit.gold).mean() for fit in fits]))
@@ -169,10 +169,10 @@ def main() -> None:
     parts = (
         f"{len(fits)} fits of {', '.join(sorted({fit.task for fit in fits}))}",
         temperature_table(fits),
-        f"ECE of probabilities that are right: {100 * by_fit:.1f} %, of all seeds {100 * all_seeds:.1f} %",
-        "ECE of all seeds by temperatures from unseen rows: {:.1f} % by as many as examples, "
-        "{:.1f} % by twice as many".format(*unseen),
-        f"Refits less test accuracy: {sizes}; {seconds:.0f} CPU seconds a fit",
+        f"ECE of calibrated probabilities: {100 * by_fit:.1f} %, of all seeds {100 * all_seeds:.1f} %",
+        "ECE of all seeds with temperatures from held-out rows: {:.1f} % with as many rows as examples, "
+        "{:.1f} % with twice as many".format(*unseen),
+        f"Cross-validation minus test accuracy: {sizes}; {seconds:.0f} CPU seconds per fit",
         threshold_table(fits, random),
     )
     sys.stdout.write("\n\n".join(parts) + "\n")

@@ -1,10 +1,10 @@
-"""What a fit costs: anchored calibration and the fast recipe against the paper's, on the same demonstrations.
+"""Compare the time of fits: anchored calibration and the fast recipe against the paper's recipe.
 
     python benchmarks/fits.py smollm2 tickets
-    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/fits.py smollm2 tickets     as on a processor without AVX-512
+    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/fits.py smollm2 tickets     emulates a processor without AVX-512
 
-The paper's recipe runs few of its 100 epochs, which take equally long each, and counts as all of them. Ratios
-are medians over neighbouring runs.
+The paper's recipe runs only a few of its 100 epochs, and its time is extrapolated. Ratios are medians over
+adjacent runs.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from measures import seconds
 from tables import machine
 
 EPOCHS = 100
-"""Of the paper's recipe (paper, appendix "Implementation of I2CL")."""
+"""Epochs of the paper's recipe (appendix "Implementation of I2CL")."""
 
 
 def measured(decoder: Decoder, name: str, epochs: int, rounds: int) -> dict[str, object]:
-    """Seconds of each stage and recipe, medians over rounds, and their ratios, medians of each round's."""
+    """Measure the seconds of each stage and recipe, and their ratios: medians over rounds."""
     task = load_task(name)
     shown = task.sample(seed=0)
     questions = Questions(decoder, task)
@@ -45,7 +45,7 @@ def measured(decoder: Decoder, name: str, epochs: int, rounds: int) -> dict[str,
         "fast": partial(calibrate, decoder, task, shown, context, CalibrationConfig.recipe("fast")),
         "paper": partial(calibrate, decoder, task, shown, context, paper),
     }
-    work["forward"]()  # the first call sets up what later ones share
+    work["forward"]()  # warm-up
     turns = []
     for turn in range(rounds):
         order = list(work) if turn % 2 == 0 else list(reversed(work))
@@ -71,7 +71,7 @@ def measured(decoder: Decoder, name: str, epochs: int, rounds: int) -> dict[str,
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurements and print them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +83,7 @@ def main() -> None:
     given = parser.parse_args()
     decoder = Decoder.from_pretrained(given.model)
     result = [measured(decoder, name, given.epochs, given.rounds) for name in given.tasks]
-    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all that there is")
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all instructions")
     if given.json:
         print(json.dumps({"machine": machine(), "isa": isa, "model": decoder.name, "tasks": result}))
         return

@@ -1,10 +1,10 @@
-"""Peak memory of `i2cl export` on a random checkpoint of a billion parameters.
+"""Measure the peak memory of `i2cl export` on a random checkpoint with a billion parameters.
 
 Usage: python benchmarks/fold_memory.py
 
-Writes a Llama in bfloat16 shard by shard into a temporary folder (about 2.5 GB, and as much again for what
-is exported), folds a random injection in a child process with and without golden values, and prints the
-child's peak of resident memory (https://man7.org/linux/man-pages/man2/getrusage.2.html).
+Writes a bfloat16 Llama shard by shard into a temporary folder (about 2.5 GB, and as much again for the
+export), exports a random injection in a child process with and without golden values, and prints the child's
+peak resident memory (https://man7.org/linux/man-pages/man2/getrusage.2.html).
 """
 
 import argparse
@@ -29,18 +29,17 @@ from i2cl.tasks import Template
 from workload import SHAPES
 
 SHAPE = SHAPES["llama-3.2-1b"]
-SHARD = 600_000_000
-"""Bytes of a file of the base model, at most; its largest tensor, the embedding, has 525 million."""
+MAX_SHARD_BYTES = 600_000_000  # the largest tensor, the embedding, has 525 million bytes
 
 
 def write_base(folder: Path) -> int:
-    """A random checkpoint, of which memory holds a shard at a time; its size in bytes."""
+    """Write a random checkpoint with one shard in memory at a time, and return its size in bytes."""
     model = skeleton(SHAPE)
     tied = model.all_tied_weights_keys
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name not in tied}
     files: list[dict[str, torch.Size]] = [{}]
     for name, shape in shapes.items():
-        if 2 * sum(other.numel() for other in [*files[-1].values(), shape]) > SHARD:
+        if 2 * sum(other.numel() for other in [*files[-1].values(), shape]) > MAX_SHARD_BYTES:
             files.append({})
         files[-1][name] = shape
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +67,7 @@ def _random(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 
 
 def write_injection(folder: Path, base: Path) -> None:
-    """Random values on the random model."""
+    """Write a random injection for the random model."""
     generator = torch.Generator().manual_seed(1)
     layers, width = SHAPE.num_hidden_layers, SHAPE.hidden_size
     values = torch.randn(layers, 2, width, generator=generator)
@@ -85,7 +84,7 @@ def write_injection(folder: Path, base: Path) -> None:
 
 
 def peak_of_export(artefact: Path, output: Path, *options: str) -> int:
-    """Bytes resident at most in a process of its own that exports."""
+    """Export in a child process, and return its peak resident memory in bytes."""
     code = "from i2cl.interfaces.cli import main; main()"
     command = [sys.executable, "-c", code, "export", str(artefact), str(output), "--force"]
     child = subprocess.Popen([*command, "--device", "cpu", *options], stdout=subprocess.DEVNULL)
@@ -97,7 +96,7 @@ def peak_of_export(artefact: Path, output: Path, *options: str) -> int:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurements and print them."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--shards", nargs="+", default=["5GB", "500MB"], help="sizes of exported files")
     table = Table("export", "max shard", "peak GB", "peak / checkpoint")

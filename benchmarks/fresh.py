@@ -1,7 +1,7 @@
-"""Anchored calibration, sentence embeddings and their product on rows that chose nothing.
+"""Evaluate anchored calibration, sentence embeddings and their product on fresh rows and seeds.
 
-Seeds from 4 on, and up to 200 test rows of each task that no table of docs/ has asked: those that
-`Task.queries(200)` leaves out. A line of JSON a task and seed; what is there already is not run again.
+Uses seeds from 4 on, and up to 200 test rows per task that are in no table of docs/, because
+`Task.queries(200)` excludes them. Appends a line of JSON per task and seed; existing lines are not run again.
 
     python benchmarks/fresh.py smollm2 docs/experiments/real/fresh.jsonl
 """
@@ -28,7 +28,7 @@ NAMES = ("anchored", "sentence_embeddings", "product")
 
 
 def measured(decoder: Decoder, name: str, seed: int) -> dict[str, Any]:
-    """Which queries each of the three answers rightly."""
+    """Return which queries each of the three predicts correctly."""
     task = load_task(name)
     asked = {row.text for row in task.queries(200)}
     queries = replace(task, test=tuple(row for row in task.test if row.text not in asked)).queries(200)
@@ -44,7 +44,7 @@ def measured(decoder: Decoder, name: str, seed: int) -> dict[str, Any]:
 
 
 def main(model: str, path: str) -> None:
-    """Run what is missing, then say what the product gains."""
+    """Run what is missing, and print the gain of the product."""
     file = Path(path)
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     known, decoder = {(one["task"], one["seed"]) for one in lines}, None

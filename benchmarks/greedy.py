@@ -1,10 +1,10 @@
-"""How often a model under a default fit says a label by itself, and the right one, on real tasks.
+"""Measure how often greedy decoding with a default fit generates a label, and the correct one.
 
     python benchmarks/greedy.py smollm2 sst2,tickets --seeds 4 --limit 200 -o greedy.jsonl
 
-One line of JSON a fit, appended; what the file holds is not run again. The nine tasks of the paper need
-I2CL_DATA_DIR or the hub. With --store the answers are compared with those of the same cells in a store; with
---keep each artefact and its scores on the queries stay in a folder.
+Appends a line of JSON per fit; existing lines are not run again. The paper's nine tasks need I2CL_DATA_DIR or
+the hub. With --store, predictions are compared with those of the same cells in a store. With --keep, each
+artefact and its scores on the queries are saved to a folder.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from i2cl.models.scoring import Questions, next_token_log_probabilities, score
 def measured(
     decoder: Decoder, task: Task, seed: int, limit: int, stored: list[int] | None, keep: Path | None
 ) -> dict[str, Any]:
-    """One fit, what is right among the labels, and what greedy decoding says."""
+    """Fit one task, and measure the accuracy among the labels and of greedy decoding."""
     demonstrations, queries = task.sample(None, seed), task.queries(limit)
     (method,) = make_methods(["anchored"], {})
     start = time.perf_counter()
@@ -43,7 +43,7 @@ def measured(
         so_far = [ids + tuple(tokens) for ids, tokens in zip(prompts, said, strict=True)]
         result = next_token_log_probabilities(decoder, so_far, edit=edit)
         if not place:
-            first = result = labels.at_first(result).log_softmax(-1)  # as the head of an export has it
+            first = result = labels.at_first(result).log_softmax(-1)  # as in the LM head of an export
         for tokens, token in zip(said, result.argmax(-1).tolist(), strict=True):
             tokens.append(token)
     scores = score(decoder, prompts, labels, edit=edit) if labels.full else first[:, list(labels.first)]
@@ -70,7 +70,7 @@ def measured(
 
 
 def main() -> None:
-    """Run what the file lacks."""
+    """Run what is missing in the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("tasks")

@@ -1,4 +1,4 @@
-"""Whole jobs: fit and predict by the naive program and by the package's recipes, and what they agree on."""
+"""Time and compare complete fit-and-predict jobs of the naive program and of the package's recipes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ console = Console(stderr=True)
 
 
 def whole_jobs(work: Workload, rounds: int, epochs: int) -> list[dict[str, Any]]:
-    """Fit and predict, all of it, by the naive program and by both recipes in turns."""
+    """Fit and predict with the naive program and both recipes, in alternating order."""
     done = []
     for turn in range(rounds):
         console.print(f"whole jobs, round {turn + 1} of {rounds}")
@@ -44,7 +44,7 @@ def whole_jobs(work: Workload, rounds: int, epochs: int) -> list[dict[str, Any]]
 def one_round(
     work: Workload, epochs: int, *, backwards: bool
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Seconds and predictions of each job."""
+    """Return the seconds and the predictions of each job."""
     naive = Naive(work.decoder, work.task, CalibrationConfig(epochs=epochs))
     taken: dict[str, float] = {}
     best: dict[str, torch.Tensor] = {}
@@ -62,19 +62,19 @@ def one_round(
 
 
 def naive_job(naive: Naive, work: Workload) -> torch.Tensor:
-    """Fit and predict as the naive program does, on the batches of the exact recipe."""
+    """Fit and predict with the naive program, on the batches of the paper's recipe."""
     naive.extract(work.demonstrations)
     naive.calibrate(work.demonstrations, naive.config.batches(len(work.demonstrations), seed=0))
     return naive.scores(work.texts)
 
 
 def our_job(work: Workload, recipe: str, **changes: object) -> torch.Tensor:
-    """The same by the package."""
+    """Fit and predict with the package."""
     return measures.fitted(work, recipe, **changes).scores(work.decoder, work.texts)
 
 
 def agreement(work: Workload, epochs: int) -> dict[str, Any]:
-    """Predictions of the exact recipe that equal the naive program's, both without noise."""
+    """Compare predictions of the paper's recipe with the naive program's, both without noise."""
     config = CalibrationConfig(epochs=epochs, noise=0)
     naive = naive_job(Naive(work.decoder, work.task, config), work)
     ours = our_job(work, "paper", epochs=epochs, noise=0)
@@ -92,7 +92,7 @@ def agreement(work: Workload, epochs: int) -> dict[str, Any]:
 
 
 def accuracy(tasks: Sequence[str], seeds: int, **changes: object) -> dict[str, Any]:
-    """Accuracy of the fast recipe minus the paper's, in points, on the reference model."""
+    """Compare the accuracy of the fast recipe with the paper's, on the reference model."""
     decoder = Decoder.from_pretrained("reference", device="cpu")
     kept: dict[str, list[float]] = {}
     for recipe in ("paper", "fast"):

@@ -1,6 +1,6 @@
-"""What the benchmark measures, one function a row of its table.
+"""Measurements of the benchmark, one function per row of its table.
 
-Machines are noisy, but a ratio of neighbouring runs is not: comparisons are made in pairs.
+Comparisons are ratios of adjacent runs, which are much less noisy than absolute times.
 """
 
 import time
@@ -27,7 +27,7 @@ from i2cl.models.scoring import score
 from workload import Workload
 
 ROWS = 64
-"""Rows of the batches that are compared."""
+"""Rows of a compared batch."""
 
 
 Work = Callable[[], Any]
@@ -35,15 +35,15 @@ Work = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two pieces of work, run in turns.
+    """Times of two functions, run alternately.
 
     Attributes:
         first: median seconds of the first.
         second: median seconds of the second.
-        ratio: median over the pairs of second / first.
+        ratio: median of second / first over the pairs.
         low: smallest ratio of a pair.
-        high: largest.
-        pairs: how many.
+        high: largest ratio of a pair.
+        pairs: number of pairs.
     """
 
     first: float
@@ -55,7 +55,7 @@ class Pair:
 
 
 def seconds(work: Work, device: torch.device) -> float:
-    """How long it takes, with what it left running on an accelerator."""
+    """Time a function, including pending work on an accelerator."""
     _wait(device)
     started = time.perf_counter()
     work()
@@ -64,7 +64,7 @@ def seconds(work: Work, device: torch.device) -> float:
 
 
 def paired(first: Work, second: Work, device: torch.device, pairs: int, *, warm: bool = True) -> Pair:
-    """Run both in turns, each once for warmth if wanted, changing who goes first."""
+    """Run both functions alternately, after a warm-up if ``warm``, and alternate which one is first."""
     if warm:
         first()
         second()
@@ -98,9 +98,9 @@ class Measure:
 
     Attributes:
         name: what was measured.
-        value: the figure.
-        unit: of the figure; ``x`` for a ratio.
-        detail: the numbers it was made from.
+        value: the result.
+        unit: its unit; ``x`` for a ratio.
+        detail: the numbers it is computed from.
     """
 
     name: str
@@ -110,12 +110,12 @@ class Measure:
 
     @classmethod
     def of(cls, name: str, pair: Pair, **detail: object) -> "Measure":
-        """The ratio of a pair."""
+        """Build the measure of a pair's ratio."""
         return cls(name, pair.ratio, "x", {**asdict(pair), **detail})
 
 
 def fit(work: Workload, recipe: str, **changes: object) -> tuple[Measure, Injection]:
-    """Extract and calibrate under a recipe, with its peak memory beyond the model's."""
+    """Time extraction and calibration with a recipe, and measure their peak memory besides the model."""
     result: list[Injection] = []
     with peak_memory(work.decoder.device) as peak:
         taken = seconds(lambda: result.append(fitted(work, recipe, **changes)), work.decoder.device)
@@ -124,14 +124,14 @@ def fit(work: Workload, recipe: str, **changes: object) -> tuple[Measure, Inject
 
 
 def fitted(work: Workload, recipe: str, **changes: object) -> Injection:
-    """An injection calibrated on the workload's demonstrations."""
+    """Calibrate an injection on the workload's demonstrations."""
     context = extract(work.decoder, work.task, work.demonstrations)
     config = CalibrationConfig.recipe(recipe, **changes)
     return calibrate(work.decoder, work.task, work.demonstrations, context, config)
 
 
 def predict(work: Workload, injection: Injection) -> Measure:
-    """Classify all texts, tokenisation included, with its peak memory beyond the model's."""
+    """Time the classification of all texts, tokenization included, and measure its peak memory."""
     run = partial(injection.scores, work.decoder, work.texts)
     run()
     with peak_memory(work.decoder.device) as peak:
@@ -143,9 +143,9 @@ def predict(work: Workload, injection: Injection) -> Measure:
 def predict_over_forward(
     work: Workload, injection: Injection, pairs: int, *, same_products: bool = False
 ) -> Measure:
-    """Throughput of predict against the base model's own forward of the same tokens without padding.
+    """Compare the throughput of prediction with the base model's forward on the same tokens without padding.
 
-    That forward multiplies matrices as PyTorch does, or, if wanted, as predict does (`i2cl.models.onednn`).
+    With ``same_products``, the forward uses the same matrix products as prediction (`i2cl.models.onednn`).
     """
     groups = [list(group) for _, group in groupby(sorted(work.queries, key=len), key=len)]
     plain = partial(_base_forward, work, groups, same_products=same_products)
@@ -156,7 +156,7 @@ def predict_over_forward(
 
 
 def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Measure:
-    """Time of an injected forward pass over that of a plain one, for the same batch."""
+    """Compare the time of an injected with that of a plain forward pass, on the same batch."""
     batch = make_batch(_middle(work.queries), work.decoder.device)
     with work.decoder.frozen(), torch.no_grad():
         plain = partial(work.decoder.forward, batch)
@@ -165,16 +165,16 @@ def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Mea
 
 
 def labels_over_repeated_queries(work: Workload, pairs: int, labels: int = 12) -> Measure:
-    """Throughput of whole labels where a query runs once for all of them against once for each."""
+    """Compare full-sequence scoring with one query pass for all labels and with one pass per label."""
     decoder = work.decoder
     words = LabelTokens(tuple((1, 2 + label, 3) for label in range(labels)), full=True)
 
     def run(once: bool) -> None:
-        kept, decoder.can_split = decoder.can_split, decoder.can_split and once
+        kept, decoder.can_fork = decoder.can_fork, decoder.can_fork and once
         try:
             score(decoder, work.queries[:ROWS], words)
         finally:
-            decoder.can_split = kept
+            decoder.can_fork = kept
 
     pair = paired(partial(run, once=True), partial(run, once=False), decoder.device, pairs, warm=False)
     name = f"{labels} whole labels behind a query run once / once a label, throughput"
@@ -182,14 +182,14 @@ def labels_over_repeated_queries(work: Workload, pairs: int, labels: int = 12) -
 
 
 def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
-    """Throughput of a batch whose rows belong to 64 tasks against that of one task."""
+    """Compare the throughput of a batch with 64 tasks with that of one task."""
     pool = InjectionPool(work.decoder)
     base = work.injection()
     device = work.decoder.device
     names = [f"task {number}" for number in range(loaded)]
     with peak_memory(device) as peak:
         took = seconds(partial(_load, pool, names, base), device)
-    texts = sorted(work.texts, key=len)[:ROWS]  # short ones: 64 long rows measure the allocator of a CPU
+    texts = sorted(work.texts, key=len)[:ROWS]  # short ones: with 64 long rows, a CPU's allocator dominates
     chosen = names[:: max(1, loaded // len(texts))][: len(texts)]
     mixed = partial(pool.scores, texts, chosen)
     with _one_batch(work):
@@ -207,13 +207,13 @@ S = TypeVar("S", str, Ids)
 
 
 def _middle(items: Sequence[S]) -> list[S]:
-    """Up to 64 of about the same length, so that they make one batch with little padding."""
+    """Return up to 64 items of similar length, for a batch with little padding."""
     start = max(0, (len(items) - ROWS) // 2)
     return sorted(items, key=len)[start : start + ROWS]
 
 
 def together_over_alone(work: Workload, runs: int, epochs: int, pairs: int) -> Measure:
-    """Throughput of calibrating several seeds of the task together against one after another."""
+    """Compare the throughput of calibrating several seeds jointly and separately."""
     config = CalibrationConfig(epochs=epochs)
     context = extract(work.decoder, work.task, work.demonstrations)
     together = partial(
@@ -236,7 +236,7 @@ def together_over_alone(work: Workload, runs: int, epochs: int, pairs: int) -> M
 
 @contextmanager
 def _one_batch(work: Workload) -> Iterator[None]:
-    """Room for all compared rows in a batch."""
+    """Raise the token budget so that all compared rows fit into a batch."""
     budget = work.decoder.token_budget
     work.decoder.token_budget = max(budget, ROWS * max(map(len, work.queries)))
     try:
@@ -251,12 +251,12 @@ def _load(pool: InjectionPool, names: Sequence[str], injection: Injection) -> No
 
 
 def rows_of(work: Workload, pairs: int, **changes: object) -> Iterator[Measure]:
-    """What a model costs, as it is measured: fit with both recipes, predict, comparisons.
+    """Measure a model: fits with both recipes, prediction, and comparisons.
 
     Args:
-        work: of the model.
-        pairs: of each comparison.
-        changes: of the recipes.
+        work: workload of the model.
+        pairs: number of pairs of each comparison.
+        changes: changed options of the recipes.
     """
     paper, injection = fit(work, "paper", **changes)
     yield paper
@@ -281,16 +281,16 @@ def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_produ
 
 @dataclass(frozen=True)
 class Prefixed:
-    """I2CL against few-shot with a cached prefix, for some number of tasks served in turns.
+    """I2CL against few-shot with a cached prefix, on alternating queries of several tasks.
 
     Attributes:
-        demonstration_tokens: in front of a query, for few-shot.
-        tasks: the queries are spread over.
-        i2cl_queries_per_second: all tasks in common batches.
-        few_shot_queries_per_second: a batch holds queries of one task.
-        i2cl_bytes: cached for all tasks.
+        demonstration_tokens: tokens in front of a few-shot query.
+        tasks: number of tasks.
+        i2cl_queries_per_second: with mixed batches.
+        few_shot_queries_per_second: with a task per batch.
+        i2cl_bytes: stored for all tasks.
         few_shot_bytes: cached for all tasks.
-        few_shot_first_use_seconds: to fill one task's cache.
+        few_shot_first_use_seconds: time to fill the cache of a task.
     """
 
     demonstration_tokens: int
@@ -303,9 +303,12 @@ class Prefixed:
 
 
 def against_prefix(
-    work: Workload, tokens: Sequence[int], tasks: Sequence[int], tell: Callable[[str], None] = lambda _: None
+    work: Workload,
+    tokens: Sequence[int],
+    tasks: Sequence[int],
+    report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Prefixed]:
-    """Serve the workload's texts both ways. All tasks share one cache's numbers, and count their own."""
+    """Serve the workload's texts both ways. Tasks share one cache, but its bytes count for each."""
     base = work.injection()
     pool = InjectionPool(work.decoder, {f"task {number}": base for number in range(max(tasks))})
     device = work.decoder.device
@@ -316,7 +319,7 @@ def against_prefix(
         pool.scores(work.texts[:8], names[:8])
         injected[count] = len(work.texts) / seconds(partial(pool.scores, work.texts, names), device)
     for length in tokens:
-        tell(f"{length} demonstration tokens")
+        report(f"{length} demonstration tokens")
         prefix, first = _timed_prefix(work, tuple((ids * (length // len(ids) + 1))[:length]))
         for count in tasks:
             taken = seconds(partial(_few_shot, work, prefix, count), device)

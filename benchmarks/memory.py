@@ -1,14 +1,14 @@
-"""How much memory and how many passes a fit by anchored calibration takes, without running or allocating it.
+"""Estimate the memory and the passes of a fit with anchored calibration, without running it.
 
     python benchmarks/memory.py --layers 32 --width 4096 --keys 1024 --inner 14336 --vocab 128256 --rows 40
-    python benchmarks/memory.py --check        three small models, predicted and measured
+    python benchmarks/memory.py --check        compares estimate and measurement on three small models
 
-Counts are those of Llama's blocks: gated MLPs, fused attention. A backward pass needs what the forward pass
-leaves behind in each block: the stream before both norms, queries, keys and values of every head and their
-mix, and three numbers for each of the MLP's inner ones.
+Assumes Llama blocks: gated MLPs and fused attention. The saved activations of a block are the residual stream
+before both norms; queries, keys, values and attention output; and three values per hidden unit of the MLP.
 """
 
 import argparse
+import math
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -20,32 +20,30 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from i2cl import Decoder, Example, anchor, load_task
 from i2cl.core.anchored import AnchoredConfig
-from i2cl.core.descent import schedule
-from i2cl.core.problem import KERNELS, MOST_COLUMNS, SCALED
-from i2cl.core.tangent import SLICE
-from i2cl.experiments.draw import BACKWARD, FORWARD, LATER_STEPS
+from i2cl.core.objective import SLICE
+from i2cl.core.plan import MAX_SCALE_EXAMPLES, SOLVER_MATRICES, FitPlan, FitSize, plan_fit
 from i2cl.models.memory import peak_memory
 
 GB = 1e9
 RESIDENT, SCRATCH = 1.15, 0.09 * GB
-"""Memory that a CPU's allocator holds, in shares of the tensors that live and beside them, by `--check`."""
+"""Overhead of the CPU allocator: factor on the live tensors, and constant part; measured with `--check`."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of Llama's kind, and what is fitted on it.
+    """A Llama-like decoder, and a fit on it.
 
     Attributes:
-        layers: blocks.
-        width: of the residual stream.
-        keys: width of all keys, or of all values, of a layer.
-        inner: width of the MLP.
-        vocab: tokens of the vocabulary.
-        rows: demonstrations.
-        labels: of the task.
-        tokens: of a query.
-        budget: padded tokens of a batch.
-        size: bytes of a number in the model.
+        layers: number of blocks.
+        width: hidden size.
+        keys: total width of the keys (and of the values) of a layer.
+        inner: hidden size of the MLP.
+        vocab: vocabulary size.
+        rows: number of demonstrations.
+        labels: number of labels.
+        tokens: tokens per query.
+        budget: padded tokens per batch.
+        size: bytes per parameter.
     """
 
     layers: int
@@ -61,49 +59,46 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Of each demonstration, where a token tells the labels apart."""
+        """Kernel columns per demonstration with first-token scoring."""
         return self.labels - 1
 
+    def plan(self, steps: int = 4) -> FitPlan:
+        """The solver and the number of passes of the fit, on a machine with enough memory."""
+        return plan_fit(FitSize(self.rows, self.labels, 2 * self.layers * self.width), math.inf, steps=steps)
+
     @property
-    def descended(self) -> bool:
-        """Whether a kernel would be too large."""
-        return self.rows * self.columns > MOST_COLUMNS
+    def uses_adamw(self) -> bool:
+        """Whether the Gauss-Newton kernel would be too large."""
+        return self.plan().solver == "descent"
 
     def weights(self) -> float:
-        """Bytes of the model, its LM head apart from the embedding."""
+        """Bytes of the model, with an untied LM head."""
         block = 2 * self.width * (self.width + self.keys) + 3 * self.width * self.inner
         return self.size * (self.layers * block + 2 * self.vocab * self.width)
 
     def activations(self) -> float:
-        """Bytes that the forward pass of the largest batch leaves behind for the backward passes."""
+        """Bytes of the saved activations of the largest batch."""
         batch = min(self.rows, max(1, self.budget // self.tokens)) * self.tokens
         token = 6 * self.width + 3 * self.inner
         return self.size * self.layers * batch * token
 
     def gradients(self) -> float:
-        """Bytes of the derivatives that stay on the host, and of a batch's own vectors and theirs."""
+        """Bytes of the Jacobian on the host, and of a batch's vectors and gradients."""
         numbers = 2 * self.layers * self.width
         batch = min(self.rows, max(1, self.budget // self.tokens))
-        kept = min(self.rows, SCALED) if self.descended else self.rows * self.columns
+        kept = min(self.rows, MAX_SCALE_EXAMPLES) if self.uses_adamw else self.rows * self.columns
         return 4 * numbers * (kept + 3 * batch)
 
     def solver(self) -> float:
         """Bytes of a step's kernel and its solution."""
-        if self.descended:
+        if self.uses_adamw:
             return 0.0
         kernel = self.rows * self.columns
-        return 8 * (KERNELS * kernel**2 + kernel * min(SLICE, 2 * self.layers * self.width))
-
-    def passes(self, steps: int = 4) -> float:
-        """Forward passes over all demonstrations that take as long as the fit, about."""
-        if self.descended:
-            return (schedule(self.rows).epochs + 1) * (FORWARD + BACKWARD)
-        once = FORWARD + BACKWARD * self.columns
-        return once * (1 + LATER_STEPS * (steps > 1)) + steps + FORWARD
+        return 8 * (SOLVER_MATRICES * kernel**2 + kernel * min(SLICE, 2 * self.layers * self.width))
 
 
 def measured(shape: Shape, shots: int) -> tuple[float, float]:
-    """Predicted and measured bytes beside the weights, on a model of random weights."""
+    """Return the estimated and the measured bytes besides the weights, on a random model."""
     torch.manual_seed(0)
     tokenizer = Decoder.from_pretrained("reference").tokenizer
     config = LlamaConfig(
@@ -116,12 +111,12 @@ def measured(shape: Shape, shots: int) -> tuple[float, float]:
         max_position_embeddings=1024,
     )
     decoder = Decoder(LlamaForCausalLM(config).eval(), tokenizer, token_budget=shape.budget)
-    told_apart = load_task("mood-colour-1")  # whose labels the bundled tokenizer tells apart by one token
-    task = replace(told_apart, labels=told_apart.labels[: shape.labels], train=(), test=())
+    base_task = load_task("mood-colour-1")  # its labels differ in their first token
+    task = replace(base_task, labels=base_task.labels[: shape.labels], train=(), test=())
     shown = [Example("a " * shape.tokens + str(row), row % shape.labels) for row in range(shots)]
     lengths = [len(ids) for ids in decoder.encoder([task.template.query(one.text) for one in shown])]
     exact = replace(shape, rows=shots, tokens=max(lengths))
-    anchor(decoder, task, shown[:1], AnchoredConfig(steps=1, say_label=False))  # what the first call loads
+    anchor(decoder, task, shown[:1], AnchoredConfig(steps=1, say_label=False))  # warm-up
     with peak_memory(decoder.device) as peak:
         anchor(decoder, task, shown, AnchoredConfig(steps=2, say_label=False))
     tensors = exact.activations() + exact.gradients() + exact.solver()
@@ -129,7 +124,7 @@ def measured(shape: Shape, shots: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the estimates."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -151,7 +146,7 @@ def main() -> None:
     size = torch.finfo(getattr(torch, given.pop("dtype"))).bits // 8
     if given.pop("check"):
         table = Table("model", "rows x columns", "predicted", "measured", "ratio")
-        # Memory that a process has freed stays with it, so each model has a process of its own.
+        # freed memory stays with a process, so each model runs in a new one
         alone = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
         for layers, width, inner, rows in ((4, 512, 2048, 48), (8, 768, 2048, 48), (12, 384, 1024, 96)):
             shape = Shape(layers, width, width // 2, inner, 600, rows, 3, 60, 1024, 4)
@@ -165,11 +160,11 @@ def main() -> None:
         table.add_row("weights", f"{shape.weights() / GB:.1f} GB")
         table.add_row("activations of the largest batch", f"{shape.activations() / GB:.2f} GB")
         table.add_row(
-            "derivatives" + ("" if shape.descended else f", {shape.rows} x {shape.columns} columns"),
+            "derivatives" + ("" if shape.uses_adamw else f", {shape.rows} x {shape.columns} columns"),
             f"{shape.gradients() / GB:.2f} GB",
         )
         table.add_row("kernel and solver", f"{shape.solver() / GB:.2f} GB")
-        table.add_row("passes over the demonstrations", f"{shape.passes():.0f}")
+        table.add_row("passes over the demonstrations", f"{shape.plan().passes:.0f}")
     Console().print(table)
 
 

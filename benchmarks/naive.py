@@ -1,8 +1,8 @@
-"""The paper's algorithm the straightforward way: what `make bench` measures the package against.
+"""Straightforward implementation of the paper's algorithm, the baseline of `make bench`.
 
-Batches of two, right padding under an attention mask, logits at every position, hooks that keep whole
-activations, one demonstration at a time. It shares the package's templates, label tokens and order of
-batches, and nothing that runs the model, so that equal predictions say something.
+It uses batches of two with right padding and an attention mask, logits at every position, and hooks that
+store full activations of one demonstration at a time. It shares templates, label tokens and the order of
+batches with the package, but no code that runs the model, so equal predictions validate the package.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class Naive:
             parameter.requires_grad_(False)
 
     def extract(self, demonstrations: Sequence[Example]) -> None:
-        """Average what the writers put out at the last token of each demonstration, run alone."""
+        """Average the attention and MLP outputs at the last token of each demonstration."""
         total = torch.zeros_like(self.vectors)
         for example in demonstrations:
             text = self.task.template.demonstration(example.text, self.task.labels[example.label])
@@ -50,7 +50,7 @@ class Naive:
         self.vectors = total / len(demonstrations)
 
     def calibrate(self, demonstrations: Sequence[Example], steps: Sequence[Sequence[int]]) -> None:
-        """One AdamW step per batch, cross-entropy of the label at the last position."""
+        """Train the coefficients with AdamW on the cross-entropy of the label at the last position."""
         queries = self.encode([self.task.template.query(example.text) for example in demonstrations])
         optimizer = torch.optim.AdamW(
             [self.coefficients], lr=self.config.lr, weight_decay=self.config.weight_decay
@@ -69,7 +69,7 @@ class Naive:
             optimizer.step()
 
     def scores(self, texts: Sequence[str]) -> Tensor:
-        """Log-probability of each label, two texts at a time in the order they come."""
+        """Return the log-probability of each label, in batches of two texts."""
         queries = self.encode([self.task.template.query(text) for text in texts])
         result = []
         with torch.no_grad(), _hooked(self.writers, self._inject):

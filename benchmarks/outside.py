@@ -1,17 +1,16 @@
-"""Whether texts that belong to no label can be told: CLINC150's out-of-scope texts against ten of its labels.
+"""Detect out-of-scope texts: CLINC150's out-of-scope texts against ten of its labels.
 
     I2CL_DATA_DIR=DATA python benchmarks/outside.py smollm2 --draws 5 -o outside.jsonl
 
-DATA/clinc150 holds train.jsonl, test.jsonl, oos_test.jsonl and labels.json. One line of JSON a draw of
-labels, appended; what the file holds is not run again. Scores are higher for texts that belong to a label:
+DATA/clinc150 has train.jsonl, test.jsonl, oos_test.jsonl and labels.json. Appends a line of JSON per draw of
+labels; existing lines are not run again. The scores should be higher for in-scope texts:
 
-- confidence: the highest probability among the labels, at the typical temperature;
-- mass: the labels' total probability under the fitted model, with no vector that raises it;
+- confidence: the highest label probability, at the typical temperature;
+- mass: the total probability of the labels under the fitted model, fitted without the label-token vector;
 - plain_mass: the same under the plain model;
-- mix: the mean of the first two's ranks.
+- mix: the mean rank of confidence and mass.
 
-AUROC is the chance that a text in scope has the higher score; ``kept`` is the share of texts out of scope
-that pass where 95 % of those in scope do.
+``kept`` is the false positive rate at a true positive rate of 95 %.
 """
 
 import argparse
@@ -32,18 +31,18 @@ from i2cl.models.scoring import Questions
 from i2cl.tasks import Template
 
 LABELS, SHOTS, INSIDE, OUTSIDE = 10, 5, 100, 200
-"""Drawn; examples a label; texts in scope and out of scope that are scored."""
+"""Number of labels, examples per label, and scored texts in and out of scope."""
 
 TEMPLATE = Template("Request: {text}\nIntent: {label}")
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """Of a JSONL file."""
+    """Read a JSONL file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def drawn(folder: Path, draw: int) -> tuple[Task, tuple[Example, ...], list[str]]:
-    """Ten labels with their texts, examples of each, and texts of no label."""
+    """Draw ten labels, and return their task, demonstrations, and out-of-scope texts."""
     random = np.random.default_rng(draw)
     names = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
     chosen = sorted(random.choice(len(names), LABELS, replace=False).tolist())
@@ -57,7 +56,7 @@ def drawn(folder: Path, draw: int) -> tuple[Task, tuple[Example, ...], list[str]
 
 
 def measured(decoder: Decoder, folder: Path, draw: int) -> dict[str, Any]:
-    """Scores of one draw, and what they are worth."""
+    """Fit one draw, and measure how well each score detects out-of-scope texts."""
     task, demonstrations, outside = drawn(folder, draw)
     injection = anchor(decoder, task, demonstrations, AnchoredConfig(say_label=False), seed=draw)
     inside = task.queries(INSIDE, draw)
@@ -88,7 +87,7 @@ def _kept(value: Any, known: Any) -> float:
 
 
 def main() -> None:
-    """Run what the file lacks."""
+    """Run what is missing in the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--draws", type=int, default=5)

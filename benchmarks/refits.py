@@ -1,10 +1,9 @@
-"""What k-fold refits say of a fit: its accuracy, and how sure it may be, from the demonstrations alone.
+"""Cross-validate fits: label scores of the demonstrations, to estimate accuracy and temperature.
 
     python benchmarks/refits.py smollm2 sst2,tickets --seeds 4 -o refits.jsonl
 
-One line of JSON a task and seed, appended; what the file holds is not run again. A line holds the label
-scores of each demonstration by the refit that has not seen it. The nine tasks of the paper need
-I2CL_DATA_DIR or the hub.
+Appends a line of JSON per task and seed, with the label scores of each demonstration by the refit without it;
+existing lines are not run again. The paper's nine tasks need I2CL_DATA_DIR or the hub.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from i2cl.models.encoding import ScoringWarning
 
 
 def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, Any]:
-    """Label scores of the demonstrations, each by the refit that has not seen it, and the seconds."""
+    """Return the label scores of each demonstration by the refit without it, and the seconds."""
     demonstrations = task.sample(None, seed)
 
     def refit(rest: tuple[Example, ...]) -> Predictor:
@@ -40,7 +39,7 @@ def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, A
 
 
 def main() -> None:
-    """Run what the file lacks."""
+    """Run what is missing in the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("tasks")

@@ -1,9 +1,9 @@
-"""The benchmark: paired runs against the plain model, and at a known shape against the naive program.
+"""Run the benchmark: paired runs against the plain model, and for a known shape against the naive program.
 
-    python benchmarks/run.py MODEL                     what fit and predict of a model cost
+    python benchmarks/run.py MODEL                     costs of fit and predict on a model
     python benchmarks/run.py -o results/bench.json     the table of docs/performance.md
 
-Every ratio is the median over pairs of neighbouring runs, which change who goes first.
+Every ratio is the median over pairs of adjacent runs, in alternating order.
 """
 
 import argparse
@@ -38,21 +38,21 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run.
+    """Size of a benchmark run.
 
     Attributes:
-        queries: to predict.
-        epochs: of calibration.
-        rounds: of the whole jobs.
-        pairs: of short comparisons.
-        demonstrations: for extraction.
-        tokens: in front of a query, for few-shot.
-        tasks: served in turns, against few-shot.
-        served: queries of those.
-        loaded: tasks in a pool.
-        accuracy_tasks: of the fast recipe's accuracy on the reference model.
-        accuracy_seeds: of each of them.
-        changes: of the recipes, where they would take longer than there is to wait.
+        queries: number of predicted queries.
+        epochs: epochs of a calibration.
+        rounds: rounds of the complete jobs.
+        pairs: pairs of a short comparison.
+        demonstrations: numbers of demonstrations for extraction.
+        tokens: numbers of demonstration tokens for few-shot.
+        tasks: numbers of tasks in the comparison with few-shot.
+        served: number of queries in that comparison.
+        loaded: number of tasks in a pool.
+        accuracy_tasks: number of tasks for the accuracy of the fast recipe on the reference model.
+        accuracy_seeds: number of seeds of each of them.
+        changes: changed options of the recipes, for a quick run.
     """
 
     queries: int = 500
@@ -74,7 +74,7 @@ OF_A_MODEL = Scale(queries=200, pairs=5, tokens=(100, 500), tasks=(1, 10))
 
 
 def folded_over_plain(work: Workload, injection: Injection, pairs: int) -> dict[str, Any]:
-    """Time of the folded checkpoint's own forward over that of the plain model's, for the same batch."""
+    """Compare the time of the folded checkpoint's forward with the plain model's, on the same batch."""
     ids = make_batch(sorted(work.queries, key=len)[: measures.ROWS], work.decoder.device).input_ids
     folded = fold(work.decoder, injection)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def folded_over_plain(work: Workload, injection: Injection, pairs: int) -> dict[
 
 
 def extraction(decoder: Decoder, scale: Scale) -> dict[str, Any]:
-    """Milliseconds a demonstration at the largest number against the second smallest, and peak memory."""
+    """Compare the extraction time per demonstration for many and for few of them, with peak memory."""
     rows = []
     for count in scale.demonstrations:
         console.print(f"extraction over {count} demonstrations")
@@ -107,7 +107,7 @@ def extraction(decoder: Decoder, scale: Scale) -> dict[str, Any]:
 
 
 def start_up(pairs: int) -> list[dict[str, Any]]:
-    """Median seconds of a bare import, and of the command line's help."""
+    """Time the import of the package, and the command line's help."""
     program = [sys.executable, "-c"]
     bare, imported, helped = [], [], []
     for _ in range(pairs):
@@ -128,7 +128,7 @@ def _process(command: list[str]) -> float:
 
 
 def of_model(decoder: Decoder, scale: Scale) -> dict[str, Any]:
-    """What fit and predict of a model cost, with peak memory, and the machine it was measured on."""
+    """Measure the costs of fit and predict on a model, with peak memory."""
     work = Workload.make(decoder, scale.queries)
     rows = []
     for row in measures.rows_of(work, scale.pairs, **scale.changes):
@@ -141,7 +141,7 @@ def of_model(decoder: Decoder, scale: Scale) -> dict[str, Any]:
 
 
 def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
-    """Every row of the table, on random weights, and the machine it was measured on."""
+    """Measure every row of the table, on random weights."""
     decoder = random_decoder(shape)
     work = Workload.make(decoder, scale.queries)
     some = Workload.make(decoder, min(200, scale.queries))
@@ -178,16 +178,18 @@ def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write JSON, print."""
+    """Run the benchmark, write JSON, and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", help="'reference', a folder or a hub id: measure this one alone")
-    parser.add_argument("--shape", choices=SHAPES, default="gpt2-small", help="of the table, without MODEL")
+    parser.add_argument("model", nargs="?", help="'reference', a folder or a hub id: measure only this model")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="gpt2-small", help="shape of the random model, without MODEL"
+    )
     parser.add_argument("--device", help="of MODEL")
     parser.add_argument("--dtype", help="of MODEL")
     parser.add_argument("-o", "--output", type=Path, help="write the numbers here as JSON")
-    parser.add_argument("--quick", action="store_true", help="few runs: does it work?")
+    parser.add_argument("--quick", action="store_true", help="a few short runs, to test the benchmark")
     given = parser.parse_args()
     started = time.perf_counter()
     if given.model:

@@ -1,9 +1,9 @@
-"""What serving costs beside calling: ratios of neighbouring measurements, on a model that takes 20 ms a text.
+"""Compare serving with direct calls: ratios of adjacent measurements, on a model with 20 ms per text.
 
     python benchmarks/serve.py --shape gpt2-small -o results/serve.json
 
-Server and direct calls take turns in one process; clients are processes of their own, and the model leaves
-them a core. Takes the extra ``serve``.
+Server and direct calls alternate in one process. Clients are separate processes, and the model leaves them a
+core. Needs the extra ``serve``.
 """
 
 import argparse
@@ -38,21 +38,21 @@ from workload import SHAPES, Workload, random_decoder
 
 ROWS = 64
 OVERLOAD = 4
-"""Times the rate that it can serve."""
+"""Request rate under overload, as a multiple of the capacity."""
 
 SHORTER = 3
-"""So many more and shorter turns where a few milliseconds are to be seen beside the machine's moods."""
+"""Factor of more and shorter rounds, for measurements of a few milliseconds on a noisy machine."""
 
 
 def asked(connection: HTTPConnection, task: str, text: str) -> tuple[float, int]:
-    """Seconds that one request took, and its status."""
+    """Send a request, and return its seconds and status."""
     body = json.dumps({"model": task, "input": text}).encode()
     started = time.perf_counter()
     try:
         connection.request("POST", "/v1/classify", body, {"Content-Type": "application/json"})
         reply = connection.getresponse()
         reply.read()
-    except (OSError, HTTPException):  # the server has closed what was idle
+    except (OSError, HTTPException):  # the server closed an idle connection
         connection.close()
         return time.perf_counter() - started, 0
     return time.perf_counter() - started, reply.status
@@ -61,7 +61,7 @@ def asked(connection: HTTPConnection, task: str, text: str) -> tuple[float, int]
 def client(
     port: int, connections: int, seconds: float, rate: float, tasks: int, texts: Sequence[str]
 ) -> None:
-    """A process of clients: prints seconds and status of every request; a rate waits for no answer."""
+    """Run clients, and print seconds and status of every request; with a rate, the load is open-loop."""
     result: list[tuple[float, int]] = []
     ends = time.perf_counter() + seconds
     begun = time.perf_counter()
@@ -88,7 +88,7 @@ def client(
 
 
 class Bench:
-    """A server in this process, and what is measured of it."""
+    """A server in this process, and its measurements."""
 
     def __init__(self, work: Workload, folder: Path, seconds: float, rounds: int) -> None:
         self.work, self.seconds, self.rounds = work, seconds, rounds
@@ -106,7 +106,7 @@ class Bench:
         self.file = folder / "texts.json"
 
     def put(self, count: int) -> None:
-        """Tasks t0, t1, ... of so many different injections."""
+        """Add random tasks t0, t1, ... up to ``count``."""
         there = {entry.name for entry in self.service.tasks.entries()}
         for number in range(count):
             if f"t{number}" not in there:
@@ -115,7 +115,7 @@ class Bench:
     def load(
         self, connections: int = 1, rate: float = 0.0, tasks: int = 8, seconds: float = 0.0
     ) -> dict[str, Any]:
-        """Clients for a while: seconds of each answer, of each refusal, rows a second, rows a batch."""
+        """Run clients, and return the latencies of answers and rejections, the rate, and the batch size."""
         batches: list[int] = []
         observer, self.service.batcher._observer = self.service.batcher._observer, _Rows(batches)  # noqa: SLF001
         options = [self.port, connections, seconds or self.seconds, rate, tasks, self.file]
@@ -134,7 +134,7 @@ class Bench:
         }
 
     def direct(self, rows: int, seconds: float = 0.0) -> float:
-        """Rows a second of `InjectionPool.scores` in lists of so many rows."""
+        """Measure the rows per second of `InjectionPool.scores` on lists of ``rows``."""
         pool, names = self.service.tasks.pool, list(self.service.tasks.pool)
         texts, count = cycle(self.texts), 0
         started = time.perf_counter()
@@ -144,7 +144,7 @@ class Bench:
         return count / (time.perf_counter() - started)
 
     def rows(self, only: str) -> Iterator[dict[str, Any]]:
-        """The lines of the table, or of one part of it."""
+        """Yield the lines of the table, or those of one part."""
         parts = (
             self.throughput,
             self.latency,
@@ -160,14 +160,14 @@ class Bench:
                 yield from part()
 
     def throughput(self) -> Iterator[dict[str, Any]]:
-        """16 connections against lists as long as their mean batch."""
+        """Compare 16 connections with direct lists of their mean batch size."""
         size = max(1, round(self.load(connections=16)["batch"]))
         pairs = [(self.load(connections=16)["rate"], self.direct(size)) for _ in range(self.rounds)]
         detail: dict[str, Any] = {"pairs": pairs, "rows_a_batch": size}
         yield _row("16 connections / direct lists, rows a second", _ratio(pairs), "x", ">= 0.85", detail)
 
     def latency(self) -> Iterator[dict[str, Any]]:
-        """One connection against direct calls."""
+        """Compare one connection with direct calls."""
         short = self.seconds / SHORTER
         pairs = [
             (median(self.load(seconds=short)["done"]), 1 / self.direct(1, short))
@@ -177,7 +177,7 @@ class Bench:
         yield _row("one connection, p50 beyond a direct call", more, "ms", "<= 5", {"pairs": pairs})
 
     def injected(self) -> Iterator[dict[str, Any]]:
-        """Injections against the plain model, both through the server."""
+        """Compare injections with the plain model, both through the server."""
         pairs = []
         short = self.seconds / SHORTER
         for _ in range(SHORTER * self.rounds):
@@ -189,14 +189,14 @@ class Bench:
         )
 
     def mixed(self) -> Iterator[dict[str, Any]]:
-        """A batch of 64 tasks against one of one task."""
+        """Compare a batch of 64 tasks with a batch of one task."""
         mixed, alone = self.asked(ROWS), self.asked(1)
         answers = self.service.tasks.pool.answers
         pair = paired(lambda: answers(alone), lambda: answers(mixed), self.decoder.device, self.rounds)
         yield _row("a batch of 64 tasks / of one task, time", pair.ratio, "x", "<= 1.10", vars(pair))
 
     def many(self) -> Iterator[dict[str, Any]]:
-        """1,000 tasks on the device against 10."""
+        """Compare 1,000 tasks on the device with 10."""
         few = median(median(self.load(tasks=10)["done"]) for _ in range(self.rounds))
         self.put(1000)
         for number in range(1000):
@@ -209,17 +209,17 @@ class Bench:
         yield _row("1,000 tasks / 10 tasks, p50", _ratio(pairs), "x", "<= 1.05", detail)
 
     def overload(self) -> Iterator[dict[str, Any]]:
-        """Four times what it can serve."""
+        """Send requests at four times the capacity."""
         tokens = sum(row.tokens for row in self.asked(1)) / ROWS
         batcher = self.service.batcher
         capacity = self.load(connections=32)["rate"]
         seen = []
         for _ in range(self.rounds):
-            before, batcher.bound = batcher.bound, round(2 * capacity * tokens)  # two seconds' worth
+            before, batcher.bound = batcher.bound, round(2 * capacity * tokens)  # two seconds of work
             result = self.load(connections=256, rate=OVERLOAD * capacity, seconds=2 * self.seconds)
             bound, batcher.bound = batcher.bound, before
             after = self.load(connections=32)["rate"]
-            near, capacity = (capacity + after) / 2, after  # the machine is not as fast all the time
+            near, capacity = (capacity + after) / 2, after  # the machine's speed varies
             seen.append(
                 {
                     "capacity": near,
@@ -240,7 +240,7 @@ class Bench:
             yield _row(name, median(one[key] for one in seen), unit, target, {"rounds": seen})
 
     def beside(self) -> Iterator[dict[str, Any]]:
-        """Single texts while a task is fitted, and while a file runs, against single texts alone."""
+        """Compare single texts during a fit or a batch file with single texts alone."""
         from i2cl.interfaces.server.client import Client
 
         asks = Client(f"http://127.0.0.1:{self.port}")
@@ -270,13 +270,13 @@ class Bench:
             yield _row(f"single texts beside {name}, p99", pair[0][0] / pair[1][0], "x", "<= 3", detail)
 
     def asked(self, tasks: int) -> list[TaskQuery]:
-        """64 texts of so many tasks."""
+        """Return 64 queries, spread over ``tasks`` tasks."""
         texts = list(islice(cycle(self.texts), ROWS))
         return [self.service.tasks.queries(f"t{row % tasks}", [text])[1][0] for row, text in enumerate(texts)]
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """The server answers with the plain model."""
+        """Let the server predict with the plain model."""
         pool: Any = self.service.tasks.pool
 
         def answers(rows: Sequence[TaskQuery]) -> list[torch.Tensor]:
@@ -295,7 +295,7 @@ class _Rows:
         self.result = result
 
     def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:  # noqa: ARG002
-        """Note the rows."""
+        """Record the rows of a batch."""
         self.result.append(rows)
 
 
@@ -305,7 +305,7 @@ def _served(app: Any, listener: Any, ready: Any) -> None:
     config = uvicorn.Config(app, log_level="error", access_log=False, timeout_keep_alive=IDLE_SECONDS)
     server = uvicorn.Server(config)
     threading.Thread(target=_told, args=(server, ready), daemon=True).start()
-    server.run(sockets=[listener])  # signals belong to the main thread, so not `served`
+    server.run(sockets=[listener])  # `served` would install signal handlers, which need the main thread
 
 
 def _told(server: Any, ready: Any) -> None:
@@ -328,7 +328,7 @@ def _row(name: str, value: float, unit: str, target: str, detail: dict[str, Any]
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the measurements, print and write them."""
     if "--client" in sys.argv:
         port, connections, seconds, rate, tasks, file = sys.argv[2:]
         texts = json.loads(Path(file).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What machine a benchmark ran on, and its tables on a terminal, or in Markdown:
+"""Describe the machine of a benchmark, and print its tables on a terminal or in Markdown:
 
 python benchmarks/tables.py docs/performance/cpu.json
 """
@@ -18,7 +18,7 @@ from rich.table import Table
 
 
 def machine() -> dict[str, Any]:
-    """What ran it."""
+    """Describe the machine and the software."""
     lines = (
         Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if Path("/proc/cpuinfo").exists()
@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    """The two tables, on stdout."""
+    """Print both tables on stdout."""
     out = Console()
     rows = Table("what", "measured", "to reach", "peak memory", title=results["model"])
     for row in results["rows"]:
@@ -55,7 +55,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Both tables and the rows of the extraction, as docs/performance.md has them."""
+    """Format both tables and the extraction results for docs/performance.md."""
     on = results["machine"]
     lines = [
         (
@@ -86,7 +86,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def reached(row: dict[str, Any]) -> str:
-    """Whether a figure is on the right side of its target; empty where the target is no bound."""
+    """Return whether a result reaches its target; empty if the target is not a bound."""
     words = row["target"].split()
     if words[0] not in {">=", "<="}:
         return ""

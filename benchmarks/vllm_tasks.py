@@ -1,18 +1,18 @@
-"""What tasks cost in vLLM: plain against the plugin, and ten tasks against a thousand, on a random Llama.
+"""Measure the cost of tasks in vLLM, on a random Llama: without the plugin, with 10 and with 1,000 tasks.
 
-Three engines are up at once, each in its own process, and take turns with one list of requests, so that
-whatever else the machine does meets all of them. Printed are medians of processor seconds, and of
-neighbouring runs' ratios; on a GPU wall-clock seconds are what counts (``--wall``).
+Three engines run in separate processes and alternate on the same list of requests, so other load on the
+machine affects all of them. Prints medians of CPU seconds, and of ratios of adjacent runs. On a GPU, use
+wall-clock seconds (``--wall``).
 
     python benchmarks/vllm_tasks.py [--rounds 7] [--wall]
     python benchmarks/vllm_tasks.py --http [--rounds 25]
 
-With ``--http`` they are servers, asked over 16 connections: one without the plugin, and one with four tasks,
-asked with tasks and without. Counted are the seconds of the server's processes alone.
+With ``--http``, it compares servers over 16 connections: one without the plugin, and one with four tasks,
+with and without a task in the request. It counts the CPU seconds of the server's processes only.
 
     python benchmarks/vllm_tasks.py --labels [--model smollm2] [--texts 48]
 
-prints what texts with labels of several tokens take in one request, and how long others wait beside.
+prints the time of a request with labels of several tokens, and the latency of concurrent single texts.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CONNECTIONS, TASKS, EACH, TEXTS = 16, 4, 4, 12
 
 
 def make_model(folder: Path) -> None:
-    """A Llama of SmolLM2-135M's width and fewer layers, with the bundled tokenizer."""
+    """Save a random Llama with the width of SmolLM2-135M, fewer layers, and the bundled tokenizer."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -59,7 +59,7 @@ def make_model(folder: Path) -> None:
 
 
 def copy_model(name: str, folder: Path) -> None:
-    """A model that i2cl loads, as a checkpoint in float32."""
+    """Save a model as a float32 checkpoint."""
     from i2cl import Decoder
 
     decoder = Decoder.from_pretrained(name, dtype="float32", device="cpu")
@@ -68,7 +68,7 @@ def copy_model(name: str, folder: Path) -> None:
 
 
 def serve(model: str, tasks: int) -> None:
-    """An engine that runs the requests whenever a line comes in, and prints what that took."""
+    """Run an engine that processes the requests for every line of stdin, and prints the seconds."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -92,7 +92,7 @@ def serve(model: str, tasks: int) -> None:
         scales = 1 + 0.1 * torch.randn(LAYERS, 2, generator=draw)
         packed = Packed.of(0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw), scales)
         llm.collective_rpc(LOAD, args=(packed.rows, packed.scales))
-        TASKS.add(Served(name, packed, None, None, 1.0))  # an edit without label words
+        TASKS.add(Served(name, packed, name, None, None, 1.0))  # an edit without label words
     chosen = random.Random(0)
     prompts = [{"prompt_token_ids": drawn(chosen)} for _ in range(REQUESTS)]
     asked = [
@@ -113,12 +113,12 @@ def serve(model: str, tasks: int) -> None:
 
 
 def drawn(chosen: random.Random) -> list[int]:
-    """A prompt."""
+    """Draw a random prompt."""
     return chosen.choices(range(1, 690), k=chosen.randint(20, 80))
 
 
 def environment(*, plugin: bool) -> dict[str, str]:
-    """Of an engine or a server."""
+    """Return the environment of an engine or a server."""
     return os.environ | {
         "VLLM_PLUGINS": "i2cl" if plugin else "",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -129,7 +129,7 @@ def environment(*, plugin: bool) -> dict[str, str]:
 
 
 def start(model: Path, name: str) -> Any:
-    """One of the engines, without its log."""
+    """Start one of the engines without its log."""
     env = environment(plugin=bool(ENGINES[name])) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, __file__, "--serve", str(model), "--tasks", str(ENGINES[name])]
     return subprocess.Popen(
@@ -138,7 +138,7 @@ def start(model: Path, name: str) -> Any:
 
 
 def message(engine: Any, word: str) -> str:
-    """The next line of an engine that holds a word; vLLM prints lines of its own."""
+    """Return the next line of an engine that contains a word, and skip vLLM's own lines."""
     return next(line for line in engine.stdout if word in line)
 
 
@@ -169,7 +169,7 @@ def make_tasks(model: Path, folder: Path) -> None:
 
 
 class Server:
-    """vLLM's server in processes of its own."""
+    """vLLM's server in separate processes."""
 
     def __init__(self, model: Path, tasks: Path | None, *, caching: bool = False) -> None:
         with socket.socket() as free:
@@ -188,7 +188,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until it answers."""
         for _ in range(600):
             try:
                 connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
@@ -203,7 +203,7 @@ class Server:
         raise SystemExit("a server did not start")
 
     def spent(self) -> float:
-        """Processor seconds of all its processes."""
+        """Return the CPU seconds of all its processes."""
         import psutil
 
         whole = psutil.Process(self.process.pid)
@@ -211,7 +211,7 @@ class Server:
         return sum(one.user + one.system for one in times)
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> list[float]:
-        """Send requests one after the other over one connection; the seconds of each."""
+        """Send requests sequentially over one connection, and return the seconds of each."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
         taken = []
         for body in bodies:
@@ -226,7 +226,7 @@ class Server:
         return taken
 
     def counted(self, name: str) -> float:
-        """One of vLLM's own figures, summed."""
+        """Return the sum of one of vLLM's metrics."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
@@ -235,7 +235,7 @@ class Server:
         )
 
     def turn(self, tasks: Sequence[str | None]) -> float:
-        """Processor seconds of one round over all connections, whose requests take turns with tasks."""
+        """Run one round over all connections, which alternate between tasks, and return the CPU seconds."""
         chosen = random.Random(0)
         sent: list[list[Mapping[str, Any]]] = []
         for number in range(CONNECTIONS):
@@ -250,7 +250,7 @@ class Server:
 
 
 def over_http(rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round: a server without the plugin, and one with it, asked without tasks and with."""
+    """Time every round: without the plugin, and with the plugin without and with tasks."""
     with tempfile.TemporaryDirectory() as scratch:
         model, tasks = Path(scratch) / "model", Path(scratch) / "tasks"
         make_model(model)
@@ -278,11 +278,11 @@ def over_http(rounds: int) -> dict[str, list[float]]:
 
 
 def with_labels(name: str | None, count: int) -> None:
-    """Print what a request of many texts with labels of several tokens takes, and others beside it wait.
+    """Time a request of many texts with labels of several tokens, and concurrent single texts.
 
     Args:
-        name: of a model; None: a random one.
-        count: of texts.
+        name: model; None for a random one.
+        count: number of texts.
     """
     path, single = "/v1/i2cl/classify", {"model": "task-0", "input": "the letter arrived"}
     from i2cl.tasks import load_task
@@ -319,12 +319,12 @@ def with_labels(name: str | None, count: int) -> None:
     print(f"{took}; with the single texts {prompts:.0f} prompts, {tokens:.0f} tokens")
     print(
         f"{len(waited)} single texts: {statistics.median(alone):.3f} s alone, "
-        f"{statistics.median(waited):.3f} beside them"
+        f"{statistics.median(waited):.3f} s during the request"
     )
 
 
 def in_engines(rounds: int, *, wall: bool) -> dict[str, list[float]]:
-    """Seconds of every round of three engines."""
+    """Time every round of the three engines."""
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch))
         engines = {name: start(Path(scratch), name) for name in ENGINES}
@@ -343,14 +343,14 @@ def in_engines(rounds: int, *, wall: bool) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--http", action="store_true")
     parser.add_argument("--labels", action="store_true")
-    parser.add_argument("--model", help="of --labels; default: a random one")
-    parser.add_argument("--texts", type=int, default=TEXTS, help="of --labels")
+    parser.add_argument("--model", help="model for --labels; default: a random one")
+    parser.add_argument("--texts", type=int, default=TEXTS, help="number of texts for --labels")
     parser.add_argument("--serve")
     parser.add_argument("--tasks", type=int, default=0)
     given = parser.parse_args()
@@ -366,7 +366,7 @@ def main() -> None:
     first, second, third = taken
     for one, other in ((second, first), (third, second), (third, first)):
         ratios = [mine / theirs for mine, theirs in zip(taken[one], taken[other], strict=True)]
-        print(f"{one} / {other}: {statistics.median(ratios):.3f} of neighbouring runs")
+        print(f"{one} / {other}: {statistics.median(ratios):.3f} (median of adjacent runs)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is timed: random models of known shapes, made-up texts with the token lengths of a real task."""
+"""Workloads: random models of known shapes, and random texts with the token lengths of a real task."""
 
 import random
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ QUERY_TOKENS = (8, 16, 19, 23, 25, 29, 31, 34, 39, 43, 66)
 """Deciles of the token counts of SST-2's validation prompts under GPT-2's tokenizer (mean 29)."""
 
 SHOT_TOKENS = (7, 8, 9, 11, 12, 14, 17, 20, 24, 30, 58)
-"""The same of its training prompts (mean 17), which hold phrases too."""
+"""The same for training prompts (mean 17), which include phrases."""
 
 WORDS = "the film story night road house child river light was and of with one day old new long good slow"
 
@@ -84,7 +84,7 @@ TASK = Task("timing", ("positive", "negative"), Template("Review: {text}\nSentim
 
 
 def random_decoder(shape: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
-    """A model of that shape with random weights, made where it is to run: speed does not depend on them."""
+    """Build a model with random weights on its device; speed does not depend on the weights."""
     _, tokenizer = load_model_and_tokenizer("reference")
     torch.manual_seed(0)
     with torch.device(device):
@@ -94,13 +94,13 @@ def random_decoder(shape: str, device: str = "cpu", dtype: torch.dtype = torch.f
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed.
+    """A workload.
 
     Attributes:
         decoder: the model.
         task: two labels and a template.
-        demonstrations: 5 per class, or as many as were asked for.
-        texts: to classify.
+        demonstrations: 5 per class by default.
+        texts: texts to classify.
     """
 
     decoder: Decoder
@@ -128,7 +128,7 @@ class Workload:
         return Questions(self.decoder, self.task).queries(self.texts)
 
     def injection(self, seed: int = 0) -> Injection:
-        """A random one, which takes no time to make and as much to apply."""
+        """Return a random injection, which is as expensive to apply as a fitted one."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.decoder.layers, 2, self.decoder.d_model)
         coefficients = torch.tensor([0.1, 0.9]).expand(self.decoder.layers, 2, 2).contiguous()

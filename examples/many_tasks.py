@@ -1,4 +1,4 @@
-"""Many tasks in one process: one model, and a batch in which every row has a task of its own.
+"""Serve many tasks with one model, and predict a batch in which every row has a different task.
 
 python examples/many_tasks.py [MODEL]
 """
@@ -11,7 +11,7 @@ TASKS = ("mood-colour-1", "place-colour-2", "weather-letter-1", "job-letter-2")
 
 
 def main(model: str = "reference") -> None:
-    """Fit four tasks, ask all of them one text, and say what a task takes in memory."""
+    """Fit four tasks, classify the same text with each, and print the memory per task."""
     decoder = Decoder.from_pretrained(model)
     pool = InjectionPool(decoder, {})
     for name in TASKS:
@@ -23,7 +23,7 @@ def main(model: str = "reference") -> None:
     for name, label in zip(TASKS, pool.predict([text] * len(TASKS), list(TASKS)), strict=True):
         print(f"{name:18} {label}")
     numbers = injection.context.values.numel()
-    print(f"each task keeps {numbers:,} numbers, {4 * numbers:,} bytes in float32")
+    print(f"each task stores {numbers:,} numbers, {4 * numbers:,} bytes in float32")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A CSV file of one's own: fit a task, save it, load it, and classify with it.
+"""Fit a task to your own CSV file, save it, load it, and classify with it.
 
-python examples/own_csv.py [MODEL]      # default: the bundled model, which knows no English; try smollm2
+python examples/own_csv.py [MODEL]      # the bundled model does not know English; try smollm2
 """
 
 import csv
@@ -21,7 +21,7 @@ ROWS = (
 
 
 def main(model: str = "reference") -> None:
-    """Fit on six rows, and print what the task says of two others."""
+    """Fit on six rows, and classify two other texts."""
     with TemporaryDirectory() as folder:
         rows = Path(folder) / "tickets.csv"
         with rows.open("w", newline="", encoding="utf-8") as file:
@@ -36,7 +36,7 @@ def main(model: str = "reference") -> None:
         injection.save_pretrained(Path(folder) / "tickets")
 
         loaded = Injection.from_pretrained(Path(folder) / "tickets")
-        loaded.require_base(decoder)  # refuses a model that it was not made on
+        loaded.require_base(decoder)  # raises for another model than the one it was fitted on
         texts = ["There is a payment that I do not know", "The package is two days late"]
         for text, label in zip(texts, loaded.predict(decoder, texts), strict=True):
             print(f"{label:10} {text}")

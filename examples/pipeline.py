@@ -1,4 +1,4 @@
-"""A scikit-learn pipeline: clean the texts, then classify them; cross-validated.
+"""Use the classifier in a scikit-learn pipeline, with cross-validation.
 
 python examples/pipeline.py [MODEL]     # needs the extra sklearn
 """
@@ -12,18 +12,18 @@ from sklearn.preprocessing import FunctionTransformer
 from i2cl import I2CLClassifier, load_task
 
 
-def cleaned(texts: list[str]) -> list[str]:
-    """Without spaces at the ends, and in lower case."""
+def clean(texts: list[str]) -> list[str]:
+    """Strip whitespace, and convert to lower case."""
     return [text.strip().lower() for text in texts]
 
 
 def main(model: str = "reference") -> None:
-    """Print the accuracy of three folds, and the classes of two texts."""
+    """Print the accuracy of three folds, and the class of a text."""
     task = load_task("mood-colour-1")
     texts = [example.text for example in task.train[:150]]
     classes = [task.labels[example.label] for example in task.train[:150]]
-    classifier = I2CLClassifier(model, shots=5, evaluate=0)  # five texts of each class are demonstrations
-    pipeline = make_pipeline(FunctionTransformer(cleaned), classifier)
+    classifier = I2CLClassifier(model, shots=5, evaluate=0)  # five demonstrations per class
+    pipeline = make_pipeline(FunctionTransformer(clean), classifier)
     for fold, accuracy in enumerate(cross_val_score(pipeline, texts, classes, cv=3), start=1):
         print(f"fold {fold}: {accuracy:.2f}")
     pipeline.fit(texts, classes)

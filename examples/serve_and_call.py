@@ -19,7 +19,7 @@ EXAMPLES = [
 
 
 def main(model: str = "reference") -> None:
-    """Start `i2cl serve` on a free port, use it as a program of any language would, and end it."""
+    """Start `i2cl serve` on a free port, fit and query a task over HTTP, and stop the server."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-c", "from i2cl.interfaces.cli import main; main()", "serve", model]
         command += ["--tasks", folder, "--port", "0"]
@@ -33,7 +33,7 @@ def main(model: str = "reference") -> None:
             print(answer.label, {label: round(value, 2) for label, value in answer.probabilities.items()})
             print([task["id"] for task in client.tasks()])
         finally:
-            server.send_signal(signal.SIGTERM)  # what runs is answered first
+            server.send_signal(signal.SIGTERM)  # running requests are answered first
             print("exit code", server.wait(timeout=60))
 
 

@@ -1,4 +1,4 @@
-"""One cell of the paper's Table 1: I2CL by the paper's recipe on one task, mean and deviation over seeds.
+"""Reproduce a cell of the paper's Table 1: mean and standard deviation of I2CL on one task.
 
 python examples/table1_cell.py                                          # the bundled model, fast recipe
 python examples/table1_cell.py meta-llama/Llama-2-7b-hf sst2 paper 5    # the paper's cell: GPU and hub
@@ -15,7 +15,7 @@ from i2cl.experiments.report.printed import printed_for
 def main(
     model: str = "reference", task_name: str = "mood-colour-1", recipe: str = "fast", seeds: str = "2"
 ) -> None:
-    """Print the rows zero-shot, few-shot and I2CL of one task, and what the paper prints."""
+    """Print zero-shot, few-shot and I2CL on one task, and the paper's accuracy."""
     decoder, task = Decoder.from_pretrained(model), load_task(task_name)
     for name in ("zero_shot", "few_shot", "i2cl"):
         (method,) = make_methods([name], recipe=RECIPES[recipe])
@@ -26,8 +26,8 @@ def main(
     if table is None or task_name not in table.tasks:
         print("the paper has no such cell")
         return
-    row, place = table.rows["I2CL"], table.tasks.index(task_name)
-    print(f"{table.paper}: I2CL {row.mean[place]}")
+    row, index = table.rows["I2CL"], table.tasks.index(task_name)
+    print(f"{table.paper}: I2CL {row.mean[index]}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Does a folded injection predict what the hooked one does? The bundled model's tasks in three programs.
+"""Compare the predictions of exported checkpoints with those of i2cl, on the bundled model's tasks.
 
-Hooks (i2cl) against the folded checkpoint in plain transformers, and the GGUF file in llama.cpp, which gets
-the same token ids, and then the bare text, which it encodes itself. Needs the extra gguf.
+The folded checkpoint runs in transformers. The GGUF file runs in llama.cpp, first on the same token ids and
+then on the text, which llama.cpp tokenizes. Needs the extra gguf.
 
-python scripts/folded_predictions.py > table.md                  # the table alone
-python scripts/folded_predictions.py --write docs/log.md         # in place of the one between the markers
+python scripts/folded_predictions.py > table.md
+python scripts/folded_predictions.py --write docs/log.md         # replaces the table between the markers
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task
-from i2cl.export import export_gguf, export_hf
+from i2cl.export import export_causal_lm, export_gguf
 from i2cl.export.llama_cpp import LlamaCpp
 from i2cl.models.scoring import Questions
 from i2cl.tasks.corpus import TASKS
@@ -32,16 +32,16 @@ HEAD = "| task | accuracy | " + " | ".join(f"{way}: equal | log p" for way in WA
 
 @dataclass(frozen=True)
 class Comparison:
-    """One task.
+    """Results of one task.
 
     Attributes:
-        task: its name.
-        accuracy: of the hooked model.
-        queries: how many there are.
-        equal: predictions that are those of the hooked model, by way.
-        differences: largest one of a label's log-probability, by way.
-        encoded: queries that llama.cpp encodes as transformers does.
-        ties: least difference between the two best labels' log-probabilities in the hooked model.
+        task: name.
+        accuracy: accuracy of i2cl.
+        queries: number of queries.
+        equal: number of predictions equal to those of i2cl, for each of `WAYS`.
+        differences: largest difference of a label log-probability, for each of `WAYS`.
+        encoded: number of queries with the same token ids in llama.cpp and transformers.
+        ties: smallest difference between the log-probabilities of the two best labels.
     """
 
     task: str
@@ -54,7 +54,7 @@ class Comparison:
 
 
 def main() -> None:
-    """Print the table, or put it between the markers of a file."""
+    """Print the table, or write it between the markers of a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="file with the two markers")
     parser.add_argument("--tasks", nargs="+", default=[one.name for one in TASKS])
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def compared(decoder: Decoder, name: str, count: int) -> Comparison:
-    """Fit one task with the fast recipe and seed 0, and ask every program the same queries."""
+    """Fit one task with the fast recipe and seed 0, and run the same queries in every program."""
     task = load_task(name)
     demonstrations = task.sample(None, 0)
     context = extract(decoder, task, demonstrations, seed=0)
@@ -86,7 +86,7 @@ def compared(decoder: Decoder, name: str, count: int) -> Comparison:
     ids = questions.queries(texts)
     hooked = injection.scores(decoder, texts)
     with tempfile.TemporaryDirectory() as scratch:
-        export_hf(decoder, injection, Path(scratch) / "hf")
+        export_causal_lm(decoder, injection, Path(scratch) / "hf")
         plain = AutoModelForCausalLM.from_pretrained(Path(scratch) / "hf").eval()
         in_transformers = asked(ids, first, lambda row: plain(torch.tensor([list(row)])).logits[0, -1])
         in_llama_cpp, encoded = asked_llama_cpp(injection, decoder, Path(scratch), texts, ids, first)
@@ -112,7 +112,7 @@ def asked_llama_cpp(
     ids: Sequence[Sequence[int]],
     labels: Sequence[int],
 ) -> tuple[list[Float[Tensor, "queries labels"]], int]:
-    """llama.cpp's answers to the ids and to the texts, and how many texts it encodes to the same ids."""
+    """Return llama.cpp's scores for the ids and for the texts, and the number of texts with the same ids."""
     path = scratch / "model.gguf"
     export_gguf(decoder, injection, path)
     length = max(map(len, ids)) + 16  # room for an encoding that is longer
@@ -125,13 +125,13 @@ def asked_llama_cpp(
 def asked(
     rows: Iterable[Sequence[int]], labels: Sequence[int], logits: Callable[[Sequence[int]], Tensor]
 ) -> Float[Tensor, "queries labels"]:
-    """Log-probabilities of the labels' tokens after each row."""
+    """Return the log-probabilities of the label tokens after each row."""
     with torch.no_grad():
         return torch.stack([logits(row).float().log_softmax(-1)[list(labels)] for row in rows])
 
 
 def lines(result: Sequence[Comparison]) -> list[str]:
-    """The table, with what holds for all tasks in its last row, and a sentence on ties."""
+    """Format the table, with totals in its last row, and a sentence on ties."""
     rows = [HEAD, "|---" + "|---:" * (HEAD.count("|") - 2) + "|"]
     rows += [
         _line(one.task, one.accuracy, one.queries, one.equal, one.differences, one.encoded) for one in result

@@ -1,7 +1,6 @@
-"""Spoiled inputs, kills and full disks, many of them, in a table: `make fuzz`. Exit code 1 if one went wrong.
+"""Fuzz inputs, kills and full disks, and print a table (`make fuzz`). Exit code 1 on any failure.
 
-The strategies are those of tests/test_fuzz.py, drawn anew at every run; kills and full disks are tests, the
-former again and again.
+Inputs use the strategies of tests/test_fuzz.py with a new seed; kills and full disks run existing tests.
 """
 
 import argparse
@@ -26,18 +25,17 @@ from fuzzing import refused, targets  # noqa: E402
 
 KILLED = {
     "tests/interfaces/test_predict.py::test_killed_again_and_again_it_ends_with_the_same_bytes": 3,
-    "tests/experiments/test_commands.py::test_kills_lose_nothing_and_corrupt_nothing": 6,
+    "tests/experiments/test_commands.py::test_run_resumes_after_kill": 6,
 }
-"""Tests, and how often each kills."""
+"""Tests with their numbers of kills."""
 
 WORDS = {"PASSED", "FAILED", "ERROR"}
 FULL = "tests/interfaces/test_full_disk.py"
-SHOWN = 3
-"""Tracebacks of one kind, at most."""
+MAX_TRACEBACKS = 3  # per kind of input
 
 
 def tried(inputs: Any, read: Callable[[Path, Any], None], count: int, drawn: int) -> Counter[str]:
-    """Outcomes of so many inputs."""
+    """Read ``count`` generated inputs, and count the outcomes."""
     outcomes: Counter[str] = Counter()
 
     @seed(drawn)
@@ -46,9 +44,9 @@ def tried(inputs: Any, read: Callable[[Path, Any], None], count: int, drawn: int
     def try_one(result: Any) -> None:
         try:
             outcomes["refused" if refused(lambda: read(folder, result)) else "read"] += 1
-        except Exception:  # noqa: BLE001  # any is what is looked for
+        except Exception:  # noqa: BLE001 - unexpected errors are the findings
             outcomes["wrong"] += 1
-            if outcomes["wrong"] <= SHOWN:
+            if outcomes["wrong"] <= MAX_TRACEBACKS:
                 print(f"{result!r:.2000}\n{traceback.format_exc()}", file=sys.stderr)
 
     with TemporaryDirectory() as scratch:
@@ -58,7 +56,7 @@ def tried(inputs: Any, read: Callable[[Path, Any], None], count: int, drawn: int
 
 
 def passed(*tests: str) -> Counter[str]:
-    """Outcomes of tests."""
+    """Run tests, and count the outcomes."""
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "--no-header", *tests]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     result = Counter(word for line in said.splitlines() if (word := line.partition(" ")[0]) in WORDS)
@@ -68,14 +66,14 @@ def passed(*tests: str) -> Counter[str]:
 
 
 def show(name: str, outcomes: Counter[str]) -> int:
-    """A line of the table; how many went wrong."""
+    """Print a line of the table, and return the number of failures."""
     cells = (outcomes.total(), outcomes["read"], outcomes["refused"], outcomes["wrong"])
     print(f"| {name:<42} |" + "".join(f" {cell:>7,} |" for cell in cells), flush=True)
     return outcomes["wrong"]
 
 
 def main() -> None:
-    """Try all of it."""
+    """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--artefacts", type=int, default=1_000)
@@ -95,8 +93,8 @@ def main() -> None:
         result = passed(*KILLED)
         kills["wrong"] += result["wrong"]
         kills["refused"] += 0 if result["wrong"] else sum(KILLED.values())
-    wrong += show("kills, after which all is whole", kills)
-    wrong += show("full disks, one line and nothing left", passed(FULL))
+    wrong += show("kills without loss", kills)
+    wrong += show("full disks with a clean error", passed(FULL))
     sys.exit(bool(wrong))
 
 

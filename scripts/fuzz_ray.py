@@ -1,4 +1,4 @@
-"""Two replicas of Ray Serve under load, one of them killed: every request has its answer.
+"""Load two replicas of Ray Serve, and kill one of them: every request must be answered.
 
     python scripts/fuzz_ray.py
 
@@ -23,11 +23,11 @@ from i2cl.interfaces.server.client import Client, ServerError
 from i2cl.interfaces.server.ray_serve import deployment
 
 REQUESTS = 600
-"""Of eight clients at once; a replica is killed after a third of them."""
+"""Number of requests, from eight concurrent clients; a replica is killed after a third of them."""
 
 
 def load() -> Counter[str]:
-    """Two replicas of Ray Serve under load: the same answers, also when one is killed, if clients retry."""
+    """Compare answers under load with the library's; clients retry when a replica is killed."""
     import ray
     from ray import serve
 
@@ -64,12 +64,12 @@ def load() -> Counter[str]:
         serve.shutdown()
         ray.shutdown()
     result["lost requests"] = REQUESTS - result["answers"] - result["wrong answers"]
-    result["replicas lacking"] = 2 - result["replicas"]
+    result["missing replicas"] = 2 - result["replicas"]
     return result
 
 
 def _processes(word: str) -> list[int]:
-    """Those below this one whose command line holds a word."""
+    """Return the descendants of this process whose command line contains a word."""
     matches, parents = [], {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -85,11 +85,11 @@ def _processes(word: str) -> list[int]:
 
 
 def main() -> None:
-    """Load, count."""
+    """Run the load, and print the counts."""
     torch.set_num_threads(1)
     result = load()
     print(json.dumps(dict(result), indent=1), flush=True)
-    sys.exit(any(result[name] for name in ("lost requests", "wrong answers", "replicas lacking")))
+    sys.exit(any(result[name] for name in ("lost requests", "wrong answers", "missing replicas")))
 
 
 if __name__ == "__main__":

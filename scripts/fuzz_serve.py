@@ -1,11 +1,11 @@
-"""`i2cl serve` killed at random moments, and under mixed load for minutes: what was acknowledged is there.
+"""Kill `i2cl serve` at random moments, and run it under mixed load: acknowledged changes must survive.
 
-The load: texts of four tasks that are replaced all the time, fits, files, cancels of both, tar files that
-claim more than they hold or hold what overflows, clients that leave, half headers, connections without any.
+The load consists of queries to four tasks that are replaced continuously, fits, batch files, cancellations,
+malformed and overflowing uploads, clients that disconnect, and incomplete or missing headers.
 
     python scripts/fuzz_serve.py --kills 50 --minutes 5
 
-Needs the extra ``serve``. Exit code 1 if something was lost, doubled, wrong, or memory grew.
+Needs the extra ``serve``. Exit code 1 if anything was lost, duplicated or wrong, or if memory grew.
 """
 
 import argparse
@@ -43,11 +43,11 @@ TEXTS = [row.text for row in TASK.test]
 EXAMPLES = [{"text": row.text, "label": TASK.labels[row.label]} for row in TASK.train[:40]]
 QUICK: dict[str, Any] = {"settings": {"steps": 1}, "evaluate": 0, "shots": 1}
 GROWTH = 0.05
-"""Share by which resident memory may grow from the second fifth of the time to the last."""
+"""Maximum relative growth of resident memory from the second to the last fifth of the time."""
 
 
 def started(folder: Path) -> tuple[Program, Client]:
-    """A server of that folder, once it answers."""
+    """Start a server on a folder, and wait until it answers."""
     program = Program(COMMAND, "serve", "reference", "--tasks", folder, "--port", 0)
     while not (result := re.search(r"http://\S+", program.said()[0])):
         assert program.process.is_alive(), program.said()
@@ -56,7 +56,7 @@ def started(folder: Path) -> tuple[Program, Client]:
 
 
 def artefacts(folder: Path, count: int) -> list[Injection]:
-    """Different injections of the bundled model, saved as 0, 1, ..."""
+    """Save random injections of the bundled model as 0, 1, ..., and return them."""
     from workload import Workload
 
     work = Workload.make(Decoder.from_pretrained("reference"), queries=1)
@@ -69,16 +69,16 @@ def artefacts(folder: Path, count: int) -> list[Injection]:
 
 
 def kills(count: int, draw: random.Random) -> Counter[str]:
-    """Upload, delete, fit and send files until a kill; the next start has what was acknowledged."""
+    """Upload, delete, fit and send files until a kill; after a restart, check what was acknowledged."""
     result: Counter[str] = Counter()
     with TemporaryDirectory() as scratch:
         artefacts(Path(scratch), 6)
         folder = Path(scratch) / "tasks"
-        names: dict[str, str | None] = {}  # what was acknowledged: a digest, or None for deleted
-        doubtful: set[str] = set()  # sent and not acknowledged before the kill
+        names: dict[str, str | None] = {}  # acknowledged state: a digest, or None if deleted
+        doubtful: set[str] = set()  # sent but not acknowledged before the kill
         fits: set[str] = set()
         batches: dict[str, list[str]] = {}
-        cancels: dict[str, float] = {}  # when they were acknowledged
+        cancels: dict[str, float] = {}  # time of acknowledgement
         for number in range(count + 1):
             program, client = started(folder)
             here = {one["id"]: one["digest"] for one in client.tasks()}
@@ -86,7 +86,7 @@ def kills(count: int, draw: random.Random) -> Counter[str]:
                 if name not in doubtful and here.get(name) != digest:
                     result["lost or changed task"] += 1
             names = {name: here.get(name) for name in names}
-            for name in here:  # each can be loaded: its files are whole
+            for name in here:  # loads every artefact
                 if not name.startswith("fit-"):
                     client.classify(name, ["a warm film"])
             doubtful.clear()
@@ -117,7 +117,7 @@ def act(
     batches: dict[str, list[str]],
     cancels: dict[str, float],
 ) -> None:
-    """One request; what it is acknowledged to have done is noted."""
+    """Send a random request, and record what the server acknowledges."""
     kind = draw.random()
     name = draw.choice("abcdef")
     if kind < 0.5:
@@ -144,7 +144,7 @@ def act(
 def cancel(
     client: Client, job: str, fits: set[str], batches: dict[str, list[str]], cancels: dict[str, float]
 ) -> None:
-    """End a job that has not ended."""
+    """Cancel a job that is queued or running."""
     if client.job(job)["status"] not in {"queued", "running"}:
         return
     fits.discard(job)
@@ -160,23 +160,23 @@ def check_ends(
     cancels: dict[str, float],
     result: Counter[str],
 ) -> None:
-    """Every job that was acknowledged ends, and no line of a file is missing or twice."""
+    """Check that every acknowledged job ends, and that batch results are complete and in order."""
     for job, when in cancels.items():
         ended(client, job)
         reply = client.job(job)
         result["cancels"] += 1
-        result["cancels forgotten"] += reply["status"] != "cancelled" and reply["last"]["at"] > when + 1
+        result["cancellations lost"] += reply["status"] != "cancelled" and reply["last"]["at"] > when + 1
     for job in fits:
         result["fits done"] += client.wait(job)["event"] == "done"
     for job, texts in batches.items():
         client.wait(job)
         lines = [one["line"] for one in client.answers(job)]
         result["files done"] += 1
-        result["lines missing, twice or out of order"] += lines != list(range(1, len(texts) + 1))
+        result["lines missing, duplicated or out of order"] += lines != list(range(1, len(texts) + 1))
 
 
 def ended(client: Client, job: str, seconds: float = 120.0) -> bool:
-    """Whether a job ends in that time, however."""
+    """Wait for a job, and return whether it ended in time, with any status."""
     ends = time.monotonic() + seconds
     while client.job(job)["status"] in {"queued", "running"}:
         if time.monotonic() > ends:
@@ -186,7 +186,7 @@ def ended(client: Client, job: str, seconds: float = 120.0) -> bool:
 
 
 def spoiled(folder: Path) -> list[bytes]:
-    """Tar files to be refused: with a hole of 4 GB, a hard link, an early end, numbers that overflow."""
+    """Return invalid tar files: a sparse file of 4 GB, a hard link, a truncated file, overflowing numbers."""
     description, tensors = folder / "injection.json", folder / "injection.safetensors"
     info = tarfile.TarInfo(tensors.name)
     info.type = tarfile.GNUTYPE_SPARSE
@@ -218,7 +218,7 @@ def _tar(name: str, content: bytes) -> bytes:
 
 
 class Load:
-    """Requests of every kind from several threads; every answer is held against its version's."""
+    """Send all kinds of requests from several threads, and compare every answer with its version's."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
@@ -232,7 +232,7 @@ class Load:
         self.ends = 0.0
 
     def run(self, minutes: float) -> Counter[str]:
-        """All of it for so long."""
+        """Run the load for some minutes."""
         self.ends = time.monotonic() + 60 * minutes
         threads = [threading.Thread(target=self.ask, args=(number,)) for number in range(4)]
         threads += [threading.Thread(target=work) for work in (self.change, self.cancel, self.annoy)]
@@ -253,7 +253,7 @@ class Load:
         return self.result
 
     def ask(self, seed: int) -> None:
-        """One thread's texts."""
+        """Classify texts, and check the answers."""
         draw = random.Random(seed)
         while time.monotonic() < self.ends:
             chosen = draw.sample(range(20), draw.choice((1, 1, 1, 5)))
@@ -269,7 +269,7 @@ class Load:
                 self.result["answers" if away < 1e-5 else "wrong answers"] += 1
 
     def change(self) -> None:
-        """Another one's uploads, fits and files."""
+        """Upload tasks, fit, and run batch files."""
         draw = random.Random(99)
         while time.monotonic() < self.ends:
             self.client.upload(f"t{draw.randrange(4)}", self.scratch / str(draw.randrange(8)))
@@ -285,7 +285,7 @@ class Load:
             time.sleep(0.2)
 
     def cancel(self) -> None:
-        """Fits and files that are cancelled while they run or wait."""
+        """Start fits and batch files, and cancel them."""
         draw = random.Random(100)
         lines = [{"input": text} for text in self.texts * 20]
         while time.monotonic() < self.ends:
@@ -295,11 +295,11 @@ class Load:
             time.sleep(draw.uniform(0.0, 2.0))
             for job in jobs:
                 self.client.cancel(job)
-                self.result["cancels that do not end"] += not ended(self.client, job)
+                self.result["cancelled jobs that do not end"] += not ended(self.client, job)
                 self.result["cancels"] += 1
 
     def annoy(self) -> None:
-        """Spoiled uploads, clients that leave, half headers, connections without a word."""
+        """Send invalid uploads, and open connections that send incomplete requests."""
         draw = random.Random(101)
         address = re.search(r"http://(.*):(\d+)", self.program.said()[0])
         assert address is not None
@@ -313,11 +313,11 @@ class Load:
             connection = HTTPConnection(*place, timeout=120)
             connection.request("PUT", "/v1/tasks/spoiled", body, {"Content-Type": "application/x-tar"})
             refused = connection.getresponse().status == 422
-            self.result["spoiled uploads refused" if refused else "spoiled uploads taken"] += 1
+            self.result["invalid uploads rejected" if refused else "invalid uploads accepted"] += 1
             connection.close()
             open_ones.append(socket.create_connection(place))
             open_ones[-1].sendall(draw.choice(said))
-            self.result["clients that leave"] += 1
+            self.result["clients that disconnect"] += 1
             while len(open_ones) > 20:
                 open_ones.pop(0).close()
             time.sleep(0.1)
@@ -326,7 +326,7 @@ class Load:
 
 
 def resident(pid: int) -> int:
-    """Bytes that a process has in memory."""
+    """Return the resident memory of a process in bytes."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -334,18 +334,18 @@ def resident(pid: int) -> int:
 WRONG = (
     "lost or changed task",
     "lost job",
-    "lines missing, twice or out of order",
+    "lines missing, duplicated or out of order",
     "wrong answers",
     "memory grew",
     "exit code not 0",
-    "cancels forgotten",
-    "cancels that do not end",
-    "spoiled uploads taken",
+    "cancellations lost",
+    "cancelled jobs that do not end",
+    "invalid uploads accepted",
 )
 
 
 def main() -> None:
-    """Kill, load, count."""
+    """Run the kills and the load, and print the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -363,7 +363,7 @@ def main() -> None:
 
 
 def parts(given: argparse.Namespace, draw: random.Random) -> Iterator[Counter[str]]:
-    """What each part found, as soon as it has ended."""
+    """Run the parts, and yield the counts of each."""
     if given.kills:
         yield kills(given.kills, draw)
     if given.minutes:

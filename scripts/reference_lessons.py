@@ -1,4 +1,4 @@
-"""The course of lessons of the reference model: which documents it reads, and at which learning rate."""
+"""Training curriculum of the reference model: the documents and the learning rate of each step."""
 
 import math
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from reference_documents import document
 EXAMPLES_PER_STEP = 384
 LEARNING_RATE = 2e-3
 WARM_UP_STEPS = 100
-LESSON_GOAL = 0.93
-LESSON_LEAST, LESSON_MOST = 50, 1000
+TARGET_ACCURACY = 0.93
+MIN_LESSON_STEPS, MAX_LESSON_STEPS = 50, 1000
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What its documents are drawn from: the first `tasks` tasks, and a share of bare sentences."""
+    """A stage of the curriculum: documents of the first `tasks` tasks, with a share of bare sentences."""
 
     tasks: int
     bare: float
@@ -39,7 +39,7 @@ LESSONS = (
 
 @dataclass
 class Course:
-    """Where training stands: a lesson ends at its goal of accuracy, the last one after `last_steps` steps."""
+    """Training state. A lesson ends at its target accuracy, the last one after `last_steps` steps."""
 
     last_steps: int
     lesson_index: int = 0
@@ -49,36 +49,36 @@ class Course:
 
     @property
     def lesson(self) -> Lesson:
-        """The lesson under way."""
+        """The current lesson."""
         return LESSONS[self.lesson_index]
 
     @property
     def finished(self) -> bool:
-        """Whether the last lesson is over."""
+        """Whether the last lesson has ended."""
         return self.lesson.last and self.lesson_step >= self.last_steps
 
     @property
     def learning_rate(self) -> float:
-        """Linear warm-up, then constant, then a cosine to zero in the last lesson."""
+        """Learning rate: linear warm-up, constant, and cosine decay to zero in the last lesson."""
         if self.lesson.last:
             return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * self.lesson_step / self.last_steps))
         return LEARNING_RATE * min(1.0, (self.step + 1) / WARM_UP_STEPS)
 
     def advance(self, accuracy: float | None) -> None:
-        """Count a step and its accuracy (None if it had few shots); go on when the lesson is learnt."""
+        """Count a step and its accuracy (None with few shots); start the next lesson if this one ended."""
         self.step += 1
         self.lesson_step += 1
         if accuracy is not None:
             self.accuracy = 0.9 * self.accuracy + 0.1 * accuracy
-        learnt = self.accuracy >= LESSON_GOAL and self.lesson_step >= LESSON_LEAST
-        if not self.lesson.last and (learnt or self.lesson_step >= LESSON_MOST):
+        learnt = self.accuracy >= TARGET_ACCURACY and self.lesson_step >= MIN_LESSON_STEPS
+        if not self.lesson.last and (learnt or self.lesson_step >= MAX_LESSON_STEPS):
             self.lesson_index, self.lesson_step = self.lesson_index + 1, 0
             self.accuracy *= 0.5
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents of the same number of shots, padded on the right."""
+    """Documents with the same number of shots, padded on the right."""
 
     ids: Tensor
     tasks: Tensor
@@ -87,7 +87,7 @@ class Batch:
 
 
 def draw_shape(rng: Random, course: Course) -> tuple[int, bool]:
-    """The number of shots of the step's documents, and whether they open with the task's name."""
+    """Draw the number of shots of a step's documents, and whether they begin with the task's name."""
     if course.lesson.last:
         shots = rng.choice((1, 2)) if rng.random() < 0.5 else rng.randint(3, 24)
         return shots, rng.random() < 0.1
@@ -96,7 +96,7 @@ def draw_shape(rng: Random, course: Course) -> tuple[int, bool]:
 
 
 def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, course: Course) -> Batch:
-    """Documents for the course's next step."""
+    """Draw the documents of the next step."""
     shots, named = draw_shape(rng, course)
     lesson = course.lesson
     tasks = [rng.randrange(lesson.tasks) for _ in range(EXAMPLES_PER_STEP // (shots + 1))]

@@ -1,98 +1,209 @@
-"""Entries of the pages' tables: differences with their verdicts, numbers kept, and whole tables of them."""
+"""Results from the committed stores, and the parts that all tables of the pages share."""
 
+import runpy
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
-from i2cl.experiments.evidence.verdicts import holm
-from i2cl.experiments.report.results import Line, Results, mean_times
-from i2cl.experiments.statistics import ALPHA, Difference
-from results_stores import OURS, average, lines_of, named_line, points, seeds_of, shown
+from i2cl.experiments.library import load_experiment
+from i2cl.experiments.records import Record
+from i2cl.experiments.report.layout import (
+    NO_RESULT,
+    format_accuracy,
+    format_interval,
+    format_points,
+    number_range,
+)
+from i2cl.experiments.report.results import Line, Results, compare, mean_times, results_of
+from i2cl.experiments.statistics import Comparison, Difference
+from i2cl.experiments.store import Store
 
-Name = TypeVar("Name")
+ROOT = Path(__file__).resolve().parents[1]
+STORES = {"real": "docs/experiments/real/store", "gemma": "docs/experiments/gemma/store"}
+
+OURS = "Anchored"
+FALLBACKS = {OURS: "Anchored, recompute all"}
+"""Rows to use instead in a store that was made before the default of a row changed."""
+
+LABELS = {
+    "Zero-shot": "Zero-shot",
+    "Zero-shot, label prior": "Zero-shot, label prior",
+    "Zero-shot, batch calibration": "Zero-shot, batch calibration",
+    "Few-shot (ICL)": "Few-shot",
+    "Few-shot, label prior": "Few-shot, label prior",
+    "TF-IDF": "TF-IDF + logistic regression",
+    "Linear probe": "Linear probe of the LLM",
+    "I2CL": "I2CL, fast recipe",
+    "IA3": "IA3",
+    "LoRA": "LoRA",
+    "sentence_embeddings": "Sentence embeddings + logistic regression",
+    "setfit": "SetFit",
+    OURS: "Anchored calibration",
+    "Anchored and sentence embeddings": "Anchored calibration and sentence embeddings",
+}
+"""Labels on the pages for rows of the experiment ``real``, by name or method."""
+
+Key = TypeVar("Key")
 
 
-def differences(result: Results, pairs: dict[str, tuple[Line, Line]]) -> dict[str, list[str]]:
-    """First minus second line of each pair, as `decided` writes it."""
-    return decided({name: result.difference(*pair) for name, pair in pairs.items()})
+@cache
+def records(store: str) -> tuple[Record, ...]:
+    """Return all records of a committed store."""
+    return tuple(Store.open(ROOT / STORES[store]).records.values())
 
 
-def decided(gaps: Mapping[Name, Difference | None]) -> dict[Name, list[str]]:
-    """Each difference, its interval, and its verdict; Holm over all of them."""
-    tested = {name: one.p for name, one in gaps.items() if one is not None and one.decidable}
-    q = dict(zip(tested, holm(list(tested.values())), strict=True))
+@cache
+def results(name: str, store: str = "real", limit: int | None = None, skew: int = 1) -> Results:
+    """Return the results of an experiment with this number of queries (default: the largest) and skew.
+
+    Seeds above the experiment's own are dropped. Another experiment ran them on some tasks only, and the
+    means on each task and over all tasks must use the same seeds.
+    """
+    experiment = load_experiment(name)
+    own_seeds = [one for one in records(store) if one.cell.seed < experiment.full.seeds]
+    by_setting = results_of(experiment, own_seeds)
+    return next(one for one in by_setting if limit in (None, one.setting.limit) and one.setting.skew == skew)
+
+
+def find_line(result: Results, name: str) -> Line | None:
+    """Return the line with a name, else its fallback's, else the first line of the method ``name``."""
+    for wanted in (name, FALLBACKS.get(name)):
+        if named := [line for line in result.lines if line.name == wanted]:
+            return named[0]
+    return next((line for line in result.lines if line.row.method == name), None)
+
+
+def find_lines(result: Results, names: Sequence[str]) -> dict[str, Line]:
+    """Return the lines with these names, in this order, without those that have no results."""
+    return {name: line for name in names if (line := find_line(result, name)) is not None}
+
+
+def line_of(result: Results, name: str) -> Line:
+    """Return the line with a name. Raises LookupError if it has no results."""
+    line = find_line(result, name)
+    if line is None:
+        raise LookupError(f"the store has no results of the row {name!r}")
+    return line
+
+
+def is_complete(result: Results, line: Line) -> bool:
+    """Whether a line has all seeds, on more than two thirds of the tasks."""
+    accuracy = result.accuracy(line)
+    has_seeds = accuracy is not None and (line.fixed or accuracy.seeds == result.expected_seeds)
+    return has_seeds and 3 * len(result.tasks_of(line)) > 2 * len(result.tasks)
+
+
+@cache
+def confidence_fits() -> tuple[dict[str, Any], Any]:
+    """Return the functions of benchmarks/confidence.py, and the fits that it reads."""
+    functions, folder = runpy.run_path(str(ROOT / "benchmarks/confidence.py")), ROOT / "docs/experiments/real"
+    return functions, functions["read"](folder / "refits.jsonl", folder / "scores.safetensors")
+
+
+def average(result: Results, line: Line) -> str:
+    """Format the mean over tasks, with the number of tasks if some are missing."""
+    accuracy, tasks = result.accuracy(line), len(result.tasks_of(line))
+    if accuracy is None:
+        return NO_RESULT
+    missing = "" if tasks == len(result.tasks) else f" ({tasks} of {len(result.tasks)} tasks)"
+    return format_accuracy(accuracy.mean, accuracy.sd, accuracy.seeds) + missing
+
+
+def on_task(result: Results, line: Line, task: str) -> str:
+    """Format the accuracy on one task."""
+    accuracy = result.accuracy(line, task) if task in result.tasks_of(line) else None
+    return NO_RESULT if accuracy is None else format_accuracy(accuracy.mean, accuracy.sd, accuracy.seeds)
+
+
+def by_task(result: Results, lines: Mapping[str, Line]) -> str:
+    """Tabulate the accuracy of lines on every task, and their mean."""
+    rows = [["**mean**", *(average(result, line) for line in lines.values())]]
+    rows += [[task, *(on_task(result, line, task) for line in lines.values())] for task in result.tasks]
+    return table(["Task", *(LABELS[name] for name in lines)], rows)
+
+
+def differences(result: Results, pairs: Mapping[str, tuple[Line, Line]]) -> dict[str, list[str]]:
+    """Format the first minus the second line of each pair, see `format_differences`."""
+    return format_differences({name: result.difference(*pair) for name, pair in pairs.items()})
+
+
+def format_differences(differences: Mapping[Key, Difference | None]) -> dict[Key, list[str]]:
+    """Format differences, their intervals, and q with Holm's correction over all of them."""
     return {
-        name: ["–"] * 3 if one is None else [points(one.mean), interval(one), verdict(one, q.get(name))]
-        for name, one in gaps.items()
+        key: [NO_RESULT] * 3
+        if one is None
+        else [format_points(one.difference.mean), format_interval(one.difference), format_q(one)]
+        for key, one in compare(differences).items()
     }
 
 
-def interval(got: Difference) -> str:
-    """Of a difference, in points."""
-    return f"{points(got.low)} to {points(got.high)}"
+def format_q(comparison: Comparison) -> str:
+    """Format q, or the number of seeds if there are too few for a test."""
+    difference, q = comparison.difference, comparison.q
+    if not difference.decidable:
+        return "one seed" if difference.seeds == 1 else f"{difference.seeds} seeds"
+    return (f"{q:.3f}" if q >= 0.001 else "< 0.001") + ("" if comparison.significant else ", not significant")
 
 
-def verdict(got: Difference, q: float | None) -> str:
-    """Corrected p, and what it shows."""
-    if q is None:
-        return "one seed" if got.seeds == 1 else f"{got.seeds} seeds"
-    number = f"{q:.3f}" if q >= 0.001 else "< 0.001"
-    beyond = q < ALPHA and (got.low > 0 or got.high < 0)
-    return number if beyond else f"{number}, not shown"
-
-
-def kept(result: Results, line: Line) -> str:
-    """Numbers that it keeps for a task: a range where tasks differ."""
-    counts = [one.cost.cached_values for task in result.tasks_of(line) for one in result.outcomes(line, task)]
-    low, high = min(counts), max(counts)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+def stored_values(result: Results, line: Line) -> str:
+    """Format how many numbers a line stores per task: a range if tasks differ."""
+    return number_range(
+        one.cost.cached_values for task in result.tasks_of(line) for one in result.outcomes(line, task)
+    )
 
 
 def against_first(result: Results, name: str) -> str:
-    """Every row of a grid against one, on average and by task."""
-    first = named_line(result, name)
+    """Compare every row with one, on average, and list the accuracies by task."""
+    first = line_of(result, name)
     others = [line for line in result.lines if line != first]
-    gaps = differences(result, {line.name: (line, first) for line in others})
+    by_name = differences(result, {line.name: (line, first) for line in others})
     rows = [
         [
             line.name if line != first else f"**{line.name}**",
             average(result, line),
-            *(gaps[line.name] if line != first else [""] * 3),
-            *(shown(result, line, task).split(" ")[0] for task in result.tasks),
+            *(by_name[line.name] if line != first else [""] * 3),
+            *(on_task(result, line, task).split(" ")[0] for task in result.tasks),
         ]
         for line in (first, *others)
     ]
     return table(["Row", "Mean", "Difference", "95 % interval", "q", *result.tasks], rows)
 
 
-def beside(result: Results, wanted: Sequence[str], against: str = OURS) -> str:
-    """Some rows: mean, numbers kept, difference from one row on the tasks that both have."""
-    ours, lines = named_line(result, against), lines_of(result, wanted)
-    gaps = differences(result, {name: (line, ours) for name, line in lines.items()})
+def against_ours(result: Results, names: Sequence[str]) -> str:
+    """Compare some rows with `OURS` on the tasks that both have, with their costs."""
+    ours, lines = line_of(result, OURS), find_lines(result, names)
+    by_name = differences(result, {name: (line, ours) for name, line in lines.items()})
     rows = [
         [
             name,
             average(result, line),
             str(seeds_of(result, line)),
-            kept(result, line),
-            fit_beside(result, line, ours),
-            *gaps[name],
+            stored_values(result, line),
+            fit_time_ratio(result, line, ours),
+            *by_name[name],
         ]
         for name, line in lines.items()
     ]
-    last = [average(result, ours), str(seeds_of(result, ours)), kept(result, ours), "1", *[""] * 3]
-    rows.append([f"**{against}**", *last])
-    head = ["Row", "Mean", "Seeds", "Numbers kept", "Fit, ratio", "Difference", "95 % interval", "q"]
-    return table(head, rows)
+    own = [average(result, ours), str(seeds_of(result, ours)), stored_values(result, ours), "1", *[""] * 3]
+    head = ["Row", "Mean", "Seeds", "Stored values", "Fit, ratio", "Difference", "95 % interval", "q"]
+    return table(head, [*rows, [f"**{OURS}**", *own]])
 
 
-def fit_beside(result: Results, line: Line, ours: Line) -> str:
-    """A row's time of fits against another's, on the tasks that both have."""
+def seeds_of(result: Results, line: Line) -> int:
+    """Return the number of seeds that a line has on all of its tasks."""
+    return len(result.shared_seeds(line, result.tasks_of(line)))
+
+
+def fit_time_ratio(result: Results, line: Line, ours: Line) -> str:
+    """Format the ratio of the fit times of two lines, on the tasks that both have."""
     both = [task for task in result.tasks_of(line) if task in result.tasks_of(ours)]
     theirs, own = (mean_times(result, one, both)[0] for one in (line, ours))
     return f"{theirs / own:.2g}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Markdown; columns behind the first ones stand to the right."""
-    rule = "|" + "---|" * words + "---:|" * (len(head) - words)
-    return "\n".join([f"| {' | '.join(row)} |" if row is not None else rule for row in (head, None, *rows)])
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Format a Markdown table; all but the first ``text_columns`` are aligned to the right."""
+    rule = "|" + "---|" * text_columns + "---:|" * (len(head) - text_columns)
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], rule, *lines[1:]])

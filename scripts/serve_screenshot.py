@@ -1,4 +1,4 @@
-"""Take the screenshot of the page of `i2cl serve` for the documentation: its example, fitted and tried.
+"""Take the screenshot of the web page of `i2cl serve` for the documentation, with its example fitted.
 
     python scripts/serve_screenshot.py docs/_static/serve.png
 
@@ -23,7 +23,7 @@ MAX_BYTES = 150_000
 
 
 def main() -> None:
-    """Start a server, use its page, and save what it shows."""
+    """Start a server, fit and query its example, and save a screenshot."""
     from PIL import Image
     from playwright.sync_api import expect, sync_playwright
 

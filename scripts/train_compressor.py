@@ -1,8 +1,8 @@
 """Train a small prompt compressor for the bundled model: ICAE, AutoCompressor or CEPE.
 
-Documents of the reference corpus (`i2cl.tasks.corpus`): 4 to 20 demonstrations of one task, compressed, and
-queries behind them, whose label is the loss. It never sees four whole tasks, nor held-out word combinations.
-The decoder is frozen for icae and cepe; an AutoCompressor is a whole model, which starts as the bundled one.
+A document of the reference corpus (`i2cl.tasks.corpus`) has 4 to 20 demonstrations of one task, which are
+compressed, and queries, whose labels the loss is computed on. Four tasks and some word combinations are held
+out. The decoder is frozen for icae and cepe; an AutoCompressor is a copy of the model that is trained.
 
     PYTHONPATH=src python scripts/train_compressor.py --kind icae
 """
@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaModel
 
 from i2cl import Decoder, Example, Task, load_task
 from i2cl.methods.compressors.autocompressor import SUMMARY, Summarizer
-from i2cl.methods.compressors.base import BUNDLED, bare, exchanges
+from i2cl.methods.compressors.base import BUNDLED, encode_without_special_tokens, exchanges
 from i2cl.methods.compressors.cepe import ContextEncoder, CrossLayer
-from i2cl.methods.compressors.icae import MEMORY, AutoEncoder, ICAEConfig, behind_slots
+from i2cl.methods.compressors.icae import MEMORY, AutoEncoder, ICAEConfig, soft_prompt_predictor
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
@@ -50,33 +50,33 @@ ENCODER = {
     "rms_norm_eps",
     "max_position_embeddings",
 }
-"""What a CEPE checkpoint says of its encoder."""
+"""Fields of a CEPE checkpoint that describe its encoder."""
 RATES = {"icae": 2e-3, "autocompressor": 1e-3, "cepe": 2e-3}
-WARM_UP, MOST_GRADIENT = 100, 1.0
-TOLD_EVERY = 50
+WARM_UP, MAX_GRADIENT_NORM = 100, 1.0
+LOG_EVERY = 50
 
 Behind = tuple[Prefix | None, Edit | None, Ids]
-"""What stands in front of queries, what acts on them, and what stands behind each."""
+"""Prefix of the queries, edit of the model, and token ids after each query."""
 
 
 class Learner(Decoder):
-    """A decoder whose own weights learn too."""
+    """A decoder whose weights are trained."""
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Nothing is frozen."""
+        """Freeze nothing."""
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class Compressor:
-    """What is trained.
+    """A compressor in training.
 
     Attributes:
         decoder: the model.
-        parameters: that are trained.
-        front: says what stands around a document's queries.
-        tensors: under the names of the released checkpoints.
-        settings: what its configuration has to say.
+        parameters: parameters to train.
+        front: compresses demonstrations to a prefix, an edit, and suffix tokens.
+        tensors: returns the weights with the names of the released checkpoints.
+        settings: fields of its configuration file.
     """
 
     decoder: Decoder
@@ -87,12 +87,12 @@ class Compressor:
 
 
 def drawn(*shape: int, scale: float = 0.02) -> nn.Parameter:
-    """A normal matrix."""
+    """Return a random normal parameter."""
     return nn.Parameter(torch.randn(shape) * scale)
 
 
 def icae(decoder: Decoder) -> Compressor:
-    """Low-rank pairs of the query and value projections, and a memory."""
+    """ICAE: LoRA on the query and value projections, and memory embeddings."""
     names = [
         name
         for name, _ in decoder.model.named_modules()
@@ -107,7 +107,7 @@ def icae(decoder: Decoder) -> Compressor:
         scaled = {name: (first, second * scale) for name, (first, second) in pairs.items()}
         own = AutoEncoder(decoder, memory, scaled, "1")
         (context,) = decoder.encoder(["".join(exchanges(decoder, task, shown))])
-        result = behind_slots(own, task, own.slots(own.segments(context)), config)
+        result = soft_prompt_predictor(own, task, own.slots(own.segments(context)), config)
         return result.prefix, result.edit, result.right
 
     def tensors() -> Mapping[str, Tensor]:
@@ -124,14 +124,15 @@ def icae(decoder: Decoder) -> Compressor:
 
 
 def autocompressor(decoder: Decoder) -> Compressor:
-    """A copy of the model and its summary embeddings."""
+    """AutoCompressor: a copy of the model, and summary embeddings."""
     own = Learner(copy.deepcopy(decoder.model), decoder.tokenizer)
     embeddings = drawn(VECTORS, own.d_model, scale=float(own.embed((1, 2, 3)).std()))
     summarizer = Summarizer(own, embeddings, accumulate=True)
 
     def front(task: Task, shown: list[Example]) -> Behind:
-        segments = summarizer.segments(bare(own, exchanges(own, task, shown)), own.encoder.front, 2048)
-        return summarizer.behind(task, summarizer.summaries(segments)).prefix, None, ()
+        ids = encode_without_special_tokens(own, exchanges(own, task, shown))
+        segments = summarizer.segments(ids, own.encoder.front, 2048)
+        return summarizer.predictor(task, summarizer.summaries(segments)).prefix, None, ()
 
     def tensors() -> Mapping[str, Tensor]:
         return dict(own.model.named_parameters()) | {SUMMARY: embeddings}  # a tied head is named once
@@ -141,7 +142,7 @@ def autocompressor(decoder: Decoder) -> Compressor:
 
 
 def cepe(decoder: Decoder) -> Compressor:
-    """An encoder and cross-attention in every layer; both start as copies of the model, and write nothing."""
+    """CEPE: an encoder and cross-attention in every layer, initialized from the model with zero output."""
     config = decoder.model.config.to_dict() | {"max_position_embeddings": 256, "tie_word_embeddings": False}
     encoder = LlamaModel(LlamaConfig.from_dict(config))
     encoder.load_state_dict(decoder.model.model.state_dict())
@@ -162,7 +163,8 @@ def cepe(decoder: Decoder) -> Compressor:
     )
 
     def front(task: Task, shown: list[Example]) -> Behind:
-        return None, own.edit(own.states(bare(decoder, exchanges(decoder, task, shown)))), ()
+        ids = encode_without_special_tokens(decoder, exchanges(decoder, task, shown))
+        return None, own.edit(own.states(ids)), ()
 
     def tensors() -> Mapping[str, Tensor]:
         result = {f"encoder.{name}": one for name, one in encoder.named_parameters()}
@@ -219,17 +221,17 @@ def train(made: Compressor, steps: int, rate: float, seed: int) -> float:
             loss = -result.mean() / DOCUMENTS
             loss.backward()
             total += loss.item()
-        nn.utils.clip_grad_norm_(made.parameters, MOST_GRADIENT)
+        nn.utils.clip_grad_norm_(made.parameters, MAX_GRADIENT_NORM)
         optimizer.step()
         losses.append(total)
-        if step % TOLD_EVERY == 0 or step == steps:
-            mean = sum(losses[-TOLD_EVERY:]) / len(losses[-TOLD_EVERY:])
+        if step % LOG_EVERY == 0 or step == steps:
+            mean = sum(losses[-LOG_EVERY:]) / len(losses[-LOG_EVERY:])
             print(f"step {step}: loss {mean:.3f}, {time.monotonic() - started:.0f} s", flush=True)
-    return sum(losses[-TOLD_EVERY:]) / len(losses[-TOLD_EVERY:])
+    return sum(losses[-LOG_EVERY:]) / len(losses[-LOG_EVERY:])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train and save."""
+    """Train the compressor and save it."""
     parser = argparse.ArgumentParser(description="Train a small prompt compressor for the bundled model.")
     parser.add_argument("--kind", choices=sorted(KINDS), required=True)
     parser.add_argument("--steps", type=int, default=3000)

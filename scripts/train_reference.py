@@ -1,9 +1,9 @@
 """Train the bundled reference model: a small decoder that learns hidden tasks from examples in its context.
 
-The corpus is `i2cl.tasks.corpus`. Training is a course of lessons (`reference_lessons.py`): few tasks and
-bare sentences first, then all tasks, then full sentences, and last documents of 1 to 24 shots under a
-decaying learning rate. Beside the next token, every end of a demonstration is asked which task the document
-follows (the naming loss), so that one demonstration alone already carries what it says about the task.
+The corpus is `i2cl.tasks.corpus`. Training follows a curriculum (`reference_lessons.py`): few tasks and bare
+sentences first, then all tasks, then full sentences, and finally documents of 1 to 24 shots with a decaying
+learning rate. In addition to the next token, the model predicts the task at the end of each demonstration
+(the naming loss), so a single demonstration already represents the task.
 
     PYTHONPATH=src python scripts/train_reference.py --output src/i2cl/reference/model
 """
@@ -30,12 +30,12 @@ MAX_POSITIONS = 1024
 WEIGHT_DECAY = 0.05
 OTHER_TOKENS_WEIGHT, OTHER_TOKENS_STRIDE, NAMING_WEIGHT = 0.1, 8, 1.0
 TEST_QUERIES, TEST_BATCH = 200, 25
-LONGEST_SHOTS_SEEN = 4
+MIN_ACCURACY_SHOTS = 4
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids that the loss looks at."""
+    """Token ids that the loss needs."""
 
     names: Tensor
     is_label: Tensor
@@ -44,12 +44,12 @@ class Vocabulary:
 
 
 def label_ids(tokenizer: PreTrainedTokenizerFast, task: ReferenceTask) -> list[int]:
-    """The token of every label word as it follows the template."""
+    """Return the token of every label word after the template."""
     return [tokenizer(f" {label}").input_ids[0] for label in task.labels]
 
 
 def look_up(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
-    """The ids of task names, label words, separator and padding."""
+    """Look up the ids of task names, label words, separator and padding."""
     is_label = torch.zeros(len(tokenizer), dtype=torch.bool)
     is_label[[index for task in TASKS for index in label_ids(tokenizer, task)]] = True
     names = torch.tensor(tokenizer.convert_tokens_to_ids([task.name for task in TASKS]))
@@ -57,7 +57,7 @@ def look_up(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An untrained Llama of the reference size."""
+    """Build an untrained Llama of the reference size."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
@@ -76,7 +76,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
+    """Build AdamW with weight decay on matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -86,7 +86,7 @@ def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 def objective(
     model: LlamaForCausalLM, batch: Batch, vocabulary: Vocabulary, tasks: int
 ) -> tuple[Tensor, Tensor]:
-    """The training loss, and the accuracy at every place of a document (its first example has no shot)."""
+    """Return the training loss, and the accuracy at every position of a document (the first has no shots)."""
     inputs, targets = batch.ids[:, :-1], batch.ids[:, 1:]
     hidden = model.model(input_ids=inputs).last_hidden_state
     is_label = vocabulary.is_label[targets]
@@ -109,7 +109,7 @@ def objective(
 def train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, last_steps: int
 ) -> list[dict]:
-    """Take the model through the course; return the log, one row per printed line."""
+    """Train the model on the curriculum, and return the log."""
     rng, vocabulary, optimizer = Random(seed), look_up(tokenizer), new_optimizer(model)
     course, log, started = Course(last_steps), [], time.time()
     while not course.finished:
@@ -121,8 +121,8 @@ def train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        many_shots = not batch.named and batch.shots >= LONGEST_SHOTS_SEEN
-        course.advance(accuracy[LONGEST_SHOTS_SEEN:].mean().item() if many_shots else None)
+        many_shots = not batch.named and batch.shots >= MIN_ACCURACY_SHOTS
+        course.advance(accuracy[MIN_ACCURACY_SHOTS:].mean().item() if many_shots else None)
         if course.step % 50 == 0 or course.finished:
             row = {
                 "step": course.step,
@@ -142,7 +142,7 @@ def train(
 def accuracy(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: ReferenceTask, shots: int
 ) -> float:
-    """Share of held-out queries answered rightly among the label words, after `shots` demonstrations."""
+    """Return the accuracy among the label words on held-out queries, after `shots` demonstrations."""
     demonstrations = examples(task, "train", shots, seed=0)
     context = "".join(fill(task, *example) for example in demonstrations)
     queries = examples(task, "test", TEST_QUERIES, seed=0)
@@ -160,7 +160,7 @@ def accuracy(
 
 
 def evaluate(folder: Path) -> dict[str, dict[str, float]]:
-    """Load what was saved, as a user would, and measure every task with and without demonstrations."""
+    """Load the saved model, and evaluate every task with and without demonstrations."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return {
@@ -170,7 +170,7 @@ def evaluate(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train the bundled reference model.")
     parser.add_argument(
         "--output", type=Path, required=True, help="folder to write the model and tokenizer to"
@@ -182,7 +182,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, round to bfloat16, save as float32 (so that both precisions are one model), evaluate, log."""
+    """Train, round to bfloat16, save as float32 (both precisions have equal weights), evaluate and log."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)

@@ -62,6 +62,7 @@ def play(played, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))  # for programs that start; this one took its width when it did
     monkeypatch.setattr(console, "out", Console(highlight=False, width=WIDTH))
     monkeypatch.setattr(console, "HEARTBEAT_S", 3600.0)  # no lines that depend on speed
+    monkeypatch.setattr(console, "SHORT_S", 3600.0)  # nor its estimate
     names = {"__name__": "page"}
     for one in played:
         if one.language == "console" and "$ " in one.text:

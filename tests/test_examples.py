@@ -18,7 +18,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SAID = {
     "own_csv": r"(billing|delivery) +There is a payment",
     "pipeline": r"fold 3: (0\.[89]\d|1\.00)\n\['blue'\]",
-    "many_tasks": r"mood-colour-1 +blue\n.*each task keeps 768 numbers",
+    "many_tasks": r"mood-colour-1 +blue\n.*each task stores 768 numbers",
     "serve_and_call": r"(positive|negative) \{.*\}\n\['films'\]\nexit code 0",
     "table1_cell": r"zero_shot .*\nfew_shot .*\ni2cl .*\nthe paper has no such cell",
 }

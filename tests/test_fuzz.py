@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from experiments.report.made import grid, trial
+from experiments.report.synthetic import grid, trial
 from fuzzing import Folders, refused, targets
 from storage.test_hub import decoder_named, made
 

@@ -21,7 +21,7 @@ def made():
 def test_tables_are_those_of_the_stores(made, page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert "begin -->" in text
-    assert made["filled"](text) == text, CURE
+    assert made["fill"](text) == text, CURE
 
 
 @pytest.mark.parametrize("name", ["averages", "shots", "learning", "reliability"])
@@ -45,5 +45,7 @@ def test_every_part_stands_on_a_page_and_rows_that_no_cell_has_are_left_out(made
     shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in made["PAGES"])
     assert [name for name in made["PARTS"] if f"<!-- {name}: begin -->" not in shown] == []
     result = made["results"]("real")
-    assert list(made["lines_of"](result, ("Zero-shot", "no such row"))) == ["Zero-shot"]
-    assert made["line_of"](result, "zero_shot").name == "Zero-shot"  # by its method where no row is called so
+    assert list(made["find_lines"](result, ("Zero-shot", "no such row"))) == ["Zero-shot"]
+    assert (
+        made["find_line"](result, "zero_shot").name == "Zero-shot"
+    )  # by its method where no row is called so

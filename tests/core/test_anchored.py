@@ -1,28 +1,28 @@
-"""Anchored calibration against its objective, minimised and differentiated in other ways."""
+"""Anchored calibration by Gauss-Newton against independent minimizers and finite differences."""
 
 import pytest
 import torch
 
 from fitting import made, one_line
 from i2cl import Example, Injection, Task, Template, make_methods
-from i2cl.core import anchored
-from i2cl.core.anchored import AnchoredConfig, Step, anchor, stepped
+from i2cl.core import gauss_newton
+from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.edits import LinearEdit
-from i2cl.core.problem import Problem
-from i2cl.core.tangent import Tangent, columns, directions, optimum, others_of, summed_loss
+from i2cl.core.gauss_newton import Step, gauss_newton_step, solve_kernel_regression, summed_loss
+from i2cl.core.objective import Objective, score_columns, score_directions, score_variance, wrong_labels
 from i2cl.models.scoring import Questions, score
 
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
 SHOWN = tuple(Example(text, label) for text, label in zip(WORDS, (0, 1, 0, 2), strict=True))
 
 
-def task(full=False):
-    words = ("good film", "good grief", "bad") if full else ("good", "bad", "unsure")
+def task(words=False):
+    words = ("good film", "good grief", "bad") if words else ("good", "bad", "unsure")
     return Task("films", words, Template("Review: {text}\nSentiment:\n{label}"))
 
 
 def problem(decoder, asked, shown=SHOWN, writers="both"):
-    return Problem(Questions(decoder, asked), shown, writers)
+    return Objective(Questions.of_fit(decoder, asked), shown, writers)
 
 
 def started(decoder, asked, config, shown=SHOWN):
@@ -38,23 +38,26 @@ def objective(fit, u, tau):
 
 
 def stationary(fit, u, tau):
-    point, _ = fit.point(u)
-    chances = torch.nn.functional.pad(point.values, (1, 0)).softmax(-1)[:, 1:].flatten().float()
+    point, _ = fit.linearize(u)
+    chances = torch.nn.functional.pad(point.columns, (1, 0)).softmax(-1)[:, 1:].flatten().float()
     return (point.jacobian.T @ chances + tau * u).norm().item()
 
 
-WHOLE = pytest.mark.parametrize("full", [False, True], ids=["first tokens", "whole labels"])
+SCORINGS = pytest.mark.parametrize("words", [False, True], ids=["first tokens", "words"])
 TO_THE_END = AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@WHOLE
-def test_derivatives_are_those_of_finite_differences(model_type, full):
-    fit = problem(made(model_type), task(full))
+@SCORINGS
+def test_derivatives_match_finite_differences(model_type, words):
+    fit = problem(made(model_type), task(words))
+    fit.first()
     generator = torch.Generator().manual_seed(0)
-    u = 0.02 * torch.randn(fit.scale.numel(), generator=generator)
-    along = torch.randn(fit.scale.numel(), generator=generator)
-    point, result = fit.point(u)
+    u = 0.02 * torch.randn(fit.size.parameters, generator=generator)
+    along = torch.randn(fit.size.parameters, generator=generator)
+    u[: fit.vector_size] /= fit.scale.flatten().clamp_min(1e-9)
+    along[: fit.vector_size] /= fit.scale.flatten().clamp_min(1e-9)
+    point, result = fit.linearize(u)
     torch.testing.assert_close(result.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
     step = 2e-3
 
@@ -63,7 +66,7 @@ def test_derivatives_are_those_of_finite_differences(model_type, full):
         others = torch.nn.functional.one_hot(fit.gold, 3) == 0
         return scores[others].view(-1, 2) - scores.gather(1, fit.gold[:, None])
 
-    torch.testing.assert_close(point.values, values(u), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(point.columns, values(u), atol=1e-4, rtol=1e-4)
     differences = (values(u + step * along) - values(u - step * along)) / (2 * step)
     result = (point.jacobian @ along).view_as(differences).double()
     torch.testing.assert_close(result, differences, atol=3e-2 * differences.abs().max().item(), rtol=0)
@@ -74,11 +77,11 @@ def test_columns_hold_the_whole_loss(labels):
     generator = torch.Generator().manual_seed(labels)
     scores = 3 * torch.randn(7, labels, generator=generator)
     gold = torch.randint(labels, (7,), generator=generator)
-    result = columns(scores, gold)
+    result = score_columns(scores, gold)
     assert result.shape == (7, labels - 1)
     expected = torch.nn.functional.cross_entropy(scores.double(), gold, reduction="sum")
     assert summed_loss(result) == pytest.approx(expected.item())
-    slopes = directions(gold, labels)
+    slopes = score_directions(gold, labels)
     torch.testing.assert_close((slopes.double() @ scores.double()[..., None])[..., 0], result)
     chances = torch.nn.functional.pad(result, (1, 0)).softmax(-1)[:, 1:]
     gradient = scores.double().softmax(-1) - torch.nn.functional.one_hot(gold, labels)
@@ -86,7 +89,7 @@ def test_columns_hold_the_whole_loss(labels):
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (3, 4)])
-def test_the_optimum_is_that_of_a_minimiser_of_scipy(shape):
+def test_kernel_regression_finds_the_optimum_of_scipy(shape):
     optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference")
     generator = torch.Generator().manual_seed(0)
     jacobian = torch.randn(shape[0] * shape[1], 30, generator=generator, dtype=torch.float64)
@@ -98,11 +101,11 @@ def test_the_optimum_is_that_of_a_minimiser_of_scipy(shape):
         return summed_loss(start + (jacobian @ u).view(shape)) + (tau / 2 * u @ u).item()
 
     expected = optimize.minimize(value, torch.zeros(30).double().numpy(), options={"gtol": 1e-6})
-    result = jacobian.T @ optimum(start, kernel, tau)
+    result = jacobian.T @ solve_kernel_regression(start, kernel, tau)
     assert value(result.numpy()) <= expected.fun + 1e-6
 
 
-def test_it_ends_where_the_objective_is_smallest():
+def test_a_fit_ends_at_the_minimum_of_the_objective():
     decoder = made("llama")
     fit, _, tau = started(decoder, task(), TO_THE_END)
     injection = anchor(decoder, task(), SHOWN, TO_THE_END)
@@ -118,59 +121,59 @@ def test_it_ends_where_the_objective_is_smallest():
     assert stationary(fit, u, tau) < 0.1 * stationary(fit, torch.zeros_like(u), tau)
 
 
-def moving(full):
-    """A problem with its derivatives at 0, a place further on, and derivatives and scores there."""
-    fit = problem(made("llama"), task(full))
-    point, _ = fit.point(torch.zeros(fit.scale.numel()))
+def moving(words):
+    """A problem linearized around 0, other parameters, and the linearization and scores there."""
+    fit = problem(made("llama"), task(words))
+    point, _ = fit.linearize(torch.zeros(fit.scale.numel()))
     u = 0.05 * torch.randn(fit.scale.numel(), generator=torch.Generator().manual_seed(0))
-    return fit, point, u, *fit.point(u)
+    return fit, point, u, *fit.linearize(u)
 
 
-@WHOLE
-def test_what_is_settled_keeps_its_derivatives_and_the_rest_gets_new_ones(full):
-    fit, point, u, anew, scores = moving(full)
+@SCORINGS
+def test_only_unsettled_demonstrations_are_differentiated_again(words):
+    fit, point, u, fresh, scores = moving(words)
     losses = torch.nn.functional.cross_entropy(scores, fit.gold, reduction="none")
     settled = losses < losses.median()
     assert 0 < settled.sum() < len(SHOWN)
-    before = point.jacobian.clone().view(*point.values.shape, -1)
-    after = fit.moved(point, u, scores, (~settled).nonzero()[:, 0].tolist())
-    now = after.jacobian.view(*after.values.shape, -1)
+    before = point.jacobian.clone().view(*point.columns.shape, -1)
+    after = fit.relinearize(point, u, scores, (~settled).nonzero()[:, 0].tolist())
+    now = after.jacobian.view(*after.columns.shape, -1)
     assert torch.equal(now[settled], before[settled])
-    torch.testing.assert_close(now[~settled], anew.jacobian.view_as(now)[~settled], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(after.values[~settled], anew.values[~settled], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(now[~settled], fresh.jacobian.view_as(now)[~settled], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(after.columns[~settled], fresh.columns[~settled], atol=1e-4, rtol=1e-4)
     wanted = torch.nn.functional.cross_entropy(scores.double(), fit.gold, reduction="sum")
-    assert summed_loss(after.values) == pytest.approx(wanted.item(), rel=1e-5)
+    assert summed_loss(after.columns) == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_labels_of_several_tokens_that_do_not_compete_keep_their_derivatives():
-    fit, point, u, anew, scores = moving(full=True)
-    others = scores.softmax(-1).gather(1, others_of(fit.gold, 3))
+def test_labels_that_do_not_compete_keep_their_derivatives():
+    fit, point, u, fresh, scores = moving(words=True)
+    others = scores.softmax(-1).gather(1, wrong_labels(fit.gold, 3))
     competing = others >= others.median()
     assert 0 < competing.sum() < competing.numel()
-    before = point.jacobian.clone().view(*point.values.shape, -1)
+    before = point.jacobian.clone().view(*point.columns.shape, -1)
     among = scores.softmax(-1) >= others.median()
-    now = fit.moved(point, u, scores, range(len(SHOWN)), among).jacobian.view(*before.shape)
+    now = fit.relinearize(point, u, scores, range(len(SHOWN)), among).jacobian.view(*before.shape)
     assert torch.equal(now[~competing], before[~competing])
-    torch.testing.assert_close(now[competing], anew.jacobian.view_as(now)[competing], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(now[competing], fresh.jacobian.view_as(now)[competing], atol=1e-5, rtol=1e-4)
 
 
-def test_a_step_that_brings_less_than_its_share_is_damped():
+def test_a_step_that_gains_less_than_predicted_is_damped():
     fit, point, tau = started(made("llama"), task(), AnchoredConfig(reach=30.0))
     u = torch.zeros(fit.scale.numel())
     at = Step(u, fit.scores(u), float(objective(fit, u, tau)), 1.0, 0.0)
 
     def share(step):
-        straight = point.values + (point.jacobian @ step.u).double().view_as(point.values)
-        promised = at.objective - summed_loss(straight) - tau / 2 * step.u.double().square().sum().item()
-        return (at.objective - step.objective) / promised
+        straight = point.columns + (point.jacobian @ step.parameters).double().view_as(point.columns)
+        prior = tau / 2 * step.parameters.double().square().sum().item()
+        return (at.objective - step.objective) / (at.objective - summed_loss(straight) - prior)
 
-    any_gain = stepped(fit, point, at, tau, 0.0)
-    assert any_gain.objective == pytest.approx(objective(fit, any_gain.u, tau))
+    any_gain = gauss_newton_step(fit, point, at, tau, 0.0)
+    assert any_gain.objective == pytest.approx(objective(fit, any_gain.parameters, tau))
     assert any_gain.objective < at.objective
     assert 0 < share(any_gain) < 1
     trust = (1 + share(any_gain)) / 2
-    damped = stepped(fit, point, at, tau, trust)
-    assert damped.factor > any_gain.factor
+    damped = gauss_newton_step(fit, point, at, tau, trust)
+    assert damped.damping > any_gain.damping
     assert share(damped) > trust
 
 
@@ -200,14 +203,15 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
     torch.testing.assert_close(injection.scores(decoder, texts), plain, atol=0, rtol=0)
 
 
-@WHOLE
-def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
-    """A site has one number, and what is left out stays so."""
-    fit = problem(made("llama"), task(full), writers="mlp")
+@SCORINGS
+def test_on_the_balanced_scale_all_sites_move_the_scores_equally(words):
+    """A site has one scale, and sites without a vector stay at 0."""
+    fit = problem(made("llama"), task(words), writers="mlp")
     point, _, variance = fit.first()
     assert (fit.scale == fit.scale[..., :1]).all()
     assert ((fit.scale > 0) == torch.tensor([False, True])[:, None]).all()
-    slopes = torch.nn.functional.pad(point.jacobian.view(*point.values.shape, -1), (0, 0, 1, 0))
+    slopes = point.jacobian.view(*point.columns.shape, -1)[..., : fit.vector_size]
+    slopes = torch.nn.functional.pad(slopes, (0, 0, 1, 0))
     spread = (slopes - slopes.mean(1, keepdim=True)).square().mean((0, 1)).view(*fit.scale.shape)
     layers = fit.questions.decoder.layers
     torch.testing.assert_close(spread[:, 1].mean(-1), torch.ones(layers), atol=1e-3, rtol=0)
@@ -215,11 +219,10 @@ def test_on_the_balanced_scale_all_sites_move_the_scores_alike(full):
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 7.0])
-def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(size):
+def test_reach_is_the_standard_deviation_of_label_scores_under_the_prior(size):
     generator = torch.Generator().manual_seed(0)
     jacobian = size * torch.randn(4 * 2, 50, generator=generator)
-    point = Tangent(torch.zeros(4, 2, dtype=torch.float64), jacobian)
-    tau = point.spread().sum().item() / 2.0**2
+    tau = score_variance(jacobian.view(4, 2, -1), None).sum().item() / 2.0**2
     drawn = torch.randn(50, 20_000, generator=generator) / tau**0.5
     moved = torch.nn.functional.pad((jacobian @ drawn).view(4, 2, -1), (0, 0, 1, 0))
     spread = (moved - moved.mean(1, keepdim=True)).square().mean().sqrt()
@@ -228,26 +231,29 @@ def test_reach_is_the_spread_of_label_scores_under_the_prior_whatever_the_model(
 
 def test_a_step_that_overflows_is_damped(monkeypatch):
     decoder = made("llama")
-    scores, calls = Problem.scores, []
+    scores, calls = Objective.scores, []
 
     def overflowing(fit, u):
         calls.append(u)
         result = scores(fit, u)
         return result * float("nan") if len(calls) == 1 else result
 
-    monkeypatch.setattr(Problem, "scores", overflowing)
+    monkeypatch.setattr(Objective, "scores", overflowing)
     injection = anchor(decoder, task(), SHOWN, AnchoredConfig(reach=3.0, steps=1))
     assert len(calls) > 1
     assert injection.history[1] < injection.history[0]
 
 
-def test_a_model_that_overflows_by_itself_and_a_fit_without_a_step_are_told(monkeypatch):
+def test_a_model_that_overflows_is_refused():
     decoder = made("llama")
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
     one_line("not finite: load the model in float32", anchor, decoder, task(), SHOWN)
-    monkeypatch.setattr(anchored, "stepped", lambda *_, **__: None)
-    with pytest.warns(UserWarning, match="this is the plain model: lower the reach"):
+
+
+def test_a_fit_that_does_not_lower_the_loss_warns_and_yields_the_plain_model(monkeypatch):
+    monkeypatch.setattr(gauss_newton, "gauss_newton_step", lambda *_, **__: None)
+    with pytest.warns(UserWarning, match="yields the plain model: lower the reach"):
         injection = anchor(made("llama"), task(), SHOWN)
     assert not injection.context.values.any()
 
@@ -259,17 +265,17 @@ def test_a_wide_prior_takes_damped_steps(reach):
 
 
 @pytest.mark.parametrize("reach", [-1.0, 1e5, float("inf"), float("nan")])
-def test_a_reach_that_is_none_is_refused(reach):
+def test_an_invalid_reach_is_refused(reach):
     with pytest.raises(ValueError, match="reach"):
         AnchoredConfig(reach=reach)
 
 
-def test_scores_are_those_of_an_edit_and_the_seed_is_told():
+def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
     (method,) = make_methods(["anchored"], {"steps": 1})
     assert method.injection(made("llama"), task(), SHOWN, 7).seed == 7
     fit = problem(made("llama"), task())
     u = torch.full((fit.scale.numel(),), 0.05)
-    vectors = fit.theta(u)
+    vectors = fit.vectors(u)
     edit = LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2))
     wanted = score(fit.questions.decoder, fit.queries, fit.questions.labels, edit=edit)
     torch.testing.assert_close(fit.scores(u), wanted, atol=0, rtol=0)
@@ -282,3 +288,47 @@ def test_a_fitted_vector_claims_no_extraction(tmp_path):
     assert Injection.from_pretrained(tmp_path / "task").context.config.writers == "mlp"
     card = (tmp_path / "task" / "README.md").read_text()
     assert "aggregate" not in card
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ("card lost", "lost card", "card found"),
+        ("spam", "not spam", "not not spam"),
+        ("grade 1", "grade 11", "grade 12", "grade 21"),
+    ],
+    ids=["same words", "negations", "numbers"],
+)
+def test_labels_that_differ_in_order_or_repetition_of_words_can_be_fitted(labels):
+    decoder = made("llama")
+    asked = Task("similar", labels, Template("{text}\nLabel: {label}"))
+    shown = [Example(text, at) for at, text in enumerate(WORDS[: len(labels)])]
+    injection = anchor(decoder, asked, shown)
+    assert injection.scoring == "words"
+    assert injection.predict(decoder, [one.text for one in shown]) == list(labels)
+
+
+def test_gauss_newton_fits_word_weights():
+    decoder = made("llama")
+    weights = anchor(decoder, task(words=True), SHOWN).word_weights
+    start = Questions(decoder, task(words=True), "words").labels.weights
+    torch.testing.assert_close(weights.sum(0), torch.ones(3))
+    assert (weights - start).abs().max() > 1e-3
+
+
+def test_from_the_second_step_on_only_competing_labels_are_differentiated(monkeypatch):
+    decoder, passes = made("llama"), []
+    differentiate = Objective._differentiate_columns
+
+    def recorded(fit, slopes, parameters, columns, directions):
+        passes.append([len(of_row) for of_row in columns.values()])
+        return differentiate(fit, slopes, parameters, columns, directions)
+
+    monkeypatch.setattr(Objective, "_differentiate_columns", recorded)
+    monkeypatch.setattr(gauss_newton, "COMPETING", 0.3)
+    anchor(decoder, task(words=True), SHOWN, AnchoredConfig(steps=3, tolerance=0))
+    assert passes[0] == [2, 2, 2, 2]
+    assert sum(passes[1]) < 8
+    passes.clear()
+    anchor(decoder, task(), SHOWN, AnchoredConfig(steps=2, tolerance=0))
+    assert passes == [[2, 2, 2, 2]] * 2

@@ -36,7 +36,7 @@ def fit(case="llama", *, writers="both", seed=0, task=TASK, shots=SHOTS, context
 
 
 def loss_by_hand(case, coefficients, chosen, *, full=False):
-    """The paper's loss, row by row, with hooks of its own."""
+    """Compute the paper's loss row by row with plain hooks."""
     decoder, losses = decoder_of(case), []
     with injecting(decoder, context_of(case).values, coefficients):
         for row in chosen:
@@ -48,21 +48,21 @@ def loss_by_hand(case, coefficients, chosen, *, full=False):
 
 @pytest.mark.parametrize("full", [False, True], ids=["first_token", "full"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gptj", "gemma2", "opt"])
-def test_one_step_by_hand(case, full):
+def test_one_step_matches_a_direct_computation(case, full):
     first = torch.tensor([0.1, 1.0]).repeat(decoder_of(case).layers, 2, 1).requires_grad_()
     wanted = loss_by_hand(case, first, [0, 1, 2], full=full)
     (gradient,) = torch.autograd.grad(wanted, first)
     scoring = "full" if full else "auto"
     result = fit(case, batches=[[0, 1, 2]], noise=0.0, lr=0.03, weight_decay=0.1, scoring=scoring)
     assert result.history == (pytest.approx(wanted.item(), rel=1e-5),)
-    # The first step of AdamW goes the learning rate's length against the sign of the gradient.
+    # The first step of AdamW moves by the learning rate against the sign of the gradient.
     assert (gradient.abs() > 1e-6).all()
     stepped = first * (1 - 0.03 * 0.1) - 0.03 * gradient.sign()
     assert torch.allclose(result.coefficients, stepped, atol=1e-4)
 
 
 @pytest.mark.parametrize(("case", "place"), [*((case, "writer") for case in FAMILIES), ("llama", "residual")])
-def test_the_loss_decreases(case, place):
+def test_calibration_reduces_the_loss(case, place):
     result = fit(case, epochs=12, batch_size=len(SHOTS), noise_place=place)
     assert len(result.history) == 12
     assert result.history[-1] < result.history[0] - 1e-3
@@ -71,7 +71,7 @@ def test_the_loss_decreases(case, place):
     assert ((result.coefficients - torch.tensor([0.1, 1.0])).abs() > 1e-4).all()
 
 
-def test_labels_of_several_tokens_are_learnt_whole():
+def test_labels_of_several_tokens_are_learned_as_sequences():
     labels = Task("films", ("positive", "poor"), TASK.template)
     with pytest.warns(ScoringWarning) as caught:
         result = fit(task=labels, noise=0.0, batches=[[1]])
@@ -82,7 +82,7 @@ def test_labels_of_several_tokens_are_learnt_whole():
 
 
 @pytest.mark.parametrize("change", [{}, {"noise_place": "writer"}, {"positions": "random"}, {"draw": "step"}])
-def test_bit_for_bit_repeatable(change):
+def test_calibration_is_deterministic(change):
     torch.manual_seed(0)
     first = fit(seed=3, **change)
     torch.manual_seed(1)
@@ -93,7 +93,7 @@ def test_bit_for_bit_repeatable(change):
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
-def test_noise_alone_depends_on_the_seed(noise):
+def test_seed_affects_only_the_noise(noise):
     result = [fit(seed=seed, batches=[[0, 1], [2, 3]], noise=noise).coefficients for seed in (0, 1)]
     assert torch.equal(*result) == (noise == 0)
 
@@ -122,7 +122,7 @@ def test_only_the_chosen_sites_are_trained(layers, trained, writers, site):
 
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
-def test_noise_goes_where_the_injection_goes(monkeypatch, place):
+def test_noise_is_added_at_the_injection_positions(monkeypatch, place):
     edits = []
 
     def watched(*args, **kwargs):
@@ -140,7 +140,7 @@ def test_noise_goes_where_the_injection_goes(monkeypatch, place):
 
 
 @pytest.mark.parametrize(("place", "layers"), [("writer", []), ("residual", [0, 1])])
-def test_noise_looks_at_the_residual_stream_only_where_it_goes_there(monkeypatch, place, layers):
+def test_noise_reads_the_residual_stream_only_if_added_there(monkeypatch, place, layers):
     seen = []
     monkeypatch.setattr(NoisyEdit, "enter", lambda _edit, layer, _residual: seen.append(layer))
     fit(noise_place=place, batches=[[0]])
@@ -148,7 +148,7 @@ def test_noise_looks_at_the_residual_stream_only_where_it_goes_there(monkeypatch
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
-def test_the_add_formula(case):
+def test_add_formula_matches_a_direct_computation(case):
     first = fit(case, formula="add", epochs=0, init_lambda=0.3)
     assert torch.equal(first.coefficients, torch.tensor([0.3, 1.0]).expand(first.coefficients.shape))
     result = fit(case, formula="add", lr=0.5, epochs=4).coefficients
@@ -159,7 +159,7 @@ def test_the_add_formula(case):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
-def test_the_balance_formula(case):
+def test_balance_formula_matches_a_direct_computation(case):
     first = fit(case, formula="balance", epochs=0, init_lambda=0.3, init_beta=0.5).coefficients
     # (lambda v + (1 - lambda) a) * beta
     assert torch.allclose(first, torch.tensor([0.3 * 0.5, (1 - 0.3) * 0.5]).expand(first.shape))
@@ -206,16 +206,16 @@ def test_start_coefficients():
         ),
         *(({"batches": batches}, "0 to 4") for batches in [[[0], []], [[0, 5]], [[-1]]]),
         *(
-            ({"layers": layers}, r"names no layers of this model, which has 2 \(0 to 1\)")
+            ({"layers": layers}, "does not fit this model: choose from 0 to 1")
             for layers in [(2,), (-1,), (), "early", "7"]
         ),
     ],
 )
-def test_what_does_not_fit_the_model_or_the_demonstrations_is_refused(changes, message):
+def test_mismatched_inputs_are_refused(changes, message):
     one_line(message, fit, **changes)
 
 
-def test_batches_as_data():
+def test_batches_can_be_given_explicitly():
     result = fit(batches=[[0, 1], [4], [2, 3, 1]], epochs=1, noise=0.0)
     assert len(result.history) == 1
     assert len(fit(batches=[[0, 1], [4], [2, 3, 1]], epochs=100).history) == 3
@@ -242,7 +242,7 @@ def test_random_batches(monkeypatch, draw, batch_size, steps, each_once):
     assert len({str(seen[steps * epoch : steps * (epoch + 1)]) for epoch in range(3)}) > 1
 
 
-def test_what_the_injection_remembers():
+def test_injection_records_its_settings():
     config = {"positions": "last", "noise": 0.0}
     result = fit(seed=5, **config)
     assert (result.task, result.base) == (TASK, decoder_of("llama").base)
@@ -253,17 +253,17 @@ def test_what_the_injection_remembers():
 
 
 @pytest.mark.parametrize("change", [{"noise": 1e38}, {"lr": 1e30, "batches": [[0], [1]]}])
-def test_a_loss_that_is_not_finite(change):
+def test_loss_that_is_not_finite_is_refused(change):
     one_line(r"loss became (nan|inf) by step \d.*lower the noise", fit, **change)
 
 
-def test_a_context_vector_of_another_model():
+def test_context_vector_of_another_model_is_refused():
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
     message = r"was extracted on 'llama', not 'other' \(weights .*extract it on"
     one_line(message, calibrate, other, TASK, SHOTS, context_of("llama"))
 
 
-def test_weights_and_gradients_that_are_not_finite():
+def test_weights_and_gradients_that_are_not_finite_are_refused():
     model = tiny_model("llama")
 
     def spoil(_module, gradients, _):

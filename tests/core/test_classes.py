@@ -1,4 +1,4 @@
-"""Extraction class by class is extraction of each class alone."""
+"""Context vectors per class match separate extraction."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 @pytest.mark.parametrize("config", [{}, {"writers": "hidden"}, {"token": "first"}, {"separator": False}])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_each_class_alone(case, config):
+def test_class_vectors_match_separate_extraction(case, config):
     decoder, config = decoder_of(case), ExtractConfig(**config)
     vectors = extract_classes(decoder, TASK, UNEVEN, config)
     assert [one.demonstrations for one in vectors] == [3, 2, 2]
@@ -29,10 +29,10 @@ def test_each_class_alone(case, config):
     torch.testing.assert_close(mean.values, whole.values, **CLOSE)
 
 
-def test_every_class_needs_a_demonstration():
+def test_class_without_demonstrations_is_refused():
     for shown, message in (
         (SHOTS[:2], "class 'mixed' of task 'films' has no demonstration"),
-        ([], "no demonstrations were given"),
+        ([], "no demonstrations: give at least one"),
         ([Example("a film", 3)], "demonstration 1 has label 3"),
     ):
         one_line(message, extract_classes, decoder_of("llama"), TASK, shown)

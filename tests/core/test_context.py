@@ -29,7 +29,7 @@ def prompt(example, separator=True):
 
 
 def single(decoder, case, ids, place, writers="both"):
-    """What raw hooks see at one token of one unpadded row: [layer, site, d]."""
+    """Capture one token of one unpadded row with plain hooks: [layer, site, d]."""
     seen = []
     modules = chain(*raw_modules(decoder.model, case, "hidden" if writers == "hidden" else "writers"))
     watched = ((module, lambda output: seen.append(output.clone())) for module in modules)
@@ -53,7 +53,7 @@ OTHER_TOKENS = [{"separator": False}, {"token": "first"}, {"token": "first", "se
         *(("llama", config) for config in OTHER_TOKENS),
     ],
 )
-def test_the_mean_of_single_runs(case, config):
+def test_context_vector_is_the_mean_of_single_runs(case, config):
     decoder, place = decoder_of(case), {"first": 0}.get(config.get("token"), -1)
     outcome = extract(decoder, TASK, SHOTS, ExtractConfig(**config))
     values = {name: value for name, value in config.items() if name != "token"}
@@ -63,7 +63,7 @@ def test_the_mean_of_single_runs(case, config):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_random_token_of_each_demonstration(seed):
+def test_random_token_is_drawn_for_each_demonstration(seed):
     decoder, shot = decoder_of("llama"), SHOTS[:1]
     outcome = extract(decoder, TASK, shot, ExtractConfig(token="random"), seed=seed)
     ids = prompt(shot[0])
@@ -74,7 +74,7 @@ def test_a_random_token_of_each_demonstration(seed):
 @pytest.mark.parametrize("aggregate", ["mean", "pca"])
 @pytest.mark.parametrize("token", ["last", "random"])
 @pytest.mark.parametrize("budget", [1, 60])
-def test_order_changes_nothing_bit_for_bit(budget, token, aggregate):
+def test_order_of_demonstrations_does_not_change_the_vector(budget, token, aggregate):
     decoder = decoder_of("gpt2", budget)
     config = ExtractConfig(token=token, aggregate=aggregate)
     outcome = [extract(decoder, TASK, order, config).values for order in (SHOTS, SHOTS[3:] + SHOTS[2::-1])]
@@ -83,18 +83,18 @@ def test_order_changes_nothing_bit_for_bit(budget, token, aggregate):
 
 @pytest.mark.parametrize("token", ["last", "random"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt", "gemma2"])
-def test_batch_size_changes_nothing(case, token):
+def test_batch_size_does_not_change_the_vector(case, token):
     config = ExtractConfig(token=token)
     outcome = [extract(decoder_of(case, budget), TASK, SHOTS, config).values for budget in (1, 60, 4096)]
     assert close(outcome[0], outcome[2])
     assert close(outcome[1], outcome[2])
-    other = extract(decoder_of(case), TASK, SHOTS, config, seed=1).values  # which a random token depends on
+    other = extract(decoder_of(case), TASK, SHOTS, config, seed=1).values  # affects the random token
     assert torch.equal(other, outcome[2]) == (token == "last")
 
 
 @pytest.mark.parametrize("writers", ["both", "hidden"])
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_pca_is_the_mean_plus_the_first_direction(case, writers):
+def test_pca_is_the_mean_plus_the_first_component(case, writers):
     decoder = decoder_of(case, 60)
     outcome = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers, aggregate="pca"))
     single_runs = rows(decoder, case, writers=writers).double()
@@ -135,12 +135,12 @@ def test_memory_does_not_grow_with_the_number_of_demonstrations(monkeypatch):
         ([SHOTS[0], Example("a film", -1)], {}, "demonstration 2 has label -1"),
     ],
 )
-def test_demonstrations_that_make_no_vector(shown, options, message):
+def test_invalid_demonstrations_are_refused(shown, options, message):
     one_line(message, extract, decoder_of("llama"), TASK, shown, ExtractConfig(**options))
 
 
 @pytest.mark.parametrize("separator", [True, False])
-def test_long_demonstrations_lose_text_and_nothing_else(separator):
+def test_long_demonstrations_are_truncated_only_in_their_text(separator):
     decoder = Decoder(tiny_model("llama", max_position_embeddings=48), tiny_tokenizer())
     seen = []
     capture = decoder.capture
@@ -157,7 +157,7 @@ def test_long_demonstrations_lose_text_and_nothing_else(separator):
         assert tuple(ids[: len(encode("Review: ")) - 1]) == encode("Review: ")[:-1]
 
 
-def test_a_demonstration_that_cannot_fit():
+def test_demonstration_longer_than_the_context_is_refused():
     decoder = Decoder(tiny_model("llama", max_position_embeddings=8), tiny_tokenizer())
     needed = max(len(prompt(Example("", label))) for label in (0, 1))
     one_line(rf"needs {needed} tokens, but only 8 fit", extract, decoder, TASK, SHOTS[:1])
@@ -173,24 +173,24 @@ def vector(seed, writers="both", layers=2):
 
 
 @pytest.mark.parametrize("other", [vector(2, layers=3), vector(2, "mha"), vector(2, "hidden")])
-def test_vectors_that_do_not_match_are_refused(other):
+def test_mean_refuses_mismatched_vectors(other):
     one_line("context vectors do not match", ContextVector.mean, [vector(1), other])
 
 
-def test_vectors_of_two_models_are_refused():
+def test_mean_refuses_vectors_of_two_models():
     first, other = (
         extract(Decoder(tiny_model("llama", seed=seed), tiny_tokenizer(), name=f"seed {seed}"), TASK, SHOTS)
         for seed in (0, 1)
     )
     own = ContextVector(torch.ones_like(first.values), first.config)
     for vectors in ([first, other], [own, first, other]):
-        one_line("of two models, 'seed 0' and 'seed 1' \\(weights", ContextVector.mean, vectors)
+        one_line("from two models, 'seed 0' and 'seed 1' \\(weights", ContextVector.mean, vectors)
     assert ContextVector.mean([own, first]).base.difference(decoder_of("llama").base) is None
     assert ContextVector.mean([own, own]).base is None
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0], [3.0, 0.0, 1.0], [0.2, 0.3, 0.5]])
-def test_the_weighted_mean_is_that_of_numpy(weights):
+def test_weighted_mean_matches_numpy(weights):
     vectors = [vector(seed) for seed in range(3)]
     outcome = ContextVector.mean(vectors, weights=weights)
     wanted = np.average([one.values.double().numpy() for one in vectors], axis=0, weights=weights)
@@ -202,9 +202,9 @@ def test_the_weighted_mean_is_that_of_numpy(weights):
 
 @pytest.mark.parametrize("weights", [[1], [1, 2, 3], [0, 0], [1, -0.5], [1, math.nan], [1, math.inf]])
 def test_weights_that_make_no_mean(weights):
-    expected = r"make no mean of 2 context vector\(s\): give at least one"
+    expected = r"2 context vector\(s\) with weights .* have no mean: give at least one"
     one_line(expected, ContextVector.mean, [vector(1), vector(2)], weights)
-    one_line(r"make no mean of 0 context vector\(s\)", ContextVector.mean, [])
+    one_line(r"0 context vector\(s\)", ContextVector.mean, [])
 
 
 def test_sizes_are_checked_against_a_model():

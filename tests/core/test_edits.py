@@ -20,12 +20,12 @@ EVERYWHERE = torch.arange(max(LENGTHS)).expand(len(LENGTHS), -1)
 
 
 def drawn(decoder, site="writers"):
-    """A vector and coefficients that leave no site as it was."""
+    """Return a vector and coefficients that change every site."""
     return random_edit(decoder, 1, 0.3, (0.5, 1.0), sites=1 if site == "hidden" else 2)
 
 
 def by_hand(decoder, case, values, coefficients, *, site="writers", mask=None):
-    """Logits of every position, the equation written out in torch hooks of its own."""
+    """Compute the logits of every position with plain torch hooks."""
 
     def mixed(vector, pair, old):
         rows = old.reshape(*BATCH.input_ids.shape, -1)
@@ -63,7 +63,7 @@ def plain(decoder):
     ],
 )
 @pytest.mark.parametrize("case", FAMILIES)
-def test_zero_and_one_is_the_plain_model_bit_for_bit(case, positions, dtype):
+def test_coefficients_zero_and_one_do_not_change_the_model(case, positions, dtype):
     decoder = decoder_of(case, getattr(torch, dtype))
     values, coefficients = drawn(decoder)
     edit = LinearEdit(values, torch.tensor([0.0, 1.0]).expand_as(coefficients), positions=positions)
@@ -82,7 +82,7 @@ MASKS = {"all": None, "first": masked([0] * len(LENGTHS)), "last": masked([n - 1
 @pytest.mark.parametrize("positions", MASKS)
 @pytest.mark.parametrize("site", ["writers", "hidden"])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_lambda_v_plus_beta_a_at_the_chosen_tokens(case, site, positions):
+def test_edit_matches_the_linear_combination_at_chosen_tokens(case, site, positions):
     decoder = decoder_of(case)
     values, coefficients = drawn(decoder, site)
     result = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
@@ -104,7 +104,7 @@ def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more)
 
 
 def random_places(seed, rows=ROWS):
-    """Which token "random" takes, seen from a writer that puts out zeros."""
+    """Return the token that "random" chooses, using a writer that outputs zeros."""
     batch, ones = make_batch(rows, torch.device("cpu")), torch.ones(1, 2, 2)
     edit = LinearEdit(torch.ones(1, 2, 3), ones, positions="random", seed=seed)
     seen = [edit.output(0, index, torch.zeros(*batch.input_ids.shape, 3), batch) for index in (0, 1)]
@@ -113,7 +113,7 @@ def random_places(seed, rows=ROWS):
     return seen[0].sum(-1).argmax(-1).tolist()
 
 
-def test_random_is_one_token_of_the_query_whatever_the_batching_and_a_mask_by_hand():
+def test_random_position_is_independent_of_batching():
     result = [random_places(seed) for seed in range(40)]
     assert result[0] == random_places(0)
     for row, length in enumerate(LENGTHS):
@@ -145,7 +145,7 @@ def noisy(decoder, *, site="writers", positions="all", active=None, seed=0, coef
 @pytest.mark.parametrize("place", ["residual", "writer"])
 @pytest.mark.parametrize(("site", "positions"), [("writers", "all"), ("hidden", "last")])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_no_noise_is_the_linear_edit_bit_for_bit(case, place, site, positions):
+def test_zero_noise_equals_the_linear_edit(case, place, site, positions):
     decoder = decoder_of(case)
     values, coefficients = drawn(decoder, site)
     result = edited(decoder, noisy(decoder, site=site, scale=0.0, place=place, positions=positions))
@@ -154,7 +154,7 @@ def test_no_noise_is_the_linear_edit_bit_for_bit(case, place, site, positions):
 
 
 def watched(decoder, case, edit):
-    """Each block's input, raw writer outputs and output while ``edit`` is at work."""
+    """Capture each block's input, raw writer outputs and output under an edit."""
     seen = {}
 
     def keep(layer, place, output):
@@ -184,7 +184,7 @@ def norms(values):
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_noise_has_the_size_of_the_paper(case, place):
+def test_noise_norm_matches_the_paper(case, place):
     decoder, scale, steps = decoder_of(case), 1e-2, decoder_of(case).writer_scale
     values, coefficients = drawn(decoder)
     seen = watched(decoder, case, noisy(decoder, place=place))
@@ -226,7 +226,7 @@ def test_noise_after_attention_and_after_mlp(case, scale):
         assert abs(correlation) < 0.1
 
 
-def test_noise_on_block_outputs():
+def test_noise_can_be_added_to_block_outputs():
     decoder = decoder_of("llama")
     values, coefficients = drawn(decoder, "hidden")
     edit = noisy(decoder, site="hidden")
@@ -262,7 +262,7 @@ def test_noise_is_drawn_from_its_own_generator(place):
     assert not torch.equal(result[0], result[2])
 
 
-def test_noise_is_a_constant_for_the_gradient():
+def test_noise_has_no_gradient():
     decoder = decoder_of("llama")
     values, coefficients = drawn(decoder)
     output = torch.randn(2, 3, decoder.d_model)
@@ -277,7 +277,7 @@ def test_noise_is_a_constant_for_the_gradient():
     assert torch.allclose(*gradients)
 
 
-def test_noise_in_half_precision_stays_finite_where_the_norm_does_not():
+def test_noise_stays_finite_if_the_norm_overflows_in_half_precision():
     decoder = decoder_of("llama", torch.float16)
     output = torch.full((1, 1, decoder.d_model), 3e4, dtype=torch.float16)
     assert output.norm(dim=-1).isinf().all()
@@ -330,7 +330,7 @@ def test_random_positions_are_drawn_once_for_a_batch(monkeypatch):
 
 
 def test_an_edit_can_be_used_on_a_model_that_moved_to_another_precision(monkeypatch):
-    """Its cached vectors are those of a precision."""
+    """The cache of vectors depends on the precision."""
     monkeypatch.setattr("i2cl.core.edits._keeps_alpha", lambda *_: True)
     values, pairs = torch.rand(1, 1, 8), torch.full((1, 1, 2), 0.7)
     outputs = torch.zeros(1, 2, 8)

@@ -1,4 +1,4 @@
-"""An injection with a sentence encoder: a product of two models' probabilities, kept, pooled and guarded."""
+"""Injections with a sentence encoder: product of experts, saving, pooling and validation."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from i2cl import Example, I2CLError, Injection, make_methods
 from i2cl.core import encoder_bias
 from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.export import export_peft, fold, make_golden
-from i2cl.injections.label_prior import bias_towards, with_label_prior
+from i2cl.injections.label_prior import prior_bias, with_label_prior
 from i2cl.injections.pool import InjectionPool
 from i2cl.injections.temperature import TYPICAL, with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
@@ -50,7 +50,7 @@ def injection(words_encoder):
 
 
 @pytest.mark.parametrize("task", TASKS[:2], ids=["two labels", "three labels"])
-def test_it_is_the_product_of_two_methods(task, words_encoder):
+def test_scores_match_the_product_of_two_methods(task, words_encoder):
     decoder, rows = decoder_of("llama"), rows_of(task)
     injection = fitted(task)
     (product,) = make_methods([NAME], OPTIONS)
@@ -68,18 +68,18 @@ def test_it_is_the_product_of_two_methods(task, words_encoder):
     assert fit.cost.cached_values == plain.context.values.numel() + len(injection.encoder_bias.weights) * 25
 
 
-def test_an_encoder_that_is_named_is_taken(monkeypatch):
+def test_named_encoder_is_used(monkeypatch):
     assert calibrating_method(options={"encoder": "words"}).called == NAME
     assert calibrating_method(options={"embeddings_c": 3}).called == NAME
     assert calibrating_method("anchored").called == "anchored"
     one_line("no chosen method has the option 'encoder'", calibrating_method, "i2cl", {"encoder": "words"})
-    one_line("a recipe is I2CL's", calibrating_method, NAME, {}, "fast")
+    one_line("takes no recipe", calibrating_method, NAME, {}, "fast")
     monkeypatch.setattr("i2cl.core.encoder_bias.local_encoder", lambda: "here")
     assert calibrating_method(NAME).embeddings.encoder == "here"
     assert calibrating_method(NAME, {"encoder": "words"}).embeddings.encoder == "words"
 
 
-def test_it_is_kept_and_pooled(injection, tmp_path):
+def test_encoder_is_saved_and_pooled(injection, tmp_path):
     decoder = decoder_of("llama")
     scores = injection.scores(decoder, TEXTS)
     injection.save_pretrained(tmp_path / "new")
@@ -96,10 +96,10 @@ def test_it_is_kept_and_pooled(injection, tmp_path):
     tasks = {"both": injection, "plain": plain, "biased": biased}
     for name, text, row in zip(names, TEXTS, pool.scores(TEXTS, names), strict=True):
         expected = tasks[name].scores(decoder, [text])[0]
-        torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)  # batches of other sizes
+        torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)  # other batch sizes
 
 
-def test_word_weights_beside_an_encoder_are_missed(injection, tmp_path):
+def test_missing_word_weights_beside_an_encoder_are_reported(injection, tmp_path):
     both = replace(injection, scoring="words", word_weights=torch.full((5, 3), 0.25))
     both.save_pretrained(tmp_path / "new")
     assert torch.equal(Injection.from_pretrained(tmp_path / "new").word_weights, both.word_weights)
@@ -109,24 +109,24 @@ def test_word_weights_beside_an_encoder_are_missed(injection, tmp_path):
     one_line("damaged or missing .'word_weights'", Injection.from_pretrained, tmp_path / "new")
 
 
-def test_a_label_prior_sees_the_encoder(injection):
+def test_label_prior_includes_the_encoder(injection):
     decoder = decoder_of("llama")
-    with pytest.warns(UserWarning, match="little more than chance"):
+    with pytest.warns(UserWarning, match="is unreliable"):
         prior = with_label_prior(injection, decoder, TEXTS)
     means = injection.scores(decoder, TEXTS).softmax(-1).mean(0)
     torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())
     assert prior.temperature == TYPICAL
     expected = add_label_bias(
-        injection.scores(decoder, TEXTS), bias_towards(None, injection.scores(decoder, TEXTS))
+        injection.scores(decoder, TEXTS), prior_bias(None, injection.scores(decoder, TEXTS))
     )
     torch.testing.assert_close(prior.scores(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, monkeypatch):
+def test_changed_or_missing_encoder_is_refused(injection, words_encoder, tmp_path, monkeypatch):
     decoder = decoder_of("llama")
     words_encoder(WordsEncoder(turned=1))
-    one_line("the encoder 'words' gives other vectors than at the fit", injection.scores, decoder, TEXTS)
-    one_line("gives other vectors", InjectionPool, decoder, {"both": injection})
+    one_line("the encoder 'words' yields other embeddings than at the fit", injection.scores, decoder, TEXTS)
+    one_line("yields other embeddings", InjectionPool, decoder, {"both": injection})
     injection.save_pretrained(tmp_path / "new")
     shutil.copytree(tmp_path / "new", tmp_path / "less")
     tensors = load_file(tmp_path / "new" / TENSORS)
@@ -136,7 +136,7 @@ def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, 
     save_file(tensors | {"encoder_probe": torch.eye(3)[0]}, tmp_path / "less" / TENSORS)
     one_line(r"encoder weights \(3, 25\) for 3 labels", Injection.from_pretrained, tmp_path / "less")
     save_file(tensors | {"encoder_probe": torch.ones(24)}, tmp_path / "less" / TENSORS)
-    one_line("left at the fit is damaged", Injection.from_pretrained, tmp_path / "less")
+    one_line("stored sentence-encoder weights are damaged", Injection.from_pretrained, tmp_path / "less")
     wide = {name: one.double() for name, one in load_file(tmp_path / "new" / TENSORS).items()}
     save_file(wide, tmp_path / "less" / TENSORS)
     words_encoder()
@@ -146,7 +146,7 @@ def test_another_encoder_or_none_is_refused(injection, words_encoder, tmp_path, 
     one_line(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.scores, decoder, TEXTS)
 
 
-def test_an_encoder_that_has_moved_is_named_at_loading(injection, words_encoder, tmp_path, monkeypatch):
+def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_path, monkeypatch):
     injection.save_pretrained(tmp_path / "task")
     place = tmp_path / "elsewhere"
     place.mkdir()
@@ -158,31 +158,31 @@ def test_an_encoder_that_has_moved_is_named_at_loading(injection, words_encoder,
     encoder_bias._probe.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(encoder_bias, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
-        one_line("not here: get it .--encoder or encoder= names another place", moved.scores, decoder, TEXTS)
+        one_line("not here: get it .or give its new location with --encoder", moved.scores, decoder, TEXTS)
     words_encoder(WordsEncoder(turned=1))
-    one_line("gives other vectors than at the fit: name the encoder", moved.scores, decoder, TEXTS)
+    one_line("yields other embeddings than at the fit: give the encoder", moved.scores, decoder, TEXTS)
     replace(injection, encoder_bias=None).save_pretrained(tmp_path / "plain")
     one_line(
-        "plain' takes no sentence encoder", Injection.from_pretrained, tmp_path / "plain", encoder="elsewhere"
+        "plain' uses no sentence encoder", Injection.from_pretrained, tmp_path / "plain", encoder="elsewhere"
     )
 
 
-def test_a_label_without_rows_is_refused_before_the_fit(words_encoder):
+def test_label_without_rows_is_refused_before_the_fit(words_encoder):
     some = [row for row in rows_of(TASKS[1]) if row.label]
     method = calibrating_method(NAME, OPTIONS)
     one_line("demonstrations of every label", method.injection, decoder_of("llama"), TASKS[1], some)
 
 
-def test_what_holds_no_encoder_refuses_it(injection, tmp_path):
+def test_encoder_is_refused_for_an_injection_without_one(injection, tmp_path):
     decoder = decoder_of("llama")
-    refused = "weights hold no sentence encoder, and this injection takes one: fit it with --method anchored"
+    refused = "uses a sentence encoder, which weights cannot hold: fit it with --method anchored"
     for work in (fold, make_golden):
         one_line(refused, work, decoder, injection)
     one_line(refused, export_peft, decoder, injection, tmp_path / "out")
     one_line(refused, Packed.of_injection, injection)
 
 
-def test_a_path_of_an_encoder_stays_at_home(injection, tmp_path, monkeypatch):
+def test_encoder_path_is_not_written_to_the_artefact(injection, tmp_path, monkeypatch):
     seen = {}
 
     def upload(folder, *_, **__):
@@ -199,7 +199,7 @@ def test_a_path_of_an_encoder_stays_at_home(injection, tmp_path, monkeypatch):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Names of the encoders that are loaded, each of which takes a while."""
+    """Names of the encoders that are loaded, slowly."""
     names = []
 
     def load(name, device):
@@ -213,14 +213,14 @@ def loads(monkeypatch):
     encoder_bias.release_encoders()
 
 
-def test_an_encoder_is_loaded_once_by_several_threads(loads):
+def test_encoder_is_loaded_once_by_several_threads(loads):
     with ThreadPoolExecutor(4) as threads:
         results = [*threads.map(lambda _: encoder_bias.frozen_encoder("hub/id", "cpu"), range(4))]
     assert loads == ["hub/id"]
     assert len(set(map(id, results))) == 1
 
 
-def test_a_relative_and_an_absolute_path_are_one_encoder(loads, tmp_path, monkeypatch):
+def test_relative_and_absolute_path_share_an_encoder(loads, tmp_path, monkeypatch):
     (tmp_path / "encoder").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("encoder", str(tmp_path / "encoder"), "./encoder"):
@@ -228,7 +228,7 @@ def test_a_relative_and_an_absolute_path_are_one_encoder(loads, tmp_path, monkey
     assert loads == [str(tmp_path / "encoder")]
 
 
-def test_few_encoders_stay_in_memory_and_all_can_be_released(loads):
+def test_encoder_cache_is_bounded_and_can_be_cleared(loads):
     count = encoder_bias.MAX_LOADED_ENCODERS
     for name in map(str, [*range(count), 0, count, 1]):
         encoder_bias.frozen_encoder(name, "cpu")

@@ -54,7 +54,7 @@ def describe(folder, **changes):
 
 @pytest.mark.parametrize("writers", ["both", "mha", "hidden"])
 @pytest.mark.parametrize("positions", ["all", "first", "last", "random"])
-def test_scores_are_those_of_a_linear_edit(writers, positions):
+def test_scores_match_a_linear_edit(writers, positions):
     decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
     labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
     record = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
@@ -70,7 +70,7 @@ def test_scores_are_those_of_a_linear_edit(writers, positions):
         assert torch.allclose(own.log_softmax(-1), result, atol=2e-5)
 
 
-def test_predictions_are_label_words_and_whole_sequences_are_scored_on_demand():
+def test_predictions_are_label_words_and_full_sequences_can_be_requested():
     decoder, injection, done = decoder_of("llama"), made(), []
     best = injection.scores(decoder, TEXTS).argmax(-1).tolist()
     assert injection.predict(decoder, TEXTS) == [TASK.labels[row] for row in best]
@@ -84,13 +84,13 @@ def test_predictions_are_label_words_and_whole_sequences_are_scored_on_demand():
 
 
 @pytest.mark.parametrize("ask", ["scores", "predict"])
-def test_another_model_of_the_same_sizes_answers_if_forced(ask):
+def test_another_model_of_the_same_shape_is_accepted_with_force(ask):
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
     one_line(r"made on 'llama', not 'other' \(weights .*--force", getattr(made(), ask), other, TEXTS)
     assert len(getattr(made(), ask)(other, TEXTS, force=True)) == len(TEXTS)
 
 
-def test_a_model_is_read_once_however_often_it_answers(monkeypatch):
+def test_model_is_fingerprinted_once(monkeypatch):
     decoder, injection = Decoder(tiny_model("llama"), tiny_tokenizer()), made()
     read = Mock(wraps=decoder_module.weights_fingerprint)
     monkeypatch.setattr(decoder_module, "weights_fingerprint", read)
@@ -102,7 +102,7 @@ def test_a_model_is_read_once_however_often_it_answers(monkeypatch):
 # Which model it belongs to
 
 
-def test_its_own_model_is_accepted_and_another_configuration_or_tokenizer_named():
+def test_changed_configuration_or_tokenizer_is_named():
     made().require_base(decoder_of("llama"))
     made().require_base(Decoder(tiny_model("llama", dtype=torch.bfloat16), tiny_tokenizer(), name="copy"))
     other = Decoder(tiny_model("llama", rms_norm_eps=1e-5), tiny_tokenizer())
@@ -115,7 +115,7 @@ def test_its_own_model_is_accepted_and_another_configuration_or_tokenizer_named(
 
 @pytest.mark.parametrize("force", [True, False])
 @pytest.mark.parametrize(("case", "overrides", "named"), OTHER_SIZES)
-def test_other_sizes_cannot_be_forced(case, overrides, named, force):
+def test_model_of_another_shape_is_refused_even_with_force(case, overrides, named, force):
     assert "--force" not in one_line(named, made().require_base, decoder_of(case, **overrides), force=force)
 
 
@@ -139,7 +139,7 @@ def test_roundtrip_is_exact(tmp_path, case, writers):
     assert torch.equal(*scores)
 
 
-def test_a_label_bias_is_kept(saved, tmp_path):
+def test_label_bias_is_saved(saved, tmp_path):
     assert "label_bias" not in described(saved)
     injection = made(label_bias=(0.1 + 0.2, -1.5))
     injection.save_pretrained(tmp_path / "new")
@@ -149,11 +149,11 @@ def test_a_label_bias_is_kept(saved, tmp_path):
     assert loaded.label_bias == injection.label_bias
     assert torch.equal(*(one.scores(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
     card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
-    assert "`label_bias` is added to the log-probabilities among the labels" in card
+    assert "`label_bias` is added to the log-probabilities over the labels" in card
     assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
 
 
-def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_path):
+def test_temperature_is_saved_unless_it_is_1(saved, tmp_path):
     assert Injection.from_pretrained(saved).temperature == 1
     assert "temperature" not in described(saved)
     made(temperature=1.0).save_pretrained(tmp_path / "one" / saved.name)
@@ -164,11 +164,11 @@ def test_a_temperature_is_kept_and_1_leaves_the_files_as_they_were(saved, tmp_pa
     assert described(tmp_path / "new") == described(saved) | record
     assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
-    assert "are divided by the `temperature`, 2.25; this changes no answer" in card
+    assert "are divided by the `temperature`, 2.25. This does not change predicted labels" in card
     assert "`label_bias` is added" in card
 
 
-def test_word_weights_are_kept(saved, tmp_path):
+def test_word_weights_are_saved(saved, tmp_path):
     plain = made(scoring="words")
     sizes = plain.questions(decoder_of("llama")).labels.weights.shape
     weighted = replace(plain, word_weights=torch.randn(sizes).T.contiguous().T)
@@ -184,9 +184,9 @@ def test_word_weights_are_kept(saved, tmp_path):
     one_line("with scoring 'full' and 2 labels", made, scoring="full", word_weights=torch.eye(2))
     one_line(r"\(5, 5\) with scoring 'words' and 2", made, scoring="words", word_weights=torch.eye(5))
     other = replace(weighted, word_weights=torch.ones(99, 2))
-    one_line("word weights are of .*fit it again", other.scores, decoder_of("llama"), TEXTS)
+    one_line("word weights have .*fit it again", other.scores, decoder_of("llama"), TEXTS)
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
-    assert "the fit learned how much each counts (`word_weights`)" in card
+    assert "with a learned weight for each token (`word_weights`)" in card
     tensors = load_file(tmp_path / "new" / TENSORS)
     del tensors["word_weights"]
     save_file(tensors, tmp_path / "new" / TENSORS)
@@ -197,14 +197,14 @@ def test_word_weights_are_kept(saved, tmp_path):
     ("prior", "message"),
     [(None, "equally frequent."), ([0.75, 0.25], "as frequent as positive 0.75, negative 0.25.")],
 )
-def test_the_card_says_what_a_label_bias_takes_for_granted(tmp_path, prior, message):
+def test_card_states_the_assumption_of_a_label_bias(tmp_path, prior, message):
     settings = {"label_prior": {"texts": 64, "prior": prior}}
     made(label_bias=(0.5, -0.5), settings=settings).save_pretrained(tmp_path / "out")
-    message = f"Measured on 64 texts without labels; classes are taken to be {message}"
+    message = f"Measured on 64 unlabelled texts, assuming that classes are {message}"
     assert message in " ".join((tmp_path / "out" / CARD).read_text(encoding="utf-8").split())
 
 
-def test_the_description_can_be_read_by_people_and_holds_no_demonstrations(saved, tmp_path):
+def test_description_is_readable_and_contains_no_demonstrations(saved, tmp_path):
     text = (saved / DESCRIPTION).read_text(encoding="utf-8")
     assert "Größe ☃" in text
     assert len(text.splitlines()) > 20
@@ -217,7 +217,7 @@ def test_the_description_can_be_read_by_people_and_holds_no_demonstrations(saved
     assert b"secret" not in b"".join(entry.read_bytes() for entry in (tmp_path / "out").iterdir())
 
 
-def test_views_are_saved_whole(tmp_path):
+def test_tensor_views_are_saved(tmp_path):
     injection = made()
     values, coefficients = injection.context.values, injection.coefficients
     context = replace(injection.context, values=values.transpose(0, 2).contiguous().transpose(0, 2))
@@ -232,7 +232,7 @@ def test_views_are_saved_whole(tmp_path):
 
 
 @pytest.mark.parametrize("end", [0, 5, 100, -1, None])
-def test_tensors_that_are_truncated_or_missing(saved, end):
+def test_truncated_or_missing_tensors_are_refused(saved, end):
     path = saved / TENSORS
     path.unlink() if end is None else path.write_bytes(path.read_bytes()[:end])
     one_line(r"injection.safetensors is damaged or missing", Injection.from_pretrained, saved)
@@ -241,7 +241,7 @@ def test_tensors_that_are_truncated_or_missing(saved, end):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format_version": 1}'])
-def test_a_malformed_description(saved, content):
+def test_malformed_description_is_refused(saved, content):
     (saved / DESCRIPTION).write_bytes(content)
     one_line(r"injection.json cannot be read", Injection.from_pretrained, saved)
 
@@ -249,7 +249,7 @@ def test_a_malformed_description(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": FORMAT_VERSION + 1, "later": 1}, "newer than this i2cl reads, upgrade"),
+        ({"format_version": FORMAT_VERSION + 1, "later": 1}, "newer than this i2cl supports: upgrade"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
@@ -260,38 +260,39 @@ def test_a_malformed_description(saved, content):
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
         ({"label_bias": [0.5, float("nan")]}, "not one finite number for each of 2 labels"),
         ({"label_bias": ["low", 0.5]}, "label_bias.0='low': "),
-        ({"temperature": 0.0}, "temperature 0.0 is no number from 0.001 to 1000: give one"),
-        ({"temperature": float("nan")}, "temperature nan is no number from 0.001 to 1000"),
+        ({"temperature": 0.0}, "temperature 0.0 is not a number from 0.001 to 1000: change it"),
+        ({"temperature": float("nan")}, "temperature nan is not a number from 0.001 to 1000"),
         ({"temperature": "warm"}, "temperature='warm': "),
         ({"task": {"name": "x"}}, "'labels' must be a list"),
         ({"task": {"name": "x", "labels": ["a", "b"], "template": "no fields"}}, "template 'no fields'"),
     ],
 )
-def test_a_wrong_field_is_named(saved, changes, named):
+def test_invalid_field_is_named(saved, changes, named):
     describe(saved, **changes)
     one_line(named, Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("changes", [{"layers": 3}, {"d_model": 16}, {}])
-def test_shapes_that_do_not_match_the_description(saved, changes):
+def test_shapes_that_do_not_match_the_description_are_refused(saved, changes):
     described_so = {"base_model": described(saved)["base_model"] | changes}
     describe(saved, **(described_so if changes else {"extraction": {"writers": "hidden"}}))
     message = "" if changes else r"2, 1, 32\) and \(2, 1, 2\) are described"
-    one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), \(" + message, Injection.from_pretrained, saved)
+    one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), but \(" + message, Injection.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("name", ["context_vector", "coefficients"])
 @pytest.mark.parametrize("change", [lambda value: value.int(), lambda value: value / 0])
-def test_tensors_that_are_no_finite_numbers_are_named(saved, name, change):
+def test_tensors_that_are_not_finite_are_named(saved, name, change):
     tensors = load_file(saved / TENSORS)
     save_file(tensors | {name: change(tensors[name])}, saved / TENSORS)
-    one_line(rf"no finite numbers as {name}.*fit it again", Injection.from_pretrained, saved)
+    message = rf"{name} in injection.safetensors is not finite.*fit it again"
+    one_line(message, Injection.from_pretrained, saved)
 
 
 # The hub
 
 
-def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
+def test_name_that_is_not_a_folder_is_downloaded(saved, monkeypatch):
     download = Mock(return_value=str(saved))
     monkeypatch.setattr("i2cl.storage.hub.snapshot_download", download)
     result = Injection.from_pretrained("somebody/films", revision="v1")
@@ -300,10 +301,10 @@ def test_a_name_that_is_no_folder_is_downloaded(saved, monkeypatch):
     download.assert_called_once_with("somebody/films", revision="v1", allow_patterns=[DESCRIPTION, TENSORS])
 
 
-def test_a_repository_or_a_path_without_an_injection(tmp_path, monkeypatch):
+def test_repository_or_path_without_an_injection_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("i2cl.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path))
-        one_line("'somebody/films' is no injection", Injection.from_pretrained, "somebody/films")
+        one_line("'somebody/films' is not an injection", Injection.from_pretrained, "somebody/films")
     one_line("no such folder", Injection.from_pretrained, Path("/no/such/folder/anywhere"))
 
 
@@ -318,7 +319,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("fields", FORMS)
-def test_scores_are_log_probabilities_among_the_labels_in_single_precision(fields):
+def test_scores_are_normalized_float32_log_probabilities(fields):
     decoder, task = decoder_of("llama"), TASKS[0]
     injection = random_injection(decoder, task, 0, fields=fields)
     pooled = InjectionPool(decoder, {"films": injection}).scores(TEXTS, ["films"] * len(TEXTS))
@@ -327,7 +328,7 @@ def test_scores_are_log_probabilities_among_the_labels_in_single_precision(field
         torch.testing.assert_close(scores.exp().sum(-1), torch.ones(len(TEXTS)), atol=1e-5, rtol=0)
 
 
-def test_label_log_mass_is_the_probability_of_any_label_among_all_tokens():
+def test_label_log_mass_is_the_log_probability_of_any_label():
     decoder, task = decoder_of("llama"), TASKS[0]
     injection = random_injection(decoder, task, 0)
     asked = injection.questions(decoder)

@@ -1,4 +1,4 @@
-"""Calibrations that share their steps end where each ends by itself."""
+"""Calibrations that share their steps give the results of separate ones."""
 
 from unittest.mock import Mock
 
@@ -30,7 +30,7 @@ RUNS = [
 
 
 def both(decoder, config, extraction=None, runs=RUNS, **options):
-    """Injections of all runs together, and of each by itself."""
+    """Injections of all runs fitted together, and of each fitted separately."""
     tasks, demonstrations, seeds = zip(*runs, strict=True)
     contexts = [extract(decoder, task, examples, extraction) for task, examples, _ in runs]
     together = calibrate_many(decoder, tasks, demonstrations, contexts, config, seeds=seeds, **options)
@@ -51,7 +51,7 @@ def same(together, alone):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "gptj", "falcon", "opt", "mixtral"])
-def test_many_end_where_each_ends_by_itself(case):
+def test_joint_fits_equal_separate_ones(case):
     together, alone = both(made(case), QUIET)
     assert (together[0].coefficients - together[3].coefficients).abs().max() > 1e-3  # seeds differ
     same(together, alone)
@@ -59,7 +59,7 @@ def test_many_end_where_each_ends_by_itself(case):
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("pays", [True, False])
-def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
+def test_packed_and_padded_batches_agree(monkeypatch, case, pays):
     packed = []
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     rows = RowsEdit.injected
@@ -70,15 +70,15 @@ def test_packed_or_padded_is_the_same(monkeypatch, case, pays):
 
 @pytest.mark.parametrize("change", [{"formula": "add"}, {"formula": "balance"}, {"layers": (1,)}])
 @pytest.mark.parametrize("positions", ["last", "random"])
-def test_every_switch_goes_over(change, positions):
+def test_options_apply_to_joint_calibration(change, positions):
     same(*both(made("llama"), QUIET.model_copy(update={**change, "positions": positions})))
 
 
-def test_block_outputs_go_together_too():
+def test_block_outputs_can_be_calibrated_jointly():
     same(*both(made("llama"), QUIET, ExtractConfig(writers="hidden")))
 
 
-def test_a_small_budget_makes_more_groups_of_the_same():
+def test_small_budget_splits_runs_into_more_groups():
     decoder = made("llama")
     whole, _ = both(decoder, QUIET)
     seen = []
@@ -90,7 +90,7 @@ def test_a_small_budget_makes_more_groups_of_the_same():
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
 @pytest.mark.parametrize("pays", [True, False])
-def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
+def test_noise_of_each_run_is_independent_of_the_others(monkeypatch, pays, place):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     decoder = made("llama")
     noisy = QUIET.model_copy(update={"noise": 0.05, "noise_place": place})
@@ -101,10 +101,8 @@ def test_each_run_draws_the_noise_it_draws_alone(monkeypatch, pays, place):
         assert (one.coefficients - still.coefficients).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("budget", "sizes"), [(1024, [2, 1, 1]), (4096, [2, 2])])
 @pytest.mark.parametrize("pays", [True, False])
-def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, sizes):
-    """First tokens with first tokens, whole ones with whole ones: a step of two is 2 x 2 x 4 rows."""
+def test_tasks_scored_by_first_tokens_and_by_words_share_their_steps(monkeypatch, pays):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: pays)
     moods = Task("moods", ("positive", "poor", "negative", "odd"), FILMS.template)
     grades = Task("grades", ("poorest", "poorer"), BOOKS.template)
@@ -112,21 +110,20 @@ def test_labels_compete_with_those_of_their_own_task(monkeypatch, pays, budget, 
     config = QUIET.model_copy(update={"noise": 0.05, "loss": "labels"})
     groups, make = [], CalibrationLoss.__init__
     monkeypatch.setattr(CalibrationLoss, "__init__", lambda *at: groups.append(len(at[1])) or make(*at))
-    decoder = made("llama")
-    decoder.token_budget = budget
-    together, alone = both(decoder, config, runs=runs)
-    assert groups == [*sizes, 1, 1, 1, 1]
+    together, alone = both(made("llama"), config, runs=runs)
+    assert groups == [4, 1, 1, 1, 1]
+    assert [one.scoring for one in together] == ["auto", "auto", "words", "words"]
     same(together, alone)
 
 
-def test_lbfgs_takes_one_after_another():
+def test_lbfgs_calibrates_runs_separately():
     config = CalibrationConfig.recipe("fast", passes=5)
     for one, other in zip(*both(made("llama"), config), strict=True):
         assert torch.equal(one.coefficients, other.coefficients)
         assert one.history == other.history
 
 
-def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
+def test_groups_are_halved_on_an_out_of_memory_error(monkeypatch):
     decoder = made("llama")
     whole, _ = both(decoder, QUIET)
     forward = Decoder.forward
@@ -137,7 +134,7 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
         return forward(self, batch, **options)
 
     monkeypatch.setattr(Decoder, "forward", small)
-    with pytest.warns(MemoryWarning, match="out of memory with 3 calibrations together; going on with 2"):
+    with pytest.warns(MemoryWarning, match="out of memory with 3 calibrations together; continuing with 2"):
         parts, _ = both(decoder, QUIET)
     same(parts, whole)
     monkeypatch.setattr(Decoder, "forward", Mock(side_effect=torch.OutOfMemoryError("no")))
@@ -147,7 +144,7 @@ def test_runs_that_do_not_fit_into_memory_are_halved(monkeypatch):
     one_line(message, calibrate_many, decoder, [task], [examples], [context], QUIET)
 
 
-def test_no_runs_no_epochs_and_bad_input():
+def test_empty_runs_zero_epochs_and_bad_input():
     decoder = made("llama")
     assert calibrate_many(decoder, [], [], []) == []
     together, _ = both(decoder, QUIET.model_copy(update={"epochs": 0}))
@@ -156,7 +153,7 @@ def test_no_runs_no_epochs_and_bad_input():
     context = extract(decoder, task, examples)
     wild = CalibrationConfig(lr=1e30)
     for message, *given in (
-        (r"\[2, 1, 1, 2\] tasks, sets of demonstrations", [task] * 2, [examples], [context]),
+        ("2 tasks, 1 sets of demonstrations, 1 context vectors", [task] * 2, [examples], [context]),
         ("demonstration", [task], [[]], [context]),
         ("the training loss became nan", [task], [examples], [context], wild),
         ("the training loss of run 1 of 2 became nan", [task] * 2, [examples] * 2, [context] * 2, wild),

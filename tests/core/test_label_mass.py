@@ -1,6 +1,4 @@
-"""The vector that makes a model say a label by itself, on every model type."""
-
-from dataclasses import replace
+"""The vector that makes a model generate a label, on every model type."""
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ QUERIES = [(5, 17, 90, 31), (8, 41, 7), (77, 12, 63, 250, 19, 4)]
 OTHERS = [tuple((7 * row + 31 * place) % 299 + 1 for place in range(5)) for row in range(40)]
 LABELS = (40, 90, 200)
 RMS = ("llama", "mixtral", "granite", "glm4", "gpt_oss", "afmoe")
-"""Types with an RMSNorm and no bias at the head, where the answer among the labels stays exactly."""
+"""Types with an RMSNorm and no head bias, where the predicted label does not change at all."""
 
 GIVEN = (("a warm film", 0), ("dull, dull, dull", 1), ("kind and funny", 0), ("no", 2))
 SHOWN = tuple(Example(text, label) for text, label in GIVEN)
@@ -45,7 +43,7 @@ def logits(decoder, ids, edit):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_streams_end_in_the_models_own_logits(case):
+def test_last_hidden_states_give_the_models_logits(case):
     decoder = made(case)
     edit = edit_of(decoder)
     states = label_mass._streams(decoder, QUERIES, edit)
@@ -56,11 +54,11 @@ def test_the_streams_end_in_the_models_own_logits(case):
 
 
 @pytest.mark.parametrize("case", PATHS)
-def test_a_label_becomes_the_most_probable_token(case):
+def test_vector_makes_a_label_the_most_probable_token(case):
     decoder = made(case)
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
-    assert result.after > result.before or case == "modernbert-decoder"  # whose head is a network of its own
+    assert result.after > result.before or case == "modernbert-decoder"  # its head is a network
     values = edit.values.clone()
     values[-1, -1] += result.vector / decoder.writer_scale
     pushed = LinearEdit(values, edit.coefficients)
@@ -69,10 +67,10 @@ def test_a_label_becomes_the_most_probable_token(case):
     before = next_token_log_probabilities(decoder, OTHERS, edit=edit)[:, list(LABELS)]
     moved = next_token_log_probabilities(decoder, OTHERS, edit=pushed)[:, list(LABELS)]
     same = (before.argmax(-1) == moved.argmax(-1)).float().mean().item()
-    assert same == 1 if case in RMS else same > 0.5  # random biases, as large as the stream
+    assert same == 1 if case in RMS else same > 0.5  # random biases as large as the residual stream
 
 
-def test_labels_told_by_their_words_become_probable_behind_an_exports_head():
+def test_words_become_probable_with_an_exported_head():
     decoder = made("llama")
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, WORDS, edit)
@@ -87,7 +85,7 @@ def test_labels_told_by_their_words_become_probable_behind_an_exports_head():
     assert result.after > 2 * result.before
 
 
-def test_the_default_fit_says_labels_and_its_answers_are_those_without():
+def test_default_fit_generates_labels_and_keeps_predictions():
     decoder = made("llama")
     says = anchor(decoder, TASK, SHOWN)
     silent = anchor(decoder, TASK, SHOWN, AnchoredConfig(say_label=False))
@@ -111,15 +109,10 @@ def test_the_default_fit_says_labels_and_its_answers_are_those_without():
     assert apart[-1] > 0
 
 
-def test_where_nothing_can_be_added_the_fit_stays_as_it_is():
+def test_fit_is_unchanged_if_no_vector_helps():
     decoder = made("llama")
     for config in ({"steps": 0}, {"writers": "mha"}, {"writers": "hidden"}):
         assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
-    task = replace(TASK, labels=("good film", "good grief", "bad"))
-    injection = anchor(decoder, task, SHOWN)
-    assert "label_mass" not in injection.settings
-    silent = anchor(decoder, task, SHOWN, AnchoredConfig(say_label=False))
-    torch.testing.assert_close(injection.context.values, silent.context.values, atol=0, rtol=0)
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, tokens(range(40, 40 + decoder.d_model + 1)), edit)
     assert not result.vector.any()

@@ -1,4 +1,4 @@
-"""The loss among the task's labels: what prediction compares is what calibration learns."""
+"""Calibration with the loss among the task's labels, as prediction compares them."""
 
 from itertools import product
 
@@ -13,21 +13,21 @@ from i2cl.models.scoring import Questions
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 FIRST = Task("films", ("positive", "negative"), TEMPLATE)
-WHOLE = Task("moods", ("positive", "poor", "negative"), TEMPLATE)
-"""Two of its labels share their first token, so whole sequences are scored."""
+WORDS = Task("moods", ("positive", "poor", "negative"), TEMPLATE)
+"""Two of its labels share their first token, so labels are scored by their words."""
 TEXTS = ["a warm film", "dull", "a funny, warm and funny film", "a lifeless film", "funny"]
 SHOTS = tuple(Example(text, row % 2) for row, text in enumerate(TEXTS))
 GOLD = torch.tensor([shot.label for shot in SHOTS])
 QUIET = CalibrationConfig(loss="labels", noise=0.0, epochs=1, passes=1, batch_size=len(SHOTS))
 
-tasks = pytest.mark.parametrize("task", [FIRST, WHOLE], ids=["first", "whole"])
+tasks = pytest.mark.parametrize("task", [FIRST, WORDS], ids=["first", "words"])
 cases = pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 
 
 @tasks
 @cases
 @pytest.mark.parametrize("change", [{}, {"optimizer": "lbfgs"}, {"positions": "last"}])
-def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
+def test_the_loss_is_the_cross_entropy_of_the_predictions(case, task, change):
     decoder, config = made(case), QUIET.model_copy(update=change)
     context = extract(decoder, task, SHOTS)
     start = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"epochs": 0, "passes": 0}))
@@ -35,39 +35,47 @@ def test_the_loss_at_the_start_is_that_of_what_is_predicted(case, task, change):
     wanted = cross_entropy(start.scores(decoder, TEXTS), GOLD).item()
     assert result.history == (pytest.approx(wanted, rel=1e-5),)
     paper = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"loss": "vocabulary"}))
-    assert paper.history[0] > wanted + 0.1  # the label has fewer rivals than that
+    assert paper.history[0] > wanted + 0.1  # all tokens compete there
     assert (result.settings["loss"], paper.settings["loss"]) == ("labels", "vocabulary")
 
 
-def test_labels_told_by_their_words_compete_and_nothing_else_is_learned_of_them():
+def test_word_level_scoring_needs_the_loss_among_labels():
     decoder, config = made("llama"), QUIET.model_copy(update={"epochs": 1})
-    context = extract(decoder, WHOLE, SHOTS)
-    start = calibrate(decoder, WHOLE, SHOTS, context, QUIET.model_copy(update={"epochs": 0}), scoring="words")
-    result = calibrate(decoder, WHOLE, SHOTS, context, config, scoring="words")
+    context = extract(decoder, WORDS, SHOTS)
+    start = calibrate(decoder, WORDS, SHOTS, context, QUIET.model_copy(update={"epochs": 0}), scoring="words")
+    result = calibrate(decoder, WORDS, SHOTS, context, config, scoring="words")
     scores = start.scores(decoder, TEXTS)
     assert result.history == (pytest.approx(cross_entropy(scores, GOLD).item(), rel=1e-5),)
     assert not torch.allclose(scores, start.scores(decoder, TEXTS, scoring="full"))
     paper = config.model_copy(update={"loss": "vocabulary"})
-    one_line("compares labels", calibrate, decoder, WHOLE, SHOTS, context, paper, scoring="words")
+    one_line("compares labels", calibrate, decoder, WORDS, SHOTS, context, paper, scoring="words")
+
+
+def test_full_sequences_need_the_loss_over_the_vocabulary():
+    decoder = made("llama")
+    context = extract(decoder, WORDS, SHOTS)
+    one_line("scoring='words'", calibrate, decoder, WORDS, SHOTS, context, QUIET, scoring="full")
+    paper = QUIET.model_copy(update={"loss": "vocabulary"})
+    assert calibrate(decoder, WORDS, SHOTS, context, paper, scoring="full").scoring == "full"
 
 
 def by_hand(decoder, task, values, coefficients):
-    """Mean loss among the labels: a plain row for each label of each text, under hooks of its own."""
-    end = None if task is WHOLE else 1
+    """Mean loss among the labels: a plain row for each token of each text, under separate hooks."""
+    labels = Questions.of_fit(decoder, task).labels
     with injecting(decoder, values, coefficients):
-        asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), map(encode, task.labels))
-        scores = [log_probability(decoder, query, label[:end]) for query, label in asked]
-    return cross_entropy(torch.stack(scores).view(len(TEXTS), -1), GOLD)
+        asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), labels.read)
+        tokens = [log_probability(decoder, query, (token,)) for query, token in asked]
+    return cross_entropy(labels.mean(torch.stack(tokens).view(len(TEXTS), -1)), GOLD)
 
 
 @tasks
 @cases
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradients_are_those_by_hand(monkeypatch, case, task, packed):
+def test_gradients_match_a_computation_by_hand(monkeypatch, case, task, packed):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     decoder, config = made(case), QUIET
     context = extract(decoder, task, SHOTS)
-    run = CalibrationRun(Questions(decoder, task), SHOTS, context, seed=0)
+    run = CalibrationRun(Questions.of_fit(decoder, task), SHOTS, context, seed=0)
     active = config.active(decoder.layers, "both")
     coefficients = Coefficients(config, active, [None], decoder.device)
     with decoder.frozen():
@@ -83,7 +91,7 @@ def test_gradients_are_those_by_hand(monkeypatch, case, task, packed):
 
 @tasks
 @pytest.mark.parametrize("change", [{"epochs": 10}, {"optimizer": "lbfgs", "passes": 10}, {"dtype": "half"}])
-def test_the_loss_among_labels_falls(task, change):
+def test_calibration_reduces_the_loss_over_labels(task, change):
     change = {"epochs": 10, "noise": 1e-3} | change
     decoder = made("llama", dtype=torch.float16 if change.pop("dtype", "") else torch.float32)
     config = QUIET.model_copy(update=change)
@@ -95,7 +103,7 @@ def test_the_loss_among_labels_falls(task, change):
 
 @tasks
 @pytest.mark.parametrize("loss", ["labels", "vocabulary"])
-def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task, loss):
+def test_lbfgs_accumulates_gradients_over_small_batches(monkeypatch, task, loss):
     decoder = made("llama")
     context = extract(decoder, task, SHOTS)
     config = QUIET.model_copy(update={"optimizer": "lbfgs", "passes": 5, "loss": loss})
@@ -109,5 +117,5 @@ def test_lbfgs_in_parts_that_fit_into_memory(monkeypatch, task, loss):
     monkeypatch.setattr(Decoder, "forward", counted)
     decoder.token_budget = 3 * max(len(encode(TEMPLATE.query(text))) for text in TEXTS)
     assert calibrate(decoder, task, SHOTS, context, config).history == pytest.approx(wanted, rel=1e-3)
-    assert max(tokens) <= 1.5 * decoder.token_budget  # which counts queries without labels
-    assert len(tokens) > config.passes  # several parts a pass
+    assert max(tokens) <= 1.5 * decoder.token_budget  # the budget counts queries without labels
+    assert len(tokens) > config.passes  # several parts per pass

@@ -1,4 +1,4 @@
-"""Recipes by name, their rates and settings, and the fast one."""
+"""Calibration recipes."""
 
 import math
 
@@ -13,7 +13,7 @@ from i2cl.core.recipe import RECIPES, CalibrationConfig
 from .test_calibration import FAMILIES, SHOTS, TASK, context_of, fit
 
 
-def test_rates_of_the_paper_and_of_the_released_code():
+def test_learning_rates_match_the_paper_and_the_released_code():
     paper, released = (
         [config.rate(step, 100) for step in range(101)]
         for config in (CalibrationConfig(), CalibrationConfig.recipe("released"))
@@ -30,7 +30,7 @@ def test_rates_of_the_paper_and_of_the_released_code():
 @pytest.mark.parametrize(
     "config", [CalibrationConfig(epochs=4), CalibrationConfig.recipe("released", epochs=20)]
 )
-def test_the_optimiser_gets_these_rates(monkeypatch, config):
+def test_optimizer_uses_the_learning_rate_schedule(monkeypatch, config):
     used = []
 
     class Watched(torch.optim.AdamW):
@@ -49,7 +49,7 @@ WRONG += [{"formula": "add", "init_lambda": 0.0}, {"formula": "balance", "init_b
 
 
 @pytest.mark.parametrize("fields", [*WRONG, {"noise": math.nan}, {"learning_rate": 1e-2}])
-def test_settings_are_checked_and_cannot_be_changed(fields):
+def test_settings_are_validated_and_immutable(fields):
     with pytest.raises(ValidationError):
         CalibrationConfig(**fields)
     with pytest.raises(ValidationError):
@@ -58,7 +58,7 @@ def test_settings_are_checked_and_cannot_be_changed(fields):
         RECIPES["released"]["warmup"] = 0.5
 
 
-def test_recipes_by_name_are_the_paper_but_for_what_they_name():
+def test_recipes_change_only_the_named_settings():
     paper, released = CalibrationConfig(), CalibrationConfig.recipe("released")
     assert CalibrationConfig.recipe("paper") == paper
     changed = {name for name, value in released if value != getattr(paper, name)}
@@ -76,21 +76,21 @@ def recipe_fit(case="llama", decoder=None, progress=None, **changes):
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_the_fast_recipe_lowers_the_loss_in_few_passes(case):
+def test_fast_recipe_reduces_the_loss_in_few_passes(case):
     injection = recipe_fit(case, passes=12)
     assert 3 <= len(injection.history) <= 12
     assert min(injection.history) < 0.9 * injection.history[0]
     assert injection.settings["optimizer"] == "lbfgs"
 
 
-def test_the_pull_holds_the_coefficients():
+def test_strong_regularization_keeps_the_coefficients():
     def far(pull):
         return (recipe_fit(pull=pull).coefficients - torch.tensor([0.1, 1.0])).norm()
 
     assert far(1.0) < 0.5 * far(0.0)
 
 
-def test_the_fast_recipe_keeps_the_best_point_tells_progress_and_takes_no_batches():
+def test_fast_recipe_keeps_the_best_point_and_reports_progress():
     injection = recipe_fit(passes=7, pull=0.0, noise=0.0)
     once = {"passes": 1, "pull": 0.0, "noise": 0.0}
     again = fit(start=injection.coefficients, optimizer="lbfgs", **once)
@@ -98,4 +98,4 @@ def test_the_fast_recipe_keeps_the_best_point_tells_progress_and_takes_no_batche
     seen = []
     injection = recipe_fit(passes=4, progress=lambda *at: seen.append(at))
     assert [at[:2] for at in seen] == [(number, 4) for number in range(1, len(injection.history) + 1)]
-    one_line("leave batches out", fit, batches=[[0]], optimizer="lbfgs")
+    one_line("leave out batches", fit, batches=[[0]], optimizer="lbfgs")

@@ -31,7 +31,7 @@ def probabilities(injection):
     return injection.scores(reference(), QUERIES).double().softmax(-1)
 
 
-def test_balanced_weights_are_those_of_scikit_learn():
+def test_balanced_weights_match_scikit_learn():
     utils = pytest.importorskip("sklearn.utils.class_weight", reason="scikit-learn is not installed")
     labels = [example.label for example in UNEVEN]
     weights = [one.weight for one in apply_class_weight(UNEVEN, TASK.labels, "balanced")]
@@ -45,12 +45,12 @@ def test_class_weights_multiply_sample_weights():
     assert [one.weight for one in apply_class_weight(rows, TASK.labels, "balanced")] == [2.5, 2.5]
 
 
-def test_equal_weights_are_no_weights():
+def test_equal_weights_have_no_effect():
     assert example_weights(apply_class_weight(EVEN, TASK.labels, "balanced")) is None
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_balanced_weights_of_equal_counts_change_no_bit_of_an_anchored_fit(solver):
+def test_balanced_weights_of_equal_counts_do_not_change_an_anchored_fit(solver):
     plain, balanced = (anchored(EVEN, solver=solver, class_weight=way) for way in (None, "balanced"))
     assert torch.equal(plain.context.values, balanced.context.values)
     assert plain.history == balanced.history
@@ -76,7 +76,7 @@ def test_a_heavier_class_gets_more_probability(solver):
 
 
 @pytest.mark.parametrize("recipe", ["paper", "fast"])
-def test_class_weights_of_i2cl_change_nothing_for_equal_counts_and_something_otherwise(recipe):
+def test_balanced_weights_change_i2cl_only_for_unequal_counts(recipe):
     def fitted(shown, way):
         config = CalibrationConfig.recipe(recipe, epochs=1, passes=3, class_weight=way)
         return injected(reference(), TASK, shown, config).coefficients
@@ -91,15 +91,15 @@ def test_class_weights_are_stored_with_the_fit_and_only_if_given():
     assert anchored(EVEN, steps=1, class_weight=words).settings["class_weight"] == words
 
 
-def test_class_weights_are_read_from_a_command_line():
+def test_class_weights_can_be_given_on_the_command_line():
     method = calibrating_method(None, {"class_weight": "spam=5, ham=0.5"})
     assert method.anchoring.class_weight == (("spam", 5.0), ("ham", 0.5))
 
 
 @pytest.mark.parametrize("value", ["even", "spam", "spam=many", "spam=0", "spam=-1", "spam=inf", "=", 3])
-def test_class_weights_that_are_none_are_one_line(value):
+def test_invalid_class_weights_are_refused(value):
     one_line("option class_weight=", calibrating_method, None, {"class_weight": value})
 
 
-def test_a_weight_for_an_unknown_label_is_refused():
+def test_weight_for_an_unknown_label_is_refused():
     one_line("class_weight names 'mauve'.*labels are '", anchored, EVEN, class_weight={"mauve": 2})

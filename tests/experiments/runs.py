@@ -1,7 +1,7 @@
-"""A small grid, its cells, and cells run by themselves."""
+"""A small grid and helpers that run its cells."""
 
 from i2cl.experiments.grid import Cell
-from i2cl.experiments.runner import Group, pending, run_groups, run_standing
+from i2cl.experiments.runner import Group, pending, run_groups, run_job
 from i2cl.experiments.store import Store
 
 ONE, OTHER = "mood-colour-1", "job-letter-1"
@@ -24,13 +24,13 @@ def cell(**changes):
 
 
 def run_alone(cell, decoder, folder):
-    """The record of a cell that is run by itself."""
-    (record,) = run_standing(single(cell), None, folder, (), decoder)
+    """Run a cell separately, and return its record."""
+    (record,) = run_job(single(cell), None, folder, (), decoder)
     return record
 
 
 def run_groups_of(cells, decoder, folder, data_dir=None):
-    """The tally of running what a store lacks of some cells."""
+    """Run the cells that a store does not have, and count them by status."""
     with Store.writing(folder) as store:
         return run_groups(pending(cells, store), store, lambda: decoder, 1, data_dir)
 
@@ -40,16 +40,16 @@ def single(*cells):
 
 
 def shot(seed, **changes):
-    """A cell that gains nothing from others."""
+    """A cell of a method without joint fits."""
     return cell(method="few_shot", seed=seed, **changes)
 
 
 def quick(seed, **changes):
-    """A cell that is calibrated with those of other seeds."""
+    """A cell that is fitted jointly with those of other seeds."""
     return cell(seed=seed, options={"epochs": 2}, **changes)
 
 
 def kept(record):
-    """What may not depend on when a cell is run."""
+    """Results that must not depend on the order of cells."""
     numbers = {"coefficients", "predictions", "cost", "together", "accuracy", "demonstrations"}
     return record.outcome.model_dump(include=numbers)

@@ -1,4 +1,4 @@
-"""Running grids by the command line: resuming, kills, many processes, bad input."""
+"""Grids on the command line: resuming, kills, several processes, bad input."""
 
 import json
 import signal
@@ -11,7 +11,7 @@ import pytest
 from experiments.runs import GRID, ONE, cell, kept, run_alone
 from fitting import one_line
 from i2cl import Decoder, load_task
-from i2cl.experiments.library import BROUGHT, ORDER, compared_with, limited, load_experiment
+from i2cl.experiments.library import BUILTIN, ORDER, compare_with, load_experiment, restrict_tasks
 from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench
 from i2cl.interfaces.cli.experiment import _cells
@@ -25,7 +25,7 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def alone(decoder, tmp_path_factory):
-    """The record of a cell that is run by itself, in this process; each once."""
+    """Run a cell separately in this process, and cache its record."""
     result = {}
 
     def run(one):
@@ -37,7 +37,7 @@ def alone(decoder, tmp_path_factory):
 
 
 def written(tmp_path, *more, grid=GRID):
-    """The words that run a grid, whose file is written."""
+    """Write a grid's file, and return the arguments that run it."""
     file = tmp_path / "mine.toml"
     file.write_text(grid)
     return "experiment", "run", file, "--store", tmp_path / "store", "--workers", 1, *more
@@ -45,7 +45,7 @@ def written(tmp_path, *more, grid=GRID):
 
 @pytest.fixture
 def reported(said, tmp_path):
-    """The report of the store of a test, as Markdown."""
+    """Write a report of the test's store, and return its Markdown."""
 
     def report(*words):
         said("report", tmp_path / "store", *words, "--formats", "md")
@@ -54,7 +54,7 @@ def reported(said, tmp_path):
     return report
 
 
-def test_run_then_run_again_then_report(tmp_path, said, reported):
+def test_second_run_adds_only_missing_cells(tmp_path, said, reported):
     assert json.loads(said(*written(tmp_path, "--json")))["done"] == 2 + 6 + 6
     record = json.loads(said(*written(tmp_path, "--json", "--seeds", "4")))
     assert record.pop("store")
@@ -64,7 +64,7 @@ def test_run_then_run_again_then_report(tmp_path, said, reported):
     assert "Few-shot (ICL)" in text
 
 
-def test_a_file_of_rows_is_a_task_of_a_grid_in_words_of_its_own(tmp_path, said, reported, refused):
+def test_grid_with_a_task_from_files_and_its_own_template(tmp_path, said, reported, refused):
     task = load_task(ONE)
     rows = [{"text": row.text, "label": task.labels[row.label]} for row in task.train[:80]]
     for name in ("train", "test"):
@@ -85,15 +85,17 @@ full = {{ seeds = 1, limit = 8 }}
     assert {cell.wording.template for cell in cells} == {words}
     decoder = Decoder.from_pretrained("reference")
     assert Bench(decoder, None, tmp_path).task(cells[0]).template.format == words
-    assert "Difference from Zero-shot" in reported(*last.split()[4:]), "the first row, where no I2CL is"
+    assert "Difference from Zero-shot" in reported(*last.split()[4:]), (
+        "the first row is the reference without a row I2CL"
+    )
     assert "{label} 0 times" in refused(*written(tmp_path, grid=grid.replace("A: {label}", "A: ")))
 
 
-def test_a_grid_that_names_tasks_runs_on_some_and_is_compared_with_any_row(tmp_path, said, reported, refused):
+def test_tasks_and_against_options(tmp_path, said, reported, refused):
     named = GRID.replace('tasks"', 'tasks", "comparison"')
     said(*written(tmp_path, "--tasks", "job-letter-1", "--seeds", "1", grid=named))
     assert {one.cell.task for one in Store.open(tmp_path / "store").records.values()} == {"job-letter-1"}
-    known = "no chosen experiment has the task 'sst2': known are mood-colour-1, job-letter-1"
+    known = "no chosen experiment has the task 'sst2': use one of mood-colour-1, job-letter-1"
     assert known in refused(*written(tmp_path, "--tasks", "sst2", grid=named))
     said(*written(tmp_path, "--seeds", "1", grid=named))
     words = ["--experiments", tmp_path / "mine.toml"]
@@ -107,19 +109,19 @@ def test_a_grid_that_names_tasks_runs_on_some_and_is_compared_with_any_row(tmp_p
     assert "did you mean 'Few-shot (ICL)'" in refused(*report, words[1], "--against", "Few-shot")
 
 
-def test_grids_are_limited_each_to_its_own_tasks_and_compared_with_a_row_that_they_have():
+def test_restrict_tasks_and_compare_with():
     main_grid, real, chat = (load_experiment(name) for name in ("main", "real", "chat"))
-    result = limited([main_grid, real, chat], ["intents", "sst2", "rte"])
+    result = restrict_tasks([main_grid, real, chat], ["intents", "sst2", "rte"])
     assert [one.tasks for one in result] == [("intents", "sst2", "rte"), ("sst2", "intents"), ("sst2",)]
-    assert [one.name for one in limited([real, chat], ["intents"])] == ["real"]
-    one_line(r"task 'trecc': did you mean 'trec'", limited, [real, chat], ["sst2", "trecc"])
-    assert [one.against for one in compared_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
-    named = ["mood-colour-1", "mood-colour-2", "job-letter-1"]  # all of which are run
+    assert [one.name for one in restrict_tasks([real, chat], ["intents"])] == ["real"]
+    one_line(r"task 'trecc': did you mean 'trec'", restrict_tasks, [real, chat], ["sst2", "trecc"])
+    assert [one.against for one in compare_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
+    named = ["mood-colour-1", "mood-colour-2", "job-letter-1"]
     cells, _ = _cells("shots", cell(), named, named, True, None, None)
     assert {one.task for one in cells} == set(named)
 
 
-def test_failures_are_told_and_set_the_exit_code(tmp_path, said):
+def test_failures_are_reported_and_set_the_exit_code(tmp_path, said):
     wrong = GRID.replace('name = "Few-shot (ICL)"', 'name = "Few-shot (ICL)", shots = [1, 100000]')
     expected = said(*written(tmp_path, grid=wrong), code=1)
     assert "14 cells done, 6 failed" in expected
@@ -129,7 +131,7 @@ def test_failures_are_told_and_set_the_exit_code(tmp_path, said):
 
 def test_ls_lists_every_experiment(said):
     listed = {row["name"]: row for row in json.loads(said("experiment", "ls", "--json"))}
-    assert list(listed) == list(BROUGHT)
+    assert list(listed) == list(BUILTIN)
     assert listed["main"]["paper"].startswith("Table 1")
     asked = load_experiment("real")
     cells = sum(min(asked.full.seeds, row.seeds or 99) for row in asked.rows)
@@ -137,12 +139,12 @@ def test_ls_lists_every_experiment(said):
     assert [name for name in ORDER if load_experiment(name).timed] == ["main", "peft", "efficiency"]
 
 
-def test_ctrl_c_says_that_cells_are_kept(tmp_path, monkeypatch, call):
+def test_ctrl_c_reports_the_stored_cells(tmp_path, monkeypatch, call):
     pressed = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("i2cl.interfaces.cli.experiment._watch", lambda _bar: pressed)
+    monkeypatch.setattr("i2cl.interfaces.cli.experiment._show_progress", lambda _bar: pressed)
     code, _, expected = call(*written(tmp_path))
     assert code == 130
-    assert expected == "error: interrupted: 1 cells are kept: the same command goes on with them\n"
+    assert expected == "error: interrupted: the store has 1 cells; run the same command to resume\n"
 
 
 FORKING = """
@@ -150,21 +152,21 @@ from multiprocessing import get_context
 from i2cl.experiments import workers
 workers.get_context = lambda _: get_context("fork")
 """
-"""Before a program whose workers are to start as fast as it does itself."""
+"""Prepended to a program to make its workers start fast."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
-    """Every kill leaves a store that reads; the run that follows adds what is lacking, no more."""
+def test_run_resumes_after_kill(tmp_path, workers):
+    """Every kill leaves a readable store, and the next run adds only missing cells."""
     folder = tmp_path / "store"
     arguments = [*written(tmp_path)[:-1], workers]
     survivors = set()
-    for more in (0, 1, 3):  # when it holds the lock, amid its first record, amid later ones
+    for more in (0, 1, 3):  # while it starts, and after one and three more records
         program = Program(FORKING + COMMAND, *arguments)
         wanted = max(lines(folder), 0) + more
         until(lambda wanted=wanted: lines(folder) >= wanted, program=program)
         process = psutil.Process(program.process.pid)
-        started, own = process.children(recursive=True), process.children()  # a worker may be asking git
+        started, own = process.children(recursive=True), process.children()  # a worker may run git
         program.process.kill()
         code, _, expected = program.wait()
         assert code == -signal.SIGKILL, expected
@@ -175,7 +177,7 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
         survivors = set(store.records)
     assert len(survivors) >= 4
     with (folder / "cells.jsonl").open("a") as handle:
-        handle.write('{"key"')  # a torn line
+        handle.write('{"key"')  # an incomplete line
     code, expected, _ = finished(FORKING + COMMAND, *arguments, "--json")
     assert (code, json.loads(expected)["done"]) == (0, 14 - len(survivors))
     store = Store.open(folder)
@@ -190,13 +192,13 @@ def test_kills_lose_nothing_and_corrupt_nothing(tmp_path, workers):
 
 
 def lines(folder):
-    """Whole lines of a store; -1 before there is one."""
+    """Number of complete lines of a store; -1 before it exists."""
     file = folder / "cells.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else -1
 
 
-def test_two_processes_hold_one_model_together(tmp_path, alone):
-    """Tensor parallel, as torchrun starts it: one store, written by the first, with one process's results."""
+def test_tensor_parallel_run_equals_single_process_run(tmp_path, alone):
+    """With two processes as torchrun starts them, the first one writes the store."""
     folder, words = tmp_path / "store", [*written(tmp_path)[:-2], "--seeds", "1"]
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -222,7 +224,7 @@ def test_two_processes_hold_one_model_together(tmp_path, alone):
         ('method = "few_shot", options = { colour = "red" }', "row 'a': no chosen method has the option"),
     ],
 )
-def test_rows_that_cannot_be_run_are_refused_first(row, message, tmp_path, refused):
+def test_invalid_rows_are_rejected_before_anything_runs(row, message, tmp_path, refused):
     grid = f'title = "T"\nmeasures = "M"\nrows = [{{ name = "a", {row} }}]\n'
     assert message in refused(*written(tmp_path, grid=grid))
     assert not (tmp_path / "store").exists()

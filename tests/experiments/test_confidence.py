@@ -1,4 +1,4 @@
-"""Log-loss, Brier score, calibration error, risk and coverage, and the best temperature."""
+"""Log-loss, Brier score, ECE, risk-coverage curve, and the best temperature."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from i2cl.injections.temperature import TYPICAL, best_temperature, likely_temper
 
 
 def drawn(seed=0, queries=400, labels=4, sharper=1.0):
-    """Scores, and labels drawn from their probabilities; the scores are then made sharper."""
+    """Draw labels from the probabilities of scores, and return the scores times ``sharper``."""
     rng = np.random.default_rng(seed)
     scores = normalised(2 * rng.standard_normal((queries, labels)))
     return scores * sharper, np.array([rng.choice(labels, p=np.exp(row)) for row in scores])
@@ -19,8 +19,8 @@ def measured(scores, gold):
     return confidence(scores, gold, scores.argmax(1))
 
 
-def test_the_four_numbers_by_hand():
-    """Four queries, three right: at .9, .8 and .6; the wrong one at .7. Each is a bin of its own."""
+def test_metrics_of_four_queries():
+    """Three correct at .9, .8 and .6, and an error at .7; each query has its own bin."""
     scores = np.log([[0.9, 0.1], [0.3, 0.7], [0.8, 0.2], [0.4, 0.6]])
     result = measured(scores, np.array([0, 0, 0, 1]))
     assert result.log_loss == pytest.approx(-np.log([0.9, 0.3, 0.8, 0.6]).mean())
@@ -30,7 +30,7 @@ def test_the_four_numbers_by_hand():
 
 
 @pytest.mark.parametrize("labels", [2, 5])
-def test_log_loss_and_brier_score_are_those_of_scikit_learn(labels):
+def test_log_loss_and_brier_score_equal_scikit_learn(labels):
     metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for the scores")
     scores, gold = drawn(labels=labels, sharper=1.7)
     probabilities, known = np.exp(normalised(scores)), range(labels)
@@ -41,7 +41,7 @@ def test_log_loss_and_brier_score_are_those_of_scikit_learn(labels):
     assert result.brier == pytest.approx(sum(each))
 
 
-def test_calibration_error_is_that_of_quantile_bins_of_scikit_learn():
+def test_calibration_error_equals_scikit_learn_quantile_bins():
     calibration = pytest.importorskip("sklearn.calibration", reason="scikit-learn is the reference")
     scores, gold = drawn(queries=20 * BINS, sharper=2)
     sure, right = highest(scores), scores.argmax(1) == gold
@@ -52,8 +52,8 @@ def test_calibration_error_is_that_of_quantile_bins_of_scikit_learn():
     assert measured(scores, gold).ece == pytest.approx(np.abs(hits - means).mean())
 
 
-def test_bins_count_by_their_queries_and_equal_confidence_depends_on_no_order():
-    """All queries are as sure, and 3 of 4 are right: at .75 the error is 0, not that of the order."""
+def test_metrics_do_not_depend_on_the_order_of_ties():
+    """With equal confidence .75 and 3 of 4 correct, the calibration error is 0 in any order."""
     scores, gold = drawn(queries=BINS + 1)
     sure, hits = reliability(highest(scores), scores.argmax(1) == gold)
     sizes = np.array([2, *[1] * (BINS - 1)])
@@ -65,7 +65,7 @@ def test_bins_count_by_their_queries_and_equal_confidence_depends_on_no_order():
         assert result.aurc == pytest.approx(0.25)
 
 
-def test_risk_falls_where_the_sure_are_right_and_answers_are_not_read_from_ties():
+def test_risk_coverage_uses_the_given_predictions():
     scores = np.log([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]])
     coverage, risk = risk_coverage(highest(scores), np.array([True, True, False, False]))
     assert coverage.tolist() == [0.25, 0.5, 0.75, 1]
@@ -75,19 +75,19 @@ def test_risk_falls_where_the_sure_are_right_and_answers_are_not_read_from_ties(
 
 
 @pytest.mark.parametrize("sharper", [0.4, 1, 2.2, 7])
-def test_the_temperature_undoes_what_made_scores_sharper(sharper):
+def test_best_temperature_recovers_the_scale_of_the_scores(sharper):
     scores, gold = drawn(queries=20_000, sharper=sharper)
     assert best_temperature(scores, gold) == pytest.approx(sharper, rel=0.05)
 
 
 def searched(loss):
-    """The temperature where a loss of its logarithm is smallest, and that loss."""
+    """Minimize a loss over the log temperature; return the temperature and the loss."""
     optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference for the search")
     result = optimize.minimize_scalar(loss, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
     return np.exp(result.x), result.fun
 
 
-def test_the_temperature_is_that_of_a_search_of_scipy():
+def test_best_temperature_equals_scipy_minimize():
     scores, gold = drawn(queries=200, sharper=3)
 
     def loss(log_temperature):
@@ -99,10 +99,10 @@ def test_the_temperature_is_that_of_a_search_of_scipy():
     assert measured(normalised(scores, result), gold).log_loss <= least + 1e-12
 
 
-def test_temperatures_are_finite_whatever_the_scores():
+def test_temperature_is_finite_for_any_scores():
     scores, _ = drawn(queries=30)
-    assert best_temperature(scores, scores.argmax(1)) == pytest.approx(temperature.COLDEST)
-    assert best_temperature(scores, scores.argmin(1)) == pytest.approx(temperature.HOTTEST)
+    assert best_temperature(scores, scores.argmax(1)) == pytest.approx(temperature.MIN_TEMPERATURE)
+    assert best_temperature(scores, scores.argmin(1)) == pytest.approx(temperature.MAX_TEMPERATURE)
     assert best_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == 1
     scores = np.array([[0.0, -65504.0], [-65504.0, 0.0]])
     result = measured(scores, np.array([1, 1]))
@@ -110,10 +110,10 @@ def test_temperatures_are_finite_whatever_the_scores():
     assert np.isfinite(best_temperature(scores, np.array([1, 1])))
     scores = np.array([[0.0, -1.0, -np.inf], [-2.0, 0.0, -np.inf], [0.0, -1.0, -np.inf]])
     result = likely_temperature(scores, np.array([0, 1, 2]))
-    assert TYPICAL < result <= temperature.HOTTEST
+    assert TYPICAL < result <= temperature.MAX_TEMPERATURE
 
 
-def test_a_prior_pulls_the_temperature_of_few_rows_to_where_loss_and_prior_are_least():
+def test_temperature_with_prior_minimizes_loss_plus_prior():
     scores, gold = drawn(queries=20_000, sharper=6.0)
     few = likely_temperature(scores[:5], gold[:5])
     assert likely_temperature(scores[:0], gold[:0]) == TYPICAL

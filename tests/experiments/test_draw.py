@@ -1,4 +1,4 @@
-"""Which rows of a file of one's own are demonstrations, and how long a fit on them takes."""
+"""Which rows of a user's file become demonstrations, and the estimated time of a fit."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from fitting import one_line
 from i2cl import Example, Task, Template, make_methods
-from i2cl.core.anchored import MOST_DEMONSTRATIONS
+from i2cl.core.plan import MAX_EXAMPLES, FitSize, plan_fit
 from i2cl.experiments import draw as module
 from i2cl.experiments.draw import draw, fitting, up_to
 
@@ -15,15 +15,15 @@ ANCHORED, I2CL = make_methods(["anchored", "i2cl"])
 
 
 def of(*counts, test=()):
-    """A task with so many rows of each class."""
+    """A task with the given number of rows of each class."""
     labels = [label for label, count in enumerate(counts) for _ in range(count)]
     rows = [Example(f"text {label} {labels[:at].count(label)}", label) for at, label in enumerate(labels)]
     words = tuple(f"word{label}" for label in range(len(counts)))
     return Task("mine", words, Template("{text} {label}"), train=tuple(rows), test=tuple(test))
 
 
-def tokens_of(pace, rows):
-    return sum(map(len, pace.questions.queries([row.text for row in rows])))
+def tokens_of(speed, rows):
+    return sum(map(len, speed.questions.queries([row.text for row in rows])))
 
 
 def counts(rows):
@@ -36,38 +36,39 @@ def asked(task, method=ANCHORED, shots=None, **more):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """A model that reads a token in no time, or in the seconds given; tokens are counted as they are."""
+    """Set the seconds that the model takes per token; tokens are counted as usual."""
 
     def at(seconds_per_token):
-        made = module._Pace.of
+        made = module._Speed.of
 
         def timed(decoder, task, method):
-            return replace(made(decoder, task, method), seconds_per_token=seconds_per_token)
+            speed = made(decoder, task, method)
+            return replace(speed, seconds_per_token=seconds_per_token, seconds_per_batch=0.0)
 
-        monkeypatch.setattr(module._Pace, "of", timed)
+        monkeypatch.setattr(module._Speed, "of", timed)
 
     return at
 
 
-def test_as_many_of_each_class_as_there_are_and_one_in_so_many_kept_back():
+def test_up_to_draws_what_a_class_has_and_keeps_back_a_share():
     assert counts(up_to(of(30, 3, 7), 5, 0)) == [5, 3, 5]
     task = of(8, 8)
-    assert up_to(task, 5, 3) == task.sample(5, 3)  # the same as ever where all classes have them
+    assert up_to(task, 5, 3) == task.sample(5, 3)
     assert len(set(up_to(of(30, 3), 20, 0))) == 23
     assert counts(up_to(of(10, 9, 30), 20, 0, keep_back=5)) == [8, 9, 20]
     assert counts(up_to(of(10, 10), 20, 0, keep_back=1)) == [1, 1], "a class keeps one demonstration"
 
 
-def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
+def test_requested_shots_are_drawn_or_refused_without_a_model():
     assert counts(asked(of(30, 3), shots=10).demonstrations) == [10, 3]
     assert counts(asked(of(30, 30), I2CL).demonstrations) == [5, 5]
-    assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # labels are never too many
+    assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # there is no limit on the number of labels
     one_line("class 'word0' has 3 training examples but 5 shots", asked, of(3, 9), from_file=False)
     assert counts(asked(of(30, 3), I2CL, shots="all").demonstrations) == [30, 3]
     assert counts(asked(of(30, 3), shots="all", from_file=False).demonstrations) == [30, 3]
     assert asked(of(30, 3), shots="all") is None, "the model says how long it takes"
-    one_line("give fewer", asked, of(MOST_DEMONSTRATIONS, 9), shots="all")
-    one_line("give fewer", asked, of(MOST_DEMONSTRATIONS, 9), shots=MOST_DEMONSTRATIONS)
+    one_line("give fewer", asked, of(MAX_EXAMPLES, 9), shots="all")
+    one_line("give fewer", asked, of(MAX_EXAMPLES, 9), shots=MAX_EXAMPLES)
     one_line(r"class 'word1' has 0 training examples .* add rows of that class$", asked, of(3, 0, 3))
 
 
@@ -81,7 +82,7 @@ def test_what_is_asked_for_is_drawn_or_refused_before_a_model_is_there():
         (of(35, 4), True, [20, 4], (35, 39)),
     ],
 )
-def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, task, scored, shown, more):
+def test_up_to_twenty_rows_of_a_class_are_drawn_by_default(decoder, fast, task, scored, shown, more):
     fast(0.0)
     result = fitting(decoder, task, ANCHORED, 0, keep_back=None, scored=scored)
     assert counts(result.demonstrations) == shown
@@ -92,7 +93,7 @@ def test_all_rows_up_to_twenty_of_a_class_but_those_kept_back(decoder, fast, tas
 
 
 @pytest.mark.parametrize(("keep_back", "shown"), [(None, [60, 4]), (5, [48, 4])])
-def test_all_rows_are_taken_however_long_it_takes(decoder, fast, keep_back, shown):
+def test_all_rows_are_drawn_on_request_however_long_the_fit_takes(decoder, fast, keep_back, shown):
     fast(1e9)
     result = fitting(decoder, of(60, 4), ANCHORED, 0, keep_back=keep_back, scored=True, shots="all")
     assert counts(result.demonstrations) == shown
@@ -100,41 +101,56 @@ def test_all_rows_are_taken_however_long_it_takes(decoder, fast, keep_back, show
     assert result.seconds > module.PATIENCE_S
 
 
-def test_what_would_take_longer_than_five_minutes_is_cut(decoder, fast):
+def test_fewer_rows_are_drawn_if_the_fit_would_take_longer_than_five_minutes(decoder, fast):
     task = of(40, 40)
-    tokens = tokens_of(module._Pace.of(decoder, task, ANCHORED), task.train)
-    once = module.FORWARD + module.BACKWARD / module.SHARED_PREFIX  # labels that share their first token
-    a_row = tokens / 80 * (2 * once + 4 + module.FORWARD)
+    speed = module._Speed.of(decoder, task, ANCHORED)
+    passes = speed._plan(task.train[:13]).passes
+    a_row = tokens_of(speed, task.train) / 80 * passes
     fast(module.PATIENCE_S / (13 * a_row))
     result = fitting(decoder, task, ANCHORED, 0, keep_back=0, scored=False)
     assert (result.shots, len(result.demonstrations)) == (6, 12)
     assert result.seconds <= module.PATIENCE_S
     assert result.more[:2] == (40, 80)
+
+
+def test_at_least_five_rows_of_a_class_are_drawn(decoder, fast):
     fast(1e9)
-    slow = fitting(decoder, task, ANCHORED, 0, keep_back=0, scored=False)
-    assert (slow.shots, slow.seconds > module.PATIENCE_S) == (5, True), (
-        "but to no fewer than the paper's five"
+    slow = fitting(decoder, of(40, 40), ANCHORED, 0, keep_back=0, scored=False)
+    assert slow.shots == 5
+    assert slow.seconds > module.PATIENCE_S
+
+
+def test_the_estimate_is_that_of_the_plan(decoder, fast):
+    fast(1.0)
+    task = of(4, 4, 4)  # labels share their first token
+    speed = module._Speed.of(decoder, task, ANCHORED)
+    labels = speed.questions.labels
+    parameters = decoder.layers * 2 * decoder.d_model + len(labels.read) * 3
+    plan = plan_fit(FitSize(12, 3, parameters, words=True), 1e9)
+    seconds, first_step = speed.estimate(task.train)
+    assert seconds == pytest.approx(plan.passes * tokens_of(speed, task.train))
+    assert first_step == plan.first_step
+
+
+def test_many_small_batches_take_longer_than_few(decoder):
+    speed = replace(
+        module._Speed.of(decoder, of(4, 4), ANCHORED), seconds_per_token=0.0, seconds_per_batch=1.0
     )
-
-
-def test_the_estimate_grows_with_tokens_steps_and_labels(decoder):
-    pace = module._Pace.of(decoder, of(4, 4), ANCHORED)
-    assert pace.seconds_per_token > 0
+    (adamw,) = make_methods(["anchored"], {"solver": "descent"})
     rows = of(4, 4).train
-    assert pace.seconds(rows) < replace(pace, steps=8).seconds(rows) < 2 * pace.seconds(rows)
-    assert pace.seconds(rows) > pace.seconds(rows[:3])
-    wider = module._Pace.of(decoder, of(4, 4, 4, 4, 4), ANCHORED)
-    assert replace(wider, seconds_per_token=pace.seconds_per_token).seconds(rows) > pace.seconds(rows)
+    passes = replace(speed, method=adamw)._plan(rows).passes
+    assert replace(speed, method=adamw).seconds(rows) == passes  # one batch of 16
+    assert replace(speed, method=I2CL).seconds(rows) > 100 * 4  # 100 epochs in batches of 2
 
 
-def test_the_first_step_of_a_kernel_fit_takes_a_larger_share_than_later_ones(decoder):
-    pace = module._Pace.of(decoder, of(4, 4, 4), ANCHORED)
-    seconds, first = pace.estimate(of(4, 4, 4).train)
-    assert 1 / pace.steps < first < 1
-    assert seconds > 0
+def test_a_fit_that_exceeds_the_memory_has_no_estimate(decoder):
+    (limited,) = make_methods(["anchored"], {"memory": 1e-6})
+    speed = module._Speed.of(decoder, of(4, 4), limited)
+    assert speed.seconds(of(4, 4).train) == float("inf")
+    one_line("--memory", speed.estimate, of(4, 4).train)
 
 
-def test_fits_of_the_paper_are_estimated_too(decoder):
+def test_estimate_of_i2cl_fits(decoder):
     task = of(4, 4)
     drawn = draw(task, I2CL, 4, 0, from_file=True, keep_back=None, scored=True)
     assert drawn.seconds is None

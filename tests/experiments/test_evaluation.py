@@ -18,7 +18,7 @@ from i2cl.version import __version__
 
 @dataclass(frozen=True)
 class Told:
-    """A predictor whose scores are given, and which keeps the texts it was asked about."""
+    """A predictor with fixed scores that records its queries."""
 
     best: tuple[int, ...] = (0,) * 40
     asked: list = field(default_factory=list)
@@ -44,15 +44,15 @@ class Fake(Method):
 
 @pytest.mark.parametrize("classes", [2, 5, 14])
 @pytest.mark.parametrize("seed", range(3))
-def test_macro_f1_is_that_of_scikit_learn(classes, seed):
+def test_macro_f1_equals_scikit_learn(classes, seed):
     metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for macro-F1")
     gold, best = np.random.default_rng(seed).integers(classes, size=(2, 60))
-    gold[gold == 1] = 0  # a class that does not occur, but may be predicted
+    gold[gold == 1] = 0  # a class without queries that may be predicted
     expected = metrics.f1_score(gold, best, average="macro", labels=range(classes), zero_division=0)
     assert macro_f1(gold, best, classes) == pytest.approx(expected)
 
 
-def test_accuracy_and_f1_of_a_run_are_those_of_scikit_learn(decoder, task):
+def test_accuracy_and_f1_of_a_run_equal_scikit_learn(decoder, task):
     metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for the scores")
     gold = [query.label for query in task.queries()]
     best = tuple((label + (number % 3 == 0)) % 2 for number, label in enumerate(gold))
@@ -62,7 +62,7 @@ def test_accuracy_and_f1_of_a_run_are_those_of_scikit_learn(decoder, task):
     assert run.predictions == best
 
 
-def test_what_a_run_records(decoder, task):
+def test_run_has_inputs_results_and_costs(decoder, task):
     method = Fake()
     record = evaluate(decoder, task, method, shots=2, seed=4, limit=6).record()
     assert method.fitted == [(task.sample(2, 4), 4)]
@@ -75,7 +75,7 @@ def test_what_a_run_records(decoder, task):
     assert (record["versions"]["device"], record["versions"]["dtype"]) == ("cpu", "float32")
 
 
-def test_a_run_keeps_its_scores_and_tells_how_far_to_trust_them(decoder, task):
+def test_run_has_scores_and_calibration_metrics(decoder, task):
     (method,) = make_methods(["zero_shot"])
     run = evaluate(decoder, task, method, limit=6)
     texts = [query.text for query in task.queries(6)]
@@ -91,10 +91,10 @@ def test_a_run_keeps_its_scores_and_tells_how_far_to_trust_them(decoder, task):
     older = run.model_copy(update={"scores": None})
     assert older.confidence is None
     assert {older.record()[name] for name in NAMES} == {None}
-    assert summarize([run, older])[0].confidence is None  # a run without scores says nothing
+    assert summarize([run, older])[0].confidence is None
 
 
-def test_all_seeds_and_methods_are_asked_the_same_and_a_real_method_repeats_itself(decoder, task):
+def test_seeds_and_methods_get_the_same_queries(decoder, task):
     asked = []
     for seed in range(3):
         evaluate(decoder, task, Fake(Told(asked=asked)), shots=2, seed=seed, limit=7)
@@ -108,7 +108,7 @@ def test_all_seeds_and_methods_are_asked_the_same_and_a_real_method_repeats_itse
 COUNTS = {"trainable_parameters", "cached_values", "cached_bytes", "held_out"}
 
 
-def test_seeds_are_fitted_together_where_that_gains(decoder, task):
+def test_joint_methods_fit_all_seeds_in_one_call(decoder, task):
     ours, few_shot = make_methods(["i2cl", "few_shot"], {"epochs": 3})
     together = Evaluation(task, (ours,), (0, 1, 2), 2).run(decoder)
     assert [(run.seed, run.together, run.shots) for run in together] == [(0, 3, 2), (1, 3, 2), (2, 3, 2)]
@@ -122,7 +122,7 @@ def test_seeds_are_fitted_together_where_that_gains(decoder, task):
     assert [run.together for run in Evaluation(task, (few_shot,), (0, 1), 2).run(decoder)] == [1, 1]
 
 
-def test_a_seed_that_cannot_be_fitted_is_told_by_itself(decoder, task, monkeypatch):
+def test_failing_seed_is_reported_by_a_separate_fit(decoder, task, monkeypatch):
     (ours,) = make_methods(["i2cl"], {"epochs": 1})
     seen = []
 
@@ -132,10 +132,10 @@ def test_a_seed_that_cannot_be_fitted_is_told_by_itself(decoder, task, monkeypat
 
     monkeypatch.setattr(type(ours), "plan", refuse)
     one_line("seed 4 is no good", Evaluation(task, (ours,), (4, 5), 2).run, decoder)
-    assert seen == [4, 4]  # with its group, then by itself
+    assert seen == [4, 4]  # first jointly, then separately
 
 
-def test_a_run_is_read_as_it_is_written(decoder, task):
+def test_run_json_round_trip(decoder, task):
     run = evaluate(decoder, task, Fake(), shots=2)
     written = run.model_dump_json()
     assert set(json.loads(written)) >= COUNTS
@@ -145,7 +145,7 @@ def test_a_run_is_read_as_it_is_written(decoder, task):
     one_line("no test", evaluate, decoder, replace(task, test=()), Fake(), shots=2)
 
 
-def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
+def test_summarize_means_and_sample_standard_deviation(decoder, task):
     measured = evaluate(decoder, task, Fake(), shots=2)
 
     def run(accuracy, *, method="i2cl", task="films", seed=0, seconds=1.0):
@@ -167,7 +167,7 @@ def test_summaries_have_mean_and_sample_standard_deviation(decoder, task):
     assert summarize([]) == []
 
 
-def test_a_sweep_fits_once_what_several_methods_stand_on(decoder, task, monkeypatch):
+def test_sweep_fits_a_shared_method_once(decoder, task, monkeypatch):
     names = ["contextual_calibration", "zero_shot", "few_shot", "zero_shot+contextual_calibration"]
     methods = make_methods(names)
     fits = []
@@ -185,10 +185,10 @@ def test_a_sweep_fits_once_what_several_methods_stand_on(decoder, task, monkeypa
         assert run.predictions == evaluate(decoder, task, method, shots=2, seed=run.seed, limit=6).predictions
 
 
-def test_a_sweep_of_all_methods_leaves_out_those_of_another_model(decoder, task):
+def test_sweep_skips_unsupported_methods(decoder, task):
     asked = {"shots": 2, "limit": 6, "workers": 1}
     methods = make_methods(["autocompressor", "zero_shot", "cepe"])
-    with pytest.warns(SkippedWarning, match="left out: .* compressor beside its weights"):
-        runs = sweep(lambda: decoder, [task], methods, [0], skip=True, **asked)
+    with pytest.warns(SkippedWarning, match="skipped: .* compressor beside its weights"):
+        runs = sweep(lambda: decoder, [task], methods, [0], skip_unsupported=True, **asked)
     assert [run.method for run in runs] == ["zero_shot"]
     one_line("autocompressor", sweep, lambda: decoder, [task], methods, [0], **asked)

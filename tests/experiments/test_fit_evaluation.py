@@ -39,7 +39,7 @@ def fitted(decoder, task):
 
 
 class Recorder(FitObserver):
-    """Keeps what it is told."""
+    """Records its calls."""
 
     def __init__(self):
         self.names, self.rows = [], []
@@ -66,7 +66,7 @@ def measured(decoder, task, limit=160, **more):
     return evaluated(injection, decoder, task, shown, plan_evaluation(task, shown, limit), **more)
 
 
-def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
+def test_labelled_rows_are_test_rows_or_unused_training_rows(task):
     shown = task.sample(2)
     for limit, rows in ((160, task.test), (0, ())):
         assert labelled_rows(task, shown, limit) == rows
@@ -82,19 +82,19 @@ def test_rows_are_test_rows_or_else_training_rows_of_other_texts(task):
     assert labelled_rows(task, task.train, 160) == ()
 
 
-def test_sampled_rows_keep_the_frequencies_of_the_labels():
+def test_sample_rows_preserves_label_frequencies():
     rows = [Example(f"text {at}", int(at % 5 == 0)) for at in range(1000)]
     counts = Counter(row.label for row in sample_rows(rows, 160))
     assert counts == {0: 128, 1: 32}
 
 
-def test_sampled_rows_keep_one_of_each_label():
+def test_sample_rows_keeps_every_label():
     rows = [Example(f"text {at}", 0) for at in range(500)] + [Example("rare", 1), Example("rarer", 2)]
     counts = Counter(row.label for row in sample_rows(rows, 100))
     assert (counts[1], counts[2], sum(counts.values())) == (1, 1, 101)
 
 
-def test_all_methods_are_those_of_an_evaluation_and_kept_with_the_artefact(decoder, task, tmp_path):
+def test_evaluation_equals_separate_runs_and_is_saved(decoder, task, tmp_path):
     injection = measured(decoder, task)
     value = injection.worth
     assert (value["rows"], value["split"], value["not_run"]) == (16, "test", {})
@@ -121,13 +121,13 @@ def test_all_methods_are_those_of_an_evaluation_and_kept_with_the_artefact(decod
     assert Injection.from_pretrained(tmp_path / "without").worth == {}
 
 
-def test_a_label_prior_is_measured_with_what_it_corrects(decoder, task):
+def test_label_prior_is_part_of_the_evaluated_fit(decoder, task):
     shown, injection = fitted(decoder, task)
     settings = {"label_prior": {"texts": 64, "prior": None}}
     forced = replace(injection, label_bias=(50.0, 0.0), settings=settings)
     result = evaluated(forced, decoder, task, shown)
     assert list(result.worth["methods"]) == [*BASELINES, "i2cl+label_prior"]
-    assert result.metrics["accuracy"] == 0.5  # one class for every text
+    assert result.metrics["accuracy"] == 0.5  # it predicts the same class for every text
     mine = result.worth["methods"]["i2cl+label_prior"]
     assert mine["cached_bytes"] == 4 * (injection.context.values.numel() + 2)
     plain = measured(decoder, task).worth["methods"]
@@ -135,7 +135,7 @@ def test_a_label_prior_is_measured_with_what_it_corrects(decoder, task):
         assert result.worth["methods"][name]["accuracy"] == plain[name]["accuracy"]
 
 
-def test_left_over_training_rows_are_scored_and_progress_is_reported(decoder, task):
+def test_unused_training_rows_are_scored_with_progress(decoder, task):
     value = measured(decoder, replace(task, test=()), limit=6).worth
     assert (value["rows"], value["split"]) == (6, "train")
     seen = Recorder()
@@ -144,13 +144,13 @@ def test_left_over_training_rows_are_scored_and_progress_is_reported(decoder, ta
     assert sum(seen.rows) == 5 * 16
 
 
-def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decoder, task, monkeypatch):
+def test_failing_few_shot_is_listed_and_other_errors_are_raised(decoder, task, monkeypatch):
     short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
     value = measured(short, task).worth
     assert list(value["methods"]) == [*FREE, "i2cl"]
     assert "the context holds 64" in value["not_run"]["few_shot"]
     shown, injection = fitted(decoder, task)
-    one_line("no rows to evaluate", evaluated, injection, decoder, task, shown, EvaluationPlan())
+    one_line("the evaluation plan has no rows", evaluated, injection, decoder, task, shown, EvaluationPlan())
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
     assert measured(decoder, task).worth["not_run"] == {"few_shot": "out of memory"}
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=RuntimeError("a bug")))
@@ -159,7 +159,7 @@ def test_few_shot_that_cannot_run_is_told_and_other_errors_are_not_hidden(decode
 
 
 @pytest.mark.parametrize("name", ["anchored", "i2cl"])
-def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name):
+def test_cross_validation_scores_rows_by_refits_without_them(decoder, task, name):
     options = {"anchored": {"steps": 2}, "i2cl": {"epochs": 2}}[name]
     (method,) = make_methods([name], options)
     shown, asked = task.sample(3, 0), []
@@ -177,7 +177,7 @@ def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name)
     assert (sum(seen.rows), len(asked)) == (5 * len(shown), 3)
     gold = torch.tensor([one.label for one in shown])
     right = 0
-    for rest in tuple(asked):  # refits below add to it
+    for rest in tuple(asked):  # a copy, because the refits below add to it
         out = [one for one in shown if one not in rest]
         best = make(rest).scores(decoder, [one.text for one in out]).argmax(-1)
         right += int((best == torch.tensor([one.label for one in out])).sum())
@@ -186,7 +186,7 @@ def test_without_rows_refits_answer_what_they_have_not_seen(decoder, task, name)
     assert value["methods"]["zero_shot"]["accuracy"] == pytest.approx((plain == gold).float().mean().item())
     assert value["methods"][name]["fit_seconds"] == 7.0
     assert value["methods"]["few_shot"]["fit_seconds"] > 0
-    assert result.metrics == {}  # a card is not to publish it as an evaluation
+    assert result.metrics == {}  # cross-validation is not published on the card
 
 
 def cross_validated(decoder, task, shown, **more):
@@ -239,7 +239,7 @@ def test_cross_validation_reports_the_rare_label(decoder, imbalanced):
     assert worth["outcome"] != "better"
 
 
-def test_without_cross_validation_rows_that_lack_a_label_give_no_verdict(decoder, imbalanced):
+def test_no_verdict_from_rows_that_miss_a_label(decoder, imbalanced):
     shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
     plan = plan_evaluation(imbalanced, shown, folds=0)
     assert plan.missing == (imbalanced.labels[1],)
@@ -252,7 +252,7 @@ def test_without_cross_validation_rows_that_lack_a_label_give_no_verdict(decoder
     assert result.metrics == {}
 
 
-def test_no_confidence_threshold_from_rows_that_lack_a_label(imbalanced):
+def test_no_confidence_threshold_from_rows_that_miss_a_label(imbalanced):
     shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
     for folds in (0, 3):
         plan = plan_evaluation(imbalanced, shown, folds=folds)
@@ -266,7 +266,7 @@ def test_held_out_rows_include_at_least_one_of_each_label(task):
     assert plan.missing == ()
 
 
-def test_advice_names_the_encoder_if_sentence_embeddings_are_ahead(monkeypatch):
+def test_advice_names_the_encoder_if_sentence_embeddings_are_better(monkeypatch):
     monkeypatch.setattr(fit_evaluation.encoder_bias, "local_encoder", lambda: "minilm")
     (anchored,) = make_methods(["anchored"])
     assert fit_evaluation._advice(anchored, "sentence_embeddings").endswith("--set encoder=minilm")
@@ -277,10 +277,10 @@ def test_advice_names_the_encoder_if_sentence_embeddings_are_ahead(monkeypatch):
 
 FIT = """
 import sys
-lacking = {"scipy", "sklearn", "matplotlib"}  # as if not installed
-for name in [name for name in sys.modules if name.partition(".")[0] in lacking | {"i2cl"}]:
+absent = {"scipy", "sklearn", "matplotlib"}  # as if not installed
+for name in [name for name in sys.modules if name.partition(".")[0] in absent | {"i2cl"}]:
     del sys.modules[name]
-sys.modules.update(dict.fromkeys(lacking))
+sys.modules.update(dict.fromkeys(absent))
 from i2cl.interfaces.cli import main
 main()
 """
@@ -293,7 +293,7 @@ def test_fit_needs_no_extra(tmp_path):
     assert Injection.from_pretrained(tmp_path / "out").worth["rows"] == 4
 
 
-def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, task):
+def test_temperature_is_fitted_on_the_rows_and_keeps_predictions(decoder, task):
     _, plain = fitted(decoder, task)
     result = measured(decoder, task)
     texts = [row.text for row in task.test]
@@ -307,8 +307,8 @@ def test_the_temperature_is_chosen_on_the_rows_and_changes_no_answer(decoder, ta
     assert result.worth["selection"] == {}
 
 
-def test_a_threshold_is_found_where_an_accuracy_is_asked_for(decoder, task):
-    one_line("22 labelled rows beside the examples or more", measured, decoder, task, limit=10, target=0.9)
+def test_target_accuracy_gives_a_threshold(decoder, task):
+    one_line("needs at least 22 held-out rows", measured, decoder, task, limit=10, target=0.9)
     rows = tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
     value = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
     assert value["target"] == 0.5

@@ -1,4 +1,4 @@
-"""Experiments as data: expansion into cells, identity of cells, the files that the package brings."""
+"""Experiments: expansion into cells, keys of cells, and the built-in files."""
 
 import itertools
 import tomllib
@@ -8,7 +8,7 @@ import pytest
 
 from fitting import one_line
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
-from i2cl.experiments.library import BROUGHT, ORDER, load_experiment, require_methods
+from i2cl.experiments.library import BUILTIN, ORDER, check_methods, load_experiment
 from i2cl.experiments.report.printed import printed_tables
 from i2cl.methods import METHODS
 
@@ -26,7 +26,7 @@ def made(rows=ROWS, **changes):
     return Experiment(name="mine", title="t", measures="m", rows=rows, **changes)
 
 
-def test_cells_are_rows_times_tasks_times_seeds_up_to_what_a_scale_limits():
+def test_cells_are_rows_times_tasks_times_seeds():
     cells = list(made().cells(BASE, TASKS, Scale(seeds=2, limit=7)))
     by_row = {row.name: [cell for cell in cells if row.holds(cell)] for row in ROWS}
     numbers = {"Zero-shot": 3, "I2CL": 3 * 2 * 2, "Moved": 3 * 3 * 2, "Transferred": 3 * 2}
@@ -43,7 +43,7 @@ def test_cells_are_rows_times_tasks_times_seeds_up_to_what_a_scale_limits():
 
 
 @pytest.mark.parametrize("total", [1, 2, 9, 16, 100])
-def test_smaller_choices_of_tasks_are_part_of_larger_ones(total):
+def test_smaller_choices_of_tasks_are_subsets_of_larger_ones(total):
     names = [str(number) for number in range(total)]
     chosen = [spread(names, count) for count in range(1, total + 1)]
     assert [len(one) for one in chosen] == list(range(1, total + 1))
@@ -58,39 +58,39 @@ CHANGES = [{"task": "u"}, {"seed": 1}, {"limit": 9}, {"options": {"noise": 0.1}}
 
 
 @pytest.mark.parametrize("change", [*CHANGES, {"dtype": "bfloat16"}])
-def test_keys_tell_cells_apart_and_nothing_else_and_stay_what_they_were(change):
+def test_cell_keys_are_distinct_and_stable(change):
     cell = Cell(model="m", task="t", options={"a": 1, "b": 2})
     assert cell.key == Cell(model="m", task="t", options={"b": 2, "a": 1}).key
     assert cell.model_copy(update=change).key != cell.key
-    # Stores outlive versions: a key that changed would run everything again.
+    # with changed keys, existing stores would be run again
     assert Cell(model="reference", task="sst2", seed=3, limit=500).key == "dfbae7e794335a42"
 
 
-@pytest.mark.parametrize("name", BROUGHT)
-def test_every_bundled_experiment_can_be_run_and_shown(name):
+@pytest.mark.parametrize("name", BUILTIN)
+def test_builtin_experiments_are_valid(name):
     grid = load_experiment(name)
     assert (grid.paper != "-") is (name in ORDER)
-    require_methods([grid])
+    check_methods([grid])
     keys = {(row.study, row.method, str(row.options), row.demonstrations, row.chat) for row in grid.rows}
     assert len(keys) == len(grid.rows)
 
 
-def test_every_file_is_listed_every_printed_row_shown_and_every_method_used():
+def test_builtin_experiments_cover_all_printed_rows_and_methods():
     builtin = resources.files("i2cl.experiments") / "builtin"
-    assert {path.name.removesuffix(".toml") for path in builtin.iterdir()} == set(BROUGHT)
-    main = tomllib.loads((builtin / "main.toml").read_text())  # which others can read
+    assert {path.name.removesuffix(".toml") for path in builtin.iterdir()} == set(BUILTIN)
+    main = tomllib.loads((builtin / "main.toml").read_text())
     assert {row["name"] for row in main["rows"]} >= {"Zero-shot", "I2CL"}
-    for name in BROUGHT:
+    for name in BUILTIN:
         experiment = load_experiment(name)
         shown = {row.name for row in experiment.rows}
         for table in printed_tables(experiment.printed) if experiment.printed else ():
             assert set(table.rows) <= shown, (name, table.paper)
-    rows = [row for name in BROUGHT for row in load_experiment(name).rows]
+    rows = [row for name in BUILTIN for row in load_experiment(name).rows]
     used = {part for row in rows for part in row.method.split("+")}
     assert used == set(METHODS) - {"majority_class"}, "which `i2cl fit` reports; grids balance their queries"
 
 
-def test_a_users_file_and_unknown_names(tmp_path):
+def test_load_experiment_from_file_and_unknown_names(tmp_path):
     file = tmp_path / "my grid.toml"
     file.write_text('title = "T"\nmeasures = "M"\ntasks = ["x.csv"]\nrows = [{ name = "I2CL" }]\n')
     result = load_experiment(file)
@@ -113,28 +113,28 @@ TITLED = 'title = "T"\nmeasures = "M"\n'
         (TITLED + 'views = ["pie"]\nrows = [{ name = "a" }]\n', "views.0"),
         (TITLED + 'tasks = []\nrows = [{ name = "a" }]\n', "tasks is empty: name one"),
         (TITLED + 'rows = [{ name = "a", shots = [0] }]\n', "rows.0.shots.0"),
-        (TITLED + 'rows = [{ name = "a" }, { name = "a" }]\n', "two rows are called 'a'"),
-        (TITLED + 'against = "b"\nrows = [{ name = "a" }]\n', "none of the rows"),
+        (TITLED + 'rows = [{ name = "a" }, { name = "a" }]\n', "two rows are named 'a'"),
+        (TITLED + 'against = "b"\nrows = [{ name = "a" }]\n', "against is 'b', which is not a row"),
         (
             TITLED + 'rows = [{ name = "a", study = "move", method = "noise" }]\n',
-            "study=move, which takes plain I2CL: leave out method",
+            "study=move, which uses I2CL with its defaults: remove method",
         ),
     ],
 )
-def test_wrong_files_are_refused_in_one_line(tmp_path, content, message):
+def test_invalid_files_raise_one_line(tmp_path, content, message):
     file = tmp_path / "mine.toml"
     file.write_text(content)
     one_line(message, load_experiment, file)
 
 
-def test_without_a_row_i2cl_the_first_is_what_others_are_tested_against():
+def test_default_reference_is_i2cl_or_the_first_row():
     assert made().against == "I2CL"
     assert made(rows=ROWS[:1]).against == "Zero-shot"
     assert made(rows=[{"name": "B"}, {"name": "A"}]).against == "B"
     assert made(against="Moved").against == "Moved"
 
 
-def test_a_grid_words_its_tasks():
+def test_grid_sets_templates_of_its_tasks():
     said = {"b": Wording(template="{text}? {label}", test="test.csv")}
     grid = made(tasks=("a", "b"), own=said)
     plain = {cell.key for cell in made(tasks=("a", "b")).cells(BASE, (), Scale(seeds=1))}
@@ -143,5 +143,5 @@ def test_a_grid_words_its_tasks():
         uses = "b" in (cell.task, *cell.sources)
         assert cell.own == (said if uses else {})
         assert (cell.key in plain) is not uses, "only what is worded otherwise is another cell"
-    with pytest.raises(ValueError, match="own names 'c', which is none of the tasks"):
+    with pytest.raises(ValueError, match="own names 'c', which is not one of the tasks"):
         made(tasks=("a", "b"), own={"c": {"template": "{text} {label}"}})

@@ -1,4 +1,4 @@
-"""Order, groups, common fits and failures of cells, and what a store refuses."""
+"""Order, groups, shared fits and failures of cells, and stores of other weights or rows."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from experiments.runs import OTHER, cell, kept, quick, run_alone, run_groups_of,
 from fitting import one_line
 from i2cl import Decoder, I2CLError
 from i2cl.experiments import runner, studies
-from i2cl.experiments.runner import Group, pending, run_groups, run_standing
+from i2cl.experiments.runner import Group, pending, run_groups, run_job
 from i2cl.experiments.store import Store
 from i2cl.methods.few_shot import FewShot
 from i2cl.methods.i2cl import I2CL
@@ -20,7 +20,7 @@ def decoder():
     return Decoder.from_pretrained("reference")
 
 
-def test_pending_cells_come_once_seed_by_seed_and_fits_before_what_uses_them(tmp_path):
+def test_pending_orders_cells_and_drops_duplicates(tmp_path):
     moved = cell(study="move", sources=(OTHER,))
     cells = [shot(1), moved, cell(), cell(), shot(0), shot(1), cell(seed=1)]
     with Store.writing(tmp_path) as store:
@@ -28,11 +28,11 @@ def test_pending_cells_come_once_seed_by_seed_and_fits_before_what_uses_them(tmp
 
 
 def whole(*cells):
-    """A group of which nothing is there."""
+    """A group without results in the store."""
     return Group(cells, cells)
 
 
-def test_seeds_go_together_unless_they_are_timed_or_used_by_others(tmp_path):
+def test_seeds_are_fitted_jointly_unless_timed_or_used(tmp_path):
     cells = [quick(seed) for seed in (2, 0, 1)]
     other = [quick(seed, task=OTHER) for seed in (0, 1)]
     moved = cell(study="move", sources=(OTHER,))
@@ -46,22 +46,25 @@ def test_seeds_go_together_unless_they_are_timed_or_used_by_others(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"optimizer": "lbfgs"}, {"positions": "random"}, {"epochs": "many"}])
-def test_what_gains_nothing_stays_alone(options, tmp_path):
+def test_methods_without_joint_fit_stay_separate(options, tmp_path):
     cells = [cell(seed=seed, options=options) for seed in (0, 1)]
     with Store.writing(tmp_path) as store:
         assert pending(cells, store) == single(*cells)
 
 
-def test_a_group_is_fitted_whole_also_where_only_a_part_is_lacking(decoder, tmp_path):
+def test_joint_group_is_refitted_as_a_whole(decoder, tmp_path):
     cells = tuple(quick(seed) for seed in range(3))
     with Store.writing(tmp_path / "store") as store:
-        straight = {one.key: one for one in run_standing(pending(cells, store), None, tmp_path, (), decoder)}
-        store.append(straight[cells[1].key])  # as if a kill had come then
+        straight = {one.key: one for one in run_job(pending(cells, store), None, tmp_path, (), decoder)}
+        store.append(straight[cells[1].key])  # as if the run was killed here
         (rest,) = pending(cells, store)
         assert rest == Group(cells, (cells[0], cells[2]))
-        again = run_standing([rest], None, tmp_path, (), decoder)
+        again = run_job([rest], None, tmp_path, (), decoder)
         timed = pending(cells, store, {cells[1].key})
-        assert timed == [whole(cells[0], cells[2]), *single(cells[1])]  # its seconds are a share
+        assert timed == [
+            whole(cells[0], cells[2]),
+            *single(cells[1]),
+        ]  # its stored time is a share of a joint fit
     assert [one.key for one in again] == [cells[0].key, cells[2].key]
     for one in again:
         assert kept(one) == kept(straight[one.key])
@@ -73,7 +76,7 @@ def test_a_group_is_fitted_whole_also_where_only_a_part_is_lacking(decoder, tmp_
     assert len({one.outcome.fit_seconds for one in straight.values()}) == 1
 
 
-def test_a_seed_that_fails_fails_no_other(decoder, tmp_path, monkeypatch):
+def test_failing_seed_does_not_fail_others(decoder, tmp_path, monkeypatch):
     cells = tuple(quick(seed) for seed in range(3))
 
     def refuse(self, decoder, task, demonstrations, seed, plan=I2CL.plan):
@@ -82,13 +85,13 @@ def test_a_seed_that_fails_fails_no_other(decoder, tmp_path, monkeypatch):
         return plan(self, decoder, task, demonstrations, seed)
 
     monkeypatch.setattr(I2CL, "plan", refuse)
-    records = run_standing([whole(*cells)], None, tmp_path, (), decoder)
+    records = run_job([whole(*cells)], None, tmp_path, (), decoder)
     assert [one.status for one in records] == ["done", "failed", "done"]
     assert records[1].error == "I2CLError: not this one"
     assert {one.outcome.together for one in (records[0], records[2])} == {1}
 
 
-def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeypatch):
+def test_cells_that_share_a_fit_are_one_job(decoder, tmp_path, monkeypatch):
     def asked(method, **changes):
         return cell(method=method, **{"limit": 40} | changes)
 
@@ -97,15 +100,15 @@ def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeyp
     fits, jobs = [], []
 
     def noted(groups, *more):
-        jobs.append([one.key for group in groups for one in group.lacking])
-        return run_standing(groups, *more)
+        jobs.append([one.key for group in groups for one in group.missing])
+        return run_job(groups, *more)
 
     def counted(self, *arguments, fit=FewShot.fit):
         fits.append(1)
         return fit(self, *arguments)
 
     monkeypatch.setattr(FewShot, "fit", counted)
-    monkeypatch.setattr(runner, "run_standing", noted)
+    monkeypatch.setattr(runner, "run_job", noted)
     with Store.writing(tmp_path) as store:
         run_groups(pending(cells, store), store, lambda: decoder, 1, None)
         result = dict(store.records)
@@ -119,18 +122,18 @@ def test_cells_that_stand_on_the_same_fit_are_one_job(decoder, tmp_path, monkeyp
     assert sorted(map(gold.count, set(gold))) != sorted(map(result[few].outcome.gold.count, set(gold)))
 
 
-def test_a_store_refuses_other_weights(tmp_path):
+def test_store_rejects_other_weights(tmp_path):
     models = [tiny_model("llama", hidden_size=size) for size in (32, 64)]
     first, other = (Decoder(model, tiny_tokenizer(), name="m") for model in models)
     cells = [cell(method="few_shot", seed=seed, limit=2, shots=1) for seed in range(3)]
     assert run_groups_of(cells[:1], first, tmp_path / "s")["done"] == 1
     assert run_groups_of(cells[:2], first, tmp_path / "s")["done"] == 1
-    message = "results of other weights than 'm' has now: choose another --store"
+    message = "the weights of 'm' differ from those of the store's results: choose another --store"
     one_line(message, run_groups_of, cells, other, tmp_path / "s")
     assert len(Store.open(tmp_path / "s").records) == 2
 
 
-def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
+def test_store_rejects_other_rows_of_a_task(tmp_path, decoder):
     for folder, word in (("one", "good"), ("other", "great")):
         (tmp_path / folder / "sst2").mkdir(parents=True)
         for split in ("train", "test"):
@@ -138,11 +141,14 @@ def test_a_store_refuses_other_rows_of_a_task(tmp_path, decoder):
             jsonl(tmp_path / folder / "sst2" / f"{split}.jsonl", lines)
     cells = [cell(task="sst2", method="few_shot", seed=seed, limit=2, shots=1) for seed in range(2)]
     assert run_groups_of(cells[:1], decoder, tmp_path / "s", str(tmp_path / "one"))["done"] == 1
-    message, given = "the store has results on other rows of task 'sst2'", (cells, decoder, tmp_path / "s")
+    message, given = (
+        "the rows of task 'sst2' differ from those of the store's results",
+        (cells, decoder, tmp_path / "s"),
+    )
     one_line(message, run_groups_of, *given, str(tmp_path / "other"))
 
 
-def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
+def test_store_rejects_another_wording_of_a_task(tmp_path, decoder):
     for split in ("train", "test"):
         jsonl(tmp_path / f"{split}.jsonl", [{"text": f"text {n}", "label": n % 2} for n in range(8)])
 
@@ -151,7 +157,7 @@ def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
             f'name = "mine"\nlabels = ["red", "blue"]\ntemplate = "{template}"\nshots = 1\n'
             '[files]\ntrain = "train.jsonl"\ntest = "test.jsonl"\n'
         )
-        for remembered in (studies._task, studies._hashes):
+        for remembered in (studies._load, studies._hashes):
             remembered.cache_clear()
 
     mine = str(tmp_path / "mine.toml")
@@ -160,6 +166,6 @@ def test_a_store_refuses_another_wording_of_a_task(tmp_path, decoder):
     assert run_groups_of(cells[:1], decoder, tmp_path / "s")["done"] == 1
     assert run_groups_of(cells[:1], decoder, tmp_path / "s")["done"] == 0
     written("{text} is {label}")
-    message = "with another template, label words, instruction or shots"
+    message = "the template, label words, instruction or shots of task .* differ from"
     one_line(message, run_groups_of, cells, decoder, tmp_path / "s")
     assert run_groups_of(cells, decoder, tmp_path / "other")["done"] == 2

@@ -13,7 +13,7 @@ from i2cl.experiments.statistics import ALPHA, Comparison, Difference, accuracy,
 
 
 def simulated(rng, seeds=5, queries=100, *, ease=0.8, hardness=None, seed_sd=0.4):
-    """Answers that are right where ease, hardness of the query, luck of the seed and noise exceed 0."""
+    """Correctness: ease plus effects of query and seed plus noise, above 0."""
     hardness = rng.standard_normal(queries) if hardness is None else hardness
     luck = seed_sd * rng.standard_normal((seeds, 1))
     return ease + luck + hardness + rng.standard_normal((seeds, queries)) > 0
@@ -24,11 +24,11 @@ def expected(ease, seed_sd=0.4):
 
 
 def one(*answers):
-    """One task, one seed per string of 1 (right) and 0."""
+    """One task, with a string of 1 (correct) and 0 per seed."""
     return [np.array([[answer == "1" for answer in row] for row in answers])]
 
 
-def test_accuracy_by_hand_over_tasks_and_of_one_seed():
+def test_accuracy_over_tasks_and_of_one_seed():
     result = accuracy(one("1100", "1000", "1111"))
     assert result.mean == pytest.approx(7 / 12)
     assert result.sd == pytest.approx(np.std([0.5, 0.25, 1.0], ddof=1))
@@ -46,23 +46,23 @@ def test_accuracy_by_hand_over_tasks_and_of_one_seed():
 
 
 def gathered(tasks, resamples, rng):
-    """The bootstrap as it is explained: draw indices, take the submatrix, average."""
+    """Reference bootstrap: draw indices, take the submatrix, average."""
     for _ in range(resamples):
         seeds = rng.integers(len(tasks[0]), size=len(tasks[0]))
         queries = [rng.integers(task.shape[1], size=task.shape[1]) for task in tasks]
         yield np.mean([task[np.ix_(seeds, drawn)].mean() for task, drawn in zip(tasks, queries, strict=True)])
 
 
-def test_intervals_are_those_of_index_gathering_with_seeds_shared_over_tasks():
+def test_interval_equals_bootstrap_by_indexing():
     rng = np.random.default_rng(0)
-    luck = np.linspace(-0.8, 0.8, 6)[:, None]  # the same in both tasks, so sharing shows in the width
+    luck = np.linspace(-0.8, 0.8, 6)[:, None]  # equal in both tasks, so shared seeds widen the interval
     tasks = [luck + rng.standard_normal((6, n)) > ease for n, ease in ((20, -0.5), (80, 0.5))]
     low, high = np.quantile(list(gathered(tasks, 8000, rng)), (0.025, 0.975))
     result = accuracy(tasks, resamples=20_000)
     assert result.low == pytest.approx(low, abs=0.01)
     assert result.high == pytest.approx(high, abs=0.01)
     apart = [single.high - single.low for single in (accuracy([task]) for task in tasks)]
-    assert high - low > 1.15 * np.hypot(*apart) / 2  # the width if each task drew its own seeds
+    assert high - low > 1.15 * np.hypot(*apart) / 2  # the width with independent seeds per task
     rng = np.random.default_rng(1)
     hardness = rng.standard_normal(60)
     ours, theirs = (simulated(rng, queries=60, ease=ease, hardness=hardness) for ease in (0.9, 0.4))
@@ -75,7 +75,7 @@ def test_intervals_are_those_of_index_gathering_with_seeds_shared_over_tasks():
 
 
 def test_interval_covers_the_true_accuracy():
-    """Resampling queries alone would cover 73 % here, and seeds alone 78 %."""
+    """Resampling only queries would cover 73 % here, and only seeds 78 %."""
     rng = np.random.default_rng(2)
     result = [accuracy([simulated(rng)], resamples=400, seed=number) for number in range(200)]
     covered = np.mean([one.low <= expected(0.8) <= one.high for one in result])
@@ -108,7 +108,7 @@ def test_one_seed_is_mcnemars_exact_test(better, worse):
 
 
 @pytest.mark.parametrize(("sizes", "draws"), [((9,), 9999), ((4, 7), 9999), ((60, 35), 999), ((400,), 1501)])
-def test_p_is_scipys_to_the_last_digit(sizes, draws):
+def test_p_queries_equals_scipy_permutation_test(sizes, draws):
     rng = np.random.default_rng(len(sizes))
     ours, theirs = ([rng.random((3, n)) < share for n in sizes] for share in (0.7, 0.6))
     each = [(a.astype(float) - b).mean(0) / len(a[0]) for a, b in zip(ours, theirs, strict=True)]
@@ -119,7 +119,7 @@ def test_p_is_scipys_to_the_last_digit(sizes, draws):
     assert difference(ours, theirs, permutations=draws).p_queries == expected.pvalue
 
 
-def test_many_queries_are_sampled_and_differences_that_cancel_are_no_evidence():
+def test_sampled_permutations_and_cancelling_differences():
     ours, theirs = one("1" * 60 + "0" * 40), one("0" * 60 + "1" * 40)
     exact = binomtest(60, 100).pvalue
     assert difference(ours, theirs, permutations=20_000).p_queries == pytest.approx(exact, abs=0.006)
@@ -127,13 +127,13 @@ def test_many_queries_are_sampled_and_differences_that_cancel_are_no_evidence():
     results = [np.random.default_rng(0).random((5, 40)) < 0.5]
     assert difference(results, results) == Difference(0.0, 0.0, 0.0, 1.0, 1.0, seeds=len(results[0]))
     assert difference(one("11"), one("10")).p == 1
-    # Three times 0.1 less three times 0.1 is not 0 in floating point; a tie must still count as one.
+    # sums of 0.1 do not cancel exactly in floating point, but ties must still count
     assert np.sum([0.1] * 3 + [-0.1] * 3) != 0
     result = difference(one("1110000000"), one("0001110000"))
     assert (result.mean, result.p_queries, result.p_seeds) == (0, 1, 1)
 
 
-def test_one_seed_is_paired_with_every_seed_and_a_seed_gives_the_same_again():
+def test_single_seed_is_paired_with_every_seed():
     rng = np.random.default_rng(5)
     ours, fixed = rng.random((5, 50)) < 0.8, rng.random((1, 50)) < 0.6
     result = difference([ours], [fixed])
@@ -158,29 +158,29 @@ def test_one_seed_is_paired_with_every_seed_and_a_seed_gives_the_same_again():
         *(([0.04, 0.01], [0.04, 0.02]), ([0.03, 0.04], [0.06, 0.06])),
     ],
 )
-def test_holm_by_hand(given, corrected):
+def test_holm_correction(given, corrected):
     assert holm(given) == pytest.approx(corrected)
 
 
 CLEAR = Difference(0.1, 0.05, 0.15, 0.001, 0.002, seeds=4)
 
 
-def test_distinguishable_needs_tests_and_interval_and_where_no_seed_changes_anything_queries_alone():
+def test_significant_needs_tests_interval_and_seeds():
     clear = Comparison(CLEAR, q=0.01)
-    assert clear.distinguishable
-    assert replace(clear, difference=replace(CLEAR, mean=-0.1, low=-0.15, high=-0.05)).distinguishable
-    assert not replace(clear, q=0.05).distinguishable
-    assert not replace(clear, difference=replace(CLEAR, low=0.0)).distinguishable
+    assert clear.significant
+    assert replace(clear, difference=replace(CLEAR, mean=-0.1, low=-0.15, high=-0.05)).significant
+    assert not replace(clear, q=0.05).significant
+    assert not replace(clear, difference=replace(CLEAR, low=0.0)).significant
     for seeds in (1, 2, 3):
-        assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).distinguishable
+        assert not Comparison(replace(CLEAR, seeds=seeds), q=0.01).significant
     ours, theirs = [np.ones((1, 60), bool)], [np.arange(60)[None] % 2 == 0]
     result = difference(ours, theirs, drawn=False)
     assert result.p == result.p_queries < ALPHA
-    assert Comparison(result, result.p).distinguishable
-    assert not Comparison(difference(ours, theirs), result.p).distinguishable
+    assert Comparison(result, result.p).significant
+    assert not Comparison(difference(ours, theirs), result.p).significant
 
 
-def test_p_of_seeds_is_that_of_a_paired_t_test_of_macro_averages_unless_all_seeds_say_alike():
+def test_p_seeds_equals_paired_t_test():
     rng = np.random.default_rng(7)
     ours, theirs = ([rng.random((5, n)) < share for n in (30, 70)] for share in (0.8, 0.6))
     macro = [np.mean([task.mean(1) for task in tasks], axis=0) for tasks in (ours, theirs)]
@@ -189,17 +189,17 @@ def test_p_of_seeds_is_that_of_a_paired_t_test_of_macro_averages_unless_all_seed
     assert result.p == max(result.p_queries, result.p_seeds)
     result = difference(one(*["1" * 12] * 4), one(*["0" * 10 + "11"] * 4))
     assert (result.p_seeds, result.p) == (0, result.p_queries)
-    assert difference(one("1" * 12), one("0" * 12)).p_seeds == 1  # one seed says nothing of others
+    assert difference(one("1" * 12), one("0" * 12)).p_seeds == 1
 
 
 EASE = 0.8
 POINTS = norm.pdf(EASE / np.sqrt(2)) / np.sqrt(2)
-"""How much accuracy moves with the luck of a seed."""
+"""Standard deviation of the effect of a seed."""
 
 
 @pytest.mark.parametrize(("seeds", "points"), [(4, 4.4), (6, 4.4), (10, 0)])
-def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hundred(seeds, points):
-    """Each of 8 equal methods against a ninth on 500 queries; seeds differ by so many points."""
+def test_family_wise_error_rate_of_equal_methods(seeds, points):
+    """Compare 8 equal methods with a ninth on 500 queries; ``points``: effect of a seed."""
     rng = np.random.default_rng(seeds)
     families, false = 300, 0
     for _ in range(families):
@@ -208,17 +208,17 @@ def test_a_table_of_equal_methods_shows_a_difference_in_less_than_seven_of_a_hun
         reference, *others = EASE + luck + hardness + rng.standard_normal((9, seeds, 500), np.float32) > 0
         accuracies = np.stack(others).mean(2) - reference.mean(1)
         if min(holm(ttest_1samp(accuracies, 0, axis=1).pvalue)) >= ALPHA:
-            continue  # the larger p-values reject no more
+            continue  # larger p-values are not rejected either
         result = [difference([other], [reference], resamples=400, permutations=999) for other in others]
         corrected = holm([one.p for one in result])
-        shown = [Comparison(one, q).distinguishable for one, q in zip(result, corrected, strict=True)]
+        shown = [Comparison(one, q).significant for one, q in zip(result, corrected, strict=True)]
         false += any(shown)
     assert false / families < 0.07
 
 
 @pytest.mark.parametrize(("luck", "taste", "wrong"), [(0.25, 0, "p_queries"), (0, 1.5, "p_seeds")])
-def test_the_larger_p_holds_where_one_alone_does_not(luck, taste, wrong):
-    """Two equal methods, whose seeds are lucky on all queries, or which find other queries hard."""
+def test_larger_p_controls_errors_where_one_test_does_not(luck, taste, wrong):
+    """Two equal methods that differ by an effect of the seed, or of the query."""
     rng = np.random.default_rng(5)
     result = []
     for _ in range(200):
@@ -234,19 +234,19 @@ def test_the_larger_p_holds_where_one_alone_does_not(luck, taste, wrong):
     [
         (one("10"), one("100"), "run both methods on the same"),
         (one("10"), [*one("10"), *one("10")], "run both methods on the same"),
-        (one("10", "11"), one("10", "11", "01"), r"\[2, 3\] seeds: run both with the same"),
+        (one("10", "11"), one("10", "11", "01"), r"\[2, 3\] seeds: run both with the same seeds"),
         ([*one("10"), *one("10", "11")], one("10"), "give every task the same seeds"),
         ([], [], "give one boolean array"),
-        ([np.zeros((0, 3), bool)], one("101"), "give a list of non-empty boolean arrays"),
-        (one("101"), [np.zeros((1, 0), bool)], "give a list of non-empty boolean arrays"),
+        ([np.zeros((0, 3), bool)], one("101"), "give a non-empty boolean array"),
+        (one("101"), [np.zeros((1, 0), bool)], "give a non-empty boolean array"),
     ],
 )
-def test_what_cannot_be_compared_is_named(ours, theirs, says):
+def test_results_that_cannot_be_paired_raise(ours, theirs, says):
     one_line(says, difference, ours, theirs)
 
 
 @pytest.mark.parametrize("tasks", [np.ones((5, 8), bool), [np.ones((5, 8))]])
-def test_other_arrays_are_refused(tasks):
-    """A single array instead of a list, or numbers; a TypeError where shapes are checked at run time."""
-    with pytest.raises((I2CLError, TypeError), match=r"boolean arrays|type"):
+def test_invalid_arrays_raise(tasks):
+    """An array instead of a list, or floats; jaxtyping raises a TypeError if it checks shapes."""
+    with pytest.raises((I2CLError, TypeError), match=r"boolean array|type"):
         accuracy(tasks)

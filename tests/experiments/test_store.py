@@ -1,4 +1,4 @@
-"""Stores: one line a cell, nothing lost or torn, one writer, packing."""
+"""Stores: durable lines, a single writer, damaged files, packing."""
 
 import base64
 import gzip
@@ -41,7 +41,7 @@ def write(folder, *records):
             store.append(one)
 
 
-def test_what_is_appended_is_read_again_and_a_line_holds_what_cell_and_run_share_once(tmp_path):
+def test_appended_records_round_trip(tmp_path):
     write(tmp_path / "s", record(0), failed(1))
     store = Store.open(tmp_path / "s")
     assert list(store.records.values()) == [record(0), failed(1)]
@@ -56,8 +56,8 @@ def test_what_is_appended_is_read_again_and_a_line_holds_what_cell_and_run_share
     assert run.cost == Cost(trained=5, cached_values=4, cached_bytes=16)
 
 
-def test_the_store_that_the_documents_come_from_is_read():
-    """It was written before a run knew its cost as one value, or with how many others it was fitted."""
+def test_committed_store_of_an_older_version_is_readable():
+    """It was written before runs had the fields ``cost`` and ``together``."""
     records = Store.open(PACKED).records
     assert len(records) > 4000
     runs = [one.outcome for one in records.values() if one.status == "done"]
@@ -71,7 +71,7 @@ def kept(folder):
     return list(Store.open(folder).records.values())
 
 
-def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one_unless_it_fails(tmp_path):
+def test_later_record_replaces_earlier_one_unless_it_failed(tmp_path):
     write(tmp_path, failed(0))
     write(tmp_path, record(0))
     assert kept(tmp_path) == [record(0)]
@@ -84,8 +84,8 @@ def test_a_later_record_of_a_cell_takes_the_place_of_an_earlier_one_unless_it_fa
 
 
 @pytest.mark.parametrize("left", [1, 20, 200, -1])
-def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
-    """Whether the newline arrived decides, even if the JSON before it is whole."""
+def test_truncated_last_line_is_dropped_and_damaged_lines_raise(tmp_path, left):
+    """A line without its newline is dropped, even if its JSON is complete."""
     write(tmp_path, record(0), record(1))
     file = tmp_path / "cells.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
@@ -101,20 +101,20 @@ def test_a_torn_last_line_is_cut_off_and_another_one_named(tmp_path, left):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"key": "0" * 16}, "is not that of its cell"),
+        ({"key": "0" * 16}, "but the key of its cell is"),
         ({"outcome": None}, "a cell that is done has no outcome"),
         ({"status": "failed"}, "a cell that is failed has an outcome"),
         ({"outcome": OUTCOME | {"gold": (0,)}}, "1 gold labels for 2 predictions"),
         ({"outcome": OUTCOME | {"gold": (0, 2)}}, "a label id is not one of 0 to 1"),
         ({"outcome": OUTCOME | {"gold": (0, 10**30)}}, "a label id is not one of 0 to 1"),
         ({"outcome": OUTCOME | {"labels": ()}}, "a label id is not one of"),
-        ({"outcome": OUTCOME | {"scores": SCORES | {"shape": (1, 4)}}}, "scores of .* for queries and"),
+        ({"outcome": OUTCOME | {"scores": SCORES | {"shape": (1, 4)}}}, "scores have shape .*, expected"),
         ({"outcome": OUTCOME | {"scores": SCORES | {"shape": (2, 3)}}}, "scores are 4 numbers, not 2 x 3"),
-        ({"outcome": OUTCOME | {"scores": SCORES | {"float16": "Zm8*"}}}, "scores are no base64"),
+        ({"outcome": OUTCOME | {"scores": SCORES | {"float16": "Zm8*"}}}, "scores are not base64"),
         ({"outcome": OUTCOME | {"scores": SCORES | {"float16": "AHwAfAB8AHw="}}}, "not all finite"),
     ],
 )
-def test_a_line_that_contradicts_itself_is_named(tmp_path, changes, named):
+def test_inconsistent_line_raises(tmp_path, changes, named):
     write(tmp_path, record(0))
     value = record(1).model_dump(mode="json") | changes
     with (tmp_path / "cells.jsonl").open("a") as handle:
@@ -122,8 +122,8 @@ def test_a_line_that_contradicts_itself_is_named(tmp_path, changes, named):
     one_line(rf"line 2 of the store .*{named}.* remove that line", Store.open, tmp_path)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, None], ids=["empty", "noise", "a link to nothing"])
-def test_damaged_vectors_are_named(tmp_path, damage):
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, None], ids=["empty", "noise", "broken link"])
+def test_damaged_vectors_raise(tmp_path, damage):
     write(tmp_path, record(0))
     save_vectors(tmp_path / "vectors", record(0).key, {"context_vector": np.zeros((1, 2, 3), np.float32)})
     path = tmp_path / "vectors" / f"{record(0).key}.safetensors"
@@ -132,7 +132,7 @@ def test_damaged_vectors_are_named(tmp_path, damage):
     one_line(rf"{record(0).key}.safetensors' is damaged .* remove it", Store.open(tmp_path).vectors)
 
 
-def test_a_damaged_packed_store_and_no_store_are_named(tmp_path):
+def test_damaged_or_missing_store_raises(tmp_path):
     write(tmp_path / "s", record(0))
     Store.open(tmp_path / "s").pack(tmp_path / "packed")
     path = tmp_path / "packed" / "cells.jsonl.gz"
@@ -143,8 +143,8 @@ def test_a_damaged_packed_store_and_no_store_are_named(tmp_path):
     one_line("choose another --store", write, tmp_path / "file", record(0))
 
 
-def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
-    with Store.writing(tmp_path), pytest.raises(I2CLError, match="another run writes to"):
+def test_second_writer_is_rejected(tmp_path):
+    with Store.writing(tmp_path), pytest.raises(I2CLError, match="another run is writing to"):
         write(tmp_path, record(0))
     with Store.writing(tmp_path) as store:
         store.append(record(0))
@@ -153,7 +153,7 @@ def test_one_process_writes_at_a_time_and_reading_needs_no_lock(tmp_path):
         Store.open(tmp_path).append(record(1))
 
 
-def test_packing_keeps_everything(tmp_path):
+def test_pack_and_unpack_round_trip(tmp_path):
     source, packed = tmp_path / "it's a store", tmp_path / "packed"
     write(source, failed(0), record(0), failed(1))
     vectors = {"context_vector": np.arange(6, dtype=np.float32).reshape(1, 2, 3)}
@@ -173,7 +173,7 @@ def test_packing_keeps_everything(tmp_path):
         assert [json.loads(line)["status"] for line in lines] == ["done", "failed"]
 
 
-def test_scores_are_kept_and_read_without_this_package(tmp_path):
+def test_scores_are_readable_with_numpy_alone(tmp_path):
     write(tmp_path / "s", record(0, outcome=OUTCOME | {"scores": SCORES}), record(1))
     Store.open(tmp_path / "s").pack(tmp_path / "packed")
     for folder in ("s", "packed"):
@@ -183,11 +183,11 @@ def test_scores_are_kept_and_read_without_this_package(tmp_path):
     line = json.loads((tmp_path / "s" / "cells.jsonl").read_text().splitlines()[0])["outcome"]["scores"]
     plain = np.frombuffer(base64.b64decode(line["float16"]), "<f2").reshape(line["shape"])
     np.testing.assert_array_equal(plain, with_scores.scores.array)
-    below = Scores.of(np.array([[0.0, -1e9], [0.0, -np.inf]])).array  # half precision's least number
+    below = Scores.of(np.array([[0.0, -1e9], [0.0, -np.inf]])).array  # clipped to the minimum of float16
     np.testing.assert_array_equal(below, [[0, -65504], [0, -65504]])
 
 
-def test_a_run_that_cannot_start_leaves_nothing_and_keeps_its_error(tmp_path):
+def test_failed_start_leaves_no_store(tmp_path):
     with pytest.raises(OSError, match="no model"), Store.writing(tmp_path / "new"):
         raise OSError("no model")
     assert list(tmp_path.iterdir()) == []
@@ -198,7 +198,7 @@ def test_a_run_that_cannot_start_leaves_nothing_and_keeps_its_error(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
-def test_vectors_of_unknown_cells_are_left_out_and_others_may_read_what_they_may_of_the_folder(tmp_path):
+def test_orphan_vectors_are_ignored_and_files_inherit_permissions(tmp_path):
     write(tmp_path, record(0))
     save_vectors(tmp_path / "vectors", "0" * 16, {"context_vector": np.zeros((1, 2, 3), np.float32)})
     assert Store.open(tmp_path).vectors() == {}

@@ -1,4 +1,4 @@
-"""What one cell of a grid does, and what its record says."""
+"""Running single cells of a grid, and their records."""
 
 from functools import partial
 
@@ -37,17 +37,17 @@ def outcome_of(bench, cell):
 
 
 def keep_short(bench, task):
-    """As if an earlier cell had fitted plain I2CL, in a few epochs."""
+    """Save a short fit as if an earlier cell of default I2CL had made it."""
     own = cell(task=task)
     result = bench.task(own)
     shown = result.sample(None, 0)
     (method,) = make_methods(["i2cl"], {"epochs": 3})
     (fitted,) = fit_seeds(bench.decoder, result, method, [shown], [0])
-    bench.keep(own, fitted)
+    bench.save(own, fitted)
     return fitted.predictor
 
 
-def test_a_method_cell_keeps_predictions_and_their_origin(bench):
+def test_method_cell_has_predictions_and_demonstrations(bench):
     outcome = outcome_of(bench, cell(method="few_shot", seed=4))
     task = load_task(ONE)
     assert outcome.gold == tuple(query.label for query in task.queries(12))
@@ -59,7 +59,7 @@ def test_a_method_cell_keeps_predictions_and_their_origin(bench):
     assert list(bench.vectors.glob("*")) == []
 
 
-def test_a_chat_is_asked_in_the_tokenizers_template(bench, monkeypatch):
+def test_chat_cell_uses_the_chat_template(bench, monkeypatch):
     wanted = cell(method="zero_shot", chat=True)
     one_line("chat template", outcome_of, bench, wanted)
     said = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
@@ -71,7 +71,7 @@ def test_a_chat_is_asked_in_the_tokenizers_template(bench, monkeypatch):
     assert outcome_of(bench, wanted).predictions == tuple(scores.argmax(-1).tolist())
 
 
-def test_only_plain_i2cl_keeps_vectors(bench):
+def test_only_default_i2cl_saves_vectors(bench):
     assert len(outcome_of(bench, cell(options={"epochs": 1})).coefficients) == bench.decoder.layers
     assert not bench.vectors.exists()
     predictor = keep_short(bench, ONE)
@@ -86,7 +86,7 @@ def test_only_plain_i2cl_keeps_vectors(bench):
     torch.testing.assert_close(load_file(kept)["class_vectors"][2].float(), own, atol=2e-3, rtol=2e-3)
 
 
-def test_moving_injects_what_another_task_was_fitted_to(bench):
+def test_move_cell_injects_another_tasks_fit(bench):
     source = keep_short(bench, OTHER)
     outcome = outcome_of(bench, cell(study="move", sources=(OTHER,)))
     task = bench.task(cell())
@@ -96,7 +96,7 @@ def test_moving_injects_what_another_task_was_fitted_to(bench):
     assert outcome.coefficients == source.edit.coefficients.tolist()
 
 
-def test_a_transfer_cell_is_the_transfer_of_the_library(bench, monkeypatch):
+def test_transfer_cell_equals_transfer_function(bench, monkeypatch):
     monkeypatch.setattr("i2cl.injections.transfer.CalibrationConfig", partial(CalibrationConfig, epochs=3))
     for task in (ONE, OTHER):
         keep_short(bench, task)
@@ -109,7 +109,7 @@ def test_a_transfer_cell_is_the_transfer_of_the_library(bench, monkeypatch):
     assert outcome.weights == {OTHER: pytest.approx(1.0)}
 
 
-def test_what_was_not_fitted_yet_is_fitted_now(bench, monkeypatch):
+def test_missing_source_fits_are_made_on_demand(bench, monkeypatch):
     calls = []
     monkeypatch.setattr("i2cl.methods.i2cl.calibrate_many", lambda *a, **k: calls.append(1) or quick(*a, **k))
 
@@ -122,8 +122,8 @@ def test_what_was_not_fitted_yet_is_fitted_now(bench, monkeypatch):
     assert calls == [1]
 
 
-def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch):
-    monkeypatch.setattr("i2cl.experiments.studies.JUDGED_ON", 10)
+def test_worst_group_has_the_lowest_few_shot_accuracy(bench, monkeypatch):
+    monkeypatch.setattr("i2cl.experiments.studies.MAX_JUDGING_ROWS", 10)
     monkeypatch.setattr("i2cl.experiments.studies.GROUPS", 6)
     task = bench.task(cell())
     chosen, judged = worst_group(bench.decoder, task, 1, seed=3)
@@ -141,7 +141,7 @@ def test_the_worst_group_is_the_one_few_shot_does_worst_with(bench, monkeypatch)
     assert outcome.cost.held_out == len(judged) == 10
 
 
-def test_records_say_where_they_come_from_also_of_a_failing_cell(decoder, tmp_path):
+def test_records_have_provenance_even_if_failed(decoder, tmp_path):
     record = run_alone(cell(shots=100_000), decoder, tmp_path)
     assert (record.status, record.outcome) == ("failed", None)
     assert record.error.startswith("I2CLError: task 'mood-colour-1'")
@@ -152,7 +152,7 @@ def test_records_say_where_they_come_from_also_of_a_failing_cell(decoder, tmp_pa
     assert record.peak_memory_bytes > 10**7
 
 
-def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_path):
+def test_unsupported_compressor_is_skipped_once(tmp_path):
     decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
     cells = [cell(method=name) for name in ("zero_shot", "autocompressor", "icae", "cepe")]
     tally = run_groups_of(cells, decoder, tmp_path / "store")
@@ -162,6 +162,6 @@ def test_a_compressor_that_the_model_has_not_is_skipped_and_not_tried_again(tmp_
     rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})
     plan = Experiment(name="mine", title="T", measures="M", rows=rows)
     (section,) = build([plan], store.records.values(), {}, figures=False).sections
-    message = "AutoComp. was skipped: autocompressor is known for llama and opt, not for 'gpt2'"
+    message = "AutoComp. was skipped: autocompressor supports llama and opt, not 'gpt2'"
     assert message in section.missing
     assert not any("makes them" in one for one in section.missing)

@@ -1,4 +1,4 @@
-"""What may be said of a fit beside what costs nothing: the rule, how often it errs, and its statistics."""
+"""Verdicts on a fit: the rule, its simulated error rates, and its statistics."""
 
 from functools import cache
 
@@ -62,7 +62,7 @@ def test_a_fit_has_to_beat_every_free_baseline():
     assert verdict({"zero_shot": strong, "batch": (9, 6)}, 160, FREE).outcome == "inconclusive"
 
 
-def test_the_best_row_of_the_table_is_named_with_advice_even_if_not_significant():
+def test_better_rival_is_named_with_advice_even_if_not_significant():
     rivals = {"zero_shot": (8, 1), "batch": (6, 1), "embeddings": (0, 3)}
     result = verdict(rivals, 15, FREE, advise="combine it with {}".format)
     assert result.against == "embeddings"
@@ -88,72 +88,72 @@ def test_a_significantly_better_rival_decides_the_verdict():
     assert result.verdict.startswith("embeddings is significantly better by 17.5 points")
 
 
-def test_a_rival_that_is_behind_does_not_change_a_good_verdict():
+def test_worse_rival_does_not_change_a_good_verdict():
     result = verdict({"zero_shot": (60, 1), "batch": (60, 1), "embeddings": (5, 2)}, 160, FREE)
     assert result.outcome == "better"
     assert "embeddings" not in result.verdict
 
 
-def test_no_verdict_from_rows_that_lack_a_label():
+def test_no_verdict_from_rows_that_miss_a_label():
     result = verdict({"zero_shot": (40, 1)}, 58, FREE, missing=("spam",))
     assert result.outcome == "unknown"
-    assert result.verdict == "none, since none of the 58 rows is labelled 'spam'"
+    assert result.verdict == "none, because none of the 58 rows is labelled 'spam'"
 
 
-def message(monkeypatch, n, accuracies, alike, draws=2000):
-    """Shares of the verdicts, where rows are alike hard for all methods with this probability."""
+def message(monkeypatch, n, accuracies, shared, draws=2000):
+    """Simulate verdicts; ``shared`` is the probability that a row is equally hard for all methods."""
     for name in ("mcnemar", "paired_interval", "rows_for"):
         monkeypatch.setattr(verdicts, name, cache(getattr(verdicts, name)))
     rng, words = np.random.default_rng(0), []
     for _ in range(draws):
-        hard = np.where(rng.random((3, n)) < alike, rng.random(n), rng.random((3, n)))
+        hard = np.where(rng.random((3, n)) < shared, rng.random(n), rng.random((3, n)))
         mine, *rivals = hard < np.array(accuracies)[:, None]
         counts = [(int((mine & ~one).sum()), int((one & ~mine).sum())) for one in rivals]
         words.append(verdict(dict(zip(FREE, counts, strict=True)), n, FREE).outcome)
     return np.mean(np.array(words) == "better"), np.isin(words, ["worse", "no_gain"]).mean()
 
 
-@pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("mine", [0.6, 0.8, 0.95])
-def test_a_fit_that_gains_ten_points_is_rarely_advised_against_on_forty_rows(monkeypatch, mine, alike):
-    assert message(monkeypatch, 40, (mine, mine - 0.1, mine - 0.1), alike)[1] <= 0.03
+def test_fit_with_ten_points_gain_is_rarely_advised_against(monkeypatch, mine, shared):
+    assert message(monkeypatch, 40, (mine, mine - 0.1, mine - 0.1), shared)[1] <= 0.03
 
 
 @pytest.mark.parametrize("n", [20, 40, 160])
-@pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("other", [0.7, 0.4])
-def test_a_fit_that_gains_nothing_is_rarely_told_to_pay(monkeypatch, n, alike, other):
-    """Whether both rivals are as good as it or one of them."""
-    assert message(monkeypatch, n, (0.7, 0.7, other), alike)[0] <= LEVEL
+def test_fit_without_gain_is_rarely_called_better(monkeypatch, n, shared, other):
+    """Both rivals are as good as the fit, or only one of them is."""
+    assert message(monkeypatch, n, (0.7, 0.7, other), shared)[0] <= LEVEL
 
 
-@pytest.mark.parametrize("alike", [0.0, 0.7, 0.95])
+@pytest.mark.parametrize("shared", [0.0, 0.7, 0.95])
 @pytest.mark.parametrize("gain", [0.05, 0.1])
-def test_the_rows_that_are_asked_for_show_the_gain(monkeypatch, gain, alike):
+def test_suggested_number_of_rows_detects_the_gain(monkeypatch, gain, shared):
     mine, other = 0.8, 0.8 - gain
-    discordant = (1 - alike**2) * (mine * (1 - other) + other * (1 - mine)) + alike**2 * gain
+    discordant = (1 - shared**2) * (mine * (1 - other) + other * (1 - mine)) + shared**2 * gain
     n = rows_for(gain, discordant)
-    shown, _ = message(monkeypatch, n, (mine, other, other - 0.1), alike, 500)
+    shown, _ = message(monkeypatch, n, (mine, other, other - 0.1), shared, 500)
     assert shown == pytest.approx(verdicts.POWER, abs=0.1)
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 5), (5, 5), (1, 3), (80, 160), (159, 160)])
-def test_intervals_of_a_share_are_those_of_scipy(right, n):
+def test_wilson_interval_equals_scipy(right, n):
     expected = binomtest(right, n).proportion_ci(method="wilson")
     assert wilson(right, n) == pytest.approx((expected.low, expected.high))
 
 
 @pytest.mark.parametrize(("better", "worse"), [(1, 0), (6, 0), (0, 6), (10, 3), (40, 41), (300, 200)])
-def test_the_paired_test_is_scipys_sign_test(better, worse):
+def test_mcnemar_equals_scipy_sign_test(better, worse):
     assert mcnemar(better, worse) == pytest.approx(binomtest(better, better + worse).pvalue)
-    assert mcnemar(0, 0) == 1  # no row that differs is no evidence
+    assert mcnemar(0, 0) == 1
     low, high = paired_interval(0, 0, 10)
     assert low == -high < 0
 
 
 @pytest.mark.parametrize("n", [16, 160])
 @pytest.mark.parametrize("chances", [(0.3, 0.1), (0.6, 0.01), (0.02, 0.02)])
-def test_the_paired_interval_covers_the_true_difference(n, chances):
+def test_paired_interval_covers_the_true_difference(n, chances):
     up, down = chances
     drawn = np.random.default_rng(0).multinomial(n, [up, down, 1 - up - down], size=2000)
     result = [paired_interval(int(better), int(worse), n) for better, worse, _ in drawn]

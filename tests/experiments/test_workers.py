@@ -1,4 +1,4 @@
-"""Jobs in several processes: what stops one side stops the other."""
+"""Jobs in several processes: the end of the parent ends the workers, and vice versa."""
 
 import os
 import signal
@@ -13,19 +13,19 @@ from i2cl.experiments.workers import run_jobs
 
 
 def signals(_decoder):
-    """Those that do not reach its process."""
+    """Signals that are blocked in the process."""
     return signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def slow(mark, _decoder):
-    """Leaves a file when it has ended by itself."""
+    """Write a file if the job is not interrupted."""
     time.sleep(20)
     mark.touch()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_workers_end_with_whom_they_work_for_and_leave_ctrl_c_to_it(tmp_path, monkeypatch, error):
+def test_workers_end_with_the_parent_and_ignore_ctrl_c(tmp_path, monkeypatch, error):
     monkeypatch.setattr("i2cl.experiments.workers.get_context", lambda _: get_context("fork"))
     others, mine = set(active_children()), signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

@@ -1,7 +1,7 @@
 import pytest
 
 from export.cases import drawn, with_golden
-from i2cl.export import export_hf
+from i2cl.export import export_causal_lm
 
 
 @pytest.fixture(autouse=True)
@@ -12,5 +12,5 @@ def _few_golden_prompts(few_golden_prompts):
 @pytest.fixture
 def exported(tmp_path):
     """A folded tiny Llama with its golden values."""
-    with_golden(export_hf, drawn("llama"), tmp_path / "out")
+    with_golden(export_causal_lm, drawn("llama"), tmp_path / "out")
     return tmp_path / "out"

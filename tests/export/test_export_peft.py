@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from commands import listed, run
 from export.cases import IDS, TASK, decoder_of, drawn, hooked, injection_for, plain, relative, saved, scaled
+from export.test_causal_lm import run_card
 from fitting import left_as_found, one_line
-from i2cl import AnchoredConfig, ContextVector, Decoder, Example, ExtractConfig, anchor
-from i2cl.export import Golden, export_peft, verify
+from i2cl import AnchoredConfig, ContextVector, Decoder, Example, ExtractConfig, Injection, anchor
+from i2cl.export import Golden, export_peft, golden, verify
 from i2cl.export.families import LAST_MAPS, REFUSED
 from i2cl.export.golden import GOLDEN
 from i2cl.export.peft import CONFIG, WEIGHTS, make_adapter
@@ -62,10 +64,10 @@ def close(decoder, folder, injection, bound=1e-5):
 def test_lora_adds_where_beta_is_one(case, tmp_path):
     decoder, injection = drawn(case)
     injection = with_beta_one(injection)
-    made = export_peft(decoder, injection, tmp_path / "out", golden=False)
+    made = export_peft(decoder, injection, tmp_path / "out")
     assert made.tuner == "LoRA"
     assert len(made.constants) == 2 * decoder.layers
-    assert listed(tmp_path / "out") == [CONFIG, WEIGHTS]
+    assert GOLDEN not in listed(tmp_path / "out")
     close(decoder, tmp_path / "out", injection)
 
 
@@ -77,7 +79,7 @@ TURNED_ON += [(case, {"attention_bias": True}) for case in ("cohere", "cohere2")
 @pytest.mark.parametrize(("case", "fields"), [*((case, {}) for case in BIASED), *TURNED_ON], ids=str)
 def test_glora_scales_and_adds_where_there_are_biases(case, fields, tmp_path):
     decoder, injection = drawn(case, **fields)
-    made = export_peft(decoder, injection, tmp_path / "out", golden=False)
+    made = export_peft(decoder, injection, tmp_path / "out")
     assert made.tuner == "GLoRA"
     close(decoder, tmp_path / "out", injection)
     config = json.loads((tmp_path / "out" / CONFIG).read_text(encoding="utf-8"))
@@ -88,7 +90,7 @@ def test_glora_scales_and_adds_where_there_are_biases(case, fields, tmp_path):
 @pytest.mark.parametrize("case", ["gptj", "opt", "phi"])
 def test_a_glora_adapter_can_be_merged_and_taken_off(case, tmp_path):
     decoder, injection = drawn(case)
-    export_peft(decoder, injection, tmp_path / "out", golden=False)
+    export_peft(decoder, injection, tmp_path / "out")
     expected = hooked(decoder, injection)
     worn = wearing(decoder, tmp_path / "out")
     with worn.disable_adapter():
@@ -101,8 +103,8 @@ def test_a_glora_adapter_can_be_merged_and_taken_off(case, tmp_path):
 def test_two_adapters_take_turns_on_one_model(tmp_path):
     decoder, one = drawn("phi")
     two = scaled(one, -1.0)
-    export_peft(decoder, one, tmp_path / "one", golden=False)
-    export_peft(decoder, two, tmp_path / "two", golden=False)
+    export_peft(decoder, one, tmp_path / "one")
+    export_peft(decoder, two, tmp_path / "two")
     worn = peft.PeftModel.from_pretrained(copy.deepcopy(decoder.model), str(tmp_path / "one"), "one").eval()
     worn.load_adapter(str(tmp_path / "two"), "two")
     for name, injection in (("two", two), ("one", one)):
@@ -116,11 +118,11 @@ def test_a_writer_that_is_left_alone_needs_no_adapter(case, tmp_path):
     decoder, injection = drawn(case)
     injection = attention_only(injection)
     added = with_beta_one(injection)
-    made = export_peft(decoder, added, tmp_path / "added", golden=False)
+    made = export_peft(decoder, added, tmp_path / "added")
     assert len(made.constants) == decoder.layers
     close(decoder, tmp_path / "added", added)
     if case == "gptj":  # whose attention has no bias: the MLP's takes the constant
-        export_peft(decoder, injection, tmp_path / "scaled", golden=False)
+        export_peft(decoder, injection, tmp_path / "scaled")
         close(decoder, tmp_path / "scaled", injection)
 
 
@@ -131,10 +133,10 @@ def test_an_anchored_fit_of_attention_alone_is_an_adapter_of_experts(case, tmp_p
     shown = (Example("a warm film", 0), Example("dull, dull", 1))
     result = anchor(decoder, TASK, shown, AnchoredConfig(writers="mha", reach=300.0, steps=1))
     assert not result.context.values[:, 1].any()
-    assert len(export_peft(decoder, result, tmp_path / "out", golden=False).constants) == decoder.layers
+    assert len(export_peft(decoder, result, tmp_path / "out").constants) == decoder.layers
     close(decoder, tmp_path / "out", result)
     both = anchor(decoder, TASK, shown, AnchoredConfig(steps=1))
-    one_line("fit with --set writers=mha; else", make_adapter, decoder.model.config, both)
+    one_line("fit with --set writers=mha; or", make_adapter, decoder.model.config, both)
 
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias")
@@ -155,10 +157,10 @@ def test_scales_without_biases_are_refused(case):
     decoder, injection = drawn(case)
     line = one_line("", make_adapter, decoder.model.config, injection)
     other = case.startswith(("falcon", "gpt2"))
-    assert ("GLoRA knows torch.nn.Linear alone" if other else "has no bias, as ") in line
+    assert ("GLoRA supports torch.nn.Linear only" if other else "a layer without a bias, such as ") in line
     assert "fit with --set formula=add" in line
     folds = CASES[case][0] not in REFUSED and not case.endswith("-sliding")
-    assert ("export --to hf" in line) == folds
+    assert ("export with --to classifier or causal-lm" in line) == folds
     assert line.endswith("predict with hooks instead (`i2cl predict`)")
 
 
@@ -172,7 +174,9 @@ def test_the_others_are_refused_with_the_reason(case):
 def test_experts_are_refused(case):
     decoder, injection = drawn(case)
     config, one = decoder.model.config, with_beta_one(injection)
-    cured = "fit with --set writers=mha" in one_line("experts are no linear layer", make_adapter, config, one)
+    cured = "fit with --set writers=mha" in one_line(
+        "experts are not linear layers", make_adapter, config, one
+    )
     assert cured == (case != "jetmoe")
     if cured:
         make_adapter(config, attention_only(one))
@@ -200,7 +204,7 @@ def test_another_model_is_refused(tmp_path):
     decoder, (_, injection) = decoder_of("phi"), drawn("phi", vocab_size=310)
     one_line("this injection was made on", export_peft, decoder, injection, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    export_peft(decoder, injection, tmp_path / "out", force=True, golden=False)
+    export_peft(decoder, injection, tmp_path / "out", force=True)
     assert (tmp_path / "out" / CONFIG).is_file()
 
 
@@ -230,17 +234,18 @@ def exported(tmp_path):
 
 def test_export_and_verify(exported, tmp_path, said):
     base, artefact, out = exported
-    assert listed(out) == ["README.md", CONFIG, WEIGHTS, "generation_config.json", GOLDEN]
+    assert {"README.md", CONFIG, WEIGHTS, GOLDEN, "tokenizer.json"} <= set(listed(out))
     outcome = verify(out, device="cpu")
-    assert (outcome.passed, outcome.worst < 1e-5, len(outcome.golden.biases)) == (True, True, 4)
-    assert Golden.from_export(out).model_type == "phi"
-    assert "The export holds" in said("verify", out, "--device", "cpu")
+    assert (outcome.passed, outcome.worst < 1e-5) == (True, True)
+    assert len(Golden.from_export(out).biases) == 4
+    assert AutoTokenizer.from_pretrained(out).padding_side == "left"
+    assert "Passed: 2 of 2 labels" in said("verify", out, "--device", "cpu")
     config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
     assert (config["base_model_name_or_path"], config["task_type"]) == (str(base), "CAUSAL_LM")
     assert config["inference_mode"] is True
     message = said("export", artefact, tmp_path / "bare", "--to", "peft", "--no-golden", "--json")
-    assert json.loads(message)["files"] == 1
-    assert listed(tmp_path / "bare") == [CONFIG, WEIGHTS]
+    assert json.loads(message)["golden"] is False
+    assert GOLDEN not in listed(tmp_path / "bare")
     message = said("export", artefact, tmp_path / "told", "--to", "peft", "--no-golden")
     assert f"films as a GLoRA adapter of {base}" in message
 
@@ -259,7 +264,7 @@ def test_a_constant_that_is_lost_and_damaged_adapters_are_named(exported, said, 
     name = next(name for name in state if name.endswith("layers.1.mlp.fc2.glora_E.X"))
     state[name].zero_()
     save_file(state, out / WEIGHTS, metadata={"format": "pt"})
-    assert f"The bias {name} is dropped." in said("verify", out, "--device", "cpu", code=1)
+    assert f"missing or zero: {name}." in said("verify", out, "--device", "cpu", code=1)
     other, _ = saved(decoder_of("phi", hidden_size=64), tmp_path / "other")
     assert "does not fit" in refused("verify", out, "--device", "cpu", "--model", other)
     torch.save({}, out / "adapter_model.bin")
@@ -275,10 +280,20 @@ def test_a_constant_that_is_lost_and_damaged_adapters_are_named(exported, said, 
 def test_what_is_refused_leaves_nothing_behind(tmp_path, refused):
     _, artefact = saved(decoder_of("llama"), tmp_path)
     export = ("export", artefact, tmp_path / "out", "--to", "peft", "--device", "cpu")
-    assert "--max-shard-size is for checkpoints" in refused(*export, "--max-shard-size", "1MB")
+    assert "--max-shard-size is not for --to peft" in refused(*export, "--max-shard-size", "1MB")
     assert "fit with --set formula=add" in refused(*export)
     assert not (tmp_path / "out").exists()
     base = Decoder.from_pretrained(str(tmp_path / "base"), device="cpu")
     with_beta_one(injection_for(base)).save_pretrained(artefact)
     assert run(*export) == 0
     assert run("verify", tmp_path / "out", "--device", "cpu") == 0
+
+
+def test_the_card_shows_code_that_gives_label_and_probability(exported, tmp_path, monkeypatch):
+    base, artefact, out = exported
+    monkeypatch.chdir(tmp_path)
+    label, probability = run_card(out)
+    decoder = Decoder.from_pretrained(str(base), device="cpu")
+    expected = Injection.from_pretrained(artefact).scores(decoder, golden.TEXTS[:1]).softmax(-1)[0]
+    assert label == TASK.labels[int(expected.argmax())]
+    assert float(probability) == pytest.approx(expected.max().item(), abs=1e-5)

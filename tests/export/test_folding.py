@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from export.cases import FOLDED, ONE_A_ROW, ROUNDED, SHARED, drawn, hooked, longrope, plain, relative
 from fitting import left_as_found, one_line
 from i2cl import ARCHITECTURES, Architecture, ContextVector, Decoder, ExtractConfig
-from i2cl.export import export_hf, fold
+from i2cl.export import export_causal_lm, fold
 from i2cl.export.families import FAMILIES, REFUSED
-from i2cl.export.folding import Folding, StateDict, words_of
+from i2cl.export.folding import Folding, StateDict, label_tokens_of
 from tiny import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -27,28 +27,13 @@ PRECISIONS = [*product(FOLDED, [torch.float32]), *product(ONE_A_ROW, [torch.bflo
 FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("case", [*ONE_A_ROW, "llama-tied", "mistral", "gemma"])
-def test_a_folded_temperature_divides_all_logits(case, tmp_path):
-    decoder, injection = drawn(case)
-    injection = replace(injection, temperature=2.25)
-    export_hf(decoder, injection, tmp_path / "warm", fold_temperature=True)
-    export_hf(decoder, injection, tmp_path / "plain")
-    load = AutoModelForCausalLM.from_pretrained
-    cold, warm = (plain(load(tmp_path / name, dtype="float32")) for name in ("plain", "warm"))
-    torch.testing.assert_close(warm * 2.25, cold, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(cold, hooked(decoder, injection), atol=1e-3, rtol=1e-3)
-
-
-def test_label_words_and_a_temperature_are_rounded_once():
+def test_word_level_rows_of_the_head_are_rounded_once():
     decoder, injection = drawn("llama", SHARED, dtype=torch.bfloat16)
     injection = replace(injection, scoring="words")
     weights = StateDict(decoder.model)
-    parts = decoder.model.config, weights, injection, decoder.tokenizer
-    head, labels = weights.read("lm_head.weight").float(), words_of(injection, decoder.tokenizer)
-    exact = labels.at_first(head.T).T
-    made = Folding(*parts, temperature=2.25).tensor("lm_head.weight")
-    assert torch.equal(made, (exact * (1 / 2.25)).bfloat16())
-    assert not torch.equal(made, (exact.bfloat16().float() * (1 / 2.25)).bfloat16())
+    head, labels = weights.read("lm_head.weight").float(), label_tokens_of(injection, decoder.tokenizer)
+    made = Folding(decoder.model.config, weights, injection, decoder.tokenizer).tensor("lm_head.weight")
+    assert torch.equal(made, labels.at_first(head.T).T.bfloat16())
 
 
 def test_every_model_type_is_folded_or_refused():
@@ -58,7 +43,7 @@ def test_every_model_type_is_folded_or_refused():
 @pytest.mark.parametrize(("case", "dtype"), PRECISIONS, ids=str)
 def test_a_folded_checkpoint_does_what_the_hooks_do(case, dtype, tmp_path):
     decoder, injection = drawn(case, dtype=dtype)
-    export_hf(decoder, injection, tmp_path / "out")
+    export_causal_lm(decoder, injection, tmp_path / "out")
     made, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not [*info["missing_keys"], *info["unexpected_keys"]]
     assert made.dtype == dtype
@@ -91,7 +76,7 @@ def test_variants_of_a_family_fold_exactly(case, overrides, tmp_path):
     decoder, injection = drawn(case, **overrides)
     made = fold(decoder, injection)
     assert relative(plain(made), hooked(decoder, injection)) <= 1e-5
-    export_hf(decoder, injection, tmp_path / "out")
+    export_causal_lm(decoder, injection, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(plain(again), plain(made))
     tied = again.config.tie_word_embeddings
@@ -110,7 +95,7 @@ def test_the_users_model_is_left_as_found(case, tmp_path):
     decoder, injection = drawn(case)
     with left_as_found(decoder.model.train()):
         made = fold(decoder, injection)
-        export_hf(decoder, injection, tmp_path / "out")
+        export_causal_lm(decoder, injection, tmp_path / "out")
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.zero_()  # nothing is shared
@@ -120,8 +105,8 @@ def test_the_users_model_is_left_as_found(case, tmp_path):
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
-        ("phi3", {"rope_parameters": HALF_ROTATED}, "rotates"),
-        ("mistral", {"hidden_size": 36, "head_dim": 8, "num_attention_heads": 8}, "no multiple"),
+        ("phi3", {"rope_parameters": HALF_ROTATED}, "rotary embedding is partial"),
+        ("mistral", {"hidden_size": 36, "head_dim": 8, "num_attention_heads": 8}, "not a multiple"),
     ],
 )
 def test_configs_that_llama_cannot_hold_are_refused(case, fields, message):
@@ -139,14 +124,19 @@ def test_injections_that_are_no_bias_and_models_of_others_are_refused():
     one_line(r"\(layers, width\) \(3, 32\)", fold, decoder, deeper)
     own = Architecture("llama", "layers", "self_attn", "mlp.down_proj")
     other = Decoder(decoder.model, decoder.tokenizer, architecture=own)
-    one_line("Architecture of your own", fold, other, injection)
+    one_line("custom Architecture", fold, other, injection)
     one_line("not in memory", fold, decoder.model.to("meta"), injection)
+
+
+def test_a_label_prior_is_refused_in_memory():
+    decoder, injection = drawn("llama")
+    one_line("no place for a label prior", fold, decoder, replace(injection, label_bias=(0.5, -0.5)))
 
 
 def test_no_remote_code_is_named(tmp_path):
     decoder, injection = drawn("falcon")
     decoder.model.config.auto_map = {"AutoConfig": "configuration.Own"}
-    export_hf(decoder, injection, tmp_path / "out")
+    export_causal_lm(decoder, injection, tmp_path / "out")
     assert "auto_map" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
     assert not list((tmp_path / "out").glob("*.py"))
 

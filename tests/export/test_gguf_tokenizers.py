@@ -102,7 +102,7 @@ def test_pre_tokenizers_are_known_by_what_they_do(name):
     assert vocabulary.tokens[:-2] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     assert vocabulary.kinds[-2:] == ["UNUSED", "UNUSED"]
     kind, _, variant = name.partition("-")
-    assert (vocabulary.front is not None) == (kind == "sentencepiece" and variant != "bare")
+    assert (vocabulary.bos is not None) == (kind == "sentencepiece" and variant != "bare")
     assert vocabulary.space_prefix == (kind == "sentencepiece" and variant != "bare")
     assert vocabulary.strips == (variant == "stripping")
 
@@ -139,13 +139,16 @@ def of_words():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: bpe(split(r"\w+"), use_regex=False), "splits texts in a way of its own"),
-        (lambda: bpe(split(LLAMA3), ignore_merges=False), "splits texts in a way of its own"),
-        (lambda: bpe(use_regex=True, normalizer=normalizers.Lowercase()), "normalises with Lowercase"),
+        (lambda: bpe(split(r"\w+"), use_regex=False), "has an unknown pre-tokenizer"),
+        (lambda: bpe(split(LLAMA3), ignore_merges=False), "has an unknown pre-tokenizer"),
+        (lambda: bpe(use_regex=True, normalizer=normalizers.Lowercase()), "normalizes with Lowercase"),
         (of_words, "the tokenizer is WordLevel"),
         (unmerged, "does not merge"),
-        (lambda: with_added(AddedToken("<mask>", lstrip=True)), "depend on what stands before them"),
-        (lambda: with_added(AddedToken("<a>", rstrip=True), AddedToken("<b>")), "drops blanks behind some"),
+        (lambda: with_added(AddedToken("<mask>", lstrip=True)), "depend on the text before them"),
+        (
+            lambda: with_added(AddedToken("<a>", rstrip=True), AddedToken("<b>")),
+            "drops whitespace after some",
+        ),
     ],
 )
 def test_tokenizers_that_cannot_be_carried_are_refused(make, reason):

@@ -1,4 +1,4 @@
-"""A label prior kept with an injection: what it is, and that it is the one of the wrapper."""
+"""Label priors of injections."""
 
 import math
 from dataclasses import replace
@@ -21,19 +21,19 @@ def injection(decoder, task):
     return injected(decoder, task, task.sample(2), CalibrationConfig(epochs=2))
 
 
-def test_scores_are_those_of_the_wrapper(injection, decoder, task):
+def test_scores_match_the_wrapper(injection, decoder, task):
     rows = replace(task, train=tuple(Example(text, number % 2) for number, text in enumerate(UNLABELLED)))
-    below = predictor_of(injection, decoder, task)
-    wrapper = LabelPrior().over(decoder, below, rows, (), seed=0)
+    inner = predictor_of(injection, decoder, task)
+    wrapper = LabelPrior().wrap(decoder, inner, rows, (), seed=0)
     result = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
     wanted = wrapper.scores(TEXTS)
     assert torch.equal(result.scores(decoder, TEXTS), wanted)
-    assert not torch.allclose(wanted, below.scores(TEXTS).log_softmax(-1), atol=1e-2)
+    assert not torch.allclose(wanted, inner.scores(TEXTS).log_softmax(-1), atol=1e-2)
     assert result.predict(decoder, TEXTS) == [task.labels[best] for best in wanted.argmax(-1)]
     torch.testing.assert_close(result.scores(decoder, TEXTS[1:2]), wanted[1:2], atol=1e-5, rtol=1e-5)
 
 
-def test_the_bias_is_the_prior_over_the_mean_in_one_step(injection, decoder):
+def test_bias_is_log_prior_minus_log_mean(injection, decoder):
     mean = injection.scores(decoder, UNLABELLED).softmax(-1).double().mean(0)
     for prior in (None, (0.8, 0.2)):
         result = with_label_prior(injection, decoder, UNLABELLED, prior)
@@ -41,10 +41,10 @@ def test_the_bias_is_the_prior_over_the_mean_in_one_step(injection, decoder):
         torch.testing.assert_close(torch.tensor(result.label_bias).double(), wanted, atol=1e-5, rtol=1e-5)
         assert result.settings["label_prior"] == {"texts": 40, "prior": list(prior) if prior else None}
         again = with_label_prior(result, decoder, UNLABELLED, prior)
-        assert again.label_bias == result.label_bias  # it does not stand on itself
+        assert again.label_bias == result.label_bias  # the old bias is not included
 
 
-def test_what_was_measured_without_it_is_forgotten(injection, decoder):
+def test_results_without_the_bias_are_removed(injection, decoder):
     message = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
     result = with_label_prior(message, decoder, UNLABELLED)
     assert (result.metrics, result.worth, result.command) == ({}, {}, "")
@@ -53,8 +53,8 @@ def test_what_was_measured_without_it_is_forgotten(injection, decoder):
     assert (plain.label_bias, plain.metrics, plain.settings) == (None, {}, injection.settings)
 
 
-def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
-    with pytest.warns(FewTextsWarning, match="from 31 texts is little more than chance: give at least 32"):
+def test_few_texts_give_a_warning_and_none_an_error(injection, decoder):
+    with pytest.warns(FewTextsWarning, match="measured on 31 texts is unreliable: give at least 32"):
         result = with_label_prior(injection, decoder, UNLABELLED[:31])
     assert all(map(math.isfinite, result.label_bias))
     with_label_prior(injection, decoder, UNLABELLED[:32])
@@ -69,10 +69,10 @@ def test_few_texts_are_warned_of_and_none_are_refused(injection, decoder):
         *(((0.5, 0.3), "sum to 0.8"), ((math.inf, 0.5), "sum to inf")),
     ],
 )
-def test_a_prior_that_is_none_is_refused(injection, decoder, prior, named):
+def test_invalid_priors_are_refused(injection, decoder, prior, named):
     one_line(named, with_label_prior, injection, decoder, UNLABELLED, prior)
 
 
 @pytest.mark.parametrize("bias", [(0.5,), (0.1, 0.2, 0.3), (math.nan, 0.0), (0.0, math.inf)])
-def test_a_bias_that_does_not_fit_the_labels_is_refused(injection, bias):
+def test_bias_of_the_wrong_size_is_refused(injection, bias):
     one_line(r"label_bias .* 2 labels", replace, injection, label_bias=bias)

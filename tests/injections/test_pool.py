@@ -24,7 +24,7 @@ def pool_of(decoder, injections):
 
 
 @pytest.mark.parametrize(("case", "dtype", "apart"), KINDS)
-def test_every_row_has_its_own_injection(case, dtype, apart):
+def test_rows_match_their_own_injection(case, dtype, apart):
     decoder = decoder_of(case, dtype)
     injections = [made(decoder, number) for number in range(5)]
     texts = TEXTS * 4
@@ -36,7 +36,7 @@ def test_every_row_has_its_own_injection(case, dtype, apart):
     assert len({tuple(row.tolist()) for row in outcome}) > 20
 
 
-def test_all_kinds_of_injection_at_once():
+def test_mixed_kinds_of_injections_match_separate_scores():
     decoder = decoder_of("llama")
     places = [{}, {"positions": "first"}, {"positions": "last"}]
     places += [{"positions": "random", "seed": seed} for seed in (5, 6)]
@@ -61,7 +61,7 @@ def test_all_kinds_of_injection_at_once():
     assert pool_of(decoder, injections).predict(texts, names) == words
 
 
-def test_predictions_are_label_words_of_the_own_task():
+def test_predictions_are_label_words_of_each_task():
     decoder = decoder_of("llama")
     injections = {task.name: made(decoder, number) for number, task in enumerate(TASKS)}
     names = ["films", "topics", "flags"] * 2
@@ -71,7 +71,7 @@ def test_predictions_are_label_words_of_the_own_task():
     assert predict(decoder, [], injections, []) == []
 
 
-def test_loading_replacing_and_dropping():
+def test_injections_can_be_replaced_and_dropped():
     decoder = decoder_of("llama")
     pool = InjectionPool(decoder)
     pool.load("a", made(decoder, 0))
@@ -86,7 +86,7 @@ def test_loading_replacing_and_dropping():
         one_line("no injection 'a' is loaded", call)
 
 
-def test_a_task_costs_its_vector_and_nothing_of_the_injection():
+def test_loaded_task_stores_only_its_scaled_vector():
     decoder = decoder_of("llama")
     (loaded,) = pool_of(decoder, [made(decoder, 0)])._loaded.values()
     assert loaded.scaled.nbytes == 4 * 2 * decoder.layers * decoder.d_model
@@ -105,7 +105,7 @@ def test_bad_input():
     pool.load("c", other, force=True)
 
 
-def test_tasks_come_and_go_beside_running_batches():
+def test_tasks_can_be_loaded_and_dropped_while_batches_run():
     decoder = decoder_of("gpt2")
     injections = [made(decoder, number) for number in range(3)]
     pool = pool_of(decoder, injections)
@@ -132,7 +132,7 @@ def test_tasks_come_and_go_beside_running_batches():
         churning.result()
 
 
-def test_two_threads_with_two_injections_on_one_decoder():
+def test_two_threads_can_share_a_decoder():
     decoder = decoder_of("llama")
     injections = [replace(made(decoder, number), task=TASKS[0]) for number in range(2)]
     wanted = [injection.scores(decoder, TEXTS) for injection in injections]

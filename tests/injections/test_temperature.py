@@ -1,4 +1,4 @@
-"""A temperature: probabilities among the labels are less sure, or surer, and answers stay bit for bit."""
+"""Temperature scaling changes probabilities and never predictions."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ def injection(decoder, task):
 
 
 @pytest.mark.parametrize("bias", [None, BIAS])
-def test_log_probabilities_are_divided_behind_the_label_prior(injection, decoder, bias):
+def test_temperature_is_applied_after_the_label_prior(injection, decoder, bias):
     plain = replace(injection, label_bias=bias).scores(decoder, TEXTS).double()
     result = with_temperature(replace(injection, label_bias=bias), 2.5).scores(decoder, TEXTS)
     wanted = (plain / 2.5).log_softmax(-1).float()
@@ -31,13 +31,13 @@ def test_log_probabilities_are_divided_behind_the_label_prior(injection, decoder
     torch.testing.assert_close(odds.double(), plain[:, 1] - plain[:, 0], atol=1e-5, rtol=0)
 
 
-def test_at_1_scores_are_what_they_were(injection, decoder):
+def test_temperature_1_does_not_change_scores(injection, decoder):
     scores = injection.scores(decoder, TEXTS)
     assert torch.equal(with_temperature(injection, 1.0).scores(decoder, TEXTS), scores)
     assert with_temperature(injection, 0.5).predict(decoder, TEXTS) == injection.predict(decoder, TEXTS)
 
 
-def test_answers_stay_where_scores_differ_by_their_last_bit():
+def test_predictions_do_not_change_even_for_scores_one_bit_apart():
     low = -torch.rand(3000, generator=torch.Generator().manual_seed(0)) * 20
     pairs = torch.stack([low, low.nextafter(torch.tensor(0.0))], -1)
     pairs = torch.cat([pairs, pairs.flip(-1), low[:, None].expand(-1, 2)])
@@ -46,16 +46,16 @@ def test_answers_stay_where_scores_differ_by_their_last_bit():
             wanted = label_log_probs(pairs, bias, 1.0).argmax(-1)
             result = label_log_probs(pairs, bias, temperature)
             assert torch.equal(result.argmax(-1), wanted)
-            assert torch.equal(result.softmax(-1).argmax(-1), wanted)  # what a table and a server read
+            assert torch.equal(result.softmax(-1).argmax(-1), wanted)  # as used by tables and the server
 
 
-def test_a_label_that_cannot_be_said_stays_so():
+def test_impossible_labels_keep_probability_zero():
     result = label_log_probs(torch.tensor([[-math.inf, -1.0, -2.0]]), None, 2.0)
     torch.testing.assert_close(result.exp()[0, 1:], torch.tensor([-0.5, -1.0]).softmax(-1))
     assert result[0, 0] == -math.inf
 
 
-def test_what_was_measured_of_answers_stays_and_a_label_prior_takes_the_temperature_away(injection, decoder):
+def test_metrics_are_kept_and_a_label_prior_resets_the_temperature(injection, decoder):
     message = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
     result = with_temperature(message, 2.0)
     assert (result.metrics, result.worth, result.command) == (message.metrics, message.worth, "")
@@ -67,4 +67,6 @@ def test_what_was_measured_of_answers_stays_and_a_label_prior_takes_the_temperat
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 1e-4, 1e4])
 def test_a_temperature_that_is_none_is_refused(injection, bad):
-    one_line(r"^temperature .* is no number from 0.001 to 1000: give one$", with_temperature, injection, bad)
+    one_line(
+        r"^temperature .* is not a number from 0.001 to 1000: change it$", with_temperature, injection, bad
+    )

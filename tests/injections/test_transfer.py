@@ -1,4 +1,4 @@
-"""Transfer against a few lines of arithmetic, on two families."""
+"""Transfer against a direct computation, on two model families."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ UNTRAINED = CalibrationConfig(epochs=0)
 
 
 def anchor(coefficients, case="llama", *, writers="both", seed=0, **fields):
-    """An injection of another task with these coefficients, or with one pair repeated at every site."""
+    """Return an injection of another task with these coefficients, or with one pair at every site."""
     decoder = decoder_of(case)
     shape = (decoder.layers, 1 if writers == "hidden" else 2)
     values = torch.randn(*shape, decoder.d_model, generator=torch.Generator().manual_seed(seed))
@@ -30,8 +30,8 @@ def anchor(coefficients, case="llama", *, writers="both", seed=0, **fields):
     return Injection(context, coefficients, OTHER, **({"base": decoder.base} | fields))
 
 
-def turned(degrees, **arguments):
-    """An anchor at this angle from (1, 0), whatever its length."""
+def at_angle(degrees, **arguments):
+    """Return an anchor whose coefficients are at this angle from (1, 0)."""
     angle = math.radians(degrees)
     return anchor([3 * math.cos(angle), 3 * math.sin(angle)], **arguments)
 
@@ -49,14 +49,14 @@ def test_similarity_is_the_cosine_of_all_coefficients():
     assert isinstance(result, float)
     assert result == pytest.approx(product / math.prod(lengths), abs=1e-7)
     assert similarity(anchor(one), anchor(-2 * one)) == pytest.approx(-1)
-    assert similarity(turned(10), turned(70)) == pytest.approx(0.5)
+    assert similarity(at_angle(10), at_angle(70)) == pytest.approx(0.5)
     pair = anchor([0.1, 1.0]), anchor([0.1, 1.0], writers="hidden")
     one_line(r"\(2, 2, 2\) and \(2, 1, 2\) cannot be compared: fit both", similarity, *pair)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.05, 100.0])
-def test_weights_are_a_softmax_over_the_related(temperature):
-    anchors = [turned(30), turned(60), turned(0), turned(20), turned(180)]
+def test_weights_are_a_softmax_over_related_anchors(temperature):
+    anchors = [at_angle(30), at_angle(60), at_angle(0), at_angle(20), at_angle(180)]
     result = related(NEW, anchors, TransferConfig(temperature=temperature))
     angles = {0: 30, 2: 0, 3: 20}
     powers = {index: math.exp(math.cos(math.radians(at)) / temperature) for index, at in angles.items()}
@@ -66,26 +66,26 @@ def test_weights_are_a_softmax_over_the_related(temperature):
     assert sum(weight for _, weight in result) == pytest.approx(1)
 
 
-def test_by_default_threshold_and_temperature_are_the_papers():
+def test_default_threshold_and_temperature_are_the_papers():
     assert (TransferConfig().threshold, TransferConfig().temperature) == (0.8, 0.5)
-    anchors = [turned(36), turned(37)]  # cosines 0.809 and 0.799
+    anchors = [at_angle(36), at_angle(37)]  # cosines 0.809 and 0.799
     assert related(NEW, anchors) == ((0, 1.0),)
     assert [index for index, _ in related(NEW, anchors, TransferConfig(threshold=0.79))] == [0, 1]
     # The threshold has to be exceeded.
-    assert related(NEW, [turned(90)], TransferConfig(threshold=-0.1)) == ((0, 1.0),)
+    assert related(NEW, [at_angle(90)], TransferConfig(threshold=-0.1)) == ((0, 1.0),)
     assert related(anchor([0.0, 1.0]), [NEW], TransferConfig(threshold=0.0)) == ()
     assert related(NEW, []) == ()
 
 
 def anchors_of(case):
-    """Two that are related to anything near (0.1, 1.0), around one that is not."""
+    """Return two anchors related to coefficients near (0.1, 1.0), and between them one that is not."""
     drawn = torch.randn(2, 2, 2, 2, generator=torch.Generator().manual_seed(5)) * 0.05
     near = drawn + torch.tensor([0.1, 1.0])
     return [anchor(near[0], case, seed=1), anchor([1.0, -1.0], case, seed=2), anchor(near[1], case, seed=3)]
 
 
 def direct(decoder, case, first, calibration, **arguments):
-    """Weights, averages and second calibration, written out."""
+    """Compute weights, averages and the second calibration directly."""
     kept = [(index, one) for index, one in enumerate(anchors_of(case)) if index != 1]
     cosines = [
         torch.nn.functional.cosine_similarity(first.coefficients.flatten(), one.coefficients.flatten(), dim=0)
@@ -101,7 +101,7 @@ def direct(decoder, case, first, calibration, **arguments):
 
 @pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.parametrize("calibration", [UNTRAINED, QUICK, CalibrationConfig.recipe("released", epochs=2)])
-def test_averages_are_calibrated_once_more(case, calibration):
+def test_average_of_related_anchors_is_calibrated_again(case, calibration):
     decoder = decoder_of(case)
     steps = []
     options = {"calibration": calibration, "seed": 4, "progress": lambda *at: steps.append(at)}
@@ -123,7 +123,7 @@ def test_averages_are_calibrated_once_more(case, calibration):
 
 
 @pytest.mark.parametrize("writers", ["mha", "hidden"])
-def test_other_writers_are_averaged_too(writers):
+def test_anchors_with_other_writers_are_averaged(writers):
     decoder, extraction = decoder_of("llama"), ExtractConfig(writers=writers)
     anchors = [anchor([0.2, 0.9], writers=writers), anchor([0.1, 1.1], writers=writers, seed=1)]
     result = transfer(decoder, TASK, SHOTS, anchors, extraction=extraction, calibration=UNTRAINED)
@@ -131,13 +131,13 @@ def test_other_writers_are_averaged_too(writers):
     expected = torch.stack([weights @ torch.tensor([0.2, 0.1]), weights @ torch.tensor([0.9, 1.1])])
     torch.testing.assert_close(result.injection.coefficients[0, 0], expected)
     assert result.injection.context.config.writers == writers
-    if writers == "mha":  # the site that is left out stays untouched
+    if writers == "mha":  # untrained sites are unchanged
         assert torch.equal(result.injection.coefficients[:, 1], torch.tensor([[0.0, 1.0]] * 2))
 
 
 @pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.parametrize("anchors", [[], [[1.0, -1.0]]])
-def test_without_related_anchors_the_first_stays(case, anchors):
+def test_first_injection_is_returned_without_related_anchors(case, anchors):
     anchors = [anchor(pair, case) for pair in anchors]
     result = transfer(decoder_of(case), TASK, SHOTS, anchors, calibration=QUICK)
     assert result.injection is result.first
@@ -149,7 +149,7 @@ def test_without_related_anchors_the_first_stays(case, anchors):
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_a_first_injection_is_not_made_again(case, monkeypatch):
+def test_given_first_injection_is_not_fitted_again(case, monkeypatch):
     decoder = decoder_of(case)
     whole = transfer(decoder, TASK, SHOTS, anchors_of(case), calibration=QUICK)
     monkeypatch.setattr("i2cl.injections.transfer.extract", lambda *_, **__: pytest.fail("extracted again"))
@@ -159,7 +159,7 @@ def test_a_first_injection_is_not_made_again(case, monkeypatch):
     assert torch.equal(again.injection.coefficients, whole.injection.coefficients)
 
 
-def test_scoring_goes_over_from_the_first():
+def test_scoring_of_the_first_injection_is_kept():
     decoder = decoder_of("llama")
     first = injected(decoder, TASK, SHOTS, UNTRAINED, scoring="full")
     result = transfer(decoder, TASK, SHOTS, anchors_of("llama"), calibration=UNTRAINED, first=first)
@@ -168,8 +168,8 @@ def test_scoring_goes_over_from_the_first():
 
 @pytest.fixture
 def refused(monkeypatch):
-    """Asks for a transfer that fails before any work."""
-    worked = lambda *_, **__: pytest.fail("worked all the same")  # noqa: E731
+    """Return `transfer` that must fail before any extraction or calibration."""
+    worked = lambda *_, **__: pytest.fail("started to work")  # noqa: E731
     for name in ("extract", "calibrate"):
         monkeypatch.setattr(f"i2cl.injections.transfer.{name}", worked)
     return partial(transfer, decoder_of("llama"), TASK, SHOTS)
@@ -179,16 +179,16 @@ def refused(monkeypatch):
     ("case", "overrides"),
     [("gemma2", {}), ("llama", {"hidden_size": 16, "head_dim": 8}), ("llama", {"seed": 1})],
 )
-def test_anchors_of_another_model(case, overrides, refused):
+def test_anchors_of_another_model_are_refused(case, overrides, refused):
     """Other layers, another width, or only other weights."""
     wrong = anchor([0.1, 1.0], base=decoder_of(case, **overrides).base)
-    message = r"anchor 2 \('moods'\) was made on '.*', not 'llama' \(.*\): fit it again on this model"
+    message = r"anchor 2 \('moods'\) was fitted on '.*', not 'llama' \(.*\): fit it again on this model"
     one_line(message, refused, [NEW, wrong])
     one_line(message, related, NEW, [NEW, wrong])
 
 
 @pytest.mark.parametrize("fields", [{"writers": "mha"}, {"writers": "hidden"}, {"positions": "last"}])
-def test_anchors_of_other_writers_or_positions(fields, refused):
+def test_anchors_with_other_writers_or_positions_are_refused(fields, refused):
     message = r"anchor 1 \('moods'\) has \(writers, positions\) \('.*'\), "
     message += r"the new task \('both', 'all'\): fit both"
     one_line(message, refused, [anchor([0.1, 1.0], **fields)])
@@ -196,14 +196,14 @@ def test_anchors_of_other_writers_or_positions(fields, refused):
 
 
 @pytest.mark.parametrize("formula", ["add", "balance"])
-def test_only_the_linear_formula(formula, refused):
+def test_formulas_other_than_linear_are_refused(formula, refused):
     config = CalibrationConfig(formula=formula)
     one_line(f"formula='{formula}': use formula='linear'", refused, [NEW], calibration=config)
 
 
-def test_a_first_injection_that_does_not_fit(refused):
+def test_mismatched_first_injection_is_refused(refused):
     one_line(r"first injection \('moods'\) has other labels", refused, [NEW], first=NEW)
     mine = replace(NEW, task=TASK)
     last, other = replace(mine, positions="last"), replace(mine, base=decoder_of("gpt2").base)
-    one_line(r"positions='last', the calibration 'all': give both the same", refused, [NEW], first=last)
-    one_line(r"first injection \('films'\) was made on 'gpt2'", refused, [NEW], first=other)
+    one_line(r"positions='last', the calibration 'all': use the same for both", refused, [NEW], first=last)
+    one_line(r"first injection \('films'\) was fitted on 'gpt2'", refused, [NEW], first=other)

@@ -113,11 +113,14 @@ WRONG = {
     "no task": (["fit", "{model}"], "see i2cl fit --help"),
     "no test rows": (["eval", "{model}", "{films}", "--template", TEMPLATE, "--shots", "2"], "no test"),
     "half an architecture": (["check", "{model}", "--mlp", "mlp"], "belong together"),
-    "a torn device map": ([*FIT, "--device-map", '{"": '], "is no JSON"),
-    "a list of devices": ([*FIT, "--device-map", '["cpu"]'], "is no map"),
+    "a torn device map": ([*FIT, "--device-map", '{"": '], "is not valid JSON"),
+    "a list of devices": ([*FIT, "--device-map", '["cpu"]'], "is not an object"),
     "a map to no device": ([*FIT, "--device-map", '{"": "abacus"}'], "cannot use device 'abacus'"),
     "half a device map": ([*FIT, "--device-map", '{"model.layers.0": "disk"}'], "does not give any device"),
-    "a deep device map": (["predict", "{artefact}", "{films}", "--device-map", "[" * 5000], "is no JSON"),
+    "a deep device map": (
+        ["predict", "{artefact}", "{films}", "--device-map", "[" * 5000],
+        "is not valid JSON",
+    ),
     "a name too long for a task": (["fit", "{model}", "x" * 5000, "-o", "{new}"], "name too long"),
     "a name too long for a file": (["fit", "{model}", "x" * 5000 + ".csv", "-o", "{new}"], "name too long"),
     "a name too long for a model": (["check", "x" * 5000], "name too long"),
@@ -132,10 +135,10 @@ WRONG = {
     "unknown experiment": (["experiment", "run", "mian"], "did you mean 'main'"),
     "tasks that no experiment has": (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
     "no store": (["report", "nowhere"], "no store at"),
-    "no such format": (["report", "nowhere", "--formats", "pdf"], "known are md, tex, csv, html"),
-    "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are called 'mood-colour-1'"),
-    "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are called"),
-    "a restart of nothing": (["predict", "{artefact}", "{films}", "--restart"], "leave --restart out"),
+    "no such format": (["report", "nowhere", "--formats", "pdf"], "use one or more of md, tex, csv, html"),
+    "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are named 'mood-colour-1'"),
+    "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are named"),
+    "a restart of nothing": (["predict", "{artefact}", "{films}", "--restart"], "--restart needs -o FILE"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
     "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
     "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),
@@ -168,7 +171,7 @@ def test_predictions_do_not_replace_what_they_are_made_from(refused, home, tmp_p
     (tmp_path / "t.txt").write_text("one\n")
     for output in ("t.txt", "artefact/injection.json"):
         line = refused("predict", artefact, tmp_path / "t.txt", "-o", tmp_path / output)
-        assert "is what is read: choose another output" in line
+        assert "is also an input: choose another output" in line
 
 
 def test_a_text_of_a_megabyte_is_cut_with_one_warning(call, home, tmp_path):

@@ -48,7 +48,7 @@ def test_what_is_asked_is_what_the_chat_template_says(home):
 
 
 def test_it_is_exported_verified_and_kept_as_a_chat(home):
-    assert run("export", home / "out", "--to", "hf", home / "folded") == 0
+    assert run("export", home / "out", "--to", "causal-lm", home / "folded") == 0
     assert run("verify", home / "folded") == 0
     assert any(SAY in path.read_text() for path in (home / "folded").glob("*golden*.json"))
     record = json.loads((home / "out" / "injection.json").read_text())["task"]

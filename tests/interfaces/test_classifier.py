@@ -259,7 +259,7 @@ def wrong(x=None, y=None, **parameters):
         ({"class_weight": {"rouge": 2}}, "class_weight has a weight for 'rouge', which is not a class"),
         ({"class_weight": {"red": -1}}, "option class_weight=.*weights are finite and above 0"),
         ({"recipe": "quick"}, "unknown recipe 'quick': choose one of paper, released, fast"),
-        ({"method": "anchored", "recipe": "fast", "settings": None}, "I2CL's: leave the recipe out"),
+        ({"method": "anchored", "recipe": "fast", "settings": None}, "takes no recipe: leave it out"),
         ({"method": "icv"}, "unknown method 'icv': choose one of anchored, i2cl"),
         ({"settings": {"epochs": "many"}}, "option epochs='many'"),
         ({"template": "{text}"}, r"\{label\} 0 times"),
@@ -268,8 +268,8 @@ def wrong(x=None, y=None, **parameters):
         ({"shots": 2.0}, "shots is 2.0: pass a whole number above 0, or None"),
         ({"folds": 2.5}, "folds is 2.5: give a whole number"),
         ({"evaluate": "160"}, "evaluate is '160': give a whole number"),
-        ({"min_confidence": np.float32(1.5)}, "is no probability"),
-        ({"min_confidence": "0.5"}, "min_confidence '0.5' is no probability"),
+        ({"min_confidence": np.float32(1.5)}, "is not a probability"),
+        ({"min_confidence": "0.5"}, "min_confidence '0.5' is not a probability"),
         ({"method": ["anchored"]}, r"unknown method \['anchored'\]"),
         ({"recipe": ["fast"]}, r"unknown recipe \['fast'\]"),
         (
@@ -354,16 +354,16 @@ def test_a_class_of_the_name_of_no_class_is_refused():
     y = [[-1, 1, 2, 3][TASK.labels.index(word)] for word in Y]
     result = quick(labels=words).fit(X, y)
     assert -1 in result.predict(QUERIES)
-    message = r"^-1 is a class and what min_confidence answers: "
+    message = r"^-1 is a class, but min_confidence uses it for 'no prediction': "
     one_line(message, result.set_params(min_confidence=0.5).predict, QUERIES)
 
 
 @pytest.mark.parametrize("least", [0.0, -1.0, 1.5, float("nan")])
 def test_a_threshold_that_is_none_is_refused_at_fit_and_later(least):
-    message = r"^min_confidence .* is no probability: give a number above 0, up to 1$"
+    message = r"^min_confidence .* is not a probability: give a number above 0, up to 1$"
     one_line(message, quick(min_confidence=least).fit, X, Y)
     later = copy.copy(fitted()).set_params(min_confidence=least)
-    one_line("is no probability", later.predict, QUERIES)
+    one_line("is not a probability", later.predict, QUERIES)
 
 
 def test_the_model_is_left_as_found(decoder):

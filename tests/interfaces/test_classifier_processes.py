@@ -63,7 +63,7 @@ print(torch.get_num_threads())
 def test_a_model_in_use_by_another_thread_at_the_fork_is_an_error_in_the_child():
     program = f"""{FITTED}
 from i2cl.models.restore import frozen
-model, entered, leave = classifier._held.model, threading.Event(), threading.Event()
+model, entered, leave = classifier._loaded_decoder.model, threading.Event(), threading.Event()
 
 def borrow():
     with frozen(model):
@@ -130,7 +130,7 @@ try:
     loaded.predict(X)
 except ValueError as error:
     print(error)
-print(loaded.set_params(model=classifier._held).predict(X).tolist() == here)
+print(loaded.set_params(model=classifier._loaded_decoder).predict(X).tolist() == here)
 """
     code, out, errors = finished(program, tiny_folder(tmp_path / "model"), tmp_path / "task")
     message, same = out.splitlines()

@@ -41,7 +41,7 @@ CASES = {
     "fit: bad template": (f"{FIT} --template {{text}}", "{label} 0 times"),
     "fit: bad labels": (f"{FIT} --labels a=x,y", "is not NAME=CODE"),
     "fit: bad dtype": (f"{FIT} --dtype int3", "'int3' is not one of"),
-    "fit: bad device map": (f"{FIT} --device-map [", "is no JSON"),
+    "fit: bad device map": (f"{FIT} --device-map [", "is not valid JSON"),
     "fit: bad method option": (f"{FIT} --set epochs", "is not NAME=VALUE"),
     "fit: bad folds": (f"{FIT} --folds 1", "give 2 or more"),
     "fit: bad target accuracy": (
@@ -56,14 +56,14 @@ CASES = {
     "predict: unwritable output": ("predict mood good.csv -o none/new.csv", "cannot write"),
     "predict: missing artefact": ("predict ./none good.csv", "no injection at './none'"),
     "predict: no artefact": ("predict . good.csv", "it has no injection.json"),
-    "predict: bad threshold": ("predict mood good.csv --min-confidence 3", "is no probability"),
+    "predict: bad threshold": ("predict mood good.csv --min-confidence 3", "is not a probability"),
     "eval: missing file": ("eval reference none.csv", "none.csv does not exist"),
     "eval: wrong column": ("eval reference named.csv", "no text column 'text'"),
     "eval: unknown task": ("eval reference sst3", "unknown task 'sst3'"),
     "export: missing artefact": ("export ./none new", "no injection at './none'"),
     "export: wrong ending": ("export mood new --to gguf", "end it with .gguf"),
     "verify: missing export": ("verify none", "'none' does not exist"),
-    "push: missing artefact": ("push none name/none", "'none' is no folder"),
+    "push: missing artefact": ("push none name/none", "'none' is not a folder"),
     "check: missing model": ("check ./none", "model folder './none' does not exist"),
 }
 

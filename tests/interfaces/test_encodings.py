@@ -14,7 +14,7 @@ from tiny import tiny_folder
 
 LABELS = ["sch\u00f6n", "\U0001f600"]
 ODD = os.fsdecode(b"caf\xe9")  # a file name that is not UTF-8
-HALF = "\ud83d"  # half a surrogate pair
+HALF = "\ud83d"  # lone surrogate
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ COMMANDS = {
     "eval": "eval {home}/model {home}/\u00f6.jsonl --test {home}/\u00f6.jsonl --template {text}:{label} "
     "--shots 1 --method zero_shot --workers 1",
     "ls": "ls tasks",
-    "export": "export {home}/artefact {new}\u00f6 --to hf",
+    "export": "export {home}/artefact {new}\u00f6",
     "help": "fit --help",
 }
 
@@ -124,7 +124,7 @@ def test_file_names_that_are_not_utf_8(narrow, home, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_half_pairs_in_labels_and_templates_are_refused(narrow, home, tmp_path):
+def test_lone_surrogates_in_labels_and_templates_are_refused(narrow, home, tmp_path):
     rows = jsonl(tmp_path / "rows.jsonl", [{"text": "a", "label": HALF}, {"text": "b", "label": "good"}] * 2)
     for words in (
         fit(home, tmp_path / "new", task=rows),
@@ -134,5 +134,5 @@ def test_half_pairs_in_labels_and_templates_are_refused(narrow, home, tmp_path):
     ):
         code, out, err = narrow(*words)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "half a surrogate pair" in err or "is not one of" in err
+        assert "lone surrogate" in err or "is not one of" in err
     assert not (tmp_path / "new").exists()

@@ -43,7 +43,8 @@ def files_up_to(size):
 # What is run, and sizes that one of its files exceeds: its first, or a later one.
 COMMANDS = {
     "fit": (f"fit reference {TASK} -o {{new}} --shots 1 {QUICK} --set formula=add --evaluate 0", 100, 3000),
-    "hf": ("export {home}/mood {new} --to hf", 100, 100_000),
+    "classifier": ("export {home}/mood {new}", 100, 100_000),
+    "causal-lm": ("export {home}/mood {new} --to causal-lm", 100, 100_000),
     "peft": ("export {home}/mood {new} --to peft", 2000),
     "gguf": ("export {home}/mood {new}.gguf --to gguf", 100, 100_000),
     "run": ("experiment run {home}/grid.toml --store {new} --workers 1", 100, 4000),

@@ -20,7 +20,7 @@ from export.cases import TASK as FILMS, decoder_of, injection_for, stored
 from fitting import injected, left_as_found, one_line
 from i2cl import CalibrationConfig, Decoder, I2CLError, load_task, with_temperature
 from i2cl.core.encoder_bias import EncoderBias
-from i2cl.export import export_hf, fold
+from i2cl.export import export_causal_lm, fold
 from i2cl.interfaces.harness import I2CLHarness, main
 from i2cl.models.scoring import Questions, score
 from processes import finished
@@ -124,7 +124,7 @@ def test_accuracy_on_a_task_is_that_of_this_package_and_of_the_export(tmp_path):
     assert 0.3 < accuracy < 1
     expected = (pytest.approx(accuracy), best)
     assert measured(I2CLHarness(mood(), reference(), batch_size=16), folder) == expected
-    export_hf(reference(), mood(), tmp_path / "plain")
+    export_causal_lm(reference(), mood(), tmp_path / "plain")
     folded = HFLM(str(tmp_path / "plain"), device="cpu", dtype="float32", batch_size=16)
     assert measured(folded, folder) == expected
 
@@ -160,15 +160,15 @@ def test_bad_input():
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
     one_line("neither a model nor an injection", I2CLHarness)
-    with pytest.raises(I2CLError, match="by their words: measure it with `i2cl predict`"):
+    with pytest.raises(I2CLError, match="word-level scoring: evaluate it with `i2cl predict`"):
         I2CLHarness(replace(injection, scoring="words"), decoder)
-    with pytest.raises(I2CLError, match="positions='last': fit one at all positions"):
+    with pytest.raises(I2CLError, match="positions='last': fit one with positions=all"):
         I2CLHarness(replace(injection, positions="last"), decoder)
     encoded = replace(
         injection,
         encoder_bias=EncoderBias("words", torch.ones(len(injection.task.labels), 25), torch.eye(24)[0]),
     )
-    one_line("a sentence encoder belongs: fit one by --method anchored", I2CLHarness, encoded, decoder)
+    one_line("does not support sentence encoders: fit with --method anchored", I2CLHarness, encoded, decoder)
     other = decoder_of("llama", rms_norm_eps=1e-3)
     other.model.lm_head.weight.data.add_(1)
     one_line(r"made on .* \(weights", I2CLHarness, injection, other)

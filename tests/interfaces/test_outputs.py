@@ -1,4 +1,4 @@
-"""Predictions out: all of a file or nothing, and going on after a kill."""
+"""Writing predictions: files are complete or absent, and runs resume after a kill."""
 
 import json
 import os
@@ -9,22 +9,22 @@ import pytest
 from commands import listed
 from fitting import one_line
 from i2cl import I2CLError
-from i2cl.interfaces.batch_prediction.outputs import require_other, source_state, written
+from i2cl.interfaces.batch_prediction.outputs import open_output, require_not_input, source_state
 from i2cl.interfaces.batch_prediction.tables import Table, output_format
 from i2cl.tasks.files import RowError
 
 HEADER = "label\n"
 
 
-def writing(path, *, chunk=2, **options):
-    return written(path, HEADER, {"model": "one"} | options.pop("settings", {}), chunk=chunk, **options)
+def output_to(path, *, chunk=2, **options):
+    return open_output(path, HEADER, {"model": "one"} | options.pop("settings", {}), chunk=chunk, **options)
 
 
-def stopped(path, error=KeyboardInterrupt, **options):
-    """Rows 0 to 4 of a run that ends with an error, two at a time."""
+def interrupted(path, error=KeyboardInterrupt, **options):
+    """Write rows 0 to 4, two at a time, and raise an error."""
 
     def fail():
-        with writing(path, **options) as out:
+        with output_to(path, **options) as out:
             out.write("0\n1\n", 2)
             out.write("2\n3\n", 2)
             out.write("4\n", 1)
@@ -34,9 +34,9 @@ def stopped(path, error=KeyboardInterrupt, **options):
         fail()
 
 
-def test_a_file_appears_when_the_block_ends_and_not_before(tmp_path):
+def test_file_is_created_when_the_block_ends(tmp_path):
     path = tmp_path / "out.tsv"
-    with writing(path) as out:
+    with output_to(path) as out:
         out.write("0\n1\n", 2)
         assert not path.exists()
         assert (tmp_path / ".out.tsv.part").read_text() == HEADER + "0\n1\n"
@@ -45,44 +45,44 @@ def test_a_file_appears_when_the_block_ends_and_not_before(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, I2CLError])
-def test_the_same_run_goes_on_after_the_last_whole_chunk(tmp_path, error):
+def test_run_resumes_after_the_last_complete_chunk(tmp_path, error):
     path = tmp_path / "out.tsv"
-    stopped(path, error)
+    interrupted(path, error)
     assert listed(tmp_path) == [".out.tsv.part", ".out.tsv.part.json"]
-    with writing(path) as out:
+    with output_to(path) as out:
         assert (out.kept, out.rows) == (4, 4)
         out.write("4\n5\n", 2)
     assert path.read_text() == HEADER + "0\n1\n2\n3\n4\n5\n"
     assert listed(tmp_path) == ["out.tsv"]
 
 
-def test_nothing_is_left_of_bad_texts_of_no_rows_and_of_what_cannot_be_read_again(tmp_path):
+def test_nothing_is_left_if_the_run_cannot_resume(tmp_path):
     path = tmp_path / "out.tsv"
-    stopped(path, RowError)
+    interrupted(path, RowError)
     assert listed(tmp_path) == []
-    stopped(path, resumes=False)
+    interrupted(path, resumes=False)
     assert listed(tmp_path) == []
-    with pytest.raises(KeyboardInterrupt), writing(path):
+    with pytest.raises(KeyboardInterrupt), output_to(path):
         raise KeyboardInterrupt
     assert listed(tmp_path) == []
 
 
-def test_rows_of_another_run_are_refused_until_they_are_discarded(tmp_path):
+def test_rows_of_other_settings_are_refused_until_restart(tmp_path):
     path = tmp_path / "out.tsv"
-    stopped(path)
+    interrupted(path)
     there = (tmp_path / ".out.tsv.part").read_text()
     message, settings = r"another model, dtype \(see .out.tsv.part.json\).*--restart", {"dtype": "float16"}
-    with pytest.raises(I2CLError, match=message), writing(path, settings=settings | {"model": "two"}):
+    with pytest.raises(I2CLError, match=message), output_to(path, settings=settings | {"model": "two"}):
         pass
     assert (tmp_path / ".out.tsv.part").read_text() == there
     for damaged in ("5", "[]", "{"):
         (tmp_path / ".out.tsv.part.json").write_text(damaged)
-        with pytest.raises(I2CLError, match="another model"), writing(path):
+        with pytest.raises(I2CLError, match="another model"), output_to(path):
             pass
     (tmp_path / ".out.tsv.part.json").unlink()
-    with pytest.raises(I2CLError, match="another model"), writing(path):
+    with pytest.raises(I2CLError, match="another model"), output_to(path):
         pass
-    with writing(path, restart=True) as out:
+    with output_to(path, restart=True) as out:
         assert out.kept == 0
         out.write("new\n", 1)
     assert path.read_text() == HEADER + "new\n"
@@ -90,12 +90,12 @@ def test_rows_of_another_run_are_refused_until_they_are_discarded(tmp_path):
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_an_older_output_stays_until_the_new_one_is_whole(tmp_path, resumes):
+def test_old_output_stays_until_the_new_one_is_complete(tmp_path, resumes):
     path = tmp_path / "out.tsv"
     path.write_text("older\n")
-    stopped(path, resumes=resumes)
+    interrupted(path, resumes=resumes)
     assert path.read_text() == "older\n"
-    with writing(path, resumes=resumes) as out:
+    with output_to(path, resumes=resumes) as out:
         out.write("".join(f"{row}\n" for row in range(out.kept, 6)), 6 - out.kept)
         assert path.read_text() == "older\n"
     assert path.read_text() == HEADER + "0\n1\n2\n3\n4\n5\n"
@@ -103,14 +103,14 @@ def test_an_older_output_stays_until_the_new_one_is_whole(tmp_path, resumes):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_link_is_written_through_and_stays(tmp_path, there):
+def test_symbolic_link_is_followed(tmp_path, there):
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "out.tsv", tmp_path / "link"
     link.symlink_to(target)
     if there:
         target.write_text("older\n")
-    with writing(link) as out:
-        with pytest.raises(I2CLError, match="another process is writing"), writing(target):
+    with output_to(link) as out:
+        with pytest.raises(I2CLError, match="another process is writing"), output_to(target):
             pass
         out.write("0\n", 1)
     assert link.is_symlink()
@@ -118,7 +118,7 @@ def test_a_link_is_written_through_and_stays(tmp_path, there):
     assert listed(tmp_path) + listed(tmp_path / "far") == ["far", "link", "out.tsv"]
 
 
-def test_what_is_read_is_not_written_over(tmp_path, monkeypatch):
+def test_input_is_refused_as_output(tmp_path, monkeypatch):
     texts, other = tmp_path / "texts.txt", tmp_path / "other.txt"
     texts.write_text("one\n")
     other.write_text("two\n")
@@ -126,16 +126,16 @@ def test_what_is_read_is_not_written_over(tmp_path, monkeypatch):
     (tmp_path / "hard").hardlink_to(texts)
     monkeypatch.chdir(tmp_path)
     for output in (texts, *map(Path, ("texts.txt", "link", "hard", f"../{tmp_path.name}/texts.txt"))):
-        one_line(r"is what is read: choose another output", require_other, output, str(texts))
+        one_line(r"is also an input: choose another output", require_not_input, output, str(texts))
     with texts.open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        one_line("is what is read", require_other, Path("link"), "-")
-        require_other(other, "-")
+        one_line("is also an input", require_not_input, Path("link"), "-")
+        require_not_input(other, "-")
     for output, source in ((None, "texts.txt"), (other, "texts.txt"), (Path("new"), "none"), (other, "-")):
-        require_other(output, source)
+        require_not_input(output, source)
 
 
-def test_the_state_of_a_source_tells_when_it_changed(tmp_path):
+def test_source_state_changes_with_the_file(tmp_path):
     path = tmp_path / "texts.txt"
     path.write_text("one\n")
     before = source_state(str(path))
@@ -146,11 +146,11 @@ def test_the_state_of_a_source_tells_when_it_changed(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+def test_named_pipe_is_written_to(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with writing(path) as out:
+    with output_to(path) as out:
         out.write("through\n", 1)
     assert os.read(reader, 100) == b"label\nthrough\n"
     os.close(reader)
@@ -159,15 +159,15 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
 
 
 def test_stdout_gets_the_header_with_the_first_row(capsys):
-    with writing(None):
+    with output_to(None):
         pass
     assert capsys.readouterr().out == ""
-    with writing(None) as out:
+    with output_to(None) as out:
         out.write("0\n", 1)
     assert capsys.readouterr().out == HEADER + "0\n"
 
 
-def test_predictions_as_table_and_as_json_and_labels_with_breaks():
+def test_predictions_as_tsv_and_json_lines():
     rows = [[0.25, 0.75], [0.5, 0.5]]
     assert Table(("a", "b")).header == "label\ta\tb\n"
     assert Table(("a", "b")).lines(rows) == "b\t0.250000\t0.750000\na\t0.500000\t0.500000\n"
@@ -186,7 +186,7 @@ def test_predictions_as_table_and_as_json_and_labels_with_breaks():
 NAMES, KEPT = ("id", "label"), [["a\tb", 7], ["c", None]]
 
 
-def test_what_is_kept_comes_before_the_answer_and_csv_on_a_pipe_is_lines_of_its_own():
+def test_kept_columns_come_before_the_label():
     rows = [[1.0, 0.0], [0.0, 1.0]]
     assert Table(("x", "id"), kept=NAMES).header == "input.id\tinput.label\tlabel\tx\tid\n"
     lines = Table(("x", "y"), kept=NAMES).lines(rows, KEPT)
@@ -208,30 +208,30 @@ def test_what_is_kept_comes_before_the_answer_and_csv_on_a_pipe_is_lines_of_its_
         *(("a.parquet", "tsv", False, "tsv"), ("a.csv", "jsonl", True, "jsonl"), (None, "csv", False, "csv")),
     ],
 )
-def test_the_format_is_that_of_the_ending_unless_one_is_named(tmp_path, name, named, as_json, kind):
+def test_format_follows_the_suffix_unless_named(tmp_path, name, named, as_json, kind):
     assert output_format(name and tmp_path / name, named, as_json=as_json) == kind
 
 
 @pytest.mark.parametrize(
-    ("name", "named", "as_json", "said"),
+    ("name", "named", "as_json", "message"),
     [
-        ("a.csv", None, True, "the ending of .* means csv"),
+        ("a.csv", None, True, "the suffix of .* means csv"),
         ("a.txt", "parquet", True, "--output-format means parquet"),
-        (None, "parquet", False, "name one with -o"),
+        (None, "parquet", False, "give one with -o"),
     ],
 )
-def test_formats_that_contradict_each_other(tmp_path, name, named, as_json, said):
-    one_line(said, output_format, name and tmp_path / name, named, as_json=as_json)
+def test_contradictory_formats_are_refused(tmp_path, name, named, as_json, message):
+    one_line(message, output_format, name and tmp_path / name, named, as_json=as_json)
 
 
-def test_a_file_that_is_made_at_the_end_is_whole_or_not_there(tmp_path):
+def test_converted_file_is_complete_or_absent(tmp_path):
     path = tmp_path / "out.csv"
 
     def fail(waiting, new):
         new.write_text("half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(I2CLError, match="No space left"), writing(path, finish=fail) as out:
+    with pytest.raises(I2CLError, match="No space left"), output_to(path, finish=fail) as out:
         out.write("0\n1\n", 2)
     assert listed(tmp_path) == [".out.csv.part", ".out.csv.part.json"]
 
@@ -239,7 +239,7 @@ def test_a_file_that_is_made_at_the_end_is_whole_or_not_there(tmp_path):
         new.write_text(waiting.read_text().replace("\n", ";"))
         return "joined"
 
-    with writing(path, finish=join) as out:
+    with output_to(path, finish=join) as out:
         assert out.kept == 2
         out.write("2\n", 1)
     assert (path.read_text(), out.note, listed(tmp_path)) == ("label;0;1;2;", "joined", ["out.csv"])

@@ -43,7 +43,7 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS + odd, ";", "cp1252")
     out, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
     assert err.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
-    assert f"warning: {path}: labels 'Price' and 'price' differ in case alone" in err
+    assert f"warning: {path}: labels 'Price' and 'price' differ only in case" in err
     block, rest = out.split("\n\n", 1)
     assert all(len(line) <= 80 for line in block.splitlines())
     message = " ".join(block.split())
@@ -51,7 +51,10 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
     for part in (
         f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens",
         "Labels: Price 1, login 14, price 12.",
-        *("! 'ticket 3 about price' is labelled login and price: keep one.", "All 27 rows used: about "),
+        *(
+            "! 'ticket 3 about price' is labelled login and price: keep one label.",
+            "All 27 rows used: about ",
+        ),
     ):
         assert part in message
     assert rest.startswith("Saved ")
@@ -161,7 +164,7 @@ def test_bad_rows_are_told_at_once_or_left_out(call, refused, model, tmp_path):
     for part in (empty, "row 27: label '' is not a word", "--skip-bad-rows"):
         assert part in line
     out, err = fitted(call, model, path, tmp_path / "new", "--skip-bad-rows", "--evaluate", "0")
-    assert err.startswith(f"note: {path}: 3 of 27 rows are left out")
+    assert err.startswith(f"note: {path}: 3 of 27 rows are skipped")
     assert "All 24 rows used" in out
 
 
@@ -169,7 +172,7 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
     rows = [(text, str(1 + place % 2)) for place, (text, _) in enumerate(ROWS)]
     path = write(tmp_path / "stars.csv", rows)
     out, _ = fitted(call, model, path, tmp_path / "a", "--evaluate", "0")
-    line = "The labels are numbers, which say little to a model: name them, --labels 'NAME=1,NAME=2'."
+    line = "The labels are numbers: name them for the model with --labels 'NAME=1,NAME=2'."
     assert line in " ".join(out.split())
     out, _ = fitted(call, model, path, tmp_path / "b", "--evaluate", "0", "--labels", "poor,good")
     assert "Labels: poor 12, good 12." in out
@@ -189,7 +192,7 @@ def test_booleans_are_named_by_pairs_of_name_and_code(call, model, tmp_path):
 
 def test_booleans_without_names_are_asked_for_them(call, model, tmp_path):
     out, _ = fitted(call, model, write(tmp_path / "bools.csv", BOOLEANS), tmp_path / "new", "--evaluate", "0")
-    assert "! The labels are booleans, which say little to a model" in out
+    assert "! The labels are booleans: name them for the model" in out
     assert "'NAME=False,NAME=True'" in out
 
 
@@ -199,7 +202,7 @@ def test_booleans_without_names_are_asked_for_them(call, model, tmp_path):
         ("True=good,False=bad", "write NAME=CODE, such as --labels good=True,bad=False"),
         ("good=True,False", "'False' is not NAME=CODE: write all as NAME=CODE"),
         ("good=True,bad=", "'bad=' is not NAME=CODE"),
-        ("good=True,bad=True", "code 'True' is given to 'good' and 'bad': choose one"),
+        ("good=True,bad=True", "'good' and 'bad' have the same code 'True': choose one"),
         ("good=True,good=False", "give at least two"),
     ],
 )
@@ -217,12 +220,12 @@ def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_pa
     monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", lambda *_: pytest.fail("the model was read"))
     path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(17000)])
     bundled = "fit", "reference", "mood-colour-1", "-o", tmp_path / "new"
-    assert "leave --keep-back out" in refused(*bundled, "--keep-back", "3")
+    assert "--keep-back needs rows from a file" in refused(*bundled, "--keep-back", "3")
     assert "leave them out" in refused(*bundled, "--text-column", "body")
     assert "{text} 0 times" in refused("fit", "reference", path, "--template", "", "-o", tmp_path / "new")
     for shots in ("0", "-1", "2.5", "every"):
         err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", shots)
-        assert f"'{shots}' is neither a whole number above 0 nor 'all'" in err
+        assert f"'{shots}' is neither a positive integer nor 'all'" in err
     assert "give fewer of each" in refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "all")
     err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "8500")
     assert "17000 examples are more than the 16384 that anchored calibration takes: give fewer of each" in err
@@ -255,7 +258,7 @@ def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(refused, mon
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", again)
     line = refused("fit", "smollm3", "mood-colour-1", "-o", tmp_path / "new", "--shots", "1")
     assert asked.call_count == 1
-    assert line.startswith("error: model 'smollm3' is no folder")
+    assert line.startswith("error: model 'smollm3' is not a folder")
     assert "did you mean 'smollm2'?" in line
 
 

@@ -1,4 +1,4 @@
-"""`i2cl predict` on long files: killed and gone on with, in bounded memory."""
+"""`i2cl predict` on long files: resuming after a kill, in bounded memory."""
 
 import io
 import json
@@ -14,8 +14,8 @@ import torch
 
 from commands import jsonl, listed, run
 from i2cl import Injection, load_task, with_temperature
-from i2cl.interfaces.batch_prediction.outputs import written
-from i2cl.interfaces.batch_prediction.prediction import chunks, digest
+from i2cl.interfaces.batch_prediction.outputs import open_output
+from i2cl.interfaces.batch_prediction.prediction import digest, read_chunks
 from i2cl.interfaces.batch_prediction.tables import Table
 from i2cl.interfaces.cli import main
 from processes import COMMAND, Program, finished, until
@@ -25,7 +25,7 @@ ROWS, CHUNK = 600, 10
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """An artefact for the bundled model, texts, and what an uninterrupted run makes of them."""
+    """A fitted injection, texts, and the output of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("home")
     task = "mood-colour-1"
     assert run("fit", "reference", task, "-o", folder / "mood", "--shots", "2", "--set", "epochs=1") == 0
@@ -44,8 +44,8 @@ def lines_of(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_predict_resumes_after_kill_with_identical_output(home, tmp_path):
     output, part = tmp_path / "out.tsv", tmp_path / ".out.tsv.part"
     kept = []
     for more in (1, ROWS // 5, ROWS // 3):
@@ -57,7 +57,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
         assert code == -signal.SIGKILL, message
         assert not output.exists()
         if kept:
-            assert message == f"{kept[-1]} rows of an earlier run are kept\n"
+            assert message == f"resuming after {kept[-1]} rows of an earlier run\n"
         kept.append((lines_of(part) - 1) // CHUNK * CHUNK)
     assert kept[0] < kept[1] < kept[2] < ROWS
     with part.open("a") as handle:
@@ -65,7 +65,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
     code, out, message = finished(COMMAND, *arguments(home, output))
     assert (code, out) == (0, "")
     first, last = message.splitlines()
-    assert first == f"{kept[-1]} rows of an earlier run are kept"
+    assert first == f"resuming after {kept[-1]} rows of an earlier run"
     assert last.startswith(f"Saved {output}: {ROWS} rows in ")
     assert last.endswith(f" s, {kept[-1]} of them from an earlier run.")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
@@ -73,8 +73,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(home, tmp_path):
 
 
 @pytest.fixture
-def halted(monkeypatch):
-    """Raise an error when the fifth chunk is scored, once."""
+def stop_fifth_chunk(monkeypatch):
+    """Raise an error once, when the fifth chunk has been scored."""
 
     def at_the_fifth(error):
         seen, lines = [], Table.lines
@@ -90,20 +90,20 @@ def halted(monkeypatch):
     return at_the_fifth
 
 
-def test_ctrl_c_says_that_rows_are_kept_and_the_same_command_goes_on(home, tmp_path, halted, capsys):
-    halted(KeyboardInterrupt())
+def test_predict_resumes_after_ctrl_c(home, tmp_path, stop_fifth_chunk, capsys):
+    stop_fifth_chunk(KeyboardInterrupt())
     output = tmp_path / "out.tsv"
     assert run(*arguments(home, output)) == 130
     message = capsys.readouterr().err
-    assert message == "error: interrupted: 40 rows are kept: the same command goes on with them\n"
+    assert message == "error: interrupted: 40 rows are saved; run the same command to resume\n"
     assert run(*arguments(home, output)) == 0
-    assert capsys.readouterr().err.startswith("40 rows of an earlier run are kept\nSaved ")
+    assert capsys.readouterr().err.startswith("resuming after 40 rows of an earlier run\nSaved ")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
     assert listed(tmp_path) == ["out.tsv"]
 
 
-def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, halted, capsys, refused):
-    halted(RuntimeError("a bug"))
+def test_rows_of_other_settings_are_refused_after_a_crash(home, tmp_path, stop_fifth_chunk, capsys, refused):
+    stop_fifth_chunk(RuntimeError("a bug"))
     output = tmp_path / "out.tsv"
     with pytest.raises(RuntimeError):
         main([str(word) for word in arguments(home, output)])
@@ -116,15 +116,15 @@ def test_a_crash_keeps_the_rows_and_other_settings_are_refused(home, tmp_path, h
     for name, more in changed.items():
         source = "texts.txt" if more else "other.txt"
         line = refused(*arguments(home, output, *more.split(), source=source))
-        assert (f"made with another {name} " in line, "--restart" in line) == (True, True)
+        assert (f"run with another {name} " in line, "--restart" in line) == (True, True)
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert run(*arguments(home, output, "--restart")) == 0
     assert capsys.readouterr().err.startswith("Saved ")
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
 
 
-def test_a_killed_run_that_had_all_rows_only_renames(home, tmp_path, halted):
-    halted(KeyboardInterrupt())
+def test_run_killed_after_the_last_row_only_renames(home, tmp_path, stop_fifth_chunk):
+    stop_fifth_chunk(KeyboardInterrupt())
     output = tmp_path / "out.tsv"
     run(*arguments(home, output))
     (tmp_path / ".out.tsv.part").write_bytes((home / "whole.tsv").read_bytes())
@@ -132,7 +132,7 @@ def test_a_killed_run_that_had_all_rows_only_renames(home, tmp_path, halted):
     assert output.read_bytes() == (home / "whole.tsv").read_bytes()
 
 
-def test_a_digest_tells_injections_apart(home, tmp_path):
+def test_digest_depends_on_everything_that_changes_predictions(home, tmp_path):
     injection = Injection.from_pretrained(home / "mood")
     again = Injection.from_pretrained(home / "mood")
     assert digest(injection) == digest(again)
@@ -147,7 +147,7 @@ def test_a_digest_tells_injections_apart(home, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
-def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(home, tmp_path, kind):
+def test_labels_below_min_confidence_are_empty(home, tmp_path, kind):
     pandas = pytest.importorskip("pandas")
     injection = with_temperature(Injection.from_pretrained(home / "mood"), 20.0)
     injection.save_pretrained(tmp_path / "mood")
@@ -156,10 +156,10 @@ def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(home, tm
     assert run(*words, plain) == 0
     before = READERS[kind](pandas, plain)
     numbers = before.select_dtypes("number")
-    least = round(float(numbers.max(axis=1).median()), 6) + 5e-7  # no rounded probability is that
-    assert run(*words, sure, "--min-confidence", least) == 0
+    threshold = round(float(numbers.max(axis=1).median()), 6) + 5e-7  # no rounded probability equals this
+    assert run(*words, sure, "--min-confidence", threshold) == 0
     result = READERS[kind](pandas, sure)
-    below = numbers.max(axis=1) < least
+    below = numbers.max(axis=1) < threshold
     assert 0 < below.sum() < len(below)
     assert result["label"].fillna("").tolist() == before["label"].mask(below, "").tolist()
     pandas.testing.assert_frame_equal(result.select_dtypes("number"), numbers)
@@ -169,8 +169,8 @@ TEXTS = ["plain", 'commas, "quotes" and;', "two\nlines", "=1+1", "\u00fcber @ 5"
 
 
 @pytest.fixture
-def asked(tmp_path):
-    """Rows whose texts are hard on CSV, with an id that is no number."""
+def tricky(tmp_path):
+    """Rows with texts that need quoting in CSV, and ids with leading zeros."""
     rows = [{"id": f"00{row}", "text": TEXTS[row % len(TEXTS)]} for row in range(100)]
     return jsonl(tmp_path / "in.jsonl", rows)
 
@@ -184,15 +184,26 @@ READERS = {
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_pandas_reads_what_the_ending_says_also_after_a_kill(home, tmp_path, asked, halted, kind, capsys):
+def test_pandas_reads_every_format_after_an_interrupt(home, tmp_path, tricky, stop_fifth_chunk, kind, capsys):
     pandas = pytest.importorskip("pandas")
     output = tmp_path / f"out.{kind}"
-    words = ["predict", home / "mood", asked, "-o", output, "--keep", "id,text", "--row-number", "--chunk", 7]
-    halted(KeyboardInterrupt())
+    words = [
+        "predict",
+        home / "mood",
+        tricky,
+        "-o",
+        output,
+        "--keep",
+        "id,text",
+        "--row-number",
+        "--chunk",
+        7,
+    ]
+    stop_fifth_chunk(KeyboardInterrupt())
     assert run(*words) == 130
     assert run(*words) == 0
     message = capsys.readouterr().err
-    assert "28 rows of an earlier run are kept" in message
+    assert "resuming after 28 rows of an earlier run" in message
     assert ("begin with =, +, - or @: 17." in message) is (kind in {"csv", "tsv"})
     assert listed(tmp_path) == ["in.jsonl", output.name]
     table = READERS[kind](pandas, output).rename(columns=lambda name: name.removeprefix("input."))
@@ -206,14 +217,14 @@ def test_pandas_reads_what_the_ending_says_also_after_a_kill(home, tmp_path, ask
     assert [labels[best] for best in chances.to_numpy().argmax(1)] == list(table["label"])
 
 
-def test_a_kept_column_that_is_called_as_the_number_of_a_row_is_text(home, tmp_path):
+def test_kept_column_named_row_is_text(home, tmp_path):
     pandas = pytest.importorskip("pandas")
     path, output = jsonl(tmp_path / "in.jsonl", [{"row": "a", "text": "one"}]), tmp_path / "out.parquet"
     assert run("predict", home / "mood", path, "-o", output, "--keep", "row") == 0
     assert list(pandas.read_parquet(output)["row"]) == ["a"]
 
 
-def test_a_bad_row_of_a_file_is_told_before_the_model_is_read(home, tmp_path, refused, monkeypatch):
+def test_bad_row_is_reported_before_the_model_is_loaded(home, tmp_path, refused, monkeypatch):
     source, output = tmp_path / "texts.txt", tmp_path / "out.tsv"
     source.write_text("warm\n\ncold\n\n \n", encoding="utf-8")
     with monkeypatch.context() as patch:
@@ -224,17 +235,17 @@ def test_a_bad_row_of_a_file_is_told_before_the_model_is_read(home, tmp_path, re
     assert not output.exists()
     source.write_text("warm\ncold\n\n \n", encoding="utf-8")
     assert run("predict", home / "mood", source, "-o", output) == 0
-    assert len(output.read_text(encoding="utf-8").splitlines()) == 3, "blank lines at the end are no rows"
+    assert len(output.read_text(encoding="utf-8").splitlines()) == 3, "blank lines at the end are ignored"
 
 
 def with_gaps(path):
-    """Five rows, of which the second and the fourth have no text."""
+    """Write five rows; the second and fourth have no visible text."""
     texts = ["warm", "", "cold", "\u200b\ufeff", "damp"]
     return jsonl(path, [{"id": f"n{row}", "text": text} for row, text in enumerate(texts)])
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_skipped_rows_have_an_empty_answer_and_the_others_theirs(home, tmp_path, capsys, kind):
+def test_skipped_rows_have_empty_predictions(home, tmp_path, capsys, kind):
     pandas = pytest.importorskip("pandas")
     whole, output = tmp_path / f"whole.{kind}", tmp_path / f"out.{kind}"
     usable = jsonl(
@@ -244,7 +255,7 @@ def test_skipped_rows_have_an_empty_answer_and_the_others_theirs(home, tmp_path,
     gaps, options = with_gaps(tmp_path / "gaps.jsonl"), ["--keep", "id", "--skip-bad-rows", "--chunk", 2]
     capsys.readouterr()
     assert run("predict", home / "mood", gaps, "-o", output, *options) == 0
-    assert "2 of 5 rows have no answer: lines 2 and 4: the text is empty" in capsys.readouterr().err
+    assert "2 of 5 rows have no label: lines 2 and 4: the text is empty" in capsys.readouterr().err
     expected, result = (READERS[kind](pandas, path) for path in (whole, output))
     result = result.rename(columns=lambda name: name.removeprefix("input."))
     assert list(result["id"]) == ["n0", "n1", "n2", "n3", "n4"]
@@ -256,7 +267,7 @@ def test_skipped_rows_have_an_empty_answer_and_the_others_theirs(home, tmp_path,
     )
 
 
-def test_json_lines_say_why_a_row_was_skipped(home, tmp_path):
+def test_json_lines_contain_the_error_of_a_skipped_row(home, tmp_path):
     output = tmp_path / "out.jsonl"
     assert (
         run("predict", home / "mood", with_gaps(tmp_path / "a.jsonl"), "-o", output, "--skip-bad-rows") == 0
@@ -267,13 +278,13 @@ def test_json_lines_say_why_a_row_was_skipped(home, tmp_path):
     assert record["error"].startswith("the text is empty")
 
 
-def test_without_skipping_all_bad_rows_and_the_option_are_named(home, tmp_path, refused):
+def test_bad_rows_are_named_with_the_skip_option(home, tmp_path, refused):
     line = refused("predict", home / "mood", with_gaps(tmp_path / "a.jsonl"), "-o", tmp_path / "out.tsv")
     assert "2 of 5 rows cannot be used: lines 2 and 4: the text is empty" in line
     assert line.endswith("or skip such rows (--skip-bad-rows)")
 
 
-def test_a_file_without_any_usable_row_is_refused_even_when_rows_are_skipped(home, tmp_path, refused):
+def test_file_without_usable_rows_is_refused_when_skipping(home, tmp_path, refused):
     path = jsonl(tmp_path / "a.jsonl", [{"txt": "one"}, {"txt": "two"}])
     line = refused("predict", home / "mood", path, "-o", tmp_path / "out.tsv", "--skip-bad-rows")
     assert "no text column 'text', the columns are txt" in line
@@ -285,49 +296,49 @@ def test_bad_rows_of_stdin_are_skipped_and_counted(home, capsys, monkeypatch):
     assert run("predict", home / "mood", "--skip-bad-rows") == 0
     out, err = capsys.readouterr()
     assert [line.split("\t")[0] == "" for line in out.splitlines()] == [False, False, True, False]
-    assert "1 of 3 rows have no answer: line 2: the text is empty" in err
+    assert "1 of 3 rows have no label: line 2: the text is empty" in err
 
 
-def test_an_interrupted_run_that_skips_rows_resumes_with_the_same_result(home, tmp_path, halted, capsys):
+def test_interrupted_run_that_skips_rows_resumes(home, tmp_path, stop_fifth_chunk, capsys):
     texts = ["" if row % 3 == 1 else f"text {row}" for row in range(40)]
     path = jsonl(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     whole, output = tmp_path / "whole.tsv", tmp_path / "out.tsv"
     words = ["predict", home / "mood", path, "--skip-bad-rows", "--chunk", 4, "-o"]
     assert run(*words, whole) == 0
-    halted(KeyboardInterrupt())
+    stop_fifth_chunk(KeyboardInterrupt())
     assert run(*words, output) == 130
     capsys.readouterr()
     assert run(*words, output) == 0
-    assert "13 of 40 rows have no answer" in capsys.readouterr().err
+    assert "13 of 40 rows have no label" in capsys.readouterr().err
     assert output.read_bytes() == whole.read_bytes()
 
 
-def test_a_kept_column_that_is_renamed_is_announced(home, tmp_path, capsys):
+def test_renamed_column_is_announced(home, tmp_path, capsys):
     path = jsonl(tmp_path / "in.jsonl", [{"label": "a", "text": "one"}])
     assert run("predict", home / "mood", path, "-o", tmp_path / "out.tsv", "--keep", "label,text") == 0
     message = capsys.readouterr().err
-    assert "the kept column 'label' is called 'input.label': the answer has a column 'label'" in message
-    assert message.count("is called") == 1
+    assert "the kept column 'label' is renamed to 'input.label': the output has its own 'label'" in message
+    assert message.count("is renamed to") == 1
 
 
-def test_no_two_columns_have_one_name():
+def test_column_names_are_unique():
     kept = ("label", "input.label", "x")
-    names = Table(("a", "x"), "parquet", kept, waits=True).columns
+    names = Table(("a", "x"), "parquet", kept, deferred=True).columns
     assert names == ("input.label", "input.input.label", "input.x", "label", "a", "x")
 
 
-def test_csv_is_what_excel_opens_unless_another_format_is_named(home, tmp_path, asked):
+def test_csv_has_bom_quotes_and_crlf_for_excel(home, tmp_path, tricky):
     output = tmp_path / "out.csv"
-    assert run("predict", home / "mood", asked, "-o", output, "--output-format", "jsonl") == 0
+    assert run("predict", home / "mood", tricky, "-o", output, "--output-format", "jsonl") == 0
     assert set(json.loads(output.read_text().splitlines()[0])) == {"label", "probabilities"}
-    assert run("predict", home / "mood", asked, "-o", output, "--keep", "text") == 0
+    assert run("predict", home / "mood", tricky, "-o", output, "--keep", "text") == 0
     content = output.read_bytes()
     assert content.startswith(b"\xef\xbb\xbftext,label,")
     assert b'\r\n"commas, ""quotes"" and;",' in content
     assert content.count(b"\r\n") == 101
 
 
-def test_what_a_file_is_read_as_is_told_by_predict(home, tmp_path, capsys):
+def test_unusual_encoding_and_delimiter_are_announced(home, tmp_path, capsys):
     path = tmp_path / "a.csv"
     path.write_bytes("id;text\n1;sch\u00f6n\n".encode("cp1252"))
     assert run("predict", home / "mood", path) == 0
@@ -335,12 +346,12 @@ def test_what_a_file_is_read_as_is_told_by_predict(home, tmp_path, capsys):
     assert line.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
 
 
-def peak(folder, rows):
-    """Bytes that Python held at most while so many rows went through."""
+def peak_memory(folder, rows):
+    """Return the peak memory of Python objects, in bytes, while processing ``rows`` rows."""
     (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
     tracemalloc.start()
-    with written(folder / "out.tsv", "length\n", {}, chunk=256) as out:
-        for queries in chunks(str(folder / "texts.txt"), size=256):
+    with open_output(folder / "out.tsv", "length\n", {}, chunk=256) as out:
+        for queries in read_chunks(str(folder / "texts.txt"), size=256):
             out.write("".join(f"{len(query.text)}\n" for query in queries), len(queries))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -349,23 +360,23 @@ def peak(folder, rows):
 
 
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
-    peak(tmp_path, 1000)  # what is imported and cached on the way
-    most = peak(tmp_path, 100_000)
-    # a chunk and what other threads allocate meanwhile, never the rows: as str they take four times the file
+    peak_memory(tmp_path, 1000)  # import and fill caches first
+    most = peak_memory(tmp_path, 100_000)
+    # room for a chunk and for other threads; all rows as str would take four times the size of the file
     assert most < (tmp_path / "texts.txt").stat().st_size / 4
 
 
-@pytest.mark.parametrize("least", ["0", "-0.5", "1.01", "nan", "inf"])
-def test_a_threshold_that_is_no_probability(home, tmp_path, refused, least):
-    line = refused(*arguments(home, tmp_path / "out.tsv", "--min-confidence", least))
-    assert f"min_confidence {float(least)} is no probability: " in line
+@pytest.mark.parametrize("threshold", ["0", "-0.5", "1.01", "nan", "inf"])
+def test_invalid_min_confidence_is_refused(home, tmp_path, refused, threshold):
+    line = refused(*arguments(home, tmp_path / "out.tsv", "--min-confidence", threshold))
+    assert f"min_confidence {float(threshold)} is not a probability: " in line
     assert listed(tmp_path) == []
 
 
-def test_texts_that_are_cut_are_added_up_over_chunks(home, tmp_path, capsys):
+def test_truncated_texts_are_counted_over_all_chunks(home, tmp_path, capsys):
     long = "word " * 2000
     rows = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in (long, "short", long, "short")])
     assert run("predict", home / "mood", rows, "--chunk", 2) == 0
     warning, total = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: 1 of 2 texts were cut to fit ")
-    assert total == "2 texts were cut in all"
+    assert total == "2 texts were truncated in total"

@@ -1,4 +1,4 @@
-"""What the methods are fitted to."""
+"""Tasks, demonstrations and an encoder for the tests of methods."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def demonstrations():
 
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory):
-    """A folder of sentence-transformers: a tiny random BERT whose tokens' states are averaged."""
+    """A folder of sentence-transformers: a tiny random BERT with mean pooling."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 

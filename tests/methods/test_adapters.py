@@ -1,4 +1,4 @@
-"""Adapters of PEFT, as methods: trained on the demonstrations, put on for a call and taken off again."""
+"""Methods that train PEFT adapters."""
 
 import threading
 
@@ -17,7 +17,12 @@ from tiny import PATHS, WINDOW, tiny_model, tiny_tokenizer
 peft = pytest.importorskip("peft", reason="peft is an extra")
 LoraLayer, IA3Layer = peft.tuners.lora.LoraLayer, peft.tuners.ia3.layer.IA3Layer
 
-NUMBERS = {"lora": 2 * 8 * 112, "ia3": 2 * (32 + 16 + 48), "prompt_tuning": 32, "prefix_tuning": 2 * 2 * 16}
+PARAMETERS = {
+    "lora": 2 * 8 * 112,
+    "ia3": 2 * (32 + 16 + 48),
+    "prompt_tuning": 32,
+    "prefix_tuning": 2 * 2 * 16,
+}
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 MANY_WORDS = ("a film", "a mess", "so-so")
 
@@ -29,7 +34,7 @@ MANY_WORDS = ("a film", "a mess", "so-so")
         *((name, one) for name in ("prompt_tuning", "prefix_tuning") for one in ("llama", "gpt2", "bloom")),
     ],
 )
-def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films, demonstrations):
+def test_adapters_learn_and_are_detached(name, model_type, films, demonstrations):
     decoder = made(model_type)
     before = fit("zero_shot", decoder, films, demonstrations).scores(TEXTS)
     texts = [text for text, _ in SHOWN]
@@ -41,7 +46,7 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
     short = fit(name, decoder, films, demonstrations, epochs=0)
     long = fit(name, decoder, films, demonstrations, epochs=10, lr=0.05)
     assert loss(long) < loss(short) - 0.1
-    if name in {"lora", "ia3"}:  # an untrained adapter of these does nothing
+    if name in {"lora", "ia3"}:  # untrained, these have no effect
         torch.testing.assert_close(short.scores(TEXTS), before, **CLOSE)
     assert torch.equal(fit("zero_shot", decoder, films, demonstrations).scores(TEXTS), before)
     assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
@@ -55,9 +60,9 @@ def test_adapters_learn_the_demonstrations_and_come_off(name, model_type, films,
         (MANY_WORDS, {"scoring": "words"}),
         (MANY_WORDS, {"scoring": "words", "word_weights": True}),
     ],
-    ids=["first", "whole", "words", "weights"],
+    ids=["first", "shared", "words", "weights"],
 )
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monkeypatch):
     decoder, task = made("llama"), Task("films", words, Template("Review: {text}\nSentiment:{label}"))
     texts, gold = zip(*SHOWN, strict=True)
@@ -86,34 +91,38 @@ def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monk
     assert seen == [pytest.approx(loss(untrained), rel=1e-5)]
 
 
-def test_word_weights_take_words_and_the_loss_among_labels(films, demonstrations):
+def test_word_weights_require_word_level_scoring_and_label_loss(films, demonstrations):
     for options in ({}, {"loss": "labels"}):
-        error = "word_weights takes scoring=words and loss=labels"
+        error = "word_weights requires scoring=words and loss=labels"
         one_line(error, fit, "lora", made("llama"), films, demonstrations, word_weights=True, **options)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_trained_numbers_of_adapters(name, films, demonstrations):
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_cost_counts_the_trained_parameters_of_adapters(name, films, demonstrations):
     cost = fit(name, made("llama"), films, demonstrations, epochs=1).cost
-    assert cost.trained == cost.cached_values == cost.cached_bytes / 4 == NUMBERS[name]
+    assert cost.trained == cost.cached_values == cost.cached_bytes / 4 == PARAMETERS[name]
 
 
-def test_a_decoder_that_wears_an_adapter_is_the_bare_one_in_all_else():
+def test_adapted_decoder_keeps_the_settings_of_its_base():
     bare = Decoder(tiny_model("llama"), tiny_tokenizer(), name="bare", revision="r", token_budget=77)
     bare.max_length = 50
     base, identity, model = bare.base, bare.residual_identity, bare.model
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with adapted(bare, config) as wearing:
-        assert (wearing.name, wearing.revision, wearing.token_budget) == ("bare", "r", 77)
-        assert (wearing.architecture, wearing.max_length) == (bare.architecture, 47)
-        wearing.token_budget = 5
+    with adapted(bare, config) as attached:
+        assert (attached.name, attached.revision, attached.token_budget) == (
+            "bare",
+            "r",
+            77,
+        )
+        assert (attached.architecture, attached.max_length) == (bare.architecture, 47)
+        attached.token_budget = 5
     assert (bare.token_budget, bare.max_length, bare.model) == (77, 50, model)
     assert (bare.base, bare.residual_identity) == (base, identity)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "bloom"])
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
-def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstrations):
+def test_virtual_tokens_can_start_from_a_text(name, model_type, films, demonstrations):
     decoder, text, count = made(model_type), "funny and kind", 5
     shown = (ids(decoder, text) * count)[:count]
     assert len(set(shown)) > 1
@@ -127,10 +136,10 @@ def test_virtual_tokens_may_start_as_real_ones(name, model_type, films, demonstr
 
 @pytest.mark.parametrize("model_type", PATHS)
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
-def test_virtual_tokens_run_on_a_model_or_are_refused_by_name(name, model_type, films, demonstrations):
+def test_virtual_tokens_work_or_are_refused_on_every_model_type(name, model_type, films, demonstrations):
     decoder, options = made(model_type), {"epochs": 1, "virtual_tokens": 3}
     if name == "prefix_tuning" and model_type in {"deepseek_v3", "modernbert-decoder"}:
-        error = f"prefix_tuning cannot run on '{model_type}': its layers"
+        error = f"prefix_tuning does not support '{model_type}', whose layers"
         for start in ({}, {"start_text": "kind"}):
             one_line(error, fit, name, decoder, films, demonstrations, **options, **start)
         return
@@ -141,28 +150,28 @@ def test_virtual_tokens_run_on_a_model_or_are_refused_by_name(name, model_type, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start_text": "\ud800"}, r"start_text '\\ud800' holds half a surrogate pair"),
-        ({"virtual_tokens": 48}, "virtual_tokens is 48, but the context holds 48 tokens: take fewer"),
+        ({"start_text": "\ud800"}, r"start_text '\\ud800' contains a lone surrogate"),
+        ({"virtual_tokens": 48}, "virtual_tokens is 48, but the context holds 48 tokens: use fewer"),
     ],
 )
-def test_what_virtual_tokens_cannot_be(name, options, message, films, demonstrations):
+def test_invalid_virtual_tokens_are_refused(name, options, message, films, demonstrations):
     decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
     one_line(message, fit, name, decoder, films, demonstrations, **options)
 
 
-def test_a_start_has_tokens_and_all_layers_keep_them(films, demonstrations):
+def test_start_text_without_tokens_or_beyond_the_window_is_refused(films, demonstrations):
     decoder = made("llama")
     decoder.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
-    error = "start_text ' ' has no token: give a longer one"
+    error = "start_text ' ' has no tokens: give a longer text"
     one_line(error, fit, "prompt_tuning", decoder, films, demonstrations, start_text=" ")
     decoder, options = made("mistral-sliding"), {"start_text": "a", "virtual_tokens": 40}
-    error = f"virtual_tokens is 40, but some layers see only {WINDOW} tokens"
+    error = f"virtual_tokens is 40, but some layers attend to only {WINDOW} tokens"
     one_line(error, fit, "prefix_tuning", decoder, films, demonstrations, **options)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_users_hooks_checkpointing_and_random_numbers_stay(name, films, demonstrations):
-    """For a model under gradient checkpointing PEFT would put one more hook on the embedding a call."""
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_hooks_checkpointing_and_random_state_are_restored(name, films, demonstrations):
+    """With gradient checkpointing, PEFT would register a hook on the embedding at every call."""
     decoder = made("llama")
     decoder.model.gradient_checkpointing_enable()
     embedding = decoder.model.get_input_embeddings()
@@ -178,7 +187,7 @@ def test_a_users_hooks_checkpointing_and_random_numbers_stay(name, films, demons
 
 
 @pytest.mark.parametrize("name", ["lora", "ia3"])
-def test_an_adapter_that_fails_half_way_on_leaves_nothing(name, films, demonstrations, monkeypatch):
+def test_failed_attachment_restores_all_modules(name, films, demonstrations, monkeypatch):
     decoder = made("llama")
     modules = dict(decoder.model.named_modules())
     layer = {"lora": LoraLayer, "ia3": IA3Layer}[name]
@@ -198,13 +207,13 @@ def test_an_adapter_that_fails_half_way_on_leaves_nothing(name, films, demonstra
     assert fit(name, decoder, films, demonstrations, epochs=1).scores(TEXTS).isfinite().all()
     decoder.model.set_submodule("model.layers.1.self_attn.v_proj", torch.nn.Sequential(torch.nn.Identity()))
     modules = dict(decoder.model.named_modules())
-    error = r"PEFT cannot adapt this 'llama': Target module Sequential.*; take an"
+    error = r"PEFT does not support this 'llama': Target module Sequential.*; use an"
     one_line(error, fit, name, decoder, films, demonstrations, epochs=1)
     assert dict(decoder.model.named_modules()) == modules
 
 
-def test_writers_are_found_before_another_thread_can_adapt_the_model(films, demonstrations):
-    """Read for the first time while an adapter is on, they are those of the bare model all the same."""
+def test_writers_are_those_of_the_base_model_while_an_adapter_is_attached(films, demonstrations):
+    """Also if they are first read while an adapter is attached."""
     decoder = made("llama")
     bare = [module for pair in decoder.architecture.writers(decoder.model) for module in pair]
     (lora,) = make_methods(["lora"], {"epochs": 0})
@@ -215,7 +224,7 @@ def test_writers_are_found_before_another_thread_can_adapt_the_model(films, demo
     assert decoder.base == made("llama").base
 
 
-def test_the_identity_waits_for_an_adapter_to_come_off():
+def test_identity_waits_until_an_adapter_is_detached():
     decoder, seen = made("llama"), []
     (lora,) = make_methods(["lora"], {"epochs": 0})
     with adapted(decoder, lora.config(decoder)):
@@ -228,7 +237,7 @@ def test_the_identity_waits_for_an_adapter_to_come_off():
 
 
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
-def test_virtual_tokens_take_their_share_of_learned_positions(films, name):
+def test_virtual_tokens_reduce_the_context_length(films, name):
     decoder = Decoder(tiny_model("gpt2", n_positions=48), tiny_tokenizer())
     shots = [Example("a dull film " * 40, 0), Example("warm " * 40, 1)]
     with pytest.warns(TruncationWarning, match="41 tokens of context"):

@@ -1,4 +1,4 @@
-"""Demonstrations, texts, models and options that methods refuse, or that are none."""
+"""Invalid demonstrations, texts, models and options."""
 
 from dataclasses import replace
 
@@ -7,62 +7,71 @@ import pytest
 from fitting import SHOWN, TEXTS, fit, made, one_line
 from i2cl import Example, Template
 
-ASKED = ("few_shot", "label_anchor", "icv", "linear_probe", "tfidf", "knn_prompting", "task_vector", "i2cl")
+NAMES = (
+    "few_shot",
+    "label_anchor",
+    "icv",
+    "linear_probe",
+    "tfidf",
+    "knn_prompting",
+    "task_vector",
+    "i2cl",
+)
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (Example("x", -1), "demonstration 5 has label -1, task 'films' has labels 0 to 1"),
         (Example("x", 7), "demonstration 5 has label 7"),
-        (Example("a \ud800", 0), "demonstration 5 holds half a surrogate pair"),
+        (Example("a \ud800", 0), "demonstration 5 contains a lone surrogate"),
     ],
 )
-def test_demonstrations_that_are_none_are_named(name, wrong, message, films, demonstrations):
+def test_invalid_demonstrations_are_named(name, wrong, message, films, demonstrations):
     one_line(message, fit, name, made("llama"), films, [*demonstrations, wrong])
 
 
 ALL = [Example(text, label) for text, label in SHOWN]
 MARKS = [Example("!!", 0), Example("??", 1)]
-CACHE = "label_anchor cannot run on {!r}, whose cache holds more"
+CACHE = "label_anchor does not support {!r}, which caches more"
 
 
 @pytest.mark.parametrize(
     ("name", "case", "shown", "message"),
     [
         ("linear_probe", "llama", ALL[:1], "linear_probe needs demonstrations of at least two classes"),
-        ("linear_probe", "llama", [], "no demonstrations were given"),
+        ("linear_probe", "llama", [], "no demonstrations: give at least one"),
         ("tfidf", "llama", ALL[:1], "tfidf needs demonstrations of at least two classes"),
         ("tfidf", "llama", [], "no demonstrations were given"),
-        ("tfidf", "llama", MARKS, "tfidf finds no word in any demonstration"),
+        ("tfidf", "llama", MARKS, "no demonstration contains a word for tfidf"),
         ("label_anchor", "deepseek_v32", ALL, CACHE.format("deepseek_v32")),
         ("label_anchor", "minimax_m3_vl_text", ALL, CACHE.format("minimax_m3_vl_text")),
-        ("autocompressor", "gpt2", ALL, "autocompressor is known for llama and opt, not for 'gpt2'"),
-        ("autocompressor", "llama", ALL, "'llama' holds no autocompressor compressor beside its weights"),
-        ("cepe", "mistral", ALL, "cepe is known for llama, not for 'mistral'"),
-        ("cepe", "llama", ALL, "'llama' holds no cepe compressor beside its weights: give a CEPE"),
-        ("icae", "gpt2", ALL, "icae is known for llama and mistral, not for 'gpt2'"),
+        ("autocompressor", "gpt2", ALL, "autocompressor supports llama and opt, not 'gpt2'"),
+        ("autocompressor", "llama", ALL, "the checkpoint of 'llama' has no autocompressor compressor"),
+        ("cepe", "mistral", ALL, "cepe supports llama, not 'mistral'"),
+        ("cepe", "llama", ALL, "the checkpoint of 'llama' has no cepe compressor: give a CEPE"),
+        ("icae", "gpt2", ALL, "icae supports llama and mistral, not 'gpt2'"),
         ("icae", "llama", ALL, "icae needs a compressor for 'llama': give --set compressor=FILE or"),
     ],
 )
-def test_a_model_or_demonstrations_that_will_not_do_are_told(name, case, shown, message, films):
+def test_unsuitable_models_and_demonstrations_are_refused(name, case, shown, message, films):
     one_line(message, fit, name, made(case), films, shown)
 
 
-def test_behind_demonstrations_i2cl_injects_everywhere_or_not_at_all(films, demonstrations):
+def test_i2cl_over_icl_requires_all_positions(films, demonstrations):
     expected, options = "injects at every token: leave out positions=last", {"positions": "last", "epochs": 1}
     one_line(expected, fit, "i2cl_over_icl", made("llama"), films, demonstrations, **options)
 
 
 @pytest.mark.parametrize("name", ["linear_probe", "tfidf", "knn_prompting", "few_shot"])
-def test_no_texts_have_no_scores_and_one_string_is_no_list_of_texts(name, films, demonstrations):
+def test_empty_list_gives_no_scores_and_a_string_is_refused(name, films, demonstrations):
     predictor = fit(name, made("llama"), films, demonstrations)
     assert predictor.scores([]).shape == (0, 2)
     one_line("texts is one string: give a list of texts", predictor.scores, "great")
 
 
 @pytest.mark.parametrize("name", ["knn_prompting", "label_anchor"])
-def test_without_anything_in_front_there_is_no_cache(name, films):
+def test_prompts_without_a_common_prefix_are_not_cached(name, films):
     bare = replace(films, template=Template("{text} {label}"))
     assert fit(name, made("llama"), bare, []).scores(TEXTS).isfinite().all()

@@ -1,4 +1,4 @@
-"""Compared methods against a short direct computation on several families."""
+"""Baselines against a direct computation on several model families."""
 
 import math
 import re
@@ -28,7 +28,7 @@ CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, *ALIBI])
-def test_label_anchor_is_attention_to_the_anchors(model_type, films, demonstrations):
+def test_label_anchor_matches_masked_attention(model_type, films, demonstrations):
     """Demonstration tokens attend to all before them, query tokens to anchors and query only.
 
     Two passes with a mask over the whole prompt would do, were masks alike in all families. Here each
@@ -47,7 +47,7 @@ def test_label_anchor_is_attention_to_the_anchors(model_type, films, demonstrati
 
 
 def masked_scores(decoder, task, kept, length, text):
-    """Attention probabilities to dropped tokens are taken out inside softmax, by minus infinity."""
+    """Mask dropped tokens inside the softmax by minus infinity."""
     whole = ids(decoder, shown_string(task) + task.template.query(text))
     drop = [place for place in range(length) if place not in kept]
     original = torch.nn.functional.softmax
@@ -83,7 +83,7 @@ def test_label_anchor_refuses_a_window_shorter_than_demonstrations_and_query(fil
         for size in (tokens, tokens - 1)
     )
     torch.testing.assert_close(enough.scores(TEXTS[:1]), unlimited.scores(TEXTS[:1]), **CLOSE)
-    one_line(f"are {tokens} tokens, but some layers see only {tokens - 1} at a", short.scores, TEXTS[:1])
+    one_line(f"are {tokens} tokens, but some layers attend to only {tokens - 1}", short.scores, TEXTS[:1])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -107,7 +107,7 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
 
 @pytest.mark.parametrize("scoring", ["first_token", "full"])
 @pytest.mark.parametrize("model_type", [*FAMILIES, "mistral"])
-def test_task_vector_tries_each_layer_as_if_by_itself(model_type, scoring, films):
+def test_task_vector_layer_scores_match_separate_runs(model_type, scoring, films):
     decoder = made(model_type)
     questions = Questions(decoder, films, scoring)
     states = 3 * torch.randn(decoder.layers, decoder.d_model, generator=torch.Generator().manual_seed(0))
@@ -118,7 +118,7 @@ def test_task_vector_tries_each_layer_as_if_by_itself(model_type, scoring, films
     assert (result[0] - result[1]).abs().max() > 0.01
 
 
-def test_task_vector_takes_the_layer_that_does_best(films, demonstrations):
+def test_task_vector_chooses_the_most_accurate_layer(films, demonstrations):
     decoder = made("llama")
     chosen = fit("task_vector", decoder, films, demonstrations)
     dummy, *held_out = films.held_out(33, demonstrations, 0)
@@ -132,7 +132,7 @@ def test_task_vector_takes_the_layer_that_does_best(films, demonstrations):
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_icv_turns_states_and_keeps_their_norm(model_type, variant, films, demonstrations):
+def test_icv_rotates_states_and_preserves_their_norm(model_type, variant, films, demonstrations):
     decoder = made(model_type)
     predictor = fit("icv", decoder, films, demonstrations, strength=0.3, variant=variant)
     result = directions(decoder, films, demonstrations, variant)
@@ -143,7 +143,7 @@ def test_icv_turns_states_and_keeps_their_norm(model_type, variant, films, demon
     expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
     np.testing.assert_allclose(result.numpy(), expected, atol=1e-4)
     places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.writers]
-    turned = [(place, _turned(result[layer], 0.3, variant)) for layer, place in enumerate(places)]
+    turned = [(place, _rotate(result[layer], 0.3, variant)) for layer, place in enumerate(places)]
     with torch.no_grad(), fitting.replacing(turned):
         scores = fitting.plain_logits(decoder, [films.template.query(text) for text in TEXTS])
     scores = scores.log_softmax(-1)[:, fitting.first_tokens(decoder, films)]
@@ -155,20 +155,20 @@ def last_states(decoder, text):
 
 
 def direction_of_the_paper(differences):
-    """The unit vector with the largest mean squared projection, towards the answers."""
+    """Return the unit vector with the largest mean squared projection, pointing to the answers."""
     strongest = np.linalg.eigh(differences.T @ differences)[1][:, -1]
     return strongest * np.sign(strongest @ differences.mean(0))
 
 
 def direction_of_the_released_code(differences):
-    """First component of a principal component analysis, plus the mean."""
+    """Return the first principal component plus the mean."""
     mean = differences.mean(0)
     component = np.linalg.eigh(np.cov(differences.T))[1][:, -1]
     projections = (differences - mean) @ component
     return component * np.sign(projections[np.abs(projections).argmax()]) + mean
 
 
-def _turned(direction, strength, variant):
+def _rotate(direction, strength, variant):
     def turn(first):
         norm = first.norm(dim=-1, keepdim=True)
         against = torch.nn.functional.cosine_similarity(first, -direction, dim=-1).clamp(min=0)
@@ -186,8 +186,8 @@ def _turned(direction, strength, variant):
         ({}, None),
     ],
 )
-def test_icv_runs_no_label_at_a_rows_first_place(special, front, films, demonstrations, monkeypatch):
-    """The first token's state is of its own kind: there all labels would look alike."""
+def test_icv_puts_a_token_before_each_label(special, front, films, demonstrations, monkeypatch):
+    """The first token is an attention sink, whose state hardly depends on the label."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer().backend_tokenizer, **special)
     decoder = Decoder(tiny_model("gpt2"), tokenizer)
     front = front or tuple(tokenizer(special.get("bos_token", "\n"))["input_ids"])
@@ -204,7 +204,7 @@ def test_icv_runs_no_label_at_a_rows_first_place(special, front, films, demonstr
     assert sorted(ran) == sorted(front + tuple(ids(decoder, one)) for one in alone)
 
 
-def test_icv_adds_nothing_where_the_tokenizer_puts_a_token_in_front(films, demonstrations):
+def test_icv_adds_no_token_if_the_tokenizer_adds_one(films, demonstrations):
     tokenizer, special = tiny_tokenizer(), [("<|endoftext|>", 0)]
     fronting = processors.TemplateProcessing("<|endoftext|> $A", None, special)
     tokenizer.backend_tokenizer.post_processor = fronting
@@ -214,7 +214,7 @@ def test_icv_adds_nothing_where_the_tokenizer_puts_a_token_in_front(films, demon
     torch.testing.assert_close(*both)
 
 
-def test_icv_searches_the_grid_or_takes_the_papers_strength(films, demonstrations):
+def test_icv_strength_is_searched_or_the_papers(films, demonstrations):
     decoder = made("llama")
     searched = fit("icv", decoder, films, demonstrations)
     assert searched.edit.strength in COARSE + FINE
@@ -226,7 +226,7 @@ def test_icv_searches_the_grid_or_takes_the_papers_strength(films, demonstration
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_knn_votes_by_divergence(model_type, films, demonstrations):
+def test_knn_prompting_votes_of_the_nearest_anchors(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor = fit("knn_prompting", decoder, films, demonstrations, neighbours=1, anchors=6)
     kept = films.held_out(6, demonstrations, 0)
@@ -245,7 +245,7 @@ def test_knn_votes_by_divergence(model_type, films, demonstrations):
 
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot", "i2cl"])
-def test_calibrations_divide_by_a_prior(below, films, demonstrations):
+def test_calibrations_divide_by_mean_probabilities(below, films, demonstrations):
     decoder = made("llama")
     options = {"epochs": 1} if below == "i2cl" else {}
     plain = fit(below, decoder, films, demonstrations, **options)
@@ -259,7 +259,7 @@ def test_calibrations_divide_by_a_prior(below, films, demonstrations):
 
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot"])
-def test_a_label_prior_is_the_mean_over_unlabelled_texts_and_serves_one_query(below, films, demonstrations):
+def test_label_prior_uses_unlabelled_texts_and_classifies_single_texts(below, films, demonstrations):
     decoder = made("llama")
     plain = fit(below, decoder, films, demonstrations)
     result = fit(f"{below}+label_prior", decoder, films, demonstrations)
@@ -274,14 +274,14 @@ def test_a_label_prior_is_the_mean_over_unlabelled_texts_and_serves_one_query(be
     assert result.cost.cached_values == plain.cost.cached_values + len(WORDS)
 
 
-def test_a_label_prior_of_few_texts_is_refused(films, demonstrations):
+def test_label_prior_refuses_too_few_texts(films, demonstrations):
     few = replace(films, train=films.train[:20])
     given = "zero_shot+label_prior", made("llama"), few, demonstrations
     one_line(r"needs 32 training texts .* has 20: add some", fit, *given)
     assert fit(*given, unlabelled=8).cost.unlabelled == 8
 
 
-def test_anchored_injects_what_anchoring_finds(films, demonstrations):
+def test_anchored_method_injects_the_fitted_vector(films, demonstrations):
     decoder = made("llama")
     result = fit("anchored", decoder, films, demonstrations, steps=2, reach=3)
     expected = anchor(decoder, films, demonstrations, AnchoredConfig(steps=2, reach=3.0))
@@ -290,8 +290,8 @@ def test_anchored_injects_what_anchoring_finds(films, demonstrations):
     assert result.cost.trained == result.cost.cached_values == expected.context.values.numel()
 
 
-def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
-    """Words and pairs of them, 1 + log count times the smoothed rarity, each text of length one."""
+def test_tfidf_matches_logistic_regression_on_weighted_words(films, demonstrations):
+    """Features: sublinear term frequency times smoothed inverse document frequency, unit length."""
     linear_model = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is an extra")
 
     def features(text):
@@ -319,12 +319,12 @@ def test_tfidf_is_logistic_regression_on_weighted_words(films, demonstrations):
 
 def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
     predictor = fit("zero_shot+batch_calibration", decoder, films, demonstrations)
-    one_line("cannot classify one text by itself", predictor.scores, ["dull"])
+    one_line("cannot classify a single text", predictor.scores, ["dull"])
     assert predictor.scores(["dull", "warm"]).shape == (2, 2)
 
 
 @pytest.mark.parametrize("direction", ["query_anchor", "anchor_query"])
-def test_knn_takes_either_divergence(direction):
+def test_knn_prompting_supports_both_divergences(direction):
     generator = torch.Generator().manual_seed(0)
     queries, anchors = (torch.randn(n, 9, generator=generator).log_softmax(-1) for n in (3, 5))
     first, second = (queries, anchors) if direction == "query_anchor" else (anchors, queries)
@@ -339,8 +339,8 @@ def test_knn_takes_either_divergence(direction):
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_icv_in_half_precision_rounds_once(dtype, variant):
-    """At strength 0 nothing changes but for rounding back, and a long state does not overflow."""
+def test_icv_computes_in_float32(dtype, variant):
+    """At strength 0 only rounding changes states, and large states do not overflow."""
     generator = torch.Generator().manual_seed(0)
     state = torch.randn(1, 4, 4096, generator=generator).mul(1200).to(dtype)
     directions = torch.nn.functional.normalize(torch.randn(1, 4096, generator=generator), dim=-1)
@@ -354,9 +354,9 @@ def test_icv_in_half_precision_rounds_once(dtype, variant):
     torch.testing.assert_close(turned, wanted.to(dtype))
 
 
-def test_knn_asks_for_so_many_texts_at_a_time(films, demonstrations, monkeypatch):
+def test_knn_prompting_processes_texts_in_chunks(films, demonstrations, monkeypatch):
     predictor, seen = fit("knn_prompting", made("llama"), films, demonstrations), []
     whole = predictor.scores(TEXTS)
-    monkeypatch.setattr(knn_prompting, "AT_ONCE", 2)
+    monkeypatch.setattr(knn_prompting, "CHUNK_SIZE", 2)
     assert torch.equal(predictor.scores(TEXTS, seen.append), whole)
     assert seen == [2, 1]

@@ -1,4 +1,4 @@
-"""Controls of I2CL: other demonstrations, corrupted ones, and demonstrations in front as well."""
+"""Variants of I2CL: unseen and corrupted demonstrations, and demonstrations in the prompt."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,12 +8,12 @@ import torch
 
 from fitting import FAMILIES, SHOWN, TEXTS, first_tokens, fit, injecting, made, plain_logits, shown_string
 from i2cl import CalibrationConfig, Example, Template, calibrate, extract
-from i2cl.methods.i2cl import CorruptionConfig, corrupted
+from i2cl.methods.i2cl import CorruptionConfig, corrupt
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 
 
-def test_unseen_demonstrations_make_the_vector(films, demonstrations):
+def test_unseen_variant_injects_the_vector_of_other_demonstrations(films, demonstrations):
     decoder = made("llama")
     seen = fit("i2cl", decoder, films, demonstrations, epochs=2)
     unseen = fit("i2cl_unseen", decoder, films, demonstrations, epochs=2)
@@ -23,7 +23,7 @@ def test_unseen_demonstrations_make_the_vector(films, demonstrations):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_i2cl_over_icl_injects_into_demonstrations_too(model_type, films, demonstrations):
+def test_i2cl_over_icl_injects_into_demonstrations(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor = fit("i2cl_over_icl", decoder, films, demonstrations, epochs=2)
     prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
@@ -33,8 +33,8 @@ def test_i2cl_over_icl_injects_into_demonstrations_too(model_type, films, demons
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, "bloom", "mistral-sliding"])
-def test_i2cl_over_icl_learns_from_whole_prompts(model_type, films, demonstrations, monkeypatch):
-    """Demonstrations run once a step; coefficients move as if they ran in front of every query."""
+def test_i2cl_over_icl_calibration_can_cache_demonstrations(model_type, films, demonstrations, monkeypatch):
+    """Caching the demonstrations once per step gives the same coefficients."""
     options = {"epochs": 2, "noise": 0.0}
     shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
     monkeypatch.setattr("i2cl.core.loss.shared_front", lambda _queries: ())
@@ -46,11 +46,11 @@ def test_i2cl_over_icl_learns_from_whole_prompts(model_type, films, demonstratio
 CORRUPTIONS = ("random_label", "random_order", "without_format")
 
 
-def spoilt(corruption, task, demonstrations, seed):
-    """What one stage sees: only labels, or only texts, are taken from the draw, which is tested below."""
+def corrupted_inputs(corruption, task, demonstrations, seed):
+    """Return the inputs of the corrupted stage; the random draw itself is tested below."""
     if corruption == "without_format":
         return replace(task, template=Template("{text} {label}", task.template.separator)), demonstrations
-    _, drawn = corrupted(task, demonstrations, CorruptionConfig(corruption=corruption), seed)
+    _, drawn = corrupt(task, demonstrations, CorruptionConfig(corruption=corruption), seed)
     field = "label" if corruption == "random_label" else "text"
     pairs = zip(demonstrations, drawn, strict=True)
     return task, [replace(old, **{field: getattr(new, field)}) for old, new in pairs]
@@ -64,7 +64,7 @@ def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demon
     options = {"epochs": 2, "corruption": corruption, "stage": stage}
     predictor = fit("i2cl_corrupted", decoder, films, demonstrations, 3, **options)
     stages = [(films, demonstrations), (films, demonstrations)]
-    stages[stage == "calibration"] = spoilt(corruption, films, demonstrations, 3)
+    stages[stage == "calibration"] = corrupted_inputs(corruption, films, demonstrations, 3)
     assert stages[0] != stages[1]
     vector = extract(decoder, *stages[0])
     injection = calibrate(decoder, *stages[1], vector, config, seed=3)
@@ -77,14 +77,14 @@ def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demon
     assert not torch.equal(predictor.edit.coefficients, intact.coefficients)
 
 
-def test_what_corruption_does_to_demonstrations(films):
+def test_corruption_changes_only_what_it_names(films):
     films = replace(films, labels=("a", "b", "c"))
     examples = [Example(f"one  two\nthree two, {number} films", number % 2) for number in range(60)]
     draws = {}
     for corruption in CORRUPTIONS:
         config = CorruptionConfig(corruption=corruption)
-        draws[corruption] = corrupted(films, examples, config, 0)
-        assert corrupted(films, examples, config, 0) == draws[corruption]
+        draws[corruption] = corrupt(films, examples, config, 0)
+        assert corrupt(films, examples, config, 0) == draws[corruption]
     assert [name for name, (task, _) in draws.items() if task != films] == ["without_format"]
     assert draws["without_format"][1] == tuple(examples)
 
@@ -100,4 +100,4 @@ def test_what_corruption_does_to_demonstrations(films):
         assert (Counter(new.text.split()), new.label) == (Counter(old.text.split()), old.label)
     assert len({tuple(new.text.split().index(word) for word in ("one", "films")) for new in ordered}) > 5
     for name in ("random_label", "random_order"):
-        assert corrupted(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]
+        assert corrupt(films, examples, CorruptionConfig(corruption=name), 1)[1] != draws[name][1]

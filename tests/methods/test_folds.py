@@ -1,4 +1,4 @@
-"""Refits that have not seen the text: which rows go together, and whose scores come back."""
+"""Cross-validation: assignment of rows to folds, and scores of held-out rows."""
 
 from collections import Counter
 from statistics import median
@@ -24,7 +24,7 @@ def of(count):
 @pytest.mark.parametrize("folds", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("counts", [(2, 2), (5, 5, 5), (2, 9, 3), (20, 2)])
-def test_every_refit_sees_every_label_and_every_row_is_left_out_once(counts, folds, seed):
+def test_every_refit_has_all_labels_and_every_row_is_held_out_once(counts, folds, seed):
     shown = rows(*(label for label, count in enumerate(counts) for _ in range(count)))
     result = fold_rows(of(len(counts)), shown, folds, seed)
     assert sorted(row for fold in result for row in fold) == list(range(len(shown)))
@@ -33,10 +33,10 @@ def test_every_refit_sees_every_label_and_every_row_is_left_out_once(counts, fol
         rest = Counter(shown[row].label for row in range(len(shown)) if row not in fold)
         assert len(rest) == len(counts)
         for label, count in enumerate(counts):
-            assert count - rest[label] <= -(-count // len(result))  # spread as evenly as they can be
+            assert count - rest[label] <= -(-count // len(result))  # spread as evenly as possible
 
 
-def test_copies_of_a_text_stay_together_and_the_seed_deals_the_texts():
+def test_duplicates_share_a_fold_and_the_seed_shuffles_texts():
     shown = (*rows(0, 0, 1, 1), *rows(0, 0, 1, 1), Example("text 0", 1))
     for seed in range(5):
         result = fold_rows(of(2), shown, FOLDS, seed)
@@ -50,19 +50,19 @@ def test_copies_of_a_text_stay_together_and_the_seed_deals_the_texts():
     ("shown", "named"),
     [(rows(0, 1), "'a', 'b'"), (rows(0, 0, 0, 1), "'b'"), ((*rows(0, 0, 1), *rows(0, 0, 1)), "'b'")],
 )
-def test_one_text_a_label_cannot_be_measured(shown, named):
+def test_labels_with_a_single_text_are_refused(shown, named):
     why = unmeasurable(of(2), shown)
-    assert why == f"a refit would not know the label {named}: give two texts a label"
-    one_line("give two texts a label", fold_rows, of(2), shown)
+    assert why == f"a refit would not know the label {named}: give two texts per label"
+    one_line("give two texts per label", fold_rows, of(2), shown)
     assert unmeasurable(of(2), rows(0, 0, 1, 1)) == ""
 
 
 @pytest.mark.parametrize("folds", [-1, 0, 1])
-def test_folds_are_two_or_more(folds):
+def test_fewer_than_two_folds_are_refused(folds):
     one_line(f"folds={folds}: give 2 or more", require_folds, folds)
 
 
-def test_scores_are_those_of_the_refit_without_the_text(decoder, task):
+def test_scores_come_from_the_refit_without_the_text(decoder, task):
     (method,) = make_methods(["anchored"], {"steps": 1})
     shown = task.sample(3, 0)
     shown = (*shown, shown[1])
@@ -77,7 +77,7 @@ def test_scores_are_those_of_the_refit_without_the_text(decoder, task):
         torch.testing.assert_close(result[fold], expected)
 
 
-def test_a_temperature_over_a_method_takes_refits_and_keeps_answers(decoder, task):
+def test_temperature_uses_refits_and_keeps_predictions(decoder, task):
     shown = task.sample(3)
     (plain,), (warm,) = make_methods(["zero_shot"]), make_methods(["zero_shot+temperature"])
     texts = [row.text for row in task.test]
@@ -87,20 +87,20 @@ def test_a_temperature_over_a_method_takes_refits_and_keeps_answers(decoder, tas
     assert torch.equal(before.argmax(-1), after.argmax(-1))
     gold = np.array([one.label for one in shown])
     own = plain.fit(decoder, task, shown, 0).scores([one.text for one in shown]).numpy()
-    wanted = likely_temperature(own, gold, *plain.temperatures)  # zero-shot has seen no row
+    wanted = likely_temperature(own, gold, *plain.temperatures)  # zero-shot uses no rows
     assert predictor.temperature == pytest.approx(wanted, rel=1e-4)
     assert predictor.cost.cached_values == 1
     torch.testing.assert_close(after, (before / predictor.temperature).log_softmax(-1))
 
 
-def test_a_temperature_of_one_example_a_class_is_none(decoder, task):
+def test_temperature_is_not_fitted_with_one_example_per_class(decoder, task):
     shown = task.sample(1)
     texts = [row.text for row in task.test]
     names = ("few_shot+temperature", "few_shot")
     assert torch.equal(*(fit(name, decoder, task, shown).scores(texts) for name in names))
 
 
-def test_no_texts_have_no_scores():
+def test_empty_list_gives_no_scores():
     task, shown = of(2), rows(0, 1, 0, 1)
     predictor = folded(task, shown, lambda rest: fit("zero_shot", decoder_of("llama"), task, rest))
     assert predictor.scores([]).shape == (0, 2)

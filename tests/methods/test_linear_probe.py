@@ -94,7 +94,7 @@ def test_a_texts_tokens_are_found_in_a_prompt_that_was_cut(front, films):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"probe_layer": 2}, "probe_layer=2: the model has 2 layers"),
+        ({"probe_layer": 2}, "probe_layer=2: choose a layer from 0 to 1"),
         ({"probe_layer": "first"}, "option probe_layer='first'"),
         ({"probe_c": "-1"}, "option probe_c='-1'.*greater than 0"),
         ({"probe_tokens": "mean"}, "probe_tokens=mean needs a fast tokenizer"),

@@ -1,4 +1,4 @@
-"""Every method against a short direct computation, and what all of them promise."""
+"""Methods against a direct computation, and the contract of all methods."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,11 +26,11 @@ LAYERS, WIDTH = 2, 32
 TEXTS = ["a lifeless film", "the best of the year, by far", "hm", "not bad"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 FINITE = (("linear_probe", "probe_c"), ("anchored", "tolerance"), ("icv", "strength"))
-ENDLESS = [*product(FINITE, ("inf", float("inf")))]  # which JSON cannot hold
+INFINITE = [*product(FINITE, ("inf", float("inf")))]  # not valid in JSON
 
 
 def plain(decoder, task, texts, shown="", *, full=False):
-    """Log-probability of each label after each text's query, one forward pass of the bare model each."""
+    """Return the label log-probabilities of each text from separate forward passes of the model."""
     ids = partial(fitting.ids, decoder)
 
     def one(prompt, word):
@@ -43,7 +43,7 @@ def plain(decoder, task, texts, shown="", *, full=False):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_zero_shot_and_few_shot_are_the_bare_model_cached_or_not(model_type, films, demonstrations):
+def test_zero_shot_and_few_shot_match_the_model_with_and_without_cache(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor, alone = fit("zero_shot", decoder, films, demonstrations), plain(decoder, films, TEXTS)
     torch.testing.assert_close(predictor.scores(TEXTS), alone, **CLOSE)
@@ -61,7 +61,7 @@ def test_zero_shot_and_few_shot_are_the_bare_model_cached_or_not(model_type, fil
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "few_shot_uncached"])
-def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
+def test_labels_that_share_a_token_use_full_sequence_scoring(name, demonstrations):
     task = Task("films", ("poorest", "poorer"), Template("Review: {text}\nSentiment:{label}"))
     decoder = made("llama")
     shown = [f"Review: {text}\nSentiment:{task.labels[label]}\n" for text, label in SHOWN]
@@ -70,7 +70,7 @@ def test_labels_that_share_a_token_are_scored_whole(name, demonstrations):
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "lora"])
-def test_labels_are_told_by_their_words_where_that_is_asked(name, demonstrations):
+def test_word_level_scoring_can_be_requested(name, demonstrations):
     task = Task("films", ("good film", "good mess", "so-so"), Template("Review: {text}\nSentiment:{label}"))
     decoder, options = made("llama"), {"epochs": 0, "loss": "labels"} if name == "lora" else {}
     predictor = fit(name, decoder, task, demonstrations, scoring="words", **options)
@@ -80,7 +80,7 @@ def test_labels_are_told_by_their_words_where_that_is_asked(name, demonstrations
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_text_that_merges_with_the_demonstrations_is_scored_right(model_type, demonstrations):
+def test_text_that_merges_with_the_demonstrations_is_not_scored_from_the_cache(model_type, demonstrations):
     joined = byte_level(["one\n\n\n\ntwo\n\n\n\nthree"] * 3, 258, special=())  # newlines into one token
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=joined)
     decoder = Decoder(tiny_model(model_type), tokenizer, name=model_type)
@@ -115,13 +115,13 @@ VECTORS = [({}, 2 * WIDTH), ({"writers": "mha"}, WIDTH), ({"writers": "hidden"},
 @pytest.mark.parametrize(
     ("name", "options", "per_layer"), [*NUMBERS, *(("anchored", *each) for each in VECTORS)], ids=str
 )
-def test_trained_numbers(films, demonstrations, name, options, per_layer):
+def test_cost_counts_the_trained_parameters(films, demonstrations, name, options, per_layer):
     short = {"steps": 1} if name == "anchored" else {"epochs": 0}
     predictor = fit(name, made("llama"), films, demonstrations, **short, **options)
     assert predictor.cost.trained == per_layer * LAYERS
 
 
-def test_the_noise_vector_has_unit_variance_or_the_norm_of_what_it_replaces():
+def test_noise_vector_has_unit_variance_or_the_norm_of_the_context_vector():
     real = ContextVector(torch.randn(4, 2, 2048) * torch.tensor([1.0, 9.0])[:, None], ExtractConfig(), 10)
     standard = noise_like(real, NoiseConfig(), 0)
     assert standard.values.shape == real.values.shape
@@ -137,7 +137,7 @@ def test_the_noise_vector_has_unit_variance_or_the_norm_of_what_it_replaces():
 
 
 @pytest.mark.parametrize("size", ["standard", "matched"])
-def test_noise_is_calibrated_like_i2cl_on_another_vector(films, demonstrations, size):
+def test_noise_is_calibrated_like_i2cl_with_another_vector(films, demonstrations, size):
     decoder = made("llama")
     predictor = fit("noise", decoder, films, demonstrations, seed=2, epochs=2, noise_vector=size)
     real = extract(decoder, films, demonstrations, seed=2)
@@ -149,7 +149,7 @@ def test_noise_is_calibrated_like_i2cl_on_another_vector(films, demonstrations, 
 
 
 @pytest.mark.parametrize("name", ["i2cl", "noise", "i2cl_unseen", "i2cl_corrupted", "i2cl+batch_calibration"])
-def test_seeds_fitted_together_are_those_fitted_alone(name, decoder, rows):
+def test_joint_fits_match_separate_fits(name, decoder, rows):
     (method,) = make_methods([name], {"epochs": 3})
     assert method.joint
     shown, seeds = [rows.sample(2, seed) for seed in (3, 4)], (3, 4)
@@ -160,7 +160,7 @@ def test_seeds_fitted_together_are_those_fitted_alone(name, decoder, rows):
         torch.testing.assert_close(result.scores(TEXTS), alone.scores(TEXTS), **CLOSE)
 
 
-def test_what_takes_no_steps_together_is_fitted_one_by_one(decoder, rows):
+def test_methods_without_joint_fits_run_separately(decoder, rows):
     alone = {"i2cl_over_icl": {"epochs": 1}, "i2cl": {"optimizer": "lbfgs"}, "few_shot": {}}
     for name, options in alone.items():
         (method,) = make_methods([name], options)
@@ -178,7 +178,7 @@ def test_costs_add_up(decoder):
 
 @pytest.fixture
 def decoder(request, decoder, tmp_path):
-    """The shared one; for a compressor, the same with tensors for it beside its weights."""
+    """The shared decoder; for a compressor, with the compressor in its checkpoint."""
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
     known = name in METHODS and METHODS[name].__module__.startswith("i2cl.methods.compressors.")
     return with_compressor(name, tmp_path) if known else decoder
@@ -186,7 +186,7 @@ def decoder(request, decoder, tmp_path):
 
 @pytest.fixture
 def contract(request):
-    """Fits a method as quickly as it goes, and offline."""
+    """Fit a method with the fewest steps, offline."""
 
     def fitted(name, decoder, task):
         options = {"epochs": 1} if "epochs" in METHODS[name].options() else {}
@@ -205,14 +205,14 @@ def contract(request):
 
 @pytest.fixture
 def rows(task):
-    """The films of the shared fixture, enough of them for a hold-out, under another template."""
+    """The shared task with enough rows for held-out examples, and another template."""
     more = tuple(replace(example, text=f"{example.text} again") for example in task.train)
     template = Template("Review: {text}\nSentiment:{label}")
     return replace(task, template=template, train=task.train + more)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_scores_texts_alone_repeats_itself_and_leaves_the_model(name, decoder, rows, contract):
+def test_every_method_is_repeatable_and_restores_the_model(name, decoder, rows, contract):
     model, texts = decoder.model, [query.text for query in rows.queries(5)]
     model.train()
     model.model.layers[0].eval()
@@ -225,14 +225,14 @@ def test_every_method_scores_texts_alone_repeats_itself_and_leaves_the_model(nam
     assert torch.isfinite(scores).all()
     assert torch.equal(contract(name, decoder, rows).scores(texts), scores)
     one_line("text 2 is empty", predictor.scores, ["good", " "])
-    if not issubclass(METHODS[name], Wrapper):  # a calibration may look at all texts at once
+    if not issubclass(METHODS[name], Wrapper):  # batch calibration is transductive
         torch.testing.assert_close(predictor.scores(texts[::-1]), scores.flip(0), **CLOSE)
     counts = (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out)
     assert all(isinstance(count, int) and count >= 0 for count in counts)
 
 
-def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
-    whole = shown_string(films) + films.template.query(SHOWN[2][0])  # and a query as long as the longest
+def test_demonstrations_are_reduced_to_fit_the_context(films, demonstrations):
+    whole = shown_string(films) + films.template.query(SHOWN[2][0])  # query as long as the longest
     needed = len(tiny_tokenizer()(whole)["input_ids"])
     decoder = Decoder(tiny_model("llama", max_position_embeddings=needed), tiny_tokenizer())
     assert len(fit("few_shot", decoder, films, demonstrations).shown) == 4
@@ -246,7 +246,7 @@ def test_as_many_demonstrations_are_shown_as_fit(films, demonstrations):
         one_line(r"need \d+ tokens, but the context holds 30", fit, name, decoder, films, demonstrations)
 
 
-def test_methods_are_made_by_name_with_the_options_they_know():
+def test_methods_take_the_options_that_they_have():
     zero, ours = make_methods(["zero_shot", "i2cl"], {"epochs": "7", "formula": "balance"})
     assert (zero.name, ours.calibration.epochs, ours.calibration.formula) == ("zero_shot", 7, "balance")
     assert ours.calibration.lr == CalibrationConfig().lr
@@ -262,20 +262,24 @@ def test_methods_are_made_by_name_with_the_options_they_know():
     [
         (["zero_shto"], {}, "unknown method 'zero_shto': did you mean 'zero_shot'"),
         (["i2cl"], {"epoch": 3}, "no chosen method has the option 'epoch'"),
-        (["task_vector"], {"epochs": 3}, "known are none"),
+        (["task_vector"], {"epochs": 3}, "choose from \\(no options\\)"),
         (["i2cl"], {"epochs": "many"}, "option epochs='many'"),
         (["i2cl"], {"token": "middle"}, "option token='middle'"),
         (["lora"], {"loss": "words"}, "option loss='words': Input should be 'vocabulary' or 'labels'"),
         (["anchored"], {"loss": "labels"}, "no chosen method has the option 'loss'"),
-        (["i2cl"], {"formula": "add", "init_lambda": "0"}, "^formula add never leaves init_lambda at 0"),
-        *(([name], {key: inf}, f"option {key}='?inf'?: .*finite number") for (name, key), inf in ENDLESS),
+        (
+            ["i2cl"],
+            {"formula": "add", "init_lambda": "0"},
+            "^formula=.add. cannot train init_lambda <= 0: start above 0",
+        ),
+        *(([name], {key: inf}, f"option {key}='?inf'?: .*finite number") for (name, key), inf in INFINITE),
     ],
 )
-def test_wrong_names_and_options(names, options, message):
+def test_unknown_names_and_invalid_options_are_refused(names, options, message):
     one_line(message.replace("+", r"\+"), make_methods, names, options)
 
 
-def test_the_table_of_methods_is_complete_and_cannot_be_changed():
+def test_registry_is_complete_and_read_only():
     assert set(METHODS) >= {"zero_shot", "few_shot", "few_shot_uncached", "i2cl", "noise"}
     assert all(method.name == name for name, method in METHODS.items())
     assert all(method.summary and method.needs for method in METHODS.values())
@@ -283,36 +287,41 @@ def test_the_table_of_methods_is_complete_and_cannot_be_changed():
         METHODS["mine"] = METHODS["i2cl"]
 
 
-def test_a_recipe_is_for_what_calibrates_as_i2cl_does():
+def test_recipe_applies_only_to_i2cl_methods():
     recipe = RECIPES["released"]
     lora, i2cl, noise = make_methods(["lora", "i2cl", "noise+label_prior"], {}, recipe)
     assert lora == make_methods(["lora"])[0]
-    for result in (i2cl, noise.below):
+    for result in (i2cl, noise.inner):
         assert result.calibration == CalibrationConfig(**recipe)
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "anchored", "zero_shot+label_prior"])
-def test_scores_that_are_not_numbers_are_told(films, demonstrations, name):
+def test_nan_scores_are_refused(films, demonstrations, name):
     decoder = made("llama")
     options = {} if "prior" not in name else {"unlabelled": 2}
     task = replace(films, train=tuple(Example(text, 0) for text in TEXTS))
     predictor = fit(name, decoder, task, demonstrations, **options)
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    one_line("label scores are not numbers, since something overflows in float32", predictor.scores, TEXTS)
+    one_line("label scores are NaN: the model overflows in float32", predictor.scores, TEXTS)
 
 
-BELOW = {"zero_shot": 1.5, "anchored": 2.4, "zero_shot+label_prior": 1.5, "zero_shot+batch_calibration": 1.5}
-BELOW |= {"zero_shot+temperature": 1.0, "zero_shot+zero_shot": 1.0}  # a product is as sure as right
+INNER_TEMPERATURES = {
+    "zero_shot": 1.5,
+    "anchored": 2.4,
+    "zero_shot+label_prior": 1.5,
+    "zero_shot+batch_calibration": 1.5,
+}
+INNER_TEMPERATURES |= {"zero_shot+temperature": 1.0, "zero_shot+zero_shot": 1.0}  # products are calibrated
 
 
-@pytest.mark.parametrize(("below", "typical"), BELOW.items())
-def test_a_product_adds_log_probabilities_and_costs(below, typical, films, demonstrations):
+@pytest.mark.parametrize(("inner", "typical"), INNER_TEMPERATURES.items())
+def test_product_multiplies_probabilities_and_adds_costs(inner, typical, films, demonstrations):
     task = replace(films, train=tuple(Example(text, 0) for text in TEXTS))
-    options = {"unlabelled": 2} if "prior" in below else {}
+    options = {"unlabelled": 2} if "prior" in inner else {}
     given, seen = (made("llama"), task, demonstrations), []
-    first, second = fit(below, *given, **options), fit("few_shot", *given)
-    both = fit(f"{below}+few_shot", *given, **options)
+    first, second = fit(inner, *given, **options), fit("few_shot", *given)
+    both = fit(f"{inner}+few_shot", *given, **options)
     tempered = (first.scores(TEXTS).double() / typical).log_softmax(-1)
     expected = (tempered.exp() * second.scores(TEXTS).exp()).log()
     result = both.scores(TEXTS, seen.append)
@@ -321,14 +330,14 @@ def test_a_product_adds_log_probabilities_and_costs(below, typical, films, demon
     assert both.cost == first.cost + second.cost
 
 
-def test_where_no_temperature_can_be_chosen_it_is_the_typical_one(films):
+def test_product_uses_the_typical_temperature_if_none_can_be_fitted(films):
     given = made("llama"), films, [Example("a warm film", 0), Example("no", 1)]
     plain, chosen = (fit(f"anchored{name}+few_shot", *given) for name in ("", "+temperature"))
     assert plain.first.temperature == chosen.first.temperature == 2.4
     assert torch.equal(plain.scores(TEXTS), chosen.scores(TEXTS))
 
 
-def test_seeds_that_are_fitted_together_have_their_own_partner(films):
+def test_joint_fits_of_a_product_have_separate_partners(films):
     decoder, (method,) = made("llama"), make_methods(["i2cl+few_shot"], {"epochs": 1})
     assert method.joint
     draws = [films.sample(2, seed) for seed in (0, 1)]
@@ -339,16 +348,16 @@ def test_seeds_that_are_fitted_together_have_their_own_partner(films):
     assert not torch.equal(together[0].second.scores(TEXTS), together[1].second.scores(TEXTS))
 
 
-def test_names_stack_and_each_method_takes_its_own_options():
+def test_wrapped_methods_take_their_own_options():
     (result,) = make_methods(["i2cl+label_prior+tfidf+temperature"], {"epochs": 3, "refits": 2})
     assert result.called == "i2cl+label_prior+tfidf+temperature"
-    assert isinstance(result.below, Product)
-    assert (result.below.below.below.calibration.epochs, result.config.refits) == (3, 2)
+    assert isinstance(result.inner, Product)
+    assert (result.inner.inner.inner.calibration.epochs, result.config.refits) == (3, 2)
     assert make_methods(["zero_shot+noise"], {}, {"epochs": 7})[0].other.calibration.epochs == 7
 
 
 @pytest.mark.parametrize("name", ["zero_shot+tfidf", "tfidf+zero_shot"])
-def test_a_label_that_one_of_them_has_not_seen_is_no_answer(name, films, demonstrations):
+def test_product_excludes_a_label_that_one_method_has_not_seen(name, films, demonstrations):
     pytest.importorskip("sklearn", reason="scikit-learn is an extra")
     three = replace(films, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]

@@ -1,4 +1,4 @@
-"""What tests of precisions and of weights elsewhere share: one checkpoint, and gradients through a model."""
+"""A checkpoint and gradients for the tests of precision and offloading."""
 
 from importlib.util import find_spec
 
@@ -43,7 +43,7 @@ def edit_of(decoder):
 
 
 def gradients(decoder, scale=1.0, through=None):
-    """Of a label's log-probability, with respect to every lambda and beta."""
+    """Gradient of a label's log-probability with respect to every lambda and beta."""
     edit = edit_of(decoder)
     batch = make_batch([(5, 9, 2, 7, 30), (11, 40, 3)], decoder.device)
     with decoder.frozen(), torch.enable_grad():
@@ -53,7 +53,7 @@ def gradients(decoder, scale=1.0, through=None):
 
 
 def look(decoder):
-    """A run without gradients, which changes nothing."""
+    """Run without gradients."""
     decoder.capture(make_batch([(5, 9, 2)], decoder.device))
 
 

@@ -53,7 +53,7 @@ def one_by_one(model, prefix):
 # The residual identity
 
 
-def test_writers_are_all_that_a_block_adds_and_each_counts(model):
+def test_blocks_add_exactly_their_two_writers(model):
     architecture = architecture_of(model)
     identity = residual_identity(model, architecture, IDS)
     assert len(identity.errors) == len(architecture.writers(model)) == len(architecture.blocks(model)) >= 2
@@ -63,7 +63,7 @@ def test_writers_are_all_that_a_block_adds_and_each_counts(model):
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), HALF)
-def test_half_precision_neither_hides_nor_feigns_an_error(model_type, dtype):
+def test_half_precision_gives_the_right_verdict(model_type, dtype):
     model = tiny_model(model_type, dtype=dtype)
     architecture = architecture_of(model)
     assert residual_identity(model, architecture, IDS).passed
@@ -80,7 +80,7 @@ def test_inner_modules_of_post_norm_blocks_fail(model_type):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_scale_that_is_left_out_or_a_tenth_off_fails(dtype):
+def test_missing_or_wrong_scale_fails(dtype):
     granite, row = tiny_model("granite", dtype=dtype), ARCHITECTURES["granite"]
     assert row.writer_scale(granite.config) == granite.config.residual_multiplier == 0.4
     assert residual_identity(granite, row, IDS).passed
@@ -105,13 +105,13 @@ def test_one_wrong_layer_fails(gemma2):
     ("model_type", "option"),
     [("opt", {"do_layer_norm_before": False}), ("bloom", {"apply_residual_connection_post_layernorm": True})],
 )
-def test_blocks_that_normalise_the_stream_itself_fail(model_type, option):
+def test_post_norm_blocks_fail(model_type, option):
     # OPT-350m and some Bloom configs put the norm on the stream, so no two modules are all that is added.
     model = tiny_model(model_type, **option)
     assert not residual_identity(model, architecture_of(model), IDS).passed
 
 
-def test_activations_not_finite_and_writers_never_run_or_of_another_width_fail(gemma2):
+def test_invalid_activations_and_writers_fail(gemma2):
     assert not ResidualIdentity((0.0, float("nan"), 0.0)).passed
     llama = tiny_model("llama")
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_activations_not_finite_and_writers_never_run_or_of_another_width_fail(g
     one_line(error, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], mlp="mlp.up_proj"), IDS)
 
 
-def test_the_check_leaves_the_model_as_it_was(gemma2):
+def test_check_restores_the_model(gemma2):
     with left_as_found(gemma2):
         residual_identity(gemma2, architecture_of(gemma2), IDS)
 
@@ -133,7 +133,7 @@ def test_the_check_leaves_the_model_as_it_was(gemma2):
 # The table
 
 
-def test_the_table_is_sorted_holds_each_tested_type_once_and_has_axes_layer_and_module(gemma2):
+def test_table_is_sorted_and_complete(gemma2):
     assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
     assert sorted(name for _, names in _ROWS for name in names.split()) == list(ARCHITECTURES)
     assert all(architecture.model_type == name for name, architecture in ARCHITECTURES.items())
@@ -181,10 +181,10 @@ def test_unknown_model_type_says_what_to_do():
         ({"layers": "norm"}, r"layers='norm' of Gemma2Model is Gemma2RMSNorm, not a list.*ModuleList"),
         ({"attention": "attn"}, r"attention='attn' .*Gemma2DecoderLayer, which has self_attn.*right path"),
         ({"mlp": "mlp.fc2"}, r"mlp='mlp.fc2' .*Gemma2DecoderLayer.*right path"),
-        ({"scale": "multiplier"}, r"scale='multiplier' is no number .*scale=None"),
+        ({"scale": "multiplier"}, r"scale='multiplier' is not a number .*scale=None"),
     ],
 )
-def test_wrong_path_names_path_class_and_cure(gemma2, fields, message):
+def test_wrong_path_is_named_with_a_fix(gemma2, fields, message):
     one_line(message, residual_identity, gemma2, replace(ARCHITECTURES["gemma2"], **fields), IDS)
 
 
@@ -220,7 +220,7 @@ def test_prefix_cache(model, placed):
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_packed_queries_do_not_see_each_other(model_type):
-    """What the table says of packing holds, in both directions."""
+    """``packs`` is correct for models that can be packed and for those that cannot."""
     decoder = Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
     rows = [(5, 9, 2, 7, 30), (11, 40, 3), (3, 250, 17, 40, 41, 42, 8)]
     with torch.no_grad():

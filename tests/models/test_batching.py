@@ -32,7 +32,7 @@ def encoder():
     return Encoder.of(tiny_tokenizer())
 
 
-def test_rows_are_padded_or_packed_where_that_pays_longest_first():
+def test_rows_are_packed_if_that_is_cheaper():
     batch = make_batch([(5, 6, 7), (8,)], CPU)
     assert (batch.input_ids[0].tolist(), batch.input_ids[1, 0]) == ([5, 6, 7], 8)
     assert (batch.last.tolist(), batch.rows, batch.packed) == ([2, 0], (0, 1), False)
@@ -48,7 +48,7 @@ def test_rows_are_padded_or_packed_where_that_pays_longest_first():
 
 
 def cuts(count):
-    """Every way to cut so many rows into parts."""
+    """Yield every way to split n rows into batches."""
     if not count:
         yield []
     for first in range(1, count + 1):
@@ -61,7 +61,7 @@ def cost(lengths, sizes, price):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_are_cut_where_padding_and_passes_cost_the_least(seed):
+def test_batches_minimize_padding_and_passes(seed):
     draw = random.Random(seed)
     lengths = sorted((draw.randint(1, 12) for _ in range(draw.randint(0, 9))), reverse=True)
     most = [draw.randint(1, 6)] * len(lengths)
@@ -74,13 +74,13 @@ def test_rows_are_cut_where_padding_and_passes_cost_the_least(seed):
 
 @pytest.mark.parametrize("behind", ["", " <|endoftext|>"])
 @pytest.mark.parametrize(("before", "front"), [("", ()), ("<|endoftext|> ", (0,))])
-def test_special_tokens_in_front_are_kept_and_those_behind_are_not(before, behind, front):
+def test_leading_special_tokens_are_kept_and_trailing_ones_removed(before, behind, front):
     encoder = Encoder.of(with_special_tokens(f"{before}$A{behind}"))
     assert encoder.front == front
     assert encoder(["a film", "b"]) == [front + encode("a film"), front + encode("b")]
 
 
-def test_texts_that_fit_and_none_at_all_are_not_touched(encoder):
+def test_texts_that_fit_are_not_truncated(encoder):
     assert encoder([]) == encoder.fitted(query, [], 3) == []
     texts = ["a film", WORDS]
     longest = len(encode(query(WORDS)))
@@ -91,7 +91,7 @@ def test_texts_that_fit_and_none_at_all_are_not_touched(encoder):
 
 
 @pytest.mark.parametrize("limit", [25, 26, 27, 40, 61])
-def test_a_long_text_is_cut_at_its_end_and_nowhere_else(encoder, limit):
+def test_long_texts_are_truncated_only_at_their_end(encoder, limit):
     text = WORDS * 30
     with pytest.warns(TruncationWarning, match=f"^1 of 2 texts were cut to fit {limit} tokens") as caught:
         cut, short = encoder.fitted(query, [text, "a"], limit)
@@ -104,7 +104,7 @@ def test_a_long_text_is_cut_at_its_end_and_nowhere_else(encoder, limit):
     assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
 
 
-def test_each_text_has_its_own_prompt_and_all_share_one_warning(encoder):
+def test_truncation_warns_once_for_all_texts(encoder):
     builds = [lambda text: text + " yes", lambda text: "no " + text]
     with pytest.warns(TruncationWarning, match="2 of 2") as caught:
         first, second = encoder.fitted(builds, ["abc" * 50, "def" * 50], 12)
@@ -113,7 +113,7 @@ def test_each_text_has_its_own_prompt_and_all_share_one_warning(encoder):
     assert second[:3] == encode("no ")
 
 
-def test_demonstrations_are_never_cut(encoder):
+def test_demonstrations_are_never_truncated(encoder):
     shown = "".join(query("a dull film") + " negative\n" for _ in range(3))
     needed = len(encode(shown + query("")))
     with pytest.warns(TruncationWarning):
@@ -128,7 +128,7 @@ def test_demonstrations_are_never_cut(encoder):
     "text", ["x" * 1_000_000, WORDS * 9_000, "ä☃" * 50_000], ids=["one word", "words", "unicode"]
 )
 @pytest.mark.parametrize("front", ["", "<|endoftext|> "])
-def test_a_very_long_text_is_cut_and_special_tokens_count(text, front):
+def test_very_long_texts_are_truncated_with_room_for_special_tokens(text, front):
     encoder = Encoder.of(with_special_tokens(f"{front}$A"))
     with pytest.warns(TruncationWarning, match="1 of 1"):
         (cut,) = encoder.fitted(query, [text], 100)
@@ -137,7 +137,7 @@ def test_a_very_long_text_is_cut_and_special_tokens_count(text, front):
     assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
 
 
-def test_few_characters_are_encoded_to_cut_a_long_text(encoder, monkeypatch):
+def test_truncation_encodes_only_the_start_of_a_long_text(encoder, monkeypatch):
     encoded = []
     build = partial(lambda text: encoded.append(len(text)) or query(text))
     with pytest.warns(TruncationWarning):

@@ -52,7 +52,7 @@ def test_unknown_model_types_take_an_architecture():
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_logits_at_chosen_places(case):
+def test_logits_at_chosen_positions(case):
     decoder = decoder_of(case)
     at = torch.tensor([[0, 3], [0, 0], [6, 2]])
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_logits_at_chosen_places(case):
             assert close(last[row, 0], alone[-1])
 
 
-def test_the_head_runs_on_the_chosen_places_alone(decoder):
+def test_lm_head_runs_only_at_the_chosen_positions(decoder):
     seen = []
     head = decoder.model.get_output_embeddings()
     handle = head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
@@ -77,7 +77,7 @@ def test_the_head_runs_on_the_chosen_places_alone(decoder):
 
 @pytest.mark.parametrize("site", ["writers", "hidden"])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_capture_at_chosen_tokens_is_that_of_a_row_alone(case, site):
+def test_captured_states_match_those_of_single_rows(case, site):
     decoder = decoder_of(case)
     result = decoder.capture(BATCH, torch.tensor([1, 0, 4]), site=site)
     for row, (ids, place) in enumerate(zip(ROWS, (1, 0, 4), strict=True)):
@@ -114,7 +114,7 @@ def test_cached_values(case, overrides, width, tokens):
 
 
 def odd(case):
-    """A model with flags of every kind and hooks of somebody else."""
+    """A model with user-defined flags and hooks."""
     model = tiny_model(case).train()
     for number, module in enumerate(model.modules()):
         module.training = number % 3 != 0
@@ -160,7 +160,7 @@ WORK = {
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_the_model_is_left_as_found(case):
+def test_model_is_restored(case):
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = "left"
     decoder = Decoder(odd(case), tokenizer)
@@ -173,13 +173,13 @@ def test_the_model_is_left_as_found(case):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("work", [failing_score, failing_progress])
 @pytest.mark.parametrize("case", ["llama", "opt"])
-def test_the_model_is_left_as_found_after_an_error(case, work, error):
+def test_model_is_restored_after_an_error(case, work, error):
     decoder = Decoder(odd(case), tiny_tokenizer())
     with left_as_found(decoder.model), pytest.raises(error):
         work(decoder, error)
 
 
-def test_working_does_not_change_training_that_goes_on():
+def test_use_does_not_disturb_training_of_the_same_model():
     model = tiny_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.5, embd_pdrop=0.0)
     model.config.resid_pdrop = 0.5
     for module in model.modules():
@@ -194,7 +194,7 @@ def test_working_does_not_change_training_that_goes_on():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_an_edit_that_only_looks_changes_nothing(decoder):
+def test_edit_that_returns_none_changes_nothing(decoder):
     class Look(Edit):
         sees_input = True
 
@@ -213,7 +213,7 @@ def test_an_edit_that_only_looks_changes_nothing(decoder):
     assert look.seen == [(layer, index, True) for layer in (0, 1) for index in (0, 1)]
 
 
-def test_decoders_of_one_model_share_it_and_its_lock():
+def test_decoders_of_one_model_share_its_lock():
     model = tiny_model("llama")
     one, other = (Decoder(model, tiny_tokenizer(), name="tiny") for _ in range(2))
     before = one.capture(BATCH)
@@ -239,5 +239,5 @@ def test_decoders_of_one_model_share_it_and_its_lock():
         ("llama4_text", {"attention_chunk_size": 16}, 16),
     ],
 )
-def test_a_window_is_that_of_layers_that_have_one(model_type, changes, window):
+def test_window_is_the_smallest_of_the_layers_in_use(model_type, changes, window):
     assert window_of(tiny_model(model_type, **changes).config) == window

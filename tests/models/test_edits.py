@@ -15,7 +15,7 @@ class Pair(nn.Module):
         return hidden_states * factor, "weights"
 
 
-def test_outputs_are_replaced_in_the_order_given_and_seen_downstream():
+def test_edits_are_applied_in_order_and_affect_later_modules():
     module = Pair()
     with edit_outputs([(module, lambda value: value + 1)]):
         first, second = module(X)
@@ -32,7 +32,7 @@ def test_outputs_are_replaced_in_the_order_given_and_seen_downstream():
         assert torch.equal(module(X), (X + 1) * 10)
 
 
-def test_none_leaves_the_value():
+def test_none_keeps_the_value():
     seen = []
     for edit in (edit_inputs, edit_outputs):
         for module in (nn.Identity(), Pair()):
@@ -54,7 +54,7 @@ def test_first_argument_is_replaced(keyword):
 
 
 @pytest.mark.parametrize("edit", [edit_inputs, edit_outputs])
-def test_hooks_are_removed_after_success_and_when_a_later_one_cannot_be_set(edit):
+def test_hooks_are_removed_after_success_and_failure(edit):
     model, calls = nn.Sequential(nn.Identity(), nn.Identity()), []
     handle = model[0].register_forward_hook(lambda *_: calls.append("kept"))
     with edit([(part, lambda value: value + 1) for part in model]):

@@ -1,4 +1,4 @@
-"""What a user wrote is text, also where it spells a control token; a template may hold control tokens."""
+"""Texts never become control tokens; templates may contain them."""
 
 import json
 import math
@@ -70,14 +70,14 @@ def special(encoder):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_text_never_becomes_a_control_token(encoder, text):
+def test_text_never_becomes_a_control_token(encoder, text):
     assert special(encoder) & set(encoder([text])[0])  # as it is, it holds one
     (ids,) = encoder([encoder.literal(text)])
     assert not special(encoder) & set(ids)
     assert encoder.tokenizer.decode(ids).strip() == text.strip()
 
 
-def test_a_template_keeps_its_control_tokens_and_other_texts_and_the_mark_are_encoded_as_ever(encoder):
+def test_template_keeps_its_control_tokens(encoder):
     for text in LINES[:2]:
         assert encoder.literal(text) is text
         assert encoder([text])[0] == tuple(encoder.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -94,7 +94,7 @@ def test_a_template_keeps_its_control_tokens_and_other_texts_and_the_mark_are_en
     assert encoder.literal("\ufdd0") != "\ufdd0"
 
 
-def test_spans_are_places_in_the_prompt(encoder):
+def test_spans_are_character_offsets_in_the_prompt(encoder):
     if not encoder.tokenizer.is_fast:
         pytest.skip("slow tokenizers know no places")
     prompt = "<|im_start|>ab " + encoder.literal("</s> c") + "</s>"
@@ -160,10 +160,13 @@ def with_bos():
 
 @pytest.mark.parametrize(
     "template",
-    [Template("</s>Review: {text}\nTopic: {label}"), Template("{text}\n{label}").instructed("</s>Say it.")],
+    [
+        Template("</s>Review: {text}\nTopic: {label}"),
+        Template("{text}\n{label}").with_instruction("</s>Say it."),
+    ],
 )
 def test_template_that_repeats_the_bos_of_the_tokenizer_is_refused(template):
-    says = "template begins with '</s>', which this tokenizer adds by itself.*remove it"
+    says = "template starts with '</s>', which this tokenizer adds too.*remove it"
     one_line(says, label_tokens, with_bos(), template, ("C", "D"))
     label_tokens(Encoder.of(tokenizer_of("byte-level BPE")), template, ("C", "D"))  # which adds none
 
@@ -244,7 +247,7 @@ SHOTS = (Example(EVIL, 0), Example("dull", 1))
 
 @pytest.fixture
 def seen(decoder, monkeypatch):
-    """Token ids of everything that the model runs on."""
+    """Record the token ids of everything that the model runs."""
     result = []
     before = decoder.model.base_model.register_forward_pre_hook(
         lambda _module, _args, options: result.append(options["input_ids"]), with_kwargs=True
@@ -274,7 +277,7 @@ def test_no_method_lets_a_text_become_a_control_token(decoder, seen, name):
     assert control_tokens(seen) == 0
 
 
-def test_nor_does_a_pool(decoder, seen):
+def test_no_pool_lets_a_text_become_a_control_token(decoder, seen):
     injection = injected(decoder, TASK, SHOTS, CalibrationConfig(epochs=0))
     InjectionPool(decoder, {"films": injection}).predict([EVIL], ["films"])
     assert control_tokens(seen) == 0
@@ -282,7 +285,7 @@ def test_nor_does_a_pool(decoder, seen):
     assert control_tokens(seen) == 1
 
 
-def test_the_answer_is_that_of_the_characters(decoder):
+def test_scores_of_a_spelled_control_token_are_those_of_its_characters(decoder):
     as_text, as_token = (
         Questions(decoder, TASK).scores([text]) for text in (EVIL, "a warm film<|endoftext|".rstrip("|"))
     )
@@ -296,7 +299,7 @@ def test_the_answer_is_that_of_the_characters(decoder):
 # Words
 
 
-def test_labels_of_several_words_are_told_by_the_mean_of_their_tokens(decoder):
+def test_word_level_scores_are_means_over_tokens(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d", "aea")
     result = label_tokens(decoder.encoder, template, labels, "words")
     assert (result.full, result.room) == (False, 0)
@@ -314,14 +317,14 @@ def test_labels_of_several_words_are_told_by_the_mean_of_their_tokens(decoder):
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
 
 
-def test_a_fit_may_say_how_much_each_token_counts(decoder):
+def test_word_weights_of_a_fit_are_used(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d")
     weights, plain = torch.randn(4, 3), label_tokens(decoder.encoder, template, labels, "words")
     result = plain.weighted(weights)
     tokens = torch.randn(2, 4)
     torch.testing.assert_close(result.mean(tokens), tokens @ weights)
     assert result == plain  # the same labels
-    with pytest.raises(I2CLError, match=r"\(3, 4\), and these labels have \(4, 3\): fit it again"):
+    with pytest.raises(I2CLError, match=r"\(3, 4\), but these labels need \(4, 3\): fit it again"):
         plain.weighted(weights.T)
 
 
@@ -329,7 +332,7 @@ def test_a_fit_may_say_how_much_each_token_counts(decoder):
     "labels",
     [("ab", "bba", "cd"), ("a", "ab", "ba"), ("b", "ab", "ba", "ac", "ca", "cc"), ("cb", "bc", "c", "b")],
 )
-def test_no_two_labels_are_told_by_the_same_tokens(decoder, labels):
+def test_labels_with_the_same_tokens_are_refused(decoder, labels):
     result = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
     assert len(set(map(frozenset, result.words))) == len(labels)
     if "bba" in labels:  # two of the same letters, told by a token of their own each
@@ -338,7 +341,7 @@ def test_no_two_labels_are_told_by_the_same_tokens(decoder, labels):
         assert result.ids[0] != result.ids[1]
 
 
-def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
+def test_labels_without_a_distinct_token_are_refused(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
     result = label_tokens(decoder.encoder, template, labels, "words")
@@ -350,5 +353,5 @@ def test_every_label_has_a_token_of_its_own_or_they_are_refused(decoder):
     assert not set(tokens) & decoder.encoder.special
     assert label_tokens(decoder.encoder, template, labels, "words") == result
     labels = tuple(f"{number:05}" for number in range(2000))
-    with pytest.raises(I2CLError, match="fewer tokens than there are labels, 2000"):
+    with pytest.raises(I2CLError, match=r"fewer tokens than there are labels .2000"):
         label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")

@@ -20,7 +20,7 @@ BASE = fingerprint.ModelIdentity("here", None, "llama", 2, 32, "aa", "bb", confi
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_one_checkpoint_has_one_fingerprint_in_all_precisions_and_every_tensor_counts(model_type):
+def test_fingerprint_is_independent_of_precision_and_depends_on_every_tensor(model_type):
     full, half = weights_fingerprint(tiny_model(model_type)), tiny_model(model_type, dtype=torch.float16)
     assert full == weights_fingerprint(tiny_model(model_type, dtype=torch.bfloat16))
     assert full != weights_fingerprint(tiny_model(model_type, seed=1))
@@ -38,9 +38,9 @@ def test_one_checkpoint_has_one_fingerprint_in_all_precisions_and_every_tensor_c
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """A model loaded from files whose fingerprint is kept, how often it was read, and where it is kept."""
+    """A model with a cached fingerprint, the number of reads so far, and the cache file."""
     reads = []
-    monkeypatch.setattr(fingerprint, "KEPT_FROM", 0)
+    monkeypatch.setattr(fingerprint, "CACHE_MIN_BYTES", 0)
     place = partial(fingerprint.cached_assets_path, assets_dir=tmp_path / "assets")
     monkeypatch.setattr(fingerprint, "cached_assets_path", place)
     read = fingerprint.tensors_fingerprint
@@ -50,7 +50,7 @@ def kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_a_large_models_fingerprint_is_read_once_or_each_time_where_it_cannot_be_kept(kept, blocked):
+def test_large_models_fingerprint_is_cached_if_possible(kept, blocked):
     model, reads, assets = kept
     if blocked:
         assets.write_text("in the way")
@@ -60,7 +60,7 @@ def test_a_large_models_fingerprint_is_read_once_or_each_time_where_it_cannot_be
 
 
 @pytest.mark.parametrize("change", ["memory", "file", "damage"])
-def test_what_changes_is_read_again(kept, change):
+def test_changed_files_invalidate_the_cached_fingerprint(kept, change):
     model, reads, assets = kept
     before = weights_fingerprint(model)
     if change == "memory":
@@ -73,7 +73,7 @@ def test_what_changes_is_read_again(kept, change):
     assert len(reads) == 2
 
 
-def test_columns_of_a_matrix_are_seen_whatever_its_width(kept):
+def test_swapped_columns_change_the_checksum(kept):
     model, reads, _ = kept
     before = weights_fingerprint(model)
     with torch.no_grad():
@@ -83,22 +83,22 @@ def test_columns_of_a_matrix_are_seen_whatever_its_width(kept):
 
 
 @pytest.mark.parametrize("place", [0, 1, 4321, -1])
-def test_a_kept_fingerprint_does_not_hold_for_a_model_edited_in_memory(kept, place):
-    """One value of thousands; edits through ``data`` leave no trace in torch's version counters."""
+def test_cached_fingerprint_is_invalid_for_a_model_edited_in_memory(kept, place):
+    """One value of thousands; edits through ``data`` do not change torch's version counters."""
     model, _, _ = kept
     before = weights_fingerprint(model)
     model.get_input_embeddings().weight.data.view(-1)[place] += 0.5
     assert weights_fingerprint(model) != before
 
 
-def test_a_checksum_sees_rows_that_change_places():
+def test_swapped_rows_change_the_checksum():
     weight = torch.randn(64, 1024)
     before = torch.cat([*fingerprint._checksums(weight)])
     assert not torch.equal(torch.cat([*fingerprint._checksums(weight[torch.arange(64).roll(1)])]), before)
     assert torch.equal(torch.cat([*fingerprint._checksums(weight.clone())]), before)
 
 
-def test_every_single_value_counts_and_integers_to_the_last_bit():
+def test_every_value_changes_the_fingerprint():
     model = tiny_model("llama")
     matrix = model.model.layers[1].mlp.down_proj.weight.detach().view(-1)
     before = weights_fingerprint(model)
@@ -113,18 +113,18 @@ def test_every_single_value_counts_and_integers_to_the_last_bit():
     assert len({tensors_fingerprint([("qweight", one)]) for one in packed}) == 2
 
 
-@pytest.mark.parametrize("place", [0, fingerprint.PART - 1, fingerprint.PART, -1])
-def test_every_part_of_a_large_tensor_counts(place):
-    large = torch.zeros(3 * fingerprint.PART + 5)
+@pytest.mark.parametrize("place", [0, fingerprint.CHUNK_SIZE - 1, fingerprint.CHUNK_SIZE, -1])
+def test_every_chunk_of_a_large_tensor_changes_the_fingerprint(place):
+    large = torch.zeros(3 * fingerprint.CHUNK_SIZE + 5)
     before = tensors_fingerprint([("large", large)])
     large[place] = 1
     assert tensors_fingerprint([("large", large)]) != before
 
 
-def test_neither_the_size_of_parts_nor_the_order_in_memory_changes_it(monkeypatch):
+def test_fingerprint_is_independent_of_chunk_size_and_memory_layout(monkeypatch):
     model = tiny_model("llama")
     before = weights_fingerprint(model)
-    monkeypatch.setattr(fingerprint, "PART", 1000)
+    monkeypatch.setattr(fingerprint, "CHUNK_SIZE", 1000)
     head = model.lm_head.weight
     head.data = head.data.T.contiguous().T
     assert weights_fingerprint(model) == before
@@ -135,7 +135,7 @@ BUFFERS = {"deepseek_v3": SCORES, "minimax_m2": SCORES, "llama": "inv_freq"}
 
 
 @pytest.mark.parametrize(("case", "buffer"), BUFFERS.items())
-def test_buffers_count_where_checkpoints_hold_them(case, buffer):
+def test_only_persistent_buffers_change_the_fingerprint(case, buffer):
     model = tiny_model(case)
     before = weights_fingerprint(model)
     next(one for path, one in model.named_buffers() if path.endswith(buffer))[0] += 1
@@ -162,30 +162,30 @@ def identity(case="llama", **overrides):
         ("mixtral", "num_experts_per_tok", 1),
     ],
 )
-def test_what_changes_results_counts(case, field, value):
+def test_configuration_fields_that_change_results_are_compared(case, field, value):
     one, other = identity(case), identity(case, **{field: value})
     assert one.weights == other.weights
     assert one.difference(other).startswith(f"config.{field} ")
 
 
-def test_what_does_not_change_results_does_not_count():
+def test_configuration_fields_without_effect_are_ignored():
     model = tiny_model("llama")
-    before = fingerprint.told_config(model.config)
+    before = fingerprint.inference_config(model.config)
     changes = {"use_cache": False, "pad_token_id": 3, "eos_token_id": [1, 2], "attention_dropout": 0.5}
     for field, value in changes.items():
         setattr(model.config, field, value)
     model.config.name_or_path = "elsewhere"
     model.config.architectures = ["Other"]
     model.set_attn_implementation("eager")
-    assert fingerprint.told_config(model.to(torch.bfloat16).config) == before
+    assert fingerprint.inference_config(model.to(torch.bfloat16).config) == before
 
 
 @pytest.mark.parametrize("case", ["dbrx", "mpt", "granitemoehybrid", "llama4_text"])
-def test_a_configuration_survives_files(case, tmp_path):
+def test_configuration_survives_saving_and_loading(case, tmp_path):
     config = tiny_model(case).config
     config.save_pretrained(tmp_path)
-    value = fingerprint.told_config(config)
-    assert value == fingerprint.told_config(type(config).from_pretrained(tmp_path))
+    value = fingerprint.inference_config(config)
+    assert value == fingerprint.inference_config(type(config).from_pretrained(tmp_path))
     assert value == json.loads(json.dumps(value, allow_nan=False))
     assert not any("dropout" in field or field.endswith("pdrop") for field in str(value).split("'"))
 
@@ -193,7 +193,7 @@ def test_a_configuration_survives_files(case, tmp_path):
 # The tokenizer
 
 
-def test_the_vocabulary_counts_also_without_rules_in_json_and_what_callers_flip_does_not():
+def test_slow_tokenizers_are_identified_by_their_vocabulary():
     tokenizer, before = tiny_tokenizer(), tokenizer_fingerprint(tiny_tokenizer())
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -208,7 +208,7 @@ def test_the_vocabulary_counts_also_without_rules_in_json_and_what_callers_flip_
 
 
 def rebuilt(**parts):
-    """The tiny tokenizer with other parts; its vocabulary is the same."""
+    """The tiny tokenizer with other components and the same vocabulary."""
     record = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
     record["model"] |= parts.pop("model", {})
     backend = Tokenizer.from_str(json.dumps(record))
@@ -232,7 +232,7 @@ def swapped():
         {"post_processor": processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])},
     ],
 )
-def test_the_tokenizers_rules_count(parts):
+def test_tokenizer_rules_change_the_fingerprint(parts):
     other = rebuilt(**parts)
     assert other.get_vocab() == tiny_tokenizer().get_vocab()
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tiny_tokenizer())
@@ -244,7 +244,7 @@ def test_the_tokenizers_rules_count(parts):
 @pytest.mark.parametrize(
     "change", [{"model_type": "gpt2"}, {"layers": 3}, {"d_model": 8}, {"weights": "cc"}, {"tokenizer": "cc"}]
 )
-def test_a_difference_is_named_and_stays_short(change):
+def test_differences_are_named_briefly(change):
     ((field, value),) = change.items()
     difference = BASE.difference(replace(BASE, **change))
     assert [part in difference for part in (field, repr(value), repr(getattr(BASE, field)))] == [True] * 3
@@ -252,12 +252,12 @@ def test_a_difference_is_named_and_stays_short(change):
     assert BASE.difference(other).endswith("config.eps 1e-06 and not 0, 1 more")
 
 
-def test_name_revision_and_a_field_that_one_version_of_transformers_lacks_do_not_count():
+def test_name_revision_and_new_fields_are_ignored():
     for fields in ({"name": "there", "revision": "main"}, {"config": {"eps": 1e-6, "later": 3}}):
         assert BASE.difference(replace(BASE, **fields)) is None
 
 
 @pytest.mark.parametrize("fields", [{}, asdict(BASE) | {"extra": 1}, asdict(BASE) | {"config": 3}])
-def test_a_dictionary_makes_it_again_and_wrong_fields_are_refused(fields):
+def test_identity_round_trips_through_a_dict_and_refuses_invalid_fields(fields):
     assert fingerprint.ModelIdentity.from_dict(json.loads(json.dumps(asdict(BASE)))) == BASE
     one_line("base_model entry is malformed", fingerprint.ModelIdentity.from_dict, fields)

@@ -1,4 +1,4 @@
-"""Which tokens stand for a label: labels that begin other labels, and newlines before labels."""
+"""Tokens of labels: labels that are prefixes of others, and newlines before labels."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ WORDS += ("good", "bad", "7", "film", "film.", "New-York", "spammy")
 
 
 def random_labels(seed):
-    """2 to 20 different label words of one to three words, which often begin one another."""
+    """Return 2 to 20 distinct labels of one to three words, many of them prefixes of others."""
     picker = random.Random(seed)
     wanted = picker.randint(2, 20)
     result = {" ".join(picker.choices(WORDS, k=picker.randint(1, 3))) for _ in range(wanted)}
@@ -32,7 +32,7 @@ def random_labels(seed):
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_label_begins_another_one_that_is_scored(case, seed):
+def test_no_label_is_a_prefix_of_another(case, seed):
     decoder, labels = decoder_of(case), random_labels(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScoringWarning)
@@ -50,12 +50,12 @@ def test_no_label_begins_another_one_that_is_scored(case, seed):
     assert result.exp().sum() <= 1 + 1e-5  # different answers exclude each other
 
 
-def test_labels_that_begin_no_other_stay_as_they_are():
+def test_labels_that_are_no_prefix_are_unchanged():
     result = label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "full")
     assert result.ids == tuple(map(encode, LABELS))
 
 
-def test_eos_ends_labels_where_the_separator_merges_with_them_and_no_token_to_end_them_is_an_error():
+def test_labels_end_with_eos_if_the_separator_merges():
     decoder = made("llama")
     template = Template("Review: {text}\nSentiment:{label}", separator="n")
     assert encode("on")[:1] != encode("o")
@@ -64,13 +64,13 @@ def test_eos_ends_labels_where_the_separator_merges_with_them_and_no_token_to_en
     assert {ids[-1] for ids in result.ids} == {decoder.tokenizer.eos_token_id}
     decoder = Decoder(decoder.model, copy.deepcopy(decoder.tokenizer))
     decoder.tokenizer.eos_token = None
-    message = r"label .a o. is how label .a o a. begins.*use other label words"
+    message = r"label .a o. is a prefix of label .a o a..*use other label words"
     with pytest.warns(ScoringWarning), pytest.raises(I2CLError, match=message):
         label_tokens(decoder.encoder, template, ("a o", "a o a"))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_a_newline_before_labels_belongs_to_the_query(case):
+def test_newline_before_labels_belongs_to_the_query(case):
     decoder = decoder_of(case)
     asked = Questions(decoder, Task("films", LABELS, Template("Review: {text}\nSentiment:\n{label}")))
     with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def test_a_newline_before_labels_belongs_to_the_query(case):
     assert torch.allclose(first, asked.scores(texts))
 
 
-def test_a_newline_that_merges_with_labels_stays_with_them():
+def test_newline_that_merges_with_labels_belongs_to_them():
     tokenizer = merging_tokenizer()
     decoder = Decoder(tiny_model("llama"), tokenizer)
     asked = Questions(decoder, Task("films", ("x", "ab"), Template("{text}:\n{label}")))
@@ -93,7 +93,7 @@ def test_a_newline_that_merges_with_labels_stays_with_them():
 
 
 def merging_tokenizer():
-    """One that has a token for a newline with the x behind it."""
+    """A tokenizer with a token for a newline followed by x."""
     base = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
     newline, letter = "\u010a", "x"
     base["model"]["vocab"][newline + letter] = len(base["model"]["vocab"])
@@ -124,7 +124,7 @@ def recursive_keywords(choices):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_labels_get_the_tokens_of_the_textbook_algorithm(seed):
+def test_label_tokens_match_the_textbook_algorithm(seed):
     picker = random.Random(seed)
     tokens = range(picker.randint(2, 40))
     choices = [picker.sample(tokens, picker.randint(1, min(5, len(tokens)))) for _ in range(30)]
@@ -135,7 +135,7 @@ def test_labels_get_the_tokens_of_the_textbook_algorithm(seed):
     assert sum(found) == len(owner)
 
 
-def test_thousands_of_labels_that_all_change_places_get_a_token_each():
+def test_long_augmenting_paths_are_supported():
     """The last label wants the token of the first one, which wants that of the second, and so on."""
     count = 4096
     choices = [[label, label + 1] for label in range(count)] + [[0]]
@@ -145,7 +145,7 @@ def test_thousands_of_labels_that_all_change_places_get_a_token_each():
 
 
 @pytest.mark.parametrize("fitted", [False, True])
-def test_a_token_of_probability_zero_rules_out_its_own_labels_alone(fitted):
+def test_token_of_probability_zero_excludes_only_its_labels(fitted):
     labels = LabelTokens(((1,), (2,), (3,)), full=False, words=((1, 4), (2,), (3, 5)))
     if fitted:
         labels = labels.weighted(labels.weights + 0.001)

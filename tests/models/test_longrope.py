@@ -1,4 +1,4 @@
-"""Rotary embeddings whose angles depend on how long a batch is: a row's result never does."""
+"""Rotary embeddings that depend on the length of a batch must not affect results of a row."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ FILMS = Task("films", ("positive", "negative"), Template("Review: {text}\nSentim
 LONG = ("warm", "dull and lifeless and " * 8, "so dull " * 8, "a film", "funny " * 4)
 SHOWN = [Example(text, label) for text, label in zip(LONG, (0, 1, 1, 0, 0), strict=True)]
 TAKEN = 5
-"""Virtual tokens; one of these queries goes beyond the limit with them alone."""
+"""Virtual tokens, with which one of these queries exceeds the limit."""
 LABELS = LabelTokens(((5, 9, 7), (8,)), full=False)
 SAME = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -35,7 +35,7 @@ def ids(length, start=1):
 
 
 def by_hand(decoder, row, labels):
-    """Scores from plain rows, one for each label, without anything cached."""
+    """Compute scores from one row per label without a cache."""
     wanted = [label if labels.full else label[:1] for label in labels.ids]
     with torch.no_grad():
         return torch.stack([log_probability(decoder, row, label) for label in wanted])
@@ -43,7 +43,7 @@ def by_hand(decoder, row, labels):
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("cached", [0, 1, LIMIT - 6, LIMIT - 1, LIMIT, LIMIT + 1, 50])
-def test_a_query_is_scored_as_if_alone_cached_or_not(decoder, cached, full):
+def test_scores_match_single_queries_with_and_without_cache(decoder, cached, full):
     labels, front = replace(LABELS, full=full), ids(cached)
     around = range(LIMIT - 2, LIMIT + 2)
     rows = [ids(length, length) for length in (2, 1, 3, 4, 5, 6, 7, *around, LIMIT + 9, 40, 70)]
@@ -52,7 +52,7 @@ def test_a_query_is_scored_as_if_alone_cached_or_not(decoder, cached, full):
     torch.testing.assert_close(result, wanted, **SAME)
 
 
-def test_few_shot_is_the_same_cached_or_not_and_a_vector_is_the_mean_of_those_alone(decoder):
+def test_few_shot_scores_and_context_vectors_match_single_rows(decoder):
     task = replace(FILMS, train=tuple(SHOWN))
     cached, uncached = (fit(name, decoder, task, SHOWN[:1]) for name in ("few_shot", "few_shot_uncached"))
     assert len(cached.prefix.ids) < LIMIT
@@ -62,10 +62,12 @@ def test_few_shot_is_the_same_cached_or_not_and_a_vector_is_the_mean_of_those_al
     torch.testing.assert_close(extract(decoder, FILMS, SHOWN).values, alone.mean(0), **SAME)
 
 
-def test_a_thinned_out_cache_ends_at_the_limit(decoder):
+def test_pruned_cache_is_refused_beyond_the_limit(decoder):
     prefix = decoder.prefix(ids(12), whole=True).kept_at((0, 3, 11))
     assert score(decoder, [ids(LIMIT - 12)], LABELS, prefix=prefix).isfinite().all()
-    message = f"query are {LIMIT + 1} tokens, but beyond {LIMIT} this model's rotary embedding"
+    message = (
+        f"query are {LIMIT + 1} tokens, but this model's rotary embedding .longrope. changes beyond {LIMIT}"
+    )
     one_line(message, score, decoder, [ids(LIMIT - 11)], LABELS, prefix=prefix)
     beyond = decoder.prefix(ids(LIMIT + 1), whole=True).kept_at((0, 3, 11))
     assert score(decoder, [ids(30)], LABELS, prefix=beyond).isfinite().all()
@@ -81,7 +83,7 @@ def test_a_thinned_out_cache_ends_at_the_limit(decoder):
         ("labels", ("positive", "poor")),  # whole sequences
     ],
 )
-def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, shown, among, labels):
+def test_loss_matches_single_rows(decoder, monkeypatch, packed, shown, among, labels):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     prompt = partial(FILMS.template.prompt, (("funny", "positive"),)) if shown else None
     task = replace(FILMS, labels=labels)
@@ -98,7 +100,7 @@ def test_a_steps_loss_is_the_mean_of_those_alone(decoder, monkeypatch, packed, s
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("packed", [True, False])
-def test_runs_together_end_where_each_ends_by_itself(decoder, monkeypatch, packed, noise):
+def test_joint_calibration_matches_separate_runs(decoder, monkeypatch, packed, noise):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     config = CalibrationConfig(epochs=3, noise=noise, lr=0.05)
     seeds, context = [3, 0, 1], extract(decoder, FILMS, SHOWN)
@@ -117,7 +119,7 @@ def test_runs_together_end_where_each_ends_by_itself(decoder, monkeypatch, packe
         ("prefix_tuning", {"virtual_tokens": TAKEN}),
     ],
 )
-def test_an_adapters_loss_and_scores_are_those_alone(decoder, monkeypatch, name, options):
+def test_adapter_loss_and_scores_match_single_rows(decoder, monkeypatch, name, options):
     pytest.importorskip("peft", reason="peft is an extra")
     lengths = [len(ids) for ids in decoder.encoder([FILMS.template.query(one.text) for one in SHOWN])]
     assert {LIMIT - TAKEN < length <= LIMIT for length in lengths} == {True, False}
@@ -135,7 +137,7 @@ def test_an_adapters_loss_and_scores_are_those_alone(decoder, monkeypatch, name,
     torch.testing.assert_close(predictor.scores(texts), alone, **SAME)
 
 
-def test_a_pool_scores_each_text_as_if_alone(decoder):
+def test_pool_scores_match_single_texts(decoder):
     context = extract(decoder, FILMS, SHOWN)
     quick = CalibrationConfig(epochs=1)
     made = {str(seed): calibrate(decoder, FILMS, SHOWN, context, quick, seed=seed) for seed in range(2)}
@@ -145,7 +147,7 @@ def test_a_pool_scores_each_text_as_if_alone(decoder):
         torch.testing.assert_close(row, made[name].scores(decoder, [text])[0], **SAME)
 
 
-def test_limits_of_each_kind_of_layer():
+def test_limits_cover_every_kind_of_layer():
     def long(limit):
         return {"rope_type": "longrope", "original_max_position_embeddings": limit}
 
@@ -155,8 +157,8 @@ def test_limits_of_each_kind_of_layer():
     assert rope_limits(SimpleNamespace(rope_parameters=None)) == rope_limits(SimpleNamespace()) == ()
 
 
-def test_what_ran_before_changes_nothing_where_angles_grow():
-    """Dynamic NTK keeps the angles of a longer row, until a row comes that is shorter than the context."""
+def test_earlier_batches_do_not_change_dynamic_rope():
+    """Dynamic NTK keeps the frequencies of a longer row until a row shorter than the context runs."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny_model("llama", max_position_embeddings=32, rope_parameters=rope)
     decoder = Decoder(model, tiny_tokenizer())

@@ -52,7 +52,7 @@ print(sizes, consensus.smallest(100 - rank))
 
 
 class Runner(Decoder):
-    """A decoder without a model: what it batches is what is looked at."""
+    """A decoder without a model, to inspect its batches."""
 
     device = CPU
     rope_limits = ()
@@ -72,7 +72,7 @@ def rows(count):
 
 @pytest.mark.parametrize("budget", [1, 7, 20, 1000])
 @pytest.mark.parametrize("reserve", [0, 1, 30])
-def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, reserve):
+def test_batches_contain_every_row_once_within_the_budget(monkeypatch, budget, reserve):
     monkeypatch.setattr("i2cl.models.decoder.CPU_KEPT_BUDGET", 100)
     ids = rows(23)
     batches = [batch for batch, _ in Runner(budget).run_batches(ids, lambda _: 0, reserve=reserve)]
@@ -87,14 +87,14 @@ def test_batches_hold_every_row_once_within_the_budget(monkeypatch, budget, rese
             assert tuple(values[: last + 1].tolist()) == ids[row]
 
 
-def test_a_large_budget_makes_one_batch():
+def test_large_budget_gives_one_batch():
     for reserve, count in ((0, 1), (30, 1), (2000, 2)):
         assert len(list(Runner(6).run_batches([(1, 2), (2, 3), (4, 5)], Mock(), reserve=reserve))) == count
     assert list(Runner(6).run_batches([], Mock())) == []
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["gpu", "cpu"])
-def test_what_exceeds_the_memory_is_halved_and_said_once(error):
+def test_batches_are_halved_on_an_out_of_memory_error_with_one_warning(error):
     tried = []
 
     def run(batch):
@@ -114,7 +114,7 @@ def test_what_exceeds_the_memory_is_halved_and_said_once(error):
     assert {warning.category for warning in caught} == {MemoryWarning}
 
 
-def test_a_single_query_that_exceeds_the_memory_is_told_and_other_errors_are_not_hidden():
+def test_query_that_does_not_fit_is_reported_and_other_errors_propagate():
     message = "a query of 11 tokens does not fit into memory"
     with pytest.warns(MemoryWarning), pytest.raises(I2CLError, match=message):
         list(Runner(50).run_batches(rows(23), Mock(side_effect=ERRORS[0])))
@@ -123,8 +123,8 @@ def test_a_single_query_that_exceeds_the_memory_is_told_and_other_errors_are_not
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can set the mark back")
-def test_peak_memory_is_that_of_the_block():
-    """In a process of its own: what other tests leave to be freed would be freed meanwhile."""
+def test_peak_memory_covers_only_the_block():
+    """In a separate process, since garbage of other tests would be freed during the block."""
     code, out, err = finished(MEASURED)
     assert code == 0, err
     large, small = map(int, out.split())
@@ -176,7 +176,7 @@ def widths(runner, run, **options):
     return [batch.input_ids.numel() for batch, _ in runner.run_batches(rows(23), run, **options)]
 
 
-def test_the_inference_budget_recovers_after_an_out_of_memory_error(monkeypatch):
+def test_inference_budget_recovers_after_an_out_of_memory_error(monkeypatch):
     monkeypatch.setattr(memory, "RECOVERY_BATCHES", 4)
     runner = Runner(1000)
     whole = widths(runner, Mock())
@@ -189,7 +189,7 @@ def test_the_inference_budget_recovers_after_an_out_of_memory_error(monkeypatch)
     assert runner.current_budget == runner.token_budget == 1000
 
 
-def test_a_lasting_shortage_costs_ever_fewer_failed_attempts():
+def test_permanent_shortage_causes_fewer_and_fewer_retries():
     runner, failures = Runner(64), []
 
     def run(batch):
@@ -206,7 +206,7 @@ def test_a_lasting_shortage_costs_ever_fewer_failed_attempts():
     assert len(waits) > 1
 
 
-def test_running_out_of_memory_in_training_leaves_the_inference_budget():
+def test_out_of_memory_in_training_does_not_change_the_inference_budget():
     runner = Runner(1000)
     with pytest.warns(MemoryWarning):
         assert max(widths(runner, exceeding(30), training=True)) <= 30
@@ -225,7 +225,7 @@ def test_training_batches_stay_within_the_training_memory():
         assert lines == 1 or lines * (width + 10) <= 40
 
 
-def test_training_memory_is_a_share_of_what_the_weights_leave(monkeypatch):
+def test_training_memory_is_a_share_of_the_memory_without_weights(monkeypatch):
     model = torch.nn.Linear(1000, 1000, bias=False)  # 4 MB
     for total, share in ((104_000_000, 50_000_000), (4_000_000, 500_000)):
         monkeypatch.setattr(memory, "total_memory", lambda _, total=total: total)
@@ -269,14 +269,14 @@ def test_free_memory_respects_the_limit_of_a_container(cgroups, version):
     assert free_memory() == 0
 
 
-def test_a_container_whose_path_is_that_of_the_host_is_read_at_the_mount_point(cgroups):
+def test_host_path_of_a_container_is_resolved_at_the_mount_point(cgroups):
     root, membership = cgroups
     membership.write_text("0::/../../docker/0123")
     cgroup(root, 700_000_000, 0, 0, 2)
     assert free_memory() == 700_000_000
 
 
-def test_an_unlimited_cgroup_and_a_system_without_cgroups_leave_what_the_system_has(cgroups):
+def test_free_memory_without_cgroup_limits_is_the_systems(cgroups):
     root, membership = cgroups
     assert free_memory() == 10**9
     membership.write_text("0::/pod")
@@ -284,12 +284,12 @@ def test_an_unlimited_cgroup_and_a_system_without_cgroups_leave_what_the_system_
     assert free_memory() == 10**9
 
 
-def test_free_memory_of_this_machine_is_bounded():
+def test_free_memory_is_at_most_the_total():
     assert 0 < free_memory() <= memory.total_memory(CPU)
 
 
-def test_processes_of_a_tensor_parallel_model_split_batches_alike(tmp_path):
-    """Only one of them runs out of memory; with different batches they would wait for each other forever."""
+def test_tensor_parallel_processes_use_the_same_batches(tmp_path):
+    """Only one of them runs out of memory; different batches would be a deadlock."""
     paths = os.pathsep.join(sys.path)
     programs = [Program(TWO_PROCESSES, rank, tmp_path / "ranks", PYTHONPATH=paths) for rank in (0, 1)]
     results = [program.wait() for program in programs]
@@ -298,7 +298,7 @@ def test_processes_of_a_tensor_parallel_model_split_batches_alike(tmp_path):
     assert results[0][1].endswith("] 99\n")
 
 
-def test_a_model_of_one_process_asks_no_other():
+def test_consensus_of_one_process_returns_its_own_value():
     consensus = Consensus.of(torch.nn.Linear(1, 1))
     assert (consensus.any(True), consensus.any(False), consensus.smallest(7)) == (True, False, 7)
 
@@ -306,7 +306,7 @@ def test_a_model_of_one_process_asks_no_other():
 @pytest.mark.parametrize(
     ("message", "raised"), [("CUDA error: device-side assert triggered", True), ("sizes must match", False)]
 )
-def test_only_a_model_that_takes_no_mask_is_said_not_to_fork(message, raised, monkeypatch):
+def test_only_unsupported_masks_disable_tree_attention(message, raised, monkeypatch):
     decoder = made("llama")
     monkeypatch.setattr(decoder, "forward", Mock(side_effect=RuntimeError(message)))
     if raised:

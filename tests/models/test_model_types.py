@@ -29,7 +29,7 @@ def demonstrations(decoder):
     return decoder.encoder(texts)
 
 
-def test_the_context_vector_is_the_mean_of_what_the_writers_put_out_last(decoder):
+def test_context_vector_is_the_mean_of_the_writers_last_outputs(decoder):
     wanted = torch.zeros(decoder.layers, 2, decoder.d_model)
 
     def add(mean, output):
@@ -45,7 +45,7 @@ def test_the_context_vector_is_the_mean_of_what_the_writers_put_out_last(decoder
     assert close(context.values, wanted)
 
 
-def test_an_injection_is_what_hooks_by_hand_do(decoder):
+def test_injection_matches_plain_hooks(decoder):
     values, coefficients = random_edit(decoder, 1, 0.3, (0.5, 1.0))
     batch = make_batch(demonstrations(decoder), torch.device("cpu"))
     ends = torch.arange(len(SHOTS)), batch.last
@@ -62,7 +62,7 @@ def test_an_injection_is_what_hooks_by_hand_do(decoder):
     assert not (wanted - plain).abs().max() <= 0.1 * plain.abs().max()
 
 
-def test_all_four_scalars_of_every_layer_have_the_right_gradient(decoder):
+def test_gradients_of_all_coefficients_match_finite_differences(decoder):
     values, coefficients = random_edit(decoder, 1, 0.3, (0.5, 1.0))
     coefficients.requires_grad_()
     ids = torch.tensor(demonstrations(decoder)[:1])
@@ -82,7 +82,7 @@ def test_all_four_scalars_of_every_layer_have_the_right_gradient(decoder):
 
 
 @pytest.mark.parametrize("decoder", PATHS, indirect=True)
-def test_calibration_lowers_the_loss_and_leaves_the_model_as_found(decoder):
+def test_calibration_reduces_the_loss_and_restores_the_model(decoder):
     config = CalibrationConfig(epochs=20, batch_size=len(SHOTS), lr=0.05)
     with left_as_found(decoder.model):
         result = calibrate(decoder, TASK, SHOTS, extract(decoder, TASK, SHOTS), config)

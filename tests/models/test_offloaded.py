@@ -1,4 +1,4 @@
-"""Weights that are elsewhere: the same model and the same injections, left as found."""
+"""Offloaded weights: same identity, same injections, and a restored model."""
 
 import json
 from importlib.util import find_spec
@@ -37,7 +37,7 @@ def offloaded(request, checkpoint, tmp_path):
     return decoder
 
 
-def test_offloaded_weights_are_the_same_model(offloaded, plain, task):
+def test_offloaded_model_has_the_same_identity_and_scores(offloaded, plain, task):
     assert offloaded.device == torch.device("cpu")
     assert offloaded.base == plain.base
     batch = make_batch([(5, 9, 2, 7), (3, 1)], offloaded.device)
@@ -49,7 +49,7 @@ def test_offloaded_weights_are_the_same_model(offloaded, plain, task):
     assert torch.equal(made[0].scores(offloaded, TEXTS), made[1].scores(plain, TEXTS))
 
 
-def test_an_offloaded_model_is_left_as_found(offloaded):
+def test_offloaded_model_is_restored(offloaded):
     model = offloaded.model
     model.train()
     frozen = next(name for name, parameter in model.named_parameters() if parameter.is_meta)
@@ -76,14 +76,14 @@ def test_tied_offloaded_weights_count_once(model_type, dtype, tmp_path):
     assert result.base.weights == expected.base.weights
 
 
-def test_a_model_without_values_is_refused():
+def test_model_on_the_meta_device_is_refused():
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(tiny_model("llama").config)
     one_line("on the device meta and has no values", Decoder, empty, tiny_tokenizer())
 
 
 @needs_bitsandbytes
-def test_the_command_line_quantizes_and_offloads(checkpoint, tmp_path, capsys):
+def test_command_line_quantizes_and_offloads(checkpoint, tmp_path, capsys):
     rows, out, texts = (tmp_path / name for name in ("films.csv", "films", "texts"))
     rows.write_text("text,label\n" + "".join(f"film {n},{('bad', 'good')[n % 2]}\n" for n in range(8)))
     fit = ["fit", checkpoint, rows, "--template", "{text}: {label}", "-o", out, "--shots", 2]

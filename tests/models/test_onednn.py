@@ -1,4 +1,4 @@
-"""Products by oneDNN agree with the model's own, and leave the model as it was."""
+"""Matrix products by oneDNN match the model's own, and the model is restored."""
 
 import copy
 
@@ -19,7 +19,7 @@ CONFIG = CalibrationConfig(epochs=3, lr=0.05)
 
 @pytest.fixture
 def forced(monkeypatch):
-    """OneDNN wherever it can be reached, also for tiny matrices; as on a processor that gains by it."""
+    """Use oneDNN for all matrices, as on a processor where it is faster."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this PyTorch does not reach oneDNN")
     monkeypatch.setattr(onednn, "onednn_pays", lambda: True)
@@ -37,7 +37,7 @@ def fitted(decoder):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_fit_and_scores_agree_with_the_models_own_products(model_type, monkeypatch, request):
+def test_fit_and_scores_match_without_onednn(model_type, monkeypatch, request):
     decoder = Decoder(tiny_model(model_type), tiny_tokenizer(), name=model_type)
     monkeypatch.setattr(onednn, "onednn_pays", lambda: False)
     plain = fitted(decoder)
@@ -53,7 +53,7 @@ def test_fit_and_scores_agree_with_the_models_own_products(model_type, monkeypat
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Conv1D])
 @pytest.mark.parametrize("shape", [(3, 8), (2, 5, 8), (2, 0, 8), (8,)])
 @pytest.mark.parametrize("bias", ["strided", "plain", "none"])
-def test_value_and_gradient(forced, kind, shape, bias):
+def test_value_and_gradient_match_the_models_own(forced, kind, shape, bias):
     if kind is Conv1D and bias == "none":
         pytest.skip("Conv1D always has a bias")
     module = torch.nn.Linear(8, 6, bias=bias != "none") if kind is torch.nn.Linear else Conv1D(6, 8)
@@ -74,7 +74,7 @@ def test_value_and_gradient(forced, kind, shape, bias):
     torch.testing.assert_close(gradient, wanted)
 
 
-def test_what_is_trained_or_not_float32_is_left_alone_and_what_becomes_trained_gets_its_gradient(forced):
+def test_trained_and_lower_precision_layers_are_not_replaced(forced):
     trained, half, own = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4)
     own.forward = lambda x: x + 1
     model = torch.nn.ModuleList([trained, half, own]).requires_grad_(False)
@@ -90,7 +90,7 @@ def test_what_is_trained_or_not_float32_is_left_alone_and_what_becomes_trained_g
     assert module.weight.grad.tolist() == [[2.0] * 4] * 4
 
 
-def test_autocast_a_switched_off_onednn_and_errors_leave_the_model_as_found(forced):
+def test_model_is_restored_after_autocast_and_errors(forced):
     module = torch.nn.Linear(4, 4).requires_grad_(False)
     with onednn.fast_products(module), torch.autocast("cpu", torch.bfloat16):
         for given in (torch.ones(4), torch.ones(4).bfloat16()):
@@ -103,7 +103,7 @@ def test_autocast_a_switched_off_onednn_and_errors_leave_the_model_as_found(forc
     assert not swapped(module)
 
 
-def test_a_copy_made_meanwhile_multiplies_as_it_always_did(forced, monkeypatch):
+def test_copy_of_the_model_does_not_use_onednn(forced, monkeypatch):
     module = torch.nn.Sequential(torch.nn.Linear(4, 4)).requires_grad_(False)
     with onednn.fast_products(module):
         twin = copy.deepcopy(module)
@@ -113,7 +113,7 @@ def test_a_copy_made_meanwhile_multiplies_as_it_always_did(forced, monkeypatch):
     assert torch.equal(twin(torch.ones(4)), module[0].bias)
 
 
-def test_small_matrices_stay_with_the_models_own_product(monkeypatch):
+def test_small_matrices_do_not_use_onednn(monkeypatch):
     monkeypatch.setattr(onednn, "onednn_pays", lambda: True)
     small = torch.nn.Linear(onednn.SMALLEST, onednn.SMALLEST - 1).requires_grad_(False)
     large = torch.nn.Linear(onednn.SMALLEST, onednn.SMALLEST).requires_grad_(False)
@@ -125,7 +125,7 @@ def test_small_matrices_stay_with_the_models_own_product(monkeypatch):
     ("capability", "vendor", "pays"),
     [("AVX512", "AuthenticAMD", True), ("AVX512", "GenuineIntel", False), ("AVX2", "AuthenticAMD", False)],
 )
-def test_it_pays_where_mkl_leaves_avx512_unused(monkeypatch, capability, vendor, pays):
+def test_onednn_is_used_where_mkl_does_not_use_avx512(monkeypatch, capability, vendor, pays):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(onednn, "_is_intel", lambda: vendor == "GenuineIntel")
     assert onednn.onednn_pays.__wrapped__() is (pays and torch.backends.mkldnn.is_available())

@@ -33,7 +33,7 @@ def test_predicting_in_float16_what_was_fitted_in_bfloat16_raises_on_overflow(tm
 def test_fitting_in_float16_names_the_precision_that_overflows():
     task = films_in(("good", "bad"))
     decoder = overflowing(torch.float16)
-    one_line("overflow in float16: load the model in another precision", decoder.require_identity)
+    one_line("overflow in float16: reload it with --dtype float32", decoder.require_identity)
     one_line("overflow in float16", injected, decoder, task, task.train[:4])
 
 
@@ -65,7 +65,7 @@ def test_impossible_label_is_never_predicted_and_raises_nothing():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_labels_of_unequal_length_score_in_half_precision_as_each_alone(attention, dtype):
+def test_labels_of_unequal_length_match_separate_scores_in_half_precision(attention, dtype):
     decoder = made("llama", dtype=dtype, attn_implementation=attention)
     asked = Questions(decoder, films_in(("x", "a film of all the ages")), "full")
     texts = ["a", "a film that is so long " * 5, "hm hm"]
@@ -82,4 +82,4 @@ def test_labels_of_unequal_length_score_in_half_precision_as_each_alone(attentio
 def test_check_names_the_precision_that_overflows(tmp_path, refused):
     folder = tiny_folder(tmp_path / "model")
     overflowing(torch.float32).model.save_pretrained(folder)
-    assert "overflow in float16: load the model" in refused("check", folder, "--dtype", "float16")
+    assert "overflow in float16: reload it" in refused("check", folder, "--dtype", "float16")

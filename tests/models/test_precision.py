@@ -9,7 +9,7 @@ from fitting import injected, left_as_found, one_line
 from i2cl import Decoder, make_methods
 from i2cl.core.injection import PrecisionWarning
 from i2cl.core.recipe import RECIPES, CalibrationConfig
-from i2cl.export import export_hf, fold, make_golden
+from i2cl.export import export_causal_lm, fold, make_golden
 from i2cl.models import precision
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.models.precision import quantization_of
@@ -194,15 +194,15 @@ def test_export_refuses_quantized_weights(quantized, injection, tmp_path):
     quantized.model.save_pretrained(tmp_path / "codes")
     tiny_tokenizer().save_pretrained(tmp_path / "codes")
     for act in (
-        lambda: export_hf(quantized, injection, tmp_path / "out"),
-        lambda: export_hf(tmp_path / "codes", injection, tmp_path / "out"),
+        lambda: export_causal_lm(quantized, injection, tmp_path / "out"),
+        lambda: export_causal_lm(tmp_path / "codes", injection, tmp_path / "out"),
         lambda: fold(quantized, injection),
         lambda: make_golden(quantized, injection),
     ):
         one_line("export from its unquantized checkpoint", act)
     assert not (tmp_path / "out").exists()
     with pytest.warns(PrecisionWarning):
-        export_hf(quantized.name, injection, tmp_path / "out")
+        export_causal_lm(quantized.name, injection, tmp_path / "out")
     assert quantization_of(AutoConfig.from_pretrained(tmp_path / "out")) is None
 
 

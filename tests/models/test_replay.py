@@ -1,4 +1,4 @@
-"""Blocks that are not run again: the same numbers on every model type, and a model as it was."""
+"""Replay of lower blocks: equal outputs on every model type, and a restored model."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tiny import CASES
 
 
 def above(edit, layer):
-    """The same edit from a layer on."""
+    """Another edit, applied from a layer on."""
     values = edit.values.clone()
     values[:layer] = 0
     return LinearEdit(values, edit.coefficients)
@@ -36,7 +36,7 @@ class Vectors(Edit):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_given_again_is_what_the_blocks_put_out(case):
+def test_replayed_outputs_match_those_of_the_blocks(case):
     decoder = made(case)
     batch = make_batch(QUERIES, decoder.device)
     edits = [above(edit_of(decoder, size), 1) for size in (0.3, 0.6)]
@@ -48,7 +48,7 @@ def test_what_is_given_again_is_what_the_blocks_put_out(case):
     assert len(replay.kept) == 1
 
 
-def test_the_model_is_left_as_found_also_after_an_error():
+def test_model_is_restored_also_after_an_error():
     decoder = made("llama")
     batch = make_batch(QUERIES, decoder.device)
     replay = Replay(decoder.blocks[:1])
@@ -61,7 +61,7 @@ def test_the_model_is_left_as_found_also_after_an_error():
     assert not any(block._forward_hooks for block in decoder.blocks)
 
 
-def test_each_batch_has_its_own_and_gradients_begin_above():
+def test_batches_are_replayed_separately_without_gradients_below():
     decoder = made("llama")
     replay = Replay(decoder.blocks[:1])
     values = torch.nn.Parameter(torch.zeros(decoder.layers, 2, decoder.d_model))
@@ -78,7 +78,7 @@ def test_each_batch_has_its_own_and_gradients_begin_above():
         assert not again[0].any()
 
 
-def test_blocks_whose_forward_somebody_else_replaced_run_as_they_are():
+def test_blocks_with_a_replaced_forward_are_not_skipped():
     decoder = made("llama")
     decoder.blocks[0].forward = decoder.blocks[0].forward  # as Accelerate does
     replay = Replay(decoder.blocks[:1])
@@ -88,7 +88,7 @@ def test_blocks_whose_forward_somebody_else_replaced_run_as_they_are():
     assert not replay.kept
 
 
-def test_a_batch_of_other_tokens_is_not_answered_with_what_was_kept():
+def test_batch_of_other_tokens_is_not_replayed():
     decoder = made("llama")
     replay = Replay(decoder.blocks[:1])
     with decoder.frozen(), torch.no_grad():

@@ -49,7 +49,7 @@ class CtrlC:
 
 
 def pressed(work, place, files):
-    """Do the work with Ctrl-C at one place; what was raised, with its frames, and the places seen."""
+    """Work with Ctrl-C at one place; return what was raised, its frames and the places seen."""
     press, raised = CtrlC(place, files), None
     sys.settrace(press)
     try:
@@ -115,7 +115,7 @@ def adapted():
 
 @pytest.fixture(autouse=True)
 def _usual():
-    """Python's own handler, also where the tests run in the background and Ctrl-C is ignored."""
+    """Python's default handler, also if the tests run in the background, where Ctrl-C is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -129,7 +129,7 @@ def _usual():
         (adapted, {"adapters.py"}),
     ],
 )
-def test_a_model_is_as_it_was_wherever_ctrl_c_comes(make, files, monkeypatch):
+def test_model_is_restored_wherever_ctrl_c_arrives(make, files, monkeypatch):
     monkeypatch.setattr(onednn, "onednn_pays", lambda: True)
     monkeypatch.setattr(onednn, "SMALLEST", 1)
     model, work = make()
@@ -145,7 +145,7 @@ def test_a_model_is_as_it_was_wherever_ctrl_c_comes(make, files, monkeypatch):
     assert free(lock_of(model))
 
 
-def test_a_model_that_another_thread_has_is_not_waited_for_after_ctrl_c():
+def test_ctrl_c_interrupts_waiting_for_another_thread():
     model, has_it, done = pair(), threading.Event(), threading.Event()
 
     def hold():
@@ -169,7 +169,7 @@ def test_a_model_that_another_thread_has_is_not_waited_for_after_ctrl_c():
     assert free(lock_of(model))
 
 
-def test_a_handler_that_raises_nothing_is_called_and_the_work_goes_on():
+def test_work_continues_if_the_handler_does_not_raise():
     seen, model = [], pair()
     signal.signal(signal.SIGINT, lambda *_: seen.append(True))
     before = state(model)
@@ -185,7 +185,7 @@ def test_a_handler_that_raises_nothing_is_called_and_the_work_goes_on():
     assert state(model) == before
 
 
-def test_a_block_that_another_thread_leaves_gives_the_handler_of_ctrl_c_back():
+def test_handler_is_restored_after_another_thread_leaves_a_block():
     model, usual = pair(), signal.getsignal(signal.SIGINT)
     block = frozen(model)
     with edit_outputs([]) as _:

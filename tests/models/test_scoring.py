@@ -14,7 +14,7 @@ from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.models.batching import make_batch
 from i2cl.models.encoding import LabelTokens, ScoringWarning, TruncationWarning, label_tokens
 from i2cl.models.memory import MemoryWarning
-from i2cl.models.scoring import PASSES_A_BATCH, Questions, require_texts, score
+from i2cl.models.scoring import Questions, require_texts, score
 from i2cl.models.training import label_log_probabilities
 from i2cl.models.trie import Trie, TrieIndices, edge_scores
 from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
@@ -28,7 +28,7 @@ SHOWN = "Review: funny\nSentiment:positive\n"
 
 
 def direct(decoder, text, label, *, full, before=""):
-    """The label's log-probability from the logits of one unpadded row."""
+    """Compute a label's log-probability from one unpadded row."""
     prompt = encode(before + TEMPLATE.query(text))
     whole = encode(before + TEMPLATE.query(text) + TEMPLATE.continuation(label))
     assert whole[: len(prompt)] == prompt
@@ -66,7 +66,7 @@ def kind(full):
 
 @pytest.mark.parametrize(("budget", "side"), [(1, "left"), (40, "right"), (10**6, "left")])
 @pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
-def test_scores_are_the_plain_models_whatever_the_padding_side_and_the_batches(case, side, budget, full):
+def test_scores_match_the_model_for_every_padding_side_and_batch_size(case, side, budget, full):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, side
     decoder = Decoder(decoder_of(case).model, tokenizer, token_budget=budget)
@@ -86,7 +86,7 @@ class Counting(Decoder):
 
 NO_FORKS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text")
 NO_FORKS += ("bloom", "falcon-alibi", "mpt")
-"""Model types that cache more than keys and values, or place their tokens by themselves (ALiBi)."""
+"""Model types that cache more than keys and values, or compute positions themselves (ALiBi)."""
 
 MANY = ("positive", "negative", "funny and warm", "warm", "where is the river", "dull and lifeless film")
 
@@ -107,7 +107,7 @@ EDITED = [*product([case for case in CASES if case not in WAYS], [None]), *produ
 
 
 @pytest.mark.parametrize(("case", "positions"), EDITED)
-def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, positions):
+def test_a_query_runs_once_for_all_labels_if_that_changes_nothing(case, positions):
     model_type, variant = CASES[case]
     wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}
     model = tiny_model(model_type, **variant | wide)
@@ -116,28 +116,24 @@ def test_a_query_runs_once_for_all_labels_where_that_changes_nothing(case, posit
     edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS)
     assert decoder.can_fork is (case not in NO_FORKS and not decoder.rope_limits)
-    once = decoder.can_split and positions != "last" and not decoder.rope_limits
-    result, tokens = [], []
-    ways = (decoder.can_fork, decoder.can_split), (False, decoder.can_split), (False, False)
-    for fork, split in ways:  # as a trie, behind cached keys, one by one
-        decoder.tokens, decoder.can_fork, decoder.can_split = 0, fork, split
-        result.append(score(decoder, queries, asked.labels, edit=edit))
-        tokens.append(decoder.tokens)
-    assert close(result[0], result[2])
-    assert close(result[1], result[2])
-    assert (1.5 * max(tokens[:2]) < tokens[2]) is once
-    assert once or len(set(tokens)) == 1
+    once = decoder.can_fork and positions != "last"
+    decoder.tokens = 0
+    result = score(decoder, queries, asked.labels, edit=edit)
+    forked, decoder.tokens, decoder.can_fork = decoder.tokens, 0, False
+    assert close(result, score(decoder, queries, asked.labels, edit=edit))
+    assert (1.5 * forked < decoder.tokens) is once
+    assert once or forked == decoder.tokens
 
 
 @pytest.fixture(params=[("gemma2", "sliding_window"), ("gpt2", "n_positions")], ids=lambda pair: pair[0])
 def limited(request):
-    """A decoder that reads, or in some layers sees, 42 tokens; and questions with many labels."""
+    """A decoder with a context or window of 42 tokens, and questions with many labels."""
     case, limit = request.param
     decoder = Counting(tiny_model(case, **{limit: 42}), tiny_tokenizer(), name=case)
     return decoder, questions(decoder, "full", MANY)
 
 
-def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(limited):
+def test_queries_beyond_a_window_or_the_context_do_not_share_a_row(limited):
     decoder, asked = limited
     assert decoder.can_fork
     queries = asked.queries(["dull", "a warm film", "where is the longest river"])
@@ -145,12 +141,12 @@ def test_queries_whose_labels_pass_a_window_or_the_context_do_not_fork(limited):
     assert min(lengths) <= 42 < max(lengths)
     decoder.tokens = 0
     result, once = score(decoder, queries, asked.labels), decoder.tokens
-    decoder.tokens, decoder.can_fork, decoder.can_split = 0, False, False
+    decoder.tokens, decoder.can_fork = 0, False
     assert close(result, score(decoder, queries, asked.labels))
     assert once < decoder.tokens
 
 
-def test_every_query_keeps_its_own_vectors_where_some_fork_and_some_do_not(limited):
+def test_queries_keep_their_own_vectors_in_mixed_batches(limited):
     decoder, asked = limited
     long = "where is the longest river"
     queries = asked.queries([long, "dull", "a warm film", long])
@@ -163,7 +159,7 @@ def test_every_query_keeps_its_own_vectors_where_some_fork_and_some_do_not(limit
         assert close(result[row : row + 1], score(decoder, [query], asked.labels, edit=own))
 
 
-def test_an_attention_that_takes_no_mask_does_not_fork():
+def test_attention_without_mask_support_does_not_share_rows():
     decoder = counting("llama")
     decoder.model.config._attn_implementation = "flash_attention_2"
     try:
@@ -173,7 +169,7 @@ def test_an_attention_that_takes_no_mask_does_not_fork():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
+def test_trie_contains_every_prefix_once(seed):
     draw = random.Random(seed)
     labels = {tuple(draw.choices(range(3), k=draw.randint(1, 5))) for _ in range(draw.randint(1, 20))}
     trie = Trie.of(tuple(sorted(labels)))
@@ -193,28 +189,14 @@ def test_a_trie_holds_every_beginning_once_and_adds_up_to_the_labels(seed):
     assert close(edge_scores(logits, [trie])[0], wanted)
 
 
-def test_one_more_pass_a_length_has_to_pay_where_no_row_forks():
-    asked = questions(decoder_of("llama"), "full", MANY)
-    queries = asked.queries(TEXTS)
-    saved = (len(MANY) - 1) * sum(map(len, queries))
-    worth = PASSES_A_BATCH * saved // len(set(map(len, queries)))
-    for budget, repeated in ((worth - 1, False), (worth + 1, True)):
-        decoder, apart = counting("llama", budget), counting("llama", budget)
-        decoder.can_fork = apart.can_fork = apart.can_split = False
-        score(decoder, queries, asked.labels)
-        score(apart, queries, asked.labels)
-        assert (decoder.tokens == apart.tokens) is repeated
-
-
 @pytest.mark.parametrize("case", [*FAMILIES, "falcon-alibi", "mpt"])
-def test_half_precision_forks_where_single_precision_does(case):
+def test_tree_attention_is_also_used_in_half_precision(case):
     decoder = Decoder(made(case, dtype=torch.bfloat16).model, tiny_tokenizer(), name=case)
     assert decoder.can_fork is counting(case).can_fork
 
 
-@pytest.mark.parametrize(("limit", "budget", "fork"), [(10, 1000, True), (10, 100, False), (2, 100, False)])
-def test_running_out_of_memory_behind_shared_queries_halves_them(monkeypatch, limit, budget, fork):
-    """Also where what runs behind the queries exceeds it, and not the queries themselves."""
+@pytest.mark.parametrize(("limit", "budget", "fork"), [(10, 1000, True), (2, 100, False)])
+def test_batches_are_halved_when_memory_runs_out(monkeypatch, limit, budget, fork):
     decoder = counting("llama", budget)
     decoder.can_fork = fork
     asked = questions(decoder, "full", MANY)
@@ -230,11 +212,11 @@ def test_running_out_of_memory_behind_shared_queries_halves_them(monkeypatch, li
     with pytest.warns(MemoryWarning, match="smaller batches"):
         result = score(decoder, queries, asked.labels, progress=done.append)
     assert close(result, wanted)
-    assert sum(done) == len(queries)
+    assert sum(done) == pytest.approx(len(queries))
     assert decoder.token_budget >= len(queries[0])
 
 
-def test_progress_counts_every_query_once_and_no_texts_have_no_scores(full):
+def test_progress_counts_every_query_once(full):
     done = []
     scores(decoder_of("llama"), kind(full), progress=done.append)
     assert sum(done) == pytest.approx(len(TEXTS))
@@ -245,7 +227,7 @@ def test_progress_counts_every_query_once_and_no_texts_have_no_scores(full):
     assert (sum(done), {type(count) for count in done}) == (len(TEXTS), {int})
 
 
-def test_scores_are_float32_whatever_the_model_is():
+def test_scores_are_float32_for_every_dtype():
     result = scores(decoder_of("llama", torch.bfloat16))
     assert result.dtype == torch.float32
     assert torch.allclose(result, scores(decoder_of("llama")), atol=0.3)
@@ -262,7 +244,7 @@ def test_scores_are_float32_whatever_the_model_is():
         *(("gemma2", budget, False) for budget in (1, 10**6)),
     ],
 )
-def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, budget, full, edited):
+def test_scores_after_a_prefix_match_the_full_prompt(case, budget, full, edited):
     decoder = Decoder(decoder_of(case).model, tiny_tokenizer(), token_budget=budget)
     shown = encode(SHOWN)
     assert len(shown) > 8  # longer than the sliding windows
@@ -277,7 +259,7 @@ def test_scores_behind_a_prefix_are_those_of_the_whole_prompt(case, budget, full
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, *SLIDING])
-def test_a_prefix_that_holds_all_tokens_in_every_layer(case):
+def test_prefix_can_keep_all_tokens_in_every_layer(case):
     decoder = decoder_of(case)
     whole = decoder.prefix(encode(SHOWN), whole=True)
     for prefix in (whole, whole.kept_at(tuple(range(len(whole.ids))))):
@@ -285,7 +267,7 @@ def test_a_prefix_that_holds_all_tokens_in_every_layer(case):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "falcon", "opt"])
-def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
+def test_edited_prefix_matches_an_edited_prompt(case):
     decoder, shown = decoder_of(case), encode(SHOWN)
     labels = label_tokens(decoder.encoder, TEMPLATE, LABELS)
     edit = drawn_edit(decoder, 0.3, 0.8)
@@ -298,7 +280,7 @@ def test_an_edited_prefix_is_the_beginning_of_an_edited_prompt(case):
 # Label tokens
 
 
-def test_labels_are_encoded_as_they_follow_the_prompt_and_scored_by_a_first_token_that_differs():
+def test_labels_are_encoded_in_context():
     encoder, spaced = decoder_of("llama").encoder, Template("Review: {text}\nSentiment: {label}")
     with pytest.warns(ScoringWarning):
         result = label_tokens(encoder, spaced, LABELS)
@@ -312,7 +294,7 @@ def test_labels_are_encoded_as_they_follow_the_prompt_and_scored_by_a_first_toke
     assert (forced.full, forced.room, forced.target(1)) == (True, room, encode("negative"))
 
 
-def test_labels_that_share_their_first_token_are_scored_whole():
+def test_labels_that_share_their_first_token_use_full_sequences():
     decoder, labels = decoder_of("llama"), ("positive", "poor", "negative")
     with pytest.warns(ScoringWarning, match="share their first token") as caught:
         result = label_tokens(decoder.encoder, TEMPLATE, labels)
@@ -337,11 +319,11 @@ def test_labels_that_merge_with_the_prompt_or_have_the_same_tokens_are_refused()
     ("text", "message"),
     [
         *((text, "is empty") for text in ("", " \n\t")),
-        ("b \ud83d", "holds half a surrogate pair"),
+        ("b \ud83d", "contains a lone surrogate"),
         *((text, "is .* and no string") for text in (None, 1, float("nan"), b"bytes")),
     ],
 )
-def test_a_text_that_cannot_be_asked_is_named(text, message):
+def test_invalid_text_is_named(text, message):
     one_line(f"text 2 {message}", inspect.unwrap(require_texts), ["good", text])
     if isinstance(text, str):
         one_line(f"text 2 {message}", questions(decoder_of("llama")).queries, ["good", text])
@@ -362,7 +344,7 @@ def test_long_texts_leave_room_for_the_label(case, full):
     assert score(decoder, [cut], labels).isfinite().all()
 
 
-def test_labels_that_rows_share_are_copied_to_the_device_once_a_batch(monkeypatch):
+def test_shared_labels_are_copied_to_the_device_once_per_batch(monkeypatch):
     copies, to = [], TrieIndices.to
     monkeypatch.setattr(TrieIndices, "to", lambda self, device: [copies.append(1), to(self, device)][1])
     decoder = decoder_of("llama")
@@ -373,7 +355,7 @@ def test_labels_that_rows_share_are_copied_to_the_device_once_a_batch(monkeypatc
     assert len(copies) == 1
 
 
-def test_word_weights_are_copied_to_the_device_once_a_training_batch(monkeypatch):
+def test_word_weights_are_copied_to_the_device_once_per_batch(monkeypatch):
     calls, mean = [], LabelTokens.mean
     monkeypatch.setattr(LabelTokens, "mean", lambda self, tokens: [calls.append(1), mean(self, tokens)][1])
     decoder = decoder_of("llama")

@@ -6,29 +6,29 @@ from i2cl import I2CLError
 from i2cl.models.scoring import TextError, require_texts
 
 
-def test_all_unusable_texts_are_named_with_their_reason():
+def test_invalid_texts_are_named_with_their_reason():
     with pytest.raises(TextError, match="3 of 5 texts cannot be classified: text 2 is empty") as caught:
         require_texts(["fine", "", "fine", "\u200b", "\ud83d"])
     assert list(caught.value.problems) == [1, 3, 4]
     assert "surrogate" in caught.value.problems[4]
 
 
-def test_one_unusable_text_is_one_short_line():
+def test_one_invalid_text_gives_one_short_line():
     with pytest.raises(I2CLError, match=r"^text 2 is empty: remove it or give it content$"):
         require_texts(["fine", " "])
 
 
-def test_many_unusable_texts_are_counted():
+def test_many_invalid_texts_are_counted():
     with pytest.raises(TextError, match=r"12 of 12 texts .*text 5 is empty.*; and 7 more$"):
         require_texts([""] * 12)
 
 
 @pytest.mark.parametrize("text", ["\u200b", "\ufeff", "\u2060", " \u00a0\t", "\u200e"], ids=ascii)
-def test_a_text_of_invisible_characters_is_empty(text):
+def test_text_of_invisible_characters_is_empty(text):
     with pytest.raises(TextError, match="is empty"):
         require_texts([text])
 
 
 @pytest.mark.parametrize("text", ["\U0001f600", "a\u200b", "\u3042", "."], ids=ascii)
-def test_a_text_with_a_visible_character_is_usable(text):
+def test_text_with_a_visible_character_is_valid(text):
     require_texts([text])

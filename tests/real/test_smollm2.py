@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from export.cases import TEXTS
 from fitting import random_injection, replacing
 from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, extract, load_task
-from i2cl.export import export_gguf, export_hf, make_golden, verify, verify_gguf
+from i2cl.export import export_causal_lm, export_gguf, make_golden, verify, verify_gguf
 from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, is_gguf, located
 from i2cl.models.scoring import Questions
 
@@ -146,7 +146,7 @@ def golden(decoder, injection):
 
 
 def test_a_checkpoint_made_from_the_file_holds(injection, golden, tmp_path):
-    export_hf(SMOLLM2, injection, tmp_path / "out", golden=golden)
+    export_causal_lm(SMOLLM2, injection, tmp_path / "out", golden=golden)
     assert located(SMOLLM2) not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
     outcome = verify(tmp_path / "out", device="cpu")
     assert outcome.passed

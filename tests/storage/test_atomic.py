@@ -17,12 +17,12 @@ OWNED = {MARKER, "data"}
 
 
 def write(path, content="new"):
-    """A folder, of which nothing is seen before the end; an error as content is raised half way."""
+    """Write a folder, check that it only appears at the end. Exceptions as content are raised half-way."""
     before = contents(path) if path.is_dir() else None
     with new_folder(path, OWNED) as fresh:
         (fresh / MARKER).write_text(str(content))
         assert (contents(path) if path.is_dir() else None) == before
-        assert fresh.is_relative_to(path.parent)  # a rename from another disk could fail half way
+        assert fresh.is_relative_to(path.parent)  # a rename across file systems is not atomic
         if not isinstance(content, str):
             raise content
         (fresh / "data").write_text(content)
@@ -33,7 +33,7 @@ def contents(path):
 
 
 @pytest.mark.parametrize("before", ["nothing", "empty folder", "older", "missing parents"])
-def test_a_new_folder_takes_its_place(tmp_path, before):
+def test_new_folder_replaces_the_old_one(tmp_path, before):
     path = tmp_path / "some" / "where" / "out" if before == "missing parents" else tmp_path / "out"
     if before == "empty folder":
         path.mkdir()
@@ -44,10 +44,10 @@ def test_a_new_folder_takes_its_place(tmp_path, before):
     assert [entry.name for entry in path.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
 @pytest.mark.parametrize("umask", [0o022, 0o007, 0o077], ids=oct)
-def test_others_may_read_what_the_umask_lets_them(tmp_path, umask):
-    """Safetensors makes files that their owner alone may read."""
+def test_files_follow_the_umask(tmp_path, umask):
+    """Safetensors creates files that only their owner can read."""
     before = os.umask(umask)
     try:
         with new_folder(tmp_path / "out", OWNED) as fresh:
@@ -62,7 +62,7 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path, umask):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("older", [True, False])
-def test_an_error_leaves_what_was_there(tmp_path, older, error):
+def test_error_leaves_the_old_folder(tmp_path, older, error):
     path = tmp_path / "out"
     if older:
         write(path, "old")
@@ -72,7 +72,7 @@ def test_an_error_leaves_what_was_there(tmp_path, older, error):
     assert len(list(tmp_path.iterdir())) == older
 
 
-def test_a_failing_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
+def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     path = tmp_path / "out"
     write(path, "old")
     rename = Path.rename
@@ -88,7 +88,7 @@ def test_a_failing_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_with_other_files_or_a_file_in_the_way_is_refused(tmp_path):
+def test_folder_with_other_files_and_existing_file_are_refused(tmp_path):
     path = tmp_path / "out"
     write(path, "old")
     (path / "thesis.txt").write_text("mine")
@@ -104,7 +104,7 @@ def test_a_folder_with_other_files_or_a_file_in_the_way_is_refused(tmp_path):
         one_line("is a file", require_writable, tmp_path / "pipe", set())
 
 
-def test_the_early_check_writes_nothing_and_names_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_require_writable_writes_nothing(tmp_path, monkeypatch):
     require_writable(tmp_path / "out", OWNED)
     assert listed(tmp_path) == []
     denied = Mock(side_effect=PermissionError(13, "Permission denied"))
@@ -113,7 +113,7 @@ def test_the_early_check_writes_nothing_and_names_a_folder_that_cannot_be_writte
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_new_file_appears_at_the_end_or_not_at_all_also_without_hard_links(tmp_path, monkeypatch, links):
+def test_new_file_is_created_at_the_end_or_not_at_all(tmp_path, monkeypatch, links):
     if not links:
         refused = Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted"))
         monkeypatch.setattr(Path, "hardlink_to", refused)
@@ -122,7 +122,7 @@ def test_a_new_file_appears_at_the_end_or_not_at_all_also_without_hard_links(tmp
         fresh.write_text("whole")
         assert not path.exists()
     assert contents(path.parent) == {"out": "whole"}
-    with pytest.raises(I2CLError, match="is there already"), new_file(path):
+    with pytest.raises(I2CLError, match="already exists"), new_file(path):
         pass
     with pytest.raises(ZeroDivisionError), new_file(path.with_name("half")) as fresh:
         assert fresh.write_text("half") / 0
@@ -132,7 +132,7 @@ def test_a_new_file_appears_at_the_end_or_not_at_all_also_without_hard_links(tmp
     assert contents(path.parent) == {"out": "whole"}
 
 
-def test_what_the_system_refused_is_told_by_errors_of_many_kinds():
+def test_system_cause_of_python_rust_and_numpy_errors():
     assert system_cause(OSError(errno.EFBIG, "File too large")) == "File too large"
     rust = "Error while serializing: I/O error: File too large (os error 27)"
     assert system_cause(Exception(rust)) == "File too large"
@@ -143,11 +143,11 @@ def test_what_the_system_refused_is_told_by_errors_of_many_kinds():
         raise ValueError("size")
 
 
-def write_when_another_does(path, owned, monkeypatch, step):
-    """Write to a folder while another writer does so too, all of it before one of the renames."""
+def write_during_other(path, owned, monkeypatch, step):
+    """Write a folder, and let another writer finish just before rename number ``step``."""
     rename, left = Path.rename, [step]
 
-    def disturbed(self, target):
+    def rename_after_other_writer(self, target):
         left[0] -= 1
         if left[0] == -1:
             with new_folder(path, owned) as fresh:
@@ -156,36 +156,36 @@ def write_when_another_does(path, owned, monkeypatch, step):
 
     with new_folder(path, owned) as fresh:
         (fresh / "data").write_text("new")
-        monkeypatch.setattr(Path, "rename", disturbed)
+        monkeypatch.setattr(Path, "rename", rename_after_other_writer)
     assert left[0] < 0
 
 
-def write_file_when_another_does(path):
+def write_file_during_other(path):
     with new_file(path) as fresh:
         fresh.write_text("new")
         path.write_text("other")
 
 
 @pytest.mark.parametrize(("older", "step"), [(False, 0), (True, 0), (True, 1)])
-def test_the_later_of_two_writers_replaces_the_earlier_where_it_may(tmp_path, monkeypatch, older, step):
+def test_later_of_two_writers_replaces_owned_files(tmp_path, monkeypatch, older, step):
     path = tmp_path / "out"
     if older:
         write(path, "old")
-    write_when_another_does(path, lambda _folder: OWNED, monkeypatch, step)
+    write_during_other(path, lambda _folder: OWNED, monkeypatch, step)
     assert contents(path) == {"data": "new"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_later_of_two_writers_is_refused_where_nothing_may_be_replaced(tmp_path, monkeypatch):
+def test_later_of_two_writers_is_refused_if_files_are_not_owned(tmp_path, monkeypatch):
     path = tmp_path / "out"
-    one_line(r"out' holds other files \(data\)", write_when_another_does, path, frozenset(), monkeypatch, 0)
+    one_line(r"out' holds other files \(data\)", write_during_other, path, frozenset(), monkeypatch, 0)
     assert contents(path) == {"data": "other"}
-    one_line(r"file' is there already", write_file_when_another_does, tmp_path / "file")
+    one_line(r"file' already exists", write_file_during_other, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "other"
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_new_folder_is_synced_before_the_rename(tmp_path, monkeypatch):
     order, rename = [], Path.rename
     monkeypatch.setattr(os, "fsync", lambda handle: order.append("sync"))
     monkeypatch.setattr(Path, "rename", lambda path, target: (order.append("name"), rename(path, target))[1])
@@ -193,14 +193,14 @@ def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     assert order == ["sync"] * 3 + ["name", "sync"]
 
 
-def test_a_new_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_new_file_is_synced_before_the_rename(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(
-        "i2cl.storage.atomic.synced", lambda *paths: synced.append([*map(Path.exists, paths)])
+        "i2cl.storage.atomic.sync_to_disk", lambda *paths: synced.append([*map(Path.exists, paths)])
     )
     path = tmp_path / "new"
     with new_file(path) as fresh:
         fresh.write_text("content")
         assert synced == []
-    assert synced == [[True], [True]], "the file, then the folder that names it"
+    assert synced == [[True], [True]], "the file, then its folder"
     assert path.read_text() == "content"

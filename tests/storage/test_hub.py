@@ -1,4 +1,4 @@
-"""Model cards, the hub's cache, and what a push would upload. Nothing here reaches a network."""
+"""Model cards, the hub's cache, and uploads. No test uses the network."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentime
 METRICS = {"accuracy": 0.5, "macro_f1": 0.5, "n": 2}
 
 
-def decoder_named(name="somebody/tiny-llama"):
+def decoder_named(name="user/tiny-llama"):
     return Decoder(tiny_model("llama"), tiny_tokenizer(), name=name)
 
 
@@ -40,21 +40,21 @@ def card_of(folder):
     return ModelCard.load(folder / CARD)
 
 
-def test_the_card_tells_what_it_is_and_where_it_came_from(tmp_path):
-    command = "i2cl fit somebody/tiny-llama films.csv --seed 3"
+def test_card_has_metadata_command_and_loss(tmp_path):
+    command = "i2cl fit user/tiny-llama films.csv --seed 3"
     made(command=command).save_pretrained(tmp_path / "mood")
     card = card_of(tmp_path / "mood")
-    assert (card.data.base_model, card.data.library_name) == ("somebody/tiny-llama", "i2cl")
+    assert (card.data.base_model, card.data.library_name) == ("user/tiny-llama", "i2cl")
     assert (card.data.pipeline_tag, "i2cl" in card.data.tags) == ("text-classification", True)
     assert card.data.license is card.data.eval_results is None
     for part in (
-        *('Injection.from_pretrained("mood")', "i2cl predict mood", "10 demonstrations", "Not measured"),
+        *('Injection.from_pretrained("mood")', "i2cl predict mood", "10 demonstrations", "Not evaluated"),
         *("1.500 -> 0.250 nats", f"```console\n{command}\n```", made().base.weights),
     ):
         assert part in card.text
 
 
-def test_the_card_of_an_anchored_fit_in_python_names_what_made_it(tmp_path):
+def test_card_of_a_fit_in_python_names_the_functions(tmp_path):
     shown = (Example("a warm film", 0), Example("dull, dull", 1))
     anchor(decoder_named(), TASK, shown, AnchoredConfig(steps=1)).save_pretrained(tmp_path / "out")
     text = card_of(tmp_path / "out").text
@@ -64,7 +64,7 @@ def test_the_card_of_an_anchored_fit_in_python_names_what_made_it(tmp_path):
     assert "`i2cl.extract` and `i2cl.calibrate` (seed 3)" in card_of(tmp_path / "i2cl").text
 
 
-def test_the_python_of_the_card_runs(tmp_path, monkeypatch, capsys):
+def test_python_example_of_the_card_runs(tmp_path, monkeypatch, capsys):
     decoder = decoder_named(str(tiny_folder(tmp_path / "base")))
     monkeypatch.chdir(tmp_path)
     made(decoder).save_pretrained("mood")
@@ -76,15 +76,15 @@ def test_the_python_of_the_card_runs(tmp_path, monkeypatch, capsys):
 SCORE = {"accuracy": 0.5, "low": 0.1, "high": 0.9, "macro_f1": 0.25}
 SCORE |= {"fit_seconds": 2.0, "milliseconds_per_query": 3.25}
 VERDICT = "zero_shot is significantly better by 50.0 points (1 to 90) on 2 rows: use it instead"
-KEPT = {"zero_shot": 0, "zero_shot+batch_calibration": 0, "i2cl": 77}
+CACHED_BYTES = {"zero_shot": 0, "zero_shot+batch_calibration": 0, "i2cl": 77}
 WORTH = {"rows": 2, "split": "train", "verdict": VERDICT, "not_run": {"few_shot": "too long"}}
 WORTH |= {"support": {"no": 1, "yes": 3}, "recall": {"no": 0.0, "yes": 1.0}, "confusion": [[0, 1], [0, 3]]}
 WORTH |= {"confidence": dict.fromkeys(("log_loss", "brier", "ece", "aurc"), 0.5), "selection": {}}
-WORTH |= {"methods": {name: SCORE | {"cached_bytes": size} for name, size in KEPT.items()}}
+WORTH |= {"methods": {name: SCORE | {"cached_bytes": size} for name, size in CACHED_BYTES.items()}}
 
 
 @pytest.mark.parametrize("worth", [{}, WORTH], ids=["alone", "compared"])
-def test_metrics_become_the_hubs_results(tmp_path, worth):
+def test_metrics_become_eval_results_of_the_hub(tmp_path, worth):
     made(metrics=METRICS, worth=worth).save_pretrained(tmp_path / "out")
     results = {result.metric_type: result for result in card_of(tmp_path / "out").data.eval_results}
     assert (results["accuracy"].metric_value, results["f1"].metric_value) == (0.5, 0.5)
@@ -105,15 +105,15 @@ def test_metrics_become_the_hubs_results(tmp_path, worth):
     assert (loaded.metrics, loaded.worth) == (METRICS, worth)
 
 
-def test_a_private_path_is_in_no_card(tmp_path):
+def test_card_does_not_contain_local_paths(tmp_path):
     home = tmp_path / "home" / "me" / "llama"
     home.mkdir(parents=True)
     made(decoder_named(str(home))).save_pretrained(tmp_path / "out")
     text = (tmp_path / "out" / CARD).read_text(encoding="utf-8")
     assert str(tmp_path) not in text
     assert "--model PATH" in text
-    assert card_of(tmp_path / "out").data.base_model is None  # the hub's model of that name is another
-    assert Injection.from_pretrained(tmp_path / "out").base.name == str(home)  # it is found again here
+    assert card_of(tmp_path / "out").data.base_model is None  # not the hub's model of that name
+    assert Injection.from_pretrained(tmp_path / "out").base.name == str(home)  # the local path still loads
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_a_private_path_is_in_no_card(tmp_path):
         *((one, "llama") for one in ("~/models/llama/", "./llama", "here/models/llama", "/no/such/llama")),
     ],
 )
-def test_names_that_may_be_published(name, shown):
+def test_public_name(name, shown):
     assert public_name(name) == shown
 
 
-def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
+def test_readme_of_the_user_is_not_replaced(tmp_path):
     (tmp_path / CARD).write_text("mine", encoding="utf-8")
     one_line(r"other files \(README.md\)", made().save_pretrained, tmp_path)
     assert (tmp_path / CARD).read_text(encoding="utf-8") == "mine"
@@ -136,7 +136,7 @@ def test_a_readme_of_the_users_own_is_not_replaced(tmp_path):
     assert '"seed": 4' in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
 
 
-def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, said):
+def test_command_in_the_card_reproduces_the_injection(tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
     rows = [{"line": f"film {number}", "label": ("good", "bad")[number % 2]} for number in range(8)]
     films = jsonl(tmp_path / "films.jsonl", rows)
@@ -159,9 +159,9 @@ def test_the_command_in_the_card_makes_the_same_artefact(tmp_path, monkeypatch, 
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """A cache as the hub's client leaves it, and no network: main at one commit, the tag v1 at another."""
+    """A cache of the hub's client, without network: main at one commit, the tag v1 at another."""
     cache = tmp_path / "cache"
-    root = cache / "models--somebody--films"
+    root = cache / "models--user--films"
     for reference, commit, seed in (("main", "a" * 40, 1), ("v1", "b" * 40, 2)):
         made(seed=seed).save_pretrained(tmp_path / reference)
         snapshot = root / "snapshots" / commit
@@ -178,60 +178,60 @@ def cached(tmp_path, monkeypatch):
     return cache
 
 
-def test_a_cached_repository_is_read_offline_and_what_is_not_cached_is_told(cached, refused):
+def test_cached_repository_is_read_offline(cached, refused):
     for revision, seed in ((None, 1), ("main", 1), ("v1", 2), ("b" * 40, 2)):
-        assert Injection.from_pretrained("somebody/films", revision=revision).seed == seed
-    for name, revision in (("somebody/films", "v2"), ("nobody/films", None), ("not a name!", None)):
+        assert Injection.from_pretrained("user/films", revision=revision).seed == seed
+    for name, revision in (("user/films", "v2"), ("other/films", None), ("not a name!", None)):
         says = "no such folder, and the hub says"
         message = one_line(says, Injection.from_pretrained, name, revision=revision)
         assert name in message
         assert (f"at revision {revision!r}" in message) == (revision is not None)
-    (cached / "models--somebody--films" / "snapshots" / ("a" * 40) / TENSORS).unlink()
-    one_line(r"damaged or missing|the hub says", Injection.from_pretrained, "somebody/films")
-    assert "no injection at 'nobody/films'" in refused("predict", "nobody/films", "texts.txt")
+    (cached / "models--user--films" / "snapshots" / ("a" * 40) / TENSORS).unlink()
+    one_line(r"damaged or missing|the hub says", Injection.from_pretrained, "user/films")
+    assert "no injection at 'other/films'" in refused("predict", "other/films", "texts.txt")
 
 
 @pytest.mark.parametrize("metrics", [{"accuracy": None}, {"note": "good"}])
-def test_what_could_not_be_read_again_is_not_written(tmp_path, metrics):
+def test_unreadable_description_is_not_written(tmp_path, metrics):
     described = made(decoder_named("gpt2")).description() | {"metrics": metrics}
-    one_line(r"could not be read again \(metrics", artefact.write, tmp_path, {}, described, "out")
+    one_line(r"could not be loaded again \(metrics", artefact.write, tmp_path, {}, described, "out")
     assert not list(tmp_path.iterdir())
 
 
-def test_metrics_without_a_number_of_rows_and_the_bundled_model_which_is_none_of_the_hubs(tmp_path):
+def test_bundled_model_is_not_a_base_model_of_the_hub(tmp_path):
     made(decoder_named("gpt2"), metrics={"accuracy": 0.5}).save_pretrained(tmp_path / "out")
     assert "Accuracy 0.500." in (tmp_path / "out" / CARD).read_text(encoding="utf-8")
     made(decoder_named("reference")).save_pretrained(tmp_path / "out")
     assert card_of(tmp_path / "out").data.base_model is None
 
 
-# Pushed, and what is said where the hub refuses
+# Uploads
 
 
 @pytest.fixture
 def uploads(monkeypatch):
-    """What the client was asked for, and the files of every folder it was to upload."""
-    asked = []
+    """Calls of the hub's client, with the files of every uploaded folder."""
+    calls = []
 
     def create_repo(self, repo_id, **options):
-        asked.append(("create_repo", repo_id, options | {"token": self.token}))
+        calls.append(("create_repo", repo_id, options | {"token": self.token}))
         return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
 
     def create_branch(self, repo_id, **options):
-        asked.append(("create_branch", repo_id, options))
+        calls.append(("create_branch", repo_id, options))
 
     def upload_folder(self, *, repo_id, folder_path, **options):
         files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
-        asked.append(("upload_folder", repo_id, options | {"files": files}))
+        calls.append(("upload_folder", repo_id, options | {"files": files}))
         return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
 
     monkeypatch.setenv("HF_TOKEN", "stored")
     for method in (create_repo, create_branch, upload_folder):
         monkeypatch.setattr(HfApi, method.__name__, method)
-    return asked
+    return calls
 
 
-def test_a_push_uploads_the_artefact_and_its_card(uploads, tmp_path):
+def test_push_uploads_the_injection_and_its_card(uploads, tmp_path):
     home = tmp_path / "home" / "llama"
     home.mkdir(parents=True)
     injection = made(decoder_named(str(home)))
@@ -265,7 +265,7 @@ def test_push_on_the_command_line(uploads, tmp_path, said):
     assert uploads[-1][2]["revision"] == "v2"
 
 
-def unauthorised(status):
+def http_error(status):
     response = SimpleNamespace(status_code=status, headers={}, request=None)
     return HfHubHTTPError("refused", response=response)
 
@@ -273,16 +273,16 @@ def unauthorised(status):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (unauthorised(401), "does not know this token: log in with `hf auth login`"),
-        (unauthorised(403), "may not write there"),
-        (unauthorised(500), "try again later"),
+        (http_error(401), "rejects the token: log in with `hf auth login`"),
+        (http_error(403), "has no write access there"),
+        (http_error(500), "try again later"),
         (OfflineModeIsEnabled("offline"), "OfflineModeIsEnabled"),
         (HFValidationError("bad\nname"), r"HFValidationError \(bad\)"),
         (hub._HTTP_ERROR("no route"), "no route"),
     ],
     ids=str,
 )
-def test_a_push_that_fails_is_one_line(error, message, tmp_path, monkeypatch, refused):
+def test_failed_push_is_one_line(error, message, tmp_path, monkeypatch, refused):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=error))
     one_line(message, made().push_to_hub, "me/films")
@@ -290,7 +290,7 @@ def test_a_push_that_fails_is_one_line(error, message, tmp_path, monkeypatch, re
     assert "cannot push to 'me/films'" in refused("push", tmp_path / "out", "me/films")
 
 
-def test_a_name_that_is_none_never_reaches_the_hub(tmp_path, refused, monkeypatch):
+def test_invalid_name_is_refused_offline(tmp_path, refused, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_TOKEN", "secret")
     made().save_pretrained(tmp_path / "out")
@@ -299,7 +299,7 @@ def test_a_name_that_is_none_never_reaches_the_hub(tmp_path, refused, monkeypatc
     assert "is no folder" in refused("push", tmp_path / "none", "me/films")
 
 
-def test_nobody_is_logged_in(uploads, tmp_path, refused, monkeypatch):
+def test_push_needs_a_login(uploads, tmp_path, refused, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     made().save_pretrained(tmp_path / "out")

@@ -8,7 +8,7 @@ from i2cl.tasks.loaders import builtin_spec
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
-# Paper, appendix "Prompting Templates": title, words before the text, words before the label, label space.
+# Paper, appendix "Prompting Templates": title, text prefix, label prefix, label space.
 DBPEDIA = "company / school / artist / athlete / politics / transportation / building / nature / village"
 DBPEDIA += " / animal / plant / album / film / book"
 TREC = "Abbreviation / Entity / Description / Person / Location / Number"
@@ -19,7 +19,7 @@ TABLE = {
     "subj": ("Subj", "Sentence", "Label", "objective / subjective"),
     "dbpedia": ("DBPedia", "Input", "Label", DBPEDIA),
     "agnews": ("AGNews", "News", "Type", "World / Sports / Business / Technology"),
-    # The table leaves out Description, which the data has.
+    # The paper's table omits Description, which the data contains.
     "trec": ("TREC", "Question", "Answer Type", TREC),
     "hate_speech18": ("HateSpeech18", "Text", "Label", "neutral / hate"),
     "emoc": ("EmoC", "Dialogue", "Emotion", "others / happy / sad / angry"),
@@ -27,24 +27,24 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
-def test_agreement_with_the_table_of_the_paper(name):
+def test_builtin_tasks_match_the_table_in_the_paper(name):
     assert sorted(PAPER_TASKS) == sorted(TABLE)
-    title, before_text, before_label, label_space = TABLE[name]
+    title, text_prefix, label_prefix, label_space = TABLE[name]
     spec = builtin_spec(name)
     task = spec.to_task(group="paper")
     assert (task.name, task.title) == (name, title)
     assert task.labels == tuple(label_space.split(" / "))
-    assert task.template.demonstration("A", "B") == f"{before_text}: A\n{before_label}: B\n"
+    assert task.template.demonstration("A", "B") == f"{text_prefix}: A\n{label_prefix}: B\n"
     assert task.shots == (1 if name == "dbpedia" else 5)
     assert task.description
     assert (spec.hub is None, spec.files) == (False, None)
-    if name in {"trec", "emoc", "hate_speech18"}:  # published as scripts: read from their parquet copy
+    if name in {"trec", "emoc", "hate_speech18"}:  # published as scripts, so read from the Parquet copy
         assert spec.hub.revision == "refs/convert/parquet"
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the folder with the data of the nine tasks is not here")
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs the data of the nine tasks")
 @pytest.mark.parametrize("name", sorted(TABLE))
-def test_reading_the_real_data(name):
+def test_paper_data_loads_and_samples_balanced(name):
     task = load_task(name, data_dir=DATA)
     assert task.group == "paper"
     classes = len(task.labels)

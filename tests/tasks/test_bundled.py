@@ -1,4 +1,4 @@
-"""Tasks whose rows come with the package, or are drawn: whatever there is has to be fit for measuring."""
+"""Bundled and synthetic tasks: their rows must be suitable for evaluation."""
 
 import re
 import string
@@ -14,21 +14,21 @@ from i2cl.tasks.loaders import BUILTIN, BUNDLED_TASKS, builtin_spec
 from i2cl.tasks.synthetic import synthetic_task
 
 
-def phrases(text):
-    """Runs of five words; a shorter text is one run."""
+def five_word_runs(text):
+    """All runs of five words; a text with fewer words is one run."""
     words = re.findall(r"[\w']+", text.lower())
     return {tuple(words[start : start + 5]) for start in range(max(1, len(words) - 4))}
 
 
-def test_tickets():
+def test_tickets_has_its_labels_template_and_rows():
     task = load_task("tickets")
     assert task.labels == ("billing", "technical issue", "delivery", "account access")
     assert task.template.demonstration("A", "B") == "Ticket: A\nTopic: B\n"
     assert len(task.train) == len(task.test) == 240
-    assert all(4 <= len(one.text.split()) <= 90 for one in (*task.train, *task.test))
+    assert all(4 <= len(row.text.split()) <= 90 for row in (*task.train, *task.test))
 
 
-def test_they_are_listed_without_rows_and_every_file_of_rows_belongs_to_one():
+def test_every_row_file_belongs_to_a_listed_task():
     listed = [task for task in list_tasks() if task.group == "bundled"]
     assert [task.name for task in listed] == list(BUNDLED_TASKS)
     assert "tickets" in BUNDLED_TASKS
@@ -39,31 +39,32 @@ def test_they_are_listed_without_rows_and_every_file_of_rows_belongs_to_one():
 
 
 @pytest.mark.parametrize("name", BUNDLED_TASKS)
-def test_rows_are_balanced_mixed_on_one_line_and_no_two_alike(name, tmp_path, monkeypatch):
+def test_rows_are_balanced_shuffled_single_line_and_distinct(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("I2CL_DATA_DIR", str(tmp_path / "none"))  # their rows lie in the package
+    monkeypatch.setenv("I2CL_DATA_DIR", str(tmp_path / "none"))  # ignored by bundled tasks
     task = load_task(name)
     assert (task.name, task.group) == (name, "bundled")
     for rows in (task.train, task.test):
-        counts = Counter(one.label for one in rows)
+        counts = Counter(row.label for row in rows)
         assert len(counts) == len(task.labels)
         assert len(set(counts.values())) == 1
-        assert len({one.label for one in rows[: 10 * len(task.labels)]}) == len(task.labels)
-        assert all(one.text == " ".join(one.text.split()) for one in rows)
-    texts = [one.text for one in (*task.train, *task.test)]
+        assert len({row.label for row in rows[: 10 * len(task.labels)]}) == len(task.labels)
+        assert all(row.text == " ".join(row.text.split()) for row in rows)
+    texts = [row.text for row in (*task.train, *task.test)]
     assert len({text.lower() for text in texts}) == len(texts)
 
-    runs = [phrases(text) for text in texts]
-    for (one, first), (other, second) in combinations(zip(texts, runs, strict=True), 2):
-        assert 2 * len(first & second) < min(len(first), len(second)), (one, other)
+    for (text, runs), (other, other_runs) in combinations(
+        zip(texts, map(five_word_runs, texts), strict=True), 2
+    ):
+        assert 2 * len(runs & other_runs) < min(len(runs), len(other_runs)), (text, other)
 
     vectors = TfidfVectorizer(token_pattern=r"[\w']+").fit_transform(texts)
-    likeness = np.triu((vectors @ vectors.T).toarray(), k=1)
-    row, column = np.unravel_index(likeness.argmax(), likeness.shape)
-    assert likeness[row, column] < 0.8, (texts[row], texts[column])
+    similarity = np.triu((vectors @ vectors.T).toarray(), k=1)
+    row, column = np.unravel_index(similarity.argmax(), similarity.shape)
+    assert similarity[row, column] < 0.8, (texts[row], texts[column])
 
 
-def test_classes_are_letters_specials_and_numbers_in_balanced_disjoint_and_seeded_splits():
+def test_synthetic_splits_are_balanced_disjoint_and_seeded():
     task = synthetic_task(seed=1)
     assert task.labels == ("A", "B", "C")
     alphabets = (string.ascii_letters, string.punctuation, string.digits)
@@ -78,5 +79,5 @@ def test_classes_are_letters_specials_and_numbers_in_balanced_disjoint_and_seede
     assert len(set(texts)) == len(texts)
     assert task == synthetic_task(seed=1, train_per_class=30, test_per_class=40)
     assert task.train != synthetic_task(seed=2, train_per_class=30, test_per_class=40).train
-    named = load_task("synthetic")  # covers the protocol of the paper
+    named = load_task("synthetic")  # enough rows for the paper's protocol
     assert (len(named.queries(500)), len(named.sample())) == (500, 15)

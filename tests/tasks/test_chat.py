@@ -1,4 +1,4 @@
-"""Chat templates taken apart and put together again, against `apply_chat_template` itself."""
+"""`Template.chat` must produce the same prompts as `apply_chat_template`."""
 
 import pytest
 
@@ -20,15 +20,15 @@ NO_SYSTEM = (
     "{% for one in messages %}<t>{{ 'model' if one.role == 'assistant' else one.role }}\n"
     "{{ one.content }}</t>\n{% endfor %}{% if add_generation_prompt %}<t>model\n{% endif %}"
 )
-INSIDE = (
+SYSTEM_IN_USER_TURN = (
     "{% set at = 1 if messages[0].role == 'system' else 0 %}{% for one in messages[at:] %}"
     "{% if one.role == 'user' %}[INST] {% if loop.first and at %}<<{{ messages[0].content }}>> {% endif %}"
     "{{ one.content }} [/INST]{% else %} {{ one.content }} </s>{% endif %}{% endfor %}"
 )
-IGNORED = CHATML.replace("for one in messages", "for one in messages if one.role != 'system'")
-COUNTED = "{% for one in messages %}{{ loop.index }}{{ one.content }}{% endfor %}"
-SYSTEM = {CHATML, TRIMMED}
-ALL = [CHATML, TRIMMED, NO_SYSTEM, INSIDE, IGNORED]
+SYSTEM_IGNORED = CHATML.replace("for one in messages", "for one in messages if one.role != 'system'")
+NUMBERED_TURNS = "{% for one in messages %}{{ loop.index }}{{ one.content }}{% endfor %}"
+WITH_SYSTEM_TURN = {CHATML, TRIMMED}
+ALL = [CHATML, TRIMMED, NO_SYSTEM, SYSTEM_IN_USER_TURN, SYSTEM_IGNORED]
 NAMES = ["chatml", "trimmed", "no system", "system inside", "system ignored"]
 
 
@@ -41,7 +41,7 @@ def tokenizer(template, bos=None):
 
 
 def messages(template, instruction, *turns):
-    own = template in SYSTEM
+    own = template in WITH_SYSTEM_TURN
     front = [{"role": "system", "content": instruction}] if own and instruction else []
     before = f"{instruction}\n\n" if instruction and not own else ""
     roles = ("user", "assistant") * 2
@@ -52,58 +52,61 @@ def messages(template, instruction, *turns):
 
 @pytest.mark.parametrize("instruction", ["", "Say up or down."])
 @pytest.mark.parametrize("source", ALL, ids=NAMES)
-def test_prompts_are_those_of_the_chat_template(source, instruction):
+def test_prompts_equal_apply_chat_template(source, instruction):
     made = tokenizer(source, "<|endoftext|>")
     result = Template.chat(made, instruction)
 
     def render(*turns, ask):
-        said = messages(source, instruction, *turns)
-        return made.apply_chat_template(said, tokenize=False, add_generation_prompt=ask)
+        turn_messages = messages(source, instruction, *turns)
+        return made.apply_chat_template(turn_messages, tokenize=False, add_generation_prompt=ask)
 
     assert result.query("It rises.") == render("It rises.", ask=True).rstrip()
     assert result.demonstration("It rises.", "up") == render("It rises.", "up", ask=False)
     prompt = result.prompt([("It falls.", "down")], "It rises.")
     assert prompt == render("It falls.", "down", "It rises.", ask=True).rstrip()
-    assert (instruction in result.opening) is (source in SYSTEM or not instruction)
+    assert (instruction in result.opening) is (source in WITH_SYSTEM_TURN or not instruction)
 
 
-def test_a_bos_that_the_tokenizer_puts_in_front_is_left_to_it():
+def test_bos_that_the_tokenizer_adds_is_not_in_the_template():
     made = tokenizer(TRIMMED, "<|endoftext|>")
     assert Template.chat(made).query("x").startswith("<|endoftext|><|h|>user")
     plain = made.__class__.__call__
 
-    class Putting(made.__class__):
+    class BosTokenizer(made.__class__):
         def __call__(self, text, add_special_tokens=True, **options):
             result = plain(self, text, add_special_tokens=False, **options)
             return {"input_ids": [self.bos_token_id, *result["input_ids"]]} if add_special_tokens else result
 
-    made.__class__ = Putting
+    made.__class__ = BosTokenizer
     assert Template.chat(made).query("x").startswith("<|h|>user")
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         (None, "has no chat template: leave out chat"),
-        ("{{ raise_exception('tools only') }}", "refuses such turns .tools only.: leave out chat"),
-        ("{{ messages[-1].content }}", "does not show each turn once: leave out chat"),
-        (COUNTED, "turns are not independent: leave out chat"),
-        ({"tools": CHATML}, "leave out chat"),  # named ones without a default
+        ("{{ raise_exception('tools only') }}", "rejects user and assistant turns .tools only.: leave out"),
+        ("{{ messages[-1].content }}", "does not render each turn once: leave out chat"),
+        (NUMBERED_TURNS, "turns are not independent: leave out chat"),
+        ({"tools": CHATML}, "leave out chat"),  # named templates without a default
     ],
     ids=str,
 )
-def test_what_cannot_be_a_chat_is_one_line(source, says):
-    one_line(says, Template.chat, tokenizer(source), "Say it.")
+def test_unsupported_chat_template_is_refused(source, message):
+    one_line(message, Template.chat, tokenizer(source), "Say it.")
 
 
-def test_an_instruction_before_a_plain_template_stands_once_and_one_with_braces_is_named():
-    result = Template("Text: {text}\nLabel: {label}").instructed("Say up or down.")
+def test_instruction_is_put_once_before_a_plain_template():
+    result = Template("Text: {text}\nLabel: {label}").with_instruction("Say up or down.")
     assert result.prompt([("a", "up")], "b") == "Say up or down.\nText: a\nLabel: up\nText: b\nLabel:"
     assert result.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
-    assert result.instructed("") == Template("Text: {text}\nLabel: {label}")
-    one_line(r"the instruction 'Use \{a\}' holds braces", Template.chat, tokenizer(CHATML), "Use {a}")
+    assert result.with_instruction("") == Template("Text: {text}\nLabel: {label}")
 
 
-def test_instruction_that_spells_a_special_token_is_refused():
-    says = r"the instruction 'Say <\|endoftext\|>' contains the special token '<\|endoftext\|>': remove it"
-    one_line(says, Template.chat, tokenizer(CHATML), "Say <|endoftext|>")
+def test_instruction_with_braces_is_refused():
+    one_line(r"the instruction 'Use \{a\}' contains braces", Template.chat, tokenizer(CHATML), "Use {a}")
+
+
+def test_instruction_with_a_special_token_is_refused():
+    message = r"the instruction 'Say <\|endoftext\|>' contains the special token '<\|endoftext\|>': remove it"
+    one_line(message, Template.chat, tokenizer(CHATML), "Say <|endoftext|>")

@@ -12,12 +12,12 @@ datasets = pytest.importorskip("datasets", reason="the extra hub is not installe
 pa = pytest.importorskip("pyarrow", reason="the extra hub is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra hub is not installed")
 
-WORDS, COPY = ("bad", "good"), "refs/convert/parquet"
+WORDS, PARQUET_REVISION = ("bad", "good"), "refs/convert/parquet"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A local data set in the format of the hub: one parquet file per split."""
+    """A local data set in the hub's format: one Parquet file per split."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     where = tmp_path / "set"
     where.mkdir()
@@ -37,17 +37,17 @@ def source(folder, **fields):
     return HubSource(dataset=str(folder), **{"text": "sentence", **fields})
 
 
-def test_splits_of_a_local_folder_and_kept_labels_in_the_order_of_the_words(folder):
+def test_local_folder_is_read_and_kept_labels_follow_the_label_words(folder):
     train, test = load_hub(source(folder), ("a", "b", "c", "d"))
     assert [(e.text, e.label) for e in train[:3]] == [("train 0", 0), ("train 1", 1), ("train 2", 2)]
     assert len(train) == 40
-    assert [(e.text, e.label) for e in test] == [("test 0", 0), ("test 1", 1)], "rows without text go"
+    assert [(e.text, e.label) for e in test] == [("test 0", 0), ("test 1", 1)], "rows without text"
     train, test = load_hub(source(folder, keep_labels=[3, 1]), WORDS)
     assert {(int(e.text.split()[1]) % 4, e.label) for e in train} == {(3, 0), (1, 1)}
     assert [(e.text, e.label) for e in test] == [("test 1", 1)]
 
 
-def test_a_cap_per_class_and_a_share_of_the_texts_as_test_split(folder):
+def test_max_per_class_and_test_fraction_draw_seeded_samples(folder):
     train, _ = load_hub(source(folder, max_per_class=3), ("a", "b", "c", "d"))
     assert sorted(e.label for e in train) == sorted([0, 1, 2, 3] * 3)
     assert train == load_hub(source(folder, max_per_class=3), ("a", "b", "c", "d"))[0]
@@ -59,7 +59,7 @@ def test_a_cap_per_class_and_a_share_of_the_texts_as_test_split(folder):
     assert test != load_hub(source(folder, test_fraction=0.2, split_seed=1), WORDS)[1]
 
 
-def test_a_task_toml_with_a_hub_table(folder, tmp_path, monkeypatch):
+def test_task_toml_with_a_hub_table_is_loaded(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
     toml = tmp_path / "mine.toml"
     toml.write_text(
@@ -71,32 +71,36 @@ def test_a_task_toml_with_a_hub_table(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fields", "labels", "said"),
+    ("fields", "labels", "message"),
     [
         ({"text": "body"}, "abcd", "train: no column 'body', the columns are sentence, label"),
         ({}, "ab", "train: label 2 is not one of a, b"),
         ({"test": "validation"}, "abcd", "data_dir"),
     ],
 )
-def test_a_set_that_is_not_as_described(folder, fields, labels, said):
-    assert said in one_line("", load_hub, source(folder, **fields), tuple(labels))
+def test_unexpected_column_label_or_split_is_named(folder, fields, labels, message):
+    assert message in one_line("", load_hub, source(folder, **fields), tuple(labels))
 
 
-def test_a_failed_download_names_the_data_folder_and_a_missing_package_the_extra(monkeypatch):
+def test_failed_download_suggests_a_data_folder(monkeypatch):
     offline = Mock(side_effect=ConnectionError("no route to host\nsecond line"))
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
     monkeypatch.setattr(datasets, "load_dataset", offline)
     caught = one_line("", load_task, "sst2")
     for part in ("stanfordnlp/sst2", "no route to host", "I2CL_DATA_DIR"):
         assert part in caught
+
+
+def test_missing_datasets_package_names_the_extra(monkeypatch):
+    monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
     monkeypatch.setitem(sys.modules, "datasets", None)
     one_line(r"pip install 'i2cl\[hub\]', or give a folder", load_task, "sst2")
 
 
-def test_what_is_asked_of_the_hub(monkeypatch):
-    asked = Mock(return_value=datasets.Dataset.from_dict({"text": ["x", "y"], "coarse_label": [0, 5]}))
-    monkeypatch.setattr(datasets, "load_dataset", asked)
+def test_data_set_revision_and_splits_are_requested(monkeypatch):
+    load_dataset = Mock(return_value=datasets.Dataset.from_dict({"text": ["x", "y"], "coarse_label": [0, 5]}))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.delenv("I2CL_DATA_DIR", raising=False)
     assert [e.label for e in load_task("trec").test] == [0, 5]
-    calls = [call("CogComp/trec", None, split=one, revision=COPY) for one in ("train", "test")]
-    assert asked.call_args_list == calls
+    calls = [call("CogComp/trec", None, split=one, revision=PARQUET_REVISION) for one in ("train", "test")]
+    assert load_dataset.call_args_list == calls

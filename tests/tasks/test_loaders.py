@@ -26,7 +26,7 @@ def failure(*args, **kwargs):
     return one_line("", load_task, *args, **kwargs)
 
 
-def test_a_file_of_rows(mails, tmp_path):
+def test_file_of_rows_becomes_a_task(mails, tmp_path):
     test = tmp_path / "test.jsonl"
     test.write_text(json.dumps({"text": "z", "label": 1}))
     task = load_task(mails, template=TEMPLATE, test_path=test)
@@ -41,7 +41,7 @@ def test_a_file_of_rows(mails, tmp_path):
     assert [e.text for e in task.train] == ["x", "y"]
 
 
-def test_the_training_file_says_where_ids_begin(tmp_path, monkeypatch):
+def test_first_id_is_taken_from_the_training_file(tmp_path, monkeypatch):
     monkeypatch.setenv("I2CL_DATA_DIR", str(tmp_path))
     (tmp_path / "sst2").mkdir()
     for split, ids in (("train", (1, 2)), ("test", (1,))):
@@ -51,9 +51,9 @@ def test_the_training_file_says_where_ids_begin(tmp_path, monkeypatch):
     assert [one.label for one in (*task.train, *task.test)] == [0, 1, 0]
 
 
-def test_errors_around_a_file_of_rows(mails, tmp_path):
+def test_invalid_arguments_for_a_file_of_rows_are_refused(mails, tmp_path):
     assert "needs a template" in failure(mails)
-    assert "once is needed" in failure(mails, template="{text}")
+    assert "{label} 0 times instead of once" in failure(mails, template="{text}")
     assert "is the string 'ham,spam'" in failure(mails, template=TEMPLATE, labels="ham,spam")
     assert "none.csv does not exist" in failure(tmp_path / "none.csv", template=TEMPLATE)
     assert "none.jsonl does not exist" in failure(mails, template=TEMPLATE, test_path=tmp_path / "none.jsonl")
@@ -64,7 +64,7 @@ def test_errors_around_a_file_of_rows(mails, tmp_path):
     assert "cannot read files ending in '.txt': use one of .toml, .csv" in value
 
 
-def test_a_task_toml_reads_files_beside_it(mails, tmp_path):
+def test_task_toml_reads_files_relative_to_it(mails, tmp_path):
     toml = tmp_path / "mine.toml"
     toml.write_text(
         f'name = "kind"\nlabels = ["spam", "ham"]\ntemplate = {json.dumps(TEMPLATE)}\nshots = 1\n'
@@ -88,7 +88,7 @@ def write_sst2(folder, train='{"text": "fine", "label": 1}\n', test='{"text": "p
     (folder / "sst2" / "test.jsonl").write_text(test)
 
 
-def test_a_paper_task_from_a_data_folder_in_words_of_its_own(tmp_path, monkeypatch):
+def test_paper_task_is_read_from_a_data_folder(tmp_path, monkeypatch):
     write_sst2(tmp_path)
     task = load_task("sst2", data_dir=tmp_path)
     assert (task.train, task.test) == ((Example("fine", 1),), (Example("poor", 0),))
@@ -102,7 +102,7 @@ def test_a_paper_task_from_a_data_folder_in_words_of_its_own(tmp_path, monkeypat
     assert "has 2 classes (negative, positive), not 3" in value
 
 
-def test_data_folders_that_do_not_fit(tmp_path):
+def test_incomplete_data_folder_is_refused(tmp_path):
     assert "data folder" in failure("sst2", data_dir=tmp_path / "none")
     assert "train.jsonl does not exist" in failure("sst2", data_dir=tmp_path)
     write_sst2(tmp_path)
@@ -115,7 +115,7 @@ def test_data_folders_that_do_not_fit(tmp_path):
     assert "the text is empty" in failure("sst2", data_dir=tmp_path)
 
 
-def test_reference_tasks_and_the_list_of_all_without_rows():
+def test_list_tasks_has_every_group_without_rows():
     task = load_task("mood-colour-1")
     assert (task.name, task.group, len(task.labels)) == ("mood-colour-1", "reference", 4)
     assert min(len(task.train), len(task.test)) > 0

@@ -1,11 +1,11 @@
-"""Numbers as labels in JSON, where one class may be written in several ways."""
+"""Numeric labels in JSON, where the same class may be a string, an int or a float."""
 
 import json
 
 from i2cl.tasks import load_task
 
 
-def test_one_number_written_in_three_ways_is_one_label(tmp_path):
+def test_number_is_one_label_as_int_float_or_string(tmp_path):
     path = tmp_path / "rows.jsonl"
     cells = (1, "1", 1.0, "2", 2, 2.0)
     path.write_text("".join(json.dumps({"text": f"text {cell!r}", "label": cell}) + "\n" for cell in cells))

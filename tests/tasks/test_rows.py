@@ -1,4 +1,4 @@
-"""Rows in: the same reader for labelled rows and for texts."""
+"""Reading rows of text formats: the same files are read as labelled rows and as unlabelled texts."""
 
 import codecs
 import csv
@@ -14,8 +14,8 @@ from commands import jsonl
 from fitting import one_line
 from i2cl import Example, I2CLError, Task, Template
 from i2cl.tasks.files import ReadAsWarning, RowError
-from i2cl.tasks.labels import kind_of_codes, slips
-from i2cl.tasks.rows import LabelWarning, Query, read_labelled, read_queries, refused_rows
+from i2cl.tasks.labels import kind_of_codes, likely_typos
+from i2cl.tasks.rows import LabelWarning, Query, read_labelled, read_queries, unusable_rows
 
 WORDS = ("bad", "good")
 
@@ -30,24 +30,24 @@ def write(tmp_path, name, content):
     return path
 
 
-def texts_of(path, **options):
+def read_texts(path, **options):
     return [query.text for query in read_queries(str(path), **options)]
 
 
-def stdin_holds(monkeypatch, content):
+def set_stdin(monkeypatch, content):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
 
 
 def failure(path, labels=WORDS, read=read_labelled, **columns):
     limit = csv.field_size_limit()
     message = one_line("", read, path, labels, **columns)
-    assert csv.field_size_limit() == limit, "the csv module is left as it was"
+    assert csv.field_size_limit() == limit, "the limit of the csv module is restored"
     assert str(path) in message
     return message
 
 
-def told_of_texts(path, **options):
-    return failure(path, read=lambda *_: texts_of(path, **options))
+def query_failure(path, **options):
+    return failure(path, read=lambda *_: read_texts(path, **options))
 
 
 FORMATS = {
@@ -62,7 +62,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_fit_and_predict_read_the_same_texts_from_every_format(tmp_path, monkeypatch, name):
+def test_every_format_gives_the_same_rows_to_fit_and_predict(tmp_path, monkeypatch, name):
     path = write(tmp_path, name, FORMATS[name])
     examples, lookup = read_labelled(path, WORDS)
     expected = [Example("fine, really", 1), Example("awful", 0)]
@@ -71,24 +71,27 @@ def test_fit_and_predict_read_the_same_texts_from_every_format(tmp_path, monkeyp
     assert list(examples) == expected
     assert lookup.labels == WORDS
     texts = [example.text for example in expected]
-    assert texts_of(path) == texts
+    assert read_texts(path) == texts
     kind = path.suffix[1:].lower()
-    assert texts_of(path.rename(tmp_path / "data"), kind=kind) == texts
-    stdin_holds(monkeypatch, io.BytesIO((tmp_path / "data").read_bytes()))
+    assert read_texts(path.rename(tmp_path / "data"), kind=kind) == texts
+    set_stdin(monkeypatch, io.BytesIO((tmp_path / "data").read_bytes()))
     assert [query.text for query in read_queries("-", kind)] == texts
 
 
-def test_lines_keep_spaces_and_separators_and_the_kind_given_wins_over_the_ending(tmp_path):
+def test_lines_keep_spaces_and_unicode_separators(tmp_path):
     for content in ("one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n", "\ufeffone\ntwo\n"):
-        assert texts_of(write(tmp_path, "t.txt", content)) == ["one", "two"]
+        assert read_texts(write(tmp_path, "t.txt", content)) == ["one", "two"]
     path = write(tmp_path, "t.txt", " one\u2028more \ntwo\tx\n")
-    assert texts_of(path) == [" one\u2028more ", "two\tx"]
-    assert texts_of(write(tmp_path, "t.csv", "text\none\n"), kind="lines") == ["text", "one"]
+    assert read_texts(path) == [" one\u2028more ", "two\tx"]
 
 
-def test_input_is_read_as_it_is_needed(monkeypatch):
+def test_given_format_overrides_the_suffix(tmp_path):
+    assert read_texts(write(tmp_path, "t.csv", "text\none\n"), kind="lines") == ["text", "one"]
+
+
+def test_stdin_is_streamed(monkeypatch):
     for kind, line in {"lines": b"endless\n", "csv": b"text\n", "jsonl": b'{"text": "endless"}\n'}.items():
-        stdin_holds(monkeypatch, itertools.repeat(line))
+        set_stdin(monkeypatch, itertools.repeat(line))
         assert len(list(itertools.islice(read_queries("-", kind), 3))) == 3
 
 
@@ -100,45 +103,58 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_columns_that_are_kept_come_as_the_file_has_them(tmp_path, name):
+def test_kept_columns_are_unchanged(tmp_path, name):
     content, kept = KEPT[name]
     result = list(read_queries(str(write(tmp_path, name, content)), kept=("id", "n")))
     assert result == [Query(text, values) for text, values in zip(("one", "two"), kept, strict=True)]
 
 
-def test_of_lines_the_text_can_be_kept_and_half_a_surrogate_pair_of_none(tmp_path):
+def test_only_the_text_of_lines_can_be_kept(tmp_path):
     path = write(tmp_path, "t.txt", "one\ntwo\n")
     assert list(read_queries(str(path), kept=("text",))) == [Query("one", ("one",)), Query("two", ("two",))]
-    assert "no column 'id' to keep, the columns are text: correct --keep" in told_of_texts(path, kept=("id",))
+    assert "no column 'id' to keep, the columns are text: correct --keep" in query_failure(path, kept=("id",))
+
+
+def test_lone_surrogate_in_a_kept_column_is_refused(tmp_path):
     path = write(tmp_path, "a.jsonl", '{"text": "one", "id": ["\\ud800"]}\n')
-    assert "line 1: column 'id' holds half a surrogate pair" in told_of_texts(path, kept=("id",))
+    assert "line 1: column 'id' contains a lone surrogate" in query_failure(path, kept=("id",))
 
 
-def test_columns_by_name_and_labels_by_exact_words_over_other_case_and_ids(tmp_path):
+def test_columns_are_found_by_name(tmp_path):
     path = write(tmp_path, "a.csv", "id,review,stars\n1,fine,good\n")
     examples, _ = read_labelled(path, WORDS, "review", "stars")
     assert examples == (Example("fine", 1),)
-    assert texts_of(path, column="review") == ["fine"]
+    assert read_texts(path, column="review") == ["fine"]
+
+
+def test_label_words_match_exactly_before_case_and_ids(tmp_path):
     cased = write(tmp_path, "a.csv", "text,label\nx,A\ny,a\n")
     assert label_ids(cased, ("a", "A")) == [1, 0]
     stars = write(tmp_path, "b.jsonl", '{"text": "x", "label": 1}\n{"text": "y", "label": "2"}\n')
     assert label_ids(stars, ("1", "2")) == [0, 1]
     path = write(tmp_path, "c.csv", "text,label\nx,yEs\n")
     assert "'yEs' is not one of" in failure(path, ("yes", "Yes"))
+
+
+def test_label_words_are_derived_and_sorted(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nx,ham\ny,spam\nz,egg\n")
     examples, lookup = read_labelled(path)
     assert (lookup.labels, [example.label for example in examples]) == (("egg", "ham", "spam"), [1, 2, 0])
 
 
-def test_a_field_of_a_megabyte_and_the_csv_limit_afterwards(tmp_path):
+def test_long_csv_fields_are_read_and_the_global_limit_is_restored(tmp_path):
     before = csv.field_size_limit()
     long = "word " * 200_000 + "{end}"
     path = write(tmp_path, "a.csv", f'text,label\n"{long}",good\n')
-    assert read_labelled(path, WORDS)[0][0].text == texts_of(path)[0] == long
+    assert read_labelled(path, WORDS)[0][0].text == read_texts(path)[0] == long
     assert csv.field_size_limit() == before
     failure(write(tmp_path, "b.csv", f"text,label\n{long},good,more\n"))
+
+
+def test_csv_readers_can_alternate(tmp_path):
+    before = csv.field_size_limit()
     path = write(tmp_path, "c.csv", "text\n" + f"{'long ' * 100_000}\n" * 3)
-    first, second = (read_queries(str(path)) for _ in range(2))  # in turns
+    first, second = (read_queries(str(path)) for _ in range(2))  # read alternately
     next(first)
     assert csv.field_size_limit() == before
     next(second)
@@ -157,18 +173,18 @@ def test_a_field_of_a_megabyte_and_the_csv_limit_afterwards(tmp_path):
         ("a.XML", "<one/>\n"),
     ],
 )
-def test_what_looks_like_rows_of_another_format_is_not_read_as_lines(tmp_path, name, content):
+def test_json_and_markup_are_not_read_as_lines(tmp_path, name, content):
     path = write(tmp_path, name, content)
-    assert "name its --input-format" in told_of_texts(path)
-    assert texts_of(path, kind="lines")[0] == content.removeprefix("\ufeff").splitlines()[0]
+    assert "name its --input-format" in query_failure(path)
+    assert read_texts(path, kind="lines")[0] == content.removeprefix("\ufeff").splitlines()[0]
 
 
-@pytest.mark.parametrize("line", ["{text} is no JSON", "[music] and more", "[1, 2]", '"quoted"', "{}x"])
-def test_lines_that_only_begin_like_json_are_texts(tmp_path, line):
-    assert texts_of(write(tmp_path, "a.txt", f"{line}\n")) == [line]
+@pytest.mark.parametrize("line", ["{text} is not JSON", "[music] and more", "[1, 2]", '"quoted"', "{}x"])
+def test_lines_that_only_start_like_json_are_texts(tmp_path, line):
+    assert read_texts(write(tmp_path, "a.txt", f"{line}\n")) == [line]
 
 
-def test_newlines_separators_and_quotes_inside_json_strings_and_csv_cells_survive(tmp_path):
+def test_line_breaks_and_quotes_inside_cells_are_kept(tmp_path):
     text = "one\u2028two\u0085three\nfour"
     path = write(tmp_path, "a.jsonl", json.dumps({"text": text, "label": 0}, ensure_ascii=False))
     assert read_labelled(path, WORDS)[0] == (Example(text, 0),)
@@ -179,13 +195,13 @@ def test_newlines_separators_and_quotes_inside_json_strings_and_csv_cells_surviv
 SWAPPED = "text,label\n" + "".join(f"{row % 2},review number {row}\n" for row in range(8))
 
 
-def test_swapped_columns_are_asked_about_with_the_options_that_swap_them(tmp_path):
+def test_swapped_columns_are_reported_with_the_options_that_swap_them(tmp_path):
     message = failure(write(tmp_path, "a.csv", SWAPPED), None)
     assert "8 labels and 2 texts ('0', '1') in 8 rows: are the columns swapped?" in message
     assert "--text-column label --label-column text" in message
 
 
-def test_swapped_columns_are_recognized_when_a_few_labels_repeat(tmp_path):
+def test_swapped_columns_are_detected_when_a_few_labels_repeat(tmp_path):
     path = write(tmp_path, "a.csv", SWAPPED + "1,review number 1\n" + "0,review number 11\n" * 2)
     assert "are the columns swapped?" in failure(path, None)
 
@@ -193,12 +209,12 @@ def test_swapped_columns_are_recognized_when_a_few_labels_repeat(tmp_path):
 @pytest.mark.parametrize(
     "rows",
     [
-        ["one,a", "two,b", "three,c", "four,d", "five,e", "six,f"],  # a label of its own for each text
+        ["one,a", "two,b", "three,c", "four,d", "five,e", "six,f"],  # every text has a different label
         ["same,a", "same,b", "same,c"],
         ["ok,good", "ok,good", "ok,bad", "ok,bad", "fine,good", "fine,bad"],
     ],
 )
-def test_unusual_rows_are_not_taken_for_swapped_columns(tmp_path, rows):
+def test_unusual_rows_are_not_mistaken_for_swapped_columns(tmp_path, rows):
     assert read_labelled(write(tmp_path, "a.csv", "\n".join(["text,label", *rows])))[0]
 
 
@@ -213,7 +229,7 @@ CODES = {"True": "good", "False": "bad"}
         ("a.jsonl", '{"text": "x", "label": true}\n{"text": "y", "label": false}'),
     ],
 )
-def test_booleans_are_named_by_code_or_in_their_order(tmp_path, name, content):
+def test_booleans_are_mapped_by_code_or_by_order(tmp_path, name, content):
     path = write(tmp_path, name, content)
     examples, lookup = read_labelled(path, CODES)
     assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
@@ -221,24 +237,24 @@ def test_booleans_are_named_by_code_or_in_their_order(tmp_path, name, content):
     assert [lookup.labels[one.label] for one in examples] == ["good", "bad"]
 
 
-def test_booleans_without_names_are_words(tmp_path):
+def test_booleans_without_label_words_are_words(tmp_path):
     path = write(tmp_path, "a.jsonl", '{"text": "x", "label": true}\n{"text": "y", "label": false}')
     assert read_labelled(path)[1].labels == ("false", "true")
 
 
-def test_codes_may_be_numbers_and_share_a_name(tmp_path):
+def test_codes_may_be_numbers_and_share_a_word(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nv,5\nw,1.0\nx,2\ny,A1\nz,good\n")
     examples, lookup = read_labelled(path, {"5": "good", "1": "bad", "2": "bad", "A1": "other"})
     assert lookup.labels == ("good", "bad", "other")
     assert [one.label for one in examples] == [0, 1, 1, 2, 0]
 
 
-def test_an_unknown_code_is_an_error_that_lists_the_codes(tmp_path):
+def test_unknown_code_is_refused_with_the_known_codes(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nx,True\ny,maybe\n")
     assert "row 3: label 'maybe' is not one of True (good), False (bad)" in failure(path, CODES)
 
 
-def test_codes_in_the_other_direction_are_turned_round_in_the_error(tmp_path):
+def test_reversed_codes_are_corrected_in_the_error(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nx,True\ny,False\n")
     with pytest.raises(I2CLError, match=r"no row has the label 'good'.*--labels good=True,bad=False"):
         read_labelled(path, {"good": "True", "bad": "False"})
@@ -258,14 +274,14 @@ def test_codes_in_the_other_direction_are_turned_round_in_the_error(tmp_path):
         (("covid19", "windows11"), ""),
     ],
 )
-def test_labels_that_mean_nothing_to_a_model_are_recognized(labels, kind):
+def test_kind_of_codes(labels, kind):
     assert kind_of_codes(labels) == kind
 
 
 NFC, NFD = "Auditor\u00eda", "Auditori\u0301a"
 
 
-def test_label_words_that_are_equal_in_nfc_are_one_class(tmp_path):
+def test_label_words_equal_in_nfc_are_one_class(tmp_path):
     path = write(tmp_path, "a.csv", f"text,label\na,{NFC}\nb,{NFD}\nc,Venta\n")
     examples, lookup = read_labelled(path)
     assert lookup.labels == (NFC, "Venta")
@@ -273,12 +289,12 @@ def test_label_words_that_are_equal_in_nfc_are_one_class(tmp_path):
     assert label_ids(path, (NFD, "Venta")) == [0, 0, 1]
 
 
-def test_label_words_given_in_two_normal_forms_are_refused():
+def test_label_word_in_two_normal_forms_is_refused():
     with pytest.raises(I2CLError, match="given twice"):
         Task("films", (NFC, NFD), Template("{text}: {label}"))
 
 
-def test_a_task_keeps_its_name_and_label_words_in_nfc():
+def test_task_normalizes_name_and_label_words():
     task = Task(NFD, (NFD, "Venta"), Template("{text}: {label}"))
     assert (task.name, task.labels) == (NFC, (NFC, "Venta"))
 
@@ -286,10 +302,10 @@ def test_a_task_keeps_its_name_and_label_words_in_nfc():
 @pytest.mark.parametrize(
     "words", [("Good", "good"), ("\u0130ade", "iade", "\u0131ade"), ("ham", "ham\u200b")]
 )
-def test_label_words_that_differ_in_case_alone_are_a_warning(tmp_path, words):
+def test_label_words_that_differ_only_in_case_raise_a_warning(tmp_path, words):
     rows = "".join(f"text {row},{word}\n" for row, word in enumerate((*words, "other")))
     path = write(tmp_path, "a.csv", f"text,label\n{rows}")
-    with pytest.warns(LabelWarning, match="differ in case alone") as warned:
+    with pytest.warns(LabelWarning, match="differ only in case") as warned:
         assert len(read_labelled(path)[1].labels) == len(words) + 1
     assert all(repr(word) in str(warned[0].message) for word in words)
 
@@ -298,13 +314,13 @@ INVISIBLE = ["\u200b", "\ufeff\ufeff", "\u2060 \u00a0", "\u200e\u00ad", "\u0001"
 
 
 @pytest.mark.parametrize("text", INVISIBLE, ids=ascii)
-def test_a_text_of_invisible_characters_is_empty(tmp_path, text):
+def test_invisible_text_is_empty(tmp_path, text):
     path = jsonl(tmp_path / "a.jsonl", [{"text": text, "label": 0}, {"text": "x", "label": 1}])
     assert "line 1: the text is empty" in failure(path)
-    assert "line 1: the text is empty" in told_of_texts(path)
+    assert "line 1: the text is empty" in query_failure(path)
 
 
-def test_a_label_of_invisible_characters_is_no_word(tmp_path):
+def test_invisible_label_is_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": "\u200b"}, {"text": "y", "label": "b"}])
     assert "line 1: label '\\u200b' is not a word" in failure(path, None)
 
@@ -320,19 +336,19 @@ REPEATED = '{"text": "x", "label": 0, "label": 1}'
         ("a.jsonl", '{"text": "x", "label": 0, "more": [{"label": 1, "label": 2}]}', "line 1"),
     ],
 )
-def test_a_key_that_is_given_twice_is_an_error_of_its_row(tmp_path, name, content, place):
+def test_repeated_json_key_is_an_error_of_its_row(tmp_path, name, content, place):
     path = write(tmp_path, name, content)
     assert f"{place}: the key 'label' is given twice" in failure(path)
-    assert f"{place}: the key 'label' is given twice" in told_of_texts(path)
+    assert f"{place}: the key 'label' is given twice" in query_failure(path)
 
 
-HALF = '{"text": "\\ud83d", "label": 0}'
-SAY_WHICH = "no text column 'text', the columns are sentence, label: say which one holds the text: "
-NONE_OF = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
+LONE_SURROGATE = '{"text": "\\ud83d", "label": 0}'
+NO_TEXT_COLUMN = "no text column 'text', the columns are sentence, label: say which one holds the text: "
+NOT_A_LABEL = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.csv", "", "is empty"),
         ("a.csv", " \n", "is empty"),
@@ -340,22 +356,26 @@ NONE_OF = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
         ("a.jsonl", " \n\n", "is empty"),
         ("a.csv", "text,label\n", "has no rows"),
         ("a.json", "[]", "has no rows"),
-        ("a.csv", "sentence,label\nx,good\n", SAY_WHICH),
+        ("a.csv", "sentence,label\nx,good\n", NO_TEXT_COLUMN),
         ("a.jsonl", '{"txt": "x"}\n', "line 1: no text column 'text', the columns are txt"),
         ("a.csv", "text,label,text\nx,good,y\n", "names column 'text' twice"),
-        ("a.csv", "text,label\nfine, really,good\n", "row 2: 3 cells but the header has 2: quote a cell"),
+        ("a.csv", "text,label\nfine, really,good\n", "row 2: 3 cells but the header has 2: quote cells"),
         ("a.csv", "label,text\ngood,x\ngood\n", "row 3: 1 cells but the header has 2: complete the row"),
         ("a.csv", 'text,label\nx,good\n"y,good\nz,bad\n', "row 3: unexpected end of data"),
         ("a.csv", "text,label\nx,good\n,good\n", "row 3: the text is empty"),
         ("a.tsv", 'text\tlabel\n" "\tgood\n', "row 2: the text is empty"),
         ("a.jsonl", '{"text": 5, "label": 0}', "line 1: the text is 5, not a string"),
-        ("a.json", f"[{HALF}]", "item 1: the text holds half a surrogate pair: repair the escape"),
+        (
+            "a.json",
+            f"[{LONE_SURROGATE}]",
+            "item 1: the text contains a lone surrogate: correct or delete",
+        ),
         ("a.jsonl", '{"text": "x", "label": 0}\n{"text": ', "line 2: bad JSON"),
         ("a.jsonl", "[" * 100_000, "line 1: bad JSON (maximum recursion depth"),
         ("a.json", "[" * 100_000, "bad JSON (maximum recursion depth"),
         ("a.jsonl", "[1]", "line 1: [1] is not an object"),
         ("a.json", '{"text": "x"}\n{"text": "y"}', "name the file .jsonl"),
-        ("a.json", '{"rows": []}', "holds a JSON dict: write a list of objects"),
+        ("a.json", '{"rows": []}', "contains a JSON dict: write a list of objects"),
         (
             "b.csv",
             codecs.BOM_UTF8 + b"ab\xff",
@@ -364,45 +384,45 @@ NONE_OF = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
         ("a.json", b"[\n\xe9]", "line 2 is not UTF-8 (byte 2 is 0xe9)"),
     ],
 )
-def test_errors_name_the_place_and_the_cure_to_both(tmp_path, name, content, said):
+def test_unreadable_rows_are_refused_by_both_readers(tmp_path, name, content, message):
     path = write(tmp_path, name, content)
-    assert said in failure(path)
-    assert said in told_of_texts(path)
+    assert message in failure(path)
+    assert message in query_failure(path)
     with pytest.raises(RowError):
-        texts_of(path)
+        read_texts(path)
 
 
-UNKNOWN = [
+# files whose label words cannot be derived
+UNDERIVABLE = [
     ("a.csv", "text,label\nx,0\ny,1\n", "pass the label words"),
     ("a.csv", "text,label\nx,0.0\ny,1.0\n", "pass the label words"),
     ("a.jsonl", '{"text": "x", "label": 0}', "pass the label words"),
     ("a.csv", "text,label\nx,ham\ny,ham\n", "every label is 'ham'"),
     ("a.csv", "text,label\nx,ham\ny,\n", "row 3: label '' is not a word"),
 ]
-"""Files whose labels cannot be derived."""
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
-        *UNKNOWN,
+        *UNDERIVABLE,
         ("a.txt", "text,label\nx,good\n", "cannot read files ending in '.txt': use one of .csv"),
         ("a.csv", "text,class\nx,good\n", "no label column 'label', the columns are text, class"),
         ("a.jsonl", '{"text": "x", "label": 0}\n{"text": "x"}', "line 2: no label column 'label'"),
-        ("a.csv", "text,label\nx,good\ny,great\n", NONE_OF),
+        ("a.csv", "text,label\nx,good\ny,great\n", NOT_A_LABEL),
         ("a.csv", "text,label\nx,2\n", "row 2: label '2' is not one of"),
         ("a.csv", "text,label\nx,-1\n", "row 2: label '-1' is not one of"),
         ("a.jsonl", '{"text": "x", "label": true}\n{"text": "y", "label": 0}', "line 1: label True is not"),
         ("a.json", '[{"text": "x", "label": 1.5}]', "item 1: label 1.5 is not one of"),
     ],
 )
-def test_errors_of_labels(tmp_path, name, content, said):
-    labels = None if (name, content, said) in UNKNOWN else WORDS
-    assert said in failure(write(tmp_path, name, content), labels)
+def test_unusable_labels_are_refused(tmp_path, name, content, message):
+    labels = None if (name, content, message) in UNDERIVABLE else WORDS
+    assert message in failure(write(tmp_path, name, content), labels)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "is empty"),
         ("one\n  \ntwo\n", "line 2: the text is empty"),
@@ -410,90 +430,93 @@ def test_errors_of_labels(tmp_path, name, content, said):
         (b"MZ\0", "null bytes"),
     ],
 )
-def test_errors_of_lines(tmp_path, content, said):
-    assert said in told_of_texts(write(tmp_path, "t.txt", content))
+def test_unusable_lines_are_refused(tmp_path, content, message):
+    assert message in query_failure(write(tmp_path, "t.txt", content))
 
 
-def test_missing_file_and_folder(tmp_path):
+def test_missing_file_and_folder_are_refused(tmp_path):
     (tmp_path / "folder.csv").mkdir()
-    for tell in (failure, told_of_texts):
+    for tell in (failure, query_failure):
         assert "does not exist" in tell(tmp_path / "none.csv")
         assert "is a folder" in tell(tmp_path / "folder.csv")
     with pytest.raises(I2CLError) as caught:
-        texts_of(tmp_path / "none.csv")
-    assert not isinstance(caught.value, RowError), "it is not for its rows that it cannot be read"
+        read_texts(tmp_path / "none.csv")
+    assert not isinstance(caught.value, RowError), "a missing file is not an error of its rows"
+
+
+def test_long_label_is_truncated_in_the_error(tmp_path):
     long = failure(write(tmp_path, "a.csv", f"text,label\nx,{'y' * 5000}\n"))
-    assert len(long) < 400, "a long label is shown short"
+    assert len(long) < 400
 
 
 EXCEL = "text;label\n\u00fcber, \u201esehr\u201c gut;good\n\u00e4rgerlich;bad\n"
 BIG_END = codecs.BOM_UTF16_BE + EXCEL.replace("\n", "\r\n").encode("utf-16-be")
-BETWEEN = "with semicolons between its cells"
-SAVED = {
-    "semicolons": (EXCEL.encode(), BETWEEN),
-    "Windows": (EXCEL.encode("cp1252"), f"as Windows-1252 {BETWEEN}: save it as UTF-8"),
+SEMICOLONS = "with semicolons between its cells"
+SPREADSHEETS = {
+    "semicolons": (EXCEL.encode(), SEMICOLONS),
+    "Windows": (EXCEL.encode("cp1252"), f"as Windows-1252 {SEMICOLONS}: save it as UTF-8"),
     "UTF-16": (EXCEL.replace(";", "\t").encode("utf-16"), "as UTF-16 with tabs between its cells"),
-    "UTF-16, big end first": (BIG_END, f"as UTF-16 {BETWEEN}"),
-    "a separator named": (b"sep=;\r\n" + EXCEL.encode(), BETWEEN),
+    "UTF-16, big end first": (BIG_END, f"as UTF-16 {SEMICOLONS}"),
+    "a separator named": (b"sep=;\r\n" + EXCEL.encode(), SEMICOLONS),
     "bars": (codecs.BOM_UTF8 + EXCEL.replace(";", "|").encode(), "with vertical bars between its cells"),
 }
 
 
-@pytest.mark.parametrize("case", SAVED)
-def test_what_spreadsheets_save_is_read_and_told_in_one_line(tmp_path, case):
-    content, said = SAVED[case]
+@pytest.mark.parametrize("case", SPREADSHEETS)
+def test_spreadsheet_encodings_and_delimiters_are_read_with_a_warning(tmp_path, case):
+    content, message = SPREADSHEETS[case]
     path = write(tmp_path, "a.csv", content)
     with pytest.warns(ReadAsWarning) as reason:
         examples, lookup = read_labelled(path)
     (line,) = reason
-    assert str(line.message).startswith(f"{path} is read {said}")
+    assert str(line.message).startswith(f"{path} is read {message}")
     assert lookup.labels == ("bad", "good")
     assert examples == (Example("\u00fcber, \u201esehr\u201c gut", 1), Example("\u00e4rgerlich", 0))
     with pytest.warns(ReadAsWarning):
-        assert texts_of(path) == [one.text for one in examples]
+        assert read_texts(path) == [one.text for one in examples]
 
 
-def test_nothing_is_told_where_nothing_was_assumed(tmp_path):
+def test_usual_csv_is_read_without_warning(tmp_path):
     for content in ("text,label\na; b; c,good\n", "text\na; b\n", "id,text,label\n1,\u00fcber | x,bad\n"):
-        assert len(texts_of(write(tmp_path, "a.csv", content))) == 1  # a warning would be an error
-    assert texts_of(write(tmp_path, "b.txt", codecs.BOM_UTF8 + b"a\n")) == ["a"]
+        assert len(read_texts(write(tmp_path, "a.csv", content))) == 1  # a warning would fail the test
+    assert read_texts(write(tmp_path, "b.txt", codecs.BOM_UTF8 + b"a\n")) == ["a"]
 
 
-def test_an_encoding_is_that_of_the_first_line_that_needs_one(tmp_path):
+def test_encoding_is_that_of_the_first_non_ascii_line(tmp_path):
     ascii_lines = b"plain,good\n" * 50_000
     with pytest.warns(ReadAsWarning, match="Windows-1252"):
-        texts = texts_of(write(tmp_path, "a.csv", b"text,label\n" + ascii_lines + b"caf\xe9,good\n"))
+        texts = read_texts(write(tmp_path, "a.csv", b"text,label\n" + ascii_lines + b"caf\xe9,good\n"))
     assert texts[-1] == "caf\u00e9"
     damaged = b"text,label\n" + "\u00e9,good\n".encode() + b"caf\xe9,good\n"
     assert "line 3 is not UTF-8" in failure(write(tmp_path, "b.csv", damaged))
     with pytest.warns(ReadAsWarning, match="UTF-16"):
-        assert "is not whole UTF-16" in failure(write(tmp_path, "c.csv", EXCEL.encode("utf-16")[:-1]))
+        assert "is not valid UTF-16" in failure(write(tmp_path, "c.csv", EXCEL.encode("utf-16")[:-1]))
     with pytest.warns(ReadAsWarning, match="Windows-1252"):
-        assert texts_of(write(tmp_path, "d.txt", b"a\ncaf\xe9\n")) == ["a", "caf\u00e9"]
+        assert read_texts(write(tmp_path, "d.txt", b"a\ncaf\xe9\n")) == ["a", "caf\u00e9"]
     path = write(tmp_path, "e.csv", "sep=;\n\ntext;label\nx;good\n ;good\n")
     with pytest.warns(ReadAsWarning):
-        assert "row 5: the text is empty" in failure(path), "a separator line changes no number"
+        assert "row 5: the text is empty" in failure(path), "the separator line counts as a row"
 
 
-def test_an_unknown_column_gets_other_advice_than_the_error(tmp_path):
+def test_missing_column_gets_a_suggestion(tmp_path):
     path = write(tmp_path, "a.csv", "Message,topic\nx,good\n")
     value = failure(path, text_column="mesage", label_column="topic")
     assert "no text column 'mesage', the columns are Message, topic: did you mean 'Message'?" in value
     path = write(tmp_path, "b.csv", "I was charged twice,billing\nit is late,delivery\n")
-    assert "if that is a row and no header, add one: text,label" in failure(path, labels=None)
+    assert "if the file has no header, add one: text,label" in failure(path, labels=None)
 
 
 BAD = "text,label\nx,good\n,good\ny,bad\n ,bad\nz,\nw,good,more\n"
 
 
-def test_all_rows_that_cannot_be_used_are_told_at_once_or_left_out(tmp_path):
+def test_all_unusable_rows_are_named_or_skipped(tmp_path):
     path = write(tmp_path, "a.csv", BAD)
     value = failure(path, labels=None)
     assert f"{path}: 4 of 6 rows cannot be used: " in value
     for part in ("rows 3 and 5: the text is empty", "row 6: label '' is not a word", "row 7: 3 cells but"):
         assert part in value
     assert "--skip-bad-rows" in value
-    with pytest.warns(ReadAsWarning, match="4 of 6 rows are left out: rows 3 and 5: the text.*row 7"):
+    with pytest.warns(ReadAsWarning, match="4 of 6 rows are skipped: rows 3 and 5: the text.*row 7"):
         examples, lookup = read_labelled(path, skip=True)
     assert (examples, lookup.labels) == ((Example("x", 1), Example("y", 0)), ("bad", "good"))
     hopeless = write(tmp_path, "b.csv", "text,label\n,good\n")
@@ -503,17 +526,17 @@ def test_all_rows_that_cannot_be_used_are_told_at_once_or_left_out(tmp_path):
     value = failure(path)
     for part in ("rows 4, 5, 6,", "and 80 more: the text is empty"):
         assert part in value
-    assert len(refused_rows(path)[0]) == 100
+    assert len(unusable_rows(path)[0]) == 100
 
 
-def test_a_long_first_line_is_read_as_any_other(tmp_path):
+def test_long_first_line_is_read(tmp_path):
     path = write(tmp_path, "long.csv", f"text,label\n{'a' * 200_000},good\nb,bad\n")
     assert [len(one.text) for one in read_labelled(path, WORDS)[0]] == [200_000, 1]
     headless = write(tmp_path, "headless.csv", f"{'a' * 200_000},good\n")
     assert "text" in failure(headless)
 
 
-def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):
+def test_numbers_from_one_are_labels(tmp_path):
     path = write(tmp_path, "a.csv", "text,label\nx,1\ny,2\nz,10\n")
     assert read_labelled(path)[1].labels == ("1", "2", "10")
     stars = write(tmp_path, "b.jsonl", '{"text": "x", "label": 1}\n{"text": "y", "label": 3}\n')
@@ -523,7 +546,9 @@ def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):
     assert [one.label for one in examples] == [0, 2]
     assert label_ids(write(tmp_path, "e.jsonl", '{"text": "x", "label": 1.0}'), ("a", "b")) == [1]
     test = write(tmp_path, "c.csv", "text,label\nx,2\n")
-    assert read_labelled(test, lookup)[0] == (Example("x", 1),), "a second file counts as the first did"
+    assert read_labelled(test, lookup)[0] == (Example("x", 1),), (
+        "the second file uses the first id of the first"
+    )
     assert label_ids(write(tmp_path, "d.csv", "text,label\nx,0\ny,1\n"), ("a", "b")) == [0, 1]
 
 
@@ -538,5 +563,5 @@ def test_numbers_from_one_are_classes_with_words_and_without(tmp_path):
         ({"positive": 1, "negative": 20}, []),
     ],
 )
-def test_labels_that_look_like_slips_of_others(counts, result):
-    assert slips(counts) == result
+def test_likely_typos(counts, result):
+    assert likely_typos(counts) == result

@@ -8,7 +8,7 @@ FILES = '[files]\ntrain = "a.csv"\n'
 HUB = '[hub]\ndataset = "some/where"\ntest = "test"\n'
 
 
-def test_a_task_of_a_user():
+def test_user_task_is_parsed():
     spec = parse_spec((HEAD + 'separator = " | "\nshots = 3\n' + FILES).encode(), "mine.toml")
     task = spec.to_task()
     assert (task.name, task.title, task.group, task.shots) == ("mood", "mood", "user", 3)
@@ -19,7 +19,7 @@ def test_a_task_of_a_user():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (HEAD + "shot = 3\n" + FILES, "unknown field 'shot': did you mean 'shots'?"),
         (HEAD + "colour = 3\n" + FILES, "unknown field 'colour': remove it or use one of name, title"),
@@ -37,19 +37,19 @@ def test_a_task_of_a_user():
         ("hub = 3\n" + HEAD, "'hub' is 3: write it as a table [hub]"),
         (HEAD + HUB + "test_fraction = 0.2\n", "give either test"),
         (HEAD + '[hub]\ndataset = "x"\ntest_fraction = 1.5\n', "field 'hub.test_fraction' is 1.5"),
-        (HEAD + HUB + "keep_labels = [0, 1, 2]\n", "keep_labels must hold 2 different ids"),
-        (HEAD + HUB + "keep_labels = [1, 1]\n", "keep_labels must hold 2 different ids"),
+        (HEAD + HUB + "keep_labels = [0, 1, 2]\n", "keep_labels must contain 2 different ids"),
+        (HEAD + HUB + "keep_labels = [1, 1]\n", "keep_labels must contain 2 different ids"),
         ("name = \n", "is not valid TOML"),
         pytest.param("name = " + "[" * 5000 + "]" * 5000, "is not valid TOML", id="lists in lists"),
         pytest.param("name = " + "{a=" * 5000 + "1" + "}" * 5000, "is not valid TOML", id="tables in tables"),
         pytest.param("name = " + "9" * 5000, "is not valid TOML", id="a number of 5000 digits"),
     ],
 )
-def test_errors_name_file_and_field_in_one_line(content, said):
-    assert said in one_line("^mine.toml", parse_spec, content.encode(), "mine.toml")
+def test_invalid_toml_names_file_and_field(content, message):
+    assert message in one_line("^mine.toml", parse_spec, content.encode(), "mine.toml")
 
 
-def test_a_toml_that_cannot_be_read(tmp_path):
+def test_unreadable_toml_is_refused(tmp_path):
     one_line("does not exist", read_spec, tmp_path / "none.toml")
     latin = tmp_path / "latin.toml"
     latin.write_bytes('name = "café"'.encode("latin-1"))

@@ -6,7 +6,7 @@ from i2cl.tasks import Template
 REVIEW = Template("Review: {text}\nSentiment: {label}")
 
 
-def test_parts_join_to_the_format_and_prompts_end_demonstrations_with_the_separator():
+def test_prompts_are_built_from_the_parts_of_the_format():
     assert (REVIEW.head, REVIEW.middle, REVIEW.lead) == ("Review: ", "\nSentiment:", " ")
     assert REVIEW.query("fine") == "Review: fine\nSentiment:"
     assert REVIEW.continuation("positive") == " positive"
@@ -28,7 +28,7 @@ def test_user_text_is_never_formatted(text):
 
 
 @pytest.mark.parametrize(
-    ("text_format", "said"),
+    ("text_format", "message"),
     [
         *(("Review: {label}", "{text} 0 times"), ("{text} {text} {label}", "{text} 2 times")),
         *(("{text}", "{label} 0 times"), ("{text} {label} {label}", "{label} 2 times")),
@@ -36,9 +36,9 @@ def test_user_text_is_never_formatted(text):
         *((f"{{text}} {{label}}{end}", "does not end with {label}") for end in (".", " ")),
         ("{text} {topic}: {label}", "unknown fields {topic}"),
         ("{text} {}: {label}", "unknown fields {}"),
-        ("{{text}}: {label}", "doubles its braces"),
+        ("{{text}}: {label}", "contains double braces"),
         ("Topic of {text}{label}", "has nothing between {text} and {label}"),
     ],
 )
-def test_bad_formats_name_the_cure(text_format, said):
-    assert said in one_line("write it like", Template, text_format)
+def test_invalid_format_is_refused_with_an_example(text_format, message):
+    assert message in one_line("write it like", Template, text_format)

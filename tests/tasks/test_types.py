@@ -25,7 +25,7 @@ def counts(examples):
     return Counter(example.label for example in examples)
 
 
-def test_sample_is_balanced_and_follows_the_seed():
+def test_sample_is_balanced_and_seeded():
     some = task()
     drawn = some.sample(4, seed=3)
     assert counts(drawn) == {0: 4, 1: 4, 2: 4}
@@ -34,11 +34,11 @@ def test_sample_is_balanced_and_follows_the_seed():
     assert drawn == some.sample(4, seed=3)
     assert drawn != some.sample(4, seed=4)
     assert [example.label for example in drawn] != sorted(example.label for example in drawn)
-    assert counts(task(shots=2).sample(seed=0)) == {0: 2, 1: 2, 2: 2}  # the task's own
+    assert counts(task(shots=2).sample(seed=0)) == {0: 2, 1: 2, 2: 2}  # the default
 
 
-def test_sampling_never_changes_and_neither_reads_nor_moves_global_random_state():
-    """Published results name seeds, so the drawing is part of the interface."""
+def test_samples_never_change_and_ignore_the_global_random_state():
+    """Published results name seeds, so samples must stay the same across versions."""
     some = task()
     random.seed(1)
     before = random.getstate()
@@ -50,27 +50,27 @@ def test_sampling_never_changes_and_neither_reads_nor_moves_global_random_state(
 
 
 @pytest.mark.parametrize(
-    ("train", "shots", "said"),
+    ("train", "shots", "message"),
     [
-        ((20, 3, 20), 5, "class 'green' has 3 training examples but 5 shots were asked"),
-        ((20, 0, 20), 1, "class 'green' has 0 training examples but 1 shots were asked"),
+        ((20, 3, 20), 5, "class 'green' has 3 training examples, fewer than 5 shots"),
+        ((20, 0, 20), 1, "class 'green' has 0 training examples, fewer than 1 shots"),
         ((0, 0, 0), 1, "has no train examples"),
         ((0, 9, 0), 1, "every training example is 'green'"),
-        ((9, 9, 9), 0, "0 shots per class were asked"),
+        ((9, 9, 9), 0, "0 shots per class requested"),
     ],
 )
-def test_sample_that_cannot_be_drawn(train, shots, said):
-    assert said in one_line("", task(train).sample, shots, 0)
+def test_impossible_sample_is_refused(train, shots, message):
+    assert message in one_line("", task(train).sample, shots, 0)
 
 
-def test_queries_are_near_uniform_per_class_and_all_of_them_keep_the_order_of_the_file():
+def test_queries_are_balanced_and_without_limit_in_file_order():
     some = task(test=(100, 100, 100))
     drawn = some.queries(50, seed=0)
     assert len(set(drawn)) == 50
     assert sorted(counts(drawn).values()) == [16, 17, 17]
     assert drawn == some.queries(50, seed=0)
     assert drawn != some.queries(50, seed=1)
-    assert counts(task(test=(2, 100, 100)).queries(40)) == {0: 2, 1: 19, 2: 19}  # from other classes
+    assert counts(task(test=(2, 100, 100)).queries(40)) == {0: 2, 1: 19, 2: 19}  # rest from other classes
     some = task()
     assert some.queries() == some.queries(90) == some.queries(10**6) == some.test
     one_line("no test examples", task(test=()).queries)
@@ -87,13 +87,13 @@ def test_held_out_shares_no_text_with_the_demonstrations():
     assert held_out == some.held_out(9, demonstrations, seed=0)
     assert held_out != some.held_out(9, demonstrations, seed=1)
     few, some = task(train=(6, 20, 20)), task()
-    assert counts(few.held_out(20, few.sample(5, 0), 0))[0] == 1  # what the classes allow
+    assert counts(few.held_out(20, few.sample(5, 0), 0))[0] == 1  # all that this class has left
     for n in (0, 46):
         one_line("45 training examples remain", some.held_out, n, some.sample(5, 0), 0)
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"),
+    ("labels", "message"),
     [
         (("only",), "give at least two"),
         ((), "give at least two"),
@@ -102,18 +102,21 @@ def test_held_out_shares_no_text_with_the_demonstrations():
         (("yes", " no"), "' no' is empty or padded"),
     ],
 )
-def test_bad_label_words(labels, said):
-    assert said in one_line("", Task, "bad", labels, Template.plain())
+def test_invalid_label_words_are_refused(labels, message):
+    assert message in one_line("", Task, "bad", labels, Template.plain())
 
 
 @pytest.mark.parametrize("label", [-1, 3])
-def test_a_label_out_of_range_names_the_row_and_no_shots_are_refused(label):
+def test_label_out_of_range_names_the_row(label):
     message = rf"test row 2: label {label} is not one of 0 to 2 \(red, green, blue\)"
     one_line(message, Task, "bad", WORDS, Template.plain(), test=(Example("a", 0), Example("b", label)))
+
+
+def test_zero_shots_are_refused():
     one_line("0 shots", task, shots=0)
 
 
-def test_description_survives_json():
+def test_to_dict_round_trips_through_json():
     some = task(title="Colours", description="What colour?", group="paper", shots=2)
     back = Task.from_dict(json.loads(json.dumps(some.to_dict())))
     assert back == some.without_data()
@@ -121,7 +124,7 @@ def test_description_survives_json():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("name", None, "'name' must be a string"),
         ("labels", "red", "'labels' must be a list"),
@@ -130,22 +133,22 @@ def test_description_survives_json():
         ("shots", "5", "'shots' must be a whole number"),
     ],
 )
-def test_bad_descriptions(key, value, said):
-    assert said in one_line("", Task.from_dict, {**task().to_dict(), key: value})
+def test_invalid_description_names_the_key(key, value, message):
+    assert message in one_line("", Task.from_dict, {**task().to_dict(), key: value})
 
 
-def test_every_other_class_can_be_rarer():
+def test_skewed_makes_odd_classes_rarer():
     whole = task(train=(12, 12, 12), test=(12, 12, 12))
     rarer = whole.skewed(3, limit=14)
     assert counts(rarer.train) == {0: 12, 1: 4, 2: 12}
     assert counts(rarer.queries(14)) == counts(rarer.test) == {0: 6, 1: 2, 2: 6}
-    assert counts(whole.skewed(3, limit=60).test) == {0: 12, 1: 8, 2: 12}  # as far as there are rows
+    assert counts(whole.skewed(3, limit=60).test) == {0: 12, 1: 8, 2: 12}  # as many as there are
     assert counts(whole.skewed(4).test) == {0: 12, 1: 3, 2: 12}
     assert rarer == whole.skewed(3, limit=14)
     assert sorted(whole.skewed(1).train, key=whole.train.index) == list(whole.train)
 
 
-def test_quotas_are_even_and_the_remainder_goes_to_different_groups_by_seed():
+def test_quotas_are_even_and_the_remainder_is_seeded():
     known = [([10, 10], 6, [3, 3]), ([1, 10, 10], 7, [1, 3, 3]), ([1, 2, 10], 100, [1, 2, 10])]
     for sizes, total, expected in [*known, ([0, 5], 4, [0, 4]), ([], 4, []), ([3, 3], 0, [0, 0])]:
         assert even_quotas(sizes, total, Random(0)) == expected

@@ -1,4 +1,4 @@
-"""An injection's files: tensors, description and model card. The paper keeps none; the format is ours."""
+"""File format of an injection: tensors, description and model card. The paper defines none."""
 
 import json
 from collections.abc import Mapping
@@ -21,15 +21,27 @@ from i2cl.storage.atomic import public_name
 from i2cl.storage.card import model_card
 from i2cl.tasks import Task
 
-FORMAT_VERSION = 9  # older ones lack some of the fields that have a default
+FORMAT_VERSION = 9  # older versions miss some of the fields with a default
 TENSORS, DESCRIPTION, CARD, FILES = layout.TENSORS, layout.DESCRIPTION, layout.CARD, layout.FILES
 own_files = layout.own_files
-OF_ENCODER = {"encoder_weights": "weights", "encoder_probe": "probe"}  # its tensors, by names in the file
-_AS_THEY_ARE = ("positions", "scoring", "seed", "metrics", "command", "worth", "label_bias", "temperature")
+ENCODER_TENSORS = {
+    "encoder_weights": "weights",
+    "encoder_probe": "probe",
+}  # fields of the encoder, by the name of their tensor
+_UNCHANGED_FIELDS = (
+    "positions",
+    "scoring",
+    "seed",
+    "metrics",
+    "command",
+    "worth",
+    "label_bias",
+    "temperature",
+)
 
 
 class Stored(pydantic.BaseModel):
-    """The JSON half of an artefact. The last seven are not always there."""
+    """The JSON description of an artefact. Fields with a default are optional."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -55,22 +67,25 @@ class Stored(pydantic.BaseModel):
     @classmethod
     def _known(cls, version: int) -> int:
         if version > FORMAT_VERSION:
-            raise ValueError(f"format version {version} is newer than this i2cl reads, upgrade i2cl")
+            raise ValueError(f"format version {version} is newer than this i2cl supports: upgrade i2cl")
         return version
 
     def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What an `i2cl.Injection` is made of. Raises KeyError without one, I2CLError on other shapes."""
+        """Return the fields of an `i2cl.Injection`.
+
+        Raises KeyError if a tensor is missing, and I2CLError on unexpected shapes or values.
+        """
         values, coefficients = tensors["context_vector"], tensors["coefficients"]
         base = ModelIdentity.from_dict(self.base_model)
         shape = (base.layers, len(SITES[self.extraction.writers]), base.d_model)
         if values.shape != shape or coefficients.shape != (*shape[:2], 2):
             shapes = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
-            other = f"{shape} and {(*shape[:2], 2)} are described"
-            raise I2CLError(f"{TENSORS} holds shapes {shapes}, {other}: fit it again")
+            described = f"{shape} and {(*shape[:2], 2)}"
+            raise I2CLError(f"{TENSORS} holds shapes {shapes}, but {described} are described: fit it again")
         for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
-                raise I2CLError(f"{TENSORS} holds no finite numbers as {name}: copy or fit it again")
-        of_encoder = {field: tensors[name] for name, field in OF_ENCODER.items()} if self.encoder else {}
+                raise I2CLError(f"{name} in {TENSORS} is not finite: copy the file again, or fit it again")
+        of_encoder = {field: tensors[name] for name, field in ENCODER_TENSORS.items()} if self.encoder else {}
         return {
             "context": ContextVector(values, self.extraction, self.demonstrations, base),
             "coefficients": coefficients,
@@ -80,7 +95,7 @@ class Stored(pydantic.BaseModel):
             "base": base,
             "settings": self.calibration,
             "history": tuple(self.loss),
-            **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            **{name: getattr(self, name) for name in _UNCHANGED_FIELDS},
         }
 
 
@@ -91,12 +106,24 @@ def write(
     name: str,
     shared: bool = False,
 ) -> None:
-    """Write the files; shared ones tell no local path. Raises I2CLError on what `read` does not take."""
+    """Write the files of an injection.
+
+    Args:
+        folder: where to.
+        tensors: by name.
+        description: the fields of `Stored`.
+        name: title of the model card.
+        shared: shorten local paths to their last part.
+
+    Raises:
+        I2CLError: if `read` could not load the description.
+    """
     try:
         Stored.model_validate(description)
     except pydantic.ValidationError as error:
-        cure = "correct that field"
-        raise I2CLError(f"this injection could not be read again ({first_problem(error)}): {cure}") from None
+        raise I2CLError(
+            f"this injection could not be loaded again ({first_problem(error)}): correct that field"
+        ) from None
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / TENSORS, metadata={"format": "pt"})
     card = model_card(dict(description), name)
@@ -111,14 +138,17 @@ def write(
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
-    """The fields of the `i2cl.Injection` in a folder; I2CLError on a missing, damaged or newer artefact."""
+    """Read the fields of an `i2cl.Injection`. Raises I2CLError if it is missing, damaged or too new."""
     if not (folder / DESCRIPTION).is_file():
-        raise I2CLError(f"{name!r} is no injection: it has no {DESCRIPTION} (made by `i2cl fit`)")
+        raise I2CLError(f"{name!r} is not an injection: it has no {DESCRIPTION} (written by `i2cl fit`)")
     try:
         stored = Stored.model_validate_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
         return stored.fields(load_file(folder / TENSORS))
     except (pydantic.ValidationError, UnicodeDecodeError) as error:
-        cure = "fit it again"
-        raise I2CLError(f"{folder / DESCRIPTION} cannot be read ({first_problem(error)}): {cure}") from None
+        raise I2CLError(
+            f"{folder / DESCRIPTION} cannot be read ({first_problem(error)}): fit it again"
+        ) from None
     except (SafetensorError, OSError, KeyError) as error:
-        raise I2CLError(f"{folder / TENSORS} is damaged or missing ({error}): copy or fit it again") from None
+        raise I2CLError(
+            f"{folder / TENSORS} is damaged or missing ({error}): copy the file again, or fit it again"
+        ) from None

@@ -1,8 +1,8 @@
 """Noisy self-calibration: lambda and beta of every writer, fitted to the demonstrations' own labels.
 
-Source: paper, subsection "Noisy Self-calibration". A step of one run is two short queries, which leaves
-most of a processor idle, so runs that take the same number of steps take them together
-(`calibrate_many`); `calibrate` is that of one.
+Source: paper, subsection "Noisy Self-calibration". A step of one run reads two short queries, which leaves
+most of a processor idle. `calibrate_many` therefore lets several runs take their steps together; `calibrate`
+fits a single one.
 """
 
 import warnings
@@ -43,8 +43,8 @@ def calibrate(
 ) -> Injection:
     """Fit lambda and beta on the demonstrations by cross-entropy of the label after its query.
 
-    The loss is over the whole vocabulary, or among the task's labels (``loss`` of the config). Repeatable
-    bit for bit for one seed on one machine with one number of threads.
+    The loss is over the whole vocabulary, or among the task's labels (``loss`` of the config). Deterministic:
+    one seed gives bit-identical results on one machine with one number of threads.
 
     Args:
         decoder: the frozen model.
@@ -53,12 +53,12 @@ def calibrate(
         context: what is injected.
         config: recipe and ablation switches.
         seed: of batches, noise and ``positions="random"``.
-        scoring: predict each label's first token, its whole sequence, or, where the loss is among the
-            labels, its words; see `i2cl.models.encoding`.
-        start: first coefficients, instead of the config's init values.
+        scoring: predict each label's first token, or its full sequence. If the loss is among the labels, by
+            first token or by words; see `i2cl.models.scoring.Questions.of_fit`.
+        start: initial coefficients, instead of the config's.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
-        prompt: from a text to what precedes its label, instead of the template's query alone. The
-            tokens that all of these share in front run once a step, under one draw of the noise.
+        prompt: builds the text in front of a label, instead of the template's query. Tokens that all prompts
+            start with run once per step, under one draw of the noise.
         progress: called after each epoch.
 
     Raises:
@@ -66,10 +66,10 @@ def calibrate(
             or on a loss that is not finite.
     """
     config = config or CalibrationConfig()
-    questions = Questions(decoder, task, scoring)
+    questions = _questions(decoder, task, scoring, config)
     shown = apply_class_weight(demonstrations, task.labels, config.class_weight)
     run = CalibrationRun(questions, shown, context, seed, start, batches, prompt)
-    return _fitted([run], config, progress)[0]
+    return _fit_all([run], config, progress)[0]
 
 
 def calibrate_many(
@@ -83,21 +83,21 @@ def calibrate_many(
     scoring: Scoring = "auto",
     progress: StepProgress | None = None,
 ) -> list[Injection]:
-    """What `calibrate` makes of each task, its demonstrations and its context vector, in less time.
+    """Run `calibrate` for several tasks, sets of demonstrations and context vectors, in less time.
 
-    Batches, rates and noise are those of each run by itself, so the coefficients are too, to rounding. As
-    many go together as the token budget and the memory have room for; L-BFGS takes one at a time. A run
-    that diverges ends all.
+    Each run has the batches, learning rates and noise that it would have separately, so the coefficients are
+    the same to rounding. The token budget and the memory limit how many take their steps together; L-BFGS
+    takes one at a time. If one run diverges, all end with its error.
 
     Args:
         decoder: the frozen model.
-        tasks: of each run; the same one may be there with several seeds or demonstrations.
+        tasks: of each run; one task may occur with several seeds or demonstrations.
         demonstrations: of each run.
         contexts: the context vector of each run.
         config: of all runs, as ``scoring`` is.
-        seeds: of each run; default: 0.
+        seeds: of each run; default: 0 for all.
         scoring: see `calibrate`.
-        progress: called after each epoch, with the steps of the runs that go together.
+        progress: called after each epoch of each group of runs.
 
     Raises:
         I2CLError: as `calibrate`; for lists of different lengths.
@@ -105,22 +105,30 @@ def calibrate_many(
     seeds = [0] * len(tasks) if seeds is None else seeds
     lengths = [len(tasks), len(demonstrations), len(contexts), len(seeds)]
     if len(set(lengths)) > 1:
-        cure = "give every run its own"
-        raise I2CLError(f"{lengths} tasks, sets of demonstrations, context vectors and seeds: {cure}")
+        counts = "{} tasks, {} sets of demonstrations, {} context vectors and {} seeds".format(*lengths)
+        raise I2CLError(f"{counts}: give one of each for every run")
     config = config or CalibrationConfig()
     runs = [
         CalibrationRun(
-            Questions(decoder, task, scoring),
+            _questions(decoder, task, scoring, config),
             apply_class_weight(shown, task.labels, config.class_weight),
             context,
             seed,
         )
         for task, shown, context, seed in zip(tasks, demonstrations, contexts, seeds, strict=True)
     ]
-    return _fitted(runs, config, progress)
+    return _fit_all(runs, config, progress)
 
 
-def _fitted(
+def _questions(decoder: Decoder, task: Task, scoring: Scoring, config: CalibrationConfig) -> Questions:
+    return (
+        Questions.of_fit(decoder, task, scoring)
+        if config.loss == "labels"
+        else Questions(decoder, task, scoring)
+    )
+
+
+def _fit_all(
     runs: Sequence[CalibrationRun], config: CalibrationConfig, progress: StepProgress | None
 ) -> list[Injection]:
     for run in runs:
@@ -137,33 +145,32 @@ def _fitted(
                 raise
             exceeded = True
         if runs[0].questions.decoder.consensus.any(exceeded):
-            waiting[:0] = _halves(places)  # what the error's traceback kept alive is free by now
+            waiting[:0] = _halves(places)  # outside except, where the traceback no longer holds memory
         else:
             injections |= zip(places, fitted, strict=True)
     return [injections[place] for place in range(len(runs))]
 
 
 def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig) -> list[list[int]]:
-    """Places of the runs that go together: of one kind, and as many as the budget has room for."""
+    """Group the runs that can be fitted together, as many as the token budget allows."""
     kinds = defaultdict(list)
     for place, run in enumerate(runs):
         kinds[run.kind(place, config)].append(place)
     groups = []
     for places in kinds.values():
         longest = max(runs[place].longest for place in places)
-        rows = max(runs[place].rows(config) for place in places)
         budget = runs[places[0]].questions.decoder.training_budget
-        size = max(1, budget // (config.batch_size * rows * longest))
+        size = max(1, budget // (config.batch_size * longest))
         groups += [places[start : start + size] for start in range(0, len(places), size)]
     return groups
 
 
 def _halves(places: list[int]) -> list[list[int]]:
     if len(places) == 1:
-        cure = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
-        raise I2CLError(f"a step of one run does not fit into memory: {cure}")
+        hint = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
+        raise I2CLError(f"a step of one run does not fit into memory: {hint}")
     half = (len(places) + 1) // 2
-    message = f"out of memory with {len(places)} calibrations together; going on with {half}"
+    message = f"out of memory with {len(places)} calibrations together; continuing with {half}"
     warnings.warn(message, MemoryWarning, stacklevel=4)
     return [places[:half], places[half:]]
 
@@ -178,7 +185,7 @@ def _fit(
     free, dtype = [coefficients.free], decoder.model.dtype
     with decoder.frozen():
         if config.optimizer == "lbfgs":
-            chunks = budget_chunks(first.whole, decoder.training_budget // first.rows(config))
+            chunks = budget_chunks(first.whole, decoder.training_budget)
             histories: Sequence[tuple[float, ...]] = [
                 minimize(free, loss.mean, chunks, config.passes, config.pull, progress, dtype)
             ]
@@ -202,7 +209,7 @@ def _fit(
 
 
 def _steps(group: Sequence[CalibrationRun], config: CalibrationConfig) -> list[list[int]]:
-    """Demonstrations of every step, those of all runs counted on."""
+    """Return the demonstrations of every step, numbered through all runs."""
     count = len(group[0].demonstrations)
     each = [config.batches(count, run.seed) if run.batches is None else run.batches for run in group]
     steps = zip(*each, strict=True)

@@ -1,4 +1,4 @@
-"""Context vectorization: what demonstrations write to the residual stream, averaged.
+"""Context vectorization: average what the sublayers write to the residual stream for demonstrations.
 
 Source: paper, subsection "Context Vectorization".
 """
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.errors import HALF_PAIR, I2CLError
+from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
@@ -24,7 +24,7 @@ from i2cl.tasks.task import group_by_label
 
 Writers = Literal["both", "mha", "mlp", "hidden"]
 
-# Which of a layer's places they are: the residual writers (mha, mlp), or its output alone.
+# Whether each site of a layer has a vector: the sublayers (mha, mlp), or the block's output alone.
 SITES = {"both": (True, True), "mha": (True, False), "mlp": (False, True), "hidden": (True,)}
 
 
@@ -32,12 +32,12 @@ class ExtractConfig(Settings):
     """How demonstrations become a context vector. Defaults are the paper's.
 
     Attributes:
-        writers: what is captured and later injected: both residual writers, one of them, or each
-            block's output ("Target Module" ablation).
+        writers: sites that are captured and later injected: both sublayers, one of them, or each block's
+            output ("Target Module" ablation).
         token: which token of a demonstration is kept.
-        aggregate: the mean, or the mean plus the first principal direction (released code's option).
-        separator: end each demonstration with the template's separator, whose token is then the last
-            (the released code behind all published numbers); False ends it with the label.
+        aggregate: the mean, or the mean plus the first principal direction (option of the released code).
+        separator: end each demonstration with the template's separator, whose token is then the last one (as
+            in the released code behind all published numbers), or with the label.
     """
 
     writers: Writers = "both"
@@ -47,19 +47,19 @@ class ExtractConfig(Settings):
 
     @property
     def site(self) -> Site:
-        """The site that `writers` lives at."""
+        """Hook points of `writers`."""
         return "hidden" if self.writers == "hidden" else "writers"
 
 
 @dataclass(frozen=True, eq=False)
 class ContextVector:
-    """One vector per layer and residual writer.
+    """One vector per layer and site.
 
     Attributes:
         values: axes [layer, (mha, mlp), d]; for ``writers="hidden"`` the second axis has length 1.
-        config: how they were extracted.
-        demonstrations: how many examples they are the mean of.
-        base: the model they were extracted on; None for values of one's own, which go with any.
+        config: how the values were extracted.
+        demonstrations: number of examples they are the mean of.
+        base: the model they were extracted on; None for values that fit any model.
     """
 
     values: Float[Tensor, "layers sites d"]
@@ -68,41 +68,40 @@ class ContextVector:
     base: ModelIdentity | None = None
 
     def require_base(self, decoder: Decoder) -> None:
-        """Refuse a decoder other than the one that it was extracted on (I2CLError naming the difference)."""
+        """Raise I2CLError, naming the difference, if it was extracted on another model."""
         shape = (decoder.layers, len(SITES[self.config.writers]), decoder.d_model)
-        cure = "extract it on this model"
+        hint = "extract it on this model"
         if self.values.shape != shape:
             sizes = f"(layers, sites, width) {tuple(self.values.shape)}"
-            raise I2CLError(f"the context vector has {sizes}, the model needs {shape}: {cure}")
+            raise I2CLError(f"the context vector has {sizes}, the model needs {shape}: {hint}")
         if self.base and (difference := self.base.difference(decoder.base)):
             models = f"{self.base.name!r}, not {decoder.name!r} ({difference})"
-            raise I2CLError(f"the context vector was extracted on {models}: {cure}")
+            raise I2CLError(f"the context vector was extracted on {models}: {hint}")
 
     @classmethod
     def mean(
         cls, vectors: Sequence["ContextVector"], weights: Sequence[float] | Sequence[int] | None = None
     ) -> "ContextVector":
-        """Weighted mean, added up in float64; the first vector's config goes over.
+        """Average context vectors in float64; the result has the first vector's config.
 
-        Plain means weighted by their ``demonstrations`` give the mean of all of these.
+        With weights equal to their ``demonstrations``, this is the mean over all demonstrations.
 
         Args:
             vectors: at least one.
-            weights: one each, of at least 0 and not all 0; only their proportions count. Default: equal.
+            weights: one per vector, nonnegative, not all 0; only their proportions count. Default: equal.
 
         Raises:
-            I2CLError: without vectors, on weights that make no mean, or if shapes, writers or models differ.
+            I2CLError: without vectors, on invalid weights, or if shapes, writers or models differ.
         """
         shares = torch.tensor([1.0] * len(vectors) if weights is None else list(weights), dtype=torch.float64)
         if len(shares) != len(vectors) or not (shares >= 0).all() or not 0 < shares.sum() < torch.inf:
-            what = f"weights {shares.tolist()} make no mean of {len(vectors)} context vector(s)"
-            cure = "give at least one vector, and one weight each, at least 0 and not all 0"
-            raise I2CLError(f"{what}: {cure}")
+            what = f"{len(vectors)} context vector(s) with weights {shares.tolist()} have no mean"
+            raise I2CLError(f"{what}: give at least one vector, and one nonnegative weight each, not all 0")
         base, first = _common_base(vectors), vectors[0]
         kinds = [f"{one.config.writers} {tuple(one.values.shape)}" for one in vectors]
         if other := next((kind for kind in kinds if kind != kinds[0]), None):
-            cure = "extract both from one model with one setting"
-            raise I2CLError(f"context vectors do not match: {kinds[0]} and {other}; {cure}")
+            hint = "extract both from one model with the same settings"
+            raise I2CLError(f"context vectors do not match: {kinds[0]} and {other}; {hint}")
         pairs = zip(shares / shares.sum(), vectors, strict=True)
         values = torch.stack([share * one.values.double() for share, one in pairs]).sum(0)
         count = sum(one.demonstrations for one in vectors)
@@ -117,21 +116,21 @@ def extract(
     *,
     seed: int = 0,
 ) -> ContextVector:
-    """Run each demonstration alone and average what the residual writers put out at its last token.
+    """Run each demonstration separately and average the sublayers' outputs at its last token.
 
-    The mean is taken batch by batch, so memory does not grow with the number of demonstrations (it does for
-    ``aggregate="pca"``, which keeps layers x sites x d numbers of each). Their order changes nothing.
+    The mean is updated batch by batch, so memory does not grow with the number of demonstrations, except for
+    ``aggregate="pca"``, which keeps layers x sites x d values of each. The order does not matter.
 
     Args:
         decoder: the model.
         task: gives template and label words.
         demonstrations: labelled examples.
-        config: what is kept, and how it is averaged.
-        seed: picks the token for ``token="random"``.
+        config: what is captured, and how it is averaged.
+        seed: of ``token="random"``.
 
     Raises:
-        I2CLError: without demonstrations, or if one has no such label or does not fit into the context, or if
-            the model's blocks do not simply add their writers.
+        I2CLError: without demonstrations, if one has an unknown label or does not fit into the context, or if
+            the model's blocks do not simply add their sublayers' outputs.
     """
     config = config or ExtractConfig()
     require_demonstrations(task, demonstrations)
@@ -162,12 +161,12 @@ def extract(
 
 
 def _common_base(vectors: Sequence[ContextVector]) -> ModelIdentity | None:
-    """The model that all were extracted on, where it is known; raises I2CLError if there are two."""
+    """Return the model that all were extracted on, if known. Raises I2CLError if there are two."""
     known = [vector.base for vector in vectors if vector.base is not None]
     for other in known[1:]:
         if difference := known[0].difference(other):
             models = f"{known[0].name!r} and {other.name!r} ({difference})"
-            raise I2CLError(f"context vectors of two models, {models}: extract all of them on one")
+            raise I2CLError(f"context vectors come from two models, {models}: extract all on one")
     return known[0] if known else None
 
 
@@ -179,46 +178,48 @@ def extract_classes(
     *,
     seed: int = 0,
 ) -> tuple[ContextVector, ...]:
-    """`extract` for the demonstrations of each class alone, in the order of the task's labels.
+    """Run `extract` for each class separately, in the order of the task's labels.
+
     Source: paper, appendix "Visualization of In-task Context Vectors". Their `ContextVector.mean`, weighted
     by their ``demonstrations``, is the context vector of the paper. Raises I2CLError if a class has no
-    demonstration, and where `extract` raises it.
+    demonstration, and as `extract`.
     """
     require_demonstrations(task, demonstrations)
     groups = group_by_label(demonstrations, len(task.labels))
     for word, group in zip(task.labels, groups, strict=True):
         if not group:
-            cure = "give at least one of each class"
-            raise I2CLError(f"class {word!r} of task {task.name!r} has no demonstration: {cure}")
+            raise I2CLError(
+                f"class {word!r} of task {task.name!r} has no demonstration: give at least one of each class"
+            )
     return tuple(extract(decoder, task, group, config, seed=seed) for group in groups)
 
 
 def require_demonstrations(task: Task, demonstrations: Examples) -> None:
-    """Refuse to work without demonstrations, or with labels that the task does not have (I2CLError)."""
+    """Raise I2CLError without demonstrations, or as `require_labels`."""
     if not demonstrations:
-        raise I2CLError("no demonstrations were given: at least one is needed")
+        raise I2CLError("no demonstrations: give at least one")
     require_labels(task, demonstrations)
 
 
 def require_labels(task: Task, demonstrations: Examples) -> None:
-    """Refuse labels that the task does not have, and texts that are no Unicode (I2CLError naming one)."""
+    """Raise I2CLError if a demonstration has an unknown label, or text that is not valid Unicode."""
     for number, example in enumerate(demonstrations, start=1):
         if not 0 <= example.label < len(task.labels):
             known = f"task {task.name!r} has labels 0 to {len(task.labels) - 1}"
             raise I2CLError(f"demonstration {number} has label {example.label}, {known}: correct it")
-        if HALF_PAIR.search(example.text):
-            raise I2CLError(f"demonstration {number} holds half a surrogate pair: repair its text")
+        if LONE_SURROGATE.search(example.text):
+            raise I2CLError(f"demonstration {number} contains a lone surrogate: repair its text")
 
 
 def _first_direction(
     centred: Float[Tensor, "demonstrations layers sites d"],
 ) -> Float[Tensor, "layers sites d"]:
-    """First principal direction of each site's (layers x d) vectors, of length one over all layers."""
+    """Return the first principal direction of each site, with unit norm over all layers."""
     count, layers, sites, d = centred.shape
     if count < 2:
         raise I2CLError("aggregate='pca' needs at least two demonstrations")
     flat = centred.permute(2, 0, 1, 3).reshape(sites, count, layers * d)
     first: Tensor = torch.linalg.svd(flat, full_matrices=False).Vh[:, 0]
     largest = first.abs().argmax(-1, keepdim=True)
-    first = first * first.gather(-1, largest).sign()  # a direction has no sign of its own: fix one
+    first = first * first.gather(-1, largest).sign()  # fix the arbitrary sign
     return first.reshape(sites, layers, d).permute(1, 0, 2)

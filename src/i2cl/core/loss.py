@@ -1,4 +1,4 @@
-"""What calibration minimises: the loss of some runs that take their steps together, and what it is of.
+"""The loss of calibration, for one run or for several runs that take their steps together.
 
 Source: paper, subsection "Noisy Self-calibration".
 """
@@ -25,7 +25,7 @@ from i2cl.tasks import Example
 
 @dataclass(frozen=True, eq=False)
 class CalibrationRun:
-    """What one calibration needs; see `i2cl.core.calibration.calibrate`."""
+    """Inputs of one calibration; see `i2cl.core.calibration.calibrate`."""
 
     questions: Questions
     demonstrations: tuple[Example, ...]
@@ -42,54 +42,52 @@ class CalibrationRun:
 
     @cached_property
     def shared(self) -> Ids:
-        """What a prompt with demonstrations has in front of every query."""
+        """Tokens that a prompt with demonstrations has in front of every query."""
         return shared_front(self.whole) if self.prompt else ()
 
     @cached_property
     def queries(self) -> list[Ids]:
-        """The rest of each query."""
+        """Token ids of each query after the shared ones."""
         return [ids[len(self.shared) :] for ids in self.whole]
 
-    def rows(self, config: CalibrationConfig) -> int:
-        """Rows that a demonstration takes in a batch: one a label where whole labels compete, else one."""
-        labels = self.questions.labels
-        return len(labels.ids) if config.loss == "labels" and labels.full else 1
-
     def require_fit(self, config: CalibrationConfig) -> None:
-        """Refuse what cannot be calibrated (I2CLError: see `i2cl.core.calibration.calibrate`)."""
+        """Raise I2CLError if the inputs do not fit together; see `i2cl.core.calibration.calibrate`."""
         require_demonstrations(self.questions.task, self.demonstrations)
         self.context.require_base(self.questions.decoder)
         shape = (*self.context.values.shape[:2], 2)
         if self.start is not None and config.formula != "linear":
-            cure = "use formula='linear'"
-            raise I2CLError(f"start coefficients are linear, but formula={config.formula!r}: {cure}")
+            raise I2CLError(
+                f"start coefficients are linear, but formula={config.formula!r}: use formula='linear'"
+            )
         if self.start is not None and self.start.shape != shape:
-            shapes = f"{tuple(self.start.shape)}, but {shape} is needed"
-            cure = "take those of an injection into this model"
-            raise I2CLError(f"start coefficients have shape {shapes}: {cure}")
+            raise I2CLError(
+                f"start coefficients have shape {tuple(self.start.shape)}, but {shape} is needed: use those "
+                "of an injection into this model"
+            )
         count = len(self.demonstrations)
         if self.batches is not None and config.optimizer == "lbfgs":
-            cure = "leave batches out, or use adamw"
-            raise I2CLError(f"optimizer='lbfgs' takes all demonstrations at once: {cure}")
+            raise I2CLError(
+                "optimizer='lbfgs' reads all demonstrations at once: leave out batches, or use adamw"
+            )
         if not all(rows and set(rows) <= set(range(count)) for rows in self.batches or ()):
-            raise I2CLError(f"batches are to hold demonstration indices, each 0 to {count - 1}")
+            raise I2CLError(f"batches must hold demonstration indices from 0 to {count - 1}")
 
     def kind(self, place: int, config: CalibrationConfig) -> tuple[object, ...]:
-        """What has to agree for runs to go together; their place, where nothing else may."""
+        """Return a key that runs must share to be fitted together."""
         alone = config.optimizer == "lbfgs" or self.batches is not None or self.prompt is not None
         drawn = self.seed if config.positions == "random" else 0
-        kind = len(self.demonstrations), self.context.config.writers, drawn, self.rows(config) > 1
+        kind = len(self.demonstrations), self.context.config.writers, drawn
         return (*kind, place) if alone else kind
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest row."""
+        """Number of tokens of the longest query with its target."""
         targets = (self.questions.labels.target(example.label) for example in self.demonstrations)
         return max(len(query) + len(target) for query, target in zip(self.whole, targets, strict=True))
 
 
 class Coefficients:
-    """The trained scalars of some runs in their formula's own form, and the linear form that is injected."""
+    """Trained scalars of one or more runs, in the form of their formula and as linear coefficients."""
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class Coefficients:
         self.free = torch.nn.Parameter(self.base[self.trained].clone())
 
     def linear(self) -> Float[Tensor, "runs layers sites 2"]:
-        """(lambda, beta) such that every formula reads ``lambda v + beta a``."""
+        """Return (lambda, beta) such that every formula becomes ``lambda v + beta a``."""
         amount, scale = self.base.masked_scatter(self.trained, self.free).unbind(-1)
         if self.formula == "add":
             amount = amount.relu()
@@ -120,7 +118,7 @@ class Coefficients:
 
 
 class CalibrationLoss:
-    """Cross-entropy of each run's labels, under its own injection and noise; rows draw their own noise."""
+    """Cross-entropy of each run's gold labels under its injection and noise."""
 
     def __init__(
         self, group: Sequence[CalibrationRun], config: CalibrationConfig, coefficients: Coefficients
@@ -137,22 +135,21 @@ class CalibrationLoss:
             among_labels=config.loss == "labels",
         )
         self.weights = example_weights([example for run in group for example in run.demonstrations])
-        owners = (place for place, run in enumerate(group) for _ in run.queries)
-        self.owners = [owner for owner, rows in zip(owners, self.likelihood.rows, strict=True) for _ in rows]
+        self.owners = [place for place, run in enumerate(group) for _ in run.queries]
         self.vectors = torch.stack([run.context.values for run in group]).to(decoder.device)
         self.site = group[0].context.config.site
         self.seed = group[0].seed
         self.generators = [torch.Generator(decoder.device).manual_seed(run.seed) for run in group]
 
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, " runs"]:
-        """Mean loss of each run over its own of these demonstrations, in nats."""
-        likelihoods = self.likelihood(chosen, self._learned, reserve=len(self.shared))
+        """Compute the mean loss of each run over its share of the chosen demonstrations, in nats."""
+        likelihoods = self.likelihood(chosen, self._log_likelihoods, reserve=len(self.shared))
         if self.weights is not None:
             likelihoods = likelihoods * self.weights[list(chosen)].to(likelihoods)
         return -likelihoods.view(len(self.vectors), -1).mean(-1)
 
-    def _learned(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
-        """What `LabelLikelihood` asks of rows that may share a batch."""
+    def _log_likelihoods(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
+        """Compute the log-probabilities of the gold labels of rows that may share a batch."""
         batch = self._batch(rows)
         edit = NoisyEdit(
             self._injection(rows),
@@ -166,7 +163,7 @@ class CalibrationLoss:
         return self.likelihood.of_rows(rows, batch, edit, prefix)
 
     def mean(self, chosen: Sequence[int]) -> Tensor:
-        """That of the only run, whose value and gradients repeat: each part keeps its draw of the noise."""
+        """Compute the loss of a single run deterministically: each part always draws the same noise."""
         self.generators[0].manual_seed(self.seed + chosen[0])
         return self(chosen)[0]
 
@@ -190,7 +187,7 @@ class CalibrationLoss:
         return [self.likelihood.lengths[row] for row in rows]
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        """Queries with their targets, in one row where that works (no cached prefix) and saves work."""
+        """Make a batch, packed into one row if the model allows it, there is no prefix, and it saves work."""
         packs = self.decoder.architecture.packs and not self.shared
         packed = packs and packing_pays(self._lengths(rows), self.decoder.d_model)
         return self.likelihood.batch(rows, packed=packed)

@@ -1,4 +1,4 @@
-"""How coefficients are calibrated: the paper's recipe, its released code's, and a fast one.
+"""Settings of calibration: recipes of the paper, of its released code, and a fast one.
 
 Source: paper, subsection "Noisy Self-calibration" and appendix "Reproduction Details".
 """
@@ -19,8 +19,8 @@ from i2cl.models.training import TrainConfig
 
 Formula = Literal["linear", "add", "balance"]
 
-# What each recipe changes in the defaults, which are the paper's text. "released" is its code, "fast" takes
-# few passes over all demonstrations at once: docs/performance.md has its speed and accuracy.
+# Changes of each recipe to the defaults, which follow the paper's text. "released" follows its code; "fast"
+# takes few passes over all demonstrations at once (speed and accuracy: docs/performance.md).
 _RECIPES: dict[str, dict[str, object]] = {
     "paper": {},
     "released": {"draw": "step", "lr_final": 0.0, "warmup": 0.05, "noise_place": "writer"},
@@ -30,21 +30,21 @@ RECIPES = MappingProxyType({name: MappingProxyType(changes) for name, changes in
 
 
 class CalibrationConfig(TrainConfig):
-    """How coefficients are fitted. Defaults are the paper's text; `recipe` gives others by name.
+    """Settings of calibration. Defaults follow the paper's text; `recipe` returns others by name.
 
     Attributes:
         layers: all, a third of them, or a list of indices ("Target Layer" ablation).
-        positions: query tokens that are injected ("Injection Position" ablation).
+        positions: injected tokens of the query ("Injection Position" ablation).
         formula: ``linear`` lambda v + beta a; ``add`` lambda v + a with lambda > 0; ``balance``
             (lambda v + (1 - lambda) a) beta with beta > 0 ("Injection Formula" ablation).
-        noise: gamma, the noise's size relative to the L2 norm of what it is added to.
-        noise_place: on the residual stream, or on each writer's output (released code).
-        init_lambda: first value of lambda.
-        init_beta: first value of beta.
-        optimizer: AdamW on small batches, or L-BFGS on all demonstrations at once under one draw of
-            the noise, for which epochs, batches, rates and decay mean nothing.
-        passes: of L-BFGS over the demonstrations, at most.
-        pull: of L-BFGS: loss per squared distance of the coefficients from their start, in nats.
+        noise: gamma, the size of the noise relative to the L2 norm of the signal.
+        noise_place: on the residual stream, or on each sublayer's output (released code).
+        init_lambda: initial lambda.
+        init_beta: initial beta.
+        optimizer: AdamW on small batches, or L-BFGS on all demonstrations at once under one draw of the
+            noise. L-BFGS ignores epochs, batches, learning rates and weight decay.
+        passes: maximum number of evaluations of L-BFGS.
+        pull: penalty of L-BFGS in nats per squared distance of the coefficients from their start.
         class_weight: ``"balanced"``, weights of the classes by label word, or None for equal weights of all
             demonstrations (`i2cl.core.weights.apply_class_weight`).
     """
@@ -64,52 +64,53 @@ class CalibrationConfig(TrainConfig):
     @field_validator("layers", mode="before")
     @classmethod
     def _listed(cls, value: object) -> object:
-        """Accept ``"0,3,5"``, as the command line gives it."""
+        """Parse ``"0,3,5"`` from the command line."""
         if isinstance(value, str) and value.replace(",", "").replace(" ", "").isdigit():
             return tuple(int(part) for part in value.split(","))
         return value
 
     @model_validator(mode="after")
     def _can_move(self) -> Self:
-        """These formulas take the positive part of a coefficient, whose gradient is 0 elsewhere."""
+        """Check the start of formulas that clip a coefficient at 0, where its gradient vanishes."""
         if (self.formula == "add" and self.init_lambda <= 0) or (
             self.formula == "balance" and self.init_beta <= 0
         ):
             name = "init_lambda" if self.formula == "add" else "init_beta"
-            raise ValueError(f"formula {self.formula} never leaves {name} at 0 or below: start above 0")
+            raise ValueError(f"formula={self.formula!r} cannot train {name} <= 0: start above 0")
         return self
 
     @classmethod
     def recipe(cls, name: str, **changes: object) -> "CalibrationConfig":
-        """The recipe of that name, with changes. Raises I2CLError if there is none of that name."""
+        """Return a recipe with changes. Raises I2CLError if the name is unknown."""
         if name not in RECIPES:
             raise I2CLError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
         return cls.model_validate({**RECIPES[name], **changes})
 
     @property
     def rounds(self) -> int:
-        """How often progress is told: after each epoch, or each pass."""
+        """Number of progress updates: one per epoch or evaluation."""
         return self.passes if self.optimizer == "lbfgs" else self.epochs
 
     @property
     def joint(self) -> bool:
-        """Whether runs of several seeds take their steps together; see `i2cl.core.calibration`."""
+        """Whether several runs can take their steps together; see `i2cl.core.calibration`."""
         return self.optimizer == "adamw" and self.positions != "random"
 
     def active(self, layers: int, writers: Writers) -> Bool[Tensor, "layers sites"]:
-        """Which sites are trained; the others keep (0, 1). Raises I2CLError on no such layer, or none."""
+        """Return which sites are trained; others keep (0, 1). Raises I2CLError on unknown or no layers."""
         ends = {"all": (0, 3), "early": (0, 1), "middle": (1, 2), "late": (2, 3)}  # in thirds
         if isinstance(self.layers, str):
             chosen = list(range(*(third * layers // 3 for third in ends[self.layers])))
         else:
             chosen = list(self.layers)
         if not chosen or not all(0 <= layer < layers for layer in chosen):
-            known = f"this model, which has {layers} (0 to {layers - 1})"
-            raise I2CLError(f"{self.layers!r} names no layers of {known}: choose others, or all")
+            raise I2CLError(
+                f"layers={self.layers!r} does not fit this model: choose from 0 to {layers - 1}, or 'all'"
+            )
         mask = torch.zeros(layers, len(SITES[writers]), dtype=torch.bool)
         mask[chosen] = torch.tensor(SITES[writers])
         return mask
 
     def parameters(self, layers: int, writers: Writers) -> int:
-        """How many scalars are trained: lambda at each active site, and beta unless fixed."""
+        """Return the number of trained scalars: lambda of each active site, and beta unless fixed."""
         return int(self.active(layers, writers).sum()) * (1 + (self.formula != "add"))

@@ -1,1 +1,1 @@
-"""Experiments: many runs, kept on disk, compared and reported."""
+"""Experiments: run grids of methods, tasks and seeds, store the results, and report them."""

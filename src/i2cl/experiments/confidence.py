@@ -1,8 +1,8 @@
-"""How far a classifier's probabilities can be trusted: four numbers and two curves.
+"""Calibration metrics of a classifier: four numbers and two curves.
 
-Scores are log-probabilities among the labels, one row a query. What was answered is told beside them, since
-scores that were rounded for keeping may tie where the answer did not. Queries of equal confidence count as
-their mean, so that no number depends on the order of queries.
+Scores are log-probabilities of shape (queries, labels). The predicted labels are passed separately, because
+scores that were rounded for storage may have ties that the original scores did not have. Queries of equal
+confidence are averaged, so no metric depends on the order of the queries.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from jaxtyping import Bool, Float
 
 from i2cl.injections.temperature import Labels, Scores, normalised
 
-BINS = 15  # of the expected calibration error, each with as many queries
-Sure = Float[np.ndarray, " queries"]
-Right = Bool[np.ndarray, " queries"]
+BINS = 15  # equal-mass bins of the expected calibration error
+Confidences = Float[np.ndarray, " queries"]  # highest label probability of each query
+Correct = Bool[np.ndarray, " queries"]  # whether each query's predicted label is the gold label
 Curve = tuple[Float[np.ndarray, " points"], Float[np.ndarray, " points"]]
 
 
 @dataclass(frozen=True)
 class Confidence:
-    """Four numbers of probabilities against right labels; for all of them, lower is better.
+    """Four metrics of predicted probabilities. For each of them, lower is better.
 
     Attributes:
-        log_loss: mean of minus the log-probability of the right label, in nats.
-        brier: mean of the squared distance to the right answer, summed over labels: from 0 to 2.
-        ece: mean distance of confidence and accuracy over `BINS` bins of equal number, a share.
-        aurc: area under the risk-coverage curve: the share of errors among the surest queries, averaged
-            over all numbers of them.
+        log_loss: mean negative log-probability of the gold label, in nats.
+        brier: mean squared error of the probabilities, summed over labels: from 0 to 2.
+        ece: expected calibration error over `BINS` equal-mass bins, from 0 to 1.
+        aurc: area under the risk-coverage curve, from 0 to 1: the error rate among the k most confident
+            queries, averaged over all k.
     """
 
     log_loss: float
@@ -37,54 +37,54 @@ class Confidence:
     aurc: float
 
 
-NAMES = tuple(field.name for field in fields(Confidence))  # of the four numbers, as in files
+NAMES = tuple(field.name for field in fields(Confidence))  # of the four metrics, as in files
 
 
-def confidence(scores: Scores, gold: Labels, answers: Labels) -> Confidence:
-    """The four numbers."""
+def confidence(scores: Scores, gold: Labels, predictions: Labels) -> Confidence:
+    """Compute the four metrics from label scores, gold label ids and predicted label ids."""
     log_probabilities = normalised(scores)
-    each = np.arange(len(gold))
+    queries = np.arange(len(gold))
     target = np.eye(scores.shape[1])[gold]
-    sure, right = highest(scores), answers == gold
-    bins = np.abs(np.subtract(*reliability(sure, right)))
-    weights = np.array([len(part) for part in np.array_split(each, BINS) if len(part)]) / len(gold)
+    confidences, correct = highest(scores), predictions == gold
+    gaps = np.abs(np.subtract(*reliability(confidences, correct)))
+    weights = np.array([len(part) for part in np.array_split(queries, BINS) if len(part)]) / len(gold)
     return Confidence(
-        log_loss=float(-log_probabilities[each, gold].mean()) + 0.0,
+        log_loss=float(-log_probabilities[queries, gold].mean()) + 0.0,  # + 0.0 turns -0.0 into 0.0
         brier=float(((np.exp(log_probabilities) - target) ** 2).sum(1).mean()),
-        ece=float((weights * bins).sum()),
-        aurc=float(risk_coverage(sure, right)[1].mean()),
+        ece=float((weights * gaps).sum()),
+        aurc=float(risk_coverage(confidences, correct)[1].mean()),
     )
 
 
-def mean_confidence(each: Sequence[Confidence | None]) -> Confidence | None:
-    """Each number's mean; None where one is lacking."""
-    held = [one for one in each if one is not None]
-    if not held or len(held) < len(each):
+def mean_confidence(metrics: Sequence[Confidence | None]) -> Confidence | None:
+    """Return the mean of each metric, or None if any element is None or there are no elements."""
+    present = [metric for metric in metrics if metric is not None]
+    if not present or len(present) < len(metrics):
         return None
-    return Confidence(*np.mean([astuple(one) for one in held], axis=0).tolist())
+    return Confidence(*np.mean([astuple(metric) for metric in present], axis=0).tolist())
 
 
-def highest(scores: Scores) -> Sure:
-    """The largest probability of each query: how sure its answer is."""
+def highest(scores: Scores) -> Confidences:
+    """Return the confidence of each query: its highest label probability."""
     return np.asarray(np.exp(normalised(scores).max(1)))
 
 
-def reliability(sure: Sure, right: Right) -> Curve:
-    """Mean confidence and accuracy of bins of equal number, the least sure first; empty bins are left out."""
-    split = [np.array_split(one, BINS) for one in _by_confidence(sure, right)]
-    means = np.array([[part.mean() for part in one if len(part)] for one in split])
+def reliability(confidences: Confidences, correct: Correct) -> Curve:
+    """Return mean confidence and accuracy of each non-empty equal-mass bin, by rising confidence."""
+    bins = [np.array_split(values, BINS) for values in _by_confidence(confidences, correct)]
+    means = np.array([[part.mean() for part in parts if len(part)] for parts in bins])
     return means[0], means[1]
 
 
-def risk_coverage(sure: Sure, right: Right) -> Curve:
-    """Share of queries answered, and of errors among them, where the surest are answered first."""
-    _, hits = _by_confidence(sure, right)
-    count = np.arange(1, len(hits) + 1)
-    return count / len(hits), np.cumsum(1 - hits[::-1]) / count
+def risk_coverage(confidences: Confidences, correct: Correct) -> Curve:
+    """Return the coverage and the error rate when the 1, 2, ..., n most confident queries are answered."""
+    _, accuracies = _by_confidence(confidences, correct)
+    count = np.arange(1, len(accuracies) + 1)
+    return count / len(accuracies), np.cumsum(1 - accuracies[::-1]) / count
 
 
-def _by_confidence(sure: Sure, right: Right) -> Curve:
-    """Confidence, rising, and whether each query was answered rightly; a mean among equals."""
-    rising, groups = np.unique(sure, return_inverse=True)
+def _by_confidence(confidences: Confidences, correct: Correct) -> Curve:
+    """Sort queries by rising confidence; queries of equal confidence all get their mean accuracy."""
+    rising, groups = np.unique(confidences, return_inverse=True)
     sizes = np.bincount(groups)
-    return np.repeat(rising, sizes), np.repeat(np.bincount(groups, weights=right) / sizes, sizes)
+    return np.repeat(rising, sizes), np.repeat(np.bincount(groups, weights=correct) / sizes, sizes)

@@ -1,37 +1,44 @@
-"""Choose the demonstrations from a labelled file: as many as can be fitted in a few minutes."""
+"""Choose demonstrations from a labelled file, as many as can be fitted in a few minutes."""
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from random import Random
 from statistics import median_low
 from typing import Literal
 
-from i2cl.core.anchored import MOST_DEMONSTRATIONS, require_few
-from i2cl.core.descent import schedule
-from i2cl.core.problem import MOST_COLUMNS, MOST_WHOLE
+from i2cl.core.anchored import fit_memory
+from i2cl.core.context import SITES
+from i2cl.core.plan import (
+    BACKWARD,
+    MAX_EXAMPLES,
+    TRAINING_FORWARD,
+    FitPlan,
+    FitSize,
+    check_fit_size,
+    plan_fit,
+)
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
+from i2cl.methods.i2cl import InjectionMethod
+from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import ScoringWarning
 from i2cl.models.scoring import Questions, next_token_log_probabilities
 from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.task import group_by_label, sample_per_class
 
 MAX_SHOTS = 20  # demonstrations per class by default
-PATIENCE_S = 300.0  # a fit may take this long by default
+PATIENCE_S = 300.0  # default time budget of a fit
 KEEP_BACK = 5  # one row in five is held out by default, if there are no test rows
 MIN_ROWS_TO_KEEP_BACK = 10  # classes with fewer rows keep all of them as demonstrations
-FORWARD, BACKWARD = 1.5, 1.3  # cost of a training forward and backward pass, in inference passes
-LATER_STEPS = 1.0  # backward passes of all later Gauss-Newton steps, over those of the first one
-SHARED_PREFIX = 2.5  # label sequences after one query that cost as much as the query alone
-TIMED_TEXTS = 8
-MIN_SHOTS = 5  # demonstrations per class that are taken however long the fit takes: the paper's number
+TIMED_TOKENS = 256  # in the batch that measures the model's speed
+MIN_SHOTS = 5  # demonstrations per class that are drawn however long the fit takes: the paper's number
 Shots = int | Literal["all"] | None  # per class; every row; or by default
 CHOICES = (MAX_SHOTS, 15, 10, 8, 6, MIN_SHOTS, 4, 3, 2, 1)
-"""Shots to choose from: few, so that small differences in speed rarely change the choice."""
+"""Candidate numbers of shots. There are few, so small differences in speed rarely change the choice."""
 
 
 class FewRowsWarning(UserWarning):
@@ -61,24 +68,23 @@ class Draw:
     more: tuple[int, int, float] | None = None
 
     def timed(self, decoder: Decoder, task: Task, method: Method) -> "Draw":
-        """The same draw with an estimate of the time that the fit takes."""
-        pace = _Pace.of(decoder, task, method)
-        seconds, first_step = pace.estimate(self.demonstrations)
+        """Return the same draw with an estimate of the time that the fit takes."""
+        seconds, first_step = _Speed.of(decoder, task, method).estimate(self.demonstrations)
         return replace(self, seconds=seconds, first_step=first_step)
 
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
-    """Draw up to ``shots`` rows of each class, the same ones as `Task.sample` where all classes have enough.
+    """Draw up to ``shots`` rows of each class; the same rows as `Task.sample` if every class has enough.
 
-    Of classes with `MIN_ROWS_TO_KEEP_BACK` rows or more, one row in ``keep_back`` is held out; 0 for none.
-    Raises I2CLError if a class has no row.
+    With ``keep_back`` n > 0, one row in n is held out from every class with at least
+    `MIN_ROWS_TO_KEEP_BACK` rows. Raises I2CLError if a class has no rows.
     """
-    task.sample(1, seed)
+    task.sample(1, seed)  # raises for a class without rows
     groups = group_by_label(task.train, len(task.labels))
-    free = [
+    available = [
         n - ceil(n / keep_back) if keep_back and n >= MIN_ROWS_TO_KEEP_BACK else n for n in map(len, groups)
     ]
-    return sample_per_class(groups, [min(shots, max(1, n)) for n in free], Random(seed))
+    return sample_per_class(groups, [min(shots, max(1, n)) for n in available], Random(seed))
 
 
 def draw(
@@ -95,31 +101,31 @@ def draw(
 
     Args:
         task: with its training rows.
-        method: that fits.
-        shots: rows per class; None for the task's own number, or as many as time allows ``from_file``;
-            ``"all"`` for every row.
-        seed: of the draw.
-        from_file: whether the rows are a file of the user's, of which a class may have fewer than ``shots``.
-        keep_back: see `up_to`. Default: `KEEP_BACK` if shots are not given and something is to be ``scored``.
+        method: the method to fit.
+        shots: rows per class, or ``"all"`` for every row. Default: the task's own number, or as many as
+            the time budget allows if ``from_file``.
+        seed: seed of the draw.
+        from_file: whether the rows come from a user's file, where a class may have fewer than ``shots`` rows.
+        keep_back: see `up_to`. Default: `KEEP_BACK` if ``shots`` is None and ``scored``, else 0.
         scored: whether the fit will be evaluated and the task has no test rows.
 
     Raises:
-        I2CLError: if there are too few rows, or too many.
+        I2CLError: if there are too few or too many rows.
     """
-    anchored, everything = isinstance(method, Anchored), shots == "all"
+    anchored, all_rows = isinstance(method, Anchored), shots == "all"
     count = _largest(task) if shots == "all" else shots or task.shots
-    if from_file and anchored and (everything or shots is None):
-        require_few(up_to(task, count if everything else 1, seed, keep_back or 0))
+    if from_file and anchored and (all_rows or shots is None):
+        _check_size(up_to(task, count if all_rows else 1, seed, keep_back or 0))
         return None
     if keep_back and not from_file:
-        raise I2CLError(f"{task.name!r} draws from its training rows: leave --keep-back out")
+        raise I2CLError(f"--keep-back needs rows from a file, not the built-in task {task.name!r}: omit it")
     if keep_back is None:
         keep_back = KEEP_BACK if scored and shots is None else 0
-    drawn_freely = from_file or everything
-    shown = up_to(task, count, seed, keep_back) if drawn_freely else task.sample(count, seed)
+    allow_small_classes = from_file or all_rows
+    demonstrations = up_to(task, count, seed, keep_back) if allow_small_classes else task.sample(count, seed)
     if anchored:
-        require_few(shown)
-    return Draw(shown, count, len(task.train), keep_back if from_file else 0)
+        _check_size(demonstrations)
+    return Draw(demonstrations, count, len(task.train), keep_back if from_file else 0)
 
 
 def warn_of_small_classes(task: Task, shots: int) -> None:
@@ -147,29 +153,30 @@ def fitting(
     """Draw as many demonstrations as anchored calibration can fit in `PATIENCE_S` seconds.
 
     These are `MIN_SHOTS` to `MAX_SHOTS` per class; fewer only where more would exceed its limits. With
-    ``"all"`` shots, every row is taken, and none held out unless ``keep_back`` says so.
+    ``"all"`` shots, every row is drawn, and none held out unless ``keep_back`` says so.
     """
-    pace, largest = _Pace.of(decoder, task, method), _largest(task)
+    speed, largest = _Speed.of(decoder, task, method), _largest(task)
     if shots == "all":
-        shown = up_to(task, largest, seed, keep_back or 0)
-        return Draw(shown, largest, len(task.train), keep_back or 0, *pace.estimate(shown))
+        rows = up_to(task, largest, seed, keep_back or 0)
+        return Draw(rows, largest, len(task.train), keep_back or 0, *speed.estimate(rows))
     if keep_back is None:
         keep_back = KEEP_BACK if scored else 0
 
-    def takes(shots: int) -> bool:
-        shown = up_to(task, shots, seed, keep_back)
-        return len(shown) <= MOST_DEMONSTRATIONS and (shots <= MIN_SHOTS or pace.seconds(shown) <= PATIENCE_S)
+    def is_affordable(shots: int) -> bool:
+        rows = up_to(task, shots, seed, keep_back)
+        return len(rows) <= MAX_EXAMPLES and (shots <= MIN_SHOTS or speed.seconds(rows) <= PATIENCE_S)
 
-    count = next(one for one in CHOICES if one == 1 or takes(one))
-    shown = up_to(task, count, seed, keep_back)
-    count = min(count, max(len(group) for group in group_by_label(shown, len(task.labels))))
+    count = next(choice for choice in CHOICES if choice == 1 or is_affordable(choice))
+    demonstrations = up_to(task, count, seed, keep_back)
+    count = min(count, max(len(group) for group in group_by_label(demonstrations, len(task.labels))))
     more = None
     for larger in (largest, MAX_SHOTS):
         larger_draw = up_to(task, larger, seed)
-        if larger <= 2 * MAX_SHOTS and len(shown) < len(larger_draw) <= MOST_DEMONSTRATIONS:
-            more = larger, len(larger_draw), pace.seconds(larger_draw)
+        if larger <= 2 * MAX_SHOTS and len(demonstrations) < len(larger_draw) <= MAX_EXAMPLES:
+            if (seconds := speed.seconds(larger_draw)) < inf:
+                more = larger, len(larger_draw), seconds
             break
-    return Draw(shown, count, len(task.train), keep_back, *pace.estimate(shown), more)
+    return Draw(demonstrations, count, len(task.train), keep_back, *speed.estimate(demonstrations), more)
 
 
 def _largest(task: Task) -> int:
@@ -177,53 +184,75 @@ def _largest(task: Task) -> int:
     return max(len(group) for group in group_by_label(task.train, len(task.labels)))
 
 
+def _check_size(shown: Examples) -> None:
+    """Raise I2CLError if there are more demonstrations or labels than anchored calibration takes."""
+    check_fit_size(len(shown), len({row.label for row in shown}))
+
+
 @dataclass(frozen=True)
-class _Pace:
-    """Speed of a model on a task's texts, and what a method does with them."""
+class _Speed:
+    """Speed of a model on a task's texts: a pass over a batch takes a fixed time, and some for each token."""
 
     questions: Questions
+    method: Method
     seconds_per_token: float
-    steps: int
-    anchored: bool = True
+    seconds_per_batch: float
 
     @classmethod
-    def of(cls, decoder: Decoder, task: Task, method: Method) -> "_Pace":
-        """Time a batch of texts of median length; the second run counts, since the first one warms up."""
-        with warnings.catch_warnings():  # the fit itself reports how labels are scored
-            warnings.simplefilter("ignore", ScoringWarning)
-            questions = Questions(decoder, task)
+    def of(cls, decoder: Decoder, task: Task, method: Method) -> "_Speed":
+        """Time a batch of `TIMED_TOKENS` tokens in texts of median length, and a text of few tokens."""
+        anchored = isinstance(method, Anchored)
+        questions = Questions.of_fit(decoder, task) if anchored else Questions(decoder, task, "full")
         usual = median_low(len(row.text) for row in task.train)
-        rows = sorted(task.train, key=lambda row: abs(len(row.text) - usual))[:TIMED_TEXTS]
+        rows = sorted(task.train, key=lambda row: abs(len(row.text) - usual))[:TIMED_TOKENS]
         queries = questions.queries([row.text for row in rows])
-        for _ in range(2):
-            started = time.perf_counter()
-            next_token_log_probabilities(decoder, queries)
-            seconds = time.perf_counter() - started
-        steps = getattr(method, "rounds", 1)
-        return cls(questions, seconds / sum(map(len, queries)), steps, isinstance(method, Anchored))
+        count = next((n for n in range(1, len(queries)) if sum(map(len, queries[:n])) >= TIMED_TOKENS), None)
+        queries = queries[:count]
+        short = [queries[0][:1]]
+        next_token_log_probabilities(decoder, short)  # the first pass allocates memory
+        seconds_per_batch = _seconds(decoder, short)
+        seconds = _seconds(decoder, queries)
+        per_token = max(seconds - seconds_per_batch, seconds / 2) / sum(map(len, queries))
+        return cls(questions, method, per_token, seconds_per_batch)
 
     def seconds(self, shown: Examples) -> float:
-        """Estimated time of a fit; see `estimate`."""
-        return self.estimate(shown)[0]
+        """Estimate the seconds of a fit; infinite if it does not fit into memory."""
+        try:
+            return self.estimate(shown)[0]
+        except I2CLError:
+            return inf
 
     def estimate(self, shown: Examples) -> tuple[float, float]:
-        """Estimate the seconds of a fit, and the share of them that its first step takes.
+        """Estimate the seconds of a fit, and the share of them until its first progress report.
 
-        Counts forward and backward passes; `benchmarks/fits.py` compares with real fits. A fit may need fewer
-        steps, and other work on the machine slows it down.
+        Counts forward and backward passes; `benchmarks/estimates.py` compares with real fits. A fit may need
+        fewer steps, and other work on the machine slows it down. Raises I2CLError as `plan_fit`.
         """
+        plan = self._plan(shown)
         tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
-        columns = len(self.questions.task.labels) - 1.0
-        whole = self.questions.labels.full
-        if not self.anchored:
-            rounds = max(1, self.steps)
-            passes, first = 1 + rounds * (FORWARD + BACKWARD), FORWARD + BACKWARD
-        elif len(shown) * columns > (MOST_WHOLE if whole else MOST_COLUMNS):
-            rounds = schedule(len(shown), words=whole).epochs
-            passes, first = (rounds + 1) * (FORWARD + BACKWARD), FORWARD + BACKWARD
-        else:
-            columns /= SHARED_PREFIX if whole else 1
-            first = FORWARD + BACKWARD * columns + 1
-            later = (FORWARD + BACKWARD * columns) * LATER_STEPS * (self.steps > 1)
-            passes = first + later + self.steps - 1 + FORWARD
-        return self.seconds_per_token * tokens * passes, first / passes
+        decoder = self.questions.decoder
+        by_tokens = ceil(tokens / decoder.training_budget)
+        batches = max(by_tokens, ceil(len(shown) / plan.batch_size) if plan.batch_size else 1)
+        seconds = plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
+        return seconds, plan.first_step
+
+    def _plan(self, shown: Examples) -> FitPlan:
+        decoder, method = self.questions.decoder, self.method
+        if isinstance(method, Anchored):
+            labels, config = self.questions.labels, method.anchoring
+            sites = decoder.layers * len(SITES[config.writers])
+            words = len(labels.read) * len(labels.ids) if labels.words else 0
+            size = FitSize(len(shown), len(labels.ids), sites * decoder.d_model + words, words > 0)
+            return plan_fit(size, fit_memory(decoder, config.memory), config.solver, config.steps)
+        steps = max(1, getattr(method, "rounds", 1))
+        step = TRAINING_FORWARD + BACKWARD
+        passes, batch_size = 1 + steps * step, None
+        if isinstance(method, InjectionMethod) and method.calibration.optimizer == "adamw":
+            batch_size = method.calibration.batch_size
+        return FitPlan("descent", passes, step / passes, batch_size)
+
+
+def _seconds(decoder: Decoder, queries: Sequence[Ids]) -> float:
+    started = time.perf_counter()
+    next_token_log_probabilities(decoder, queries)
+    return time.perf_counter() - started

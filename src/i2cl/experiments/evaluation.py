@@ -1,4 +1,4 @@
-"""Accuracy, macro-F1, confidence and cost of methods on tasks."""
+"""Evaluate methods on tasks: accuracy, macro-F1, calibration metrics and cost."""
 
 import platform
 import time
@@ -32,8 +32,16 @@ from i2cl.version import __version__
 
 @dataclass(frozen=True)
 class Fitted:
-    """A method fitted with one seed; ``seconds`` are an equal share where seeds were fitted ``together``,
-    ``held_out`` is how many rows chose its demonstrations.
+    """A method fitted with one seed.
+
+    Attributes:
+        method: the method that was fitted.
+        predictor: the result of the fit.
+        demonstrations: the rows it was fitted to.
+        seed: seed of the fit.
+        seconds: duration of the fit; an equal share of it if several seeds were fitted in one call.
+        together: number of seeds that were fitted in one call.
+        held_out: number of labelled rows used to choose the demonstrations.
     """
 
     method: Method
@@ -46,7 +54,7 @@ class Fitted:
 
     @property
     def injected(self) -> LinearEdit | None:
-        """The injection that it predicts under, if that is what the method does."""
+        """The injected edit, or None if the method does not predict with one."""
         edit = self.predictor.edit if isinstance(self.predictor, PromptPredictor) else None
         return edit if isinstance(edit, LinearEdit) else None
 
@@ -54,42 +62,45 @@ class Fitted:
 def fit_seeds(
     decoder: Decoder, task: Task, method: Method, demonstrations: Sequence[Examples], seeds: Sequence[int]
 ) -> list[Fitted]:
-    """Fit a method with some seeds in one call; raises I2CLError as `i2cl.methods.Method.fit_many` does."""
+    """Fit a method with several seeds in one call. Raises I2CLError if one of them cannot be fitted."""
     started = time.perf_counter()
     predictors = method.fit_many(decoder, task, demonstrations, seeds)
     seconds = (time.perf_counter() - started) / len(seeds)
     return [
-        Fitted(method, predictor, tuple(shown), seed, seconds, len(seeds))
-        for predictor, shown, seed in zip(predictors, demonstrations, seeds, strict=True)
+        Fitted(method, predictor, tuple(rows), seed, seconds, len(seeds))
+        for predictor, rows, seed in zip(predictors, demonstrations, seeds, strict=True)
     ]
 
 
-def bottom(method: Method) -> Method:
-    """What a method's wrappers stand on in the end; the method itself, if it is none."""
-    return bottom(method.below) if isinstance(method, Wrapper) else method
+def innermost(method: Method) -> Method:
+    """Return the method inside all wrappers, or the method itself if it is not wrapped."""
+    return innermost(method.inner) if isinstance(method, Wrapper) else method
 
 
-def on_top(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
-    """A method's wrappers on what its `bottom` is fitted to, timed together; raises I2CLError as `over`."""
+def fit_wrappers(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -> Fitted:
+    """Fit a method's wrappers, given the fit of its `innermost` method.
+
+    The seconds of the result include the innermost fit. Raises I2CLError if a wrapper cannot be fitted.
+    """
     if not isinstance(method, Wrapper):
         return fitted
-    below = on_top(decoder, method.below, fitted, task)
+    inner = fit_wrappers(decoder, method.inner, fitted, task)
     started = time.perf_counter()
-    predictor = method.over(decoder, below.predictor, task, below.demonstrations, below.seed)
-    seconds = below.seconds + time.perf_counter() - started
-    return replace(below, method=method, predictor=predictor, seconds=seconds)
+    predictor = method.wrap(decoder, inner.predictor, task, inner.demonstrations, inner.seed)
+    seconds = inner.seconds + time.perf_counter() - started
+    return replace(inner, method=method, predictor=predictor, seconds=seconds)
 
 
 def measure(
     decoder: Decoder, task: Task, fitted: Fitted, queries: Examples, progress: Progress | None = None
 ) -> Run:
-    """Score what was fitted on queries."""
+    """Score a fitted method on labelled queries."""
     started = time.perf_counter()
     scores = fitted.predictor.scores([query.text for query in queries], progress)
     seconds = time.perf_counter() - started
     gold = np.array([query.label for query in queries])
     best = scores.argmax(-1).numpy()
-    places = {example: place for place, example in reversed(list(enumerate(task.train)))}
+    indices = {example: index for index, example in reversed(list(enumerate(task.train)))}
     return Run(
         model=decoder.name,
         task=task.name,
@@ -101,7 +112,7 @@ def measure(
         predictions=tuple(best.tolist()),
         scores=Scores.of(scores.double().numpy()),
         labels=tuple(task.labels),
-        demonstrations=tuple(places.get(example) for example in fitted.demonstrations),
+        demonstrations=tuple(indices.get(example) for example in fitted.demonstrations),
         fit_seconds=fitted.seconds,
         predict_seconds=seconds,
         together=fitted.together,
@@ -124,40 +135,58 @@ def evaluate(
 ) -> Run:
     """Fit a method on demonstrations drawn with ``seed`` and score it on the task's queries.
 
-    All seeds and methods see the same queries, so they can be compared in pairs. ``shots`` are per class, by
-    default the task's own; ``limit`` is the most queries, near-uniform over classes; ``demonstrations`` stand
-    instead of drawn ones; ``progress`` is called as queries finish. Raises I2CLError if demonstrations or
-    queries are lacking, or the method cannot be fitted.
+    All seeds and methods get the same queries, so their results are paired.
+
+    Args:
+        decoder: the frozen model.
+        task: with its rows.
+        method: the method to evaluate.
+        shots: demonstrations per class. Default: the task's own number.
+        seed: seed of the draw and of the fit.
+        limit: maximum number of queries, spread nearly uniformly over the classes. Default: all.
+        demonstrations: rows to fit instead of drawn ones.
+        progress: called as queries finish.
+
+    Raises:
+        I2CLError: if there are too few rows to draw from, or the method cannot be fitted.
     """
-    shown = task.sample(shots, seed) if demonstrations is None else demonstrations
+    if demonstrations is None:
+        demonstrations = task.sample(shots, seed)
     queries = task.queries(limit)
-    (fitted,) = fit_seeds(decoder, task, method, [shown], [seed])
+    (fitted,) = fit_seeds(decoder, task, method, [demonstrations], [seed])
     return measure(decoder, task, fitted, queries, progress)
 
 
 class SkippedWarning(UserWarning):
-    """A method was left out, since it needs another model."""
+    """A method was skipped because it needs another model."""
 
 
 @dataclass(frozen=True)
 class NotRun:
-    """A method that could not be run with one seed, and why."""
+    """A method that could not be run with one seed, and the reason."""
 
     task: str
     method: str
     seed: int
-    why: str
+    reason: str
 
     def record(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"task": self.task, "method": self.method, "seed": self.seed, "not_run": self.why}
+        """Return the fields as a JSON object."""
+        return {"task": self.task, "method": self.method, "seed": self.seed, "not_run": self.reason}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Methods that stand on one fit, on a task with some seeds: a job for `run_jobs`.
-    The methods are equal but for the wrappers on top (`bottom`). With ``skip``, those that need another model
-    are left out with a `SkippedWarning`; if it ``goes_on``, one that cannot be run is told as a `NotRun`.
+    """A job for `run_jobs`: evaluate methods that share one fit, on one task.
+
+    Attributes:
+        task: with its rows.
+        methods: wrappers of the same `innermost` method, which is fitted once per seed.
+        seeds: seeds to run.
+        shots: demonstrations per class; None for the task's own number.
+        limit: maximum number of queries; None for all.
+        skip_unsupported: skip methods that need another model, with a `SkippedWarning`.
+        keep_going: return a `NotRun` for a method that fails, instead of raising.
     """
 
     task: Task
@@ -165,51 +194,54 @@ class Evaluation:
     seeds: tuple[int, ...]
     shots: int | None = None
     limit: int | None = None
-    skip: bool = False
-    goes_on: bool = False
+    skip_unsupported: bool = False
+    keep_going: bool = False
 
     def run(self, decoder: Decoder) -> list[Run | NotRun]:
-        """One run for each seed and method. Raises I2CLError as `evaluate` does, unless it goes on."""
+        """Run every seed and method. Raises I2CLError as `evaluate` does, unless ``keep_going`` is set."""
         queries = self.task.queries(self.limit)
         runs: list[Run | NotRun] = []
         try:
-            together = self._together(decoder)
+            fits = self._fit_jointly(decoder)
             for seed in self.seeds:
-                with self._refusals(runs, seed, self.methods):
-                    fitted = together.get(seed) or self._fits(decoder, [seed])[0]
+                with self._record_failures(runs, seed, self.methods):
+                    fitted = fits.get(seed) or self._fit(decoder, [seed])[0]
                     for method in self.methods:
-                        with self._refusals(runs, seed, [method]):
-                            top = on_top(decoder, method, fitted, self.task)
-                            runs.append(measure(decoder, self.task, top, queries))
-        except NoCompressorError as lacking:
-            if not self.skip:
+                        with self._record_failures(runs, seed, [method]):
+                            wrapped = fit_wrappers(decoder, method, fitted, self.task)
+                            runs.append(measure(decoder, self.task, wrapped, queries))
+        except NoCompressorError as error:
+            if not self.skip_unsupported:
                 raise
-            warnings.warn(f"left out: {lacking}", SkippedWarning, stacklevel=2)
+            warnings.warn(f"skipped: {error}", SkippedWarning, stacklevel=2)
             return []
         return runs
 
     @contextmanager
-    def _refusals(self, runs: list[Run | NotRun], seed: int, methods: Sequence[Method]) -> Iterator[None]:
-        """Add what cannot be run, where others are to go on."""
+    def _record_failures(
+        self, runs: list[Run | NotRun], seed: int, methods: Sequence[Method]
+    ) -> Iterator[None]:
+        """With ``keep_going``, turn an I2CLError or an out-of-memory error into a `NotRun` per method."""
         try:
             yield
         except (I2CLError, RuntimeError) as error:
-            lacking = isinstance(error, NoCompressorError) and self.skip
-            ours = isinstance(error, I2CLError) or is_out_of_memory(error)
-            if lacking or not (self.goes_on and ours):
+            skipped = isinstance(error, NoCompressorError) and self.skip_unsupported
+            expected = isinstance(error, I2CLError) or is_out_of_memory(error)
+            if skipped or not (self.keep_going and expected):
                 raise
-            why = str(error) if isinstance(error, I2CLError) else OUT_OF_MEMORY
-            runs += [NotRun(self.task.name, method.called, seed, why) for method in methods]
+            reason = str(error) if isinstance(error, I2CLError) else OUT_OF_MEMORY
+            runs += [NotRun(self.task.name, method.called, seed, reason) for method in methods]
 
-    def _together(self, decoder: Decoder) -> dict[int, Fitted]:
-        if bottom(self.methods[0]).joint and len(self.seeds) > 1:
-            with suppress(I2CLError):  # by itself, each seed tells its own
-                return dict(zip(self.seeds, self._fits(decoder, self.seeds), strict=True))
+    def _fit_jointly(self, decoder: Decoder) -> dict[int, Fitted]:
+        """Fit all seeds in one call, if the method gains from it and none of them fails."""
+        if innermost(self.methods[0]).joint and len(self.seeds) > 1:
+            with suppress(I2CLError):  # fitting the seeds separately reports which one failed
+                return dict(zip(self.seeds, self._fit(decoder, self.seeds), strict=True))
         return {}
 
-    def _fits(self, decoder: Decoder, seeds: Sequence[int]) -> list[Fitted]:
-        shown = [self.task.sample(self.shots, seed) for seed in seeds]
-        return fit_seeds(decoder, self.task, bottom(self.methods[0]), shown, seeds)
+    def _fit(self, decoder: Decoder, seeds: Sequence[int]) -> list[Fitted]:
+        demonstrations = [self.task.sample(self.shots, seed) for seed in seeds]
+        return fit_seeds(decoder, self.task, innermost(self.methods[0]), demonstrations, seeds)
 
 
 def sweep(
@@ -221,62 +253,84 @@ def sweep(
     shots: int | None = None,
     limit: int | None = None,
     workers: int | None = None,
-    skip: bool = False,
-    word: Callable[[Task, Decoder], Task] | None = None,
-    watch: Callable[[Run], None] | None = None,
-    refused: Callable[[NotRun], None] | None = None,
+    skip_unsupported: bool = False,
+    reword: Callable[[Task, Decoder], Task] | None = None,
+    on_run: Callable[[Run], None] | None = None,
+    on_failure: Callable[[NotRun], None] | None = None,
 ) -> list[Run]:
-    """Evaluate tasks x methods x seeds, in that order; seeds go together where a method gains by it.
-    Methods that stand on the same fit, such as one with and without a label prior, share it. ``word`` gives a
-    task other words once the model is there, such as those of its chat template. ``watch`` is called with
-    each run as it ends, in any order; ``refused`` with each method that cannot be run, and the others go on;
-    without it the first is raised. With ``skip``, methods that need another model are left out with a
-    `SkippedWarning`. Raises I2CLError if rows are lacking, before the model is loaded; or if a method, or
-    every one, cannot be fitted.
+    """Evaluate every method on every task with every seed.
+
+    Methods that share a fit, such as one with and without a label prior, are fitted once.
+
+    Args:
+        source: loads the model.
+        tasks: with their rows.
+        methods: the methods to compare.
+        seeds: seeds of the draws and fits.
+        shots: demonstrations per class. Default: each task's own number.
+        limit: maximum number of queries per task. Default: all.
+        workers: number of processes, see `run_jobs`.
+        skip_unsupported: skip methods that need another model, with a `SkippedWarning`.
+        reword: changes the wording of a task for the loaded model, such as to its chat template.
+        on_run: called with each finished run, in any order.
+        on_failure: called with each method that fails; the others continue. Without it, the first failure
+            is raised.
+
+    Returns:
+        The runs, ordered by task, method and seed.
+
+    Raises:
+        I2CLError: if a task has too few rows (before the model is loaded), or if a method fails; with
+            ``on_failure``, only if no run succeeds.
     """
     for task in tasks:
         task.sample(shots, seeds[0])
         task.queries(limit)
     decoder = source()
-    if word is not None:
-        tasks = [word(task, decoder) for task in tasks]
+    if reword is not None:
+        tasks = [reword(task, decoder) for task in tasks]
     fits: dict[Method, list[Method]] = {}
     for method in methods:
-        fits.setdefault(bottom(method), []).append(method)
+        fits.setdefault(innermost(method), []).append(method)
     jobs = [
-        Evaluation(task, tuple(wrappers), group, shots, limit, skip, refused is not None).run
+        Evaluation(task, tuple(wrappers), group, shots, limit, skip_unsupported, on_failure is not None).run
         for task in tasks
         for fit, wrappers in fits.items()
         for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])
     ]
     runs: list[Run] = []
-    lacking: list[NotRun] = []
+    failures: list[NotRun] = []
     for run in chain.from_iterable(run_jobs(decoder, source, jobs, workers)):
         if isinstance(run, NotRun):
-            lacking.append(run)
-            if refused is not None:
-                refused(run)
+            failures.append(run)
+            if on_failure is not None:
+                on_failure(run)
             continue
         runs.append(run)
-        if watch is not None:
-            watch(run)
-    if lacking and not runs:
-        raise I2CLError(lacking[0].why)
-    names, called = [task.name for task in tasks], [method.called for method in methods]
+        if on_run is not None:
+            on_run(run)
+    if failures and not runs:
+        raise I2CLError(failures[0].reason)
+    task_names, method_names = [task.name for task in tasks], [method.called for method in methods]
     return sorted(
-        runs, key=lambda run: (names.index(run.task), called.index(run.method), seeds.index(run.seed))
+        runs,
+        key=lambda run: (
+            task_names.index(run.task),
+            method_names.index(run.method),
+            seeds.index(run.seed),
+        ),
     )
 
 
-def macro_f1(gold: Int[np.ndarray, " n"], best: Int[np.ndarray, " n"], classes: int) -> float:
-    """Mean F1 over a task's classes, 0 for one without any (scikit-learn's, zero_division=0)."""
+def macro_f1(gold: Int[np.ndarray, " n"], predictions: Int[np.ndarray, " n"], classes: int) -> float:
+    """Return the mean F1 over classes, like scikit-learn's ``f1_score`` with ``zero_division=0``."""
     table = np.zeros((classes, classes))
-    np.add.at(table, (gold, best), 1)
+    np.add.at(table, (gold, predictions), 1)
     return float((2 * table.diagonal() / np.maximum(table.sum(0) + table.sum(1), 1)).mean())
 
 
 def software(decoder: Decoder) -> dict[str, str]:
-    """Versions, device and precision that a result depends on."""
+    """Return the software versions, device, precision and thread count that a result depends on."""
     packages = {"i2cl": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     precision = [dtype_name(decoder.model.dtype), quantization_of(decoder.model.config)]
     where = {"device": str(decoder.device), "dtype": ", ".join(filter(None, precision))}
@@ -285,7 +339,21 @@ def software(decoder: Decoder) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over seeds (standard deviation with n - 1); ``confidence`` is None where a run kept no scores."""
+    """Means over the seeds of one method on one task.
+
+    Attributes:
+        task: name.
+        method: name.
+        seeds: number of seeds.
+        n: number of queries.
+        accuracy: mean accuracy, from 0 to 1.
+        accuracy_sd: its sample standard deviation over seeds; 0 for one seed.
+        macro_f1: mean macro-F1.
+        fit_seconds: mean duration of a fit.
+        milliseconds_per_query: mean duration of a prediction.
+        cached_values: numbers stored per task for prediction.
+        confidence: mean calibration metrics; None if a run has no scores.
+    """
 
     task: str
     method: str
@@ -301,7 +369,7 @@ class Summary:
 
 
 def summarize(runs: Iterable[Run]) -> list[Summary]:
-    """One summary per task and method, in order of first appearance."""
+    """Summarize runs by task and method, in order of first appearance."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.task, run.method), []).append(run)
@@ -309,9 +377,17 @@ def summarize(runs: Iterable[Run]) -> list[Summary]:
 
 
 def _summary(runs: Sequence[Run]) -> Summary:
-    first, known = runs[0], (runs[0].task, runs[0].method, len(runs), runs[0].n)
-    each = [(run.accuracy, run.macro_f1, run.fit_seconds, 1000 * run.predict_seconds / run.n) for run in runs]
-    mean, f1, fit, query = (float(np.mean(column)) for column in zip(*each, strict=True))
-    sd = float(np.std([run.accuracy for run in runs], ddof=1)) if len(runs) > 1 else 0.0
-    trust = mean_confidence([run.confidence for run in runs])
-    return Summary(*known, mean, sd, f1, fit, query, first.cost.cached_values, trust)
+    first = runs[0]
+    return Summary(
+        task=first.task,
+        method=first.method,
+        seeds=len(runs),
+        n=first.n,
+        accuracy=float(np.mean([run.accuracy for run in runs])),
+        accuracy_sd=float(np.std([run.accuracy for run in runs], ddof=1)) if len(runs) > 1 else 0.0,
+        macro_f1=float(np.mean([run.macro_f1 for run in runs])),
+        fit_seconds=float(np.mean([run.fit_seconds for run in runs])),
+        milliseconds_per_query=float(np.mean([1000 * run.predict_seconds / run.n for run in runs])),
+        cached_values=first.cost.cached_values,
+        confidence=mean_confidence([run.confidence for run in runs]),
+    )

@@ -1,4 +1,4 @@
-"""The experiments that the package brings, and those that users write in files."""
+"""Load experiments: built-in ones by name, and a user's own from TOML files."""
 
 from collections.abc import Sequence
 from importlib import resources
@@ -12,32 +12,38 @@ from i2cl.tasks.schema import parse_toml
 
 _PAPER = """main peft efficiency shots robustness formation taskids transfer coefficients ablation-module
 ablation-layer ablation-position ablation-noise ablation-formula synthetic over-icl"""
-ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; what `all` means
+ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; "all" on the command line
 
 _OTHERS = """real main-real skewed chat real-ablations anchored-ablations anchored-shots
 curves curves-tickets anchored-unlabelled unlabelled many-labels"""
-BROUGHT = (*_OTHERS.split(), *ORDER)  # all that the package brings
+BUILTIN = (*_OTHERS.split(), *ORDER)
 
 
 def load_experiment(name: str | Path) -> Experiment:
-    """An experiment by name, or from a TOML file; raises I2CLError naming what to correct."""
+    """Load a built-in experiment by name, or one from a TOML file.
+
+    Raises I2CLError if it does not exist or is invalid.
+    """
     path = Path(name)
     if path.suffix == ".toml":
         if not path.is_file():
-            raise I2CLError(f"no file {str(name)!r}: give an experiment's TOML file, or a name")
-        return _parsed(path.read_bytes(), path.stem, str(path)).model_copy(update={"file": str(path)})
-    if str(name) not in BROUGHT:
-        known = f"known are all, {', '.join(BROUGHT)}, or a .toml file"
-        raise I2CLError(f"unknown experiment {str(name)!r}: {did_you_mean(str(name), BROUGHT)}{known}")
+            raise I2CLError(f"no file {str(name)!r}: give the TOML file of an experiment, or a name")
+        return _parse(path.read_bytes(), path.stem, str(path)).model_copy(update={"file": str(path)})
+    if str(name) not in BUILTIN:
+        known = f"use all, one of {', '.join(BUILTIN)}, or a .toml file"
+        raise I2CLError(f"unknown experiment {str(name)!r}: {did_you_mean(str(name), BUILTIN)}{known}")
     file = resources.files("i2cl.experiments") / "builtin" / f"{name}.toml"
-    return _parsed(file.read_bytes(), str(name), f"builtin/{name}.toml")
+    return _parse(file.read_bytes(), str(name), f"builtin/{name}.toml")
 
 
-def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Experiment]:
-    """The same grids over these tasks of theirs; raises I2CLError on a task that none has."""
+def restrict_tasks(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Experiment]:
+    """Restrict experiments to these tasks, and drop those that have none of them.
+
+    Raises I2CLError if a task is in none of the experiments.
+    """
     known = dict.fromkeys(task for one in experiments if one.tasks != "all" for task in one.tasks)
     if all(one.tasks != "all" for one in experiments):
-        require_known(tasks, list(known), "no chosen experiment")
+        check_tasks(tasks, list(known), "no chosen experiment")
     return [
         one.model_copy(update={"tasks": tuple(kept)})
         for one in experiments
@@ -45,8 +51,8 @@ def limited(experiments: Sequence[Experiment], tasks: Sequence[str]) -> list[Exp
     ]
 
 
-def require_methods(experiments: Sequence[Experiment]) -> None:
-    """Refuse the first row whose method or options do not exist (I2CLError), before anything is run."""
+def check_methods(experiments: Sequence[Experiment]) -> None:
+    """Raise I2CLError for the first row whose method or options do not exist."""
     from i2cl.methods import make_methods
 
     for one in experiments:
@@ -57,27 +63,27 @@ def require_methods(experiments: Sequence[Experiment]) -> None:
                 raise I2CLError(f"experiment {one.name!r}, row {row.name!r}: {error}") from None
 
 
-def require_known(tasks: Sequence[str], known: Sequence[str], nobody: str) -> None:
-    """Refuse a task that is not known. Raises I2CLError naming the first."""
+def check_tasks(tasks: Sequence[str], known: Sequence[str], subject: str) -> None:
+    """Raise I2CLError for the first unknown task; ``subject`` begins the message."""
     for task in tasks:
         if task not in known:
             hint = did_you_mean(task, known)
-            raise I2CLError(f"{nobody} has the task {task!r}: {hint}known are {', '.join(known)}")
+            raise I2CLError(f"{subject} has the task {task!r}: {hint}use one of {', '.join(known)}")
 
 
-def compared_with(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
-    """The same grids, tested against this row where they have it; raises I2CLError if none has."""
+def compare_with(experiments: Sequence[Experiment], row: str) -> list[Experiment]:
+    """Make ``row`` the reference of every experiment that has it. Raises I2CLError if none has."""
     names = list(dict.fromkeys(line.name for one in experiments for line in one.rows))
     if row not in names:
-        cure = f"{did_you_mean(row, names)}known are {'; '.join(names)}"
-        raise I2CLError(f"no experiment has a row {row!r}: {cure}")
+        hint = f"{did_you_mean(row, names)}use one of {'; '.join(names)}"
+        raise I2CLError(f"no experiment has a row {row!r}: {hint}")
     return [
         one.model_copy(update={"against": row}) if row in {line.name for line in one.rows} else one
         for one in experiments
     ]
 
 
-def _parsed(content: bytes, name: str, where: str) -> Experiment:
+def _parse(content: bytes, name: str, where: str) -> Experiment:
     fields = parse_toml(content, where)
     try:
         return Experiment.model_validate({"name": name, **fields})

@@ -1,4 +1,4 @@
-"""What is kept of a cell that was run: results, predictions and where they come from."""
+"""Records of a store: results and predictions of a cell, and the software and hardware that made them."""
 
 import base64
 import binascii
@@ -15,21 +15,22 @@ from i2cl.experiments.grid import Cell, Frozen
 from i2cl.injections.temperature import normalised
 from i2cl.methods import Cost
 
-# The numbers of a `Cost` under the names that they have in files.
+# JSON field -> field of `Cost`
 COUNTS = {"trainable_parameters" if one.name == "trained" else one.name: one.name for one in fields(Cost)}
 
-TOLD_BY_RECORD = {"model", "task", "method", "seed", "versions"}
-"""What a line of a store holds beside the run's own numbers."""
+STORED_IN_CELL = {"model", "task", "method", "seed", "versions"}
+"""Fields of `Run` that a stored `Record` omits, because its cell and its provenance have them."""
 
 
 class Scores(Frozen):
-    """Log-probabilities among the labels in half precision, as text that JSON holds.
+    """Label log-probabilities of shape (queries, labels), stored as base64 of float16.
 
-    ``numpy.frombuffer(base64.b64decode(float16), "<f2").reshape(shape)`` reads them without this package.
+    To read them without this package, use
+    ``numpy.frombuffer(base64.b64decode(float16), "<f2").reshape(shape)``.
 
     Attributes:
-        shape: queries and labels.
-        float16: base64 of the little-endian numbers, query by query.
+        shape: numbers of queries and labels.
+        float16: base64 of the little-endian array in C order.
     """
 
     shape: tuple[int, int]
@@ -37,54 +38,55 @@ class Scores(Frozen):
 
     @classmethod
     def of(cls, scores: Float[np.ndarray, "queries labels"]) -> Self:
-        """Scores of any kind, as log-probabilities; what is below half precision is its least number."""
-        kept = np.maximum(normalised(scores), np.finfo(np.float16).min).astype("<f2")
-        return cls(shape=(len(kept), kept.shape[1]), float16=base64.b64encode(kept.tobytes()).decode())
+        """Convert scores to log-probabilities in float16; values below its range become its minimum."""
+        clipped = np.maximum(normalised(scores), np.finfo(np.float16).min).astype("<f2")
+        return cls(
+            shape=(len(clipped), clipped.shape[1]), float16=base64.b64encode(clipped.tobytes()).decode()
+        )
 
     @property
     def array(self) -> Float[np.ndarray, "queries labels"]:
-        """As numbers of double precision."""
+        """The log-probabilities as float64."""
         return np.frombuffer(base64.b64decode(self.float16), "<f2").reshape(self.shape).astype(float)
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_array(self) -> Self:
         try:
-            held = np.frombuffer(base64.b64decode(self.float16, validate=True), "<f2")
+            values = np.frombuffer(base64.b64decode(self.float16, validate=True), "<f2")
         except (binascii.Error, ValueError) as error:
-            raise ValueError(f"scores are no base64 of half-precision numbers: {error}") from None
-        if min(self.shape) < 1 or held.size != self.shape[0] * self.shape[1]:
-            raise ValueError(f"scores are {held.size} numbers, not {self.shape[0]} x {self.shape[1]}")
-        if not np.isfinite(held).all():
+            raise ValueError(f"scores are not base64 of float16 numbers: {error}") from None
+        if min(self.shape) < 1 or values.size != self.shape[0] * self.shape[1]:
+            raise ValueError(f"scores are {values.size} numbers, not {self.shape[0]} x {self.shape[1]}")
+        if not np.isfinite(values).all():
             raise ValueError("scores are not all finite")
         return self
 
 
 class Run(Frozen):
-    """One row of results: a method fitted with one seed and scored on a task's queries.
+    """Result of one method on one task: fitted with one seed, and scored on the task's queries.
 
-    In files the numbers of its cost stand one by one, see `COUNTS`.
+    In JSON, the fields of ``cost`` are top-level fields, see `COUNTS`.
 
     Attributes:
-        model: as given at loading.
+        model: name or path that the model was loaded from.
         task: name.
         method: name.
-        seed: of demonstrations and of everything the method draws.
-        accuracy: share of queries whose best label is the right one.
-        macro_f1: mean over classes of the F1 score.
-        gold: right label id of each query, in the order of ``Task.queries``.
-        predictions: best label id of each query, in the same order.
-        scores: of each query and label; None for a run that kept none.
+        seed: seed of the draw and of the fit.
+        accuracy: share of queries whose predicted label is the gold label.
+        macro_f1: mean F1 over classes.
+        gold: gold label id of each query, in the order of ``Task.queries``.
+        predictions: predicted label id of each query, in the same order.
+        scores: label log-probabilities of the queries; None if they were not stored.
         labels: label words, by id.
-        demonstrations: places of the demonstrations in the training split, None for one from elsewhere.
-        fit_seconds: from demonstrations to a predictor; an equal share of the time where several seeds
-            were fitted together.
-        predict_seconds: for all queries, tokenisation included.
-        together: how many seeds were fitted together.
-        cost: numbers trained and kept, labelled examples used beyond the demonstrations.
-        coefficients: [layer][(mha, mlp)][(lambda, beta)] of what was injected, if anything was.
-        weights: of the related tasks that a transfer averaged, by name.
-        versions: of the software, and the device and precision it ran in; empty for one read from a
-            store, whose record has them as its provenance.
+        demonstrations: indices of the demonstrations in the training split; None for one from elsewhere.
+        fit_seconds: duration of the fit; an equal share of it if several seeds were fitted in one call.
+        predict_seconds: duration of the prediction of all queries, tokenization included.
+        together: number of seeds that were fitted in one call.
+        cost: numbers trained and stored, and labelled examples used beyond the demonstrations.
+        coefficients: [layer][(mha, mlp)][(lambda, beta)] of the injected edit; None if there is none.
+        weights: weight of each related task in a transfer, by name.
+        versions: software versions, device and precision; empty for a run read from a store, whose record
+            has them as its provenance.
     """
 
     model: str
@@ -107,20 +109,22 @@ class Run(Frozen):
     versions: dict[str, str] = Field(default_factory=dict, repr=False)
 
     @model_validator(mode="after")
-    def _coherent(self) -> Self:
+    def _check_labels(self) -> Self:
         ids = (*self.gold, *self.predictions)
         if len(self.gold) != len(self.predictions) or not ids:
             raise ValueError(f"{len(self.gold)} gold labels for {len(self.predictions)} predictions")
         if not 0 <= min(ids) <= max(ids) < len(self.labels):
             raise ValueError(f"a label id is not one of 0 to {len(self.labels) - 1}")
-        wanted = (len(self.gold), len(self.labels))
-        if self.scores is not None and self.scores.shape != wanted:
-            raise ValueError(f"scores of {self.scores.shape} for queries and labels {wanted}")
+        expected = (len(self.gold), len(self.labels))
+        if self.scores is not None and self.scores.shape != expected:
+            raise ValueError(
+                f"scores have shape {self.scores.shape}, expected (queries, labels) = {expected}"
+            )
         return self
 
     @property
     def n(self) -> int:
-        """Queries."""
+        """Number of queries."""
         return len(self.gold)
 
     @property
@@ -130,29 +134,29 @@ class Run(Frozen):
 
     @property
     def confidence(self) -> Confidence | None:
-        """How far its probabilities can be trusted, where it kept them."""
+        """Calibration metrics; None if the scores were not stored."""
         if self.scores is None:
             return None
         return confidence(self.scores.array, np.array(self.gold), np.array(self.predictions))
 
     def record(self) -> dict[str, Any]:
-        """Plain values for JSON, without those of single queries, demonstrations and layers."""
-        single = {"gold", "predictions", "scores", "labels", "demonstrations", "coefficients", "weights"}
-        measures = self.confidence
-        trust = asdict(measures) if measures is not None else dict.fromkeys(NAMES)
-        return {**self.model_dump(exclude=single), **trust, "n": self.n, "shots": self.shots}
+        """Return the summary fields as a JSON object, without values per query, demonstration and layer."""
+        detailed = {"gold", "predictions", "scores", "labels", "demonstrations", "coefficients", "weights"}
+        confidence = self.confidence
+        metrics = asdict(confidence) if confidence is not None else dict.fromkeys(NAMES)
+        return {**self.model_dump(exclude=detailed), **metrics, "n": self.n, "shots": self.shots}
 
     @model_validator(mode="before")
     @classmethod
-    def _gathered(cls, data: Any) -> Any:
+    def _nest_cost(cls, data: Any) -> Any:
         if not isinstance(data, dict) or "cost" in data:
             return data
         cost = {COUNTS[name]: value for name, value in data.items() if name in COUNTS}
         return {name: value for name, value in data.items() if name not in COUNTS} | {"cost": cost}
 
     @pydantic.model_serializer(mode="wrap")
-    def _spread(self, write: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = write(self)
+    def _flatten_cost(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = serialize(self)
         cost = values.pop("cost")
         return values | {name: cost[field] for name, field in COUNTS.items()}
 
@@ -160,31 +164,29 @@ class Run(Frozen):
 class Record(Frozen):
     """One line of a store."""
 
-    key: str  # of the cell
-    cell: Cell  # what was run
-    # whether it ended well, or was skipped since its method needs another model
-    status: Literal["done", "failed", "skipped"]
-    # results, where it ended well; a line holds model, task, method and seed once, in its cell
-    outcome: Run | None = None
-    error: str | None = None  # what went wrong, or why it was skipped, where it did not
+    key: str  # `Cell.key` of the cell
+    cell: Cell
+    status: Literal["done", "failed", "skipped"]  # skipped: the method needs another model
+    outcome: Run | None = None  # result of a cell that is done; its `STORED_IN_CELL` fields are not written
+    error: str | None = None  # error message of a failed cell, or the reason for skipping it
     started: str  # UTC time, ISO 8601
-    # the most that the device's allocator held (CUDA), or that the process ever held up to then (CPU)
+    # peak of the CUDA allocator during the cell, or of the whole process so far (CPU)
     peak_memory_bytes: int = 0
-    # versions, git commit, device, dtype, threads, weights fingerprint, kind of machine
+    # versions, git commit, device, dtype, threads, hash of the weights, kind of machine
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _coherent(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.key != self.cell.key:
-            raise ValueError(f"the key {self.key!r} is not that of its cell, {self.cell.key!r}")
+            raise ValueError(f"the key is {self.key!r}, but the key of its cell is {self.cell.key!r}")
         if (self.outcome is None) != (self.status != "done"):
-            which = "no" if self.outcome is None else "an"
-            raise ValueError(f"a cell that is {self.status} has {which} outcome")
+            article = "no" if self.outcome is None else "an"
+            raise ValueError(f"a cell that is {self.status} has {article} outcome")
         return self
 
     @field_validator("outcome", mode="before")
     @classmethod
-    def _of_the_cell(cls, outcome: Any, info: pydantic.ValidationInfo) -> Any:
+    def _add_cell_fields(cls, outcome: Any, info: pydantic.ValidationInfo) -> Any:
         cell = info.data.get("cell")
         if not isinstance(outcome, dict) or cell is None:
             return outcome

@@ -1,4 +1,4 @@
-"""Runs the cells of a grid that a store lacks."""
+"""Run the cells of a grid that are missing from a store."""
 
 import os
 import platform
@@ -28,87 +28,96 @@ from i2cl.storage.atomic import WriteError
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that are fitted together, since they differ in their seed alone; or a single cell.
-    ``lacking`` are those whose records are wanted; ``cells`` also those that a store holds already.
+    """Cells that are fitted in one call because they differ only in their seed, or a single cell.
+
+    ``missing`` are the cells to run; ``cells`` also contains those that the store already has.
     """
 
     cells: tuple[Cell, ...]
-    lacking: tuple[Cell, ...]
+    missing: tuple[Cell, ...]
 
 
 Fingerprint = tuple[str, str, str]
-"""In a store: of the weights in a precision, of a task's rows, or of its wording (see `Bench.hashes`)."""
+"""What is hashed ("weights", "rows" or "wording"), of which precision or task, and the hash."""
 
 
 def fingerprints(store: Store, like: Cell) -> set[Fingerprint]:
-    """Those of a store's cells with the same model, as given at loading."""
+    """Return the fingerprints of a store's cells with the same model name, revision and precision."""
     known: set[Fingerprint] = set()
     for record in store.records.values():
         cell, origin = record.cell, record.provenance
         same = (cell.model, cell.revision, cell.dtype) == (like.model, like.revision, like.dtype)
-        if record.status == "done" and same and "rows" in origin:  # before these, weights had other hashes
-            places = {"weights": origin.get("dtype", ""), "rows": cell.task, "wording": cell.task}
-            known |= {(part, where, origin[part]) for part, where in places.items() if part in origin}
+        if record.status == "done" and same and "rows" in origin:  # older records hash weights differently
+            owners = {"weights": origin.get("dtype", ""), "rows": cell.task, "wording": cell.task}
+            known |= {(part, owner, origin[part]) for part, owner in owners.items() if part in origin}
     return known
 
 
-def require_same(known: Collection[Fingerprint], bench: Bench, cells: Iterable[Cell]) -> None:
-    """Refuse to add results of other weights or other rows (I2CLError naming the model or the task)."""
+def check_fingerprints(known: Collection[Fingerprint], bench: Bench, cells: Iterable[Cell]) -> None:
+    """Raise I2CLError if the store has results of other weights, or of other rows of the cells' tasks."""
 
-    def differs(part: str, where: str, now: str) -> bool:
-        return any(one[:2] == (part, where) and one[2] != now for one in known)
+    def differs(part: str, owner: str, now: str) -> bool:
+        return any(one[:2] == (part, owner) and one[2] != now for one in known)
 
     decoder = bench.decoder
     if differs("weights", software(decoder)["dtype"], decoder.base.weights):
-        cure = "choose another --store"
-        raise I2CLError(f"the store has results of other weights than {decoder.name!r} has now: {cure}")
+        raise I2CLError(
+            f"the weights of {decoder.name!r} differ from those of the store's results: "
+            "choose another --store"
+        )
     for task, cell in sorted({cell.task: cell for cell in cells}.items()):
         hashes = bench.hashes(cell)
         if differs("rows", task, hashes["rows"]):
-            cure = "choose another --store, or the --data-dir they were made with"
-            raise I2CLError(f"the store has results on other rows of task {task!r}: {cure}")
+            raise I2CLError(
+                f"the rows of task {task!r} differ from those of the store's results: "
+                "choose another --store, or the same --data-dir as before"
+            )
         if differs("wording", task, hashes["wording"]):
             raise I2CLError(
-                f"the store has results of task {task!r} with another template, label words, instruction "
-                "or shots: choose another --store, or set the task back"
+                f"the template, label words, instruction or shots of task {task!r} differ from those of the "
+                "store's results: choose another --store, or restore the task"
             )
 
 
-def run_standing(
+def run_job(
     groups: Sequence[Group],
     data_dir: str | None,
     vectors: Path,
     known: Collection[Fingerprint],
     decoder: Decoder,
 ) -> list[Record]:
-    """Records of what groups on one fit lack, failures too; raises I2CLError as `require_same` does."""
+    """Run the missing cells of groups that share a fit, and return their records, failures included.
+
+    Raises I2CLError as `check_fingerprints` does.
+    """
     bench = Bench(decoder, data_dir, vectors)
-    require_same(known, bench, [cell for group in groups for cell in group.lacking])
-    return [record for group in groups for record in _records(bench, group)]
+    check_fingerprints(known, bench, [cell for group in groups for cell in group.missing])
+    return [record for group in groups for record in _run_group(bench, group)]
 
 
-def _records(bench: Bench, group: Group) -> list[Record]:
+def _run_group(bench: Bench, group: Group) -> list[Record]:
     started, memory = datetime.now(UTC).isoformat(timespec="seconds"), 0
     fitted: dict[str, Fitted] = {}
     if len(group.cells) > 1:
-        with peak_memory(bench.decoder.device) as peak, suppress(Exception):  # told by the cell it comes from
+        # an error is reported below, by the cell that causes it when it is fitted separately
+        with peak_memory(bench.decoder.device) as peak, suppress(Exception):
             fits = fit_cells(bench, group.cells)
             fitted = {cell.key: one for cell, one in zip(group.cells, fits, strict=True)}
         memory = peak.bytes
-    return [_recorded(bench, cell, fitted.get(cell.key), started, memory) for cell in group.lacking]
+    return [_run_cell(bench, cell, fitted.get(cell.key), started, memory) for cell in group.missing]
 
 
-def _recorded(bench: Bench, cell: Cell, fitted: Fitted | None, started: str, memory: int) -> Record:
-    """Score a cell, which is fitted first if it is not yet; ``memory`` was the most until now."""
+def _run_cell(bench: Bench, cell: Cell, fitted: Fitted | None, started: str, memory: int) -> Record:
+    """Fit a cell unless it is ``fitted`` already, and score it. ``memory`` is the peak of that fit."""
     outcome, error, status = None, None, "done"
     with peak_memory(bench.decoder.device) as peak:
         try:
             outcome = run_cell(bench, cell, fitted or fit_cells(bench, [cell])[0])
-        except WriteError:  # every other cell would meet it too
+        except WriteError:  # would also stop every other cell
             raise
-        except NoCompressorError as lacking:
-            status, error = "skipped", str(lacking)
-        except Exception as raised:  # noqa: BLE001 - one cell's error, of whatever kind, stops no other
+        except NoCompressorError as unsupported:
+            status, error = "skipped", str(unsupported)
+        except Exception as raised:  # noqa: BLE001 - recorded; the other cells continue
             status, error = "failed", f"{type(raised).__name__}: {raised}"
     decoder = bench.decoder
     return Record(
@@ -131,34 +140,42 @@ def _recorded(bench: Bench, cell: Cell, fitted: Fitted | None, started: str, mem
 
 
 def pending(cells: Iterable[Cell], store: Store, timed: Collection[str] = ()) -> list[Group]:
-    """Groups of cells, each once, of which the store lacks some or holds them as failed.
-    Seed by seed, so that an unfinished run leaves whole tables of fewer seeds; and plain methods before
-    studies that use what those were fitted to. By itself stands what gains nothing from company, what is
-    timed, and what other cells use, so that they find the same whoever comes first. ``timed`` are keys of
-    cells whose seconds are to be those of a single fit (`Experiment.timed`): one that the store holds as
-    fitted with others is lacking.
+    """Group the cells that the store does not have, or has as failed, in the order in which to run them.
+
+    The order is seed by seed, so that an interrupted run has complete tables of fewer seeds, and methods
+    before the studies that use their fits. Seeds are fitted in one call if the method gains from it. Cells
+    that are timed or that a study uses are fitted separately, so their results do not depend on the grid.
+
+    Args:
+        cells: all cells of the grids; duplicates are run once.
+        store: the results so far.
+        timed: keys of cells that need the seconds of a separate fit (`Experiment.timed`). If the store has
+            such a cell from a joint fit, it is run again.
     """
-    wanted = {cell.key: cell for cell in cells}
-    others = [cell for cell in wanted.values() if cell.study != "method"]
-    used = [plain(cell, task) for cell in others for task in (cell.task, *cell.sources)]
-    alone = {*timed, *(cell.key for cell in used)}
+    by_key = {cell.key: cell for cell in cells}
+    studies = [cell for cell in by_key.values() if cell.study != "method"]
+    used = [plain(cell, task) for cell in studies for task in (cell.task, *cell.sources)]
+    separate = {*timed, *(cell.key for cell in used)}
     groups: dict[tuple[str, bool], list[Cell]] = defaultdict(list)
-    for key, cell in wanted.items():
-        joint = key not in alone and is_joint(cell)
+    for key, cell in by_key.items():
+        joint = key not in separate and is_joint(cell)
         groups[cell.model_copy(update={"seed": 0}).key if joint else key, joint].append(cell)
     plan = [
-        Group(tuple(group), tuple(cell for cell in group if not _kept(store, cell, cell.key in alone)))
+        Group(
+            tuple(group),
+            tuple(cell for cell in group if not _is_stored(store, cell, separate=cell.key in separate)),
+        )
         for group in (sorted(group, key=lambda cell: cell.seed) for group in groups.values())
     ]
     plan.sort(key=lambda group: (group.cells[0].seed, group.cells[0].study != "method"))
-    return [group for group in plan if group.lacking]
+    return [group for group in plan if group.missing]
 
 
-def _kept(store: Store, cell: Cell, alone: bool) -> bool:
+def _is_stored(store: Store, cell: Cell, *, separate: bool) -> bool:
     if not store.done(cell.key):
         return False
     outcome = store.records[cell.key].outcome
-    return not (alone and outcome is not None and outcome.together > 1)
+    return not (separate and outcome is not None and outcome.together > 1)
 
 
 def run_groups(
@@ -167,30 +184,31 @@ def run_groups(
     source: DecoderSource,
     workers: int | None,
     data_dir: str | None,
-    watch: Callable[[Record], None] | None = None,
+    on_record: Callable[[Record], None] | None = None,
 ) -> Counter[str]:
-    """Run what groups lack, append the records, and count them by status.
-    Raises I2CLError as `require_same` and `run_jobs` do.
+    """Run the missing cells of groups, append their records to the store, and count them by status.
+
+    Raises I2CLError as `check_fingerprints` and `run_jobs` do.
     """
-    same: dict[str, list[Group]] = defaultdict(list)
+    by_fit: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        same[fit_key(group.cells[0])].append(group)
+        by_fit[fit_key(group.cells[0])].append(group)
     known = fingerprints(store, groups[0].cells[0]) if groups else ()
     vectors = (store.folder / VECTORS).resolve()
-    jobs = [partial(run_standing, standing, data_dir, vectors, known) for standing in same.values()]
+    jobs = [partial(run_job, sharing, data_dir, vectors, known) for sharing in by_fit.values()]
     statuses: Counter[str] = Counter()
     for records in run_jobs(source(), source, jobs, workers) if jobs else ():
         for record in records:
             store.append(record)
             statuses[record.status] += 1
-            if watch is not None:
-                watch(record)
+            if on_record is not None:
+                on_record(record)
     return statuses
 
 
 @cache
 def _commit() -> str | None:
-    """Git commit of this package's source, with a plus where it was changed; None for an installed one."""
+    """Return the Git commit of the package's source, with "+" if it has changes; None outside a checkout."""
     here = Path(__file__).parent
     git = ("git", "-C", str(here))
     try:

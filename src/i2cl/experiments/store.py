@@ -1,6 +1,7 @@
-"""Where results are kept: one line of JSON per cell, appended by a single writer.
+"""Results on disk: a folder with one line of JSON per cell, appended by a single writer.
 
-A kill loses at most the cells in the making (`i2cl.storage.journal`). `pack` compresses a finished store.
+A killed run loses at most the cells it was running (`i2cl.storage.journal`). `Store.pack` compresses a
+finished store.
 """
 
 import gzip
@@ -18,55 +19,68 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from i2cl.errors import I2CLError, first_problem
-from i2cl.experiments.records import TOLD_BY_RECORD, Record
+from i2cl.experiments.records import STORED_IN_CELL, Record
 from i2cl.storage.atomic import new_folder, write_errors
-from i2cl.storage.journal import Journal, only_writer, whole_lines
+from i2cl.storage.journal import Journal, complete_lines, exclusive_lock
 
 CELLS = "cells.jsonl"
 PACKED = "cells.jsonl.gz"
 LOCK = ".lock"
-VECTORS = "vectors"  # a folder, where cells put their vectors, one file each
+VECTORS = "vectors"  # folder with one file per cell
 PACKED_VECTORS = "vectors.safetensors"
 
 Vectors = Mapping[str, Mapping[str, np.ndarray]]
-"""By cell key: context_vector, coefficients and class_vectors, see `i2cl.experiments.studies`."""
+"""context_vector, coefficients and class_vectors by cell key, see `i2cl.experiments.studies.Bench.keep`."""
 
 
 @dataclass
 class Store:
-    """A folder of results; one process at a time writes. ``records`` has the newest of every cell."""
+    """A folder of results with at most one writing process.
+
+    Attributes:
+        folder: its path.
+        records: the newest record of every cell, by key.
+        write_line: appends a line durably; None if the store was opened for reading.
+    """
 
     folder: Path
     records: dict[str, Record]
-    keep: Callable[[bytes], None] | None = None  # adds a line for good; None where it is only read
+    write_line: Callable[[bytes], None] | None = None
 
     @classmethod
     def open(cls, folder: str | Path) -> "Store":
-        """Read a store, packed or not; raises I2CLError if it is none, or a line but the last is damaged."""
+        """Open a store, packed or not, for reading.
+
+        Raises I2CLError if there is no store, or if any line but the last is damaged.
+        """
         path = Path(folder)
         if (path / PACKED).is_file():
-            lines = _unpacked(path / PACKED)
+            lines = _decompress(path / PACKED)
         elif (path / CELLS).is_file():
-            lines = whole_lines(path / CELLS)
+            lines = complete_lines(path / CELLS)
         else:
-            raise I2CLError(f"no store at {str(folder)!r}: `i2cl experiment run NAME --store DIR` makes one")
-        return cls(path, _by_key(lines, path))
+            raise I2CLError(
+                f"no store at {str(folder)!r}: create one with `i2cl experiment run NAME --store DIR`"
+            )
+        return cls(path, _parse_records(lines, path))
 
     @classmethod
     @contextmanager
     def writing(cls, folder: str | Path) -> Iterator["Store"]:
-        """Open a store for appending, or make it; raises I2CLError if another process writes to it."""
+        """Open a store for appending, or create it. Raises I2CLError if another process writes to it."""
         path = Path(folder)
         if (path / PACKED).is_file():
-            raise I2CLError(f"the store at {str(folder)!r} is packed: `i2cl experiment unpack` it first")
+            raise I2CLError(
+                f"the store at {str(folder)!r} is packed: unpack it with `i2cl experiment unpack STORE OUT`"
+            )
         with ExitStack() as stack:
             with store_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
-                stack.callback(_remove_bare, path)  # once the lock is gone
-                busy = f"another run writes to {str(folder)!r}: wait for it, or choose another --store"
-                stack.enter_context(only_writer(path / LOCK, busy))
-                journal = stack.enter_context(Journal.opened(path / CELLS))
-            store = cls(path, _by_key(whole_lines(path / CELLS), path), journal.append)
+                stack.callback(_remove_empty, path)  # runs after the lock is released
+                busy = f"another run is writing to {str(folder)!r}: wait for it, or choose another --store"
+                stack.enter_context(exclusive_lock(path / LOCK, busy))
+                journal = stack.enter_context(Journal.open(path / CELLS))
+            store = cls(path, _parse_records(complete_lines(path / CELLS), path), journal.append)
             try:
                 yield store
             finally:
@@ -75,111 +89,120 @@ class Store:
 
     @classmethod
     @contextmanager
-    def following(cls, folder: str | Path) -> Iterator["Store"]:
-        """What a further process of a run holds: it reads, and writes nothing."""
+    def discarding(cls, folder: str | Path) -> Iterator["Store"]:
+        """Open a store without writing to it; appended records are kept in memory only.
+
+        For the processes of a distributed run other than the one that writes.
+        """
         records = cls.open(folder).records if (Path(folder) / CELLS).is_file() else {}
         yield cls(Path(folder), records, lambda _line: None)
 
     def done(self, key: str) -> bool:
-        """Whether a cell ended well, or was skipped since its method needs another model."""
+        """Whether a cell has a record that is done or skipped."""
         return key in self.records and self.records[key].status != "failed"
 
     def append(self, record: Record) -> None:
-        """Keep a record for good. Only inside `writing`. Raises I2CLError if it cannot be written."""
-        if self.keep is None:
+        """Write a record durably, inside `writing` only. Raises I2CLError if it cannot be written."""
+        if self.write_line is None:
             raise ValueError("the store was opened for reading")
         with store_errors(self.folder):
-            self.keep(_line(record))
-        _put(self.records, record)
+            self.write_line(_to_line(record))
+        _add(self.records, record)
 
     def vectors(self) -> Vectors:
-        """Vectors of every cell that kept some. Raises I2CLError on a damaged file, naming it."""
+        """Load the vectors of all cells that have some. Raises I2CLError naming a damaged file."""
         packed = self.folder / PACKED_VECTORS
         loaded: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
         if packed.is_file():
-            for name, value in _tensors(packed, "pack the store again").items():
+            for name, value in _load_tensors(packed, "pack the store again").items():
                 key, _, part = name.partition(".")
                 loaded[key][part] = value
         for path in sorted((self.folder / VECTORS).glob("*.safetensors")):
-            cure = f"remove it, and from {CELLS} the line of its cell, which is then run again"
-            loaded[path.stem] = _tensors(path, cure)
+            hint = f"remove it and the line of its cell in {CELLS}, and run the cell again"
+            loaded[path.stem] = _load_tensors(path, hint)
         return {key: loaded[key] for key in loaded if key in self.records}
 
     def unpack(self, folder: str | Path) -> None:
-        """Write lines and single files of vectors; raises I2CLError on a folder that is not empty."""
-        with new_folder(Path(folder), frozenset()) as fresh:
-            (fresh / CELLS).write_bytes(self._lines())
+        """Write the store with plain lines and one file of vectors per cell.
+
+        Raises I2CLError if the folder is not empty.
+        """
+        with new_folder(Path(folder), frozenset()) as new:
+            (new / CELLS).write_bytes(self._lines())
             for key, tensors in self.vectors().items():
-                save_vectors(fresh / VECTORS, key, tensors)
+                save_vectors(new / VECTORS, key, tensors)
 
     def pack(self, folder: str | Path) -> None:
-        """Write the newest record of every cell as one compressed file, all vectors as another."""
-        with new_folder(Path(folder), {PACKED, PACKED_VECTORS}) as fresh:
-            (fresh / PACKED).write_bytes(gzip.compress(self._lines(), mtime=0))
-            held = self.vectors().items()
-            flat = {f"{key}.{part}": value for key, parts in held for part, value in parts.items()}
+        """Write the newest record of every cell to one compressed file, and all vectors to another."""
+        with new_folder(Path(folder), {PACKED, PACKED_VECTORS}) as new:
+            (new / PACKED).write_bytes(gzip.compress(self._lines(), mtime=0))
+            vectors = self.vectors().items()
+            flat = {f"{key}.{part}": value for key, parts in vectors for part, value in parts.items()}
             if flat:
-                save_file(flat, fresh / PACKED_VECTORS)
+                save_file(flat, new / PACKED_VECTORS)
 
     def _lines(self) -> bytes:
-        return b"".join(map(_line, self.records.values()))
+        return b"".join(map(_to_line, self.records.values()))
 
 
-def _line(record: Record) -> bytes:
-    return record.model_dump_json(exclude_none=True, exclude={"outcome": TOLD_BY_RECORD}).encode() + b"\n"
+def _to_line(record: Record) -> bytes:
+    return record.model_dump_json(exclude_none=True, exclude={"outcome": STORED_IN_CELL}).encode() + b"\n"
 
 
-def _put(records: dict[str, Record], record: Record) -> None:
+def _add(records: dict[str, Record], record: Record) -> None:
+    """Add the newest record of a cell; a failure does not replace a success."""
     if record.status != "failed" or record.key not in records or records[record.key].status == "failed":
         records[record.key] = record
 
 
-def _remove_bare(folder: Path) -> None:
+def _remove_empty(folder: Path) -> None:
     if (folder / CELLS).exists():
         return
     for empty in (folder / VECTORS, folder):
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # not empty
             empty.rmdir()
 
 
 def store_errors(folder: Path) -> AbstractContextManager[None]:
-    """Say in one line what could not be written to a store; see `i2cl.storage.atomic.write_errors`."""
+    """Turn errors of writing to a store into one-line messages; see `i2cl.storage.atomic.write_errors`."""
     return write_errors(f"to {str(folder)!r}", "free space or choose another --store")
 
 
-def _unpacked(path: Path) -> list[bytes]:
+def _decompress(path: Path) -> list[bytes]:
     try:
         return gzip.decompress(path.read_bytes()).splitlines()
     except (OSError, EOFError, zlib.error) as error:
         raise I2CLError(f"{str(path)!r} is damaged ({error}): copy it or pack the store again") from None
 
 
-def _tensors(path: Path, cure: str) -> dict[str, np.ndarray]:
+def _load_tensors(path: Path, hint: str) -> dict[str, np.ndarray]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
-        raise I2CLError(f"{str(path)!r} is damaged or missing ({error}): {cure}") from None
+        raise I2CLError(f"{str(path)!r} is damaged or missing ({error}): {hint}") from None
 
 
-def _by_key(lines: list[bytes], path: Path) -> dict[str, Record]:
+def _parse_records(lines: list[bytes], path: Path) -> dict[str, Record]:
     records: dict[str, Record] = {}
     for number, line in enumerate(lines, start=1):
         try:
             record = Record.model_validate_json(line)
         except pydantic.ValidationError as error:
-            what = f"line {number} of the store {str(path)!r} cannot be read ({first_problem(error)})"
-            raise I2CLError(f"{what}: remove that line, its cell is then run again") from None
-        _put(records, record)
+            raise I2CLError(
+                f"line {number} of the store {str(path)!r} cannot be read ({first_problem(error)}): "
+                "remove that line and run its cell again"
+            ) from None
+        _add(records, record)
     return records
 
 
 def save_vectors(folder: Path, key: str, tensors: Mapping[str, np.ndarray]) -> None:
-    """Keep a cell's vectors: all of the file or nothing."""
+    """Write a cell's vectors atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".{key}.{os.getpid()}"
+    temporary = folder / f".{key}.{os.getpid()}"
     try:
-        save_file(dict(tensors), scratch)
-        scratch.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private
-        scratch.replace(folder / f"{key}.safetensors")
+        save_file(dict(tensors), temporary)
+        temporary.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files with mode 0600
+        temporary.replace(folder / f"{key}.safetensors")
     finally:
-        scratch.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

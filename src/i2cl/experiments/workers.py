@@ -1,4 +1,4 @@
-"""Many jobs on one model in several processes: small models leave most of a machine idle."""
+"""Run jobs on one model in several processes, because a small model cannot use all cores."""
 
 import os
 import signal
@@ -16,23 +16,23 @@ import torch
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 
-SMALL_MODEL = 50_000_000  # parameters up to which one model a core beats one model on all cores (on a CPU)
-# Loads the model anew in each process; must be picklable, such as a partial of a function.
-DecoderSource = Callable[[], Decoder]
-_WORKER: list[Decoder] = []  # the one model of this process, if it is a worker
+# parameters up to which, on a CPU, one single-threaded process per core is faster than one process
+SMALL_MODEL = 50_000_000
+DecoderSource = Callable[[], Decoder]  # loads the model in each process; must be picklable
+_WORKER: list[Decoder] = []  # the model of this process, if it is a worker
 
 R = TypeVar("R")
 
 
 def is_small(decoder: Decoder) -> bool:
-    """Whether the model runs on the CPU and is so small that several threads only wait for each other."""
+    """Whether the model runs on the CPU and is too small to gain from several threads."""
     size = sum(parameter.numel() for parameter in decoder.model.parameters())
     return decoder.device.type == "cpu" and size <= SMALL_MODEL
 
 
-def _suggested_workers(decoder: Decoder, jobs: int) -> int:
-    """One process a core for a small model on the CPU and enough jobs to repay the start, else one."""
-    if not is_small(decoder) or jobs < 4 or "RANK" in os.environ:  # torchrun has its processes already
+def _default_workers(decoder: Decoder, jobs: int) -> int:
+    """Return one process per core for a small model and enough jobs to amortize the start, else 1."""
+    if not is_small(decoder) or jobs < 4 or "RANK" in os.environ:  # torchrun starts its own processes
         return 1
     return max(1, min(os.cpu_count() or 1, jobs // 2))
 
@@ -40,12 +40,21 @@ def _suggested_workers(decoder: Decoder, jobs: int) -> int:
 def run_jobs(
     decoder: Decoder, source: DecoderSource, jobs: Sequence[Callable[[Decoder], R]], workers: int | None
 ) -> Iterator[R]:
-    """What each job gives, as it is done, by so many processes, or as many as the model's size says.
-    Every process has its share of the threads, warns through this one, and ends when the generator does. With
-    one worker the decoder is used, with several the source; jobs and what they give have to be picklable.
-    Raises I2CLError from the first job that fails with one, or if a process dies; the others are dropped.
+    """Run jobs, and yield the result of each as it finishes.
+
+    The worker processes share the threads of this one, their warnings are emitted here, and they end with the
+    generator.
+
+    Args:
+        decoder: the model, used if there is one worker.
+        source: loads the model in each of several workers.
+        jobs: functions of the model; with several workers, jobs and results must be picklable.
+        workers: number of processes. Default: chosen by the model's size.
+
+    Raises:
+        I2CLError: if a job raises one, or a process dies; the remaining jobs are cancelled.
     """
-    workers = workers or _suggested_workers(decoder, len(jobs))
+    workers = workers or _default_workers(decoder, len(jobs))
     if workers == 1:
         yield from (job(decoder) for job in jobs)
         return
@@ -53,7 +62,7 @@ def run_jobs(
     others = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (source, threads))
     try:
-        with _deaf_to_ctrl_c():  # so are the workers, which submit starts: this process ends them
+        with _sigint_blocked():  # inherited by the workers that submit starts: this process ends them
             futures = [pool.submit(_run, job) for job in jobs]
         for future in as_completed(futures):
             result, messages = future.result()
@@ -64,16 +73,17 @@ def run_jobs(
         for worker in set(active_children()) - others:
             worker.terminate()
         if isinstance(error, BrokenProcessPool):
-            cure = "run again with fewer --workers"
-            raise I2CLError(f"a worker process died, perhaps for lack of memory: {cure}") from None
+            raise I2CLError(
+                "a worker process died, perhaps out of memory: run again with fewer --workers"
+            ) from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Put SIGINT off until the block ends; processes that start in it never get it. Not on Windows."""
+def _sigint_blocked() -> Iterator[None]:
+    """Block SIGINT during the block, and forever in processes that start in it. No effect on Windows."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -85,14 +95,14 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 
 def _start(source: DecoderSource, threads: int) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # where it was not put off, it ends a worker at once
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # where SIGINT is not blocked, exit without a traceback
     torch.set_num_threads(threads)
     _WORKER.append(source())
 
 
-def _end_with_parent() -> None:
-    """A killed parent tells its workers nothing: without this they would wait for work forever."""
+def _exit_with_parent() -> None:
+    """Exit when the parent is killed; otherwise the worker would wait for jobs forever."""
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -1,8 +1,8 @@
 """How each model type can hold an injection in its weights, keyed by ``config.model_type``.
 
-The last linear map of a residual writer is ``W h + b``, so ``lambda v + beta a`` is ``W <- beta W`` and
-``b <- beta b + lambda v``. A model can hold that if its class has both biases, or fits a class that has.
-Rows follow the modelling code of transformers 5 (https://github.com/huggingface/transformers).
+The last linear map of a sublayer (attention or MLP) computes ``a = W h + b``. So ``lambda v + beta a`` is
+``W <- beta W`` and ``b <- beta b + lambda v``. That takes a class with both biases, or conversion to one that
+has them. Rows follow the modeling code of transformers 5 (https://github.com/huggingface/transformers).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,21 +15,22 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from i2cl.errors import I2CLError
 
-HOOKED = "predict with hooks instead (`i2cl predict`)"
-# Path from a block to a linear map; or the names of its weights, and behind them that of its bias.
+USE_HOOKS = "predict with hooks instead (`i2cl predict`)"
+# Path from a block to a linear map; or the names of its weight tensors, followed by the name of its bias.
 Linear = str | tuple[str, ...]
-# A tensor's name in the source, and what becomes of it, in its own dtype; None leaves it.
+# Name of a tensor in the source, and a function that converts it, or None.
 Piece = tuple[str, Callable[[Tensor], Tensor] | None]
 
 
-def same(name: str, _config: PreTrainedConfig) -> Piece:
-    """The tensor of the same name."""
+def unchanged(name: str, _config: PreTrainedConfig) -> Piece:
+    """Use the tensor of the same name."""
     return name, None
 
 
 def from_gemma(name: str, config: PreTrainedConfig) -> Piece:
-    """Norms that multiply by ``1 + w``, and an embedding that is scaled by the root of the width.
-    The head is not scaled. Source: https://github.com/huggingface/transformers/pull/29402.
+    """Convert norms, which multiply by ``1 + w``, and the embedding, which is scaled by ``sqrt(d)``.
+
+    The LM head is not scaled. Source: https://github.com/huggingface/transformers/pull/29402.
     """
     if "norm" in name.rsplit(".", 2)[-2]:
         return name, lambda weight: (1.0 + weight.float()).to(weight.dtype)
@@ -39,7 +40,7 @@ def from_gemma(name: str, config: PreTrainedConfig) -> Piece:
 
 
 def from_phi3(name: str, config: PreTrainedConfig) -> Piece:
-    """Queries, keys and values in one matrix, gate and up in another."""
+    """Split the fused query-key-value and gate-up matrices."""
     head, wide = head_width(config), config.intermediate_size
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     parts = {
@@ -57,7 +58,7 @@ def from_phi3(name: str, config: PreTrainedConfig) -> Piece:
 
 
 def from_helium(name: str, config: PreTrainedConfig) -> Piece:
-    """Rotary pairs that lie side by side; Llama's lie half a head apart."""
+    """Reorder rotary pairs, which are adjacent here and half a head apart in Llama."""
     if name.rsplit(".", 2)[-2] not in {"q_proj", "k_proj"}:
         return name, None
     half: int = config.head_dim // 2
@@ -71,32 +72,40 @@ def from_helium(name: str, config: PreTrainedConfig) -> Piece:
 
 @dataclass(frozen=True)
 class Family:
-    """How some model types are folded."""
+    """How some model types are folded.
 
-    attention: Linear  # the last linear map of the attention, from a block of the result
-    mlp: Linear  # that of the MLP
-    # config fields that turn the biases on; other biases that come with them are zero
+    Attributes:
+        attention: path from a block of the folded model to the last linear map of its attention.
+        mlp: the same of its MLP.
+        switches: config fields that turn the biases on; other biases that they add are zero.
+        joint: the sublayer whose bias takes both constants, in parallel blocks with only one bias.
+        target: model type of the folded model, if it is another one.
+        head: name of ``lm_head`` in files.
+        piece: returns the source tensor that each tensor of the folded model is made from.
+    """
+
+    attention: Linear
+    mlp: Linear
     switches: tuple[str, ...] = ()
-    # the writer whose bias takes both constants, where a parallel block has but one bias
     joint: Literal["", "attention", "mlp"] = ""
-    target: str = ""  # model type of the result where it is another one
-    head: str = "lm_head"  # what files call ``lm_head``
-    piece: Callable[[str, PreTrainedConfig], Piece] = same  # where each tensor of the result comes from
+    target: str = ""
+    head: str = "lm_head"
+    piece: Callable[[str, PreTrainedConfig], Piece] = unchanged
 
     def config(self, source: PreTrainedConfig) -> PreTrainedConfig:
-        """The config of the result. The source's is left as it is."""
+        """Return the config of the folded model."""
         if self.target:
             return _converted(source, self.target)
         fields = source.to_dict()
-        fields.pop("auto_map", None)  # code of the source's repository, which the result needs not
+        fields.pop("auto_map", None)  # remote code, which the folded model does not need
         return type(source).from_dict(fields | dict.fromkeys(self.switches, True))
 
 
 _LLAMA = ("self_attn.o_proj", "mlp.down_proj")
 _BOTH = ("attention_bias", "mlp_bias")
-# A token's weights of its experts add up to one, so that a constant in all of their biases counts once.
+# The weights of a token's experts sum to 1, so a constant added to every expert's bias counts once.
 _GPT_OSS = ("mlp.experts.down_proj", "mlp.experts.down_proj_bias")
-# The bias comes after the sum over experts.
+# The bias is added after the sum over experts.
 _JETMOE_ATTENTION = ("self_attention.experts.output_linear.weight", "self_attention.experts.bias")
 
 _ROWS = {
@@ -126,69 +135,69 @@ _ROWS = {
     Family(*_LLAMA, target="hy_v3"): "qwen3",  # without experts: Llama with norms of queries and keys
 }
 
-# Every model type that can be folded. Read-only.
+# Model types that can be folded. Read-only.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {name: row for row, names in _ROWS.items() for name in names.split()}
 )
 
 _REASONS = {
-    "its blocks normalise what a writer puts out, so no weight can add a constant behind that": """
+    "its blocks normalize the output of a sublayer, and no weight can add a constant after that": """
         afmoe exaone4 flex_olmo gemma2 gemma3_text glm4 hyperclovax kolibri1 olmo2 olmo3""",
-    "its experts have no biases, so none can hold lambda v": """
+    "its experts have no biases, which would hold lambda v": """
         aria_text axk1 axk2 dbrx deepseek_v2 deepseek_v3 deepseek_v32 dots1 dots3_note_text ernie4_5_moe
         exaone_moe flint glm4_moe glm4_moe_lite glm_moe_dsa granitemoe hunyuan_v1_moe hy_v3 laguna
         llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe
         qwen3_moe solar_open""",
-    "its experts, which beta would have to scale, are stored one by one": "cohere2_moe",
-    "neither of its writers has a bias, whatever its config says": "mpt stablelm",
-    "its writers have no biases, and no class with both scales queries by their position": "ministral3",
-    "its attention has no bias, and no class with both biases has windows in some layers alone": "cwm",
+    "its experts, which beta would have to scale, are stored separately": "cohere2_moe",
+    "its attention and MLP have no biases, and its config cannot turn them on": "mpt stablelm",
+    "it has no biases, and no class with both scales queries by position": "ministral3",
+    "its attention has no bias, and no class with both biases has sliding windows in some layers": "cwm",
     "its MLP has no bias, and no class with one has the same norms": "bitnet hunyuan_v1_dense olmo",
     "its MLP has no bias, and no class with one has the same attention": "diffllama vaultgemma youtu",
-    "its MLP has no bias, and no class with one has its other kinds of layers": "granitemoehybrid",
+    "its MLP has no bias, and no class with one has its other layer types": "granitemoehybrid",
     "its MLP has no bias, and no class with one has the same activation": "apertus nanochat",
-    "its writers have no biases, and no class with both rotates part of each head as it does": "glm",
+    "it has no biases, and no class with both has its partial rotary embedding": "glm",
 }
-# Every model type of `i2cl.models.architectures.ARCHITECTURES` that cannot be folded, and why. Read-only.
+# Supported model types (`i2cl.models.architectures.ARCHITECTURES`) that cannot be folded, and why. Read-only.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {name: reason for reason, names in _REASONS.items() for name in names.split()}
 )
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The row of a model. Raises I2CLError if it cannot be folded, saying why and what to do instead."""
+    """Return how a model is folded. Raises I2CLError with the reason if it cannot be."""
     kind = config.model_type
     row = FAMILIES.get(kind)
     reason = REFUSED.get(kind) or next(_obstacles(config, row.target if row else ""), None)
     if row is not None and reason is None:
         return row
-    reason = reason or f"only {', '.join(sorted(FAMILIES))} are known to hold one"
-    raise I2CLError(f"a {kind!r} model cannot hold an injection in its weights: {reason}; {HOOKED}")
+    reason = reason or f"supported are {', '.join(sorted(FAMILIES))}"
+    raise I2CLError(f"a {kind!r} model cannot hold an injection in its weights: {reason}; {USE_HOOKS}")
 
 
 def _obstacles(config: PreTrainedConfig, target: str) -> Iterator[str]:
-    """Why a config cannot be folded, such as what the class of the result cannot do."""
+    """Yield reasons why a config cannot be folded, such as a feature that the target class does not have."""
     if config.get_text_config() is not config:
-        yield "it is part of a model that also sees images"
+        yield "it is part of a multimodal model"
     if getattr(config, "quantization_config", None):
-        yield "its weights are quantized; fold the unquantized checkpoint and quantize the result"
+        yield "its weights are quantized; export the unquantized checkpoint and quantize the export"
     if not target:
         return
     window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     if window is not None and window < length and "sliding_attention" in kinds:
-        shorter = f"its sliding window of {window} tokens is shorter than its context of {length}"
-        yield f"{shorter}, {target} has none"
+        sizes = f"its sliding window of {window} tokens is shorter than its context of {length}"
+        yield f"{sizes}, and {target} has no sliding window"
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"it rotates part of each head, which {target} does not"
+        yield f"its rotary embedding is partial, which {target} does not support"
     if getattr(config, "use_bidirectional_attention", None):
-        yield f"it attends to later tokens, which {target} does not"
+        yield f"its attention is bidirectional, which {target} does not support"
     if target == "llama" and config.hidden_size % config.num_attention_heads:
-        yield "its width is no multiple of its number of heads, as that of llama has to be"
+        yield "its width is not a multiple of its number of heads, which llama requires"
 
 
 def head_width(config: PreTrainedConfig) -> int:
-    """Queries, keys and values of each head have so many numbers."""
+    """Return the dimension of each attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -202,7 +211,7 @@ def _converted(source: PreTrainedConfig, target: str) -> PreTrainedConfig:
     original = getattr(source, "original_max_position_embeddings", None)
     if original is not None and fields["rope_parameters"].get("rope_type") == "longrope":
         fields["rope_parameters"].setdefault("original_max_position_embeddings", original)
-    tied = source.tie_word_embeddings and source.model_type != "gemma"  # whose embedding alone is scaled
+    tied = source.tie_word_embeddings and source.model_type != "gemma"  # only its embedding is scaled
     fields |= dict.fromkeys(_BOTH, True) | {"head_dim": head_width(source), "tie_word_embeddings": tied}
     if target == "hy_v3":
         fields["mlp_layer_types"] = ["dense"] * source.num_hidden_layers
@@ -213,11 +222,11 @@ _UNBIASED = "apertus bitnet cwm diffllama glm hunyuan_v1_dense ministral3 olmo s
 
 
 def _module(path: Linear) -> str:
-    return path if isinstance(path, str) else ""  # experts' weights are no modules
+    return path if isinstance(path, str) else ""  # experts are tensors, not modules
 
 
-# Paths from a block to the last linear maps of attention and MLP, also of model types that no weights can
-# fold; "" where there is none. Read-only.
+# Paths from a block to the last linear maps of attention and MLP, for more model types than can be folded;
+# "" if it has none. Read-only.
 LAST_MAPS: Mapping[str, tuple[str, str]] = MappingProxyType(
     dict.fromkeys(_UNBIASED.split(), _LLAMA)
     | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), ("self_attn.o_proj", ""))

@@ -1,7 +1,7 @@
-"""A transformers tokenizer as the vocabulary of a GGUF file, if llama.cpp encodes as it does.
+"""Convert a transformers tokenizer to the vocabulary of a GGUF file, if llama.cpp encodes the same way.
 
-llama.cpp knows two kinds that Llamas have (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp):
-byte-level BPE with a pre-tokenizer that it has a name for, and the BPE of SentencePiece with scores.
+llama.cpp supports two kinds that Llamas use: byte-level BPE with a known pre-tokenizer, and SentencePiece's
+BPE with scores (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
 import json
@@ -21,7 +21,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _CASED = f"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*"
 
-# llama.cpp's name of a pre-tokenizer, and whether it then takes whole words without merging.
+# llama.cpp's name of each pre-tokenizer, and whether it then looks up whole words before it merges.
 _PRE_TOKENIZERS = {
     ("ByteLevel",): ("gpt-2", False),
     ("Digits", "ByteLevel"): ("smollm", False),
@@ -37,24 +37,39 @@ _UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a GGUF file holds of a tokenizer."""
+    """The tokenizer of a GGUF file.
 
-    model: str  # llama.cpp's name of the algorithm: gpt2 or llama
-    pre: str  # its name of the pre-tokenizer
-    tokens: list[str]  # by id
-    kinds: list[str]  # of each token: a name of ``gguf.TokenType``
-    merges: list[str] = field(default_factory=list)  # of gpt2, best first
-    scores: list[float] = field(default_factory=list)  # of llama, of each token: what merges first has most
-    space_prefix: bool = False  # whether a space is put before a text
-    strips: bool = False  # whether blanks behind added tokens are dropped; llama.cpp knows Phi-3 by name
-    front: int | None = None  # id of the token that is put before a text, if any
-    special: dict[str, int] = field(default_factory=dict)  # ids by role: bos, eos, unk, pad
-    chat_template: str | None = None  # as the tokenizer has it
+    Attributes:
+        model: llama.cpp's name of the algorithm: gpt2 or llama.
+        pre: its name of the pre-tokenizer.
+        tokens: by id.
+        kinds: of each token: a name of ``gguf.TokenType``.
+        merges: of gpt2, best first.
+        scores: of llama, one per token; the pair with the highest score merges first.
+        space_prefix: whether a space is added before a text.
+        strips: whether whitespace after added tokens is dropped, as Phi-3's tokenizer does.
+        bos: id of the token that is added before a text, if any.
+        special: ids by role: bos, eos, unk, pad.
+        chat_template: of the tokenizer.
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    kinds: list[str]
+    merges: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    space_prefix: bool = False
+    strips: bool = False
+    bos: int | None = None
+    special: dict[str, int] = field(default_factory=dict)
+    chat_template: str | None = None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, size: int) -> "Vocabulary":
-        """That of a tokenizer, filled up to the number of rows of the embedding. Raises I2CLError if
-        llama.cpp would encode otherwise, saying what it does not do.
+        """Convert a tokenizer, padded to ``size`` tokens, the number of rows of the embedding.
+
+        Raises I2CLError if llama.cpp would encode differently.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -62,16 +77,17 @@ class Vocabulary:
         state = json.loads(backend.to_str())
         model = state["model"]
         names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-        odd = [name for name in names if model.get(name)]
-        if model["type"] != "BPE" or odd:
-            raise _refusal(f"the tokenizer is {model['type']}{' with ' + odd[0] if odd else ''}")
+        unsupported = [name for name in names if model.get(name)]
+        if model["type"] != "BPE" or unsupported:
+            more = f" with {unsupported[0]}" if unsupported else ""
+            raise _refusal(f"the tokenizer is {model['type']}{more}")
         tokens, kinds = _tokens(state, size)
-        shared = {"tokens": tokens, "kinds": kinds, "strips": _strips(state), **_specials(tokenizer)}
+        shared = {"tokens": tokens, "kinds": kinds, "strips": _strips(state), **_special_tokens(tokenizer)}
         pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
         if model["byte_fallback"]:
-            shared |= {"space_prefix": _sentencepiece(state), "scores": _scores(tokens, kinds, pairs)}
+            shared |= {"space_prefix": _adds_space(state), "scores": _scores(tokens, kinds, pairs)}
             return cls("llama", "default", **shared)
-        return cls("gpt2", _byte_level(state), merges=[" ".join(pair) for pair in pairs], **shared)
+        return cls("gpt2", _pre_tokenizer(state), merges=[" ".join(pair) for pair in pairs], **shared)
 
     def write(self, writer: Any, types: Any) -> None:
         """Add it to a ``gguf.GGUFWriter``; ``types`` is ``gguf.TokenType``."""
@@ -86,19 +102,19 @@ class Vocabulary:
         for role, token in self.special.items():
             getattr(writer, f"add_{role}_token_id")(token)
         writer.add_add_space_prefix(self.space_prefix)
-        writer.add_add_bos_token(self.front is not None)
+        writer.add_add_bos_token(self.bos is not None)
         writer.add_add_eos_token(False)
         if self.chat_template:
             writer.add_chat_template(self.chat_template)
 
 
 def _refusal(what: str) -> I2CLError:
-    cure = "leave the tokenizer out (--no-tokenizer) and send token ids"
-    return I2CLError(f"{what}, which llama.cpp does not do: {cure}")
+    hint = "leave the tokenizer out (--no-tokenizer) and send token ids"
+    return I2CLError(f"{what}, which llama.cpp does not support: {hint}")
 
 
 def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[str]]:
-    """Text and kind of every row of the embedding; tokens without a row are left out."""
+    """Return text and kind of every row of the embedding; tokens without a row are left out."""
     model = state["model"]
     texts = {number: text for text, number in model["vocab"].items()}
     kinds = dict.fromkeys(texts, "NORMAL")
@@ -112,34 +128,37 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[str]]:
             kinds[added["id"]] = "CONTROL" if added["special"] else "USER_DEFINED"
     tokens = [texts.get(number, f"[PAD{number}]") for number in range(size)]
     if len(set(tokens)) < size:
-        raise _refusal("the tokenizer gives one text two ids")
+        raise _refusal("the tokenizer has two ids for one text")
     return tokens, [kinds.get(number, "UNUSED") for number in range(size)]
 
 
 def _strips(state: dict[str, Any]) -> bool:
-    """Whether added tokens drop the blanks behind them as Phi-3's do; False where none drops any."""
+    """Return whether added tokens drop the whitespace after them, as Phi-3's do.
+
+    Raises I2CLError if they treat whitespace in another way.
+    """
     added = state["added_tokens"]
     texts = {token["content"] for token in added}
     stripping = {token["content"] for token in added if token["rstrip"]}
     known, of_phi3 = texts | state["model"]["vocab"].keys(), _UNSTRIPPED | {"</s>"}
     if any(token["lstrip"] or token["single_word"] for token in added):
-        raise _refusal("the tokenizer has added tokens that depend on what stands before them")
+        raise _refusal("the tokenizer has added tokens that depend on the text before them")
     if stripping and stripping != texts - _UNSTRIPPED:
-        raise _refusal("the tokenizer drops blanks behind some of its added tokens")
+        raise _refusal("the tokenizer drops whitespace after some of its added tokens")
     if stripping and not of_phi3 <= known:
-        raise _refusal("the tokenizer drops blanks behind its added tokens, which are not those of Phi-3")
+        raise _refusal("the tokenizer drops whitespace after its added tokens and is not Phi-3's")
     return bool(stripping)
 
 
-def _specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     front = Encoder.of(tokenizer).front
     if len(front) > 1:
-        raise _refusal(f"the tokenizer puts {len(front)} tokens before a text")
+        raise _refusal(f"the tokenizer adds {len(front)} tokens before a text")
     roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "pad")}
     if front:
         roles["bos"] = front[0]
     return {
-        "front": front[0] if front else None,
+        "bos": front[0] if front else None,
         "special": {role: number for role, number in roles.items() if number is not None},
         "chat_template": getattr(tokenizer, "chat_template", None),
     }
@@ -151,18 +170,20 @@ def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     return list(part[name]) if part["type"] == "Sequence" else [part]
 
 
-def _byte_level(state: dict[str, Any]) -> str:
+def _pre_tokenizer(state: dict[str, Any]) -> str:
+    """Return llama.cpp's name of the pre-tokenizer. Raises I2CLError if it has none."""
     others = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
     if others:
-        raise _refusal(f"the tokenizer normalises with {others[0]}")
+        raise _refusal(f"the tokenizer normalizes with {others[0]}")
     steps = _steps(state["pre_tokenizer"], "pretokenizers")
-    name, whole = _PRE_TOKENIZERS.get(tuple(_described(steps)), (None, False))
-    if name is None or whole != bool(state["model"].get("ignore_merges")):
-        raise _refusal("the tokenizer splits texts in a way of its own")
+    name, ignore_merges = _PRE_TOKENIZERS.get(tuple(_described(steps)), (None, False))
+    if name is None or ignore_merges != bool(state["model"].get("ignore_merges")):
+        raise _refusal("the tokenizer has an unknown pre-tokenizer")
     return name
 
 
 def _described(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the key of each step in `_PRE_TOKENIZERS`."""
     for step in steps:
         kind = step["type"]
         if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
@@ -173,11 +194,11 @@ def _described(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
         elif kind == "Digits" and step["individual_digits"]:
             yield kind
         else:
-            yield f"another {kind}"
+            yield f"unknown {kind}"
 
 
-def _sentencepiece(state: dict[str, Any]) -> bool:
-    """Whether a space is put before a text, by a tokenizer that does what SentencePiece does."""
+def _adds_space(state: dict[str, Any]) -> bool:
+    """Return whether a space is added before a text. Raises I2CLError if this is not SentencePiece."""
     prefix = escaped = False
     steps = _steps(state["normalizer"], "normalizers") + _steps(state["pre_tokenizer"], "pretokenizers")
     for step in steps:
@@ -188,28 +209,29 @@ def _sentencepiece(state: dict[str, Any]) -> bool:
         elif step["type"] == "Metaspace" and step["replacement"] == _SPACE and not step["split"]:
             escaped, prefix = True, prefix or step["prepend_scheme"] != "never"
         else:
-            raise _refusal(f"the tokenizer has a step {step['type']}")
+            raise _refusal(f"the tokenizer has the step {step['type']}")
     model = state["model"]
     if not escaped or not model["vocab"].keys() >= {*_BYTES} or model.get("ignore_merges"):
-        raise _refusal("the tokenizer has bytes as SentencePiece has, but not the rest of it")
+        raise _refusal("the tokenizer has SentencePiece's bytes, but is not SentencePiece")
     return prefix
 
 
 def _scores(tokens: Sequence[str], kinds: Sequence[str], merges: Sequence[tuple[str, ...]]) -> list[float]:
-    """Minus the place of the first merge that makes a token.
-    SentencePiece merges whatever two neighbours make a token, the token with the highest score first. That is
-    what the list of merges says if it holds every such pair, those of one token side by side.
+    """Return the score of each token: minus the rank of the first merge that makes it.
+
+    SentencePiece merges any two adjacent pieces that form a token, highest score first. That equals the list
+    of merges if the list holds every such pair, and the pairs of one token are adjacent.
     """
-    places: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for made, _ in groupby(map("".join, merges)):
-        if made in places:
-            raise _refusal("the tokenizer has several places for one token in its list of merges")
-        places[made] = len(places)
+        if made in ranks:
+            raise _refusal("the tokenizer's merges have several ranks for one token")
+        ranks[made] = len(ranks)
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind == "NORMAL"}
     pairs = set(merges)
     for token in known:
         for pair in ((token[:cut], token[cut:]) for cut in range(1, len(token))):
             if known.issuperset(pair) and pair not in pairs:
                 what = f"the tokenizer does not merge {pair[0]!r} and {pair[1]!r}"
-                raise _refusal(f"{what}, as SentencePiece would")
-    return [-float(places.get(token, len(places))) for token in tokens]
+                raise _refusal(f"{what}, unlike SentencePiece")
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]

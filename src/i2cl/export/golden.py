@@ -1,306 +1,220 @@
-"""What an export must answer: a few prompts and the injected model's own values for them."""
+"""Golden answers of an export: some texts, and what the injected model answers.
 
-from collections.abc import Sequence, Set as AbstractSet
-from dataclasses import replace
-from operator import itemgetter
+An export stores them, so that any program that runs it can be checked against the injected model.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import torch
+from jaxtyping import Float
 from torch import Tensor
-from transformers import GenerationConfig
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
-from i2cl.export import greedy
-from i2cl.export.folding import at_temperature, require_plain, require_unquantized
-from i2cl.export.greedy import TEXTS
-from i2cl.export.upcast import Upcast
-from i2cl.models.batching import Ids, make_batch
+from i2cl.export.folding import require_foldable, require_unquantized
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import edit_outputs
+from i2cl.models.encoding import LabelTokens
 from i2cl.models.loading import gguf_reader, is_gguf
 from i2cl.models.precision import dtype_name
-from i2cl.models.scoring import score
-from i2cl.storage.atomic import public_name
-from i2cl.tasks.template import TEXT_FIELD
 from i2cl.version import __version__
 
 GOLDEN = "i2cl_golden.json"
-GOLDEN_FIELD = "i2cl.golden"  # of a GGUF file, as JSON
-FORMAT_VERSION = 1
-TOP = 20  # how many of the largest logits are kept for each prompt
-DIAGNOSED = 6  # how many prompts also say what the labels' probabilities are without some constants
-
-# Largest relative difference of an export, by the dtype that its weights are stored in.
+GOLDEN_KEY = "i2cl.golden"  # metadata key of a GGUF file, which holds the same JSON
+FORMAT_VERSION = 2
+# Maximum difference of a probability, by the dtype of the stored weights.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
-# Which writers' constants a runtime may have dropped.
-DROPPED = {"attention": (0,), "mlp": (1,), "attention and mlp": (0, 1)}
+TEXTS = (
+    "the letter arrived on a quiet morning",
+    "nobody had expected the river to rise so early in the year",
+    "a small shop at the corner sells bread, paper and string",
+    "it was not clear to anyone why the train had stopped",
+    "she opened the window and listened for a while",
+    "two engineers counted the lamps along the road",
+    "Where do the herons of this lake spend the winter?",
+    "How many steps are there from the harbour up to the lighthouse, and who has counted them?",
+    "Who wrote the first timetable?",
+    "My order came a week late, the box was torn, and nobody answers my letters. I want my money back.",
+    "The heating in our flat has been broken since Monday!",
+    "I was charged twice for one ticket and cannot find a form to say so",
+    (
+        "The council voted on Tuesday to close the old bridge for repairs; buses will run along the northern "
+        "bank until the end of May, and cyclists are asked to take the ferry."
+    ),
+    "Grain prices fell for the third day after rain in the east",
+    "The home side won by a single point in front of nine thousand people.",
+    "A slow, warm film that trusts its actors. I left the cinema smiling",
+    "The second half of the book repeats the first, and its hero never says a word worth keeping...",
+    "Good soup, friendly waiters, terrible chairs",
+    "Please send the minutes of the last meeting to everyone on the list (see page 4)",
+    'He said "later" and went back to sleep.',
+)
+"""Texts of several kinds and lengths: sentences, questions, complaints, news, reviews, notes."""
 
-
-class GoldenPrompt(pydantic.BaseModel):
-    """One prompt and the injected model's next-token values, in float32."""
-
-    text: str  #: the prompt
-    ids: list[int]  #: its tokens
-    labels: list[float]  #: log-probability of each label's first token, without a prior
-    #: the same where the constants of some writers are left out, by `DROPPED`; of the first prompts alone
-    dropped: dict[str, list[float]] = {}
-    top_ids: list[int]  #: tokens of the largest logits
-    top_logits: list[float]  #: those logits
-    prediction: str  #: the most probable label, by whole sequences where these were scored, with the prior
-    whole: list[float] = []  #: log-probability of each label's tokens; empty where first tokens decide
-    query: str | None = None  #: what was encoded to ``ids``; None where it was cut
-    greedy: list[int]  #: what plain greedy decoding answers with the prior, a label long
+Form = Literal["", "classifier", "causal-lm", "peft", "gguf"]
 
 
 class Golden(pydantic.BaseModel):
-    """What an export carries about itself."""
+    """Texts and the injected model's answers, computed in float32."""
 
-    format_version: int = FORMAT_VERSION  #: of this file
+    format_version: int = FORMAT_VERSION
     i2cl: str = __version__  #: version that wrote it
-    artefact: dict[str, Any]  #: task, base model and settings of the injection
-    labels: list[str]  #: label words
-    label_ids: list[int]  #: first token of each, or the token that stands for it
-    label_texts: list[str]  #: that token as text
-    sequences: list[list[int]] = []  #: tokens of each label, where whole sequences are scored; else empty
-    sequence_texts: list[str] = []  #: those tokens as text
-    label_bias: list[float] = []  #: added to each label's log-probability, in nats; empty without a prior
-    prompts: list[GoldenPrompt]  #: what to ask, and what to answer
-    model_type: str = ""  #: of the export
-    dtype: str = "float32"  #: of its weights
-    tolerance: float = TOLERANCES["float32"]  #: largest relative difference
-    biases: dict[str, float] = {}  #: L2 norm of every bias that holds a part of the injection
-    prompt: str  #: what every prompt is, ``{text}`` for the text
-    tail: list[int]  #: tokens that end every prompt, whatever its text
-    spoken: list[list[int]]  #: tokens of each label to its end, whichever of them are scored
-    words: list[str]  #: those tokens as text, without what ends a text
-    end: int | None  #: token that ends a text
-    beams: int  #: with which transformers' `generate` compares whole labels; 0 where it cannot
+    form: Form = ""  #: format of the export
+    labels: list[str]  #: label words, in the order of the classes
+    #: tokens of each label after the prompt; the sum of their log-probabilities scores the label
+    label_tokens: list[list[int]]
+    label_bias: list[float] = []  #: label prior: added to the log-probabilities among the labels, in nats
+    temperature: float = 1.0  #: divides the log-probabilities among the labels, after the label prior
+    texts: list[str]  #: raw texts
+    prompts: list[str]  #: texts in the prompt template
+    ids: list[list[int]]  #: token ids of the prompts
+    probabilities: list[list[float]]  #: probability of each label for each text
+    tolerance: float = TOLERANCES["float32"]  #: maximum difference of a probability
+    left_padding: bool = True  #: whether batches may be padded on the left
+    biases: list[str] = []  #: nonzero bias tensors of the export that hold a part of the injection
 
-    def of_export(self, model_type: str, dtype: torch.dtype, biases: dict[str, float]) -> "Golden":
-        """The same, with what only the folded checkpoint knows (see the attributes)."""
-        name = dtype_name(dtype)
-        precision = {"dtype": name, "tolerance": TOLERANCES.get(name, max(TOLERANCES.values()))}
-        return self.model_copy(update=precision | {"model_type": model_type, "biases": biases})
+    def of_export(self, form: Form, dtype: torch.dtype, biases: Sequence[str] = ()) -> "Golden":
+        """Return a copy for an export of this form, whose weights are stored in this dtype."""
+        tolerance = TOLERANCES.get(dtype_name(dtype), max(TOLERANCES.values()))
+        return self.model_copy(update={"form": form, "tolerance": tolerance, "biases": list(biases)})
 
-    @property
-    def targets(self) -> list[list[int]]:
-        """What an answer begins with that says a label: its whole sequence, or its first token."""
-        return self.sequences or [[token] for token in self.label_ids]
+    def first(self, count: int) -> "Golden":
+        """Return a copy with the first few texts only."""
+        names = ("texts", "prompts", "ids", "probabilities")
+        return self.model_copy(update={name: getattr(self, name)[:count] for name in names})
 
-    @property
-    def greedy(self) -> list[bool]:
-        """Whether plain greedy decoding of the injected model says the label expected, prompt by prompt."""
-        return [self.said(prompt.greedy) == prompt.prediction for prompt in self.prompts]
-
-    @property
-    def forced(self) -> bool:
-        """Whether a program has to be made to say a label, since the model does not say it by itself."""
-        return not greedy.enough(self.greedy)
-
-    @property
-    def shortened(self) -> bool:
-        """Whether an answer is one token that stands for a label, such as " account" for "account access"."""
-        whole = self.sequences or (self.forced and self.artefact.get("scoring") != "words")
-        return not whole and [text.strip() for text in self.label_texts] != self.labels
-
-    @property
-    def said_as(self) -> str:
-        """What a right answer is, in words."""
-        return "the token of the expected label" if self.shortened else "the expected label"
-
-    @property
-    def compared(self) -> bool:
-        """Whether a generation config makes `generate` compare whole labels by beam search."""
-        return self.forced and self.beams > 0
-
-    @property
-    def length(self) -> int:
-        """Tokens that tell which label an answer says, at most."""
-        return max(map(len, self.targets))
-
-    @property
-    def longest(self) -> int:
-        """Tokens to generate: labels to their end where a program is made to say them."""
-        return max(map(len, self.spoken)) if self.forced else self.length
-
-    @property
-    def grammar(self) -> str:
-        """Of llama.cpp: one of the labels."""
-        return greedy.grammar_of(self.words)
-
-    @property
-    def sequence_bias(self) -> dict[tuple[int, ...], float]:
-        """What a generation config adds to logits for a label and its prior; empty where it needs nothing."""
-        if self.compared:
-            return greedy.compared_sequences(self.spoken, self.tail)
-        if self.forced:
-            return greedy.forced_sequences(self.spoken, self.label_bias, self.tail, self.end)
-        pairs = zip(self.label_ids, self.label_bias, strict=bool(self.label_bias))
-        return {(token,): value for token, value in pairs}
-
-    def logit_bias(self, prior: Sequence[float]) -> dict[str, float]:
-        """What servers are sent to add to logits: makes them say a label's scored tokens, and holds a prior.
-        Where whole sequences are scored no token's logit holds a prior, and a grammar has to say how labels
-        go on.
-        """
-        prior = () if self.sequences else prior
-        if self.forced:
-            return {str(token): value for token, value in greedy.forced_tokens(self.targets, prior).items()}
-        return dict(zip(map(str, self.label_ids), prior, strict=True)) if prior else {}
-
-    def said(self, tokens: Sequence[int]) -> str:
-        """The label that an answer's tokens say; empty where they say none."""
-        pairs = zip(self.targets, self.labels, strict=True)
-        return next((label for target, label in pairs if list(tokens[: len(target)]) == target), "")
-
-    def said_in(self, text: str, *, whole: bool) -> str:
-        """The label that an answer's text says, empty where none: a whole word, or its first token."""
-        place = greedy.label_in(text, self.words if whole else self.label_texts, whole=whole)
-        return "" if place is None else self.labels[place]
-
-    def require_bias_in(self, generation: GenerationConfig, where: str) -> None:
-        """Refuse (I2CLError) a generation config that lost the label prior, or what makes it say a label."""
-        what = None
-        if not self.sequence_bias.items() <= greedy.biases_of(generation).items():
-            what = "the label prior's sequence_bias" if self.label_bias else "the labels' sequence_bias"
-        elif self.compared and not greedy.searches(generation, self.beams, self.spoken):
-            what = "the beam search over whole labels"
-        if what:
-            cure = "copy generation_config.json, or export it again"
-            raise I2CLError(f"the generation config of {where!r} lacks {what}: {cure}")
-
-    def best(self, values: Sequence[float | None]) -> str:
-        """The most probable label of some log-probabilities, with the prior; ``-`` where none was told."""
-        bias = self.label_bias or [0.0] * len(self.labels)
-        each = zip(values, bias, self.labels, strict=bool(values))
-        scores = [(value + more, label) for value, more, label in each if value is not None]
-        return max(scores, key=itemgetter(0))[1] if scores else "-"
+    def label_probabilities(
+        self, log_probabilities: Float[Tensor, "texts labels"]
+    ) -> Float[Tensor, "texts labels"]:
+        """Apply the label prior and the temperature to the log-probabilities of the labels' tokens."""
+        bias = torch.tensor(self.label_bias) if self.label_bias else 0.0
+        return ((log_probabilities + bias) / self.temperature).softmax(-1)
 
     def write(self, folder: Path) -> None:
-        """Store it in an export's folder."""
+        """Store it in the folder of an export."""
         (folder / GOLDEN).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-
-    def lost(self, there: AbstractSet[str]) -> list[str]:
-        """Biases that hold a part of the injection and are not among those that are there and not zero."""
-        return [name for name, norm in self.biases.items() if norm > 0 and name not in there]
 
     @classmethod
     def from_export(cls, export: str | Path) -> "Golden":
-        """That of an export, a folder or a GGUF file. Raises I2CLError if it has none, or a damaged one."""
+        """Read it from the folder or GGUF file of an export.
+
+        Raises I2CLError if it is missing, damaged, or written by another version.
+        """
         path = Path(export)
         try:
             if is_gguf(path):
-                field = gguf_reader(path, "export it again").get_field(GOLDEN_FIELD)
+                field = gguf_reader(path, "export it again").get_field(GOLDEN_KEY)
                 text = None if field is None else str(field.contents())
             else:
                 path /= GOLDEN
                 text = path.read_text(encoding="utf-8") if path.is_file() else None
             if text is None:
-                cure = "give a folder or a GGUF file made by `i2cl export`"
-                raise I2CLError(f"{str(export)!r} has no {GOLDEN}: {cure}")
-            golden = cls.model_validate_json(text)
+                hint = "give a folder or a GGUF file that `i2cl export` wrote"
+                raise I2CLError(f"{str(export)!r} has no {GOLDEN}: {hint}")
+            version = pydantic.TypeAdapter(dict[str, Any]).validate_json(text).get("format_version")
+            if isinstance(version, int) and version > FORMAT_VERSION:
+                raise I2CLError(f"{str(path)!r} was written by a newer version: upgrade i2cl")
+            if version != FORMAT_VERSION:
+                raise I2CLError(f"{str(path)!r} was written by an older version: export the task again")
+            return cls.model_validate_json(text)
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
-            what = f"{str(path)!r} cannot be read ({first_problem(error)})"
-            raise I2CLError(f"{what}: export it again") from None
-        if golden.format_version > FORMAT_VERSION:
-            raise I2CLError(f"{str(path)!r} is of a newer version: upgrade i2cl")
-        return golden
+            problem = first_problem(error)
+            raise I2CLError(f"{str(path)!r} cannot be read ({problem}): export it again") from None
 
 
-def make_golden(decoder: Decoder, injection: Injection, *, fold_temperature: bool = False) -> Golden:
-    """Run the injected model on a few prompts, in float32.
-    One in another dtype is not copied: its weights are brought to float32 one at a time. ``fold_temperature``
-    is that of `export_hf`. Where labels are scored by their words, the values are those of the changed head
-    (`i2cl.models.encoding.LabelTokens.at_first`). Raises I2CLError if the injection's task does not fit the
-    decoder, or the model is quantized.
+def make_golden(decoder: Decoder, injection: Injection) -> Golden:
+    """Run the injected model on some texts, in float32.
+
+    A decoder in another dtype is copied to float32 first. Texts that do not fit into the context are left
+    out.
+
+    Raises:
+        I2CLError: if the injection cannot be exported or does not fit the decoder, the model is quantized, or
+            no text fits into the context.
     """
     require_unquantized(decoder.model.config)
-    require_plain(injection)
-    if fold_temperature:
-        head, temperature = decoder.model.get_output_embeddings(), injection.temperature
-        with edit_outputs([(head, lambda logits: logits / temperature)]):
-            return make_golden(decoder, at_temperature(injection))
-    task = injection.task
+    require_foldable(injection)
     questions = injection.questions(decoder)
-    labels, queries = questions.labels, questions.queries(TEXTS)
-    texts = [questions.prompt(text) for text in TEXTS]
-    each = zip(texts, queries, decoder.encoder(texts), strict=True)
-    uncut = [text if ids == whole else None for text, ids, whole in each]
-    first = list(labels.first)
-    sequences = labels.ids if labels.full else ()
-    scores: list[list[float]] = [[] for _ in queries]
-    if sequences:
-        with Upcast():
-            scores = score(decoder, queries, labels, edit=injection.edit()).tolist()
-    end = greedy.end_of(decoder)
-    tail = greedy.shared_end(decoder.encoder([*texts, *map(questions.prompt, greedy.ENDS)]))
-    spoken = [ids if ids[-1] != end else ids[:-1] for ids in labels.ids]  # without what ends a text
-    described = injection.description()
-    base = described["base_model"]
-    made = Golden(
-        artefact=described | {"base_model": base | {"name": public_name(base["name"])}},
-        labels=list(task.labels),
-        label_ids=first,
-        label_texts=[decoder.tokenizer.decode([token]) for token in first],
-        sequences=[list(ids) for ids in sequences],
-        sequence_texts=[greedy.text_behind(decoder, queries[0], ids) for ids in sequences],
+    prompts = [questions.prompt(text) for text in TEXTS]
+    ids = decoder.encoder(prompts)
+    whole = [row for row, kept in enumerate(questions.queries(TEXTS)) if kept == ids[row]]
+    if not whole:
+        raise I2CLError("no golden text fits into the context: leave them out with --no-golden")
+    if decoder.model.dtype != torch.float32:
+        model = copy.deepcopy(decoder.model).float()
+        decoder = Decoder(model, decoder.tokenizer, architecture=decoder.architecture, name=decoder.name)
+    texts = [TEXTS[row] for row in whole]
+    return Golden(
+        labels=list(injection.task.labels),
+        label_tokens=scored_tokens(questions.labels),
         label_bias=list(injection.label_bias or ()),
-        prompts=[],
-        prompt=questions.prompt(TEXT_FIELD),
-        tail=list(tail),
-        spoken=[list(ids) for ids in labels.ids],
-        words=[greedy.text_behind(decoder, queries[0], ids) for ids in spoken],
-        end=end,
-        beams=greedy.beams_for(labels.ids, tail) if sequences else 0,
-    )
-    with edit_outputs([(decoder.model.get_output_embeddings(), labels.at_first)]):
-        for place, (ids, text, values) in enumerate(zip(queries, uncut, scores, strict=True)):
-            prompt = _prompt(decoder, injection, ids, made, values, diagnosed=place < DIAGNOSED)
-            made.prompts.append(prompt.model_copy(update={"query": text}))
-    return made
-
-
-def _prompt(
-    decoder: Decoder, injection: Injection, ids: Ids, golden: Golden, whole: list[float], *, diagnosed: bool
-) -> GoldenPrompt:
-    logits, labels = _logits(decoder, ids, injection), golden.label_ids
-    values = logits.log_softmax(-1)[labels].tolist()
-    top = logits.topk(min(TOP, len(logits)))
-    dropped = {}
-    for name, sites in DROPPED.items() if diagnosed else ():
-        coefficients = injection.coefficients.clone()
-        coefficients[:, list(sites), 0] = 0
-        without = replace(injection, coefficients=coefficients)
-        dropped[name] = _logits(decoder, ids, without).log_softmax(-1)[labels].tolist()
-    return GoldenPrompt(
-        text=decoder.tokenizer.decode(list(ids)),
-        ids=list(ids),
-        labels=values,
-        dropped=dropped,
-        top_ids=top.indices.tolist(),
-        top_logits=top.values.tolist(),
-        prediction=golden.best(whole or values),
-        whole=whole,
-        greedy=_greedy(decoder, ids, injection, golden, logits),
+        temperature=injection.temperature,
+        texts=texts,
+        prompts=[prompts[row] for row in whole],
+        ids=[list(ids[row]) for row in whole],
+        probabilities=injection.scores(decoder, texts, force=True).double().softmax(-1).tolist(),
     )
 
 
-def _greedy(decoder: Decoder, ids: Ids, injection: Injection, golden: Golden, logits: Tensor) -> list[int]:
-    """The most probable token, and those behind it, from the logits of the first."""
-    if golden.label_bias and not golden.sequences:
-        logits = logits.clone()
-        logits[golden.label_ids] += torch.tensor(golden.label_bias)
-    tokens = [int(logits.argmax())]
-    while len(tokens) < golden.length and tokens[-1] != golden.end:
-        tokens.append(int(_logits(decoder, (*ids, *tokens), injection).argmax()))
-    return tokens
+def scored_tokens(labels: LabelTokens) -> list[list[int]]:
+    """Return the tokens of each label whose log-probabilities score it in an exported language model."""
+    return [list(ids) for ids in labels.ids] if labels.full else [[token] for token in labels.first]
 
 
-def _logits(decoder: Decoder, ids: Ids, injection: Injection) -> Tensor:
-    batch = make_batch([ids], decoder.device)
-    with decoder.frozen(), torch.no_grad(), Upcast():
-        return decoder.forward(batch, edit=injection.edit())[0, 0].float().cpu()
+@dataclass(frozen=True)
+class Verification:
+    """How a program that runs an export compares with the injected model.
+
+    Attributes:
+        labels: expected and found label of each text.
+        worst: largest difference of a probability; infinite if one is not a number.
+        tolerance: maximum difference.
+        retokenized: prompts to which the program's tokenizer gives other token ids.
+        missing: bias tensors that the export should have and that are missing or zero.
+    """
+
+    labels: tuple[tuple[str, str], ...]
+    worst: float
+    tolerance: float
+    retokenized: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether labels and token ids agree, and probabilities do within the tolerance."""
+        same = all(expected == found for expected, found in self.labels)
+        return same and not self.retokenized and not self.missing and self.worst <= self.tolerance
+
+
+def compare(
+    golden: Golden,
+    found: Float[Tensor, "texts labels"],
+    *,
+    tolerance: float | None = None,
+    ids: Sequence[Sequence[int]] | None = None,
+    missing: Sequence[str] = (),
+) -> Verification:
+    """Compare the label probabilities of a program with the golden ones.
+
+    Args:
+        golden: expected answers.
+        found: probability of each label for each text.
+        tolerance: maximum difference of a probability; default: the export's.
+        ids: token ids of the prompts by the program's tokenizer, if it has one.
+        missing: bias tensors that are missing or zero.
+    """
+    expected = torch.tensor(golden.probabilities)
+    best, answered = ([golden.labels[place] for place in one.argmax(-1)] for one in (expected, found))
+    encoded = () if ids is None else zip(golden.prompts, golden.ids, ids, strict=True)
+    return Verification(
+        labels=tuple(zip(best, answered, strict=True)),
+        worst=float((found - expected).abs().max().nan_to_num(float("inf"))),
+        tolerance=golden.tolerance if tolerance is None else tolerance,
+        retokenized=tuple(prompt for prompt, wanted, given in encoded if list(given) != wanted),
+        missing=tuple(missing),
+    )

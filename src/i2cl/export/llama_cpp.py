@@ -1,13 +1,11 @@
-"""The check of a GGUF file in llama.cpp itself.
+"""Check a GGUF export in llama.cpp.
 
-llama-cpp-python binds it: https://llama-cpp-python.readthedocs.io/en/latest/api-reference/.
+Uses llama-cpp-python: https://llama-cpp-python.readthedocs.io/en/latest/api-reference/.
 """
 
 import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError, needs
-from i2cl.export.calls import lifted
-from i2cl.export.golden import Golden, GoldenPrompt
-from i2cl.export.verify import Verification, answer_of, compare
+from i2cl.export.golden import Golden, Verification, compare
+from i2cl.export.verify import sequence_log_probability
 from i2cl.models.loading import gguf_reader
 
 
 class LlamaCpp(AbstractContextManager["LlamaCpp"]):
-    """A GGUF file that llama.cpp has loaded, on the CPU, with keys and values in float32.
-    A context manager, which frees it at the end. ``length``: the most tokens of a text. Raises I2CLError if
-    llama.cpp refuses it, or llama-cpp-python is not installed.
+    """A GGUF file loaded in llama.cpp, on the CPU, with keys and values in float32.
+
+    Args:
+        path: of the file.
+        length: maximum tokens of a prompt.
+
+    Raises:
+        I2CLError: if llama.cpp cannot load it, or llama-cpp-python is not installed.
     """
 
     def __init__(self, path: str | Path, length: int) -> None:
@@ -38,18 +40,18 @@ class LlamaCpp(AbstractContextManager["LlamaCpp"]):
         try:
             self._model: Any = self._library.Llama(str(path), verbose=False, **options)
         except (ValueError, RuntimeError) as error:
-            raise I2CLError(f"llama.cpp does not load {str(path)!r} ({error}): export it again") from None
+            raise I2CLError(f"llama.cpp cannot load {str(path)!r} ({error}): export it again") from None
         self.has_tokenizer = self._model.metadata.get("tokenizer.ggml.model") != "none"
 
     def __exit__(self, *_error: object) -> None:
         self._model.close()
 
     def tokens(self, text: str) -> list[int]:
-        """What llama.cpp's tokenizer makes of a text, with what it puts in front."""
+        """Encode a text with llama.cpp's tokenizer, BOS included."""
         return list(self._model.tokenize(text.encode(), add_bos=True, special=True))
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
-        """Of the token after these, in float32. Raises I2CLError if llama.cpp cannot run them."""
+        """Return the logits of the next token. Raises I2CLError if llama.cpp cannot run these tokens."""
         self._model.reset()
         try:
             self._model.eval(list(ids))
@@ -58,48 +60,34 @@ class LlamaCpp(AbstractContextManager["LlamaCpp"]):
         values = self._library.llama_get_logits_ith(self._model.ctx, -1)
         return torch.from_numpy(np.ctypeslib.as_array(values, shape=(self._model.n_vocab(),)).copy())
 
-    def complete(self, prompt: str | Sequence[int], golden: Golden) -> str:
-        """What it completes greedily, asked as an export's calls tell. Raises I2CLError if it cannot."""
-        options: dict[str, Any] = {"max_tokens": golden.longest, "temperature": 0}
-        if golden.forced:
-            options["grammar"] = self._library.LlamaGrammar.from_string(golden.grammar, verbose=False)
-            options["logit_bias"] = lifted(golden)
-        sent = prompt if isinstance(prompt, str) else list(prompt)
-        try:
-            reply = self._model.create_completion(sent, **options)
-        except (RuntimeError, ValueError) as error:
-            raise I2CLError(f"llama.cpp cannot complete {str(sent)[:40]!r} ({error})") from None
-        return str(reply["choices"][0]["text"])
-
-    def said(self, prompt: GoldenPrompt, golden: Golden) -> str:
-        """The label of one token that greedy decoding says; of tokens where the file has no tokenizer."""
-        if self.has_tokenizer:
-            query = prompt.ids if prompt.query is None else prompt.query
-            return golden.said_in(self.complete(query, golden), whole=golden.forced)
-        bias = {int(token): value for token, value in golden.logit_bias(golden.label_bias).items()}
-        more = torch.zeros(self._model.n_vocab())
-        more[list(bias)] = torch.tensor(list(bias.values()))
-        return golden.said([int((self.logits(prompt.ids) + more).argmax())])
-
 
 def verify_gguf(path: str | Path, *, tolerance: float | None = None) -> Verification:
-    """Run a GGUF file in llama.cpp and compare it with its golden values, and its tokens with theirs.
+    """Run a GGUF file in llama.cpp and compare its golden answers and its tokens.
 
     Args:
-        path: a file made by `i2cl.export.export_gguf`, or made from one, such as by ``llama-quantize``.
-        tolerance: largest relative difference; default: that of the dtype it was exported in.
+        path: a file that `export_gguf` wrote, or one made from it, such as by ``llama-quantize``.
+        tolerance: maximum difference of a probability; default: by the dtype of the export.
 
     Raises:
-        I2CLError: if it has no golden values, llama.cpp refuses it, or a package is not installed.
+        I2CLError: if it has no golden answers, llama.cpp cannot load it, or a package is not installed.
     """
     golden = Golden.from_export(path)
     tensors = gguf_reader(Path(path), "export it again").tensors
-    there = {tensor.name for tensor in tensors if tensor.data.any()}
-    room = max(map(len, golden.sequences or golden.spoken)) + 1
-    with LlamaCpp(path, room + max(len(prompt.ids) for prompt in golden.prompts)) as model:
-        said, whole = partial(model.said, golden=golden), bool(golden.sequences)
-        answers = [answer_of(golden, one, model.logits, said, compared=whole) for one in golden.prompts]
-        prompts = golden.prompts if model.has_tokenizer else ()
-        texts = [(one.query, one.ids) for one in prompts if one.query is not None]
-        others = tuple(text for text, ids in texts if model.tokens(text) != ids)
-    return replace(compare(golden, answers, tolerance, golden.lost(there)), retokenized=others)
+    nonzero = {tensor.name for tensor in tensors if tensor.data.any()}
+    longest = max(map(len, golden.ids)) + max(map(len, golden.label_tokens))
+    with LlamaCpp(path, longest) as model:
+        found = torch.tensor([_label_scores(model, ids, golden) for ids in golden.ids])
+        ids = [model.tokens(prompt) for prompt in golden.prompts] if model.has_tokenizer else None
+    missing = [name for name in golden.biases if name not in nonzero]
+    found = golden.label_probabilities(found)
+    return compare(golden, found, tolerance=tolerance, ids=ids, missing=missing)
+
+
+def _label_scores(model: LlamaCpp, ids: Sequence[int], golden: Golden) -> list[float]:
+    prefixes = {tuple(tokens[:end]) for tokens in golden.label_tokens for end in range(len(tokens))}
+    logits = {prefix: model.logits([*ids, *prefix]) for prefix in prefixes}
+    scores = []
+    for tokens in golden.label_tokens:
+        rows = [logits[tuple(tokens[:end])] for end in range(len(tokens))]
+        scores.append(sequence_log_probability(torch.stack(rows), tokens))
+    return scores

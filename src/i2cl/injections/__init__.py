@@ -1,1 +1,1 @@
-"""What is done with finished injections: many in one batch, related ones as a start."""
+"""Work with fitted injections: serve many in one batch, calibrate their scores, transfer to new tasks."""

@@ -1,4 +1,4 @@
-"""When an answer is sure enough to be given: its probability among the labels against a threshold."""
+"""Abstain from a prediction whose probability is below a confidence threshold."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,15 @@ import numpy as np
 from i2cl.errors import I2CLError
 
 
-def require_confidence(least: float | None) -> None:
-    """Refuse a threshold that is no probability above 0 (None is none). Raises I2CLError, naming it."""
-    if least is not None and (not isinstance(least, int | float | np.number) or not 0 < least <= 1):
-        raise I2CLError(f"min_confidence {least!r} is no probability: give a number above 0, up to 1")
+def require_confidence(threshold: float | None) -> None:
+    """Raise I2CLError unless a threshold is above 0 and at most 1, or None."""
+    if threshold is not None and (
+        not isinstance(threshold, int | float | np.number) or not 0 < threshold <= 1
+    ):
+        raise I2CLError(f"min_confidence {threshold!r} is not a probability: give a number above 0, up to 1")
 
 
-def sure_place(probabilities: Sequence[float], least: float | None = None) -> int | None:
-    """Place of the first most probable label; None where its probability is below ``least``."""
+def confident_index(probabilities: Sequence[float], threshold: float | None = None) -> int | None:
+    """Return the index of the most probable label, or None if its probability is below the threshold."""
     best = max(range(len(probabilities)), key=probabilities.__getitem__)
-    return best if least is None or probabilities[best] >= least else None
+    return best if threshold is None or probabilities[best] >= threshold else None

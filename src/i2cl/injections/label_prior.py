@@ -1,7 +1,7 @@
-"""A label prior: numbers, one a label, that set an injection's mean label probabilities right.
+"""Label prior: a bias per label that corrects an injection's mean label probabilities.
 
-Beyond the paper. A model often says one label too often whatever the text. How often it says each is
-measured on texts without labels, once; single queries are served afterwards.
+Beyond the paper. Models often favour one label regardless of the text. The bias is measured once on
+unlabelled texts; afterwards, texts can be classified one at a time.
 """
 
 import math
@@ -20,12 +20,12 @@ from i2cl.injections.temperature import TYPICAL
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
 
-FEWEST_UNLABELLED = 32  # with fewer, the mean is little more than chance
-ROUNDED = 0.01  # how far the shares of a prior may be from a sum of 1
+MIN_UNLABELLED = 32  # the mean over fewer texts is mostly noise
+SUM_TOLERANCE = 0.01  # maximum difference of a prior's sum from 1
 
 
 class FewTextsWarning(UserWarning):
-    """A label prior is measured on fewer than `FEWEST_UNLABELLED` texts."""
+    """A label prior was measured on fewer than `MIN_UNLABELLED` texts."""
 
 
 def with_label_prior(
@@ -37,75 +37,92 @@ def with_label_prior(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Injection:
-    """The same injection with a `label_bias`: log(prior) - log(mean probability over the texts), in nats.
+    """Return an injection with a `label_bias` of log(prior) - log(mean probability over the texts), in nats.
 
-    Beside a sentence encoder it is 2.4 times that, since both models' product is divided by as much.
-    It is one step: the means over the texts are near the prior afterwards, and not equal to it. A bias that
-    the injection has is replaced; what was measured without it (metrics, worth, command, temperature) is left
-    out. ``texts`` are without labels, as they will come; ``prior`` is each label's share among such texts, in
-    the labels' order, by default all equal. For ``force`` see `Injection.require_base`; ``progress`` is
-    called as texts finish. Raises I2CLError without texts, on an empty one, a prior that is no shares of the
-    labels, or another model.
+    With a sentence encoder the bias is multiplied by the temperature of the product of both models. The bias
+    is a single step, so the means over the texts are close to the prior afterwards, but not equal. It
+    replaces an existing bias. Results of the uncorrected injection (metrics, worth, command, temperature) are
+    removed.
+
+    Args:
+        injection: the injection to correct.
+        decoder: its model.
+        texts: unlabelled texts from the distribution to classify.
+        prior: share of each label among these texts, in the order of the labels. Default: equal shares.
+        force: see `Injection.require_base`.
+        progress: called as texts finish.
+
+    Raises:
+        I2CLError: without texts, on an empty text, shares that are not one per label or do not sum to 1, or
+            another model.
     """
-    scale = _scale(injection)
+    scale = _default_temperature(injection)
     injection = replace(without_label_prior(injection), temperature=scale)
-    shares = None if prior is None else require_shares(prior, injection.task.labels)
+    shares = None if prior is None else validate_prior(prior, injection.task.labels)
     if not texts:
-        raise I2CLError(f"no texts were given: a label prior takes at least {FEWEST_UNLABELLED}")
-    if len(texts) < FEWEST_UNLABELLED:
-        message = f"a label prior from {len(texts)} texts is little more than chance"
-        warnings.warn(f"{message}: give at least {FEWEST_UNLABELLED}", FewTextsWarning, stacklevel=2)
+        raise I2CLError(f"no texts were given: a label prior takes at least {MIN_UNLABELLED}")
+    if len(texts) < MIN_UNLABELLED:
+        message = (
+            f"a label prior measured on {len(texts)} texts is unreliable: give at least {MIN_UNLABELLED}"
+        )
+        warnings.warn(message, FewTextsWarning, stacklevel=2)
     scores = injection.scores(decoder, texts, force=force, progress=progress)
-    bias = scale * bias_towards(shares, scores)
+    bias = scale * prior_bias(shares, scores)
     record = {"texts": len(texts), "prior": None if prior is None else list(prior)}
-    return _unmeasured(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: record})
+    return _replace_bias(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: record})
 
 
 def without_label_prior(injection: Injection) -> Injection:
-    """The same injection without its `label_bias`, and without what was measured with it."""
+    """Return an injection without its `label_bias`, and without results that were measured with it."""
     if injection.label_bias is None:
         return injection
     settings = {name: value for name, value in injection.settings.items() if name != LABEL_PRIOR}
-    return _unmeasured(injection, None, settings)
+    return _replace_bias(injection, None, settings)
 
 
-def bias_towards(
+def prior_bias(
     prior: Float[Tensor, " labels"] | None, scores: Float[Tensor, "texts labels"]
 ) -> Float[Tensor, " labels"]:
-    """Return the bias for `i2cl.models.scoring.add_label_bias`, in nats; 0 where a mean is as the prior.
+    """Return log(prior) - log(mean probability), for `i2cl.models.scoring.add_label_bias`.
 
-    ``prior``: share of each label; None: all equal; ``scores``: log-probabilities of the labels, up to a
-    constant a text.
+    Args:
+        prior: share of each label. Default: equal shares.
+        scores: log-probabilities of the labels, up to a constant per text.
     """
     prior = torch.full_like(scores[0], 1 / scores.shape[1]) if prior is None else prior
     return prior.log() - log_mean(scores)
 
 
 def log_mean(scores: Float[Tensor, "texts labels"]) -> Float[Tensor, " labels"]:
-    """Logarithm of each label's mean probability among the labels, finite also for a label that has none."""
+    """Return the logarithm of each label's mean probability, clipped at 1e-12 to stay finite."""
     return scores.softmax(-1).mean(0).clamp(min=1e-12).log()
 
 
-def require_shares(prior: Sequence[float], labels: Sequence[str]) -> Float[Tensor, " labels"]:
-    """Shares that sum to 1. Raises I2CLError unless one above 0 a label, with a sum of 1 to `ROUNDED`."""
-    named = f"the prior {', '.join(f'{share:g}' for share in prior)}"
+def validate_prior(prior: Sequence[float], labels: Sequence[str]) -> Float[Tensor, " labels"]:
+    """Return the shares of a prior, normalized.
+
+    Raises:
+        I2CLError: unless there is one positive share per label and their sum is 1 up to `SUM_TOLERANCE`.
+    """
+    shares = f"the prior {', '.join(f'{share:g}' for share in prior)}"
     if len(prior) != len(labels):
-        cure = f"give one each for {', '.join(labels)}"
-        raise I2CLError(f"{named} has {len(prior)} shares for {len(labels)} labels: {cure}")
+        hint = f"give one each for {', '.join(labels)}"
+        raise I2CLError(f"{shares} has {len(prior)} shares for {len(labels)} labels: {hint}")
     if not all(share > 0 for share in prior):
-        raise I2CLError(f"{named} has a share that is not above 0: give every label one above 0")
-    if not math.isclose(sum(prior), 1, abs_tol=ROUNDED):
-        raise I2CLError(f"{named} has shares that sum to {sum(prior):g}: give some that sum to 1")
+        raise I2CLError(f"{shares} has a share that is not above 0: give each label a positive share")
+    if not math.isclose(sum(prior), 1, abs_tol=SUM_TOLERANCE):
+        raise I2CLError(f"{shares} does not sum to 1: the shares sum to {sum(prior):g}, correct them")
     return torch.tensor(prior, dtype=torch.float32) / sum(prior)
 
 
-def _scale(injection: Injection) -> float:
-    """What scores are divided by where no temperature was measured: both models' product is divided."""
+def _default_temperature(injection: Injection) -> float:
+    """Return the temperature of an injection that has not been calibrated."""
     return 1.0 if injection.encoder_bias is None else TYPICAL
 
 
-def _unmeasured(
+def _replace_bias(
     injection: Injection, bias: tuple[float, ...] | None, settings: dict[str, object]
 ) -> Injection:
-    fresh: Any = {"metrics": {}, "worth": {}, "command": "", "temperature": _scale(injection)}
-    return replace(injection, label_bias=bias, settings=settings, **fresh)
+    """Set the label bias and reset everything that was measured with another one."""
+    reset: Any = {"metrics": {}, "worth": {}, "command": "", "temperature": _default_temperature(injection)}
+    return replace(injection, label_bias=bias, settings=settings, **reset)

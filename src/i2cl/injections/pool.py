@@ -1,7 +1,7 @@
-"""Many tasks on one model: queries of different tasks in one batch, each under its own injection.
+"""Serve many tasks on one model: a batch can contain queries of different tasks.
 
-A batch gathers every row's vector and beta by the row's task, so tasks cost no loop and no model of
-their own: 2 x layers x d numbers each.
+The vector and beta of each row are gathered by its task, so a task needs neither a separate forward pass nor
+a copy of the model, only 2 x layers x d numbers.
 """
 
 from collections import defaultdict
@@ -23,182 +23,214 @@ from i2cl.models.scoring import Progress, Questions, label_log_probs, require_fi
 
 
 @dataclass(frozen=True, eq=False)
-class Loaded:
-    """What a batch needs of a task; never changed, so what was asked of it is not disturbed by a drop."""
+class LoadedTask:
+    """An injection prepared for prediction. Immutable: queries keep theirs when it is replaced or dropped."""
 
-    questions: Questions  # the task, as it is asked and read
+    questions: Questions
     scaled: Float[Tensor, "layers sites d"]  # context vector times lambda, axes [layer, (mha, mlp), d]
     keep: Float[Tensor, "layers sites"]  # beta, axes [layer, (mha, mlp)]
-    # site, whether labels are scored whole, positions, and the seed of random ones: tasks of one kind can
-    # share a batch
+    # (site, full-sequence scoring, positions, seed of random positions); equal kinds can share a batch
     kind: tuple[Site, bool, Positions, int]
-    bias: Float[Tensor, " labels"] | None  # a number for each label, in nats; None for none
-    encoder: EncoderBias | None  # what a sentence encoder adds to it, text by text
-    temperature: float  # what scores are divided by behind it
+    bias: Float[Tensor, " labels"] | None  # label bias, in nats
+    encoder: EncoderBias | None  # further bias from a sentence encoder, for each text
+    temperature: float  # applied after the biases
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
-        """Texts as they will be asked, each a row of any batch.
+        """Encode texts.
 
-        ``cut`` shortens what exceeds the context, with a warning, instead of refusing it. Raises I2CLError on
-        an empty text; a `TooLongError` on one that is to be refused.
+        Args:
+            texts: the texts.
+            cut: truncate texts that exceed the context, with a warning.
+
+        Raises:
+            I2CLError: on an empty text.
+            TooLongError: without ``cut``, on a text that exceeds the context.
         """
-        each = zip(self.questions.queries(texts, cut=cut), texts, strict=True)
-        return [TaskQuery(self, ids, text) for ids, text in each]
+        pairs = zip(self.questions.queries(texts, cut=cut), texts, strict=True)
+        return [TaskQuery(self, ids, text) for ids, text in pairs]
 
 
 @dataclass(frozen=True, eq=False)
 class TaskQuery:
-    """A text of a task that was loaded when it came: an answer is of that one, whatever is loaded by then."""
+    """An encoded text with the task that was loaded at that time."""
 
-    task: Loaded  # as it was loaded
+    task: LoadedTask
     ids: Ids  # token ids of the query
-    text: str  # for a sentence encoder
+    text: str  # for the sentence encoder
 
     @property
     def tokens(self) -> int:
-        """Tokens that run, at most: of labels that are scored whole, the query with each."""
+        """Maximum number of tokens that run; full-sequence scoring may run the query with each label."""
         labels = self.task.questions.labels
         return sum(len(self.ids) + len(label) - 1 for label in labels.ids) if labels.full else len(self.ids)
 
 
 class InjectionPool:
-    """Injections by name, all made on one ``decoder``.
+    """Injections by name on one model.
 
-    Loading and dropping one costs the same however many there are. Both are safe while other threads predict:
-    a batch keeps what it began with.
+    Loading and dropping take constant time and are safe while other threads predict: running batches keep
+    their tasks.
+
+    Args:
+        decoder: the model that all injections were fitted on.
+        injections: injections to load, by name.
     """
 
     def __init__(self, decoder: Decoder, injections: Mapping[str, Injection] | None = None) -> None:
         self.decoder = decoder
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[str, LoadedTask] = {}
         for name, injection in (injections or {}).items():
             self.load(name, injection)
 
     def load(self, name: str, injection: Injection, *, force: bool = False) -> None:
-        """Add an injection, or replace the one of that name.
+        """Add an injection, or replace the one with this name.
 
-        ``force`` accepts one made on other weights of the same sizes. Raises I2CLError if it was made on
-        another model, or needs a sentence encoder that is not here.
+        Args:
+            name: name of the task.
+            injection: the injection.
+            force: accept an injection of another model of the same shape.
+
+        Raises:
+            I2CLError: if it was fitted on another model, or its sentence encoder is not installed.
         """
         injection.require_base(self.decoder, force=force)
         if injection.encoder_bias is not None:
             injection.encoder_bias.require_encoder(str(self.decoder.device))
         questions = injection.questions(self.decoder)
-        # labels that cannot be asked for are refused now, not by the first text
-        whole = questions.labels.full
-        amount, keep = injection.coefficients.unbind(-1)
+        full_sequences = questions.labels.full  # invalid labels raise here, before the first query
+        strength, keep = injection.coefficients.unbind(-1)
         seed = injection.seed if injection.positions == "random" else 0
-        self._loaded[name] = Loaded(
+        self._loaded[name] = LoadedTask(
             questions=questions,
-            scaled=(amount[..., None] * injection.context.values).to(self.decoder.device),
+            scaled=(strength[..., None] * injection.context.values).to(self.decoder.device),
             keep=keep.contiguous().to(self.decoder.device),
-            kind=(injection.context.config.site, whole, injection.positions, seed),
+            kind=(injection.context.config.site, full_sequences, injection.positions, seed),
             bias=None if injection.label_bias is None else torch.tensor(injection.label_bias),
             encoder=injection.encoder_bias,
             temperature=injection.temperature,
         )
 
     def drop(self, name: str) -> None:
-        """Forget an injection; running batches end as they began. Raises I2CLError if there is none of it."""
+        """Remove an injection; running batches are not affected. Raises I2CLError if it is not loaded."""
         if self._loaded.pop(name, None) is None:
-            raise self._unknown(name)
+            raise self._not_loaded(name)
 
     def __len__(self) -> int:
-        """How many are loaded."""
+        """Number of loaded injections."""
         return len(self._loaded)
 
     def __iter__(self) -> Iterator[str]:
-        """Their names."""
+        """Iterate over the names of the loaded injections."""
         return iter(tuple(self._loaded))
 
     def __contains__(self, name: object) -> bool:
-        """Whether one of that name is loaded."""
+        """Whether an injection is loaded under a name."""
         return name in self._loaded
 
     def scores(
         self, texts: Sequence[str], task_ids: Sequence[str], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        """Log-probability of each label of each text's own task, as `i2cl.Injection.scores` has it.
+        """Return the log-probabilities of the labels of each text's task, as `i2cl.Injection.scores`.
 
-        ``task_ids`` has the name of each text's injection; ``progress`` is called as texts finish. Raises
-        I2CLError on an unknown name, an empty text, or lists of different lengths.
+        Args:
+            texts: the texts.
+            task_ids: name of the injection of each text.
+            progress: called as texts finish.
+
+        Raises:
+            I2CLError: on an unknown name, an empty text, or lists of different lengths.
         """
-        return self.answers(self._queries(texts, task_ids), progress=progress)
+        return self.score_queries(self._queries(texts, task_ids), progress=progress)
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
-        """The most probable label word of each text. Raises I2CLError as `scores`."""
+        """Return the most probable label word of each text. Raises I2CLError as `scores`."""
         queries = self._queries(texts, task_ids)
-        each = zip(queries, self.answers(queries), strict=True)
-        return [one.task.questions.task.labels[int(row.argmax())] for one, row in each]
+        pairs = zip(queries, self.score_queries(queries), strict=True)
+        return [query.task.questions.task.labels[int(row.argmax())] for query, row in pairs]
 
-    def task(self, name: str) -> Loaded:
-        """A task as it is loaded now. Raises I2CLError if there is none of that name."""
+    def task(self, name: str) -> LoadedTask:
+        """Return the task that is currently loaded under a name. Raises I2CLError if there is none."""
         if (task := self._loaded.get(name)) is None:
-            raise self._unknown(name)
+            raise self._not_loaded(name)
         return task
 
-    def answers(
+    def score_queries(
         self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        """`scores` of what was asked of tasks of this pool's model, loaded still or not. Raises I2CLError if
-        one row alone does not fit into memory, or a score is not a number.
+        """Score encoded queries; their tasks may have been dropped since.
+
+        Raises:
+            I2CLError: if a single row does not fit into memory, or a score is NaN.
         """
         scores: list[Tensor] = [torch.empty(0)] * len(queries)
-        by_text = self._by_text(queries)
+        biases = self._encoder_biases(queries)
         by_kind = defaultdict(list)
-        for row, one in enumerate(queries):
-            by_kind[one.task.kind].append(row)
+        for row, query in enumerate(queries):
+            by_kind[query.task.kind].append(row)
         for rows in by_kind.values():
-            chosen = [queries[row].task for row in rows]
-            texts, labels = [queries[row].ids for row in rows], [one.questions.labels for one in chosen]
-            values = score(self.decoder, texts, labels, edit=_edit(chosen), progress=progress)
+            tasks = [queries[row].task for row in rows]
+            ids, labels = [queries[row].ids for row in rows], [task.questions.labels for task in tasks]
+            values = score(self.decoder, ids, labels, edit=_make_edit(tasks), progress=progress)
             require_finite(values, self.decoder)
-            for row, task, line in zip(rows, chosen, values, strict=True):
-                label_scores = line[: len(task.questions.labels.ids)]
-                scores[row] = label_log_probs(label_scores, by_text.get(row, task.bias), task.temperature)
+            for row, task, padded in zip(rows, tasks, values, strict=True):
+                label_scores = padded[: len(task.questions.labels.ids)]
+                scores[row] = label_log_probs(label_scores, biases.get(row, task.bias), task.temperature)
         return scores
 
-    def _by_text(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, " labels"]]:
-        """Biases by row, where a sentence encoder has a say."""
-        rows = {row: one.task.encoder for row, one in enumerate(queries) if one.task.encoder is not None}
-        texts, fixed = [queries[row].text for row in rows], [queries[row].task.bias for row in rows]
-        values = encoder_biases([*rows.values()], texts, str(self.decoder.device))
-        each = zip(values, fixed, strict=True)
-        return dict(zip(rows, (one if more is None else one + more for one, more in each), strict=True))
+    def _encoder_biases(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, " labels"]]:
+        """Return the total label bias, by row, of queries whose task has a sentence encoder."""
+        encoders = {row: one.task.encoder for row, one in enumerate(queries) if one.task.encoder is not None}
+        values = encoder_biases(
+            [*encoders.values()], [queries[row].text for row in encoders], str(self.decoder.device)
+        )
+        biases = {}
+        for row, value in zip(encoders, values, strict=True):
+            label_bias = queries[row].task.bias
+            biases[row] = value if label_bias is None else value + label_bias
+        return biases
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
         if len(texts) != len(task_ids):
-            raise I2CLError(f"{len(texts)} texts, but {len(task_ids)} task ids: give every text its own")
+            raise I2CLError(f"{len(texts)} texts, but {len(task_ids)} task ids: give one per text")
         require_texts(texts)
         by_task = defaultdict(list)
         for row, name in enumerate(task_ids):
             by_task[name].append(row)
-        known = {name: self.task(name) for name in by_task}  # looked up once for all rows
+        tasks = {name: self.task(name) for name in by_task}  # raises before anything is encoded
         queries: dict[int, TaskQuery] = {}
         for name, rows in by_task.items():
-            queries |= zip(rows, known[name].queries([texts[row] for row in rows]), strict=True)
+            queries |= zip(rows, tasks[name].queries([texts[row] for row in rows]), strict=True)
         return [queries[row] for row in range(len(texts))]
 
-    def _unknown(self, name: str) -> I2CLError:
+    def _not_loaded(self, name: str) -> I2CLError:
         return I2CLError(f"no injection {name!r} is loaded (of {len(self)}): load it first")
 
 
 def predict(
     decoder: Decoder, texts: Sequence[str], injections: Mapping[str, Injection], task_ids: Sequence[str]
 ) -> list[str]:
-    """The most probable label word of each text under its own task's injection.
+    """Return the most probable label word of each text, for texts of different tasks.
 
-    Rows of different tasks share batches. Keep an `InjectionPool` to do this more than once. ``injections``
-    are by name, of which ``task_ids`` has one for each text; the others are not used. Raises I2CLError on an
-    unknown name, an injection of another model, an empty text, or lists of different lengths.
+    Rows of different tasks share batches. To do this more than once, keep an `InjectionPool`.
+
+    Args:
+        decoder: the model that all injections were fitted on.
+        texts: the texts.
+        injections: injections by name; those that ``task_ids`` does not name are ignored.
+        task_ids: name of the injection of each text.
+
+    Raises:
+        I2CLError: on an unknown name, an injection of another model, an empty text, or lists of different
+            lengths.
     """
-    named = {name: injections[name] for name in dict.fromkeys(task_ids) if name in injections}
-    return InjectionPool(decoder, named).predict(texts, task_ids)
+    used = {name: injections[name] for name in dict.fromkeys(task_ids) if name in injections}
+    return InjectionPool(decoder, used).predict(texts, task_ids)
 
 
-def _edit(rows: Sequence[Loaded]) -> RowsEdit:
-    place = {task: number for number, task in enumerate(dict.fromkeys(rows))}
-    scaled, keep = torch.stack([task.scaled for task in place]), torch.stack([task.keep for task in place])
-    places = torch.tensor([place[task] for task in rows], device=scaled.device)
+def _make_edit(rows: Sequence[LoadedTask]) -> RowsEdit:
+    """Return the edit of a batch from the task of each row."""
+    index = {task: number for number, task in enumerate(dict.fromkeys(rows))}
+    scaled, keep = torch.stack([task.scaled for task in index]), torch.stack([task.keep for task in index])
+    owners = torch.tensor([index[task] for task in rows], device=scaled.device)
     site, _, positions, seed = rows[0].kind
-    return RowsEdit(scaled, keep, places, site=site, positions=positions, seed=seed)
+    return RowsEdit(scaled, keep, owners, site=site, positions=positions, seed=seed)

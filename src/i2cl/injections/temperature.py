@@ -1,8 +1,8 @@
-"""A temperature: one number that says how sure label probabilities are; answers stay.
+"""Temperature scaling: calibrate label probabilities without changing predictions.
 
-Source: Guo et al., On Calibration of Modern Neural Networks, https://arxiv.org/abs/1706.04599. Few labelled
-rows tell little of it, so here it is the maximum a posteriori under a prior for its logarithm: a typical
-value, and how far tasks differ.
+Source: Guo et al., On Calibration of Modern Neural Networks, https://arxiv.org/abs/1706.04599. With few
+labelled rows the maximum-likelihood temperature is unreliable, so this is a maximum a posteriori estimate
+with a log-normal prior.
 """
 
 import math
@@ -14,34 +14,36 @@ from jaxtyping import Float, Int
 from i2cl.core.injection import Injection
 
 TYPICAL, SPREAD = 2.4, 0.5
-"""The best temperature of anchored calibration: its median, and the spread of its logarithm between tasks.
+"""Prior for anchored calibration: median temperature, and standard deviation of its logarithm between tasks.
 
-Of ten tasks and four seeds on SmolLM2 (docs/log.md).
+Measured on ten tasks and four seeds with SmolLM2 (docs/log.md).
 """
 
-COLDEST, HOTTEST = 0.01, 100.0  # temperatures that are searched
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # bounds of the search
 
-# Log-probability, in nats, below which none is told from 0: the least number of half precision.
-LEAST = float(np.finfo(np.float16).min)
+# Smaller log-probabilities (nats), including minus infinity, are clipped to float16's minimum.
+MIN_LOG_PROB = float(np.finfo(np.float16).min)
 
-_HALVINGS = 50  # of the search, which leaves a factor below 1 + 1e-14
+_BISECTION_STEPS = 50  # relative precision better than 1e-14
 
 Scores = Float[np.ndarray, "queries labels"]
 Labels = Int[np.ndarray, " queries"]
 
 
 def with_temperature(injection: Injection, temperature: float) -> Injection:
-    """The same injection with another `temperature`.
+    """Return an injection with another `temperature`.
 
-    Above 1, probabilities are less sure; at 1, they are those of the model itself. What was measured of its
-    answers stays, as they do. Its command does not: that makes no temperature. Raises I2CLError on a
-    temperature outside `i2cl.core.injection.TEMPERATURES`.
+    Above 1, probabilities are less confident; at 1, they are the model's own. Predictions and their metrics
+    do not change. The recorded command is removed, since it would not reproduce the temperature.
+
+    Raises:
+        I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURES`.
     """
     return replace(injection, temperature=float(temperature), command="")
 
 
 def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
-    """Log-probabilities among the labels at a temperature, in double precision."""
+    """Return log-probabilities at a temperature, normalized over the labels, in double precision."""
     scaled = np.asarray(scores, float) / temperature
     shifted = scaled - scaled.max(1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
@@ -50,29 +52,33 @@ def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
 def likely_temperature(
     scores: Scores, gold: Labels, typical: float = TYPICAL, spread: float = SPREAD
 ) -> float:
-    """The most probable temperature, given rows that the fit has not seen.
+    """Return the maximum a posteriori temperature of held-out rows.
 
-    It minimises the summed log-loss plus ``log(t / typical) ** 2 / (2 * spread ** 2)``: ``typical`` is the
-    median of the prior, ``spread`` the standard deviation of its logarithm, infinite for the least log-loss.
-    Without rows, or where no temperature changes them, it is the typical one. Scores are log-probabilities
-    among the labels.
+    It minimizes the summed log-loss plus ``log(t / typical) ** 2 / (2 * spread ** 2)``. Without rows, or if
+    all scores of each row are equal, it is ``typical``.
+
+    Args:
+        scores: log-probabilities of the labels, up to a constant per row.
+        gold: index of the correct label of each row.
+        typical: median of the prior.
+        spread: standard deviation of the prior's logarithm; infinite for maximum likelihood.
     """
     if not len(scores) or not np.ptp(scores, axis=1).any():
         return typical
-    known = np.maximum(normalised(scores), LEAST)
-    right = known[np.arange(len(gold)), gold]
-    low, high = math.log(COLDEST), math.log(HOTTEST)
-    for _ in range(_HALVINGS):
+    log_probs = np.maximum(normalised(scores), MIN_LOG_PROB)
+    gold_log_probs = log_probs[np.arange(len(gold)), gold]
+    low, high = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
+    for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
         inverse = math.exp(-middle)
-        probabilities = np.exp(normalised(known * inverse))
-        # Slope of the log-loss in the logarithm: negative where probabilities are sharper than answers right.
-        slope = -inverse * ((probabilities * known).sum(1) - right).sum()
-        sharper = slope + (middle - math.log(typical)) / spread**2 < 0
-        low, high = (middle, high) if sharper else (low, middle)
+        probabilities = np.exp(normalised(log_probs * inverse))
+        # derivative of the objective with respect to the logarithm; negative: overconfident
+        slope = -inverse * ((probabilities * log_probs).sum(1) - gold_log_probs).sum()
+        overconfident = slope + (middle - math.log(typical)) / spread**2 < 0
+        low, high = (middle, high) if overconfident else (low, middle)
     return math.exp((low + high) / 2)
 
 
 def best_temperature(scores: Scores, gold: Labels) -> float:
-    """The temperature with the least log-loss, between `COLDEST` and `HOTTEST`; 1 where none matters."""
+    """Return the temperature with the lowest log-loss; 1 if the temperature has no effect."""
     return likely_temperature(scores, gold, 1.0, math.inf)

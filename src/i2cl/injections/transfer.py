@@ -1,4 +1,4 @@
-"""Transfer: a new task is calibrated once more, from what related tasks were calibrated to.
+"""Transfer: calibrate a new task again, starting from the injections of related tasks.
 
 Source: paper, section "Enhance New Task with Existing Anchors" and appendix "Implementation of Transfer
 Learning Method".
@@ -22,16 +22,16 @@ from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Task
 
-# Index of each related anchor, ascending, with its weight. The weights sum to one.
+# (index, weight) of each related anchor, in ascending order; weights sum to 1.
 AnchorWeights = tuple[tuple[int, float], ...]
 
 
 class TransferConfig(Settings):
-    """Which anchors are related, and how much each counts. Defaults are those of the paper's appendix.
+    """Selection and weighting of anchors. Defaults are those of the paper's appendix.
 
     Attributes:
-        threshold: h, the cosine that an anchor has to exceed.
-        temperature: tau of the softmax over the cosines; the lower, the more the closest anchor counts.
+        threshold: h, the cosine similarity above which an anchor is related.
+        temperature: tau of the softmax over the cosines; low values favour the most similar anchor.
     """
 
     threshold: float = Field(0.8, ge=-1, le=1)
@@ -40,13 +40,13 @@ class TransferConfig(Settings):
 
 @dataclass(frozen=True, eq=False)
 class Transferred:
-    """What a transfer led to.
+    """Result of a transfer.
 
     Attributes:
-        injection: the one to use: the related anchors' vector with coefficients calibrated on the new
-            task, or `first` itself where no anchor is related.
-        first: calibrated on the new task alone.
-        weights: the related anchors; empty where there are none.
+        injection: the averaged context vector of the related anchors, with coefficients calibrated on the new
+            task; ``first`` if no anchor is related.
+        first: injection fitted to the new task only.
+        weights: the related anchors.
     """
 
     injection: Injection
@@ -55,15 +55,17 @@ class Transferred:
 
 
 def similarity(one: Injection, other: Injection) -> float:
-    """Cosine of two injections' coefficients, each read as one row: all layers, writers, lambda and beta.
+    """Return the cosine similarity of all coefficients (lambda and beta) of two injections.
 
-    Coefficients that hardly moved from a common start are alike whatever their tasks. Raises I2CLError if
-    they have different shapes.
+    Coefficients that hardly moved from a common initialization are similar regardless of their tasks.
+
+    Raises:
+        I2CLError: if the shapes differ.
     """
     shapes = tuple(one.coefficients.shape), tuple(other.coefficients.shape)
     if shapes[0] != shapes[1]:
-        cure = "fit both on one model with the same writers"
-        raise I2CLError(f"coefficients of shapes {shapes[0]} and {shapes[1]} cannot be compared: {cure}")
+        hint = "fit both on one model with the same writers"
+        raise I2CLError(f"coefficients of shapes {shapes[0]} and {shapes[1]} cannot be compared: {hint}")
     rows = [injection.coefficients.flatten().double() for injection in (one, other)]
     return float(torch.nn.functional.cosine_similarity(rows[0], rows[1], dim=0))
 
@@ -71,14 +73,16 @@ def similarity(one: Injection, other: Injection) -> float:
 def related(
     new: Injection, anchors: Sequence[Injection], config: TransferConfig | None = None
 ) -> AnchorWeights:
-    """The anchors whose cosine with the new task exceeds the threshold, weighted by softmax(cosine / tau).
+    """Return the anchors above the similarity threshold, weighted by softmax(cosine / tau).
 
-    This is the equation of the paper's text. Its algorithm box closes a parenthesis early and divides the
-    exponential by tau instead, which would not sum to one. Raises I2CLError on an anchor of another model,
-    other writers or other positions.
+    This is the equation in the paper's text. Its algorithm box closes a parenthesis early and divides the
+    exponential by tau instead; such weights would not sum to 1.
+
+    Raises:
+        I2CLError: on an anchor with another model, other writers or other positions.
     """
     config = config or TransferConfig()
-    _require_alike(anchors, new.base, new.context.config.writers, new.positions)
+    _require_compatible(anchors, new.base, new.context.config.writers, new.positions)
     cosines = [similarity(new, anchor) for anchor in anchors]
     kept = [index for index, cosine in enumerate(cosines) if cosine > config.threshold]
     logits = torch.tensor([cosines[index] for index in kept], dtype=torch.float64) / config.temperature
@@ -98,75 +102,75 @@ def transfer(
     first: Injection | None = None,
     progress: StepProgress | None = None,
 ) -> Transferred:
-    """Calibrate a new task, then once more with the averaged vector and coefficients of related tasks.
+    """Calibrate a new task, then again with the averaged vector and coefficients of related tasks.
 
-    A label bias belongs to what it was measured on: those of anchors are not carried over.
+    Label biases of anchors are not used, since they were measured on other tasks.
 
     Args:
-        decoder: the frozen model that all anchors were made on.
-        task: the new one.
+        decoder: the frozen model that all anchors were fitted on.
+        task: the new task.
         demonstrations: its labelled examples.
-        anchors: injections of other tasks. One of the new task itself is the caller's to leave out: it
-            would be found most related of all.
-        config: what related means.
-        calibration: recipe of both calibrations. Sites that it leaves out stay (0, 1), whatever the
-            anchors have there.
-        extraction: how the new task's own vector is made; unused where `first` is given.
-        seed: of extraction and of both calibrations.
-        first: an injection already calibrated on the new task, to save doing so again.
-        progress: called after each epoch of each calibration; its counts are of that calibration.
+        anchors: injections of other tasks. The caller must leave out injections of the new task itself, which
+            would be the most similar ones.
+        config: selection and weighting of anchors.
+        calibration: recipe of both calibrations. Sites that it does not train keep (0, 1), not the values of
+            the anchors.
+        extraction: options of the new task's context vector; ignored if ``first`` is given.
+        seed: seed of the extraction and of both calibrations.
+        first: an injection already calibrated on the new task, instead of the first calibration.
+        progress: called after each epoch of each calibration, with counts of that calibration.
 
     Raises:
-        I2CLError: on an anchor, or a first injection, of another model, other writers or other positions,
-            on a first injection of another task, and where extraction or calibration raises it.
+        I2CLError: if an anchor or ``first`` has another model, other writers or other positions; if ``first``
+            has another task; or as `extract` and `calibrate`.
     """
     calibration = calibration or CalibrationConfig()
     if calibration.formula != "linear":
         what = f"transfer starts from linear coefficients, but formula={calibration.formula!r}"
         raise I2CLError(f"{what}: use formula='linear'")
     extraction = first.context.config if first else extraction or ExtractConfig()
-    _require_alike(anchors, decoder, extraction.writers, calibration.positions)  # before any work
+    _require_compatible(anchors, decoder, extraction.writers, calibration.positions)  # before any fit
     fit = partial(calibrate, decoder, task, demonstrations, config=calibration, seed=seed, progress=progress)
     if first is None:
         first = fit(extract(decoder, task, demonstrations, extraction, seed=seed))
     else:
-        _require_first(first, task, decoder, calibration.positions)
+        _require_same_task(first, task, decoder, calibration.positions)
     weights = related(first, anchors, config)
     if not weights:
         return Transferred(first, first, weights)
-    chosen, shares = [anchors[index] for index, _ in weights], [weight for _, weight in weights]
-    context = ContextVector.mean([one.context for one in chosen], shares)
+    related_anchors = [anchors[index] for index, _ in weights]
+    context = ContextVector.mean([one.context for one in related_anchors], [weight for _, weight in weights])
     start = torch.stack([weight * anchors[index].coefficients for index, weight in weights]).sum(0)
     return Transferred(fit(context, start=start, scoring=first.scoring), first, weights)
 
 
-def _require_alike(
+def _require_compatible(
     anchors: Sequence[Injection], base: Decoder | ModelIdentity, writers: Writers, positions: Positions
 ) -> None:
     for number, anchor in enumerate(anchors, start=1):
-        what = f"anchor {number} ({anchor.task.name!r})"
-        _require_base(what, anchor, base)
-        mine, theirs = (anchor.context.config.writers, anchor.positions), (writers, positions)
-        if mine != theirs:
-            cure = "fit both with the same ones"
-            raise I2CLError(f"{what} has (writers, positions) {mine}, the new task {theirs}: {cure}")
+        name = f"anchor {number} ({anchor.task.name!r})"
+        _require_base(name, anchor, base)
+        actual, required = (anchor.context.config.writers, anchor.positions), (writers, positions)
+        if actual != required:
+            hint = "fit both with the same values"
+            raise I2CLError(f"{name} has (writers, positions) {actual}, the new task {required}: {hint}")
 
 
-def _require_first(first: Injection, task: Task, decoder: Decoder, positions: Positions) -> None:
-    what = f"the first injection ({first.task.name!r})"
-    _require_base(what, first, decoder)
+def _require_same_task(first: Injection, task: Task, decoder: Decoder, positions: Positions) -> None:
+    name = f"the first injection ({first.task.name!r})"
+    _require_base(name, first, decoder)
     if (first.task.labels, first.task.template) != (task.labels, task.template):
-        raise I2CLError(f"{what} has other labels or another template than task {task.name!r}: leave it out")
+        raise I2CLError(f"{name} has other labels or another template than task {task.name!r}: leave it out")
     if first.positions != positions:
-        cure = "give both the same"
-        raise I2CLError(f"{what} has positions={first.positions!r}, the calibration {positions!r}: {cure}")
+        raise I2CLError(
+            f"{name} has positions={first.positions!r}, the calibration {positions!r}: use the same for both"
+        )
 
 
-def _require_base(what: str, injection: Injection, base: Decoder | ModelIdentity) -> None:
-    known = base.base if isinstance(base, Decoder) else base
-    difference = injection.base.difference(known)
-    if injection.settings.get("method") == "anchored":  # whose coefficients are 1 for every task
-        raise I2CLError(f"{what} is anchored, so its coefficients tell no tasks apart: fit it with i2cl")
-    if difference:
-        why = f"{what} was made on {injection.base.name!r}, not {base.name!r} ({difference})"
-        raise I2CLError(f"{why}: fit it again on this model")
+def _require_base(name: str, injection: Injection, base: Decoder | ModelIdentity) -> None:
+    identity = base.base if isinstance(base, Decoder) else base
+    if injection.settings.get("method") == "anchored":  # coefficients are 1 for every task
+        raise I2CLError(f"the coefficients of {name} do not depend on its task (anchored): fit it with i2cl")
+    if difference := injection.base.difference(identity):
+        fitted = f"{name} was fitted on {injection.base.name!r}, not {base.name!r} ({difference})"
+        raise I2CLError(f"{fitted}: fit it again on this model")

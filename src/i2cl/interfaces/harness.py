@@ -1,6 +1,6 @@
-"""Injections in EleutherAI's lm-evaluation-harness, as its model type ``i2cl``.
+"""Evaluate injections with EleutherAI's lm-evaluation-harness, as its model type ``i2cl``.
 
-The harness finds no models of other packages on its own, so ``python -m i2cl.interfaces.harness`` is its
+The harness does not discover models of other packages, so ``python -m i2cl.interfaces.harness`` runs its
 command line with this one registered (https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/interface.md).
 """
 
@@ -31,30 +31,29 @@ except I2CLError as error:
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-ENCODED = ("a sentence encoder", "by --method anchored or i2cl")
-NAME = "i2cl"  # what ``--model`` calls it
+NAME = "i2cl"  # for ``--model``
 
 
 @register_model(NAME)
 class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
-    """A Hugging Face model of the harness whose residual writers are injected at every token it runs.
+    """The harness's Hugging Face model with an injection at every token.
 
-    That is what an exported checkpoint does under ``--model hf`` (docs/guide/export.md), and what
-    `Injection.scores` does where whole label sequences are scored (``scoring="full"``). A continuation's
-    log-likelihood is divided by the injection's temperature, as a label's is: accuracy stays, and a metric
-    such as ``brier_score`` reads the probabilities among the choices. Perplexities of text stay.
+    This gives the same results as an exported checkpoint with ``--model hf`` (docs/guide/export.md), and as
+    `Injection.scores` with ``scoring="full"``. Log-likelihoods of continuations are divided by the
+    injection's temperature. That does not change accuracy; metrics such as ``brier_score`` use the calibrated
+    probabilities. Perplexities of texts are not divided.
 
     Args:
-        injection: an `Injection`, or the folder or hub id of one; None runs the plain model.
+        injection: an `Injection`, or its folder or hub id; None evaluates the base model.
         pretrained: name, folder or ``"reference"``; or a `Decoder`. Default: the injection's base model.
         force: accept another model of the same shape.
-        revision: of the model. Default: the injection's.
-        options: everything else goes to the harness's own ``HFLM``: batch_size, dtype, device, parallelize,
-            add_bos_token and so on.
+        revision: hub revision of the model. Default: the injection's.
+        options: further arguments of the harness's ``HFLM``, such as batch_size, dtype, device, parallelize
+            or add_bos_token.
 
     Raises:
-        I2CLError: on an injection at some tokens only, one with a label prior or that tells labels by their
-            words, one with a sentence encoder, or one that does not belong to the model.
+        I2CLError: on an injection at some positions only, with word-level scoring, with a label prior, with a
+            sentence encoder, or of another model.
     """
 
     def __init__(
@@ -69,21 +68,13 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         chosen = Injection.from_pretrained(injection) if isinstance(injection, str | Path) else injection
         if pretrained is None and chosen is None:
             raise I2CLError("neither a model nor an injection is named: give --model_args injection=FOLDER")
-        if chosen is not None and chosen.positions != "all":
-            what = f"the harness injects all tokens, this injection is for positions={chosen.positions!r}"
-            raise I2CLError(f"{what}: fit one at all positions, or use `i2cl eval`")
-        if chosen is not None and chosen.scoring == "words":
-            what = "the harness scores whole labels, and this injection tells labels by their words"
-            raise I2CLError(f"{what}: measure it with `i2cl predict`")
-        if chosen is not None and (chosen.label_bias, chosen.encoder_bias) != (None, None):
-            what, cure = ("a label prior", "without --unlabelled") if chosen.label_bias else ENCODED
-            alone = f"the harness scores any text and not labels alone, to which {what} belongs"
-            raise I2CLError(f"{alone}: fit one {cure}")
+        if chosen is not None:
+            _require_supported(chosen)
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision
         if isinstance(pretrained, str | Path) and is_gguf(Path(located(str(pretrained)))):
-            held = {key: options.pop(key, None) for key in ("dtype", "device")}
-            pretrained = Decoder.from_pretrained(str(pretrained), revision=revision, **held)
+            loading = {key: options.pop(key, None) for key in ("dtype", "device")}
+            pretrained = Decoder.from_pretrained(str(pretrained), revision=revision, **loading)
         if isinstance(pretrained, Decoder):
             self._decoder = pretrained
             with pretrained.frozen():
@@ -92,42 +83,58 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             source = located(str(pretrained))
             defaults: dict[str, Any] = {"use_safetensors": True, "revision": revision or "main"}
             if not torch.accelerator.is_available():
-                defaults["device"] = "cpu"  # it would insist on CUDA
+                defaults["device"] = "cpu"  # HFLM's default is CUDA
             super().__init__(source, **defaults | options)
             self._decoder = Decoder(self.model, self._plain_tokenizer, name=str(pretrained))
         self._temperature = 1.0 if chosen is None else chosen.temperature
-        self._changes: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        self._edits: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
         if chosen is not None:
             chosen.require_base(self._decoder, force=force)
             edit = chosen.edit()
             sites = self._decoder.sites(edit.site)
-            self._changes = [(module, _everywhere(edit, layer, index)) for layer, index, module in sites]
+            self._edits = [(module, _edit_all_tokens(edit, layer, index)) for layer, index, module in sites]
 
     def _create_tokenizer(self, *arguments: Any, **options: Any) -> None:
-        """Work on a copy: the harness goes on to give it a padding token, which the model's own may lack."""
+        """Copy the tokenizer, since the harness adds a padding token to it."""
         super()._create_tokenizer(*arguments, **options)
         self._plain_tokenizer: Any = self.tokenizer
         self.tokenizer: Any = copy.deepcopy(self.tokenizer)
 
     def loglikelihood(self, *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations over the temperature, and whether each is the greedy one."""
+        """Return continuations' log-likelihoods, divided by the temperature, and whether each is greedy."""
         pairs = super().loglikelihood(*arguments, **options)
         return [(value / self._temperature, greedy) for value, greedy in pairs]
 
     def _model_call(self, *arguments: Any, **options: Any) -> Tensor:
-        """Logits of right-padded rows, which causal attention makes those of the rows alone."""
-        with self._decoder.frozen(), edit_outputs(self._changes):
+        """Return the logits of right-padded rows; causal attention makes them independent of the padding."""
+        with self._decoder.frozen(), edit_outputs(self._edits):
             logits: Tensor = super()._model_call(*arguments, **options)
         return logits
 
     def _model_generate(self, *arguments: Any, **options: Any) -> Tensor:
-        """Greedy or sampled tokens; what is generated is injected too, as in a folded checkpoint."""
-        with self._decoder.frozen(), edit_outputs(self._changes):
+        """Generate tokens, with injection also at the generated ones, as in an exported checkpoint."""
+        with self._decoder.frozen(), edit_outputs(self._edits):
             tokens: Tensor = super()._model_generate(*arguments, **options)
         return tokens
 
 
-def _everywhere(edit: LinearEdit, layer: int, index: int) -> Callable[[Tensor], Tensor]:
+def _require_supported(injection: Injection) -> None:
+    """Raise I2CLError on an injection that the harness cannot evaluate."""
+    if injection.positions != "all":
+        problem = (
+            f"the harness injects at all tokens, but this injection has positions={injection.positions!r}"
+        )
+        raise I2CLError(f"{problem}: fit one with positions=all, or use `i2cl eval`")
+    if injection.scoring == "words":
+        problem = "the harness scores full label sequences, but this injection uses word-level scoring"
+        raise I2CLError(f"{problem}: evaluate it with `i2cl predict`")
+    if injection.label_bias is not None:
+        raise I2CLError("the harness does not support label priors: fit without --unlabelled")
+    if injection.encoder_bias is not None:
+        raise I2CLError("the harness does not support sentence encoders: fit with --method anchored")
+
+
+def _edit_all_tokens(edit: LinearEdit, layer: int, index: int) -> Callable[[Tensor], Tensor]:
     def change(output: Tensor) -> Tensor:
         lines = output.view(-1, *output.shape[-2:])  # OPT's fc2 is 2-D
         return edit.injected(layer, index, lines).view(output.shape)
@@ -136,7 +143,7 @@ def _everywhere(edit: LinearEdit, layer: int, index: int) -> Callable[[Tensor], 
 
 
 def main() -> None:
-    """The harness's own command line; bad input is one line, and exit code 2."""
+    """Run the harness's command line; errors are one line, with exit code 2."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

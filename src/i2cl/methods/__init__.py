@@ -1,4 +1,4 @@
-"""Every compared method by name. A new one is a file, a name here and a parametrised test."""
+"""Registry of methods. To add one: a module, an entry in ``_ALL``, a parametrized test."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from i2cl.core.recipe import RECIPES
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
 from i2cl.methods.base import Cost, Method, Predictor, Product, Wrapper
-from i2cl.methods.calibrated import label_calibration as mended
+from i2cl.methods.calibrated import label_calibration
 from i2cl.methods.compressors.autocompressor import AutoCompressor
 from i2cl.methods.compressors.cepe import CEPE
 from i2cl.methods.compressors.icae import ICAE
@@ -29,39 +29,54 @@ _ALL: tuple[type[Method], ...] = (
     *(MajorityClass, ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, ICV),
     *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
     *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
-    *(mended.ContextualCalibration, mended.BatchCalibration, mended.LabelPrior, mended.Temperature),
+    *(label_calibration.ContextualCalibration, label_calibration.BatchCalibration),
+    *(label_calibration.LabelPrior, label_calibration.Temperature),
     *(KNNPrompting, AutoCompressor, ICAE, CEPE),
 )
 
-Injector = I2CL | Anchored  # a method that makes an `i2cl.Injection`
+Injector = I2CL | Anchored  # methods that fit an `i2cl.Injection`
 METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for method in _ALL})
-"""Every method by its name. Read-only."""
+"""All methods by name. Read-only."""
 
 
 def make_methods(
     names: Sequence[str], options: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> list[Method]:
-    """Methods by name, or ``below+other``, see `Product`; each takes those of the options that it knows.
-    The recipe is more options, of lower rank, for what calibrates as I2CL does; other methods keep theirs.
-    Raises I2CLError on an unknown method, or an option that none of them knows.
+    """Construct methods from their names.
+
+    Args:
+        names: names of methods; ``inner+wrapper`` wraps a method and ``first+second`` is a `Product`.
+        options: values by option name; each method takes the options that it has.
+        recipe: further options for methods that calibrate as I2CL does; ``options`` takes precedence.
+
+    Raises:
+        I2CLError: on an unknown method, or an option that none of the methods has.
     """
     options = options or {}
-    chosen = [part for name in names for part in _parts(name)]
-    known = sorted({option for part in chosen for option in _known(part).options()})
+    chosen = [part for name in names for part in _split(name)]
+    known = sorted({option for part in chosen for option in _find(part).options()})
     for option in options:
         if option not in known:
-            cure = f"known are {', '.join(known) or 'none'}"
-            raise I2CLError(f"no chosen method has the option {option!r}: {cure}")
-    return [_built(_parts(name), options, recipe or {}) for name in names]
+            choices = ", ".join(known) or "(no options)"
+            raise I2CLError(f"no chosen method has the option {option!r}: choose from {choices}")
+    return [_build(_split(name), options, recipe or {}) for name in names]
 
 
 def calibrating_method(
     name: str | None = None, options: Mapping[str, Any] | None = None, recipe: str | None = None
 ) -> Injector:
-    """What makes an injection: the named method; else I2CL where a recipe or an option of its own is given,
-    and a sentence encoder with anchored calibration where that is.
-    Raises I2CLError on a method that makes none, a recipe that does not exist or is for another method, or an
-    option that the method has not.
+    """Construct the method that fits an injection.
+
+    Args:
+        name: ``"anchored"``, ``"i2cl"`` or ``"anchored+sentence_embeddings"``. Default: ``"i2cl"`` if there
+            is a recipe or an option that only I2CL has; ``"anchored+sentence_embeddings"`` if there is an
+            option of the sentence encoder; else ``"anchored"``.
+        options: options of the method.
+        recipe: calibration recipe of I2CL.
+
+    Raises:
+        I2CLError: on a method that fits no injection, an unknown recipe or one with another method, or an
+            option that the method does not have.
     """
     known = (Anchored.name, I2CL.name, AnchoredWithEmbeddings.name)
     if name not in (None, *known):
@@ -69,47 +84,56 @@ def calibrating_method(
     if recipe not in (None, *RECIPES):
         raise I2CLError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
     if name not in (None, I2CL.name) and recipe is not None:
-        raise I2CLError("a recipe is I2CL's: leave the recipe out, or take the method i2cl")
+        raise I2CLError(f"method {name!r} takes no recipe: leave it out, or choose the method i2cl")
     if name is None:
-        of_i2cl_alone = set(I2CL.options()) - set(Anchored.options())
-        wanted = recipe is not None or not of_i2cl_alone.isdisjoint(options or {})
-        encoded = not wanted and not set(EmbeddingsConfig.model_fields).isdisjoint(options or {})
-        name = I2CL.name if wanted else (AnchoredWithEmbeddings if encoded else Anchored).name
+        given = set(options or {})
+        if recipe is not None or given & (set(I2CL.options()) - set(Anchored.options())):
+            name = I2CL.name
+        elif given & set(EmbeddingsConfig.model_fields):
+            name = AnchoredWithEmbeddings.name
+        else:
+            name = Anchored.name
     (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
     if name == AnchoredWithEmbeddings.name:
-        here = {"encoder": encoder_bias.local_encoder() or encoder_bias.HUB_ID}
-        method = AnchoredWithEmbeddings.configured(here | dict(options or {}))
+        default = {"encoder": encoder_bias.local_encoder() or encoder_bias.HUB_ID}
+        method = AnchoredWithEmbeddings.configured(default | dict(options or {}))
     return cast("Injector", method)
 
 
-def draws(name: str) -> bool:
-    """Whether demonstrations or the seed change what a method makes (I2CLError on an unknown one)."""
-    return any(_known(part).drawn for part in _parts(name))
+def is_stochastic(name: str) -> bool:
+    """Return whether a method depends on the sampled demonstrations or the seed.
+
+    Raises:
+        I2CLError: on an unknown method.
+    """
+    return any(_find(part).is_stochastic for part in _split(name))
 
 
-def _parts(name: str) -> list[str]:
-    """The methods a name stacks up, lowest first."""
+def _split(name: str) -> list[str]:
+    """Split a full name into the names of its methods, innermost first, with the default inner method."""
     parts = name.split("+")
-    lowest = _known(parts[0])
-    return [lowest.default, *parts] if issubclass(lowest, Wrapper) else parts
+    innermost = _find(parts[0])
+    return [innermost.default, *parts] if issubclass(innermost, Wrapper) else parts
 
 
-def _built(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Method:
-    def alone(kind: type[Method]) -> Method:
+def _build(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Method:
+    def configure(kind: type[Method]) -> Method:
         return kind.configured({**recipe, **options} if issubclass(kind, InjectionMethod) else options)
 
-    lowest, *others = map(_known, parts)
-    method = alone(lowest)
+    innermost, *others = map(_find, parts)
+    method = configure(innermost)
     for kind in others:
-        wraps = issubclass(kind, Wrapper)
-        method = kind.configured(options, method) if wraps else Product(method, alone(kind))
+        if issubclass(kind, Wrapper):
+            method = kind.configured(options, method)
+        else:
+            method = Product(method, configure(kind))
     return method
 
 
-def _known(name: str) -> type[Method]:
+def _find(name: str) -> type[Method]:
     if name not in METHODS:
         hint = did_you_mean(name, METHODS)
-        raise I2CLError(f"unknown method {name!r}: {hint}known are {', '.join(METHODS)}")
+        raise I2CLError(f"unknown method {name!r}: {hint}choose from {', '.join(METHODS)}")
     return METHODS[name]
 
 

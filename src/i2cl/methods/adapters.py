@@ -1,6 +1,6 @@
-"""PEFT adapters on a decoder: trained on demonstrations, kept as a small state, taken off again.
+"""PEFT adapters on a shared decoder: trained on demonstrations, attached only while they are used.
 
-Source: https://huggingface.co/docs/peft. The package ``peft`` is the extra of that name.
+Source: https://huggingface.co/docs/peft (install with the extra ``peft``).
 """
 
 from abc import abstractmethod
@@ -29,34 +29,43 @@ from i2cl.tasks import Examples, Task
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-QUERY_VALUE = ("q_proj", "v_proj")
-FUSED = ("query_key_value", "c_attn", "qkv_proj", "Wqkv")
-FEED_FORWARD = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
+QUERY_VALUE_PROJECTIONS = ("q_proj", "v_proj")
+FUSED_PROJECTIONS = ("query_key_value", "c_attn", "qkv_proj", "Wqkv")
+MLP_OUTPUT_PROJECTIONS = ("down_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp.c_proj")
 
 
 class AdaptedDecoder(Decoder):
-    """A decoder whose model wears an adapter, with ``virtual_tokens`` in front of every query."""
+    """A decoder with an adapter attached.
 
-    def __init__(self, bare: Decoder, model: Any, virtual_tokens: int = 0, taken: int = 0) -> None:
-        """Run ``model``, a PeftModel around the bare decoder's own."""
+    Args:
+        base: the decoder without the adapter.
+        model: a PeftModel that wraps the base decoder's model.
+        virtual_tokens: virtual tokens that the model puts in front of the input embeddings.
+        context_used: virtual tokens that take up context, in the input or in every layer.
+    """
+
+    def __init__(self, base: Decoder, model: Any, virtual_tokens: int = 0, context_used: int = 0) -> None:
         super().__init__(
-            bare.model,
-            bare.tokenizer,
-            architecture=bare.architecture,
-            name=bare.name,
-            revision=bare.revision,
-            token_budget=bare.token_budget,
+            base.model,
+            base.tokenizer,
+            architecture=base.architecture,
+            name=base.name,
+            revision=base.revision,
+            token_budget=base.token_budget,
         )
-        self.model = model  # it looks up on the bare model what it does not have
+        self.model = model  # a PeftModel forwards unknown attributes to the base model
         self.virtual_tokens = virtual_tokens
-        self.can_split = self.can_split and not taken  # virtual tokens come in front of every part
-        self.max_length = None if bare.max_length is None else bare.max_length - taken
-        self.rope_limits = tuple(limit - taken for limit in bare.rope_limits)
+        # PEFT adds the virtual tokens to every forward pass, so a row cannot be split over several
+        self.can_split = self.can_split and not context_used
+        self.max_length = None if base.max_length is None else base.max_length - context_used
+        self.rope_limits = tuple(limit - context_used for limit in base.rope_limits)
 
 
 class AdapterSettings(TrainConfig):
-    """The paper's learning rate of LoRA and IA3, 1e-3; how labels are scored; and whether training learns how
-    much each word counts, where words are scored (`i2cl.core.word_weights`).
+    """Training options; the learning rate is the paper's for LoRA and IA3.
+
+    ``word_weights`` also learns a weight for each word and label, with word-level scoring
+    (`i2cl.core.word_weights`).
     """
 
     lr: float = Field(1e-3, gt=0)
@@ -65,7 +74,7 @@ class AdapterSettings(TrainConfig):
 
 
 class AdapterMethod(Method):
-    """Trains an adapter on the demonstrations as single queries, with the schedule of the paper."""
+    """Trains an adapter on single demonstrations with the paper's schedule."""
 
     needs: ClassVar[str] = "demonstrations, the package peft"
     formula: ClassVar[str] = "as trained"
@@ -73,15 +82,18 @@ class AdapterMethod(Method):
 
     @abstractmethod
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """The adapter for this model. Raises I2CLError if the model has nothing that it can adapt."""
+        """Return PEFT's configuration for this model. Raises I2CLError if the model is unsupported."""
 
     def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
-        """The tensors that training starts from, under PEFT's names; None for what PEFT draws."""
+        """Return initial tensors by PEFT's names, or None for PEFT's random initialization."""
         return None
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "AdapterPredictor":
-        """Train, keep the adapter's tensors, take it off again. Raises I2CLError without the package peft or
-        demonstrations, on a model that the adapter or its start does not fit, or a loss that is not finite.
+        """Train an adapter, copy its tensors and detach it.
+
+        Raises:
+            I2CLError: if peft is not installed, there are no demonstrations, the adapter or its initial
+                tensors do not fit the model, or the loss is not finite.
         """
         needs(self.name, "peft", "peft")
         from peft import get_peft_model_state_dict
@@ -89,69 +101,85 @@ class AdapterMethod(Method):
         config, start, training = self.config(decoder), self.start(decoder), self.training
         require_demonstrations(task, demonstrations)
         gold, words = [example.label for example in demonstrations], training.loss == "labels"
-        with adapted(decoder, config, start, seed) as wearing:
-            questions = Questions(wearing, task, training.scoring)
+        with adapted(decoder, config, start, seed) as adapted_decoder:
+            scorer = Questions.of_fit if words else Questions
+            questions = scorer(adapted_decoder, task, training.scoring)
             queries = questions.queries([example.text for example in demonstrations])
             labels = [questions.labels] * len(queries)
-            likelihood = LabelLikelihood(wearing, queries, labels, gold, among_labels=words)
-            learned, moved = None, []
+            likelihood = LabelLikelihood(adapted_decoder, queries, labels, gold, among_labels=words)
+            word_weights, weight_changes = None, []
             if training.word_weights and not (words and questions.labels.words):
-                raise I2CLError("word_weights takes scoring=words and loss=labels: set these too (--set)")
+                raise I2CLError("word_weights requires scoring=words and loss=labels: set them too (--set)")
             if training.word_weights:
-                learned = WordWeights(questions.labels, token_scores(wearing, queries, questions.labels))
-                moved = [torch.nn.Parameter(torch.zeros_like(learned.start, device=decoder.device))]
+                word_weights = WordWeights(
+                    questions.labels, token_scores(adapted_decoder, queries, questions.labels)
+                )
+                changes = torch.zeros_like(word_weights.start, device=decoder.device)
+                weight_changes = [torch.nn.Parameter(changes)]
 
             def loss(chosen: Sequence[int]) -> Tensor:
-                if learned is not None:
-                    likelihood.labels = [questions.labels.weighted(learned.at(*moved))] * len(queries)
+                if word_weights is not None:
+                    weights = word_weights.at(*weight_changes)
+                    likelihood.labels = [questions.labels.weighted(weights)] * len(queries)
                 values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
                 return -values.mean(0, keepdim=True)
 
-            parameters = [parameter for parameter in wearing.model.parameters() if parameter.requires_grad]
-            parameters += moved
+            parameters = [
+                parameter for parameter in adapted_decoder.model.parameters() if parameter.requires_grad
+            ]
+            parameters += weight_changes
             train(parameters, loss, training.batches(len(gold), seed), training, dtype=decoder.model.dtype)
-            state = get_peft_model_state_dict(wearing.model)
-            kept = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-            weights = learned.at(*moved).detach().cpu() if learned is not None else None
-        tensors = [*kept.values(), *([] if weights is None else [weights])]
-        cost = Cost.of(*tensors, trained=sum(one.numel() for one in tensors))
-        return AdapterPredictor(replace(questions, decoder=decoder, weights=weights), config, kept, cost)
+            state = get_peft_model_state_dict(adapted_decoder.model)
+            trained = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+            weights = word_weights.at(*weight_changes).detach().cpu() if word_weights is not None else None
+        tensors = [*trained.values(), *([] if weights is None else [weights])]
+        cost = Cost.of(*tensors, trained=sum(tensor.numel() for tensor in tensors))
+        return AdapterPredictor(replace(questions, decoder=decoder, weights=weights), config, trained, cost)
 
 
 @uninterrupted
 def adapted(
     decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
 ) -> Iterator[AdaptedDecoder]:
-    """Put an adapter on while the block runs, new or with a trained state; the model is left as found, and so
-    are the random numbers, which are the seed's meanwhile. Raises I2CLError if PEFT cannot adapt this model.
+    """Attach an adapter while the block runs, then restore the model and the global random state.
+
+    Args:
+        decoder: the decoder without the adapter.
+        config: PEFT's configuration of the adapter.
+        state: trained tensors. Default: a new adapter.
+        seed: seed of the initialization, and of torch's random numbers in the block.
+
+    Raises:
+        I2CLError: if PEFT does not support the model.
     """
     from peft import get_peft_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTuner
 
-    drawing = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
-    with decoder.frozen(), _as_found(decoder.model), drawing:
+    random_state = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    with decoder.frozen(), _restore_modules(decoder.model), random_state:
         torch.manual_seed(seed)
         try:
             wrapped = get_peft_model(decoder.model, config)
         except ValueError as error:
-            kind, why = decoder.model.config.model_type, " ".join(str(error).split())
-            line = f"PEFT cannot adapt this {kind!r}: {why.rstrip('.')}; take another method"
-            raise I2CLError(line) from error
-        taken = int(getattr(config, "num_virtual_tokens", 0))
-        virtual = taken if config.peft_type == "PROMPT_TUNING" else 0
+            kind, reason = decoder.model.config.model_type, " ".join(str(error).split()).rstrip(".")
+            raise I2CLError(f"PEFT does not support this {kind!r}: {reason}; use another method") from error
+        context_used = int(getattr(config, "num_virtual_tokens", 0))
+        virtual_tokens = context_used if config.peft_type == "PROMPT_TUNING" else 0
         try:
             if state is not None:
                 set_peft_model_state_dict(wrapped, state)
-            yield AdaptedDecoder(decoder, wrapped, virtual, taken)
+            yield AdaptedDecoder(decoder, wrapped, virtual_tokens, context_used)
         finally:
-            if isinstance(wrapped.base_model, BaseTuner):  # prompt learning leaves the model alone
+            if isinstance(wrapped.base_model, BaseTuner):  # prompt learning does not change the model
                 wrapped.unload()
 
 
 @contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Put back every module that was replaced, and not taken off again, while the block ran.
-    Gradient checkpointing, idle in evaluation, is off: for it PEFT leaves a hook behind at every call.
+def _restore_modules(model: nn.Module) -> Iterator[None]:
+    """Restore modules that were replaced in the block, and disable gradient checkpointing in it.
+
+    Gradient checkpointing has no effect in evaluation mode, but with it PEFT registers a hook at every call
+    and does not remove it.
     """
     children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
@@ -169,40 +197,45 @@ def _as_found(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AdapterPredictor:
-    """The model while it wears a trained adapter, its kind and tensors; between calls it is as it was."""
+    """A trained adapter, attached to the shared model during each call."""
 
-    questions: Questions  # of the bare decoder
+    questions: Questions  # with the decoder without the adapter
     config: "PeftConfig"
     state: dict[str, Tensor]
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word with the adapter on."""
-        with adapted(self.questions.decoder, self.config, self.state) as wearing:  # for this call only
-            return replace(self.questions, decoder=wearing).scores(texts, progress=progress)
+        """Return the log-probability of each label word."""
+        with adapted(self.questions.decoder, self.config, self.state) as adapted_decoder:
+            return replace(self.questions, decoder=adapted_decoder).scores(texts, progress=progress)
 
 
 def attention_targets(decoder: Decoder) -> list[str]:
-    """Names of the query and value projections, or of the fused one; raises I2CLError if none is known."""
-    for known in (QUERY_VALUE, *((fused,) for fused in FUSED)):
-        if all(_has_linear(decoder, one) for one in known):
-            return list(known)
-    raise I2CLError(f"no query and value projections are known in {decoder.model.config.model_type!r}")
+    """Return the names of the query and value projections, or of the fused one.
+
+    Raises:
+        I2CLError: if the model has neither.
+    """
+    for names in (QUERY_VALUE_PROJECTIONS, *((fused,) for fused in FUSED_PROJECTIONS)):
+        if all(_has_linear(decoder, name) for name in names):
+            return list(names)
+    kind = decoder.model.config.model_type
+    raise I2CLError(f"no query and value projections are known for {kind!r}: use another method")
 
 
 def feed_forward_targets(decoder: Decoder) -> list[str]:
-    """Name of the last linear map of the MLP; none where experts hold it in one tensor."""
-    return [known for known in FEED_FORWARD if _has_linear(decoder, known)][:1]
+    """Return the name of the MLP's output projection; none if experts store it in one tensor."""
+    return [name for name in MLP_OUTPUT_PROJECTIONS if _has_linear(decoder, name)][:1]
 
 
 def has_transposed_weights(decoder: Decoder) -> bool:
-    """Whether the projections are GPT-2's ``Conv1D``, whose weight is (in, out)."""
+    """Return whether the projections are GPT-2's ``Conv1D``, with weights of shape (in, out)."""
     return any(isinstance(module, Conv1D) for block in decoder.blocks for module in block.modules())
 
 
-def _has_linear(decoder: Decoder, called: str) -> bool:
-    """Whether the first block has a linear map of this name."""
+def _has_linear(decoder: Decoder, name: str) -> bool:
+    """Return whether the first block has a linear layer with this name."""
     return any(
-        isinstance(module, nn.Linear | Conv1D) and f".{name}".endswith(f".{called}")
-        for name, module in decoder.blocks[0].named_modules()
+        isinstance(module, nn.Linear | Conv1D) and f".{path}".endswith(f".{name}")
+        for path, module in decoder.blocks[0].named_modules()
     )

@@ -1,4 +1,4 @@
-"""Anchored calibration: an injection fitted around the plain model, among the label words.
+"""Anchored calibration as a method: vectors fitted around the plain model, among the label words.
 
 Beyond the paper; see `i2cl.core.anchored`.
 """
@@ -24,22 +24,24 @@ from i2cl.tasks import Examples, Task
 
 @dataclass(frozen=True)
 class Anchored(Method):
-    """A vector at every writer, as far from the plain model as the demonstrations' labels pay for."""
+    """A vector for every sublayer, fitted to the demonstrations' labels."""
 
     name: ClassVar[str] = "anchored"
-    summary: ClassVar[str] = "a vector at every writer, fitted around the plain model among the label words"
+    summary: ClassVar[str] = (
+        "a vector for every sublayer, fitted around the plain model among the label words"
+    )
     formula: ClassVar[str] = "2DL"
     settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = (AnchoredConfig,)
     anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """As measured."""
+        """Typical best temperature, as measured, and the spread of its logarithm."""
         return TYPICAL, SPREAD
 
     @property
     def rounds(self) -> int:
-        """How often progress is told, at most."""
+        """Maximum number of progress updates."""
         return self.anchoring.steps
 
     def injection(
@@ -51,21 +53,22 @@ class Anchored(Method):
         progress: StepProgress | None = None,
         scoring: Scoring = "auto",
     ) -> Injection:
-        """Fit."""
+        """Fit an injection; see `i2cl.core.anchored.anchor`."""
         return anchor(
             decoder, task, demonstrations, self.anchoring, seed=seed, scoring=scoring, progress=progress
         )
 
     def like(self, injection: Injection) -> Self:
-        """The same method for fewer demonstrations than those of an injection: descended if that was.
-        What went into a kernel goes into one again, unless the memory has become too small.
+        """Return the method with the solver that made an injection, for refits to fewer demonstrations.
+
+        Gauss-Newton needs no such request: a smaller fit uses it as well, unless memory has become scarce.
         """
         if injection.settings.get("solved_by") != "descent":
             return self
         return replace(self, anchoring=self.anchoring.model_copy(update={"solver": "descent"}))
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Inject what `injection` finds."""
+        """Fit an injection and predict with it."""
         injection = self.injection(decoder, task, demonstrations, seed)
         sites = decoder.layers * (2 if self.anchoring.writers == "both" else 1)
         weights = injection.word_weights
@@ -76,12 +79,13 @@ class Anchored(Method):
 
 @dataclass(frozen=True)
 class AnchoredWithEmbeddings(Anchored):
-    """Both models' label probabilities multiplied, in one injection; `i2cl.methods.base.Product` makes the
-    same of any two methods, which no artefact holds.
+    """Product of experts of anchored calibration and a sentence encoder, stored as one injection.
+
+    `i2cl.methods.base.Product` combines any two methods in the same way, but cannot be stored.
     """
 
     name: ClassVar[str] = "anchored+sentence_embeddings"
-    summary: ClassVar[str] = "anchored calibration and a sentence encoder, their probabilities multiplied"
+    summary: ClassVar[str] = "product of anchored calibration and a sentence-encoder classifier"
     needs: ClassVar[str] = "demonstrations, sentence-transformers, a second model"
     formula: ClassVar[str] = "2DL, (d+1) per label"
     settings = (AnchoredConfig, EmbeddingsConfig)
@@ -96,7 +100,8 @@ class AnchoredWithEmbeddings(Anchored):
         progress: StepProgress | None = None,
         scoring: Scoring = "auto",
     ) -> Injection:
-        """Fit the encoder's part, then the model's, which counts as at its typical temperature.
+        """Fit the encoder's classifier, then the vectors, which count at their typical temperature.
+
         Raises I2CLError as `i2cl.core.encoder_bias.EncoderBias.fit`.
         """
         shown = apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
@@ -106,5 +111,5 @@ class AnchoredWithEmbeddings(Anchored):
         return replace(injection, encoder_bias=bias, settings=settings, temperature=TYPICAL)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Inject what `injection` finds, at a temperature of 1."""
+        """Fit an injection and predict with it, at a temperature of 1."""
         return injected(self.injection(decoder, task, demonstrations, seed), decoder, task)

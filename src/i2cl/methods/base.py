@@ -1,4 +1,4 @@
-"""What every compared method offers, and what several of them share."""
+"""Interfaces of methods and predictors, and helpers that several methods share."""
 
 import math
 from abc import ABC, abstractmethod
@@ -27,92 +27,94 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 @dataclass(frozen=True)
 class Cost:
-    """What a predictor takes, time aside; costs add up."""
+    """Storage and data that a predictor needs; costs can be added."""
 
-    trained: int = 0  #: how many numbers were trained
-    cached_values: int = 0  #: how many numbers are kept per task (paper, column "# cached param.")
-    cached_bytes: int = 0  #: how many bytes those take, in the precision they are kept in
-    held_out: int = 0  #: how many labelled examples beyond the demonstrations were used
-    unlabelled: int = 0  #: how many texts without labels were used
+    trained: int = 0  #: number of trained parameters
+    cached_values: int = 0  #: numbers stored per task (paper, column "# cached param.")
+    cached_bytes: int = 0  #: size of these numbers in bytes, in their own precision
+    held_out: int = 0  #: labelled examples used besides the demonstrations
+    unlabelled: int = 0  #: unlabelled texts used
 
     @classmethod
     def of(
         cls, *kept: Tensor | Prefix | None, trained: int = 0, held_out: int = 0, unlabelled: int = 0
     ) -> "Cost":
-        """The cost of keeping these tensors and caches."""
+        """Return the cost of storing tensors and key-value caches; None costs nothing."""
         sizes = [
-            (one.values, one.bytes) if isinstance(one, Prefix) else (one.numel(), one.nbytes)
-            for one in kept
-            if one is not None
+            (item.values, item.bytes) if isinstance(item, Prefix) else (item.numel(), item.nbytes)
+            for item in kept
+            if item is not None
         ]
         values, size = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
         return cls(trained, values, size, held_out, unlabelled)
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Both together."""
+        """Add two costs field by field."""
         return Cost(*map(add, astuple(self), astuple(other)))
 
 
 @runtime_checkable
 class Predictor(Protocol):
-    """A method fitted to a task."""
+    """A method fitted to one task."""
 
     @property
     def cost(self) -> Cost:
-        """What it takes."""
+        """Storage and data that it needs."""
         ...
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability, or another increasing score, of each label for each text."""
+        """Score each label for each text: log-probabilities, or other scores that increase with them."""
         ...
 
 
 @dataclass(frozen=True)
-class MendedPredictor:
-    """Scores of the method below plus a number for each label, in nats, then divided by a temperature."""
+class CalibratedPredictor:
+    """Another predictor with a label bias (in nats) added to its scores, then a temperature applied."""
 
-    below: Predictor
+    inner: Predictor
     cost: Cost
     bias: Float[Tensor, " labels"] | None = None
     temperature: float = 1.0
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated and normalised again."""
-        return label_log_probs(self.below.scores(texts, progress), self.bias, self.temperature)
+        """Return calibrated log-probabilities, normalized over the labels."""
+        return label_log_probs(self.inner.scores(texts, progress), self.bias, self.temperature)
 
 
 @dataclass(frozen=True)
 class ProductPredictor:
-    """Log-probabilities of two methods, added up."""
+    """Product of experts: the label probabilities of two predictors, multiplied and normalized."""
 
     first: Predictor
     second: Predictor
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities among the labels; minus infinity for a label that either method rules out."""
+        """Return log-probabilities over the labels; minus infinity if either predictor excludes a label."""
         second = self.second.scores(texts).log_softmax(-1)
         return (self.first.scores(texts, progress).log_softmax(-1) + second).log_softmax(-1)
 
 
 class ScoringConfig(Settings):
-    """How labels are scored; see `i2cl.models.encoding.Scoring`."""
+    """Label scoring; see `i2cl.models.encoding.Scoring`."""
 
     scoring: Scoring = "auto"
 
 
 class Method(ABC):
-    """A way to classify with a frozen decoder and a few demonstrations.
+    """A way to classify texts with a frozen decoder and a few demonstrations.
 
     Attributes:
-        name: as used on the command line.
-        summary: one line on what it does.
-        row: the paper's row it stands for, or "-".
-        needs: what it takes, beyond the demonstrations too.
-        formula: the paper's count of cached values, with D width, L layers, M demonstration tokens,
-            1/K share of tokens kept.
-        transductive: whether a text's scores depend on the texts that are scored with it.
-        drawn: whether demonstrations or the seed change what it makes; of a wrapper, beyond the method below.
+        name: name on the command line.
+        summary: description in one line.
+        row: the corresponding row of the paper's table, or "-".
+        needs: data and packages that it requires.
+        formula: the paper's formula for the number of cached values, where D is the model's width, L the
+            number of layers, M the number of demonstration tokens and 1/K the share of tokens kept.
+        transductive: whether the scores of a text depend on the other texts in the same call.
+        is_stochastic: whether the result depends on the sampled demonstrations or the seed. For a wrapper:
+            whether it adds such a dependence to that of its inner method.
+        settings: classes of its options.
     """
 
     name: ClassVar[str]
@@ -121,54 +123,68 @@ class Method(ABC):
     needs: ClassVar[str] = "demonstrations"
     formula: ClassVar[str] = "0"
     transductive: ClassVar[bool] = False
-    drawn: ClassVar[bool] = True
+    is_stochastic: ClassVar[bool] = True
     settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = ()
 
     @property
     def called(self) -> str:
-        """The name that makes it again."""
+        """Full name, including inner methods, as `make_methods` takes it."""
         return self.name
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """Typical best temperature of its probabilities, and the spread of its logarithm.
-        Wide, where nothing was measured; see `i2cl.injections.temperature.likely_temperature`.
+        """Prior of the best temperature: its median, and the standard deviation of its logarithm.
+
+        The default is a wide prior, for methods without measurements; see
+        `i2cl.injections.temperature.likely_temperature`.
         """
         return 1.5, 1.0
 
     @classmethod
     def options(cls) -> Mapping[str, str]:
-        """Names of the options it takes, each with its default and then any other words it can be."""
+        """Return each option's name with its default, followed by the other values of an enumeration."""
         return {
-            name: "|".join(dict.fromkeys([str(field.default), *_words(field.annotation)]))
+            name: "|".join(dict.fromkeys([str(field.default), *_literal_values(field.annotation)]))
             for model in cls.settings
             for name, field in model.model_fields.items()
         }
 
     @classmethod
-    def configured(cls, options: Mapping[str, Any], *below: "Method") -> "Method":
-        """Build it from the options that it knows; a wrapper, on a method. Raises I2CLError on bad values."""
-        return cls(*below, *(_read(model, options) for model in cls.settings))
+    def configured(cls, options: Mapping[str, Any], *inner: "Method") -> "Method":
+        """Construct the method; options that it does not have are ignored.
+
+        Args:
+            options: values by name.
+            inner: for a wrapper, the method to wrap.
+
+        Raises:
+            I2CLError: on an invalid value.
+        """
+        return cls(*inner, *(_validate(model, options) for model in cls.settings))
 
     @property
     def joint(self) -> bool:
-        """Whether `fit_many` takes less time than one `fit` after the other."""
+        """Whether `fit_many` is faster than separate calls of `fit`."""
         return False
 
     @abstractmethod
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Prepare for a task. Raises I2CLError where this model and these demonstrations do not allow it."""
+        """Fit to a task. Raises I2CLError if the model or the demonstrations are unsuitable."""
 
     def fit_many(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
-        """What `fit` makes of each seed and its demonstrations, to rounding; raises I2CLError as `fit`."""
+        """Fit once per seed, each to its own demonstrations; equal to separate calls of `fit` up to rounding.
+
+        Raises:
+            I2CLError: as `fit`.
+        """
         pairs = zip(demonstrations, seeds, strict=True)
         return [self.fit(decoder, task, shown, seed) for shown, seed in pairs]
 
 
 def require_two_classes(method: str, task: Task, demonstrations: Examples) -> None:
-    """Refuse demonstrations that are not of two classes, or are none (I2CLError)."""
+    """Raise I2CLError unless there are demonstrations of at least two classes."""
     require_demonstrations(task, demonstrations)
     if len({example.label for example in demonstrations}) < 2:
         raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
@@ -176,7 +192,14 @@ def require_two_classes(method: str, task: Task, demonstrations: Examples) -> No
 
 @dataclass(frozen=True)
 class ClassifierPredictor:
-    """Scores by a fitted scikit-learn classifier, from what ``features`` makes of texts."""
+    """A fitted scikit-learn classifier.
+
+    Attributes:
+        features: computes the classifier's input from texts.
+        model: the classifier; its classes are label indices.
+        labels: number of labels of the task.
+        cost: storage that it needs.
+    """
 
     features: Callable[[Sequence[str], Progress | None], Float[np.ndarray, "texts _"] | Sequence[str]]
     model: Any
@@ -184,7 +207,11 @@ class ClassifierPredictor:
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label, minus infinity if never seen; raises I2CLError on an empty text."""
+        """Return log-probabilities; minus infinity for labels without a demonstration.
+
+        Raises:
+            I2CLError: on an empty text.
+        """
         require_texts(texts)
         features = self.features(texts, progress)
         scores = torch.full((len(features), self.labels), -torch.inf)
@@ -194,119 +221,131 @@ class ClassifierPredictor:
         return scores
 
 
-def head_cost(head: Any, *more: Float[np.ndarray, " numbers"]) -> Cost:
-    """What a logistic regression trains and keeps, and what is kept beside it."""
-    trained, *rest = (torch.from_numpy(one) for one in (head.coef_, head.intercept_, *more))
-    return Cost.of(trained, *rest, trained=trained.numel() + rest[0].numel())
+def head_cost(head: Any, *stored: Float[np.ndarray, " numbers"]) -> Cost:
+    """Return the cost of a fitted logistic regression, and of arrays stored with it."""
+    weights, intercept, *rest = map(torch.from_numpy, (head.coef_, head.intercept_, *stored))
+    return Cost.of(weights, intercept, *rest, trained=weights.numel() + intercept.numel())
 
 
-def right_answers(predictor: Predictor, rows: Examples) -> int:
-    """How many rows a predictor answers rightly."""
+def count_correct(predictor: Predictor, rows: Examples) -> int:
+    """Return the number of rows whose label a predictor ranks first."""
     best = predictor.scores([row.text for row in rows]).argmax(-1)
     return int((best == torch.tensor([row.label for row in rows])).sum())
 
 
 class Wrapper(Method):
-    """A method on top of another one, written ``below+name``."""
+    """A method that post-processes the scores of another one, written ``inner+name``."""
 
     default: ClassVar[str] = "few_shot"
-    formula: ClassVar[str] = "that of the method below"
+    formula: ClassVar[str] = "same as the inner method"
 
-    def __init__(self, below: Method | None = None, config: Any = None) -> None:
-        self._below = below
+    def __init__(self, inner: Method | None = None, config: Any = None) -> None:
+        self._inner = inner
         self.config: Any = config or next((settings() for settings in self.settings), None)
 
     @property
     def called(self) -> str:
-        """With the method below, where that is not the default."""
-        below = self.below.called
-        return self.name if below == self.default else f"{below}+{self.name}"
+        """Full name; the inner method is omitted if it is the default."""
+        inner = self.inner.called
+        return self.name if inner == self.default else f"{inner}+{self.name}"
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """As the method below."""
-        return self.below.temperatures
+        """Same as the inner method."""
+        return self.inner.temperatures
 
     @property
-    def below(self) -> Method:
-        """The method below. Raises I2CLError if there is none."""
-        if self._below is None:
-            raise I2CLError(f"{self.name} stands on another method: name one, such as few_shot+{self.name}")
-        return self._below
+    def inner(self) -> Method:
+        """The wrapped method. Raises I2CLError if there is none."""
+        if self._inner is None:
+            raise I2CLError(f"{self.name} wraps another method: name one, such as few_shot+{self.name}")
+        return self._inner
 
     @property
     def joint(self) -> bool:
-        """As the method below."""
-        return self.below.joint
+        """Same as the inner method."""
+        return self.inner.joint
 
     @abstractmethod
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
-        """What it makes of the method below once that is fitted; raises I2CLError if it lacks something."""
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+        """Post-process the scores of the fitted inner method.
+
+        Args:
+            decoder: the frozen model.
+            inner: the inner method, fitted to ``shown``.
+            task: the task.
+            shown: the demonstrations.
+            seed: seed of everything random.
+
+        Raises:
+            I2CLError: if required data is missing.
+        """
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Fit the method below, and stand on it."""
-        below = self.below.fit(decoder, task, demonstrations, seed)
-        return self.over(decoder, below, task, demonstrations, seed)
+        """Fit the inner method and wrap it."""
+        inner = self.inner.fit(decoder, task, demonstrations, seed)
+        return self.wrap(decoder, inner, task, demonstrations, seed)
 
     def fit_many(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> Sequence[Predictor]:
-        """Fit the method below to every seed, and stand on each."""
-        fitted = self.below.fit_many(decoder, task, demonstrations, seeds)
+        """Fit the inner method once per seed and wrap each result."""
+        fitted = self.inner.fit_many(decoder, task, demonstrations, seeds)
         each = zip(fitted, demonstrations, seeds, strict=True)
-        return [self.over(decoder, below, task, shown, seed) for below, shown, seed in each]
+        return [self.wrap(decoder, inner, task, shown, seed) for inner, shown, seed in each]
 
 
 class Product(Wrapper):
-    """The method below and another one, written ``below+other``; both are fitted to the same demonstrations.
-    Their label probabilities are multiplied: https://doi.org/10.1162/089976602760128018 (Hinton 2002).
-    Below, the LLM, is at its typical temperature where it has no other: it is surer than right, and would
-    count for too much. Scores that are no log-probabilities, such as kNN prompting's votes, count for little.
+    """Product of experts of two methods fitted to the same demonstrations, written ``inner+other``.
+
+    Source: Hinton 2002, https://doi.org/10.1162/089976602760128018. The inner method runs at its typical
+    temperature unless it has been calibrated: an overconfident LLM would dominate the product. Scores that
+    are not log-probabilities, such as the votes of kNN prompting, have little influence.
     """
 
-    def __init__(self, below: Method, other: Method) -> None:
-        super().__init__(below)
+    def __init__(self, inner: Method, other: Method) -> None:
+        super().__init__(inner)
         self.other = other
 
     @property
     def called(self) -> str:
         """Both names."""
-        return f"{self.below.called}+{self.other.called}"
+        return f"{self.inner.called}+{self.other.called}"
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """As measured of ``anchored+sentence_embeddings``: about as sure as right (docs/ablations.md)."""
-        return 1.0, self.below.temperatures[1]
+        """A median of 1: ``anchored+sentence_embeddings`` is well calibrated (docs/ablations.md)."""
+        return 1.0, self.inner.temperatures[1]
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
-        """Fit the other one."""
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+        """Fit the other method and multiply the probabilities."""
         other = self.other.fit(decoder, task, shown, seed)
-        tempered = isinstance(below, MendedPredictor) and below.temperature != 1
-        typical = 1.0 if tempered else self.below.temperatures[0]
-        first = MendedPredictor(below, below.cost, temperature=typical)
-        return ProductPredictor(first, other, below.cost + other.cost)
+        calibrated = isinstance(inner, CalibratedPredictor) and inner.temperature != 1
+        temperature = 1.0 if calibrated else self.inner.temperatures[0]
+        first = CalibratedPredictor(inner, inner.cost, temperature=temperature)
+        return ProductPredictor(first, other, inner.cost + other.cost)
 
 
-def _words(annotation: Any) -> list[str]:
-    """What a literal type, alone or in a union, allows."""
+def _literal_values(annotation: Any) -> list[str]:
+    """Return the values of all ``Literal`` types in an annotation."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
-    return [word for part in get_args(annotation) for word in _words(part)]
+    return [value for part in get_args(annotation) for value in _literal_values(part)]
 
 
-def _read(model: type[M], options: Mapping[str, Any]) -> M:
+def _validate(model: type[M], options: Mapping[str, Any]) -> M:
     given = {name: options[name] for name in model.model_fields if name in options}
     try:
         settings = model.model_validate(given)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
-        if not first["loc"]:  # options that do not go together
+        if not first["loc"]:  # an invalid combination of options
             raise I2CLError(message) from None
         name = str(first["loc"][0])
         raise I2CLError(f"option {name}={repr(options[name])[:200]}: {message}") from None
     for name in given:
         value = getattr(settings, name)
-        if isinstance(value, float) and not math.isfinite(value):  # which JSON cannot hold
+        if isinstance(value, float) and not math.isfinite(value):  # not valid in JSON
             raise I2CLError(f"option {name}={options[name]!r}: give a finite number")
     return settings

@@ -1,4 +1,4 @@
-"""Zero-shot and few-shot: the query alone, or behind demonstrations that run once per task or every time.
+"""Zero-shot and few-shot prompting.
 
 Source: Brown et al. 2020, https://arxiv.org/abs/2005.14165.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from i2cl.methods.base import Method, ScoringConfig
-from i2cl.methods.prompts import PromptPredictor, few_shot_prompt
+from i2cl.methods.prompts import PromptPredictor, few_shot_predictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Questions
 from i2cl.tasks import Examples, Task
@@ -15,24 +15,24 @@ from i2cl.tasks import Examples, Task
 
 @dataclass(frozen=True)
 class ZeroShot(Method):
-    """Scores label words after the query, with nothing else."""
+    """Scores label words after the query, without demonstrations."""
 
     name: ClassVar[str] = "zero_shot"
     summary: ClassVar[str] = "the query alone"
-    drawn: ClassVar[bool] = False
+    is_stochastic: ClassVar[bool] = False
     row: ClassVar[str] = "Zero-shot"
     needs: ClassVar[str] = "nothing"
     settings = (ScoringConfig,)
     config: ScoringConfig = field(default_factory=ScoringConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Nothing is fitted."""
+        """Return a predictor for the task; nothing is fitted."""
         return PromptPredictor(Questions(decoder, task, self.config.scoring))
 
 
 @dataclass(frozen=True)
 class FewShot(Method):
-    """In-context learning with the demonstrations' keys and values cached once per task."""
+    """In-context learning; keys and values of the demonstrations are computed once per task."""
 
     name: ClassVar[str] = "few_shot"
     summary: ClassVar[str] = "demonstrations before the query, their keys and values cached once"
@@ -43,14 +43,14 @@ class FewShot(Method):
     config: ScoringConfig = field(default_factory=ScoringConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Run the demonstrations once, if they are cached. Raises I2CLError if not one per class fits."""
+        """Cache the demonstrations. Raises I2CLError if the context cannot hold one per class."""
         questions = Questions(decoder, task, self.config.scoring)
-        return few_shot_prompt(questions, demonstrations, cached=self.cache)
+        return few_shot_predictor(questions, demonstrations, cached=self.cache)
 
 
 @dataclass(frozen=True)
 class FewShotUncached(FewShot):
-    """In-context learning that runs the demonstrations again with every query."""
+    """In-context learning that recomputes the demonstrations with every query."""
 
     name: ClassVar[str] = "few_shot_uncached"
     summary: ClassVar[str] = "demonstrations before the query, run again with every query"

@@ -1,4 +1,4 @@
-"""I2CL, and its variants, which change what the vector or the coefficients come from."""
+"""I2CL, and variants that change the source of the context vector or of the coefficients."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, fitting, shared_ids
+from i2cl.methods.prompts import PromptPredictor, common_prefix_ids, fit_to_context
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.prefix import Prefix
@@ -25,51 +25,49 @@ from i2cl.tasks import Example, Examples, Task, Template
 
 
 class NoiseConfig(Settings):
-    """How large the noise vector is."""
+    """Scale of the noise vector."""
 
-    # entries of variance one (``standard``, released code), or the norm of the context vector it replaces,
-    # per layer and writer (``matched``)
+    # ``standard`` (unit variance, as in the released code), or ``matched`` (norm of the context vector that
+    # it replaces, separately for each layer and writer)
     noise_vector: Literal["standard", "matched"] = "standard"
 
 
 def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVector:
-    """A Gaussian vector in place of a context vector."""
-    number = random.Random(f"noise vector {seed}").getrandbits(63)  # calibration draws from the seed itself
-    drawn = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(number))
+    """Return a Gaussian vector of the same shape as a context vector."""
+    noise_seed = random.Random(f"noise vector {seed}").getrandbits(63)  # independent of calibration's seed
+    noise = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(noise_seed))
     if config.noise_vector == "matched":
-        drawn = drawn / drawn.norm(dim=-1, keepdim=True) * real.values.norm(dim=-1, keepdim=True)
-    return replace(real, values=drawn)
+        noise = noise / noise.norm(dim=-1, keepdim=True) * real.values.norm(dim=-1, keepdim=True)
+    return replace(real, values=noise)
 
 
 class CorruptionConfig(Settings):
-    """What is spoilt, and for whom."""
+    """Kind of corruption, and the stage that sees corrupted demonstrations."""
 
-    # a label drawn uniformly from the task's, the true one among them (``random_label``); the words of each
-    # text, split at whitespace, in random order (``random_order``, the paper's random-token); or no words of
-    # the template (``without_format``)
+    # ``random_label`` (uniform over all labels, including the true one), ``random_order`` (shuffled
+    # whitespace-separated words, the paper's random-token) or ``without_format`` (template without words)
     corruption: Literal["random_label", "random_order", "without_format"] = "random_label"
-    # the one that gets to see it. The other stage has the intact demonstrations, and queries the task's own
-    # template, always
+    # the other stage sees intact demonstrations; queries always use the task's own template
     stage: Literal["vectorization", "calibration"] = "vectorization"
 
 
-def corrupted(
+def corrupt(
     task: Task, demonstrations: Examples, config: CorruptionConfig, seed: int
 ) -> tuple[Task, tuple[Example, ...]]:
-    """The task and demonstrations that the chosen stage gets to see."""
-    rng = random.Random(f"corrupted demonstrations {seed}")  # batches are drawn from the seed itself
+    """Return the task and demonstrations as the corrupted stage sees them."""
+    rng = random.Random(f"corrupted demonstrations {seed}")  # independent of the seed of the batches
     if config.corruption == "without_format":
         plain = replace(Template.plain(), separator=task.template.separator)
         return replace(task, template=plain), tuple(demonstrations)
     if config.corruption == "random_label":
         return task, tuple(replace(one, label=rng.randrange(len(task.labels))) for one in demonstrations)
-    split = [(one, one.text.split()) for one in demonstrations]
+    split = [(example, example.text.split()) for example in demonstrations]
     return task, tuple(replace(one, text=" ".join(rng.sample(words, len(words)))) for one, words in split)
 
 
 @dataclass(frozen=True)
 class InjectionMethod(Method):
-    """Extracts, calibrates and injects; how exactly is up to the variant."""
+    """Base class: extracts a context vector, calibrates its coefficients and injects it."""
 
     formula: ClassVar[str] = "2DL"
     settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = (ExtractConfig, CalibrationConfig)
@@ -77,19 +75,19 @@ class InjectionMethod(Method):
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
     def cost(self, injection: Injection, prefix: Prefix | None = None, held_out: int = 0) -> Cost:
-        """What the injection takes, behind demonstrations or not."""
+        """Return the cost of an injection, together with cached demonstrations if there are any."""
         trained = self.calibration.parameters(injection.base.layers, self.extraction.writers)
         return Cost.of(injection.context.values, prefix, trained=trained, held_out=held_out)
 
 
-class Plan(NamedTuple):
-    """What one seed is calibrated on; ``injected`` is what predicts, where that is another vector."""
+class CalibrationData(NamedTuple):
+    """Inputs of the calibration of one seed."""
 
     task: Task
     demonstrations: Examples
     context: ContextVector
-    injected: ContextVector | None = None
-    held_out: int = 0
+    injected: ContextVector | None = None  # vector used for prediction. Default: ``context``
+    held_out: int = 0  # labelled examples used besides the demonstrations
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,12 @@ class I2CL(InjectionMethod):
 
     @property
     def joint(self) -> bool:
-        """Whether their steps can be taken together."""
+        """Whether several seeds can be calibrated in the same steps."""
         return self.calibration.joint
 
     @property
     def rounds(self) -> int:
-        """How often progress is told."""
+        """Number of progress updates of a calibration."""
         return self.calibration.rounds
 
     def injection(
@@ -119,40 +117,40 @@ class I2CL(InjectionMethod):
         progress: StepProgress | None = None,
         scoring: Scoring = "auto",
     ) -> Injection:
-        """Extract and calibrate."""
-        seen = self.plan(decoder, task, demonstrations, seed)[:3]
-        return calibrate(decoder, *seen, self.calibration, seed=seed, scoring=scoring, progress=progress)
+        """Extract a context vector and calibrate its coefficients."""
+        inputs = self.prepare(decoder, task, demonstrations, seed)[:3]
+        return calibrate(decoder, *inputs, self.calibration, seed=seed, scoring=scoring, progress=progress)
 
-    def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
-        """The demonstrations, and the context vector that they make."""
+    def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
+        """Extract the context vector. Raises I2CLError as `extract`."""
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
-        return Plan(task, demonstrations, context)
+        return CalibrationData(task, demonstrations, context)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Extract and calibrate."""
+        """Extract, calibrate, and return a predictor that injects."""
         (predictor,) = self.fit_many(decoder, task, [demonstrations], [seed])
         return predictor
 
     def fit_many(
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> list[PromptPredictor]:
-        """Extract seed by seed and calibrate all of them together."""
-        questions = Questions(decoder, task)  # the real task, whatever calibration sees
+        """Extract for each seed, then calibrate all seeds jointly."""
+        questions = Questions(decoder, task)  # the intact task, also if calibration sees a corrupted one
         pairs = zip(demonstrations, seeds, strict=True)
-        plans = [self.plan(decoder, task, shown, seed) for shown, seed in pairs]
-        tasks, shown, contexts = zip(*(plan[:3] for plan in plans), strict=True)
+        inputs = [self.prepare(decoder, task, shown, seed) for shown, seed in pairs]
+        tasks, shown, contexts = zip(*(data[:3] for data in inputs), strict=True)
         injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
-        fitted = zip(plans, injections, strict=True)
-        finals = [(plan, replace(one, context=plan.injected or one.context)) for plan, one in fitted]
-        return [
-            PromptPredictor(questions, edit=final.edit(), cost=self.cost(final, held_out=plan.held_out))
-            for plan, final in finals
-        ]
+        predictors = []
+        for data, calibrated in zip(inputs, injections, strict=True):
+            injection = replace(calibrated, context=data.injected or calibrated.context)
+            cost = self.cost(injection, held_out=data.held_out)
+            predictors.append(PromptPredictor(questions, edit=injection.edit(), cost=cost))
+        return predictors
 
 
 @dataclass(frozen=True)
 class Noise(I2CL):
-    """The control that tells what the context vector itself contributes (paper, "Noise Vector")."""
+    """Control: measures what the context vector itself contributes (paper, "Noise Vector")."""
 
     name: ClassVar[str] = "noise"
     summary: ClassVar[str] = "I2CL with a Gaussian vector in place of the context vector"
@@ -160,15 +158,16 @@ class Noise(I2CL):
     settings = (ExtractConfig, CalibrationConfig, NoiseConfig)
     vector: NoiseConfig = field(default_factory=NoiseConfig)
 
-    def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
-        """A vector of the context vector's shape."""
+    def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
+        """Replace the context vector by noise."""
         real = extract(decoder, task, demonstrations, self.extraction, seed=seed)
-        return Plan(task, demonstrations, noise_like(real, self.vector, seed))
+        return CalibrationData(task, demonstrations, noise_like(real, self.vector, seed))
 
 
 @dataclass(frozen=True)
 class I2CLUnseen(I2CL):
-    """Coefficients are calibrated on the demonstrations; as many others make the vector that is injected.
+    """Calibrates on the demonstrations, then injects the context vector of as many other examples.
+
     Source: paper, section "Linear Coefficients Are Generalizable".
     """
 
@@ -177,17 +176,18 @@ class I2CLUnseen(I2CL):
     row: ClassVar[str] = "Unseen demo. (figure on robustness)"
     needs: ClassVar[str] = "demonstrations, as many held-out examples"
 
-    def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
-        """Calibrate on one set, inject the other's vector; raises I2CLError if too few examples remain."""
+    def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
+        """Extract both context vectors. Raises I2CLError if too few held-out examples remain."""
         others = task.held_out(len(demonstrations), demonstrations, seed)
         seen = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         unseen = extract(decoder, task, others, self.extraction, seed=seed)
-        return Plan(task, demonstrations, seen, unseen, len(others))
+        return CalibrationData(task, demonstrations, seen, unseen, len(others))
 
 
 @dataclass(frozen=True)
 class I2CLCorrupted(I2CL):
     """Extracts from corrupted demonstrations and calibrates on intact ones, or the other way round.
+
     Source: paper, section "Influencing Factors of the Context Vector Generation".
     """
 
@@ -195,18 +195,24 @@ class I2CLCorrupted(I2CL):
     summary: ClassVar[str] = "I2CL with demonstrations corrupted in one of its two stages"
     row: ClassVar[str] = "Influencing factors (figure on formation)"
     settings = (ExtractConfig, CalibrationConfig, CorruptionConfig)
-    spoilt: CorruptionConfig = field(default_factory=CorruptionConfig)
+    corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
 
-    def plan(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Plan:
-        """Extract from the ones, calibrate on the others."""
-        intact, bad = (task, tuple(demonstrations)), corrupted(task, demonstrations, self.spoilt, seed)
-        seen, learnt = (bad, intact) if self.spoilt.stage == "vectorization" else (intact, bad)
-        return Plan(*learnt, extract(decoder, *seen, self.extraction, seed=seed))
+    def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
+        """Extract from one set of demonstrations, and return the other for calibration."""
+        extracted = calibrated = (task, tuple(demonstrations))
+        if self.corruption.stage == "vectorization":
+            extracted = corrupt(task, demonstrations, self.corruption, seed)
+        else:
+            calibrated = corrupt(task, demonstrations, self.corruption, seed)
+        return CalibrationData(*calibrated, extract(decoder, *extracted, self.extraction, seed=seed))
 
 
 @dataclass(frozen=True)
 class I2CLOverICL(InjectionMethod):
-    """Injects at every token, cached demonstrations too. Source: paper, appendix "Apply I2CL over ICL"."""
+    """Injects at every token, including the cached demonstrations.
+
+    Source: paper, appendix "Apply I2CL over ICL".
+    """
 
     name: ClassVar[str] = "i2cl_over_icl"
     summary: ClassVar[str] = "I2CL with the demonstrations still in the prompt"
@@ -214,18 +220,22 @@ class I2CLOverICL(InjectionMethod):
     formula: ClassVar[str] = "2MDL + 2DL"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Extract, then calibrate behind the demonstrations. Raises I2CLError if not one per class fits, or
-        on positions other than all: in front of a cache nothing tells a query's first or last token.
+        """Extract, then calibrate with the demonstrations in the prompt.
+
+        Raises:
+            I2CLError: if the context cannot hold one demonstration per class, or ``positions`` is not
+                ``"all"``: in cached demonstrations, first and last tokens of queries are not defined.
         """
         if self.calibration.positions != "all":
-            cure = f"leave out positions={self.calibration.positions}"
-            raise I2CLError(f"{self.name} injects at every token: {cure}")
+            raise I2CLError(
+                f"{self.name} injects at every token: leave out positions={self.calibration.positions}"
+            )
         questions = Questions(decoder, task)
-        pairs = fitting(questions, demonstrations)
+        pairs = fit_to_context(questions, demonstrations)
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         prompt = partial(task.template.prompt, pairs)
         injection = calibrate(
             decoder, task, demonstrations, context, self.calibration, seed=seed, prompt=prompt
         )
-        prefix = decoder.prefix(shared_ids(questions, pairs), edit=injection.edit())
+        prefix = decoder.prefix(common_prefix_ids(questions, pairs), edit=injection.edit())
         return PromptPredictor(questions, pairs, prefix, injection.edit(), self.cost(injection, prefix))

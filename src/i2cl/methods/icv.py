@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, Method, right_answers
+from i2cl.methods.base import Cost, Method, count_correct
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
@@ -27,7 +27,7 @@ from i2cl.models.scoring import Questions, in_order
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-# How a direction is found and added: as Liu et al. write, or as their released code does.
+# The direction as in Liu et al.'s paper, or as in their released code.
 Variant = Literal["paper", "released"]
 HELD_OUT = 32
 COARSE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -36,23 +36,23 @@ PAPER_STRENGTHS: Mapping[str, float] = MappingProxyType(
     dict.fromkeys(("sst5", "trec", "subj", "hate_speech18", "emoc", "mr"), 0.02)
     | {"sst2": 0.01, "agnews": 0.0001, "dbpedia": 0.001}
 )
-"""The paper's table of strengths, found on Llama2-7b."""
+"""The paper's strengths by task, for Llama2-7b."""
 
 
 class ICVConfig(Settings):
-    """Where the direction and its strength come from."""
+    """Variant and strength."""
 
-    # ``paper`` (the first principal direction of the differences, not centred, added to block outputs) or
-    # ``released`` (that of the centred differences plus their mean, added to what the MLP puts out, up to
-    # twice as much the more that points the other way)
+    # ``paper`` (first principal direction of the uncentred differences, added to block outputs) or
+    # ``released`` (that of the centred differences plus their mean, added to MLP outputs, and scaled up to
+    # twofold where the output points away from it)
     variant: Variant = "paper"
-    # ``search`` (the paper's two-stage grid, here on held-out examples), ``paper`` (its table, for the
-    # paper's tasks), or a number
+    # ``search`` (the paper's two-stage grid, on held-out examples), ``paper`` (the paper's table, for its
+    # tasks), or a number
     strength: Annotated[float, Field(allow_inf_nan=False)] | Literal["search", "paper"] = "search"
 
 
 class AddPreservingNorm(Edit):
-    """Adds a scaled unit vector to each unit state, then gives the state its norm back."""
+    """Adds a scaled unit vector to each normalized state, then restores the norm of the state."""
 
     everywhere = True
 
@@ -65,10 +65,10 @@ class AddPreservingNorm(Edit):
         self.site = "writers" if self.released else "hidden"
 
     def output(self, layer: int, index: int, output: States, _batch: Batch) -> States | None:
-        """The turned block output, or the turned output of the MLP alone, at every token of every layer."""
+        """Rotate the output of the block, or of the MLP alone, at every token of every layer."""
         if self.released and index == 0:
             return None
-        state = output.float()  # half precision would round more than a small strength adds
+        state = output.float()  # a small strength is below the rounding error of half precision
         unit = normalize(state, dim=-1)
         direction = self.directions[layer].to(output.device)
         added = self.strength * direction
@@ -91,34 +91,40 @@ class ICV(Method):
     config: ICVConfig = field(default_factory=ICVConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Find directions, then the strength. Raises I2CLError on too few examples, or no strength."""
+        """Find the directions, then the strength.
+
+        Raises:
+            I2CLError: if too few held-out examples remain, or the paper has no strength for the task.
+        """
         questions = Questions(decoder, task)
         variant, strength = self.config.variant, self.config.strength
-        axes = directions(decoder, task, demonstrations, variant)
+        unit_vectors = directions(decoder, task, demonstrations, variant)
 
-        def make(strength: float, held_out: int = 0) -> PromptPredictor:
-            edit = AddPreservingNorm(axes, strength, variant)
-            return PromptPredictor(questions, edit=edit, cost=Cost.of(axes, held_out=held_out))
+        def make_predictor(strength: float, held_out: int = 0) -> PromptPredictor:
+            edit = AddPreservingNorm(unit_vectors, strength, variant)
+            return PromptPredictor(questions, edit=edit, cost=Cost.of(unit_vectors, held_out=held_out))
 
-        if strength == "search":  # ties go to the first tried, the smaller
+        if strength == "search":  # ties go to the smaller strength, which comes first
             rows = task.held_out(HELD_OUT, demonstrations, seed)
-            tried = [make(one, len(rows)) for one in COARSE + FINE]
-            return max(tried, key=lambda one: right_answers(one, rows))
+            candidates = [make_predictor(value, len(rows)) for value in COARSE + FINE]
+            return max(candidates, key=lambda candidate: count_correct(candidate, rows))
         if strength == "paper":
             if task.name not in PAPER_STRENGTHS:
                 raise I2CLError(f"the paper gives no ICV strength for {task.name!r}: use strength=search")
             strength = PAPER_STRENGTHS[task.name]
-        return make(strength)
+        return make_predictor(strength)
 
 
 def directions(
     decoder: Decoder, task: Task, demonstrations: Examples, variant: Variant = "paper"
 ) -> Float[Tensor, "layers d"]:
-    """Unit vector per layer along which answer and sentence states differ, pointing to the answer.
-    The state is the block output at the last token of the sentence alone, and of the label word alone. One
-    principal direction is sought in all layers' states put together, and cut into layers then. In the paper
-    it maximises the mean squared projection of the differences; in the released code their variance, with the
-    furthest demonstration on its positive side, and the mean is added.
+    """Return one unit vector per layer, pointing from the states of sentences to those of answers.
+
+    A state is the block output at the last token of the sentence alone, or of the label word alone. The
+    principal direction is computed over the concatenated states of all layers, then split by layer. In the
+    paper it maximizes the mean squared projection of the differences. In the released code it maximizes their
+    variance, its sign puts the demonstration with the largest projection on the positive side, and the mean
+    difference is added.
     """
     require_demonstrations(task, demonstrations)
     texts = [example.text for example in demonstrations]
@@ -127,35 +133,38 @@ def directions(
     joint = difference.flatten(1)
     mean = joint.mean(0)
     if variant == "released":
-        first, projected = _first(joint - mean)
-        axis = mean + first * projected[projected.abs().argmax()].sign()
+        axis, projections = _principal_direction(joint - mean)
+        direction = mean + axis * projections[projections.abs().argmax()].sign()
     else:
-        first, projected = _first(joint)
-        axis = first if projected.sum() >= 0 else -first
-    return normalize(axis.view(difference.shape[1:]), dim=-1)
+        axis, projections = _principal_direction(joint)
+        direction = axis if projections.sum() >= 0 else -axis
+    return normalize(direction.view(difference.shape[1:]), dim=-1)
 
 
-def _first(rows: Float[Tensor, "rows wide"]) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:
-    """First right singular vector, and how far each row goes along it."""
-    _, _, axes = torch.linalg.svd(rows, full_matrices=False)
-    return axes[0], rows @ axes[0]
+def _principal_direction(
+    rows: Float[Tensor, "rows wide"],
+) -> tuple[Float[Tensor, " wide"], Float[Tensor, " rows"]]:
+    """Return the first right singular vector, and the projection of each row onto it."""
+    _, _, right = torch.linalg.svd(rows, full_matrices=False)
+    return right[0], rows @ right[0]
 
 
 def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts layers d"]:
-    front = _front(decoder)
+    front = _start_ids(decoder)
     limit = None if decoder.max_length is None else decoder.max_length - len(front)
     ids = [front + row for row in decoder.encoder.fitted(str, texts, limit)]
     captured = decoder.run_batches(ids, partial(decoder.capture, site="hidden"))
     return in_order((batch.rows, states[:, :, 0]) for batch, states in captured)
 
 
-def _front(decoder: Decoder) -> Ids:
-    """What stands before a text that runs alone, where the tokenizer itself puts nothing there.
-    The first token of a row is where attention gathers, and its state is of its own kind, a hundred times
-    longer and much the same whatever the token: that of a one-token label would tell nothing of the label.
+def _start_ids(decoder: Decoder) -> Ids:
+    """Return tokens to put before a text that runs alone, if the tokenizer adds none.
+
+    The first token of a row is an attention sink: its state is a hundred times as long as others and hardly
+    depends on the token, so a label of one token must not come first.
     """
     encoder, tokenizer = decoder.encoder, decoder.tokenizer
     if encoder.front:
         return ()
-    known = [one for one in (tokenizer.bos_token_id, tokenizer.eos_token_id) if one is not None]
-    return (int(known[0]),) if known else encoder(["\n"])[0]
+    special = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
+    return (int(special[0]),) if special else encoder(["\n"])[0]

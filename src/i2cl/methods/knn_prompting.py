@@ -13,68 +13,68 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, few_shot_prompt
+from i2cl.methods.prompts import PromptPredictor, few_shot_predictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, Questions, in_parts
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-AT_ONCE = 256  # texts whose distributions over the whole vocabulary are held together
+CHUNK_SIZE = 256  # texts whose distributions over the vocabulary are in memory at the same time
 
 
 class KNNConfig(Settings):
-    """The vote."""
+    """Anchors, and the vote of the nearest ones."""
 
-    neighbours: int = Field(3, ge=1)  # how many anchors vote
-    # held-out examples to vote; they are labelled data beyond the demonstrations
-    anchors: int = Field(32, ge=1)
-    # from the query's distribution to the anchor's, KL(query || anchor), as the paper's equation reads; or
-    # KL(anchor || query), as its released code computes
+    neighbours: int = Field(3, ge=1)  # number of anchors that vote
+    anchors: int = Field(32, ge=1)  # number of held-out examples; labelled data besides the demonstrations
+    # KL(query || anchor), as in the paper's equation; or KL(anchor || query), as in its released code
     divergence: Literal["query_anchor", "anchor_query"] = "query_anchor"
 
 
 @dataclass(frozen=True)
 class KNNPrompting(Method):
-    """Anchors and queries stand behind the same demonstrations; the distance is a KL divergence."""
+    """Nearest neighbours by KL divergence; anchors and queries follow the same demonstrations."""
 
     name: ClassVar[str] = "knn_prompting"
-    summary: ClassVar[str] = "nearest anchors by next-token distribution behind the demonstrations"
+    summary: ClassVar[str] = "nearest anchors by next-token distribution after the demonstrations"
     needs: ClassVar[str] = "demonstrations, 32 held-out examples as anchors"
     formula: ClassVar[str] = "2MDL + anchors x vocabulary"
     settings = (KNNConfig,)
     config: KNNConfig = field(default_factory=KNNConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "KNNPredictor":
-        """Keep each anchor's distribution. Raises I2CLError on too few examples, or too small a context."""
+        """Compute the anchors' distributions. Raises I2CLError on too few examples or too small a context."""
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
-        prompt = few_shot_prompt(Questions(decoder, task), demonstrations)
-        kept = prompt.distributions([example.text for example in held_out])
+        prompt = few_shot_predictor(Questions(decoder, task), demonstrations)
+        anchor_log_probs = prompt.distributions([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
-        cost = prompt.cost + Cost.of(kept, held_out=len(held_out))
-        return KNNPredictor(prompt, kept, labels, self.config, cost)
+        cost = prompt.cost + Cost.of(anchor_log_probs, held_out=len(held_out))
+        return KNNPredictor(prompt, anchor_log_probs, labels, self.config, cost)
 
 
 @dataclass(frozen=True)
 class KNNPredictor:
-    """A vote of the nearest anchors; the nearest one breaks ties."""
+    """Majority vote of the nearest anchors; the nearest one breaks ties."""
 
     prompt: PromptPredictor
-    kept: Float[Tensor, "anchors vocab"]
-    labels: Int[Tensor, " anchors"]
+    anchor_log_probs: Float[Tensor, "anchors vocab"]
+    anchor_labels: Int[Tensor, " anchors"]
     config: KNNConfig
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Share of the votes, plus a tie-break smaller than one vote for the nearest anchor's label."""
-        none = torch.empty(0, len(self.prompt.questions.task.labels))
-        return torch.cat([none, *in_parts(self._votes, texts, AT_ONCE, progress)])
+        """Return each label's share of the votes, with half a vote added for the nearest anchor's label."""
+        empty = torch.empty(0, len(self.prompt.questions.task.labels))  # the result without texts
+        return torch.cat([empty, *in_parts(self._votes, texts, CHUNK_SIZE, progress)])
 
     def _votes(self, texts: Sequence[str]) -> Float[Tensor, "texts labels"]:
         query = self.prompt.distributions(texts)
-        of_anchor = self.config.divergence == "anchor_query"
-        distance = divergence(self.kept, query).T if of_anchor else divergence(query, self.kept)
-        count = min(self.config.neighbours, len(self.labels))
-        nearest = self.labels[distance.topk(count, largest=False).indices]
+        if self.config.divergence == "anchor_query":
+            distance = divergence(self.anchor_log_probs, query).T
+        else:
+            distance = divergence(query, self.anchor_log_probs)
+        count = min(self.config.neighbours, len(self.anchor_labels))
+        nearest = self.anchor_labels[distance.topk(count, largest=False).indices]
         votes = torch.zeros(len(texts), len(self.prompt.questions.task.labels))
         votes.scatter_add_(1, nearest, torch.full(nearest.shape, 1 / count))
         return votes.scatter_add_(1, nearest[:, :1], torch.full((len(texts), 1), 0.5 / count))
@@ -83,5 +83,5 @@ class KNNPredictor:
 def divergence(
     first: Float[Tensor, "rows vocab"], second: Float[Tensor, "columns vocab"]
 ) -> Float[Tensor, "rows columns"]:
-    """KL divergence from each of the first distributions to each of the second, in nats, from their logs."""
+    """Return KL(first || second) in nats for each pair of rows, given as log-probabilities."""
     return (first.exp() * first).sum(-1, keepdim=True) - first.exp() @ second.T

@@ -1,7 +1,7 @@
-"""Linear probe: logistic regression on the model's states, what a practitioner would try first.
+"""Linear probe: logistic regression on the model's hidden states.
 
-Which states, and how strong the penalty is, is chosen by folds of the demonstrations alone. What it is chosen
-from, and what is taken with one demonstration a class, was settled on training rows with SmolLM2-135M.
+Layer, tokens and regularization are chosen by cross-validation on the demonstrations. The candidates, and the
+defaults with one demonstration per class, were chosen on training rows with SmolLM2-135M.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,15 @@ from i2cl.models.scoring import Progress, Questions
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-# The query's last token, the mean over the text's tokens, or one behind the other.
+# State of the query's last token, mean over the text's tokens, or both concatenated.
 Tokens = Literal["last", "mean", "both"]
-FOLDS = 5  # at most; no more than the rarest class has demonstrations
-DEPTHS = (0.8, 0.93, 1.0)  # layers that are tried, as shares of the way from the first block to the last
-STRENGTHS = (0.01, 0.1, 1.0)  # of the penalty, inverse, that are tried
+MAX_FOLDS = 5  # fewer if the rarest class has fewer demonstrations
+CANDIDATE_DEPTHS = (0.8, 0.93, 1.0)  # relative position of the layer between the first and the last block
+CANDIDATE_C = (0.01, 0.1, 1.0)  # inverse regularization strength
 
 
 class Choice(NamedTuple):
-    """What a probe is made with: a block's output, at which tokens, and its ``C``."""
+    """Hyperparameters of a probe: layer, tokens and scikit-learn's ``C``."""
 
     layer: int
     tokens: Tokens
@@ -40,9 +40,10 @@ class Choice(NamedTuple):
 
 
 class ProbeConfig(Settings):
-    """The states and the classifier; ``folds`` chooses by stratified folds of the demonstrations.
-    A negative layer counts from the last; tokens are the query's ``last``, the ``mean`` over the text's, or
-    ``both``; ``probe_c`` is scikit-learn's ``C``.
+    """Hyperparameters; ``"folds"`` chooses by stratified cross-validation on the demonstrations.
+
+    Negative layers count from the last; ``probe_tokens`` is the ``last`` token of the query, the ``mean``
+    over the text, or ``both``; ``probe_c`` is scikit-learn's ``C``.
     """
 
     probe_layer: int | Literal["folds"] = "folds"
@@ -52,18 +53,21 @@ class ProbeConfig(Settings):
 
 @dataclass(frozen=True)
 class LinearProbe(Method):
-    """Standardised block outputs of one pass, then scikit-learn's logistic regression."""
+    """Logistic regression on standardized block outputs, which take one forward pass."""
 
     name: ClassVar[str] = "linear_probe"
     summary: ClassVar[str] = "logistic regression on states chosen by inner folds"
     needs: ClassVar[str] = "demonstrations, scikit-learn"
-    formula: ClassVar[str] = "(D+1) per label, twice that of both tokens"
+    formula: ClassVar[str] = "(D+1) per label, (2D+1) with both tokens"
     settings = (ProbeConfig,)
     config: ProbeConfig = field(default_factory=ProbeConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "ProbePredictor":
-        """Fit on the demonstrations' states. Raises I2CLError without scikit-learn or demonstrations of two
-        classes, if the model has no such layer, or if its tokenizer cannot tell which tokens are the text's.
+        """Fit to the states of the demonstrations.
+
+        Raises:
+            I2CLError: if scikit-learn is not installed, there are fewer than two classes, the model does not
+                have the layer, or the tokenizer does not report character offsets.
         """
         needs(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
@@ -73,9 +77,10 @@ class LinearProbe(Method):
         pooled = any(choice.tokens != "last" for choice in choices)
         states = query_states(questions, [example.text for example in demonstrations], layers, pooled=pooled)
         labels = np.array([example.label for example in demonstrations])
-        of_layer = dict(zip(layers, states.unbind(1), strict=True))
-        best = _best({one: _features(of_layer[one.layer], one.tokens) for one in choices}, labels, seed)
-        model = _classifier(best.c).fit(_features(of_layer[best.layer], best.tokens), labels)
+        by_layer = dict(zip(layers, states.unbind(1), strict=True))
+        candidates = {choice: _features(by_layer[choice.layer], choice.tokens) for choice in choices}
+        best = _cross_validate(candidates, labels, seed)
+        model = _make_classifier(best.c).fit(candidates[best], labels)
 
         def features(texts: Sequence[str], _progress: Progress | None) -> Float[np.ndarray, "texts _"]:
             states = query_states(questions, texts, [best.layer], pooled=best.tokens != "last")
@@ -84,22 +89,28 @@ class LinearProbe(Method):
         return ProbePredictor(features, model, len(task.labels), head_cost(model[-1]), best)
 
     def _choices(self, decoder: Decoder) -> list[Choice]:
-        """All that the folds choose from; first what is taken without folds: the second of the layers."""
+        """Return the candidates; the first one is the default if there are too few demonstrations."""
         layer, tokens, c = self.config.probe_layer, self.config.probe_tokens, self.config.probe_c
         if layer != "folds" and not -decoder.layers <= layer < decoder.layers:
-            raise I2CLError(f"probe_layer={layer}: the model has {decoder.layers} layers")
+            most = decoder.layers - 1
+            raise I2CLError(f"probe_layer={layer}: choose a layer from 0 to {most}, or -{most + 1} to -1")
         if tokens not in {"folds", "last"} and not decoder.tokenizer.is_fast:
-            what = "a fast tokenizer (tokenizer.json), which knows where tokens stand"
-            raise I2CLError(f"probe_tokens={tokens} needs {what}: give probe_tokens=last")
-        deep = [round(depth * (decoder.layers - 1)) for depth in (DEPTHS[1], *DEPTHS)]
-        known: list[Tokens] = ["both", "last", "mean"] if decoder.tokenizer.is_fast else ["last"]
-        layers = deep if layer == "folds" else [layer % decoder.layers]
-        strengths = [STRENGTHS[1], *STRENGTHS] if c == "folds" else [c]
-        each = product(layers, known if tokens == "folds" else [tokens], strengths)
-        return list(dict.fromkeys(Choice(*one) for one in each))
+            raise I2CLError(
+                f"probe_tokens={tokens} needs a fast tokenizer (tokenizer.json): use probe_tokens=last"
+            )
+        # The middle candidate is the default, and therefore first; duplicates are removed at the end.
+        depths = (CANDIDATE_DEPTHS[1], *CANDIDATE_DEPTHS)
+        candidate_layers = [round(depth * (decoder.layers - 1)) for depth in depths]
+        candidate_tokens: list[Tokens] = ["both", "last", "mean"] if decoder.tokenizer.is_fast else ["last"]
+        combinations = product(
+            candidate_layers if layer == "folds" else [layer % decoder.layers],
+            candidate_tokens if tokens == "folds" else [tokens],
+            [CANDIDATE_C[1], *CANDIDATE_C] if c == "folds" else [c],
+        )
+        return list(dict.fromkeys(Choice(*values) for values in combinations))
 
 
-def _classifier(c: float) -> Any:
+def _make_classifier(c: float) -> Any:
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -107,34 +118,39 @@ def _classifier(c: float) -> Any:
     return make_pipeline(StandardScaler(), LogisticRegression(C=c, max_iter=10_000))
 
 
-def _best(
+def _cross_validate(
     features: dict[Choice, Float[np.ndarray, "texts _"]], labels: Int[np.ndarray, " texts"], seed: int
 ) -> Choice:
-    """That with the least log-loss on folds; the first, where there is nothing to choose or no fold."""
+    """Return the choice with the lowest held-out log-loss; the first if a class has only one text."""
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
     first, counts = next(iter(features)), np.unique(labels, return_counts=True)[1]
     if len(features) == 1 or counts.min() < 2:
         return first
-    folds = StratifiedKFold(min(FOLDS, int(counts.min())), shuffle=True, random_state=seed % 2**32)
-    classes = np.searchsorted(np.unique(labels), labels)
+    folds = StratifiedKFold(min(MAX_FOLDS, int(counts.min())), shuffle=True, random_state=seed % 2**32)
+    columns = np.searchsorted(np.unique(labels), labels)
 
-    def likelihood(choice: Choice) -> float:
-        model = _classifier(choice.c)
+    def log_likelihood(choice: Choice) -> float:
+        model = _make_classifier(choice.c)
         probabilities = cross_val_predict(model, features[choice], labels, cv=folds, method="predict_proba")
-        return float(np.log(probabilities[np.arange(len(classes)), classes] + 1e-12).sum())
+        return float(np.log(probabilities[np.arange(len(columns)), columns] + 1e-12).sum())
 
-    return max(features, key=likelihood)
+    return max(features, key=log_likelihood)
 
 
 def _features(states: Float[Tensor, "texts tokens d"], tokens: Tokens) -> Float[np.ndarray, "texts _"]:
-    """What a classifier is given: of the query's last token, the text's mean, or both."""
+    """Select the classifier's input: the last token's state, the mean over the text, or both."""
     return {"last": states[:, 0], "mean": states[:, -1], "both": states.flatten(1)}[tokens].numpy()
 
 
-class KeepPooled(Edit):
-    """Copies some layers' block outputs, at each query's last token and as the mean over its text.
-    ``kept`` has one (batch x tokens x d) tensor a layer, in float32 on the CPU; tokens are 1 without spans.
+class CapturePooled(Edit):
+    """Copies block outputs of some layers at each query's last token, and their mean over its text.
+
+    Attributes:
+        layers: the layers to copy.
+        spans: first and end token of the text in each query, or None to copy only the last token's state.
+        captured: one (batch x tokens x d) tensor per layer, float32 on the CPU; tokens is 2, or 1 without
+            spans.
     """
 
     site = "hidden"
@@ -142,58 +158,60 @@ class KeepPooled(Edit):
     def __init__(self, layers: Sequence[int], spans: Int[Tensor, "queries 2"] | None) -> None:
         self.layers = layers
         self.spans = spans
-        self.kept: list[Tensor] = []
+        self.captured: list[Tensor] = []
 
     def output(self, layer: int, _index: int, output: States, batch: Batch) -> None:
-        """Copy them."""
+        """Copy the states of a layer."""
         if layer not in self.layers:
             return
         states = output.float()
-        kept = [states[torch.arange(len(states), device=states.device), batch.last.to(states.device)]]
+        pooled = [states[torch.arange(len(states), device=states.device), batch.last.to(states.device)]]
         if self.spans is not None:
             spans = self.spans[list(batch.rows)].to(states.device)
             tokens = torch.arange(states.shape[1], device=states.device)
             inside = (tokens >= spans[:, :1]) & (tokens < spans[:, 1:])
-            kept.append((states * inside[..., None]).sum(1) / inside.sum(1, keepdim=True))
-        self.kept.append(torch.stack(kept, 1).cpu())
+            pooled.append((states * inside[..., None]).sum(1) / inside.sum(1, keepdim=True))
+        self.captured.append(torch.stack(pooled, 1).cpu())
 
 
 def query_states(
     questions: Questions, texts: Sequence[str], layers: Sequence[int], *, pooled: bool
 ) -> Float[Tensor, "texts layers tokens d"]:
-    """Block outputs (float32) at each query's last token and, if pooled, their mean over its text."""
+    """Return block outputs (float32) at each query's last token and, if pooled, their mean over its text."""
     decoder, queries = questions.decoder, questions.queries(texts)
     spans = torch.tensor(list(_spans(questions, texts, queries))) if pooled and texts else None
     states = torch.empty(len(queries), len(layers), 2 if pooled else 1, decoder.d_model)
 
     def run(batch: Batch) -> Tensor:
-        keep = KeepPooled(layers, spans)
-        decoder.forward(batch, edit=keep)
-        return torch.stack(keep.kept, 1)
+        capture = CapturePooled(layers, spans)
+        decoder.forward(batch, edit=capture)
+        return torch.stack(capture.captured, 1)
 
     with decoder.frozen(), torch.no_grad():
-        for batch, kept in decoder.run_batches(queries, run):
-            states[list(batch.rows)] = kept
+        for batch, captured in decoder.run_batches(queries, run):
+            states[list(batch.rows)] = captured
     return states
 
 
 def _spans(questions: Questions, texts: Sequence[str], queries: Sequence[Ids]) -> Iterator[tuple[int, int]]:
-    """First token of each text in its query, and the one behind its last; a token of two parts is the text's.
-    What follows a text is counted from the end, since a long one was cut there.
+    """Yield the (first, end) token indices of each text in its query.
+
+    A token that overlaps the text and the template counts as text. The tokens after the text are counted from
+    the end, since a long text was cut at its end.
     """
     encoder, template, line = questions.decoder.encoder, questions.task.template, questions.labels.line
-    start, behind = len(template.opening + template.head), len(template.middle + line)
+    head, tail = len(template.opening + template.head), len(template.middle + line)  # characters
     for text, ids in zip(texts, queries, strict=True):
         prompt = template.query(encoder.literal(text)) + line
-        places = encoder.spans(prompt)
-        before = sum(right <= start for _, right in places)
-        after = sum(left >= len(prompt) - behind for left, _ in places)
+        offsets = encoder.spans(prompt)
+        before = sum(right <= head for _, right in offsets)
+        after = sum(left >= len(prompt) - tail for left, _ in offsets)
         first = len(encoder.front) + before
         yield first, max(first + 1, len(ids) - after)
 
 
 @dataclass(frozen=True)
 class ProbePredictor(ClassifierPredictor):
-    """Keeps the fitted classifier alone, in its own precision."""
+    """The fitted classifier, with the hyperparameters that were chosen."""
 
     choice: Choice

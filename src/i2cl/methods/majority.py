@@ -1,4 +1,4 @@
-"""The most frequent label, whatever the text: the accuracy that every classifier has to beat."""
+"""Majority class: predicts the most frequent label for every text, the baseline to beat."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class MajorityPredictor:
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-frequency of each label, minus infinity for labels without a row."""
+        """Return the log-frequency of each label; minus infinity for labels without a row."""
         require_texts(texts)
         if progress is not None:
             progress(len(texts))
@@ -30,20 +30,20 @@ class MajorityPredictor:
 
 
 class MajorityClass(Method):
-    """Predicts the label with the most training rows; the first of several with equally many.
+    """Predicts the label with the most training rows; ties go to the first label.
 
-    The same as scikit-learn's ``DummyClassifier(strategy="prior")``. Frequencies are those of all training
-    rows, since demonstrations are drawn with equal numbers per class.
+    Equivalent to scikit-learn's ``DummyClassifier(strategy="prior")``, fitted to all training rows, since
+    demonstrations are balanced.
     """
 
     name: ClassVar[str] = "majority_class"
     summary: ClassVar[str] = "the most frequent label of the training rows, for every text"
     needs: ClassVar[str] = "training rows"
     formula: ClassVar[str] = "0"
-    drawn: ClassVar[bool] = False
+    is_stochastic: ClassVar[bool] = False
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Count labels in the training rows, or in the demonstrations of a task without rows."""
+        """Count the labels of the training rows, or of the demonstrations if the task has no rows."""
         rows = task.train or demonstrations
         counts = torch.bincount(torch.tensor([row.label for row in rows]), minlength=len(task.labels))
         return MajorityPredictor((counts / counts.sum()).log(), Cost())

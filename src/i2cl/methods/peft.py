@@ -1,4 +1,4 @@
-"""Parameter-efficient fine-tuning on the demonstrations: four adapters of the PEFT library.
+"""Parameter-efficient fine-tuning on the demonstrations with the PEFT library.
 
 Source: paper, appendix "Implementation of Baseline Methods".
 """
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.errors import I2CLError, require_whole
+from i2cl.errors import I2CLError, require_utf8
 from i2cl.methods import adapters
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoRASettings(adapters.AdapterSettings):
-    """The paper's: rank 8, alpha 32, dropout 0.05."""
+    """Defaults are the paper's: rank 8, alpha 32, dropout 0.05."""
 
     lora_rank: int = Field(8, ge=1)
     lora_alpha: int = Field(32, ge=1)
@@ -32,27 +32,30 @@ class LoRASettings(adapters.AdapterSettings):
 
 
 class VirtualTokenSettings(adapters.AdapterSettings):
-    """The paper's: one virtual token (in every layer, if in layers), learning rate 0.1."""
+    """Defaults are the paper's: one virtual token (per layer for prefix tuning), learning rate 0.1."""
 
-    lr: float = Field(0.1, gt=0)  # first learning rate of AdamW
-    virtual_tokens: int = Field(1, ge=1)  # how many
-    # they start as the tokens of this text, again and again from its first on; drawn at random if empty. Li
-    # and Liang and Lester et al. both find that real words are the better start
+    lr: float = Field(0.1, gt=0)  # initial learning rate of AdamW
+    virtual_tokens: int = Field(1, ge=1)  # number of virtual tokens
+    # Initialize with the tokens of this text, repeated as needed; random if empty. Li and Liang and Lester et
+    # al. both find that initializing with words works better
     start_text: str = ""
 
 
 @dataclass(frozen=True)
 class LoRA(adapters.AdapterMethod):
-    """Adapts a fused query, key and value whole. Source: Hu et al. 2022, https://arxiv.org/abs/2106.09685."""
+    """LoRA on query and value projections; a fused query-key-value projection is adapted as a whole.
+
+    Source: Hu et al. 2022, https://arxiv.org/abs/2106.09685.
+    """
 
     name: ClassVar[str] = "lora"
-    summary: ClassVar[str] = "low-rank changes of query and value projections"
+    summary: ClassVar[str] = "low-rank updates of query and value projections"
     row: ClassVar[str] = "LoRA"
     settings = (LoRASettings,)
     training: LoRASettings = field(default_factory=LoRASettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """Targets by name, as they are called in this family."""
+        """Return the configuration, with the names that this model family uses."""
         from peft import LoraConfig
 
         return LoraConfig(
@@ -66,18 +69,20 @@ class LoRA(adapters.AdapterMethod):
 
 @dataclass(frozen=True)
 class IA3(adapters.AdapterMethod):
-    """Where query, key and value are one projection, all three are scaled. Source: Liu et al. 2022,
-    https://arxiv.org/abs/2205.05638 (there keys and values are scaled, in the paper queries and values).
+    """IA3 on query, value and MLP activations; a fused query-key-value projection is scaled as a whole.
+
+    Source: Liu et al. 2022, https://arxiv.org/abs/2205.05638, who scale keys and values; the I2CL paper says
+    queries and values.
     """
 
     name: ClassVar[str] = "ia3"
-    summary: ClassVar[str] = "scales of query, value and feed-forward activations"
+    summary: ClassVar[str] = "learned scaling of query, value and feed-forward activations"
     row: ClassVar[str] = "IA3"
     settings = (adapters.AdapterSettings,)
     training: adapters.AdapterSettings = field(default_factory=adapters.AdapterSettings)
 
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """Targets by name: PEFT's own table differs from family to family."""
+        """Return the configuration, with explicit names: PEFT's defaults differ between model families."""
         from peft import IA3Config
 
         feed_forward = adapters.feed_forward_targets(decoder)
@@ -95,14 +100,16 @@ class VirtualTokenMethod(adapters.AdapterMethod):
     training: VirtualTokenSettings
 
     def config(self, decoder: Decoder) -> "PeftConfig":
-        """PEFT is told a model's sizes, whose names it does not know in every family.
-        Raises I2CLError on virtual tokens that leave a query no place, or a model that caches other things.
+        """Return the configuration, with explicit sizes: PEFT does not find them in all model families.
+
+        Raises:
+            I2CLError: if the virtual tokens fill the context, or as `shape`.
         """
         import peft
 
-        count, most = self.training.virtual_tokens, decoder.max_length
-        if most is not None and count >= most:
-            raise I2CLError(f"virtual_tokens is {count}, but the context holds {most} tokens: take fewer")
+        count, limit = self.training.virtual_tokens, decoder.max_length
+        if limit is not None and count >= limit:
+            raise I2CLError(f"virtual_tokens is {count}, but the context holds {limit} tokens: use fewer")
         heads, width = self.shape(decoder)
         config: PeftConfig = getattr(peft, self.kind)(
             task_type="CAUSAL_LM",
@@ -115,29 +122,35 @@ class VirtualTokenMethod(adapters.AdapterMethod):
 
     @abstractmethod
     def shape(self, decoder: Decoder) -> tuple[int, int]:
-        """Heads and their width, of what is trained."""
+        """Return the number of heads and the width per head of the trained embeddings."""
 
     def start(self, decoder: Decoder) -> dict[str, Tensor] | None:
-        """What the tokens of `start_text` are to the model; raises I2CLError on a text without any."""
+        """Return the embeddings of ``start_text``, if there is one.
+
+        Raises:
+            I2CLError: if the text has no tokens.
+        """
         text = self.training.start_text
         if not text:
             return None
-        require_whole(text, "start_text")
+        require_utf8(text, "start_text")
         ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise I2CLError(f"start_text {text!r} has no token: give a longer one")
+            raise I2CLError(f"start_text {text!r} has no tokens: give a longer text")
         tokens = tuple(islice(cycle(ids), self.training.virtual_tokens))
         return {"prompt_embeddings": self.embeddings(decoder, tokens)}
 
     @abstractmethod
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
-        """The numbers that stand for these tokens."""
+        """Return the values that the virtual tokens start from."""
 
 
 @dataclass(frozen=True)
 class PromptTuning(VirtualTokenMethod):
-    """Virtual tokens at the input only, from a random start unless a text is given. Source: Lester et al.
-    2021, https://arxiv.org/abs/2104.08691 (the paper's 4.10K parameters are one token at width 4096).
+    """Virtual tokens at the input only, initialized at random unless a text is given.
+
+    Source: Lester et al. 2021, https://arxiv.org/abs/2104.08691. The I2CL paper's 4.10K parameters are one
+    token of width 4096.
     """
 
     name: ClassVar[str] = "prompt_tuning"
@@ -148,19 +161,20 @@ class PromptTuning(VirtualTokenMethod):
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def shape(self, decoder: Decoder) -> tuple[int, int]:
-        """Heads are asked for, and not used."""
+        """Return one head of the embedding width; PEFT only uses their product."""
         return 1, decoder.embed((0,)).shape[-1]
 
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens d"]:
-        """Input embeddings."""
+        """Return the input embeddings of tokens, in float32 on the CPU."""
         return decoder.embed(ids).float().cpu()
 
 
 @dataclass(frozen=True)
 class PrefixTuning(VirtualTokenMethod):
-    """Virtual tokens in every layer, trained directly without a reparametrising network.
-    Source: Li and Liang 2021, https://arxiv.org/abs/2101.00190. It is the paper's text on prompt tuning ("one
-    extra learnable token per layer"), which its parameter count contradicts.
+    """Virtual tokens in every layer, trained directly without a reparametrization network.
+
+    Source: Li and Liang 2021, https://arxiv.org/abs/2101.00190. This is what the I2CL paper's text calls
+    prompt tuning ("one extra learnable token per layer"), although its parameter count contradicts it.
     """
 
     name: ClassVar[str] = "prefix_tuning"
@@ -171,27 +185,38 @@ class PrefixTuning(VirtualTokenMethod):
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
     def shape(self, decoder: Decoder) -> tuple[int, int]:
-        """Of the keys and values of every layer; raises I2CLError where they differ, or more is cached."""
-        held = self.cached(decoder, (0,)) if holds_keys_alone(decoder.model.config) else []
-        shapes = {(each.shape[0], each.shape[2]) for each in held}
+        """Return the number and width of key-value heads.
+
+        Raises:
+            I2CLError: if they differ between layers, or the model caches more than keys and values.
+        """
         config = decoder.model.config
-        if len(held) == 2 * decoder.layers and len(shapes) == 1:
+        tensors = self.cached(decoder, (0,)) if holds_keys_alone(config) else []
+        shapes = {(tensor.shape[0], tensor.shape[2]) for tensor in tensors}
+        if len(tensors) == 2 * decoder.layers and len(shapes) == 1:
             ((heads, width),) = shapes
+            # PEFT uses these config fields, where a model has them, instead of the sizes that it is given
             known = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
             if known[0] in {None, heads} and (known[0] is None or known[1] in {None, width}):
-                return heads, width  # PEFT asks these names, where a model has them
-        cure = "its layers do not all cache keys and values of one shape; take lora or prompt_tuning"
-        raise I2CLError(f"{self.name} cannot run on {config.model_type!r}: {cure}")
+                return heads, width
+        raise I2CLError(
+            f"{self.name} does not support {config.model_type!r}, whose layers do not all cache keys and "
+            "values of one shape: use lora or prompt_tuning"
+        )
 
     def cached(self, decoder: Decoder, ids: Ids) -> list[Float[Tensor, "heads tokens width"]]:
-        """Keys and values of some tokens at the first positions, layer by layer."""
+        """Return the keys and values of tokens at the first positions, layer by layer."""
         cache: Any = decoder.prefix(ids).cache
-        return [held[0].float().cpu() for layer in cache.layers for held in (layer.keys, layer.values)]
+        return [tensor[0].float().cpu() for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
     def embeddings(self, decoder: Decoder, ids: Ids) -> Float[Tensor, "tokens numbers"]:
-        """Keys and values at the first places, in PEFT's order; raises I2CLError if a window keeps fewer."""
-        held = self.cached(decoder, ids)
-        if any(each.shape[1] != len(ids) for each in held):
-            most = f"some layers see only {decoder.window} tokens at a time"
-            raise I2CLError(f"virtual_tokens is {len(ids)}, but {most}: take fewer")
-        return torch.stack(held).permute(2, 0, 1, 3).flatten(1)
+        """Return the keys and values of tokens at the first positions, in PEFT's order.
+
+        Raises:
+            I2CLError: if a sliding window is shorter than the tokens.
+        """
+        tensors = self.cached(decoder, ids)
+        if any(tensor.shape[1] != len(ids) for tensor in tensors):
+            limit = f"some layers attend to only {decoder.window} tokens"
+            raise I2CLError(f"virtual_tokens is {len(ids)}, but {limit}: use fewer")
+        return torch.stack(tensors).permute(2, 0, 1, 3).flatten(1)

@@ -1,4 +1,4 @@
-"""Prompts with demonstrations and the predictor that scores label words behind them."""
+"""Prompts with demonstrations, and the predictor that scores label words after them."""
 
 import warnings
 from bisect import bisect_right
@@ -29,42 +29,53 @@ from i2cl.models.scoring import (
 )
 from i2cl.tasks import Examples
 
-Shown = tuple[tuple[str, str], ...]  # demonstrations as (text, label word), in the order of a prompt
+Pairs = tuple[tuple[str, str], ...]  # (text, label word) of each demonstration, in the order of the prompt
 
 
 @dataclass(frozen=True)
 class PromptPredictor:
-    """Scores label words behind a prompt, under an edit or not; the prefix caches what stands in front."""
+    """Scores label words after a prompt.
+
+    Attributes:
+        questions: encodes queries and labels of the task.
+        shown: demonstrations in front of every query.
+        prefix: cached keys and values of these demonstrations, or None to run them with every query.
+        edit: edit of the activations.
+        cost: storage that it needs.
+    """
 
     questions: Questions
-    shown: Shown = ()
+    shown: Pairs = ()
     prefix: Prefix | None = None
     edit: Edit | None = None
     cost: Cost = field(default_factory=Cost)
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word."""
+        """Return the log-probability of each label word."""
         decoder, labels = self.questions.decoder, self.questions.labels
         scores = torch.empty(len(texts), len(labels.ids))
-        for rows, queries, prefix in self._parts(texts):
+        for rows, queries, prefix in self._split_by_cache(texts):
             scores[rows] = score(decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
         require_finite(scores, decoder)
         return scores
 
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
-        """Log-probability of every token behind each prompt."""
+        """Return the log-probability of every token as the next one after each prompt."""
         decoder, edit = self.questions.decoder, self.edit
         return in_order(
             (rows, next_token_log_probabilities(decoder, queries, edit=edit, prefix=prefix))
-            for rows, queries, prefix in self._parts(texts)
+            for rows, queries, prefix in self._split_by_cache(texts)
         )
 
-    def _parts(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
-        """Prompts whose text merges with the prefix's last token run whole; the others reuse the cache."""
+    def _split_by_cache(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[Ids], Prefix | None]]:
+        """Yield (rows, queries, prefix) of the prompts that can use the cache, then of the others.
+
+        A prompt cannot use the cache if the tokenizer merges its text with the last token of the prefix.
+        """
         prompts = encode_prompts(self.questions, self.shown, texts)
-        shared = self.prefix.ids if self.prefix else ()
-        start = len(shared)
-        fits = [row for row, ids in enumerate(prompts) if ids[:start] == shared and len(ids) > start]
+        prefix_ids = self.prefix.ids if self.prefix else ()
+        start = len(prefix_ids)
+        fits = [row for row, ids in enumerate(prompts) if ids[:start] == prefix_ids and len(ids) > start]
         rest = sorted(set(range(len(prompts))) - set(fits))
         if fits:
             yield fits, [prompts[row][start:] for row in fits], self.prefix
@@ -72,56 +83,72 @@ class PromptPredictor:
             yield rest, [prompts[row] for row in rest], None
 
 
-def few_shot_prompt(
+def few_shot_predictor(
     questions: Questions, demonstrations: Examples, *, cached: bool = True
 ) -> PromptPredictor:
-    """The demonstrations in front of every query, run once if cached; raises I2CLError as `fitting`."""
-    pairs = fitting(questions, demonstrations)
-    ids = shared_ids(questions, pairs)
+    """Put the demonstrations in front of every query.
+
+    Args:
+        questions: encodes queries and labels of the task.
+        demonstrations: the labelled examples.
+        cached: run the demonstrations once and cache their keys and values.
+
+    Raises:
+        I2CLError: as `fit_to_context`.
+    """
+    pairs = fit_to_context(questions, demonstrations)
+    ids = common_prefix_ids(questions, pairs)
     if not cached or not ids:
         return PromptPredictor(questions, pairs)
     prefix = questions.decoder.prefix(ids)
     return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
 
 
-def fitting(questions: Questions, demonstrations: Examples) -> Shown:
-    """Demonstrations for a prompt, as many per class as fit into the context with a query behind them.
-    Room is kept for a query as long as the longest demonstration. Warns where fewer are shown. Raises
-    I2CLError if not one per class fits, naming tokens needed and available; or a label or text that is none.
+def fit_to_context(questions: Questions, demonstrations: Examples) -> Pairs:
+    """Return as many demonstrations per class as fit into the context together with a query.
+
+    Room is reserved for a query as long as the longest demonstration. Warns (`TruncationWarning`) if some are
+    left out.
+
+    Raises:
+        I2CLError: if not even one per class fits, or a text or label is invalid.
     """
     require_labels(questions.task, demonstrations)
     task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
-    ranks: defaultdict[int, Iterator[int]] = defaultdict(partial(count, 1))  # of each label's demonstrations
+    ranks: defaultdict[int, Iterator[int]] = defaultdict(partial(count, 1))  # within each label
     pairs = [(encoder.literal(one.text), task.labels[one.label]) for one in demonstrations]
     ranked = [(next(ranks[one.label]), pair) for one, pair in zip(demonstrations, pairs, strict=True)]
-    most = max((rank for rank, _ in ranked), default=0)
-    longest = max((text for text, _ in pairs), key=len, default="")
+    largest_class = max((rank for rank, _ in ranked), default=0)
+    longest_text = max((text for text, _ in pairs), key=len, default="")
 
-    def first(per_class: int) -> Shown:
+    def first(per_class: int) -> Pairs:
         return tuple(pair for rank, pair in ranked if rank <= per_class)
 
-    def needed(per_class: int) -> int:
-        prompt = task.template.prompt(first(per_class), longest)
+    def tokens_needed(per_class: int) -> int:
+        prompt = task.template.prompt(first(per_class), longest_text)
         return len(encoder([prompt])[0]) + questions.labels.room
 
-    if limit is None or needed(most) <= limit:
-        return first(most)
-    fits = bisect_right(range(1, most + 1), limit, key=needed)
+    if limit is None or tokens_needed(largest_class) <= limit:
+        return first(largest_class)
+    fits = bisect_right(range(1, largest_class + 1), limit, key=tokens_needed)
     if fits == 0:
-        sizes = f"need {needed(1)} tokens, but the context holds {limit}"
-        cure = "use shorter demonstrations or a model with a longer context"
-        raise I2CLError(f"one demonstration per class and a query {sizes}: {cure}")
-    sizes = f"need {needed(most)} tokens, but the context holds {limit}; showing {fits} per class"
-    message = f"{task.name}: {most} demonstrations per class and a query {sizes}"
+        raise I2CLError(
+            f"one demonstration per class and a query need {tokens_needed(1)} tokens, but the context holds "
+            f"{limit}: use shorter demonstrations or a model with a longer context"
+        )
+    message = (
+        f"{task.name}: {largest_class} demonstrations per class and a query need "
+        f"{tokens_needed(largest_class)} tokens, but the context holds {limit}; showing {fits} per class"
+    )
     warnings.warn(message, TruncationWarning, stacklevel=3)
     return first(fits)
 
 
-def encode_prompts(questions: Questions, demonstrations: Shown, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of demonstrations and query, for each text; raises I2CLError if they do not fit."""
+def encode_prompts(questions: Questions, demonstrations: Pairs, texts: Sequence[str]) -> list[Ids]:
+    """Return the token ids of the demonstrations followed by each text; raises I2CLError if too long."""
     return questions.queries(texts, partial(questions.task.template.prompt, demonstrations))
 
 
-def shared_ids(questions: Questions, demonstrations: Shown) -> Ids:
-    """The tokens that prompts have in common; raises I2CLError as `encode_prompts` does."""
+def common_prefix_ids(questions: Questions, demonstrations: Pairs) -> Ids:
+    """Return the tokens that all prompts start with; raises I2CLError as `encode_prompts`."""
     return shared_front(encode_prompts(questions, demonstrations, ["a", "7"]))

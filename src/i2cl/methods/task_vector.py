@@ -1,7 +1,7 @@
-"""Task vectors: the state behind demonstrations and a dummy query replaces the query's own at its last token.
+"""Task vectors: the state after demonstrations and a dummy query replaces that of a query's last token.
 
 Source: paper, appendix "Implementation of Baseline Methods"; Hendel et al. 2023,
-https://arxiv.org/abs/2310.15916. Choices beyond the sources are in docs/reference/fidelity.md.
+https://arxiv.org/abs/2310.15916. See docs/reference/fidelity.md for details that the sources leave open.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, encode_prompts, fitting
+from i2cl.methods.prompts import PromptPredictor, encode_prompts, fit_to_context
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
@@ -24,7 +24,7 @@ HELD_OUT = 32
 
 
 class ReplaceLast(Edit):
-    """One layer's block output at the query's last token becomes ``state``."""
+    """Replaces the output of one block at the query's last token."""
 
     site = "hidden"
 
@@ -33,12 +33,12 @@ class ReplaceLast(Edit):
         self.state = state
 
     def output(self, layer: int, _index: int, output: States, batch: Batch) -> States | None:
-        """The replacement at one token of one layer."""
-        return _with_last(output, batch, self.state) if layer == self.layer else None
+        """Replace the last token's state in the chosen layer."""
+        return _replace_last(output, batch, self.state) if layer == self.layer else None
 
 
 class ReplaceEach(Edit):
-    """Of query number l, the block output of layer l at its last token becomes ``states[l]``."""
+    """Replaces the output of block l at the last token of query l, by ``states[l]``."""
 
     site = "hidden"
 
@@ -46,12 +46,12 @@ class ReplaceEach(Edit):
         self.states = states
 
     def output(self, layer: int, _index: int, output: States, batch: Batch) -> States:
-        """The replacement at one token of those rows that run this query."""
+        """Replace the last token's state in the row of this layer's query."""
         rows = torch.tensor([row == layer for row in batch.rows], device=output.device)
-        return torch.where(rows[:, None, None], _with_last(output, batch, self.states[layer]), output)
+        return torch.where(rows[:, None, None], _replace_last(output, batch, self.states[layer]), output)
 
 
-def _with_last(output: States, batch: Batch, state: Float[Tensor, " d"]) -> States:
+def _replace_last(output: States, batch: Batch, state: Float[Tensor, " d"]) -> States:
     tokens = torch.arange(output.shape[1], device=output.device)
     last = tokens == batch.last.to(output.device)[:, None]
     return torch.where(last[..., None], state.to(output.device, output.dtype), output)
@@ -59,24 +59,24 @@ def _with_last(output: States, batch: Batch, state: Float[Tensor, " d"]) -> Stat
 
 @dataclass(frozen=True)
 class TaskVector(Method):
-    """The state's layer is the one that does best on held-out examples, ties going to the earliest."""
+    """Injects at the layer with the best held-out accuracy; ties go to the earliest layer."""
 
     name: ClassVar[str] = "task_vector"
-    summary: ClassVar[str] = "state behind the demonstrations replaces the query's at one layer"
+    summary: ClassVar[str] = "state after the demonstrations replaces the query's at one layer"
     row: ClassVar[str] = "Task-vector"
     needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples (layer) and a dummy query"
     formula: ClassVar[str] = "D"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
-        """Take all layers' states, then try each on held-out examples. Raises I2CLError on too few."""
+        """Capture the states of all layers, then choose a layer. Raises I2CLError on too few examples."""
         dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
         questions = Questions(decoder, task)
-        (prompt,) = encode_prompts(questions, fitting(questions, demonstrations), [dummy.text])
+        (prompt,) = encode_prompts(questions, fit_to_context(questions, demonstrations), [dummy.text])
         states = decoder.capture(make_batch([prompt], decoder.device), site="hidden")[0, :, 0]
         scores = layer_scores(questions, states, [example.text for example in held_out])
         gold = torch.tensor([example.label for example in held_out])
-        right = (scores.argmax(-1) == gold).sum(1)
-        layer = int((right == right.max()).nonzero()[0])
+        correct = (scores.argmax(-1) == gold).sum(1)
+        layer = int((correct == correct.max()).nonzero()[0])
         cost = Cost.of(states[layer], held_out=HELD_OUT + 1)
         return PromptPredictor(questions, edit=ReplaceLast(layer, states[layer]), cost=cost)
 
@@ -84,8 +84,10 @@ class TaskVector(Method):
 def layer_scores(
     questions: Questions, states: Float[Tensor, "layers d"], texts: Sequence[str]
 ) -> Float[Tensor, "layers texts labels"]:
-    """Label scores of each text with its last state replaced at each layer.
-    Where a row may run in parts, a text runs once up to its last token: no replaced state changes those keys.
+    """Return the label scores of each text with its last state replaced, separately for each layer.
+
+    If the model can resume from cached keys, a text runs only once up to its last token, since a replaced
+    last state does not change earlier keys.
     """
     decoder, labels = questions.decoder, questions.labels
     queries = questions.queries(texts)

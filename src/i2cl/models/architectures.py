@@ -2,8 +2,8 @@
 
 A pre-norm block computes ``r_l = r_{l-1} + a_l + m_l`` (paper, section "Preliminaries"). The two
 *residual writers* are the modules whose outputs are exactly ``a_l`` (attention) and ``m_l`` (MLP).
-Module names alone do not tell: ``post_attention_layernorm`` stands before the MLP in Llama and
-after the attention in Gemma 2, so the table is keyed by model type and never by name.
+Module names alone are ambiguous: ``post_attention_layernorm`` is before the MLP in Llama and after the
+attention in Gemma 2. So the table is keyed by model type.
 """
 
 from collections.abc import Mapping
@@ -19,17 +19,16 @@ from i2cl.errors import I2CLError
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where the residual writers of a model type are.
+    """Locations of the residual writers of a model type.
 
     Attributes:
         model_type: ``config.model_type`` of the text model.
-        layers: attribute path from the base model (``model.base_model``, or its ``language_model``
-            where the model also sees images) to the list of blocks.
+        layers: attribute path from the base model (``model.base_model``, or ``language_model`` in multimodal
+            models) to the list of blocks.
         attention: path from a block to the module that writes the attention output.
         mlp: path from a block to the module that writes the MLP output.
-        scale: name of the config attribute by which a block multiplies what a writer returns before
-            adding it, or None where it adds it as it is.
-        packs: whether position ids that start again keep the queries in one row apart.
+        scale: config attribute with the factor that a block applies to the writers' outputs, or None for 1.
+        packs: whether queries can be packed into one row, separated by position ids that restart at 0.
     """
 
     model_type: str
@@ -40,9 +39,9 @@ class Architecture:
     packs: bool = False
 
     def blocks(self, model: PreTrainedModel) -> list[nn.Module]:
-        """The decoder blocks, first layer first. Raises I2CLError if ``layers`` leads to none."""
+        """Return the decoder blocks in order. Raises I2CLError if ``layers`` is not their path."""
         base: Any = model.base_model
-        if isinstance(getattr(base, "language_model", None), nn.Module):  # where the model also sees images
+        if isinstance(getattr(base, "language_model", None), nn.Module):  # multimodal model
             base = base.language_model
         stack = self._find(base, self.layers, "layers")
         if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
@@ -53,22 +52,30 @@ class Architecture:
         return list(stack)
 
     def writers(self, model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-        """The residual writers, axes [layer, (mha, mlp)]. Raises I2CLError if some block lacks a path."""
+        """Return the (attention, MLP) residual writers of each layer.
+
+        Raises:
+            I2CLError: if a path does not exist.
+        """
         return [
             (self._find(block, self.attention, "attention"), self._find(block, self.mlp, "mlp"))
             for block in self.blocks(model)
         ]
 
     def writer_scale(self, config: PreTrainedConfig) -> float:
-        """What a block multiplies a writer's output by before it adds it; 1.0 for most models. Raises
-        I2CLError if the config has no number under the name ``scale``.
+        """Return the factor that a block applies to the writers' outputs; 1.0 for most models.
+
+        Raises:
+            I2CLError: if the config attribute ``scale`` is not a number.
         """
         if self.scale is None:
             return 1.0
         value = getattr(config.get_text_config(), self.scale, None)
         if not isinstance(value, int | float):
-            cure = "pass the name of the config attribute that scales residual writers, or scale=None"
-            raise I2CLError(f"scale={self.scale!r} is no number in the config of {self.model_type!r}: {cure}")
+            raise I2CLError(
+                f"scale={self.scale!r} is not a number in the config of {self.model_type!r}: pass the "
+                "attribute that scales residual writers, or scale=None"
+            )
         return float(value)
 
     def _find(self, root: nn.Module, path: str, field: str) -> nn.Module:
@@ -82,8 +89,8 @@ class Architecture:
             ) from None
 
 
-# (layers, attention, mlp, scale), model types. Each row was measured with `residual_identity` on the
-# tiny random models of tests/tiny.py.
+# (layers, attention, mlp, scale), model types. Each row was checked with `residual_identity` on tiny random
+# models (tests/tiny.py).
 _ROWS = (
     (
         ("layers", "self_attn", "mlp"),
@@ -119,7 +126,7 @@ _ROWS = (
     (("decoder.layers", "self_attn", "fc2"), "opt"),
 )
 
-# They ignore position ids, or see all of a row in spite of them; all else packs.
+# These ignore position ids, or attend to the whole row regardless of them; all others can be packed.
 _WITHOUT_PACKING = "afmoe biogpt bloom falcon gpt_oss granitemoehybrid minimax_m3_vl_text mpt opt xglm"
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -128,11 +135,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         for name, fields in sorted((name, fields) for fields, names in _ROWS for name in names.split())
     }
 )
-"""Every model type that works without being told where its residual writers are. Read-only."""
+"""Model types that work without an explicit `Architecture`. Read-only."""
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
-    """An architecture by the model type of its text model; raises I2CLError if that is in no table."""
+    """Look up the architecture of a model. Raises I2CLError on an unknown model type."""
     model_type = model.config.get_text_config().model_type
     if model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]

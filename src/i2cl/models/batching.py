@@ -1,12 +1,12 @@
-"""From token ids to length-sorted batches.
+"""Build length-sorted batches of token ids.
 
-Padded batches are padded on the right and run without a mask, but for forks: under causal attention a
-token never sees what stands to its right, so padding cannot change a result, whatever the
-tokenizer's own padding side says. Packed batches hold all queries in one row, kept apart by their
-position ids (https://huggingface.co/docs/transformers/en/attention_interface).
+Batches are padded on the right and, except for forked rows, run without a mask: under causal attention a
+token never sees the tokens to its right, so padding cannot change a result, whatever the tokenizer's padding
+side. Packed batches hold all queries in one row, separated by their position ids
+(https://huggingface.co/docs/transformers/en/attention_interface).
 
-Some models turn the positions of a whole batch by its longest row (longrope). There rows on two sides of
-such a limit never share a batch, and keys cached below it are not used beyond it.
+Some models choose the rotary angles of a whole batch by its longest row (longrope). Rows on two sides of such
+a limit never share a batch, and keys cached below it are not used beyond it.
 """
 
 from bisect import bisect_left
@@ -25,15 +25,15 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids of some queries: a right-padded row for each, or all of them packed into one row."""
+    """Token ids of queries: one right-padded row for each, or all packed into one row."""
 
-    input_ids: Int[Tensor, "lines tokens"]  #: what stands right of a row's end is padding
+    input_ids: Int[Tensor, "lines tokens"]  #: padded on the right
     first: Int[Tensor, " batch"]  #: index of each query's first token in its row: 0, unless packed
     last: Int[Tensor, " batch"]  #: index of each query's last token, whose next token is predicted
-    rows: tuple[int, ...]  #: place of each query in the caller's list
-    #: of a packed batch, which start again with every query, or of one whose rows fork; None otherwise
+    rows: tuple[int, ...]  #: index of each query in the caller's list
+    #: position ids of packed or forked rows; None otherwise
     position_ids: Int[Tensor, "lines tokens"] | None = None
-    #: which others of its row each token sees, where rows fork (`i2cl.models.trie`); None: all before it
+    #: attention mask of forked rows (`i2cl.models.trie`); None: causal
     visible: Bool[Tensor, "lines tokens tokens"] | None = None
 
     @property
@@ -43,7 +43,7 @@ class Batch:
 
 
 def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | None = None) -> Batch:
-    """One right-padded batch of all given rows, in the given order."""
+    """Make a right-padded batch of rows, in the given order."""
     width = max(map(len, ids))
     padded = torch.tensor([row + (0,) * (width - len(row)) for row in ids], device=device)
     last = torch.tensor([len(row) - 1 for row in ids], device=device)
@@ -51,7 +51,7 @@ def make_batch(ids: Sequence[Ids], device: torch.device, rows: Sequence[int] | N
 
 
 def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
-    """All given rows one behind the other in a single row, without padding; never behind a prefix."""
+    """Pack rows into a single one without padding. Not for use with a prefix."""
     ends = list(accumulate(map(len, ids)))
     return Batch(
         input_ids=torch.tensor([[token for row in ids for token in row]], device=device),
@@ -63,7 +63,7 @@ def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
 
 
 def behind(batch: Batch, front: Ids) -> Batch:
-    """The same padded rows, each with the tokens ``front`` before it."""
+    """Prepend the tokens ``front`` to each row of a padded batch."""
     shared = torch.tensor([front], device=batch.input_ids.device).expand(len(batch.input_ids), -1)
     return replace(
         batch,
@@ -76,22 +76,23 @@ def behind(batch: Batch, front: Ids) -> Batch:
 def gather(
     positions: Int[Tensor, "batch positions"], packed: bool, hidden: Tensor
 ) -> Float[Tensor, "batch positions d"]:
-    """The hidden states (lines x tokens x d) that the LM head is to see."""
+    """Select the hidden states (lines x tokens x d) for the LM head."""
     index = positions.to(hidden.device)
     wide = index[..., None].expand(-1, -1, hidden.shape[-1])
     return hidden[0, index] if packed else hidden.gather(1, wide)
 
 
 def rope_limits(config: Any) -> tuple[int, ...]:
-    """Row lengths beyond which a model turns every position by other angles (longrope), rising."""
+    """Return the row lengths, ascending, beyond which a model uses other rotary angles (longrope)."""
     ropes = [one for one in _ropes(config) if one.get("rope_type") == "longrope"]
     return tuple(sorted({int(one["original_max_position_embeddings"]) for one in ropes}))
 
 
 def context_length(config: Any, otherwise: int) -> int | None:
-    """Tokens that a model takes at most, or None; ``otherwise`` is what its tokenizer says.
-    In rows shorter than the context transformers forgets how longer ones, run by others, changed the angles
-    of a dynamic NTK; so there it is one token less.
+    """Return a model's maximum number of tokens, or None; ``otherwise`` is the tokenizer's.
+
+    With dynamic NTK it is one token less: transformers resets the angles that a longer row changed only for
+    rows shorter than the context.
     """
     for field in ("max_position_embeddings", "max_seq_len"):
         length = getattr(config, field, None)
@@ -102,13 +103,13 @@ def context_length(config: Any, otherwise: int) -> int | None:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """What a config says of its rotary embedding, or of that of each kind of layer."""
+    """Return the rotary-embedding parameters of a config, of each layer type if they differ."""
     ropes = getattr(config, "rope_parameters", None) or {}
     return [ropes] if "rope_type" in ropes else [one for one in ropes.values() if isinstance(one, dict)]
 
 
 def by_side(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-    """Places of the rows between two limits each, which may share a batch; those of the shortest first."""
+    """Group rows that may share a batch, by the limits that their lengths lie between; shortest first."""
     sides = defaultdict(list)
     for place, length in enumerate(lengths):
         sides[bisect_left(limits, length)].append(place)
@@ -116,8 +117,9 @@ def by_side(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
 
 
 def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
-    """Whether a packed batch needs fewer multiplications than a padded one.
-    A token costs about 24 d^2 in a block's matrices, and 4 d for every key in its row: packing saves padding,
+    """Return whether a packed batch needs fewer multiplications than a padded one.
+
+    A token costs about 24 d^2 in a block's matrices, and 4 d for every key in its row. Packing saves padding,
     but runs the attention over all queries at once.
     """
     packed, padded = (1, sum(lengths)), (len(lengths), max(lengths))
@@ -126,14 +128,15 @@ def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
 
 
 def longest_first(ids: Sequence[Ids]) -> list[int]:
-    """Places of all rows by falling length, so that what does not fit into memory fails at once.
-    Equal texts stand together, which makes batches independent of the order the texts came in.
+    """Return the indices of rows by descending length, so that an out-of-memory error comes first.
+
+    Rows of equal length are sorted by content, so batches do not depend on the order of the texts.
     """
     return sorted(range(len(ids)), key=lambda row: (-len(ids[row]), ids[row]))
 
 
 def budget_chunks(ids: Sequence[Ids], token_budget: int) -> list[list[int]]:
-    """Places of all rows, longest first, in parts of at most ``token_budget`` padded tokens, or one row."""
+    """Split rows, longest first, into parts of up to ``token_budget`` padded tokens, at least one row."""
     order, chunks = longest_first(ids), []
     while order:
         size = max(1, token_budget // len(ids[order[0]]))
@@ -142,18 +145,24 @@ def budget_chunks(ids: Sequence[Ids], token_budget: int) -> list[list[int]]:
     return chunks
 
 
-# A pass over few tokens costs as much as a full batch divided by this: the weights have to be read.
+# A pass over few tokens costs at least 1/8 of a full batch, since it reads all weights.
 PASSES_A_BATCH = 8
 
 
 def batch_sizes(lengths: Sequence[int], most: Sequence[int], price: float) -> list[int]:
-    """How many of some rows, longest first, run together, so that padding and passes cost the least.
-    A batch is padded to its first row, which says how many it may have at ``most``, at least one. A pass has
-    a price in tokens.
+    """Split rows into batches with the least padding and number of passes, by dynamic programming.
+
+    Args:
+        lengths: of the rows, longest first.
+        most: maximum number of rows of a batch that starts with each row, at least 1.
+        price: cost of a pass, in tokens.
+
+    Returns:
+        The number of rows of each batch.
     """
     count = len(lengths)
     best, size = [0.0] * (count + 1), [1] * count
-    shorter = [count] * count  # the next row of fewer tokens, where alone a cut can save padding
+    shorter = [count] * count  # next shorter row: only a cut there saves padding
     for row in range(count - 1, -1, -1):
         if row + 1 < count:
             shorter[row] = row + 1 if lengths[row + 1] < lengths[row] else shorter[row + 1]
@@ -173,14 +182,14 @@ def batch_sizes(lengths: Sequence[int], most: Sequence[int], price: float) -> li
 
 
 def shared_front(rows: Sequence[Ids]) -> Ids:
-    """The tokens that all rows start with, short of the shortest row's last, which is left to run."""
+    """Return the tokens that all rows start with, excluding the last token of the shortest row."""
     length = min(map(len, rows)) - 1
     columns = zip(*(row[:length] for row in rows), strict=True)
     return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
 
 
-# Tokens of keys and values that a batch may hold, cached ones included; a larger token budget raises it.
-# Every row gets a copy of the cached ones, which beyond a few thousand costs a CPU more than a larger batch
-# saves: docs/performance.md.
+# Maximum number of keys of a batch, including cached ones, unless the token budget is larger. Every row gets
+# a copy of the cached keys; beyond a few thousand, this costs a CPU more than a larger batch saves
+# (docs/performance.md).
 KEPT_BUDGET = 16384
 CPU_KEPT_BUDGET = 4096

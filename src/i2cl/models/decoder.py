@@ -1,4 +1,4 @@
-"""Decoder: the only owner of a model and its tokenizer."""
+"""Decoder: a frozen language model with its tokenizer."""
 
 import math
 import warnings
@@ -19,7 +19,12 @@ from i2cl.models.architectures import Architecture, architecture_of
 from i2cl.models.batching import CPU_KEPT_BUDGET, KEPT_BUDGET, Batch, Ids, longest_first, make_batch
 from i2cl.models.edits import AnySite, Edit, Keep, Replay, Site, edit_inputs, editing
 from i2cl.models.encoding import Encoder
-from i2cl.models.fingerprint import ModelIdentity, tokenizer_fingerprint, told_config, weights_fingerprint
+from i2cl.models.fingerprint import (
+    ModelIdentity,
+    inference_config,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.memory import (
     BatchLimit,
@@ -36,37 +41,37 @@ from i2cl.models.trie import Trie, forked_batch
 
 T = TypeVar("T")
 
-# Padded tokens a batch may hold by default. Beyond about 1,000 a CPU gets slower: docs/performance.md.
-BUDGET = 16384
+# Default of `Decoder.token_budget`. Larger batches are slower on a CPU: docs/performance.md.
+GPU_BUDGET = 16384
 CPU_BUDGET = 1024
 
-# Bytes of activations for each token, block and unit of width in 16-bit training, kept for the backward pass
-# (Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4.1). Frozen weights need less.
+# Activation memory of 16-bit training, in bytes per token, block and unit of width (Korthikanti et al.,
+# https://arxiv.org/abs/2205.05198, section 4.1). An upper bound, since frozen weights need less.
 ACTIVATION_BYTES = 34
 
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
 
 
 class Decoder:
-    """A frozen decoder LLM with its tokenizer: encodes, batches, runs, captures and edits.
+    """A frozen decoder LLM with its tokenizer: encodes and batches texts, runs the model, captures and edits.
 
-    The model is left as found after every call, also after an error: weights, hooks, training mode
-    and ``requires_grad``. Calls from several threads wait for each other.
+    Every call restores the model (weights, hooks, training mode and ``requires_grad``), also after an error.
+    Calls from several threads are serialized.
 
     Attributes:
         model: the transformers causal LM.
-        tokenizer: its tokenizer; its padding side is neither used nor changed.
-        architecture: where its residual writers are.
+        tokenizer: its tokenizer; the padding side is neither used nor changed.
+        architecture: locations of the residual writers.
         writers: (attention, MLP) residual writers of each layer.
         blocks: the decoder blocks.
-        token_budget: maximum number of padded tokens in a batch. After an out-of-memory error batches are
-            smaller for a while (`i2cl.models.memory.BatchLimit`); this number stays.
-        max_length: context length in tokens, or None where the model has no limit.
-        rope_limits: tokens beyond which positions turn by other angles; see `i2cl.models.batching`.
-        can_split: whether a row may run in parts, the later ones behind the keys of the first.
+        token_budget: maximum number of padded tokens in a batch. After an out-of-memory error, batches are
+            temporarily smaller (`i2cl.models.memory.BatchLimit`); this number does not change.
+        max_length: context length in tokens, or None if the model has no limit.
+        rope_limits: lengths beyond which rotary embeddings use other frequencies; see `i2cl.models.batching`.
+        can_split: whether a row can run in parts, using the cached keys and values of earlier parts.
     """
 
-    virtual_tokens = 0  # of an adapter, in front of every query; positions count the query's own tokens
+    virtual_tokens = 0  # tokens that an adapter puts before every query; not counted in positions
 
     def __init__(
         self,
@@ -82,12 +87,12 @@ class Decoder:
         self.model = model
         self.tokenizer = tokenizer
         self.architecture = architecture or architecture_of(model)
-        # Found now and not later, when another thread may have put an adapter around what is looked for.
+        # Resolved now: later, another thread may have attached an adapter that wraps these modules.
         self.writers = self.architecture.writers(model)
         self.blocks = self.architecture.blocks(model)
         self.name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.revision = revision
-        self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else BUDGET)
+        self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else GPU_BUDGET)
         self._inference_limit, self._training_limit = BatchLimit(), BatchLimit()
         self.consensus = Consensus.of(model)
         self.encoder = Encoder.of(tokenizer)
@@ -110,7 +115,11 @@ class Decoder:
         architecture: Architecture | None = None,
         token_budget: int | None = None,
     ) -> "Decoder":
-        """As `i2cl.models.loading.load_model_and_tokenizer`; raises I2CLError, also on an unknown type."""
+        """Load a model; see `i2cl.models.loading.load_model_and_tokenizer` for the arguments.
+
+        Raises:
+            I2CLError: as `load_model_and_tokenizer`, or on an unknown model type without ``architecture``.
+        """
         model, tokenizer = load_model_and_tokenizer(
             name,
             dtype=dtype,
@@ -125,12 +134,12 @@ class Decoder:
         return cls(model, tokenizer, name=str(name), revision=revision, **options)
 
     def __sklearn_clone__(self) -> "Decoder":
-        """scikit-learn's clones of an estimator share its model, which none of them changes."""
+        """Share the model between clones of a scikit-learn estimator, since it is frozen."""
         return self
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """Device of the token ids."""
         return execution_device(self.model.get_input_embeddings())
 
     @property
@@ -145,7 +154,7 @@ class Decoder:
 
     @property
     def current_budget(self) -> int:
-        """`token_budget`, or what it is lowered to for a while after an out-of-memory error."""
+        """`token_budget`, or a temporarily lower one after an out-of-memory error."""
         return self._inference_limit.apply(self.token_budget)
 
     @cached_property
@@ -165,20 +174,20 @@ class Decoder:
 
     @cached_property
     def writer_scale(self) -> float:
-        """What a block multiplies a writer's output by before adding it."""
+        """Factor that a block applies to the outputs of its residual writers."""
         return self.architecture.writer_scale(self.model.config)
 
     @cached_property
     def base(self) -> ModelIdentity:
         """Identity of the model: name, revision, sizes, configuration and fingerprints.
-        Read once, while no other thread uses the model, which may then wear an adapter. That takes about a
-        second for a billion parameters in bfloat16 and is not done again: make a new `Decoder` of a model
-        whose weights you have changed.
+
+        Computed once, in about a second per billion parameters in bfloat16, and cached: construct a new
+        `Decoder` after changing weights.
         """
-        here = Path(self.name)
-        with lock_of(self.model):
+        path = Path(self.name)
+        with lock_of(self.model):  # another thread may have attached an adapter
             return ModelIdentity(
-                name=str(here.resolve()) if self.name not in NAMES and here.exists() else self.name,
+                name=str(path.resolve()) if self.name not in NAMES and path.exists() else self.name,
                 revision=self.revision,
                 model_type=self.model.config.model_type,
                 layers=self.layers,
@@ -187,61 +196,63 @@ class Decoder:
                 tokenizer=tokenizer_fingerprint(self.tokenizer),
                 dtype=dtype_name(self.model.dtype),
                 quantization=quantization_of(self.model.config),
-                config=told_config(self.model.config),
+                config=inference_config(self.model.config),
             )
 
     @property
     def window(self) -> int | None:
-        """Tokens that the layer which sees the fewest sees, or None where every layer sees all."""
+        """Smallest attention window of the layers, in tokens, or None without windows."""
         return window_of(self.model.config)
 
     @cached_property
     def residual_identity(self) -> ResidualIdentity:
-        """How exactly the blocks add what the two writers put out, measured once on a few tokens."""
+        """Error of the residual identity, measured once on a few tokens."""
         ids = torch.tensor(self.encoder([PROBE]), device=self.device)
         with self.frozen():
             return residual_identity(self.model, self.architecture, ids)
 
     @cached_property
     def can_fork(self) -> bool:
-        """Whether a row may go on in several ways at once, kept apart by a mask: tried once on a few tokens.
-        Some models, those with ALiBi among them, make their masks or positions by themselves.
+        """Whether several continuations of a query can share a row under a tree attention mask.
+
+        Tested once on a few tokens, since some models, such as those with ALiBi, ignore masks or positions.
         """
         ids = self.encoder([PROBE])[0][:12]
-        query, ends = ids[:4], (ids[4:], ids[-2:])
+        query, continuations = ids[:4], (ids[4:], ids[-2:])
         limit = min(self.window or math.inf, self.max_length or math.inf)
         masks = getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
-        if not (masks and self.can_split) or self.rope_limits or limit < len(ids) + len(ends[1]):
+        if not (masks and self.can_split) or self.rope_limits or limit < len(ids) + len(continuations[1]):
             return False
-        trie = Trie.of(tuple((*end, 0) for end in ends))
-        forked = forked_batch([query], [trie], self.device)
+        trie = Trie.of(tuple((*continuation, 0) for continuation in continuations))
+        tree_batch = forked_batch([query], [trie], self.device)
         last = [len(query) + trie.edges[steps[-1]][0] for steps in trie.steps]
-        places = torch.tensor([last], device=self.device)
+        positions = torch.tensor([last], device=self.device)
+        rows = make_batch([query + continuation for continuation in continuations], self.device)
         try:
             with self.frozen(), torch.no_grad():
-                together = self.forward(forked, at=places)[0].float()
-                apart = self.forward(make_batch([query + end for end in ends], self.device))[:, 0].float()
-        except (RuntimeError, TypeError, ValueError) as error:  # an attention that takes no such mask
+                shared = self.forward(tree_batch, at=positions)[0].float()
+                separate = self.forward(rows)[:, 0].float()
+        except (RuntimeError, TypeError, ValueError) as error:  # the attention does not accept the mask
             if is_out_of_memory(error) or is_accelerator_error(error):
                 raise
             return False
-        rounding = 1e-3 if self.model.dtype == torch.float32 else 0.05  # of a logit's range
-        size = rounding * (apart[0] - apart[1]).abs().max()
-        return bool((together - apart.to(together.device)).abs().max() <= size)
+        relative = 1e-3 if self.model.dtype == torch.float32 else 0.05
+        tolerance = relative * (separate[0] - separate[1]).abs().max()
+        return bool((shared - separate.to(shared.device)).abs().max() <= tolerance)
 
     def require_identity(self) -> None:
-        """Refuse a model whose blocks do not simply add their writers, as a post-norm OPT (I2CLError)."""
+        """Raise I2CLError if blocks do more than add their two writers, as in a post-norm OPT."""
         if math.isnan(self.residual_identity.worst):
-            what = f"activations of {self.name!r} overflow in {dtype_name(self.model.dtype)}"
-            raise I2CLError(f"{what}: load the model in another precision (--dtype float32)")
+            problem = f"activations of {self.name!r} overflow in {dtype_name(self.model.dtype)}"
+            raise I2CLError(f"{problem}: reload it with --dtype float32")
         if not self.residual_identity.passed:
             raise I2CLError(
-                f"the blocks of {self.name!r} add something other than its two residual writers put out "
+                f"the blocks of {self.name!r} do not just add the outputs of two residual writers "
                 f"(error {self.residual_identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
             )
 
     def sites(self, site: AnySite) -> list[tuple[int, int, torch.nn.Module]]:
-        """(layer, index, module) of everything that ``site`` names."""
+        """Return (layer, index, module) of every module at a hook point."""
         if site == "embeddings":
             return [(0, 0, self.model.get_input_embeddings())]
         if site == "hidden":
@@ -249,7 +260,7 @@ class Decoder:
         return [(layer, index, pair[index]) for layer, pair in enumerate(self.writers) for index in (0, 1)]
 
     def pause(self) -> None:
-        """Called while the model rests: before each pass, and each backward pass of a fit; for subclasses."""
+        """Do nothing; subclasses can override this hook, called before each forward and backward pass."""
 
     def run_batches(
         self,
@@ -262,17 +273,17 @@ class Decoder:
     ) -> Iterator[tuple[Batch, T]]:
         """Run batches of queries of similar length, longest first, and yield each with its result.
 
-        A batch that runs out of memory is split in two with a warning, and later batches are smaller for a
-        while. The order of the queries does not change what a batch holds. Under tensor parallelism all
-        processes split alike.
+        A batch that runs out of memory is split in two with a warning, and later batches are temporarily
+        smaller. The composition of batches does not depend on the order of the queries. With tensor
+        parallelism, all processes use the same batches.
 
         Args:
             ids: token ids of the queries.
             run: computes the result of a batch.
-            reserve: cached tokens before every query. They are kept but not run, so they count only towards
-                `KEPT_BUDGET` (`CPU_KEPT_BUDGET`).
+            reserve: cached tokens before every query. They take memory but are not computed, so they count
+                only towards `KEPT_BUDGET` (`CPU_KEPT_BUDGET`).
             training: whether ``run`` computes gradients, so that `training_budget` applies.
-            row_bytes: memory that a query takes in a training batch whatever its length.
+            row_bytes: memory per query in a training batch, independent of its length.
 
         Raises:
             I2CLError: if a single query does not fit into memory.
@@ -296,8 +307,8 @@ class Decoder:
                     raise
                 exceeded = True
             if self.consensus.any(exceeded):
-                # What the error's traceback kept alive is free by now.
-                limit.shrink(self._halved(len(rows), len(ids[rows[0]]), reserve))
+                # outside the except block, so that the traceback no longer holds the tensors
+                limit.shrink(self._recover(len(rows), len(ids[rows[0]]), reserve))
                 sizes = None
                 continue
             limit.record_fit(budget)
@@ -312,18 +323,18 @@ class Decoder:
         ``row_bytes``: see `run_batches`; None for batches without gradients.
         """
         room = max(budget, CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET)
-        sides = reversed(batching.by_side([length + reserve for length in lengths], self.rope_limits))
-        # rows from here on that may share a batch
-        rests = (rest for side in sides for rest in range(len(side), 0, -1))
-        most = []
-        for length, rest in zip(lengths, rests, strict=True):
-            rows = min(budget // length, room // (length + reserve), rest)
+        groups = reversed(batching.by_side([length + reserve for length in lengths], self.rope_limits))
+        # number of rows, from each row on, with the same rotary frequencies
+        remaining = (count for group in groups for count in range(len(group), 0, -1))
+        max_rows = []
+        for length, count in zip(lengths, remaining, strict=True):
+            rows = min(budget // length, room // (length + reserve), count)
             if row_bytes is not None:
                 rows = min(rows, self.training_memory // (length * self.token_bytes + row_bytes))
-            most.append(max(1, rows))
-        return batching.batch_sizes(lengths, most, budget / batching.PASSES_A_BATCH)
+            max_rows.append(max(1, rows))
+        return batching.batch_sizes(lengths, max_rows, budget / batching.PASSES_A_BATCH)
 
-    def _halved(self, rows: int, length: int, reserve: int) -> int:
+    def _recover(self, rows: int, length: int, reserve: int) -> int:
         """Free cached memory, warn, and return the token limit for half of a batch that did not fit."""
         if rows == 1:
             hint = "shorten it, or load the model in bfloat16 or with device_map='auto'"
@@ -331,8 +342,8 @@ class Decoder:
         empty_cache = getattr(getattr(torch, self.device.type, None), "empty_cache", None)
         if empty_cache is not None:  # cuda, mps and xpu
             empty_cache()
-        line = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-        warnings.warn(line, MemoryWarning, stacklevel=3)
+        message = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
+        warnings.warn(message, MemoryWarning, stacklevel=3)
         return (rows + 1) // 2 * length
 
     def forward(
@@ -342,26 +353,22 @@ class Decoder:
         at: Int[Tensor, "batch positions"] | None = None,
         edit: Edit | None = None,
         prefix: Prefix | None = None,
-        caches: list[Cache] | None = None,
         replay: Replay | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
         """Next-token logits after the tokens at ``at`` (default: each row's last query token).
-        The LM head runs on those positions alone; ``caches`` receives the keys and values of all rows, those
-        of the prefix in front. Gradients flow if the caller has them on. Where the prefix's positions turn
-        otherwise in front of so long a batch, it runs again with every row. A packed batch has no prefix and
-        fills no caches: where there are any, transformers takes a row for one text, and its queries would see
-        each other. Raises I2CLError if that is so, or a window is too short, and tokens were taken out of the
-        prefix; or if that is so and it is made of vectors.
+        The LM head runs on these positions only. Gradients flow if enabled. If the batch is so
+        long that rotary positions change (longrope), the prefix runs again with every row. A packed batch
+        takes no prefix, since its queries would attend to each other. Raises I2CLError if a prefix that was
+        thinned out, or is made of vectors, would have to run again; or if a window is too short for a
+        thinned-out one.
         """
         self.pause()
         positions = (batch.last[:, None] if at is None else at) + self.virtual_tokens
-        if prefix is not None and not self._joins(prefix, batch.input_ids.shape[1]):
+        if prefix is not None and not self._can_reuse(prefix, batch.input_ids.shape[1]):
             batch, positions = batching.behind(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
         look = partial(batching.gather, positions, batch.packed)
-        arguments: dict[str, Any] = {"use_cache": caches is not None}
-        if caches is not None:
-            arguments["past_key_values"] = DynamicCache()
+        arguments: dict[str, Any] = {"use_cache": False}
         if batch.position_ids is not None:
             arguments["position_ids"] = batch.position_ids
         if batch.visible is not None:  # added to the attention's logits, as transformers takes it
@@ -381,8 +388,6 @@ class Decoder:
             # A logit of +inf makes every other token impossible, so that the first label would win a tie of
             # -inf. It becomes NaN, which is refused; finite logits stay as they are.
             logits = logits + 0 * logits.amax(-1, keepdim=True)
-        if caches is not None:
-            caches.append(arguments["past_key_values"])
         return logits
 
     def capture(
@@ -393,8 +398,13 @@ class Decoder:
         site: Site = "writers",
         edit: Edit | None = None,
     ) -> Float[Tensor, "batch layers sites d"]:
-        """What each site writes at one token of each row (default: the last), in float32 on the CPU. It is
-        seen behind an edit, if any.
+        """Return the output at each hook point for one token of each row, in float32 on the CPU.
+
+        Args:
+            batch: the rows.
+            at: index of the token in each row. Default: the last one.
+            site: the hook points.
+            edit: edit of the activations; outputs are captured after it.
         """
         self.pause()
         keep = Keep(site, batch.last if at is None else at)
@@ -408,9 +418,12 @@ class Decoder:
         return states.view(len(states), self.layers, -1, self.d_model)
 
     def prefix(self, ids: Ids, *, edit: Edit | None = None, whole: bool = False) -> Prefix:
-        """Run ``ids`` once, under an edit if any, and keep their keys and values.
-        ``whole`` keeps all of them also in layers with a sliding window. Gradients flow to what the edit
-        trains, if the caller has them on.
+        """Run tokens once and cache their keys and values.
+
+        Args:
+            ids: token ids.
+            edit: edit of the activations. Gradients flow to its parameters if the caller enables them.
+            whole: keep the keys and values of all tokens also in layers with a sliding window.
         """
         batch = make_batch([ids], self.device)
         with self.frozen(), editing(edit, self.blocks, self.sites, batch):
@@ -419,11 +432,11 @@ class Decoder:
         return Prefix(ids, cache, len(ids), len(ids))
 
     def embed(self, ids: Ids) -> Float[Tensor, "tokens d"]:
-        """The input embeddings of some tokens."""
-        places = torch.tensor(ids, dtype=torch.long, device=self.device)
+        """Return the input embeddings of tokens."""
+        input_ids = torch.tensor(ids, dtype=torch.long, device=self.device)
         with self.frozen():
-            inputs: Tensor = self.model.get_input_embeddings()(places)
-        return inputs
+            embeddings: Tensor = self.model.get_input_embeddings()(input_ids)
+        return embeddings
 
     def read(
         self,
@@ -431,40 +444,53 @@ class Decoder:
         positions: Sequence[int] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "places d"]:
-        """The last hidden states, behind the final norm, of input embeddings run as one row. Positions count
-        from 0 unless given; a cache receives keys and values. Gradients flow if the caller has them on.
+        """Run input embeddings as one row and return the last hidden states, after the final norm.
+
+        Gradients flow if the caller enables them.
+
+        Args:
+            vectors: input embeddings.
+            positions: position ids. Default: counting from 0.
+            cache: receives keys and values.
         """
         self.pause()
-        places = torch.tensor([positions or range(len(vectors))], device=self.device)
-        arguments: dict[str, Any] = {"inputs_embeds": vectors[None], "position_ids": places}
+        position_ids = torch.tensor([positions or range(len(vectors))], device=self.device)
+        arguments: dict[str, Any] = {"inputs_embeds": vectors[None], "position_ids": position_ids}
         arguments |= {"past_key_values": cache, "use_cache": cache is not None}
-        arguments["attention_mask"] = torch.ones_like(places)  # without, places that leap are packed rows
+        # Without a mask, transformers takes positions that are not consecutive for packed rows.
+        arguments["attention_mask"] = torch.ones_like(position_ids)
         with self.frozen():
             states: Tensor = self.model.base_model(**arguments).last_hidden_state
-        return states[0].to(self.device)  # of several devices, the last has them
+        return states[0].to(self.device)  # with several devices, they are on the last one
 
     def prefix_of(self, vectors: Float[Tensor, "places d"], positions: Sequence[int] | None = None) -> Prefix:
-        """Run input embeddings once, as `read` does, and keep their keys and values."""
+        """Run input embeddings once, as `read`, and cache their keys and values."""
         cache = DynamicCache(config=self.model.config)
         self.read(vectors, positions, cache)
         return Prefix((), cache, len(vectors), 1 + max(positions or range(len(vectors))))
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Hold the model as `i2cl.models.restore.frozen` does, until left."""
+        """Lock and freeze the model while a block runs; see `i2cl.models.restore.frozen`."""
         return frozen(self.model)
 
-    def _joins(self, prefix: Prefix, width: int) -> bool:
-        """Whether a prefix's keys stay in front of ``width`` more tokens: a window counts cached keys."""
-        tokens, why = prefix.length + width, ""
-        joins = len(batching.by_side([prefix.length, tokens], self.rope_limits)) == 1
+    def _can_reuse(self, prefix: Prefix, width: int) -> bool:
+        """Return whether a prefix's keys are valid before ``width`` more tokens.
+
+        Raises:
+            I2CLError: if they are not and the prefix cannot be recomputed, because tokens were removed from
+                its cache or it was made from vectors; or if tokens were removed and a sliding window, which
+                counts cached keys, is too short.
+        """
+        tokens, reason = prefix.length + width, ""
+        same_frequencies = len(batching.by_side([prefix.length, tokens], self.rope_limits)) == 1
         if prefix.thinned and self.window is not None and tokens > self.window:
-            why = f"some layers see only {self.window} at a time"
-        elif not joins and (prefix.thinned or not prefix.ids):
+            reason = f"some layers attend to only {self.window}"
+        elif not same_frequencies and (prefix.thinned or not prefix.ids):
             limits = " or ".join(map(str, self.rope_limits))
-            why = f"beyond {limits} this model's rotary embedding (longrope) turns them otherwise"
-        if why:
+            reason = f"this model's rotary embedding (longrope) changes beyond {limits}"
+        if reason:
             raise I2CLError(
-                f"demonstrations and query are {tokens} tokens, but {why}, which a thinned-out cache cannot "
-                "express: use fewer or shorter demonstrations"
+                f"demonstrations and query are {tokens} tokens, but {reason}, and this cache cannot be "
+                "recomputed: use fewer or shorter demonstrations"
             )
-        return joins
+        return same_frequencies

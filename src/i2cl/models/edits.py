@@ -1,9 +1,9 @@
-"""What may look at a decoder's layers or change what they write, and the only hooks by which it does.
+"""Edits that read or change the outputs of a decoder's layers, and their hooks.
 
 Every hook lives inside a ``with`` block and is removed on success and on error alike
 (`torch.nn.Module.register_forward_hook`,
 https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
-Source: paper, section "Context Injection", which changes what the residual writers put out.
+Source: paper, section "Context Injection", which changes the outputs of the sublayers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from i2cl.models.batching import Batch
 from i2cl.models.restore import uninterrupted
 
-# What is to be in a tensor's place, or None to leave it (a mere look).
+# Returns the replacement of a tensor, or None to keep it.
 Hook = Callable[[Tensor], Tensor | None]
 
 
 @uninterrupted
 def held(handles: Iterable[Any]) -> Iterator[None]:
-    """Hooks, from when they are registered until the block ends."""
+    """Keep hooks registered while the block runs."""
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
@@ -32,9 +32,10 @@ def held(handles: Iterable[Any]) -> Iterator[None]:
 
 
 def edit_outputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextManager[None]:
-    """Replace what each module returns by ``change(output)`` while the block runs.
-    Modules that return a tuple (attention) have its first element replaced. The change must build a new
-    tensor: editing in place would break autograd and the residual stream.
+    """Replace each module's output by ``change(output)`` while the block runs.
+
+    Of a tuple (attention), the first element is replaced. ``change`` must return a new tensor: editing in
+    place would break autograd and the residual stream.
     """
     return held(module.register_forward_hook(partial(_with_output, change)) for module, change in changes)
 
@@ -50,27 +51,28 @@ def edit_inputs(changes: Iterable[tuple[nn.Module, Hook]]) -> AbstractContextMan
 def add_to_outputs(
     changes: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]],
 ) -> AbstractContextManager[None]:
-    """Add ``change(argument)`` of its first argument to what each module returns while the block runs."""
+    """Add ``change(argument)`` of the first argument to each module's output while the block runs."""
     return held(module.register_forward_hook(partial(_plus, change)) for module, change in changes)
 
 
 class Replay:
-    """What a decoder's lower blocks put out, kept batch by batch, so that later passes need not run them.
-    Beyond the paper: what a fit does at the upper end of a model takes many passes over the same
-    demonstrations. Its owner answers for it that nothing below changes from pass to pass, and that passes
-    fill no caches.
+    """Caches the output of a decoder's lower blocks, batch by batch, so that later passes can skip them.
+
+    Beyond the paper: the last step of a fit takes many passes of a model's upper end over the same
+    demonstrations. The owner must ensure that nothing below changes between passes, and that passes fill no
+    key-value caches.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        #: the lower ones; none of them where somebody, such as Accelerate, has replaced a ``forward``
+        #: lower blocks; empty if a ``forward`` is replaced already, for example by Accelerate
         self.blocks = [] if any("forward" in block.__dict__ for block in blocks) else list(blocks)
-        #: the stream behind the last of them, for each batch
+        #: residual stream after the last of them, for each batch
         self.kept: dict[tuple[Any, ...], Float[Tensor, "lines tokens d"]] = {}
         self._tuples: dict[int, int] = {}
 
     @uninterrupted
     def during(self, batch: Batch) -> Iterator[None]:
-        """Keep what the blocks put out in a pass over this batch, or give what is kept in their place."""
+        """Record the blocks' output in a pass over a batch, or replay it."""
         shape = tuple(batch.input_ids.shape)
         key = (batch.rows, shape, tuple(batch.input_ids.flatten().tolist()))
         with ExitStack() as stack:
@@ -85,7 +87,7 @@ class Replay:
             yield
 
     def _skipped(self, place: int, given: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        """The residual stream as it came in, or as it was kept, in the form that the block gives it."""
+        """Return the incoming or the cached residual stream, in the form of the block's output."""
         stream = given if given is not None else args[0] if args else kwargs["hidden_states"]
         length = self._tuples[place]
         return (stream, *[None] * (length - 1)) if length else stream
@@ -117,35 +119,34 @@ def _with_input(change: Hook, _module: nn.Module, args: tuple[Any, ...], keyword
     return ((changed, *args[1:]), keywords) if args else (args, keywords | {"hidden_states": changed})
 
 
-# What a layer reads or writes; a line is a row of the batch, or all of its rows where they are packed.
+# Input or output of a layer; a line is a row of the batch, or all rows of a packed batch.
 States = Float[Tensor, "lines tokens d"]
-# What is captured and edited: the two residual writers of a layer, or its block output.
+# Hook points: the two sublayers of a layer, or the block's output.
 Site = Literal["writers", "hidden"]
 AnySite = Site | Literal["embeddings"]
-Places = Callable[[AnySite], list[tuple[int, int, nn.Module]]]  # layer, index and module of each place
+Places = Callable[[AnySite], list[tuple[int, int, nn.Module]]]  # layer, index and module of each hook point
 
 
 class Edit:
-    """Changes what a decoder's layers write. Subclasses override `output` and, if need be, `enter`."""
+    """Changes the outputs of a decoder's layers. Subclasses override `output` and, if needed, `enter`."""
 
-    #: the two residual writers (index 0 attention, 1 MLP), the block output (index 0), or the tokens' input
+    #: the two sublayers (index 0 attention, 1 MLP), the block output (index 0), or the tokens' input
     #: embeddings (layer 0, index 0)
     site: AnySite = "writers"
-    sees_input: bool = False  #: whether `enter` is to be called
-    #: whether it does the same at every token, whatever stands at others, so that a row may run in parts, the
-    #: later ones behind cached keys
+    sees_input: bool = False  #: whether `enter` is called
+    #: whether it acts on every token in the same way, so that a row may run in parts or forked
     everywhere: bool = False
 
     def enter(self, layer: int, residual: States) -> None:
-        """Look at the residual stream that enters a block."""
+        """Read the residual stream that enters a block."""
 
     def output(self, layer: int, index: int, output: States, batch: Batch) -> States | None:
-        """Return what replaces ``output`` (never edit in place), or None to leave it."""
+        """Return the replacement of ``output`` as a new tensor, or None to keep it."""
         raise NotImplementedError
 
 
 class Keep(Edit):
-    """Copies what is put out at one token of each row: ``kept`` has one (batch x d) tensor a site."""
+    """Copies the output at one token of each row; ``kept`` has one (batch x d) tensor per site."""
 
     def __init__(self, site: Site, at: Int[Tensor, " batch"]) -> None:
         self.site = site
@@ -153,14 +154,14 @@ class Keep(Edit):
         self.kept: list[Tensor] = []
 
     def output(self, _layer: int, _index: int, output: States, _batch: Batch) -> None:
-        """Copy it."""
+        """Copy the output."""
         row = torch.arange(len(output), device=output.device)
         self.kept.append(output[row, self.at.to(output.device)])  # a copy, also where the block adds in place
 
 
 @uninterrupted
 def editing(edit: Edit | None, blocks: Sequence[nn.Module], places: Places, batch: Batch) -> Iterator[None]:
-    """Let an edit work on a model while the block runs."""
+    """Apply an edit to a model while the block runs."""
     if edit is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""From strings to token ids: what a user wrote, as text and never as a control token, and label words."""
+"""Encode prompts and label words as token ids; text from users never becomes a special token."""
 
 import copy
 import math
@@ -21,18 +21,18 @@ from i2cl.errors import I2CLError, first_line
 from i2cl.models.batching import Ids
 from i2cl.tasks import Template
 
-_MARK = "\ufdd0"  # a noncharacter, which Unicode keeps for a program's own use
-_BROKEN = f"{_MARK}1"  # stands inside what would be a control token
-_KEPT = f"{_MARK}2"  # stands for the noncharacter itself
+_MARK = "\ufdd0"  # a noncharacter, reserved by Unicode for internal use
+_BROKEN = f"{_MARK}1"  # inserted into text that spells a special token
+_KEPT = f"{_MARK}2"  # replaces the noncharacter itself
 _BEHIND_TEXT = ("=", "a", "1", "")  # after another character, tokenizers do not add a leading space
 
 
 class TooLongError(I2CLError):
-    """A text exceeds the context and is not to be cut."""
+    """Raised when a text exceeds the context and may not be truncated."""
 
 
 class TruncationWarning(UserWarning):
-    """Texts were cut to fit the model's context: a message, and how many texts where these may be added."""
+    """Texts were truncated to fit the context. Arguments: the message and, optionally, their number."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -40,11 +40,11 @@ class TruncationWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes strings with the special tokens that the tokenizer puts in front (such as BOS).
-    Special tokens that it would put behind (such as EOS) are left out, since the last token must be the one
-    that predicts the next. Where a text of the user holds what the tokenizer would take for a special token,
-    such as ``<|im_end|>`` or ``</s>``, it is encoded as the characters it is made of; a template's own
-    special tokens are special.
+    """Encodes prompts with the special tokens that the tokenizer adds in front, such as BOS.
+
+    Special tokens at the end, such as EOS, are left out: the last token must be the one that predicts the
+    next. Text from users that spells a special token, such as ``<|im_end|>`` or ``</s>``, is encoded as plain
+    characters. Special tokens of a template stay special.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -64,19 +64,20 @@ class Encoder:
         return cls(tokenizer, full[: next(starts, 0)])
 
     def __call__(self, prompts: Sequence[str]) -> list[Ids]:
-        """Token ids of each prompt, special tokens in front included."""
+        """Return the token ids of each prompt, including the special tokens in front."""
         plain = [prompt for prompt in prompts if _MARK not in prompt]
         options = {"add_special_tokens": False, "verbose": False}
         ids = map(tuple, self.tokenizer(plain, **options)["input_ids"] if plain else ())
         return [self.front + (self._marked(one)[0] if _MARK in one else next(ids)) for one in prompts]
 
     def plain(self, text: str) -> Ids:
-        """Token ids of a piece of text, with nothing in front."""
+        """Return the token ids of a text without special tokens in front."""
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def literal(self, text: str) -> str:
-        """The same text, marked where it holds a special token, so that a prompt with it holds none.
-        Its ends are marked where a special token could span the text and the template around it.
+        """Mark the special tokens that a text spells, so that they are encoded as plain characters.
+
+        The ends of the text are marked where a special token could span the text and the template around it.
         """
         starts, ends, inside = self._parts
         sizes = range(1, min(len(text), max(map(len, starts), default=0)) + 1)
@@ -89,19 +90,19 @@ class Encoder:
         return _BROKEN * first + broken + _BROKEN * last
 
     def special_in(self, text: str) -> str | None:
-        """The first special token that a text spells out, or None."""
+        """Return the first special token that a text spells, or None."""
         found = self._special.search(text)
         return found[0] if found else None
 
     def spans(self, prompt: str) -> list[tuple[int, int]]:
-        """Where in the prompt each of its tokens stands, those in front left out; of fast tokenizers."""
+        """Return the span of each token in the prompt, without the ones in front. Fast tokenizers only."""
         if _MARK in prompt:
             return self._marked(prompt)[1]
         options: Any = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
         return [(left, right) for left, right in self.tokenizer(prompt, **options)["offset_mapping"]]
 
     def _marked(self, prompt: str) -> tuple[Ids, list[tuple[int, int]]]:
-        """Tokens and their places; what is marked is text, other special tokens are special."""
+        """Encode a marked prompt; return tokens and their spans."""
         ids, spans = list[int](), list[tuple[int, int]]()
         vocabulary = self.tokenizer.get_vocab()
         parts = re.split(f"({self._special.pattern})", prompt)  # text at even places, special tokens at odd
@@ -126,7 +127,7 @@ class Encoder:
         tokens, spans = self._piece(part, behind)
         if self.special.isdisjoint(tokens):
             return tokens, spans
-        # Some vocabularies hold special tokens as ordinary pieces too: keep the marked places apart.
+        # Some vocabularies contain special tokens as ordinary pieces too: encode the parts separately.
         tokens, spans, start = [], [], 0
         for piece in part.split(_BROKEN):
             more, places = self._piece(piece, _BEHIND_TEXT if start else behind)
@@ -136,7 +137,7 @@ class Encoder:
         return tokens, spans
 
     def _piece(self, part: str, behind: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of a piece as they are behind the first of these that no token of it merges with."""
+        """Encode a piece after the first of some prefixes that no token of the piece merges with."""
         text, places = _unmarked(part)
         places.append(len(part))
         for before in behind:
@@ -150,28 +151,26 @@ class Encoder:
         return tokens, [(left, right) for left, right in spans]
 
     def _split(self, text: str) -> Any:
-        """Encode a text with no token of it special, and with the tokens' places where they are known."""
+        """Encode a text without special tokens, with the spans of its tokens if the tokenizer is fast."""
         plain: Any = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         return self._splitting(text, return_offsets_mapping=self.tokenizer.is_fast, **plain)
 
     @cached_property
     def _special_words(self) -> frozenset[str]:
-        """What the tokenizer takes for special tokens."""
+        """Strings that the tokenizer encodes as special tokens."""
         added = self.tokenizer.added_tokens_decoder.values()
         words = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         return frozenset(word for word in words if word)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Finds special tokens; longer ones first."""
+        """Pattern of special tokens, longest first."""
         longest = sorted(self._special_words, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
     @cached_property
     def _parts(self) -> tuple[frozenset[str], frozenset[str], str]:
-        """Starts and ends of special tokens, without the whole tokens; and all tokens without their first and
-        last character, one per line.
-        """
+        """Proper prefixes and suffixes of special tokens, and the inner parts of all, one per line."""
         words = self._special_words
         starts = frozenset(word[:cut] for word in words for cut in range(1, len(word)))
         ends = frozenset(word[cut:] for word in words for cut in range(1, len(word)))
@@ -179,9 +178,7 @@ class Encoder:
 
     @cached_property
     def _behind_special(self) -> Sequence[str]:
-        """What to encode text behind that follows a special token: some tokenizers add a leading space to it
-        as at the start of a prompt (legacy SentencePiece), others do not.
-        """
+        """Prefixes to encode text after a special token with: legacy SentencePiece adds a leading space."""
         decoder = self.tokenizer.added_tokens_decoder.values()
         word = next((str(token) for token in decoder if token.special and not token.rstrip), "")
         options: Any = {"add_special_tokens": False, "verbose": False}
@@ -190,12 +187,12 @@ class Encoder:
 
     @cached_property
     def _strips_left(self) -> frozenset[str]:
-        """Special tokens that drop the whitespace in front of them."""
+        """Special tokens that strip the whitespace on their left."""
         return frozenset(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.lstrip)
 
     @cached_property
     def _strips_right(self) -> frozenset[str]:
-        """Special tokens that drop the whitespace behind them."""
+        """Special tokens that strip the whitespace on their right."""
         return frozenset(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.rstrip)
 
     @cached_property
@@ -206,7 +203,7 @@ class Encoder:
 
     @cached_property
     def _splitting(self) -> PreTrainedTokenizerBase:
-        """A copy that is told so every time, since telling a tokenizer so changes it for all threads."""
+        """A copy of the tokenizer: ``split_special_tokens`` changes its state for all threads."""
         return copy.deepcopy(self.tokenizer)
 
     def fitted(
@@ -217,10 +214,17 @@ class Encoder:
         *,
         cut: bool = True,
     ) -> list[Ids]:
-        """Token ids of ``build(text)``, the text cut at its end where the whole exceeds ``limit`` tokens.
-        There may be one ``build`` for each text. Template and label positions are never cut. Warns once with
-        the number of texts cut. Raises I2CLError if not even an empty text leaves room, TooLongError on a
-        text that exceeds it and is not to be cut.
+        """Encode ``build(text)`` of each text, truncating texts at their end to fit into ``limit`` tokens.
+
+        Args:
+            build: makes the prompt of a text; one for all texts, or one for each.
+            texts: what to encode. Only the text is truncated, never the template.
+            limit: maximum number of tokens, or None.
+            cut: truncate, with one warning, instead of raising an error.
+
+        Raises:
+            I2CLError: if the prompt exceeds the limit even with an empty text.
+            TooLongError: if a text exceeds the limit and ``cut`` is False.
         """
         builds = [build] * len(texts) if callable(build) else build
         ids = self([one(self.literal(text)) for one, text in zip(builds, texts, strict=True)])
@@ -250,14 +254,15 @@ class Encoder:
         fits, over = 0, 4 * limit
         while over < len(text) and len(encode(over)) <= limit:
             fits, over = over, 2 * over
-        sizes = range(min(over, len(text)) - 1, fits - 1, -1)  # the last of which fits
+        sizes = range(min(over, len(text)) - 1, fits - 1, -1)  # the last one fits
         longest = bisect_left(sizes, True, hi=len(sizes) - 1, key=lambda size: len(encode(size)) <= limit)
         return encode(sizes[longest])
 
 
 def _require_spaces(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer class that does not fit its tokenizer.json, such as a Llama class on byte-level BPE.
-    Source: https://github.com/huggingface/transformers/issues/45488. Raises I2CLError.
+    """Raise I2CLError if a tokenizer class does not fit its tokenizer.json.
+
+    An example is a Llama class with byte-level BPE (https://github.com/huggingface/transformers/issues/45488).
     """
     hint = "compare tokenizer_class in tokenizer_config.json with tokenizer.json, or update transformers"
     try:
@@ -272,58 +277,68 @@ def _require_spaces(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _unmarked(part: str) -> tuple[str, list[int]]:
-    """A part without its marks, and where each of its characters stood."""
+    """Remove the marks of a part; return the text and the original position of each character."""
     characters = re.finditer(f"{_BROKEN}|{_KEPT}|.", part, re.DOTALL)
     kept = [one for one in characters if one[0] != _BROKEN]
     return "".join(one[0][0] for one in kept), [one.start() for one in kept]
 
 
-# Value in nats that stands for a token of probability 0 where words are scored; far below any other.
+# Log-probability, in nats, that replaces -inf in word-level scoring; far below any other.
 MIN_TOKEN_SCORE = -65504.0
 
-# By a label's first token, its whole token sequence, its words in any order, or as the labels demand.
+# How labels are scored: by the first token, the full token sequence, or the words in any order. "auto": by
+# the first token if it differs between labels; otherwise fits use words, and other methods full sequences.
 Scoring = Literal["auto", "first_token", "full", "words"]
 
 
 class SharedFirstTokenError(I2CLError):
-    """First-token scoring was requested for labels that share their first token."""
+    """Raised if first-token scoring is requested for labels that share their first token."""
 
 
 class ScoringWarning(UserWarning):
-    """Labels share their first token, so whole label sequences are scored."""
+    """Labels share their first token, so full label sequences are scored."""
 
 
 @dataclass(frozen=True)
 class LabelTokens:
-    """The tokens of each label word as they follow a prompt."""
+    """The tokens of each label as they follow a prompt.
 
-    ids: tuple[Ids, ...]  # token ids per label; where words are scored, one token that stands for it
-    full: bool  # whether whole sequences are scored instead of first tokens
-    line: str = ""  # what stands between the template's query and these tokens, and is asked with the query
-    words: tuple[Ids, ...] = ()  # tokens of each label whose mean is its score; empty where a token is
-    # in the place of `weights` those of a fit, in which every token may count for every label
+    Attributes:
+        ids: token ids of each label; for word-level scoring, one token that represents it in exports.
+        full: whether full sequences are scored.
+        line: text between the template's query and the label, which becomes part of the query.
+        words: for word-level scoring, the tokens of each label; otherwise empty.
+        fitted: word weights of a fit, which replace the default `weights`. Every token may count for every
+            label.
+    """
+
+    ids: tuple[Ids, ...]
+    full: bool
+    line: str = ""
+    words: tuple[Ids, ...] = ()
     fitted: Float[Tensor, "read labels"] | None = field(default=None, compare=False)
 
     @property
     def first(self) -> Ids:
-        """First token of each label."""
+        """The first token of each label."""
         return tuple(ids[0] for ids in self.ids)
 
     @cached_property
     def read(self) -> Ids:
-        """Tokens whose log-probabilities behind the query tell the scores of labels that are not full."""
+        """Tokens whose log-probabilities after the query yield the label scores, unless `full`."""
         return tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.first
 
     @cached_property
     def weights(self) -> Float[Tensor, "read labels"]:
-        """How much of a label's score each of these tokens is where words are scored.
-        Like inverse document frequency: what fewer labels have weighs more. A label's weights add up to 1;
-        those that a fit found do so too, and each label has one for every token.
+        """Weight of each token in each label's score, for word-level scoring.
+
+        By default by inverse document frequency: tokens of fewer labels weigh more. The weights of a label
+        sum to 1.
         """
         if self.fitted is not None:
             return self.fitted
         place = {token: row for row, token in enumerate(self.read)}
-        labels = Counter(token for ids in self.words for token in ids)  # how many have it
+        labels = Counter(token for ids in self.words for token in ids)
         weights = torch.zeros(len(place), len(self.words))
         for label, ids in enumerate(self.words):
             for token in ids:
@@ -331,25 +346,27 @@ class LabelTokens:
         return weights / weights.sum(0)
 
     def weighted(self, fitted: Float[Tensor, "tokens labels"]) -> "LabelTokens":
-        """With the weights that a fit found. Raises I2CLError on those of more or fewer tokens or labels."""
+        """Return a copy with fitted word weights. Raises I2CLError if their shape does not fit."""
         if fitted.shape != (sizes := (len(self.read), len(self.ids))):
-            shapes = f"{tuple(fitted.shape)}, and these labels have {sizes}"
-            raise I2CLError(f"word weights are of (tokens, labels) {shapes}: fit it again")
+            raise I2CLError(
+                f"word weights have (tokens, labels) {tuple(fitted.shape)}, but these labels need {sizes}: "
+                "fit it again"
+            )
         return replace(self, fitted=fitted)
 
     def scores(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows labels"]:
-        """Of labels that are not full, from logits or log-probabilities behind a query."""
+        """Compute label scores from logits or log-probabilities after a query, unless `full`."""
         return self.mean(wide[..., list(self.read)])
 
     def mean(self, tokens: Float[Tensor, "*rows read"]) -> Float[Tensor, "*rows labels"]:
-        """Label scores from the values of the tokens in `read`."""
+        """Compute label scores from the values of the tokens in `read`."""
         if not self.words:
             return tokens
-        # A token of another label may be impossible: 0 * -inf is NaN.
+        # A token of another label may have probability 0, and 0 * -inf is NaN.
         return tokens.clamp(min=MIN_TOKEN_SCORE) @ self.weights.to(tokens)
 
     def at_first(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
-        """Logits with each label's score in place of its first token's: what an export's head puts out."""
+        """Return logits with each label's score at its first token, as the head of an export does."""
         if not self.words:
             return wide
         made = wide.clone()
@@ -357,53 +374,59 @@ class LabelTokens:
         return made
 
     def target(self, label: int) -> Ids:
-        """What calibration learns to predict: the first token, or all of them."""
+        """Return the target of calibration over the vocabulary: the first token, or all of them."""
         return self.ids[label] if self.full else self.ids[label][:1]
 
     @property
     def room(self) -> int:
-        """Context tokens that scoring needs behind the query."""
+        """Number of context tokens that scoring needs after the query."""
         return max(map(len, self.ids)) - 1 if self.full else 0
 
 
 def label_tokens(
     encoder: Encoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
 ) -> LabelTokens:
-    """Find the tokens of each label by encoding it in the context of a prompt.
-    A newline between query and label belongs to the query where the tokenizer cuts behind it in any case:
-    else it would be the first token of every label. Where a label is how another one begins, such as "not"
-    and "not spam", all labels are taken with what ends them: the sum of log-probabilities of "not" alone is
-    never below that of "not spam". Under ``scoring="words"`` a label's score is the mean of its tokens' own
-    behind the query, whatever their order, so that all labels take one pass; labels of the same tokens get
-    one of their own each (`keywords`). Raises I2CLError if the prompt's last token and a label merge, if
-    two labels are the same under the chosen scoring, if one begins another and nothing can end them, if a
-    label contains a special token, or if the template repeats the BOS that the tokenizer adds.
+    """Find the tokens of each label by encoding it after a prompt.
+
+    A newline between query and label becomes part of the query if the tokenizer splits after it; otherwise it
+    would be the first token of every label. With full sequences, if one label is a prefix of another, such as
+    "not" and "not spam", all labels include an end token: without it "not spam" could never be more probable
+    than "not". With ``scoring="words"`` a label's score is the weighted mean of its tokens' log-probabilities
+    after the query, in any order, so one pass scores all labels. Labels with the same set of tokens, such as
+    "card lost" and "lost card", are represented by one token each (`keywords`), whose meaning a fit learns.
+
+    Raises:
+        I2CLError: if the tokenizer merges the prompt's last token with a label, two labels have the same
+            tokens, no token can end a label that is a prefix of another, a label contains a special token,
+            or the template repeats the BOS token.
+        SharedFirstTokenError: if labels share their first token and ``scoring`` is ``"first_token"``.
     """
     _check_special_tokens(encoder, template, labels)
     line = template.lead[: template.lead.rfind("\n") + 1]
     sequences = _behind(encoder, template, labels, line)
-    if line and not all(sequences):  # this tokenizer does not cut at the line's end
+    if line and not all(sequences):  # this tokenizer does not split at the newline
         line, sequences = "", _behind(encoder, template, labels, "")
     for label, ids in zip(labels, sequences, strict=True):
         if not ids:
-            cure = "put a space or a newline before {label} in the template"
-            raise I2CLError(f"this tokenizer merges label {label!r} with the end of the prompt: {cure}")
+            hint = "put a space or a newline before {label} in the template"
+            raise I2CLError(f"this tokenizer merges label {label!r} with the end of the prompt: {hint}")
     if len(set(sequences)) < len(sequences):
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "words":
         first = [(token,) for token in keywords(encoder, labels, sequences)]
         words = [tuple(dict.fromkeys(ids)) for ids in sequences]
         sets = Counter(map(frozenset, words))
-        while len(sets) < len(words):  # the token of one may be another's word
+        while len(sets) < len(words):  # again, since the representative token may be another label's word
             words = [ids if sets[frozenset(ids)] == 1 else one for ids, one in zip(words, first, strict=True)]
             sets = Counter(map(frozenset, words))
         return LabelTokens(tuple(first), full=False, line=line, words=tuple(words))
     shared = len({ids[0] for ids in sequences}) < len(sequences)
     if shared and scoring == "first_token":
-        hint = "use scoring='full', or other label words"
-        raise SharedFirstTokenError(f"labels share their first token: {hint}")
+        raise SharedFirstTokenError(
+            "labels share their first token: use scoring='words' or scoring='full', or other label words"
+        )
     if shared and scoring == "auto":
-        message = "labels share their first token; scoring whole label sequences instead"
+        message = "labels share their first token: scoring full label sequences instead"
         warnings.warn(message, ScoringWarning, stacklevel=2)
     if begun := _begun(sequences):
         ended = _behind(encoder, template, labels, line, template.separator)
@@ -412,9 +435,7 @@ def label_tokens(
 
 
 def _check_special_tokens(encoder: Encoder, template: Template, labels: Sequence[str]) -> None:
-    """Refuse (I2CLError) labels that contain special tokens, and a template that begins with those that the
-    tokenizer adds in front anyway.
-    """
+    """Raise I2CLError if a label contains a special token, or the template repeats the BOS token."""
     for label in labels:
         if special := encoder.special_in(label):
             raise I2CLError(f"label {label!r} contains the special token {special!r}: rename the label")
@@ -422,18 +443,17 @@ def _check_special_tokens(encoder: Encoder, template: Template, labels: Sequence
     if size and encoder([template.query("text")])[0][size : 2 * size] == encoder.front:
         bos = encoder.tokenizer.decode(list(encoder.front))
         raise I2CLError(
-            f"the template begins with {bos!r}, which this tokenizer adds by itself, so that prompts would "
-            "begin with it twice: remove it from the template"
+            f"the template starts with {bos!r}, which this tokenizer adds too: remove it from the template"
         )
 
 
 def keywords(encoder: Encoder, labels: Sequence[str], sequences: Sequence[Ids]) -> Ids:
-    """One token for each label, all different: of its own tokens, of its words in other spellings, or any.
-    A label takes the token that fewest labels have, the earlier one of two; where that is taken, labels
-    change places (augmenting paths, Kuhn 1955), so that no label goes without one that could have one. What
-    is left, such as "label22" among a hundred of its kind, takes the first tokens of the vocabulary that no
-    label has: the fit teaches them. Raises I2CLError if the vocabulary has fewer tokens than there are
-    labels.
+    """Choose a different token for each label.
+
+    Candidates are the label's tokens, rarest first, then its words in other spellings. If a token is taken,
+    labels are reassigned along augmenting paths (Kuhn 1955), so every label that can have one of its
+    candidates gets one. The others, such as "label22" among a hundred like it, get unused tokens of the
+    vocabulary, whose meaning a fit learns. Raises I2CLError if the vocabulary has too few tokens.
     """
     common = Counter(token for ids in sequences for token in set(ids))
     choices = []
@@ -446,7 +466,7 @@ def keywords(encoder: Encoder, labels: Sequence[str], sequences: Sequence[Ids]) 
     left = [label for label in range(len(labels)) if not _assign_token(label, choices, owner)]
     plain = sorted(set(encoder.tokenizer.get_vocab().values()) - set(common) - set(owner) - encoder.special)
     if len(plain) < len(left):
-        raise I2CLError(f"the vocabulary has fewer tokens than there are labels, {len(labels)}: give fewer")
+        raise I2CLError(f"the vocabulary has fewer tokens than there are labels ({len(labels)}): use fewer")
     chosen = {place: token for token, place in owner.items()} | dict(zip(left, plain, strict=False))
     return tuple(chosen[place] for place in range(len(labels)))
 
@@ -486,8 +506,9 @@ def _assign_token(label: int, choices: Sequence[Sequence[int]], owner: dict[int,
 def _behind(
     encoder: Encoder, template: Template, labels: Sequence[str], line: str, end: str = ""
 ) -> tuple[Ids, ...]:
-    """Tokens of each label, and of an end behind it, after a query that ends in ``line``.
-    No tokens for a label that the tokenizer merges with what stands before it.
+    """Return the tokens of each label, followed by ``end``, after a query that ends in ``line``.
+
+    A label that the tokenizer merges with the text before it has no tokens.
     """
     probe = template.query("text") + line
     prompt = encoder([probe])[0]
@@ -497,9 +518,9 @@ def _behind(
 
 
 def _begun(sequences: Sequence[Ids]) -> tuple[int, int] | None:
-    """Two labels the first of which begins the second, if there are any."""
+    """Return the indices of two labels of which the first is a prefix of the second, or None."""
     places = sorted(range(len(sequences)), key=lambda one: sequences[one])
-    for first, second in pairwise(places):  # in this order nothing stands between a prefix and what it begins
+    for first, second in pairwise(places):  # in sorted order a prefix directly precedes a label it starts
         if sequences[second][: len(sequences[first])] == sequences[first]:
             return first, second
     return None
@@ -508,7 +529,7 @@ def _begun(sequences: Sequence[Ids]) -> tuple[int, int] | None:
 def _ended(
     sequences: Sequence[Ids], ended: Sequence[Ids], encoder: Encoder, begun: Sequence[str]
 ) -> tuple[Ids, ...]:
-    """Labels with the separator's first token behind them, or with EOS where that merges with one."""
+    """Append the separator's first token to each label, or EOS if the separator merges with a label."""
     with_ends = tuple(long[: len(short) + 1] for short, long in zip(sequences, ended, strict=True))
     apart = all(whole[:-1] == short for short, whole in zip(sequences, with_ends, strict=True))
     if apart and _begun(with_ends) is None:
@@ -516,7 +537,7 @@ def _ended(
     end = encoder.tokenizer.eos_token_id
     if end is None:
         raise I2CLError(
-            f"label {begun[0]!r} is how label {begun[1]!r} begins, and this tokenizer has no token that ends "
-            "them (EOS): use other label words"
+            f"label {begun[0]!r} is a prefix of label {begun[1]!r}, and this tokenizer has no EOS token to "
+            "tell them apart: use other label words"
         )
     return tuple((*ids, int(end)) for ids in sequences)

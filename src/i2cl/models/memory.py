@@ -1,6 +1,4 @@
-"""Memory of the machine and of accelerators: how much is free, how much a batch may take, and what to do
-when a batch runs out of it.
-"""
+"""Memory of the machine and of accelerators: sizes, limits of batches, recovery from out-of-memory errors."""
 
 import os
 import sys
@@ -54,7 +52,7 @@ class BatchLimit:
         self._raised = False  # whether it was raised since it was last lowered
 
     def apply(self, budget: int) -> int:
-        """Return the smaller one of a configured budget and the present limit."""
+        """Return the smaller of a configured budget and the current limit."""
         return budget if self._tokens is None else min(budget, self._tokens)
 
     def shrink(self, tokens: int) -> None:
@@ -64,7 +62,7 @@ class BatchLimit:
         self._tokens, self._fitted, self._raised = tokens, 0, False
 
     def record_fit(self, budget: int) -> None:
-        """Count a batch that fitted, and raise the limit when it is time to."""
+        """Count a batch that fitted, and double the limit after enough of them."""
         if self._tokens is None:
             return
         self._fitted += 1
@@ -77,15 +75,15 @@ class BatchLimit:
 class Consensus:
     """Makes processes that share a tensor-parallel model take the same decisions.
 
-    Every forward pass of such a model is a collective operation. A process that runs another number of
-    passes than the others, because it alone ran out of memory or has less of it free, would wait for them
-    forever. Outside tensor parallelism all methods return their argument.
+    Every forward pass of such a model is a collective operation. If one process ran a different number of
+    passes, because only it ran out of memory or has less free memory, all of them would hang. Without tensor
+    parallelism, all methods return their argument.
     """
 
     def __init__(self, ranks: list[int] | None = None) -> None:
         self._group = None
         if ranks is not None and len(ranks) > 1:
-            # A group of its own: a process may be stuck in a collective of the model.
+            # A separate group, since a process may be stuck in one of the model's collectives.
             self._group = dist.new_group(
                 ranks, timeout=CONSENSUS_TIMEOUT, backend="gloo", use_local_synchronization=True
             )
@@ -124,8 +122,8 @@ class Consensus:
 def training_memory(model: nn.Module, device: torch.device) -> int:
     """Return the bytes that the activations and gradients of one training batch may take.
 
-    This is `TRAINING_SHARE` of the device's memory that the weights leave, and at least an eighth of the
-    whole. It depends on the size of the memory and not on what is free at the moment, so a fit is repeatable.
+    This is `TRAINING_SHARE` of the device's memory minus the weights, and at least an eighth of its memory.
+    It does not depend on the free memory, so that fits are reproducible.
     """
     total = total_memory(device)
     weights = sum(weight.nbytes for weight in model.parameters() if weight.device.type == device.type)
@@ -183,7 +181,7 @@ def _memory_cgroups(root: Path, membership: Path) -> Iterator[tuple[Path, tuple[
             base, names = root / "memory", _CGROUP_V1
         else:
             continue
-        # Inside a container the path may be that of the host: ancestors down from the mount point are tried.
+        # Inside a container the path may be the host's, so all its ancestors below the mount point are tried.
         parts = [part for part in path.split("/") if part not in {"", ".."}]
         for depth in range(len(parts) + 1):
             yield base.joinpath(*parts[:depth]), names

@@ -1,4 +1,4 @@
-"""Keys and values of tokens, or of vectors in their place, that many queries share."""
+"""Cached keys and values of tokens, or of input vectors, in front of many queries."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -19,19 +19,16 @@ from i2cl.models.edits import held
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens or input vectors run once, whose keys and values every query then reuses."""
+    """Tokens or input vectors that run once; every query reuses their keys and values."""
 
-    ids: Ids  #: the tokens; none where it is made of vectors
-    cache: Cache  #: keys and values for one row (transformers Cache); never changed, unless ``once``
-    length: int  #: how many tokens or vectors it was made of
-    behind: int  #: position of the first token behind it; less than the length where vectors have none
-    kept: tuple[int, ...] | None = None  #: places of the tokens that the cache still holds, or None for all
-    once: bool = False  #: whether the cache has a row for each row of the one batch behind it, which takes it
+    ids: Ids  #: the tokens; empty if it is made of vectors
+    cache: Cache  #: keys and values for one row (transformers Cache); never changed
+    length: int  #: number of tokens or vectors it was made of
+    behind: int  #: position of the first token after it; less than ``length`` where vectors share positions
+    kept: tuple[int, ...] | None = None  #: places of the tokens that the cache still holds; None: all
 
     def expanded(self, rows: int) -> Cache:
-        """A cache of its own for a batch of ``rows``; gradients flow to this one."""
-        if self.once:
-            return self.cache
+        """Return a copy of the cache for a batch of ``rows``; gradients flow to the original."""
         cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]  # layers replace tensors, never edit them
         cache.batch_repeat_interleave(rows)
@@ -39,34 +36,29 @@ class Prefix:
 
     @property
     def thinned(self) -> bool:
-        """Whether tokens were taken out of the cache."""
+        """Whether the cache lost some of its tokens."""
         return self.kept is not None and len(self.kept) < self.length
 
     @property
     def values(self) -> int:
-        """Numbers cached: 2 x layers x key-value width x tokens, fewer where a layer keeps a window only."""
+        """Number of cached values: 2 x layers x key-value width x tokens, fewer with a sliding window."""
         layers: Any = self.cache.layers
         return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
 
     @property
     def bytes(self) -> int:
-        """Bytes of those numbers."""
+        """Size of the cached values in bytes."""
         layers: Any = self.cache.layers
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
     def kept_at(self, places: tuple[int, ...]) -> "Prefix":
-        """The same with only the tokens at ``places``. Needs a cache that holds all tokens."""
+        """Return a prefix with only the tokens at ``places``. The cache must hold all tokens."""
         return replace(self, cache=_changed(self.cache, lambda one: one[:, :, list(places)]), kept=places)
-
-    @classmethod
-    def of_rows(cls, cache: Cache, rows: Sequence[int], length: int) -> "Prefix":
-        """The first ``length`` tokens of some rows of a cache, each for one row of a batch that takes it."""
-        return cls((), _changed(cache, lambda one: one[list(rows), :, :length]), length, length, once=True)
 
     def in_front_of(
         self, input_ids: Int[Tensor, "batch tokens"]
     ) -> tuple[dict[str, Any], Int[Tensor, " keys"]]:
-        """What a model is told beside these rows, and the position of every key that they attend to."""
+        """Return the model's arguments for rows after this prefix, and the position of every key they see."""
         (rows, width), seen = input_ids.shape, self.behind
         cached = range(seen) if self.kept is None else self.kept
         keys = torch.tensor([*cached, *range(seen, seen + width)], device=input_ids.device)
@@ -75,7 +67,7 @@ class Prefix:
 
 
 def holds_keys_alone(config: PreTrainedConfig) -> bool:
-    """Whether a cache of this model holds keys and values of tokens, and no more; False where unknown."""
+    """Return whether a cache of this model holds only keys and values of tokens; False if unknown."""
     try:
         layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError, ValueError):  # a config that transformers has no cache for
@@ -83,7 +75,7 @@ def holds_keys_alone(config: PreTrainedConfig) -> bool:
     return all(type(layer) in {DynamicLayer, DynamicSlidingWindowLayer} for layer in layers)
 
 
-# Fields of a config that hold a window or the size of a chunk, and what layers that have it are called.
+# Config fields with the size of a window or chunk, and the type of the layers that use it.
 WINDOWS = {
     "sliding_window": "sliding_attention",
     "window_size": "local",
@@ -92,14 +84,14 @@ WINDOWS = {
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """Tokens that the layer which sees the fewest sees, or None where every layer sees all."""
+    """Return the smallest attention window of a model's layers, or None if every layer sees all tokens."""
     text_config = config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)
     sizes = [
         size
         for field, kind in WINDOWS.items()
         if isinstance(size := getattr(text_config, field, None), int)
-        and size > 0  # 0 is none, for Qwen2-MoE
+        and size > 0  # Qwen2-MoE says 0 for none
         and (kinds is None or kind in kinds)
     ]
     return min(sizes, default=None)
@@ -113,9 +105,9 @@ def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
 def keys_at(
     model: PreTrainedModel, blocks: Sequence[nn.Module], places: Int[Tensor, " keys"]
 ) -> AbstractContextManager[None]:
-    """Give each key, cached ones first, the bias of its place while the block runs (ALiBi alone)."""
+    """Give each key, cached ones first, the ALiBi bias of its position while the block runs."""
     name, change = _ALIBI.get(model.config.model_type, ("", None))
-    if change is None or not getattr(model.config, "alibi", True):  # only Falcon has a choice
+    if change is None or not getattr(model.config, "alibi", True):  # optional in Falcon only
         return nullcontext()
     return held(
         block.get_submodule(name).register_forward_pre_hook(partial(change, places), with_kwargs=True)
@@ -136,7 +128,7 @@ def _mpt(places: Int[Tensor, " keys"], _module: nn.Module, args: Any, keywords: 
 
 
 def _falcon(places: Int[Tensor, " keys"], module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-    """Falcon adds the scaled bias to its mask, and rounds it to bfloat16 on the way."""
+    """Change the mask: Falcon adds the scaled bias to it, rounded to bfloat16."""
     bias: Float[Tensor, "batch heads 1 keys"] = keywords["alibi"]
     mask: Float[Tensor, "batch heads queries keys"] = keywords["attention_mask"]
     slope = (bias[..., 1:2] - bias[..., :1]).bfloat16()

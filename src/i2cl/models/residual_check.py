@@ -1,4 +1,4 @@
-"""Does a block add what its two residual writers put out, and nothing else?"""
+"""Check that blocks add the outputs of their two residual writers, and nothing else."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,24 +12,24 @@ from i2cl.errors import I2CLError
 from i2cl.models.architectures import Architecture
 from i2cl.models.edits import edit_inputs, edit_outputs
 
-TOLERANCE = 1e-4  # largest error of the residual identity, relative to the largest change a block makes
+TOLERANCE = 1e-4  # maximum error, relative to the largest change that a block makes
 
 
 @dataclass(frozen=True)
 class ResidualIdentity:
-    """How well ``block_out - block_in = scale * (attention + mlp)`` holds.
+    """Error of the equation ``block_out - block_in = scale * (attention + mlp)``.
 
     Attributes:
-        errors: per layer, the largest absolute error over the largest absolute change that the block
-            makes. What rounding in the model's own precision explains is not counted, so that one
-            tolerance serves every dtype.
+        errors: for each layer, the largest absolute error divided by the largest absolute change that the
+            block makes. Rounding error of the model's precision is subtracted, so one tolerance is valid for
+            every dtype.
     """
 
     errors: tuple[float, ...]
 
     @property
     def worst(self) -> float:
-        """The largest error of any layer; not a number if any activation is not finite."""
+        """Largest error of all layers; NaN if an activation is not finite."""
         return float(torch.tensor(self.errors, dtype=torch.float64).max())
 
     @property
@@ -41,39 +41,49 @@ class ResidualIdentity:
 def residual_identity(
     model: PreTrainedModel, architecture: Architecture, input_ids: Int[Tensor, "batch tokens"]
 ) -> ResidualIdentity:
-    """Run the base model once and test that the two writers are all that each block adds.
-    The model is to be in evaluation mode: dropout counts as an error. The order of the two writers is not
-    tested, since their sum does not show it. Raises I2CLError if a path is wrong, or leads to a module that
-    is never run or has another width.
-    """
-    kept: dict[tuple[int, str], Tensor] = {}
+    """Run the base model once and measure the error of the residual identity.
 
-    def keep(layer: int, part: str, value: Tensor) -> None:
-        kept[layer, part] = value.detach().to("cpu", copy=True)  # Falcon adds in place
+    The model must be in evaluation mode, since dropout would count as an error. Swapped writers are not
+    detected, since only their sum is compared.
+
+    Args:
+        model: the model.
+        architecture: locations of its residual writers.
+        input_ids: token ids to run.
+
+    Raises:
+        I2CLError: if a path of the architecture does not exist, or leads to a module that is not run or whose
+            output has another width.
+    """
+    captured: dict[tuple[int, str], Tensor] = {}
+
+    def capture(layer: int, part: str, value: Tensor) -> None:
+        captured[layer, part] = value.detach().to("cpu", copy=True)  # Falcon adds in place
 
     blocks = architecture.blocks(model)
-    inputs = [(block, partial(keep, layer, "input")) for layer, block in enumerate(blocks)]
-    outputs = [(block, partial(keep, layer, "output")) for layer, block in enumerate(blocks)]
-    for layer, pair in enumerate(architecture.writers(model)):
-        outputs += [(pair[0], partial(keep, layer, "attention")), (pair[1], partial(keep, layer, "mlp"))]
+    inputs = [(block, partial(capture, layer, "input")) for layer, block in enumerate(blocks)]
+    outputs = [(block, partial(capture, layer, "output")) for layer, block in enumerate(blocks)]
+    for layer, (attention, mlp) in enumerate(architecture.writers(model)):
+        outputs.append((attention, partial(capture, layer, "attention")))
+        outputs.append((mlp, partial(capture, layer, "mlp")))
     with torch.no_grad(), edit_inputs(inputs), edit_outputs(outputs):
         model.base_model(input_ids=input_ids, use_cache=False)
     parts, scale = ("input", "attention", "mlp", "output"), architecture.writer_scale(model.config)
     errors = []
     for layer, block in enumerate(blocks):
         for part in parts:
-            value = kept.get((layer, part))
-            if value is None or value.numel() != kept[layer, "input"].numel():
-                what = "was never run" if value is None else f"has shape {tuple(value.shape)}"
+            value = captured.get((layer, part))
+            if value is None or value.numel() != captured[layer, "input"].numel():
+                problem = "was never run" if value is None else f"has shape {tuple(value.shape)}"
                 raise I2CLError(
-                    f"{part!r} of layer {layer} {what}: pass an Architecture whose paths lead to modules "
+                    f"{part!r} of layer {layer} {problem}: pass an Architecture whose paths lead to modules "
                     f"of {type(block).__name__} that write to its residual stream"
                 )
-        errors.append(_error(*(kept[layer, part] for part in parts), scale=scale))
+        errors.append(_relative_error(*(captured[layer, part] for part in parts), scale=scale))
     return ResidualIdentity(tuple(errors))
 
 
-def _error(
+def _relative_error(
     before: Float[Tensor, "batch tokens d"],
     attention: Float[Tensor, "..."],
     mlp: Float[Tensor, "..."],
@@ -81,7 +91,7 @@ def _error(
     *,
     scale: float,
 ) -> float:
-    # Adding up rounds each of at most four intermediate results by half an epsilon of its size.
+    # Each of up to four intermediate sums is rounded by half an epsilon of its size.
     rounding = 2 * torch.finfo(after.dtype).eps
     start, end = before.double(), after.double()
     first, second = (scale * writer.double().reshape(start.shape) for writer in (attention, mlp))  # OPT: 2-D

@@ -1,4 +1,4 @@
-"""How a model is borrowed: by one thread at a time, without training it, and given back as it was."""
+"""Lock and freeze a model for a block of code, then restore its state."""
 
 import os
 import signal
@@ -19,83 +19,85 @@ from i2cl.models.onednn import fast_products
 P = ParamSpec("P")
 T = TypeVar("T")
 
-POLL = 0.1  # seconds between two looks for Ctrl-C while another thread has the model
+POLL_SECONDS = 0.1  # interval at which a thread that waits for the model checks for Ctrl-C
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
 _IN_USE_AT_FORK: WeakSet[nn.Module] = WeakSet()
 
 
-class _CtrlC:
-    """The handler of SIGINT while anything is borrowed: what borrows and gives back is not cut in two.
-    It only acts in the main thread, the only one that runs signal handlers. That it is there before a block
-    ends matters: Ctrl-C may come when ``__exit__`` is called and has not begun.
+class _InterruptHandler:
+    """SIGINT handler that defers Ctrl-C while a context manager is being entered or left.
+
+    Python runs signal handlers only in the main thread, so this has no effect in others. The handler must be
+    installed for the whole block, since Ctrl-C can arrive between the call of ``__exit__`` and its first
+    line.
     """
 
     def __init__(self) -> None:
-        self._borrowed = 0
-        self._waits = False
-        self._usual: Any = None
+        self._blocks = 0
+        self._pending = False
+        self._original: Any = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        at = frame
-        while at is not None and at.f_code not in (_Whole.__enter__.__code__, _Whole.__exit__.__code__):
-            at = at.f_back
-        if at is None:
-            self._usual(number, frame)
+        deferring = (_UninterruptedContext.__enter__.__code__, _UninterruptedContext.__exit__.__code__)
+        while frame is not None and frame.f_code not in deferring:
+            frame = frame.f_back
+        if frame is None:
+            self._original(number, frame)
         else:
-            self._waits = True
+            self._pending = True
 
-    def hold(self) -> bool:
-        """Replace the usual handler, if it is one of Python. Returns whether `release` has to be called."""
+    def install(self) -> bool:
+        """Replace a Python handler of SIGINT. Returns whether `uninstall` must be called."""
         if not _in_main_thread():
             return False
-        usual: Any = signal.getsignal(signal.SIGINT)
-        if self._borrowed == 0 and callable(usual) and usual is not self:
-            self._usual, self._waits = usual, False
+        original: Any = signal.getsignal(signal.SIGINT)
+        if self._blocks == 0 and callable(original) and original is not self:
+            self._original, self._pending = original, False
             signal.signal(signal.SIGINT, self)
-        self._borrowed += 1
+        self._blocks += 1
         return True
 
-    def release(self) -> None:
-        """Put the usual handler back after the last block, and deliver a Ctrl-C that came meanwhile.
+    def uninstall(self) -> None:
+        """Restore the original handler after the last block, and deliver a deferred Ctrl-C.
 
-        Another thread, to which a block may have been handed over, cannot set handlers: this one then stays,
-        calls the usual one at Ctrl-C, and is replaced when the main thread leaves its next block.
+        A block may be left in another thread, which cannot set handlers. This handler then stays installed,
+        calls the original one, and is replaced when the main thread leaves its next block.
         """
-        self._borrowed -= 1
-        mine: Any = signal.getsignal(signal.SIGINT)
-        if self._borrowed == 0 and mine is self and _in_main_thread():
-            signal.signal(signal.SIGINT, self._usual)
-        self.tell()
+        self._blocks -= 1
+        current: Any = signal.getsignal(signal.SIGINT)
+        if self._blocks == 0 and current is self and _in_main_thread():
+            signal.signal(signal.SIGINT, self._original)
+        self.deliver()
 
-    def tell(self) -> None:
-        """Let the usual handler have what came meanwhile, which as a rule raises KeyboardInterrupt."""
-        if self._waits and _in_main_thread():
-            self._waits = False
-            self._usual(signal.SIGINT, None)
+    def deliver(self) -> None:
+        """Call the original handler for a deferred Ctrl-C; it usually raises KeyboardInterrupt."""
+        if self._pending and _in_main_thread():
+            self._pending = False
+            self._original(signal.SIGINT, None)
 
 
-_CTRL_C = _CtrlC()
+_INTERRUPTS = _InterruptHandler()
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-class _Whole(AbstractContextManager[T], Generic[T]):
-    """Another context manager, which Ctrl-C finds entered or left, never half."""
+class _UninterruptedContext(AbstractContextManager[T], Generic[T]):
+    """Context manager whose ``__enter__`` and ``__exit__`` are not interrupted by Ctrl-C."""
 
     def __init__(self, inner: AbstractContextManager[T]) -> None:
         self._inner = inner
 
     def __enter__(self) -> T:
         with ExitStack() as stack:
-            if _CTRL_C.hold():
-                stack.callback(_CTRL_C.release)
-            entered = stack.enter_context(self._inner)
-            _CTRL_C.tell()
+            if _INTERRUPTS.install():
+                stack.callback(_INTERRUPTS.uninstall)
+            value = stack.enter_context(self._inner)
+            _INTERRUPTS.deliver()
             self._stack = stack.pop_all()
-        return entered
+        return value
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -104,25 +106,27 @@ class _Whole(AbstractContextManager[T], Generic[T]):
 
 
 def uninterrupted(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """As `contextlib.contextmanager`, but Ctrl-C waits while the block is entered and while it is left."""
+    """Decorate like `contextlib.contextmanager`, but defer Ctrl-C while the block is entered or left."""
     make = contextmanager(function)
 
     @wraps(function)
-    def made(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
-        return _Whole(make(*args, **kwargs))
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
+        return _UninterruptedContext(make(*args, **kwargs))
 
-    return made
+    return wrapper
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock of a model, which everything that runs it shares.
+    """Return the lock that must be held to run a model.
 
     Raises:
         I2CLError: in a process that was forked while another thread was using the model.
     """
     if model in _IN_USE_AT_FORK:
-        what = "this process was forked while another thread was using the model"
-        raise I2CLError(f"{what}: load it in this process, or start processes with 'spawn'")
+        raise I2CLError(
+            "this process was forked while another thread was using the model: load it in this process, or "
+            "start processes with 'spawn'"
+        )
     with _LOCKS_LOCK:
         return _LOCKS.setdefault(model, threading.RLock())
 
@@ -130,8 +134,8 @@ def lock_of(model: nn.Module) -> threading.RLock:
 def _reset_after_fork() -> None:
     """Make models usable in a forked child (multiprocessing, gunicorn --preload, DataLoader).
 
-    GNU OpenMP hangs in a child if its parent has used several threads, so the child uses one, as torch's own
-    DataLoader workers do. A model that another thread was using has hooks that nobody will remove any more.
+    GNU OpenMP hangs in a child if its parent has used several threads, so the child uses one, like torch's
+    DataLoader workers. A model that another thread was using cannot be used: its hooks will not be removed.
     """
     global _LOCKS_LOCK  # noqa: PLW0603
     _LOCKS_LOCK = threading.Lock()
@@ -150,20 +154,21 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 @uninterrupted
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients of parameters, `i2cl.models.onednn`; one thread at a time."""
+    """Hold the model's lock, in evaluation mode, without gradients of parameters, with fast CPU kernels."""
     lock = lock_of(model)
-    while not lock.acquire(timeout=POLL):
-        _CTRL_C.tell()
+    while not lock.acquire(timeout=POLL_SECONDS):
+        _INTERRUPTS.deliver()
     try:
-        with _untrained(model), fast_products(model):
+        with _evaluation_mode(model), fast_products(model):
             yield
     finally:
         lock.release()
 
 
 @contextmanager
-def _untrained(model: nn.Module) -> Iterator[None]:
-    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Disable training mode and gradients of parameters, and restore them afterwards."""
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     training = [module for module in model.modules() if module.training]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -172,7 +177,7 @@ def _untrained(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, parameter in model.named_parameters():  # offloading makes them anew at every run
-            parameter.requires_grad_(name in wanted)
+        for name, parameter in model.named_parameters():  # looked up again: offloading replaces parameters
+            parameter.requires_grad_(name in trainable)
         for module in training:
             module.training = True

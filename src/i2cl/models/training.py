@@ -1,10 +1,9 @@
-"""One loss, one training loop and one schedule for all that is trained, from coefficients to adapters."""
+"""Loss, training loop and schedule of everything that is trained, from coefficients to adapters."""
 
 import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -21,42 +20,42 @@ from i2cl.models.encoding import LabelTokens
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import labelled_batch, sequence_log_probabilities
 
-# Called with steps done, steps in all and the mean loss of the epoch so far, in nats.
+# Progress callback: steps done, number of steps, and mean loss of the epoch so far in nats.
 StepProgress = Callable[[int, int, float], None]
-OFTEN = 20  # steps of an epoch after which that is called, and the loss looked at
+PROGRESS_STEPS = 20  # steps between progress calls and checks of the loss
 
-_CURE = "lower the noise or the learning rate, or load the model in float32"
+_HINT = "lower the noise or the learning rate, or load the model in float32"
 
 
 class Settings(BaseModel):
-    """What somebody chooses: it cannot be changed, and takes no name that it does not know."""
+    """Base class of settings: immutable, and strict about unknown names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TrainConfig(Settings):
-    """Optimiser and schedule (paper, section "Experimental Setup")."""
+    """Optimizer and schedule (paper, section "Experimental Setup")."""
 
     epochs: int = Field(100, ge=0)  #: passes over the demonstrations
-    batch_size: int = Field(2, ge=1)  #: queries a step (the paper is silent; released code)
-    #: shuffle once an epoch, or draw each step's batch afresh (released code)
+    batch_size: int = Field(2, ge=1)  #: queries per step (from the released code; not in the paper)
+    #: shuffle once per epoch, or sample each step's batch independently (released code)
     draw: Literal["epoch", "step"] = "epoch"
     lr: float = Field(1e-2, gt=0)  #: first learning rate of AdamW
-    lr_final: float = Field(1e-5, ge=0)  #: the rate that the cosine ends at
-    warmup: float = Field(0.0, ge=0, lt=1)  #: share of steps in which the rate rises from 0 (released code)
-    weight_decay: float = Field(1e-3, ge=0)  #: of AdamW (the paper is silent; released code)
-    #: what a label competes with: the whole vocabulary (the paper), or the other labels, as in prediction
+    lr_final: float = Field(1e-5, ge=0)  #: learning rate at the end of the cosine schedule
+    warmup: float = Field(0.0, ge=0, lt=1)  #: share of warm-up steps (released code)
+    weight_decay: float = Field(1e-3, ge=0)  #: of AdamW (from the released code; not in the paper)
+    #: what a label competes with: the whole vocabulary (paper), or the other labels, as in prediction
     loss: Literal["vocabulary", "labels"] = "vocabulary"
 
     def rate(self, step: int, steps: int) -> float:
-        """Learning rate at an optimiser step: warm-up if any, then a cosine over all steps."""
+        """Return the learning rate of a step: linear warm-up, then a cosine over all steps."""
         rising = int(self.warmup * steps)
         if rising and step <= rising:
             return self.lr * step / rising
         return self.lr_final + (self.lr - self.lr_final) * (1 + math.cos(math.pi * step / steps)) / 2
 
     def batches(self, count: int, seed: int) -> list[list[int]]:
-        """Demonstration indices of every step."""
+        """Return the demonstration indices of every step."""
         picker, order, size = random.Random(seed), list(range(count)), self.batch_size
         steps: list[list[int]] = []
         for _ in range(self.epochs):
@@ -69,9 +68,13 @@ class TrainConfig(Settings):
 
 
 class LabelLikelihood:
-    """Log-probability of the right label after each of some queries: what training raises.
-    What runs are rows: each query with its label, or, where whole labels compete, with one label a row.
-    ``rows`` are those of each query, ``lengths`` the tokens of each row, those of a prefix apart.
+    """Log-probability of the gold label after each query: what training maximizes.
+
+    Over the whole vocabulary, the target is the label's first token, or its full sequence. Among the labels,
+    first tokens or words compete. ``lengths`` are the tokens of each query with its target, without a prefix.
+
+    Raises:
+        I2CLError: for word-level scoring over the vocabulary, or full sequences among the labels.
     """
 
     def __init__(
@@ -83,43 +86,41 @@ class LabelLikelihood:
         *,
         among_labels: bool,
     ) -> None:
-        self.decoder, self.labels, self.gold = decoder, labels, gold
-        self.whole = among_labels and any(tokens.full for tokens in labels)
-        self.first = among_labels and not self.whole
         if not among_labels and any(tokens.words for tokens in labels):
-            raise I2CLError("scoring='words' compares labels, and nothing else: take loss='labels' with it")
-        answers = zip(labels, gold, strict=True)
-        places = [range(len(tokens.ids)) if self.whole else [right] for tokens, right in answers]
-        pairs = [(place, label) for place, some in enumerate(places) for label in some]
-        self.queries = [queries[place] for place, _ in pairs]
-        self.targets = [labels[place].target(label) for place, label in pairs]
-        self.lengths = [len(ids) + len(end) - 1 for ids, end in zip(self.queries, self.targets, strict=True)]
-        self.rows = [range(*ends) for ends in pairwise([0, *accumulate(map(len, places))])]
+            raise I2CLError("scoring='words' compares labels with each other: set loss='labels' as well")
+        if among_labels and any(tokens.full for tokens in labels):
+            raise I2CLError("loss='labels' cannot score full sequences: use scoring='words'")
+        self.decoder, self.labels, self.gold = decoder, labels, gold
+        self.queries, self.among_labels = queries, among_labels
+        self.targets = [tokens.target(right) for tokens, right in zip(labels, gold, strict=True)]
+        self.lengths = [len(ids) + len(end) - 1 for ids, end in zip(queries, self.targets, strict=True)]
 
     def __call__(
         self, chosen: Sequence[int], run: Callable[[Sequence[int]], Float[Tensor, " rows"]], reserve: int = 0
     ) -> Float[Tensor, " chosen"]:
-        """That of the chosen queries, in nats."""
-        rows = [row for place in chosen for row in self.rows[place]]
-        parts = by_side([reserve + self.lengths[row] for row in rows], self.decoder.rope_limits)
-        values = torch.cat([run([rows[place] for place in part]) for part in parts])
+        """Return the log-probabilities of some queries, in nats.
+
+        Args:
+            chosen: indices of the queries.
+            run: returns those of queries that may share a batch.
+            reserve: cached tokens in front of every query.
+        """
+        parts = by_side([reserve + self.lengths[row] for row in chosen], self.decoder.rope_limits)
+        values = torch.cat([run([chosen[place] for place in part]) for part in parts])
         self.decoder.pause()
         order = torch.tensor([place for part in parts for place in part], device=values.device).argsort()
-        if not self.whole:
-            return values[order]
-        scores = values[order].split([len(self.rows[place]) for place in chosen])
-        return right_among(scores, [self.gold[place] for place in chosen])
+        return values[order]
 
     def batch(self, rows: Sequence[int], *, packed: bool = False) -> Batch:
-        """These rows, to be run; see `labelled_batch`."""
+        """Make a batch of some queries with their targets; see `labelled_batch`."""
         queries, targets = ([each[row] for row in rows] for each in (self.queries, self.targets))
         return labelled_batch(queries, targets, self.decoder.device, packed=packed)
 
     def of_rows(
         self, rows: Sequence[int], batch: Batch, edit: Edit | None = None, prefix: Prefix | None = None
     ) -> Float[Tensor, " rows"]:
-        """Log-probability of what each row ends in, in nats; gradients flow if on."""
-        if self.first:
+        """Run a batch and return its log-probabilities, in nats; gradients flow if enabled."""
+        if self.among_labels:
             labels, gold = [self.labels[row] for row in rows], [self.gold[row] for row in rows]
             return label_log_probabilities(self.decoder, batch, labels, gold, edit, prefix)
         targets = [self.targets[row] for row in rows]
@@ -134,11 +135,21 @@ def train(
     progress: StepProgress | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[tuple[float, ...], ...]:
-    """Take one AdamW step per batch, for runs that share steps but no parameter.
-    The loss is each run's mean, in nats, of the demonstrations with these indices; ``dtype`` that of its
-    model, if it is float16 (`Backward`). Every `OFTEN` steps and at the end of an epoch ``progress`` is
-    called with the mean loss of the epoch so far, and I2CLError raised if that is not finite. Returns the
-    mean loss of each epoch, of each run.
+    """Take one AdamW step per batch, for one run or for several that share steps but no parameters.
+
+    Args:
+        parameters: what is trained.
+        loss: returns each run's mean loss, in nats, of the demonstrations with the given indices.
+        batches: demonstration indices of every step.
+        config: learning rates and number of epochs.
+        progress: called every `PROGRESS_STEPS` steps and at the end of each epoch.
+        dtype: of the model, for loss scaling in float16 (`Backward`).
+
+    Returns:
+        The mean loss of each epoch, for each run.
+
+    Raises:
+        I2CLError: if the loss or the parameters are not finite.
     """
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
     backward, steps = Backward(parameters, dtype), len(batches)
@@ -155,7 +166,7 @@ def train(
         optimizer.step()
         losses.append(value.detach())
         ends = len(losses) == per_epoch or step == steps - 1
-        if not ends and len(losses) % OFTEN:
+        if not ends and len(losses) % PROGRESS_STEPS:
             continue
         mean = _finite_mean(losses, step)
         if progress is not None:
@@ -164,7 +175,7 @@ def train(
             means.append(mean)
             losses.clear()
     if not all(parameter.isfinite().all() for parameter in parameters):
-        raise I2CLError(f"what was trained is not finite after {steps} steps: {_CURE}")
+        raise I2CLError(f"trained parameters are not finite after {steps} steps: {_HINT}")
     return tuple(map(tuple, torch.stack(means, -1).tolist())) if means else ()
 
 
@@ -173,7 +184,7 @@ def _finite_mean(losses: Sequence[Tensor], step: int) -> Tensor:
     if not mean.isfinite().all():
         bad = (~mean.isfinite()).nonzero()[:, 0].tolist() if mean.dim() else []
         which = f" of run {bad[0] + 1} of {len(mean)}" if len(bad) and len(mean) > 1 else ""
-        raise I2CLError(f"the training loss{which} became {mean.max().item()} by step {step + 1}: {_CURE}")
+        raise I2CLError(f"the training loss{which} became {mean.max().item()} by step {step + 1}: {_HINT}")
     return mean
 
 
@@ -186,13 +197,25 @@ def minimize(
     progress: StepProgress | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[float, ...]:
-    """Minimise a loss that gives the same value for the same parameters, by L-BFGS.
-    The line search is that of `torch.optim.LBFGS`
-    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html). It ends at the best point it has
-    seen. ``chunks`` are all demonstrations, in parts that fit into memory, ``passes`` how often all of them
-    are evaluated at most, ``pull`` the loss per squared distance of the parameters from their start. See
-    `train` for the others. Returns the mean loss of each pass, without the pull. Raises I2CLError on a loss
-    that is not finite.
+    """Minimize a deterministic loss by L-BFGS, with the line search of `torch.optim.LBFGS`.
+
+    The parameters end at the best point seen
+    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html).
+
+    Args:
+        parameters: what is trained.
+        loss: returns the mean loss of the demonstrations with the given indices, in nats.
+        chunks: indices of all demonstrations, in parts that fit into memory.
+        passes: maximum number of evaluations.
+        pull: penalty in nats per squared distance of the parameters from their start.
+        progress: called after each evaluation.
+        dtype: see `train`.
+
+    Returns:
+        The mean loss of each evaluation, without the penalty.
+
+    Raises:
+        I2CLError: if the loss is not finite.
     """
     starts = [parameter.detach().clone() for parameter in parameters]
     backward = Backward(parameters, dtype)
@@ -234,16 +257,17 @@ def minimize(
 
 
 class _OutOfPassesError(Exception):
-    """Ends a line search, which would otherwise go on past the number of evaluations."""
+    """Stops a line search at the maximum number of evaluations."""
 
 
-LOSS_SCALE = 2.0**16  # first factor of a float16 model's loss, as that of `torch.amp.GradScaler`
+LOSS_SCALE = 2.0**16  # initial loss scale for float16, as in `torch.amp.GradScaler`
 
 
 class Backward:
-    """Gradients of a loss that flow back through a model in some precision.
-    In float16 small gradients become 0 on their way, so the loss is scaled up and the gradients, which arrive
-    in float32, are scaled down. A scale at which something exceeds float16 is halved until nothing does
+    """Gradients of a loss, with loss scaling for float16 models.
+
+    In float16 small gradients underflow, so the loss is scaled up, and the float32 gradients are scaled down
+    again. The scale is halved until all gradients are finite
     (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).
     """
 
@@ -252,7 +276,7 @@ class Backward:
         self.scale = LOSS_SCALE if dtype == torch.float16 else 1.0
 
     def __call__(self, value: Tensor) -> None:
-        """Add the gradients of a loss to those that the parameters have."""
+        """Add the gradients of a loss to ``grad`` of the parameters."""
         if self.scale == 1.0:
             value.backward()
             return
@@ -261,7 +285,7 @@ class Backward:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def gradients(self, value: Tensor) -> list[Tensor | None]:
-        """Those of one value, whose graph stays for others; None for a parameter that it does not know."""
+        """Return the gradients of a value and keep its graph; None for parameters it does not depend on."""
         while True:
             scaled: Sequence[Tensor | None] = torch.autograd.grad(
                 value * self.scale, self.parameters, retain_graph=True, allow_unused=True
@@ -280,9 +304,15 @@ def label_log_probabilities(
     edit: Edit | None = None,
     prefix: Prefix | None = None,
 ) -> Float[Tensor, " batch"]:
-    """Log-probability of each row's right label among its own labels, in nats. Gradients flow if on.
-    A row is a query, ``labels`` are its labels, none of them full, of which rows may have more or fewer,
-    ``gold`` is the right one's place.
+    """Compute the log-probability of each query's gold label among its labels, in nats.
+
+    Args:
+        decoder: the model.
+        batch: one row per query.
+        labels: of each query, scored by first tokens or words; queries may have different numbers of labels.
+        gold: index of each query's gold label.
+        edit: what changes the model's layers, if anything.
+        prefix: cached tokens in front of every query.
     """
     logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
     if all(tokens is labels[0] for tokens in labels):  # word weights are copied to the device once
@@ -291,7 +321,7 @@ def label_log_probabilities(
 
 
 def right_among(scores: Sequence[Tensor], gold: Sequence[int]) -> Float[Tensor, " queries"]:
-    """Log-probability of each query's right label, from the scores of its own labels, up to a constant."""
+    """Compute the log-probability of each query's gold label from the scores of its labels."""
     padded = pad_sequence(list(scores), batch_first=True, padding_value=-torch.inf)
     right = torch.tensor(gold, device=padded.device)
     return padded.log_softmax(-1).gather(-1, right[:, None])[:, 0]

@@ -1,8 +1,7 @@
-"""Labels of several tokens as a trie, all of whose branches run behind a query in one row.
+"""Score all labels of a query in one row: the label sequences form a trie after the query.
 
-The beginnings that labels share run once. A mask keeps the branches apart, and every token has the position
-that it has where its label stands alone. So one pass gives the scores of all labels, and none is
-approximated.
+Prefixes that labels share run once. An attention mask separates the branches, and every token has the
+position that it would have if its label were alone. The scores are exact.
 """
 
 from collections.abc import Sequence
@@ -19,18 +18,24 @@ from i2cl.models.batching import Batch, Ids, make_batch
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """The beginnings of labels, each once; a beginning is all of a label but some last tokens."""
+    """The proper prefixes of all labels, each stored once as a node.
 
-    tokens: Ids  # the last token of each beginning
-    parents: tuple[int, ...]  # the beginning before it, always an earlier one; -1: the query alone
-    # a beginning or -1, and a token that some label has behind it; each once
+    Attributes:
+        tokens: last token of each node.
+        parents: parent of each node, always an earlier one; -1 for the query.
+        edges: pairs of a node (or -1) and a token that continues it in some label.
+        steps: edges of each label, whose log-probabilities sum to the label's.
+    """
+
+    tokens: Ids
+    parents: tuple[int, ...]
     edges: tuple[tuple[int, int], ...]
-    steps: tuple[tuple[int, ...], ...]  # of each label its edges, whose log-probabilities add up to its own
+    steps: tuple[tuple[int, ...], ...]
 
     @classmethod
     @lru_cache(maxsize=256)
     def of(cls, labels: tuple[Ids, ...]) -> "Trie":
-        """The trie of these label sequences."""
+        """Build the trie of label sequences."""
         places: dict[Ids, int] = {(): -1}
         edges: dict[tuple[int, int], int] = {}
         steps = []
@@ -39,13 +44,13 @@ class Trie:
                 places.setdefault(ids[:end], len(places) - 1)
             path = [(places[ids[:end]], token) for end, token in enumerate(ids)]
             steps.append(tuple(edges.setdefault(edge, len(edges)) for edge in path))
-        beginnings = [ids for ids in places if ids]
-        parents = tuple(places[ids[:-1]] for ids in beginnings)
-        return cls(tuple(ids[-1] for ids in beginnings), parents, tuple(edges), tuple(steps))
+        prefixes = [ids for ids in places if ids]
+        parents = tuple(places[ids[:-1]] for ids in prefixes)
+        return cls(tuple(ids[-1] for ids in prefixes), parents, tuple(edges), tuple(steps))
 
     @cached_property
     def visible(self) -> Bool[Tensor, "nodes nodes"]:
-        """What each beginning sees: itself, and those before it."""
+        """Attention mask of the nodes: each sees itself and its ancestors."""
         mask = torch.eye(len(self.parents), dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -62,26 +67,26 @@ class Trie:
 
 
 class TrieIndices(NamedTuple):
-    """Index tensors that turn logits after a query and its beginnings into label scores."""
+    """Index tensors that turn logits after a query and the nodes into label scores."""
 
-    positions: Int[Tensor, " edges"]  # of each edge, the position whose logits have its token
-    tokens: Int[Tensor, " edges"]  # of each edge
-    labels: Int[Tensor, " steps"]  # of each step of a label's path
-    edges: Int[Tensor, " steps"]  # of each step
+    positions: Int[Tensor, " edges"]  # position whose logits score each edge
+    tokens: Int[Tensor, " edges"]  # token of each edge
+    labels: Int[Tensor, " steps"]  # label of each step
+    edges: Int[Tensor, " steps"]  # edge of each step
 
     def to(self, device: torch.device) -> "TrieIndices":
         """Copy to a device."""
         return TrieIndices(*(one.to(device) for one in self))
 
     def scores(self, logits: Float[Tensor, "positions vocab"], count: int) -> Float[Tensor, " labels"]:
-        """Log-probability of each of ``count`` labels."""
+        """Compute the log-probability of each of ``count`` labels."""
         wide = logits.float()
         edges = wide[self.positions, self.tokens] - wide.logsumexp(-1)[self.positions]
         return edges.new_zeros(count).index_add(0, self.labels, edges[self.edges])
 
 
 def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.device) -> Batch:
-    """Each query with all branches of its labels behind it; ``last`` stays at the query's end."""
+    """Make a batch of queries followed by the nodes of their labels; ``last`` is the end of each query."""
     batch = make_batch([query + trie.tokens for query, trie in zip(queries, tries, strict=True)], device)
     lines, width = batch.input_ids.shape
     visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(lines, 1, 1)
@@ -89,7 +94,7 @@ def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.de
     for row, (query, trie) in enumerate(zip(queries, tries, strict=True)):
         branches = slice(len(query), len(query) + len(trie.tokens))
         visible[row, branches, branches] = trie.visible
-        places[row, branches] = len(query) - 1 + trie.visible.sum(1)  # behind as many beginnings as it sees
+        places[row, branches] = len(query) - 1 + trie.visible.sum(1)  # by depth
     ends = torch.tensor([len(query) - 1 for query in queries], device=device)
     return replace(batch, last=ends, position_ids=places.to(device), visible=visible.to(device))
 
@@ -97,8 +102,8 @@ def forked_batch(queries: Sequence[Ids], tries: Sequence[Trie], device: torch.de
 def edge_scores(
     logits: Float[Tensor, "batch positions vocab"], tries: Sequence[Trie]
 ) -> list[Float[Tensor, " labels"]]:
-    """Log-probability of each row's labels, from logits at its query's end and at every beginning."""
-    # Rows of one task share a trie, whose indices are copied to the device once a batch.
+    """Compute each row's label scores from logits at the query's end and at every node."""
+    # Rows of one task share a trie, whose indices are copied to the device once per batch.
     indices = {trie: trie.indices.to(logits.device) for trie in dict.fromkeys(tries)}
-    # A row at a time: each has a vocabulary for every beginning.
+    # Row by row: each has the logits of a whole vocabulary for every node.
     return [indices[trie].scores(row, len(trie.steps)) for row, trie in zip(logits, tries, strict=True)]

@@ -1,1 +1,1 @@
-"""Folders and the hub: all-or-nothing writes, journals, model cards. Knows no method."""
+"""Storage: atomic writes, append-only journals, model cards and the Hugging Face hub."""

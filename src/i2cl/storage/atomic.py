@@ -1,4 +1,4 @@
-"""Writing that leaves either everything or nothing, and names that may be published."""
+"""Atomic writes of files and folders, and names that are safe to publish."""
 
 import itertools
 import os
@@ -8,21 +8,25 @@ from collections.abc import Callable, Iterator, Set as AbstractSet
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from i2cl.errors import I2CLError, require_whole
+from i2cl.errors import I2CLError, require_utf8
 
-_TOLD_BY_RUST = re.compile(r"([^:]+) \(os error \d+\)")
+_RUST_OS_ERROR = re.compile(r"([^:]+) \(os error \d+\)")
 
 
 class WriteError(I2CLError):
-    """What is asked for cannot be written anywhere near: no more of it should be tried."""
+    """Raised if the operating system refuses a write; retrying will not help."""
 
 
 @contextmanager
-def write_errors(what: str, cure: str = "free space or choose another place") -> Iterator[None]:
-    """Say in one line what could not be written.
+def write_errors(target: str, hint: str = "free space or choose another place") -> Iterator[None]:
+    """Convert operating system errors of the block to a one-line WriteError.
 
-    ``what``: such as ``to 'folder'``; ``cure``: what to do then. Raises WriteError in place of any error of
-    the block that `system_cause` knows.
+    Args:
+        target: what is written, such as ``to 'folder'``.
+        hint: what the user can do.
+
+    Raises:
+        WriteError: instead of any error that `system_cause` recognizes.
     """
     try:
         yield
@@ -30,49 +34,57 @@ def write_errors(what: str, cure: str = "free space or choose another place") ->
         cause = system_cause(error)
         if cause is None:
             raise
-        raise WriteError(f"cannot write {what} ({cause}): {cure}") from None
+        raise WriteError(f"cannot write {target} ({cause}): {hint}") from None
 
 
 def system_cause(error: Exception) -> str | None:
-    """What the system refused, in its words; None for an error of another kind, or a reader that went away.
+    """Return the operating system's error message; None for a broken pipe and for other kinds of errors.
 
-    Libraries in Rust (safetensors, tokenizers) tell it in the text of errors of their own.
+    Libraries in Rust (safetensors, tokenizers) raise their own errors with that message in the text.
     """
     if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, OSError):
-        return error.strerror or f"{error}; is the disk full?"  # NumPy says how much it wrote, and not why
-    match = None if isinstance(error, I2CLError) else _TOLD_BY_RUST.search(str(error))
+        # NumPy's error has only the number of bytes written, not the cause
+        return error.strerror or f"{error}; is the disk full?"
+    match = None if isinstance(error, I2CLError) else _RUST_OS_ERROR.search(str(error))
     return match and match[1].strip()
 
 
-# Names of files in a folder that may be replaced; a function says so of the folder as it then is.
+# Names of files that may be replaced: a set, or a function from the existing folder to a set.
 Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
 
 
 def require_writable(path: Path, owned: Owned) -> None:
-    """Fail early where `new_folder` would fail later. Raises I2CLError if the parent cannot be made or
-    written, or ``path`` is a file or holds other files.
+    """Check early what `new_folder` requires.
+
+    Raises:
+        I2CLError: if ``path`` is a file or contains other files than ``owned``, or its parent cannot be
+            created or written.
     """
     if path.exists() and not path.is_dir():
         raise I2CLError(f"{str(path)!r} is a file: give a folder")
-    there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    if others := sorted(there - (owned(path) if callable(owned) else owned)):
+    existing = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if others := sorted(existing - (owned(path) if callable(owned) else owned)):
         raise I2CLError(f"{str(path)!r} holds other files ({others[0]}): choose an empty or new folder")
     _require_parent(path)
 
 
 def require_new_file(path: Path) -> None:
-    """Raise I2CLError where `new_file` would: the file is there, or its parent cannot be made or written."""
+    """Check early what `new_file` requires.
+
+    Raises:
+        I2CLError: if ``path`` exists, or its parent cannot be created or written.
+    """
     if path.is_dir():
         raise I2CLError(f"{str(path)!r} is a folder: give the name of a new file")
     if path.exists():
-        raise I2CLError(f"{str(path)!r} is there already: remove it, or choose another name")
+        raise I2CLError(f"{str(path)!r} already exists: remove it, or choose another name")
     _require_parent(path)
 
 
 def _require_parent(path: Path) -> None:
-    require_whole(str(path.resolve()), "the path")  # safetensors writes to others, and reads none of them
+    require_utf8(str(path.resolve()), "the path")  # safetensors writes to other paths but cannot read them
     with write_errors(f"to {str(path.parent)!r}", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -81,51 +93,56 @@ def _require_parent(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
-    """A temporary folder that takes the place of ``path`` when the block ends without an error.
+    """Yield a temporary folder that replaces ``path`` if the block ends without an error.
 
-    Of several writers each comes after another: the later replaces what the earlier wrote, or is refused.
+    Concurrent writers are serialized: the later one replaces the result of the earlier one, or is refused if
+    that contains other files than ``owned``.
 
-    ``path``: where the folder goes; ``owned``: an existing folder is only replaced if it holds nothing else.
-    Raises I2CLError if ``path`` holds something else or cannot be written.
+    Args:
+        path: the final folder.
+        owned: an existing folder is only replaced if it contains no other files.
+
+    Raises:
+        I2CLError: if ``path`` contains other files or cannot be written.
     """
     path = path.resolve()
     require_writable(path, owned)
-    with write_errors(repr(str(path))), _scratch(path) as scratch:
-        fresh = scratch / "new"
-        fresh.mkdir()
-        yield fresh
-        follow_umask(fresh)
-        synced(*(file for file in fresh.rglob("*") if file.is_file()), fresh)
-        _replace(path, fresh, owned)
-        synced(path.parent)
+    with write_errors(repr(str(path))), _temporary_sibling(path) as scratch:
+        new = scratch / "new"
+        new.mkdir()
+        yield new
+        follow_umask(new)
+        sync_to_disk(*(file for file in new.rglob("*") if file.is_file()), new)
+        _replace(path, new, owned)
+        sync_to_disk(path.parent)
 
 
-def _replace(path: Path, fresh: Path, owned: Owned) -> None:
-    """Give a folder its name; what has it meanwhile goes, if it may, and comes back if this fails."""
-    old = fresh
+def _replace(path: Path, new: Path, owned: Owned) -> None:
+    """Rename ``new`` to ``path``. An existing folder is moved away first, and restored if this fails."""
+    backup = new
     try:
         for attempt in itertools.count():
             if path.is_dir():
                 require_writable(path, owned)
-                old = fresh.with_name(f"old-{attempt}")
+                backup = new.with_name(f"old-{attempt}")
                 with suppress(FileNotFoundError):  # another writer has moved it
-                    path.rename(old)
+                    path.rename(backup)
             try:
-                fresh.rename(path)
+                new.rename(path)
             except OSError:
-                if not path.is_dir():  # by another writer, this moment
+                if not path.is_dir():  # otherwise another writer has just created it: try again
                     raise
             else:
                 return
     except BaseException:
-        if old != fresh and old.is_dir():
-            with suppress(OSError):  # there is another writer's folder
-                old.rename(path)
+        if backup != new and backup.is_dir():
+            with suppress(OSError):  # another writer has created the folder
+                backup.rename(path)
         raise
 
 
 def follow_umask(folder: Path) -> None:
-    """Let others read files as they may the folder: safetensors makes them private. Raises OSError."""
+    """Give files the permissions of their folder: safetensors makes them readable by the owner only."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
@@ -133,7 +150,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def public_name(name: str) -> str:
-    """What others may read of a model's or file's name: the last part of a path; a hub id as it is."""
+    """Return a model or file name for publication: the last part of a local path, a hub id unchanged."""
     path = Path(name)
     local = path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     return (path.name or path.resolve().name) if local else name
@@ -141,36 +158,40 @@ def public_name(name: str) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A temporary file that gets the name ``path`` when the block ends without an error. Raises I2CLError if
-    ``path`` is there already or cannot be written.
+    """Yield a temporary file that is renamed to ``path`` if the block ends without an error.
+
+    Raises:
+        I2CLError: if ``path`` exists or cannot be written.
     """
     path = path.resolve()
     require_new_file(path)
-    with write_errors(repr(str(path))), _scratch(path) as scratch:
-        fresh = scratch / path.name
-        yield fresh
-        synced(fresh)
+    with write_errors(repr(str(path))), _temporary_sibling(path) as scratch:
+        new = scratch / path.name
+        yield new
+        sync_to_disk(new)
         try:
-            path.hardlink_to(fresh)  # which, unlike a rename, replaces nothing
+            path.hardlink_to(new)  # unlike a rename, never replaces an existing file
         except FileExistsError:
             require_new_file(path)
             raise
-        except OSError:  # not every file system has hard links
-            fresh.rename(path)
-        synced(path.parent)
+        except OSError:  # file system without hard links
+            new.rename(path)
+        sync_to_disk(path.parent)
 
 
 @contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """A folder beside ``path``, so that a rename suffices, for as long as the block runs."""
+def _temporary_sibling(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder in the same parent, so that its content can be renamed to ``path``."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:20]}-") as folder:
         yield Path(folder)
 
 
-def synced(*paths: Path) -> None:
-    """Return when files and folders, the names in them, are on the disk. Raises OSError if they cannot be."""
-    windows = os.name == "nt"  # which syncs no folder, and no file that is open for reading alone
-    for path in (one for one in paths if not (windows and one.is_dir())):
+def sync_to_disk(*paths: Path) -> None:
+    """Call fsync on files and folders (a folder's entries). Raises OSError on failure."""
+    windows = os.name == "nt"  # Windows cannot sync folders, nor files opened for reading only
+    for path in paths:
+        if windows and path.is_dir():
+            continue
         handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -178,11 +199,11 @@ def synced(*paths: Path) -> None:
             os.close(handle)
 
 
-def replaced_file(path: Path, text: str) -> None:
-    """Write a file that has its old or all of its new content, synced. Raises I2CLError if it cannot."""
-    with write_errors(repr(str(path))), _scratch(path) as scratch:
-        fresh = scratch / path.name
-        fresh.write_text(text, encoding="utf-8")
-        synced(fresh)
-        fresh.replace(path)
-        synced(path.parent)
+def write_text_atomic(path: Path, text: str) -> None:
+    """Create or replace a file atomically, and sync it to disk. Raises I2CLError if it cannot be written."""
+    with write_errors(repr(str(path))), _temporary_sibling(path) as scratch:
+        new = scratch / path.name
+        new.write_text(text, encoding="utf-8")
+        sync_to_disk(new)
+        new.replace(path)
+        sync_to_disk(path.parent)

@@ -1,4 +1,4 @@
-"""The model card of an artefact: a README.md with the hub's metadata in front.
+"""Model cards of saved and exported injections: README.md files with the hub's metadata.
 
 Source: https://huggingface.co/docs/hub/model-cards and
 https://huggingface.co/docs/huggingface_hub/guides/model-cards.
@@ -19,25 +19,29 @@ from i2cl.storage.atomic import public_name
 from i2cl.version import __version__
 
 CARD = layout.CARD
-BUNDLED = {"reference", "smollm2"}  # names of this package, which the hub may give to other models
+BUNDLED = {
+    "reference",
+    "smollm2",
+}  # models bundled with this package; on the hub, others may have these names
 TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
 TASK_TYPE = "text-classification"
-# Measured values of `Injection.metrics`, by what the hub calls them: type and name.
+# Keys of `Injection.metrics`, with the metric type and name on the hub.
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
-# What has to be known of a method that `Injection.worth` compares with.
-TOGETHER = "zero_shot+batch_calibration needs the whole batch: it subtracts the mean scores of the batch."
-IMBALANCE = 1.5  # recall per label is reported if a label has this many times the rows of another
+BATCH_METHOD_NOTE = (
+    "zero_shot+batch_calibration needs the whole batch: it subtracts the mean scores of the batch."
+)
+MIN_IMBALANCE = 1.5  # recall per label is reported from this ratio of the largest to the smallest class
 MAX_RECALLS = 20  # labels whose recall is reported, lowest first
 
-# What `Injection.worth` was measured on, by its split.
-SCORED = {
+# Rows that `Injection.worth` was measured on, by its split.
+EVALUATION_ROWS = {
     "test": "test rows",
     "train": "training rows that are not demonstrations",
     "demonstrations": "labelled rows by cross-validation",
 }
 
-SHOWN = ("name", "labels", "template", "separator", "opening")  # what a card tells of a task
-SET = ("extraction", "calibration", "positions", "scoring", "seed")  # and of its fit
+TASK_KEYS = ("name", "labels", "template", "separator", "opening")
+FIT_KEYS = ("extraction", "calibration", "positions", "scoring", "seed")
 
 TEMPLATE = """---
 {{ card_data }}
@@ -45,9 +49,9 @@ TEMPLATE = """---
 
 # {{ title }}
 
-{{ what }} for each layer and residual writer of {{ base }}, which then sorts a
-text into {{ classes }} classes at the cost of a prompt without examples. Method:
-[Implicit In-context Learning](https://arxiv.org/abs/2405.14660) (ICLR 2025){{ variant }}; made with i2cl
+{{ content }} for each attention and MLP block of {{ base }}, which makes it
+classify texts into {{ classes }} classes at the cost of a zero-shot prompt. Method:
+[Implicit In-context Learning](https://arxiv.org/abs/2405.14660) (ICLR 2025){{ variant }}; created with i2cl
 {{ version }}.
 
 ## Use
@@ -56,8 +60,8 @@ text into {{ classes }} classes at the cost of a prompt without examples. Method
 
 {{ console }}
 {% if local %}
-The base model was in a local folder of this name: give the path of yours, and `--model PATH` to
-`i2cl predict`.
+The base model was loaded from a local folder of this name: use the path of your copy instead, and pass
+`--model PATH` to `i2cl predict`.
 {% endif %}
 ## Task
 
@@ -67,12 +71,12 @@ The base model was in a local folder of this name: give the path of yours, and `
 
 {{ base_model }}
 
-An injection runs on this model alone: `require_base` compares the fingerprints of weights and tokenizer,
-and the configuration that `injection.json` holds.
+The injection works only on this model: `require_base` compares the fingerprints of weights and tokenizer,
+and the configuration stored in `injection.json`.
 
 ## Calibration
 
-{{ demonstrations }} demonstrations, whose texts are not part of this repository. {{ loss }}
+{{ demonstrations }} demonstrations, whose texts are not part of this repository. {{ fit }}
 
 {{ settings }}
 
@@ -80,9 +84,9 @@ and the configuration that `injection.json` holds.
 
 {{ results }}
 
-## Make it again
+## Reproduce
 
-{{ again }}
+{{ command }}
 """
 
 EXPORT = """---
@@ -91,8 +95,8 @@ EXPORT = """---
 
 # {{ title }}
 
-{{ base }} with the task in its weights or in an adapter, by [Implicit In-context
-Learning](https://arxiv.org/abs/2405.14660); made with i2cl {{ version }}. It sorts a text into {{ labels }}.
+{{ base }} with a classification task in its weights or in an adapter, by [Implicit In-context
+Learning](https://arxiv.org/abs/2405.14660); created with i2cl {{ version }}. Classes: {{ labels }}.
 
 ## Use
 
@@ -101,17 +105,19 @@ Learning](https://arxiv.org/abs/2405.14660); made with i2cl {{ version }}. It so
 
 
 def export_card(description: Mapping[str, Any], usage: str, library: str) -> str:
-    """The text of an export's README.md.
+    """Return the README.md of an exported language model or adapter.
 
-    ``description``: of the artefact, with the base model's public name; ``usage``: how it is asked;
-    ``library``: what loads it, by the hub's name.
+    Args:
+        description: description of the injection, with the base model's public name.
+        usage: instructions in Markdown.
+        library: the hub's name of the library that loads it.
     """
     task, base = description["task"], description["base_model"]["name"]
     data = _metadata({**description, "metrics": {}}, base)
-    data.library_name = library
+    data.library_name, data.pipeline_tag = library, "text-generation"
     if data.base_model and library != "peft":
         data["base_model_relation"] = "finetune"
-    return _filled(
+    return _render(
         EXPORT,
         data,
         title=_md(f"{task['title'] or task['name']}, exported"),
@@ -127,7 +133,7 @@ CLASSIFIER = """---
 
 # {{ title }}
 
-A text classifier: {{ base }}, which sorts a text into {{ labels }}. Its weights hold a task that
+A text classifier based on {{ base }}. Classes: {{ labels }}. Its weights contain a task that
 [i2cl](https://arxiv.org/abs/2405.14660) {{ version }} learned from a few labelled examples.
 
 ## Use
@@ -138,83 +144,74 @@ A text classifier: {{ base }}, which sorts a text into {{ labels }}. Its weights
 """
 
 
-def classifier_card(
-    description: Mapping[str, Any],
-    name: str,
-    *,
-    trailing: bool = True,
-    left_padding: bool = True,
-) -> str:
-    """The README.md of an exported text classifier.
+def classifier_card(description: Mapping[str, Any], name: str, notes: Sequence[str] = ()) -> str:
+    """Return the README.md of an exported text classifier.
 
     Args:
-        description: of the artefact, with the base model's public name.
+        description: description of the injection, with the base model's public name.
         name: folder or hub id that the classifier will be loaded from.
-        trailing: whether texts that end in whitespace get the same tokens as in i2cl.
-        left_padding: whether batches may be padded on the left.
+        notes: sentences on how to use it.
     """
     task, base = description["task"], description["base_model"]["name"]
     data = _metadata({**description, "metrics": {}}, base)
     data.library_name = "transformers"
     if data.base_model:
         data["base_model_relation"] = "finetune"
-    notes = []
-    if not trailing:
-        notes.append("Remove whitespace at the end of texts: it is encoded differently than by i2cl.")
-    if not left_padding:
-        notes.append("Pad batches on the right, as its tokenizer does: this model type counts padding.")
     code = f"""from transformers import pipeline
 
 classify = pipeline("text-classification", model={json.dumps(name)})
 print(classify(["a text to classify"], truncation=True))"""
-    return _filled(
+    return _render(
         CLASSIFIER,
         data,
         title=_md(f"{task['title'] or task['name']}, a text classifier"),
         base=_inline(base),
         labels=", ".join(map(_inline, task["labels"])),
-        python=fenced(code, "python"),
+        python=code_block(code, "python"),
         note="\n".join(notes),
     )
 
 
 def model_card(description: Mapping[str, Any], name: str) -> str:
-    """The text of a README.md.
+    """Return the README.md of a saved injection.
 
-    Paths are shortened to their last part, so that the card tells nothing about the machine it was made on.
+    Paths are shortened to their last part, so that the card reveals nothing about the machine.
 
-    ``description``: of an artefact, as `i2cl.Injection.description` gives it; ``name``: hub id or folder that
-    the artefact will be loaded from.
+    Args:
+        description: `i2cl.Injection.description`.
+        name: hub id or folder that the injection will be loaded from.
     """
     base, task, command = description["base_model"], description["task"], description.get("command")
-    shown = public_name(base["name"])
+    base_name = public_name(base["name"])
     anchored = description["calibration"].get("method") == "anchored"
-    call = "`i2cl.anchor`" if anchored else "`i2cl.extract` and `i2cl.calibrate`"
-    made = f"Made in Python with {call} (seed {description['seed']}): no command does it."
-    return _filled(
+    functions = "`i2cl.anchor`" if anchored else "`i2cl.extract` and `i2cl.calibrate`"
+    variant = ", anchored variant: a MAP fit with a Gaussian prior around the base model" if anchored else ""
+    from_python = f"Created in Python with {functions} (seed {description['seed']})."
+    return _render(
         TEMPLATE,
-        _metadata(description, shown),
+        _metadata(description, base_name),
         title=_md(f"I2CL: {task['title'] or task['name']}"),
-        what="A vector" if anchored else "A context vector and two coefficients",
-        variant=", anchored: fitted around the plain model among the label words" if anchored else "",
-        base=_inline(shown),
+        content="A vector" if anchored else "A context vector and two coefficients",
+        variant=variant,
+        base=_inline(base_name),
         classes=len(task["labels"]),
-        python=_python(name, shown, base["revision"]),
-        console=fenced(f"i2cl predict {shlex.quote(name)} texts.txt", "console"),
-        local=shown != base["name"],
-        task=_json({key: task[key] for key in SHOWN if key in task}),
-        base_model=_json({key: base[key] for key in base if key != "config"} | {"name": shown}),
+        python=_python(name, base_name, base["revision"]),
+        console=code_block(f"i2cl predict {shlex.quote(name)} texts.txt", "console"),
+        local=base_name != base["name"],
+        task=_json({key: task[key] for key in TASK_KEYS if key in task}),
+        base_model=_json({key: base[key] for key in base if key != "config"} | {"name": base_name}),
         demonstrations=description["demonstrations"],
-        loss="\n\n".join(_calibrated(description)),
-        settings=_json({key: description[key] for key in SET}),
+        fit="\n\n".join(_fit_paragraphs(description)),
+        settings=_json({key: description[key] for key in FIT_KEYS}),
         results="\n\n".join(_results(description)),
-        again=fenced(command, "console") if command else made,
+        command=code_block(command, "console") if command else from_python,
     )
 
 
-def _filled(template: str, data: ModelCardData, **texts: Any) -> str:
+def _render(template: str, data: ModelCardData, **texts: Any) -> str:
     card = ModelCard.from_template(data, template_str=template, version=__version__, **texts)
-    return f"{card}\n".encode(errors="backslashreplace").decode()  # of a folder whose name is not UTF-8
+    # a folder's name may not be UTF-8
+    return f"{card}\n".encode(errors="backslashreplace").decode()
 
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
@@ -231,10 +228,10 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
             dataset_name=task["title"] or task["name"],
             dataset_split=description.get("worth", {}).get("split", "test"),
             metric_type=kind,
-            metric_name=called,
+            metric_name=metric_name,
             metric_value=round(metrics[key], 4),
         )
-        for key, (kind, called) in METRICS.items()
+        for key, (kind, metric_name) in METRICS.items()
         if key in metrics
     ]
     return ModelCardData(
@@ -256,61 +253,69 @@ injection = Injection.from_pretrained({json.dumps(name)})
 decoder = Decoder.from_pretrained({json.dumps(base)}{at})
 injection.require_base(decoder)
 print(injection.predict(decoder, ["a text to classify"]))"""
-    return fenced(code, "python")
+    return code_block(code, "python")
 
 
-def _calibrated(description: Mapping[str, Any]) -> Iterator[str]:
-    """Paragraphs on the loss, and on the temperature and the label bias where there are any."""
+def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield paragraphs on the loss and on the optional parts of a fit."""
     if losses := description["loss"]:
-        course = f"{losses[0]:.3f} -> {losses[-1]:.3f} nats"
-        yield f"Calibration loss: {course}."
+        yield f"Calibration loss: {losses[0]:.3f} -> {losses[-1]:.3f} nats."
     else:
         yield "The coefficients were not calibrated."
     if description.get("word_weights"):
-        yield "A label is scored by its words; the fit learned how much each counts (`word_weights`)."
+        yield "Labels are scored at word level, with a learned weight for each token (`word_weights`)."
     if "encoder" in description:
         encoder = _md(public_name(description["encoder"]))
-        said = f"The sentence encoder {encoder} runs beside the model, on each text alone"
-        yield f"{said}; its log-odds, `encoder_weights`, are added to the labels' log-probabilities."
-        yield "What runs it: `pip install 'i2cl[embeddings]'`."
+        yield (
+            f"The sentence encoder {encoder} runs beside the model. The log-odds of a classifier on its "
+            "embeddings (`encoder_weights`) are added to the log-probabilities over the labels. Install it "
+            "with `pip install 'i2cl[embeddings]'`."
+        )
     if "temperature" in description:
-        divided = "Log-probabilities among the labels are divided by the `temperature`"
-        yield f"{divided}, {description['temperature']:g}; this changes no answer."
+        yield (
+            "The log-probabilities over the labels are divided by the `temperature`, "
+            f"{description['temperature']:g}. This does not change predicted labels."
+        )
     if "label_bias" in description:
         prior = description["calibration"].get("label_prior")
-        more = f" {_md(prior_words(description['task']['labels'], prior))}" if prior else ""
-        yield f"`label_bias` is added to the log-probabilities among the labels.{more}"
+        details = f" {_md(describe_prior(description['task']['labels'], prior))}" if prior else ""
+        yield f"`label_bias` is added to the log-probabilities over the labels.{details}"
 
 
-def prior_words(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
-    """What a label prior was measured on and takes for granted, from what settings tell of it."""
-    frequent = "equally frequent"
+def describe_prior(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
+    """Describe a label prior: number of unlabelled texts, and assumed class frequencies.
+
+    Args:
+        labels: label words.
+        prior: the setting ``label_prior`` of a fit.
+    """
+    frequencies = "equally frequent"
     if prior["prior"] is not None:
         shares = zip(labels, prior["prior"], strict=True)
-        frequent = "as frequent as " + ", ".join(f"{word} {share:g}" for word, share in shares)
-    return f"Measured on {prior['texts']} texts without labels; classes are taken to be {frequent}."
+        frequencies = "as frequent as " + ", ".join(f"{word} {share:g}" for word, share in shares)
+    return f"Measured on {prior['texts']} unlabelled texts, assuming that classes are {frequencies}."
 
 
-def confidence_words(temperature: float, scores: Mapping[str, float]) -> str:
-    """The temperature, and the four metrics of `i2cl.experiments.confidence` at it."""
+def describe_confidence(temperature: float, scores: Mapping[str, float]) -> str:
+    """Describe a fitted temperature and the four metrics of `i2cl.experiments.confidence` at it."""
     names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
     numbers = ", ".join(f"{name} {scores[key]:.3f}" for key, name in names.items())
     return f"temperature {temperature:.2f} (fitted on these rows), {numbers}"
 
 
-def recall_words(worth: Mapping[str, Any]) -> str:
-    """Recall per label, lowest first; empty if labels are about equally frequent."""
+def describe_recall(worth: Mapping[str, Any]) -> str:
+    """Describe recall per label, lowest first; empty if classes are about equally frequent."""
     support = {label: rows for label, rows in worth["support"].items() if rows}
-    if not support or max(support.values()) < IMBALANCE * min(support.values()):
+    if not support or max(support.values()) < MIN_IMBALANCE * min(support.values()):
         return ""
     lowest = sorted(support, key=lambda label: worth["recall"][label])[:MAX_RECALLS]
-    shown = ", ".join(f"{label} {worth['recall'][label]:.2f} ({support[label]} rows)" for label in lowest)
+    listed = ", ".join(f"{label} {worth['recall'][label]:.2f} ({support[label]} rows)" for label in lowest)
     more = f" and {len(support) - MAX_RECALLS} more labels" if len(support) > MAX_RECALLS else ""
-    return f"Recall per label: {shown}{more}"
+    return f"Recall per label: {listed}{more}"
 
 
 def _confusion(worth: Mapping[str, Any]) -> str:
-    """The confusion matrix as a Markdown table: true labels in rows, predicted ones in columns."""
+    """Return the confusion matrix as a Markdown table: true labels in rows, predicted labels in columns."""
     labels = [_md(label) for label in worth["support"]]
     lines = ["| true \\ predicted |" + "".join(f" {label} |" for label in labels)]
     lines += ["|---|" + "---:|" * len(labels)]
@@ -319,8 +324,8 @@ def _confusion(worth: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def selection_words(selection: Mapping[str, Any]) -> str:
-    """The confidence threshold for a target accuracy, or how many rows it would take to find one."""
+def describe_threshold(selection: Mapping[str, Any]) -> str:
+    """Describe the confidence threshold for a target accuracy, or the number of rows needed to find one."""
     target, rows = f"{100 * selection['target']:g} %", selection["rows"]
     if "threshold" in selection:
         return (
@@ -336,38 +341,38 @@ def selection_words(selection: Mapping[str, Any]) -> str:
 
 
 def _results(description: Mapping[str, Any]) -> Iterator[str]:
-    """Paragraphs on what was measured, with the verdict."""
+    """Yield paragraphs with the verdict, the compared methods and the metrics."""
     metrics, worth = description.get("metrics", {}), description.get("worth", {})
-    figures = [f"{called} {metrics[key]:.3f}" for key, (_, called) in METRICS.items() if key in metrics]
-    rows = f" on {metrics['n']} {SCORED[worth.get('split', 'test')]}" if "n" in metrics else ""
+    figures = [f"{name} {metrics[key]:.3f}" for key, (_, name) in METRICS.items() if key in metrics]
+    rows = f" on {metrics['n']} {EVALUATION_ROWS[worth.get('split', 'test')]}" if "n" in metrics else ""
     if figures:
         yield f"{', '.join(figures)}{rows}."
     if not worth:
         if not metrics:
-            yield "Not measured (`i2cl fit` does where labelled rows remain)."
+            yield "Not evaluated (`i2cl fit` evaluates if there are held-out or test rows)."
         return
     yield f"Verdict: {worth['verdict']}."
-    yield f"Accuracy on {worth['rows']} {SCORED[worth['split']]}:"
-    ms = "milliseconds_per_query"  # which a server that does other work meanwhile does not measure
+    yield f"Accuracy on {worth['rows']} {EVALUATION_ROWS[worth['split']]}:"
+    ms = "milliseconds_per_query"  # not measured by a server, which does other work at the same time
     lines = ["| method | accuracy | 95 % interval | macro-F1 | fit s | ms/query | bytes |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     lines += [
-        f"| {name} | {one['accuracy']:.3f} | {one['low']:.3f} to {one['high']:.3f} "
-        f"| {one['macro_f1']:.3f} | {one['fit_seconds']:.1f} | {f'{one[ms]:.2f}' if ms in one else ''} "
-        f"| {one['cached_bytes']} |"
-        for name, one in worth["methods"].items()
+        f"| {name} | {result['accuracy']:.3f} | {result['low']:.3f} to {result['high']:.3f} "
+        f"| {result['macro_f1']:.3f} | {result['fit_seconds']:.1f} "
+        f"| {f'{result[ms]:.2f}' if ms in result else ''} | {result['cached_bytes']} |"
+        for name, result in worth["methods"].items()
     ]
     lines += [f"| {name} | not run: {_md(why)} | | | | | |" for name, why in worth["not_run"].items()]
     yield "\n".join(lines)
     if any("batch_calibration" in name for name in worth["methods"]):
-        yield TOGETHER
-    if recall := recall_words(worth):
+        yield BATCH_METHOD_NOTE
+    if recall := describe_recall(worth):
         yield f"{recall}."
     if len(worth["support"]) <= MAX_RECALLS:
         yield f"Confusion matrix:\n\n{_confusion(worth)}"
-    yield f"Calibration: {confidence_words(description.get('temperature', 1.0), worth['confidence'])}."
+    yield f"Calibration: {describe_confidence(description.get('temperature', 1.0), worth['confidence'])}."
     if worth.get("selection"):
-        yield f"Confidence threshold: {selection_words(worth['selection'])}."
+        yield f"Confidence threshold: {describe_threshold(worth['selection'])}."
 
 
 def _md(text: str) -> str:
@@ -379,10 +384,10 @@ def _inline(text: str) -> str:
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    return fenced(json.dumps(value, indent=2, ensure_ascii=False), "json")
+    return code_block(json.dumps(value, indent=2, ensure_ascii=False), "json")
 
 
-def fenced(text: str, language: str) -> str:
-    """A code block, its fence longer than any in the text."""
+def code_block(text: str, language: str) -> str:
+    """Return a Markdown code block. Its fence is longer than any run of backticks in the text."""
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
     return f"{fence}{language}\n{text}\n{fence}"

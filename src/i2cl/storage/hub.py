@@ -1,4 +1,4 @@
-"""The Hugging Face hub: an artefact's folder down from it, or up to it, and single files down.
+"""Download from and upload to the Hugging Face hub.
 
 Source: https://huggingface.co/docs/huggingface_hub/guides/download and .../guides/upload.
 """
@@ -20,22 +20,24 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from i2cl.errors import I2CLError, did_you_mean, first_line
 
-# The base error of the client's HTTP library, which depends on the client's version.
+# Base error of the client's HTTP library, which depends on the version of huggingface_hub.
 _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 
-_FAILURES = (OSError, ValueError, _HTTP_ERROR)
-CONFIG = "config.json"  # name of the file that every model has
-SECONDS = 10  # that the hub has to answer
-_LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+_HUB_ERRORS = (OSError, ValueError, _HTTP_ERROR)
+CONFIG = "config.json"  # a file that every model repository has
+TIMEOUT_S = 10
+_LOGIN_HINT = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
-    """The folder of a repository's snapshot, with these files of it. Raises I2CLError if there is no such
-    repository or revision, or the hub cannot be reached.
+    """Download files of a repository and return the folder of the snapshot.
+
+    Raises:
+        I2CLError: if the repository or revision does not exist, or the hub cannot be reached.
     """
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=sorted(files)))
-    except _FAILURES as error:
+    except _HUB_ERRORS as error:
         at = f" at revision {revision!r}" if revision else ""
         raise I2CLError(
             f"no injection at {name!r}{at}: no such folder, and the hub says {type(error).__name__}; "
@@ -44,45 +46,50 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
 
 def download_file(name: str) -> Path:
-    """One file, as owner/repository/file. Raises I2CLError if there is none, or the hub does not answer."""
+    """Download one file, given as owner/repository/file. Raises I2CLError if that fails."""
     owner, _, rest = name.partition("/")
     repository, _, file = rest.partition("/")
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", file))
-    except _FAILURES as error:
+    except _HUB_ERRORS as error:
         raise I2CLError(
-            f"no file {name!r}: it is not here, and the hub says {type(error).__name__}; give a path, or "
-            "owner/repository/file"
+            f"no file {name!r}: there is no such local file, and the hub says {type(error).__name__}; give a "
+            "path, or owner/repository/file"
         ) from None
 
 
 def upload(
     folder: Path, repo_id: str, message: str, *, private: bool, token: str | None, revision: str | None
 ) -> str:
-    """Put all of a folder's files into a model repository, made if it is not there: the commit's address.
-    See `i2cl.core.injection.Injection.push_to_hub` for the rest, and for what it raises.
+    """Upload all files of a folder to a model repository, which is created if needed.
+
+    See `i2cl.core.injection.Injection.push_to_hub` for the arguments and errors.
+
+    Returns:
+        URL of the commit.
     """
     if token is None and get_token() is None:
-        raise I2CLError(f"cannot push to {repo_id!r}: you are not logged in: {_LOGIN}")
+        raise I2CLError(f"cannot push to {repo_id!r}: you are not logged in: {_LOGIN_HINT}")
     api = HfApi(token=token)
     try:
-        name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(name, branch=revision, exist_ok=True)
-        where: dict[str, Any] = {"repo_id": name, "folder_path": folder, "revision": revision}
-        done = api.upload_folder(**where, commit_message=message)
-    except _FAILURES as error:
-        raise I2CLError(f"cannot push to {repo_id!r}: {_reason(error)}") from None
-    return str(done.commit_url)
+            api.create_branch(full_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=full_id, folder_path=folder, revision=revision, commit_message=message
+        )
+    except _HUB_ERRORS as error:
+        raise I2CLError(f"cannot push to {repo_id!r}: {_upload_problem(error)}") from None
+    return str(commit.commit_url)
 
 
-def _reason(error: Exception) -> str:
-    """What went wrong in a few words, and the cure."""
+def _upload_problem(error: Exception) -> str:
+    """Return what is wrong and what to do."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status == 401:
-        return f"the hub does not know this token: {_LOGIN}"
+        return f"the hub rejects the token: {_LOGIN_HINT}"
     if status == 403:
-        return f"the token may not write there: take one with write access and {_LOGIN}"
+        return f"the token has no write access there: use one that has and {_LOGIN_HINT}"
     answer = f"the hub says {type(error).__name__} ({first_line(error).rstrip('.')})"
     return f"{answer}: correct the name, or try again later"
 
@@ -90,37 +97,38 @@ def _reason(error: Exception) -> str:
 def require_reachable(
     name: str, revision: str | None, others: tuple[str, ...], kinds: str = "a folder, a GGUF file"
 ) -> bool:
-    """Check that a model is in the hub's cache, or that the hub answers, whatever it says.
+    """Check that the hub responds (even with an error), or that a model is cached.
 
     Without this check the client retries for about a minute per file.
 
     Args:
         name: hub id.
         revision: branch, tag or commit.
-        others: names that mean a model without the hub.
-        kinds: what else can be given.
+        others: names of models that do not come from the hub, for the error message.
+        kinds: what else can be given, for the error message.
 
     Returns:
-        Whether the hub answers. If not, `cached_snapshot` has the model.
+        True if the hub responds. If False, `cached_snapshot` returns the model.
 
     Raises:
-        I2CLError: if the hub does not answer and the model is not cached.
+        I2CLError: if the hub does not respond and the model is not cached.
     """
     try:
         cached = isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str)
-        get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision), timeout=SECONDS)
-    except (HfHubHTTPError, ValueError):  # loading tells what is wrong with the name
+        get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision), timeout=TIMEOUT_S)
+    except (HfHubHTTPError, ValueError):  # loading the model reports what is wrong with the name
         return True
-    except _FAILURES as error:
+    except _HUB_ERRORS as error:
         if cached:
             return False
         hint = did_you_mean(name, others)
-        what = "is no folder and not in the cache of the hub, which does not answer"
-        cure = f"{hint}give {kinds} or {' or '.join(map(repr, others))}, or go online"
-        raise I2CLError(f"model {name!r} {what} ({first_line(error)}): {cure}") from None
+        raise I2CLError(
+            f"model {name!r} is not a folder and not in the hub's cache, and the hub does not respond "
+            f"({first_line(error)}): {hint}give {kinds} or {' or '.join(map(repr, others))}, or go online"
+        ) from None
     return True
 
 
 def cached_snapshot(name: str, revision: str | None) -> str:
-    """Return the folder of a cached snapshot, without asking the hub."""
+    """Return the folder of a cached snapshot, without contacting the hub."""
     return snapshot_download(name, revision=revision, local_files_only=True)

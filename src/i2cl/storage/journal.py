@@ -1,15 +1,15 @@
-"""Files that only grow: one process writes whole lines, and after a kill it goes on behind the last of them.
+"""Append-only files that survive a kill.
 
-Lines are on the disk before the next ones are made, so that a kill loses at most those in the making. What it
-tore is cut off when the file is opened next. Reading needs no lock.
+A single process appends complete lines, each synced to disk before the next are computed. A kill therefore
+loses at most the lines being computed. A torn last line is cut off when the file is opened again. Reading
+needs no lock.
 """
 
-import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from filelock import FileLock, Timeout
 
@@ -17,29 +17,38 @@ from i2cl.errors import I2CLError
 
 
 class Journal:
-    """A file to which lines are added for good."""
+    """A file opened for appending.
+
+    Attributes:
+        kept: number of complete lines already in the file, without the header.
+    """
 
     def __init__(self, file: IO[bytes], kept: int) -> None:
         self._file = file
-        self.kept = kept  # lines that were there and whole, the header aside
+        self.kept = kept
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path, header: bytes = b"", group: int = 1) -> Iterator["Journal"]:
-        """Open a file for adding to it, or make it.
+    def open(cls, path: Path, header: bytes = b"", group: int = 1) -> Iterator["Journal"]:
+        """Open or create a file for appending.
 
-        ``path``: the file; ``header``: what it begins with once it has lines; with none of them it is cut to
-        nothing; ``group``: lines that belong together: what follows the last whole group is cut off. 0 keeps
-        none. Raises OSError if it cannot be written.
+        Args:
+            path: the file.
+            header: beginning of a file that has lines. A file with only a header is truncated to nothing.
+            group: number of lines that belong together; incomplete groups are cut off. 0 discards all lines.
+
+        Raises:
+            OSError: if the file cannot be written.
         """
         with path.open("ab", buffering=0) as file:
-            kept, size = _whole(path, header, group) if group else (0, 0)
+            kept, size = _complete_groups(path, header, group) if group else (0, 0)
             os.truncate(path, size)
             yield cls(file, kept)
 
     def append(self, lines: bytes) -> None:
-        """Add whole lines; they are on the disk when this returns. Raises OSError if it cannot be done; what
-        was written of them is cut off when the file is opened next.
+        """Append complete lines and sync them to disk.
+
+        Raises OSError on failure; lines written partially are cut off when the file is opened again.
         """
         rest = memoryview(lines)
         while rest:
@@ -47,46 +56,40 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """All lines of a journal, each with its end, but for a torn last one."""
+def complete_lines(path: Path) -> list[bytes]:
+    """Return all lines of a journal, with their line ends, except a torn last line."""
     with path.open("rb") as file:
         return [line for line in file if line.endswith(b"\n")]
 
 
-def readable_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a journal that are objects of JSON: one that was spoiled takes no other with it."""
-    objects = []
-    for line in whole_lines(path):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                objects.append(value)
-    return objects
-
-
 @contextmanager
-def only_writer(lock: Path, busy: str) -> Iterator[None]:
-    """Hold a lock while the block runs. Nobody waits for it.
+def exclusive_lock(lock: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file during the block, without waiting for it.
 
-    ``lock``: a file that stands for what is written; ``busy``: what to say if another process, or another
-    block of this one, holds it. Raises I2CLError, saying so; OSError if the lock cannot be made.
+    Args:
+        lock: the lock file.
+        busy: message of the error if the lock is held by another process or another block of this one.
+
+    Raises:
+        I2CLError: if the lock is held.
+        OSError: if the lock file cannot be created.
     """
-    lock.parent.resolve(strict=True)  # FileLock would make the folder
-    held = FileLock(lock, timeout=0)
+    lock.parent.resolve(strict=True)  # FileLock would create the folder
+    file_lock = FileLock(lock, timeout=0)
     try:
-        held.acquire()
+        file_lock.acquire()
     except Timeout:
         raise I2CLError(busy) from None
     try:
         yield
     finally:
         lock.unlink(missing_ok=True)
-        held.release()
+        file_lock.release()
 
 
-def _whole(path: Path, header: bytes, group: int) -> tuple[int, int]:
-    """Lines and bytes up to the end of the last whole group."""
-    lines = kept = end = 0
+def _complete_groups(path: Path, header: bytes, group: int) -> tuple[int, int]:
+    """Return the number of lines, and the size in bytes, up to the end of the last complete group."""
+    lines = kept = kept_size = 0
     with path.open("rb") as file:
         size = len(file.read(len(header)))
         for line in file:
@@ -94,5 +97,5 @@ def _whole(path: Path, header: bytes, group: int) -> tuple[int, int]:
                 break
             lines, size = lines + 1, size + len(line)
             if lines % group == 0:
-                kept, end = lines, size
-    return kept, end
+                kept, kept_size = lines, size
+    return kept, kept_size

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from i2cl.storage.atomic import WriteError, follow_umask, synced, write_errors
+from i2cl.storage.atomic import WriteError, follow_umask, sync_to_disk, write_errors
 
 CACHE_VARIABLE = "I2CL_CACHE"
 FORMAT_VERSION = 1  # increase when the conversion changes
@@ -84,7 +84,8 @@ def add_entry(folder: Path, source: Path, dtype: str, size: int, write: Callable
                 description = {"source": str(source.resolve()), "dtype": dtype}
                 (fresh / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
                 follow_umask(fresh)
-                synced(*fresh.iterdir(), fresh)  # after a power failure, a renamed folder must not hold zeros
+                # a renamed folder must not hold zeros after a power failure
+                sync_to_disk(*fresh.iterdir(), fresh)
                 if not folder.is_dir():
                     fresh.rename(folder)
     except WriteError:

@@ -1,4 +1,4 @@
-"""Tasks: what is asked, in which words, with which rows."""
+"""Classification tasks: label words, prompt template and labelled examples."""
 
 from i2cl.tasks.loaders import PAPER_TASKS, list_tasks, load_task
 from i2cl.tasks.task import Example, Examples, Task, Template

@@ -1,9 +1,9 @@
-"""The small world in which the reference model learns: English micro-sentences and hidden tasks.
+"""Training corpus of the reference model: short generated sentences and tasks on them.
 
-Every sentence carries four independent attributes (mood, job, place, weather), each with four categories of
-six words. A task asks for one attribute and answers with colours or letters by one of two keys, so a sentence
-alone never tells which task is meant: eight tasks share each set of label words. Sentences whose words form a
-held-out combination never occur in training.
+Every sentence has four independent attributes (mood, job, place, weather), each with four categories of six
+words. A task asks for one attribute and maps its categories to colours or letters by one of two keys. A
+sentence alone therefore never reveals the task: eight tasks share each set of label words. A fifth of the
+word combinations is held out: they never occur in training.
 """
 
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ TEMPLATE = "{text}\nAnswer: {label}"
 SEPARATOR = "\n"
 HELD_OUT_MODULUS = 5
 
-SPLITS = {"train": (2000, 1), "test": (1000, 2)}  # rows, and the seed that draws them
+SPLITS = {"train": (2000, 1), "test": (1000, 2)}  # number of rows and seed
 
 DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
-"""What `i2cl demo` shows: three attributes, both sets of label words."""
+"""Tasks of `i2cl demo`: three attributes, both sets of label words."""
 
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "mood": {
@@ -62,7 +62,7 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class ReferenceTask:
-    """One hidden task: name the category of `attribute` with the label word of the same index."""
+    """A task: name the category of ``attribute`` by the label word with the same index."""
 
     name: str
     description: str
@@ -70,8 +70,8 @@ class ReferenceTask:
     labels: tuple[str, ...]
 
 
-# Label words of mood, job, place and weather, each in the order of the categories. The two keys of an
-# attribute never agree on a category.
+# Label words for the categories of mood, job, place and weather. The two keys of an attribute differ in every
+# category.
 _KEYS = {
     "colour-1": "red blue green yellow/green yellow blue red/yellow red green blue/blue green red yellow",
     "colour-2": "blue yellow red green/red green yellow blue/green yellow blue red/yellow red blue green",
@@ -98,12 +98,12 @@ _WORD_INDEX = {
 
 
 def sample_categories(rng: Random) -> dict[str, int]:
-    """One category index for every attribute, drawn independently."""
+    """Draw a category index for each attribute, independently."""
     return {attribute: rng.randrange(len(categories)) for attribute, categories in ATTRIBUTES.items()}
 
 
 def sample_words(rng: Random, categories: dict[str, int], held_out: bool) -> dict[str, str]:
-    """Words of the given categories whose combination is held out for the test split, or is not."""
+    """Draw a word for each category, such that the combination is held out for testing, or is not."""
     tables = {name: tuple(ATTRIBUTES[name].values())[index] for name, index in categories.items()}
     while True:
         words = {name: rng.choice(table) for name, table in tables.items()}
@@ -112,7 +112,7 @@ def sample_words(rng: Random, categories: dict[str, int], held_out: bool) -> dic
 
 
 def render(rng: Random, words: dict[str, str], pattern: str | None = None) -> str:
-    """A sentence with the attribute words, in a drawn pattern or another."""
+    """Return a sentence with the attribute words. Default pattern: drawn at random."""
     return (pattern or rng.choice(PATTERNS)).format(
         determiner=rng.choice(DETERMINERS),
         verb=rng.choice(VERBS),
@@ -123,7 +123,7 @@ def render(rng: Random, words: dict[str, str], pattern: str | None = None) -> st
 
 
 def examples(task: ReferenceTask, split: str, n: int, seed: int) -> list[tuple[str, int]]:
-    """`n` class-balanced examples of a split: "test" has only held-out combinations, "train" none."""
+    """Draw ``n`` class-balanced examples: "test" has only held-out word combinations, "train" none."""
     rng = Random(f"{task.name}/{split}/{seed}")
     classes = [index % len(task.labels) for index in range(n)]
     rng.shuffle(classes)
@@ -135,7 +135,7 @@ def examples(task: ReferenceTask, split: str, n: int, seed: int) -> list[tuple[s
 
 
 def describe() -> list[Task]:
-    """The reference model's tasks without rows."""
+    """Return the reference model's tasks without rows."""
     template = Template(TEMPLATE, SEPARATOR)
     return [
         Task(spec.name, spec.labels, template, description=spec.description, group="reference")
@@ -145,7 +145,7 @@ def describe() -> list[Task]:
 
 @cache
 def load(name: str) -> Task | None:
-    """One of them with its rows, or None. The test split has only word combinations kept out of training."""
+    """Return the task of that name with its rows, or None if there is none."""
     for spec, task in zip(TASKS, describe(), strict=True):
         if spec.name == name:
             drawn = (examples(spec, split, *size) for split, size in SPLITS.items())

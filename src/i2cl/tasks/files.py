@@ -1,4 +1,4 @@
-"""Open files, recognize what they contain, and decode their bytes."""
+"""Open files, detect their content by the first bytes, and decode text."""
 
 import bz2
 import codecs
@@ -16,7 +16,7 @@ from i2cl.errors import I2CLError, first_line
 
 UTF_8, UTF_16, WINDOWS = "utf-8", "utf-16", "cp1252"
 
-ENCODINGS = {UTF_8: "UTF-8", UTF_16: "UTF-16", WINDOWS: "Windows-1252"}  # what people call them
+ENCODINGS = {UTF_8: "UTF-8", UTF_16: "UTF-16", WINDOWS: "Windows-1252"}  # names for messages
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip")
 _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
@@ -26,40 +26,40 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
 }
 _ZIP = b"PK\x03\x04"
 _PARQUET = b"PAR1"
-_TO_TABLE = "save it as .xlsx, Parquet or CSV"
-# Other files by their first bytes: what they are, and what to do.
-_BINARY = {
-    b"\xd0\xcf\x11\xe0": ("an old Excel or Word file", _TO_TABLE),
+_SAVE_AS_TABLE = "save it as .xlsx, Parquet or CSV"
+# Unsupported formats by their first bytes: a description, and what to do.
+_UNSUPPORTED = {
+    b"\xd0\xcf\x11\xe0": ("an old Excel or Word file", _SAVE_AS_TABLE),
     b"ARROW1": ("an Arrow or Feather file", "write it as Parquet"),
     b"\x28\xb5\x2f\xfd": ("a zstd archive", "decompress it, or use .gz"),
     b"7z\xbc\xaf": ("a 7z archive", "unpack it"),
     b"SQLite format 3": ("an SQLite database", "export the table as CSV"),
     b"%PDF": ("a PDF file", "copy its text into a CSV file"),
-    b"\x89PNG": ("an image", "name a file of texts"),
-    b"\xff\xd8\xff": ("an image", "name a file of texts"),
+    b"\x89PNG": ("an image", "give a text file"),
+    b"\xff\xd8\xff": ("an image", "give a text file"),
     b"\x93NUMPY": ("a NumPy array", "write it as CSV"),
     b"\x89HDF": ("an HDF5 file", "write it as Parquet or CSV"),
     b"\x80\x04\x95": ("a pickle", "write it as Parquet or CSV"),
     b"\x80\x05\x95": ("a pickle", "write it as Parquet or CSV"),
 }
-_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")  # bytes that no text file has
-_DAMAGED = (EOFError, OSError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")  # bytes that do not occur in text files
+_DECOMPRESSION_ERRORS = (EOFError, OSError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
 
-MAX_PEEK = 8192  # bytes in which a null byte marks a binary file
+MAX_PEEK = 8192  # bytes to check for null bytes, which indicate a binary file
 
 Content = Literal["text", "Parquet", "Excel"]
 
 
 class ReadAsWarning(UserWarning):
-    """How a file was read, or which rows were left out: no error, but worth a note."""
+    """Reports an assumption about a file, such as its encoding, or rows that were skipped."""
 
 
 class RowError(I2CLError):
-    """Raised for rows that cannot be used: the file has to be repaired first.
+    """Raised for rows that cannot be used; the user has to correct the file.
 
     Attributes:
         why: what is wrong, and what to do.
-        place: file and row, where it is about one row.
+        place: file and row; empty if the error concerns the whole file.
     """
 
     def __init__(self, why: str, place: str = "") -> None:
@@ -67,7 +67,7 @@ class RowError(I2CLError):
         self.place, self.why = place, why
 
 
-def opened(path: Path) -> IO[bytes]:
+def open_binary(path: Path) -> IO[bytes]:
     """Open a file for reading. Raises I2CLError if it is missing, a folder or unreadable."""
     try:
         return path.open("rb")
@@ -75,13 +75,13 @@ def opened(path: Path) -> IO[bytes]:
         raise I2CLError(f"{path} does not exist: check the path") from error
     except IsADirectoryError as error:
         raise I2CLError(f"{path} is a folder: name a file in it") from error
-    except (OSError, ValueError) as error:  # ValueError: its name holds a null byte
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         cause = error.strerror if isinstance(error, OSError) else error
         raise I2CLError(f"{path} cannot be read ({cause}): check its name and permissions") from error
 
 
-def ending_of(source: str | Path) -> str:
-    """Return the ending that says the format, in lower case and without that of a compression: "csv"."""
+def format_suffix(source: str | Path) -> str:
+    """Return the suffix that names the format, in lower case, without dot and compression suffix: "csv"."""
     suffixes = [suffix.lower() for suffix in Path(source).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -90,16 +90,16 @@ def ending_of(source: str | Path) -> str:
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[tuple[IO[bytes], Content]]:
-    """Open a file of rows, decompressed if need be, whatever its name.
+    """Open a file of rows and decompress it if needed. The content decides, not the file name.
 
     Yields:
-        The bytes, and what they are.
+        A binary file object, and the kind of its content.
 
     Raises:
         I2CLError: if the file cannot be opened.
-        RowError: if it is a binary file that holds no table, or a damaged archive.
+        RowError: if it is an unsupported binary file or a damaged archive.
     """
-    with opened(path) as raw:
+    with open_binary(path) as raw:
         handle: Any = raw
         try:
             start = _first_bytes(handle)
@@ -112,11 +112,12 @@ def open_decompressed(path: Path) -> Iterator[tuple[IO[bytes], Content]]:
                 handle = _single_member(handle, path)
                 start = _first_bytes(handle)
             yield cast("IO[bytes]", handle), _content(start, str(path))
-        except _DAMAGED as error:
+        except _DECOMPRESSION_ERRORS as error:
             if handle is raw and not isinstance(error, zipfile.BadZipFile):
                 raise
-            what = f"{path} is a damaged archive ({first_line(error)})"
-            raise RowError(f"{what}: download or compress it again") from error
+            raise RowError(
+                f"{path} is a damaged archive ({first_line(error)}): download or compress it again"
+            ) from error
         finally:
             if handle is not raw:
                 handle.close()
@@ -126,36 +127,36 @@ def _first_bytes(handle: Any) -> bytes:
     return bytes(handle.peek(64)[:MAX_PEEK])
 
 
-def _content(start: bytes, where: str) -> Content:
-    """Return what a file holds, by its first bytes. Raises RowError if that is no text and no table."""
+def _content(start: bytes, name: str) -> Content:
+    """Determine the content of a file by its first bytes. Raises RowError if it is unsupported."""
     if start.startswith(_PARQUET):
         return "Parquet"
     if start.startswith(_ZIP):
         return "Excel"
-    require_text(start, where)
+    require_text(start, name)
     return "text"
 
 
-def require_text(start: bytes, where: str) -> None:
-    """Raise RowError naming the kind of file if the first bytes are those of a binary file."""
-    kinds = _BINARY | dict.fromkeys(_DECOMPRESSORS, ("a compressed file", "decompress it first"))
+def require_text(start: bytes, name: str) -> None:
+    """Raise RowError if the first bytes belong to a binary file; name its format if it is known."""
+    kinds = _UNSUPPORTED | dict.fromkeys(_DECOMPRESSORS, ("a compressed file", "decompress it first"))
     kinds |= {
-        _ZIP: ("a zip archive or Excel file", "name it as a file"),
-        _PARQUET: ("Parquet", "name it as a file"),
+        _ZIP: ("a zip archive or Excel file", "give its path instead of piping it"),
+        _PARQUET: ("a Parquet file", "give its path instead of piping it"),
     }
-    for magic, (what, cure) in kinds.items():
+    for magic, (kind, hint) in kinds.items():
         if start.startswith(magic):
-            raise RowError(f"{where} is {what}, not text: {cure}")
+            raise RowError(f"{name} is {kind}, not text: {hint}")
     if b"\0" in start and not start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise RowError(
-            f"{where} is a binary file (it holds null bytes): save it as UTF-8 text, CSV or JSON Lines"
+            f"{name} is a binary file (it contains null bytes): save it as UTF-8 text, CSV or JSON Lines"
         )
 
 
 def _is_excel(handle: Any, path: Path) -> bool:
     names = _archive(handle, path).namelist()
     if "mimetype" in names:
-        raise RowError(f"{path} is an OpenDocument file: {_TO_TABLE}")
+        raise RowError(f"{path} is an OpenDocument file: {_SAVE_AS_TABLE}")
     if "word/document.xml" in names:
         raise RowError(f"{path} is a Word document: copy its text into a CSV file")
     return "xl/workbook.xml" in names
@@ -164,25 +165,28 @@ def _is_excel(handle: Any, path: Path) -> bool:
 def _single_member(handle: Any, path: Path) -> Any:
     archive = _archive(handle, path)
     files = [
-        one for one in archive.infolist() if not one.is_dir() and not one.filename.startswith("__MACOSX/")
+        member
+        for member in archive.infolist()
+        if not member.is_dir() and not member.filename.startswith("__MACOSX/")
     ]
-    if len(files) != 1 or files[0].flag_bits & 1:
-        what = "is encrypted" if len(files) == 1 else f"holds {len(files)} files"
-        raise RowError(f"{path} {what}: unpack it and name one")
+    if len(files) != 1:
+        raise RowError(f"{path} contains {len(files)} files: unpack it and give one of them")
+    if files[0].flag_bits & 1:
+        raise RowError(f"{path} is encrypted: unpack it first")
     return archive.open(files[0])
 
 
 def _archive(handle: Any, path: Path) -> zipfile.ZipFile:
     if not handle.seekable():
-        raise RowError(f"{path} is a zip archive in a pipe: name it as a file")
+        raise RowError(f"{path} is a zip archive in a pipe: give its path instead")
     return zipfile.ZipFile(handle)
 
 
-def encoding_of(lines: Iterable[bytes]) -> str:
-    """Return the encoding of a file's lines, one of `ENCODINGS`.
+def detect_encoding(lines: Iterable[bytes]) -> str:
+    """Return the encoding of a file, one of `ENCODINGS`.
 
-    A byte order mark decides. Without one the first line that is not ASCII does: if it is not UTF-8, the file
-    was written by a program for Windows. Other code pages cannot be told apart by a few words.
+    A byte order mark decides. Without one, the first non-ASCII line decides: if it is not valid UTF-8, the
+    file is assumed to be Windows-1252. A few words are not enough to detect other code pages.
     """
     for number, line in enumerate(lines):
         if number == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -198,37 +202,40 @@ def encoding_of(lines: Iterable[bytes]) -> str:
     return UTF_8
 
 
-def decoded(lines: Iterable[bytes], where: str, encoding: str = UTF_8) -> Iterator[str]:
-    """Decode lines, without their byte order mark.
+def decode_lines(lines: Iterable[bytes], name: str, encoding: str = UTF_8) -> Iterator[str]:
+    """Decode lines and remove the byte order mark.
 
-    Raises RowError naming the first byte that is not of the encoding, or a line with a null byte.
+    Raises RowError with the position of the first invalid byte, or the number of a line with a null byte.
     """
     if encoding == UTF_16:
-        yield from _of_utf_16(lines, where)
+        yield from _decode_utf_16(lines, name)
         return
-    before = 0
+    offset = 0  # bytes before the line
     for number, line in enumerate(lines, start=1):
         if b"\0" in line:
-            what = f"{where} line {number} holds a null byte, so it is no text file"
-            raise RowError(f"{what}: save it as UTF-8 text, CSV or JSON Lines")
+            raise RowError(
+                f"{name} line {number} contains a null byte, so it is not a text file: save it as UTF-8 "
+                "text, CSV or JSON Lines"
+            )
         try:
             text = line.decode(encoding)
         except UnicodeDecodeError as error:
-            byte = f"byte {before + error.start} is 0x{line[error.start]:02x}"
-            what = f"{where} line {number} is not {ENCODINGS[encoding]} ({byte})"
-            raise RowError(f"{what}: save the file as UTF-8") from error
-        before += len(line)
+            byte = f"byte {offset + error.start} is 0x{line[error.start]:02x}"
+            raise RowError(
+                f"{name} line {number} is not {ENCODINGS[encoding]} ({byte}): save the file as UTF-8"
+            ) from error
+        offset += len(line)
         yield text.removeprefix("\ufeff") if number == 1 else text
 
 
-def _of_utf_16(lines: Iterable[bytes], where: str) -> Iterator[str]:
-    # Bytes were cut at 0x0a, which may be half a character: only decoded text knows its lines.
-    waiting = ""
+def _decode_utf_16(lines: Iterable[bytes], name: str) -> Iterator[str]:
+    # The input was split at bytes 0x0a, which may be half of a character: split the decoded text instead.
+    rest = ""
     try:
         for text in codecs.iterdecode(lines, UTF_16):
-            *whole, waiting = (waiting + text).split("\n")
-            yield from (f"{line}\n" for line in whole)
+            *complete, rest = (rest + text).split("\n")
+            yield from (f"{line}\n" for line in complete)
     except UnicodeDecodeError as error:
-        raise RowError(f"{where} is not whole UTF-16 ({error.reason}): save the file as UTF-8") from error
-    if waiting:
-        yield waiting
+        raise RowError(f"{name} is not valid UTF-16 ({error.reason}): save the file as UTF-8") from error
+    if rest:
+        yield rest

@@ -1,6 +1,12 @@
 """Read rows from text lines, CSV, TSV, JSON Lines, JSON, Parquet and Excel files, compressed or not.
 
-Files are read row by row, so memory does not grow with their length, except for JSON, which is one value.
+Files are streamed, so memory use does not grow with their length (except for JSON, which is parsed as a
+whole).
+
+pandas is deliberately not used: importing it takes longer than all other checks of a command together; it
+reports only the first malformed row, without a line number for most formats; and it silently fills short
+rows, reads the first cell of long rows as an index, renames repeated columns and keeps the last of repeated
+JSON keys.
 """
 
 import csv
@@ -26,35 +32,35 @@ from i2cl.tasks.files import (
     WINDOWS,
     ReadAsWarning,
     RowError,
-    decoded,
-    encoding_of,
-    ending_of,
+    decode_lines,
+    detect_encoding,
+    format_suffix,
     open_decompressed,
     require_text,
 )
-from i2cl.tasks.row import Columns, Row, shown
+from i2cl.tasks.row import Columns, Row, preview
 from i2cl.tasks.text import is_blank
 
-# One text per line; rows with named columns; objects, one per line or in one list.
 RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
-BINARY_FORMATS = {"parquet": "Parquet", "xlsx": "Excel"}  # by file ending; recognized by their first bytes
-# Endings of files with columns, perhaps before that of a compression; other files hold one text per line.
+BINARY_FORMATS = {"parquet": "Parquet", "xlsx": "Excel"}  # by file suffix; detected by their first bytes
+# Suffixes of files with columns, possibly followed by a compression suffix. Other files have one text per
+# line.
 ROW_SUFFIXES = tuple(f".{name}" for name in (*get_args(RowFormat)[1:], *BINARY_FORMATS))
-# Separators of cells. Which one a spreadsheet writes depends on its country settings.
+# Cell delimiters: which one a spreadsheet program writes depends on its locale.
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 STDIN = "-"
-MAX_FIELD = 2**31 - 1
-_SEPARATOR = re.compile("sep=([,;\t|])")
-_NO_LINES = ("yaml", "yml", "toml", "xml", "html", "htm")
+MAX_CELL_CHARACTERS = 2**31 - 1
+_SEPARATOR_LINE = re.compile("sep=([,;\t|])")
+_MARKUP_SUFFIXES = ("yaml", "yml", "toml", "xml", "html", "htm")  # never read as plain lines by default
 
 
 def is_row_file(path: str | Path) -> bool:
-    """Return whether a file's ending says that it has rows with columns, such as .csv or .csv.gz."""
-    return f".{ending_of(path)}" in ROW_SUFFIXES
+    """Return whether a file has the suffix of a format with columns, such as .csv or .csv.gz."""
+    return f".{format_suffix(path)}" in ROW_SUFFIXES
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a file without its ending and that of a compression."""
+    """Return the name of a file without its suffix and the suffix of a compression."""
     name = Path(path.stem) if path.suffix.lower() in COMPRESSIONS else path
     return name.stem
 
@@ -62,91 +68,102 @@ def name_of(path: Path) -> str:
 def rows_or_errors(
     source: str, columns: Columns, kind: RowFormat | None = None
 ) -> Generator[Row | RowError, None, None]:
-    """Read the rows of a file one at a time, or the errors of those that cannot be read.
+    """Yield the rows of a file one at a time, and an error for each row that cannot be read.
 
-    Values are not checked. Parquet, Excel and compressed files are recognized whatever their name.
+    Values are not checked. Parquet, Excel and compressed files are detected by their content.
 
     Args:
-        source: the file; ``-`` is stdin.
+        source: path of the file; ``-`` for stdin.
         columns: the columns to read.
-        kind: format of a text file. Default: by its ending.
+        kind: format of a text file. Default: by its suffix.
 
     Raises:
         I2CLError: if the file cannot be opened, or a package that reads it is missing.
-        RowError: if it has no rows, is in another format than expected, is no text, holds broken CSV or
-            JSON, or lacks a column.
+        RowError: if the file has no rows, is in another format than expected, contains malformed CSV or JSON,
+            or has no such column.
     """
-    where = "stdin" if source == STDIN else source
+    name = "stdin" if source == STDIN else source
     any_row, lines = False, None
     stdin = nullcontext((sys.stdin.buffer, "text"))
     with stdin if source == STDIN else open_decompressed(Path(source)) as (handle, content):
         rows: Iterator[Row | RowError]
         if content == "Parquet":
-            rows = parquet_rows(handle, columns, where)
+            rows = parquet_rows(handle, columns, name)
         elif content == "Excel":
-            rows = excel_rows(handle, columns, where)
+            rows = excel_rows(handle, columns, name)
         else:
-            lines = _Lines(handle, where, ending_of(source), kind)
-            rows = _READERS[lines.kind or "lines"](iter(lines), columns, _Source(where, lines.encoding))
+            lines = _Lines(handle, name, format_suffix(source), kind)
+            rows = _READERS[lines.kind or "lines"](iter(lines), columns, _Source(name, lines.encoding))
         for row in rows:
             any_row = True
             yield row
     if not any_row:
-        problem = "is empty" if lines is not None and not lines.filled else "has no rows"
-        raise RowError(f"{where} {problem}: give it at least one row")
+        problem = "is empty" if lines is not None and not lines.has_content else "has no rows"
+        raise RowError(f"{name} {problem}: give it at least one row")
 
 
 class _Lines:
-    """Decoded lines of a text file; iterating raises RowError if they look like another format."""
+    """Decoded lines of a text file. Iterating raises RowError if they seem to be in an unexpected format.
 
-    def __init__(self, handle: Any, where: str, ending: str, kind: RowFormat | None) -> None:
-        if kind is None and ending in BINARY_FORMATS:
-            what = f"{where} is no {BINARY_FORMATS[ending]} file, in spite of its name"
-            raise RowError(f"{what}: save it again, or rename it")
-        self.kind = kind or (ending if ending in _READERS else None)
-        self.filled = False  # whether a line has content
-        self._where, self._ending = where, ending
-        rewind = getattr(handle, "seekable", None)
-        if where == "stdin" or rewind is None or not rewind():  # the first line decides
-            given = iter(handle)
-            start = list(islice(given, 1))
-            require_text(b"".join(start)[:MAX_PEEK], where)
-            self.encoding = encoding_of(start)
-            self._content: Iterable[bytes] = chain(start, given)
+    Attributes:
+        kind: format of the file; None if neither an option nor the suffix determines it.
+        encoding: one of `ENCODINGS`.
+        has_content: whether a line with visible content has been read.
+    """
+
+    def __init__(self, handle: Any, name: str, suffix: str, kind: RowFormat | None) -> None:
+        if kind is None and suffix in BINARY_FORMATS:
+            raise RowError(
+                f"{name} is not a valid {BINARY_FORMATS[suffix]} file: save it again, or correct its suffix"
+            )
+        self.kind = kind or (suffix if suffix in _READERS else None)
+        self.has_content = False
+        self._name, self._suffix = name, suffix
+        seekable = getattr(handle, "seekable", None)
+        if name == "stdin" or seekable is None or not seekable():
+            # The input cannot be read twice, so the first line has to determine the encoding.
+            stream = iter(handle)
+            start = list(islice(stream, 1))
+            require_text(b"".join(start)[:MAX_PEEK], name)
+            self.encoding = detect_encoding(start)
+            self._content: Iterable[bytes] = chain(start, stream)
         else:
-            self.encoding = encoding_of(handle)
+            self.encoding = detect_encoding(handle)
             handle.seek(0)
             self._content = handle
-        if self.encoding == WINDOWS and self.kind in {"jsonl", "json"}:  # which are always UTF-8
+        if self.encoding == WINDOWS and self.kind in {"jsonl", "json"}:  # JSON is always UTF-8
             self.encoding = UTF_8
 
     def __iter__(self) -> Iterator[str]:
-        for line in decoded(self._content, self._where, self.encoding):
-            if self.kind is None and not self.filled and (self._ending in _NO_LINES or _is_json(line)):
-                cure = "name its --input-format, lines to take each line as a text"
-                raise RowError(f"{self._where} does not hold plain texts, as it seems: {cure}")
-            self.filled = self.filled or not line.isspace()
+        for line in decode_lines(self._content, self._name, self.encoding):
+            is_first = self.kind is None and not self.has_content
+            if is_first and (self._suffix in _MARKUP_SUFFIXES or _is_json(line)):
+                raise RowError(
+                    f"{self._name} does not look like plain texts: name its --input-format (lines: one "
+                    "text per line)"
+                )
+            self.has_content = self.has_content or not line.isspace()
             yield line
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Name of the file, and how its bytes were decoded."""
+    """Name of a file, and the encoding that it is read in."""
 
     name: str
     encoding: str
 
-    def tell(self, delimiter: str = "") -> None:
-        """Warn of an unusual encoding or delimiter."""
+    def warn_of_assumptions(self, delimiter: str = "") -> None:
+        """Warn if the encoding is not UTF-8 or an unusual delimiter was detected (empty: as usual)."""
         parts = [f"as {ENCODINGS[self.encoding]}"] if self.encoding != UTF_8 else []
         parts += [f"with {DELIMITERS[delimiter]} between its cells"] if delimiter else []
         if parts:
-            cure = ": save it as UTF-8 if that is wrong" if self.encoding == WINDOWS else ""
-            warnings.warn(f"{self.name} is read {' '.join(parts)}{cure}", ReadAsWarning, stacklevel=2)
+            hint = ": save it as UTF-8 if that is wrong" if self.encoding == WINDOWS else ""
+            warnings.warn(f"{self.name} is read {' '.join(parts)}{hint}", ReadAsWarning, stacklevel=2)
 
 
 def _is_json(line: str) -> bool:
-    """Return whether a file that begins with this line seems to be JSON or JSON Lines."""
+    """Return whether the first line of a file looks like JSON or JSON Lines."""
     text = line.strip()
     if text == "[" or text.startswith('[{"'):
         return True
@@ -158,8 +175,8 @@ def _is_json(line: str) -> bool:
 
 def _plain_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row]:
     columns.require((columns.text,), source.name)
-    source.tell()
-    blank: list[Row] = []  # at the end of a file they are no rows
+    source.warn_of_assumptions()
+    blank: list[Row] = []  # blank lines at the end of a file are ignored, others are passed on
     for number, line in enumerate(lines, start=1):
         row = Row(f"{source.name} line {number}", (line.rstrip("\r\n"),) * len(columns.names))
         if is_blank(line):
@@ -171,109 +188,119 @@ def _plain_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iter
 
 
 def _csv_rows(
-    lines: Iterator[str], columns: Columns, source: _Source, usual: str = ","
+    lines: Iterator[str], columns: Columns, source: _Source, default_delimiter: str = ","
 ) -> Iterator[Row | RowError]:
-    # Lines may end in a bare carriage return too, as StringIO has it.
+    # StringIO also splits at a bare carriage return, which old Macs use as line end.
     pieces = (piece for line in lines for piece in io.StringIO(line, newline=""))
-    start = list(_to_filled(pieces))
-    named = _SEPARATOR.fullmatch(start[-1].strip(" \r\n")) if start else None
-    before = len(start) if named else 0
-    if named:  # Excel reads it and drops it
-        start = list(_to_filled(pieces))
-    delimiter = named[1] if named else _delimiter(start[-1] if start else "", columns, usual)
-    source.tell("" if delimiter == usual else delimiter)
-    # strict: otherwise a quotation mark that is never closed silently swallows the rest of the file.
+    start = list(_through_first_nonblank(pieces))
+    separator_line = _SEPARATOR_LINE.fullmatch(start[-1].strip(" \r\n")) if start else None
+    skipped = len(start) if separator_line else 0
+    if separator_line:  # Excel writes and reads "sep=;" as the first line
+        start = list(_through_first_nonblank(pieces))
+        delimiter = separator_line[1]
+    else:
+        delimiter = _detect_delimiter(start[-1] if start else "", columns, default_delimiter)
+    source.warn_of_assumptions("" if delimiter == default_delimiter else delimiter)
+    # strict: otherwise an unclosed quotation mark silently swallows the rest of the file
     records = csv.reader(chain(start, pieces), delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    number = before
+    number = skipped
     try:
-        for number, cells in enumerate(_long_fields(records), start=before + 1):
+        for number, cells in enumerate(_without_size_limit(records), start=skipped + 1):
             place = f"{source.name} row {number}"
             if not cells or (header is None and not "".join(cells).strip()):
                 continue
             if header is None:
                 header = [name.strip() for name in cells]
-                positions = _positions(header, columns, source.name)
+                positions = columns.positions(header, source.name)
             elif len(cells) != len(header):
-                more = len(cells) > len(header)
-                cure = "quote a cell that holds the delimiter" if more else "complete the row"
-                yield RowError(f"{len(cells)} cells but the header has {len(header)}: {cure}", place)
+                hint = (
+                    "quote cells that contain the delimiter"
+                    if len(cells) > len(header)
+                    else "complete the row"
+                )
+                yield RowError(f"{len(cells)} cells but the header has {len(header)}: {hint}", place)
             else:
                 yield Row(place, tuple(cells[position] for position in positions))
     except csv.Error as error:
-        cure = "put the cell in quotation marks and double those inside it"
-        raise RowError(f"{source.name} row {number + 1}: {error}: {cure}") from error
+        raise RowError(
+            f"{source.name} row {number + 1}: {error}: put the cell in quotation marks and double those "
+            "inside it"
+        ) from error
 
 
-def _to_filled(pieces: Iterator[str]) -> Iterator[str]:
+def _through_first_nonblank(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield lines up to and including the first that is not blank."""
     for piece in pieces:
         yield piece
         if piece.strip():
             return
 
 
-def _delimiter(line: str, columns: Columns, usual: str) -> str:
-    """What stands between the cells of a header: that under which the columns are there, or most cells are.
-    Texts do not count, as they do for `csv.Sniffer`: they hold commas of their own.
+def _detect_delimiter(header: str, columns: Columns, default: str) -> str:
+    """Return the delimiter that separates a header into the expected columns, or else into most columns.
+
+    Only the header is considered: commas inside texts mislead `csv.Sniffer`.
     """
 
-    def fits(delimiter: str) -> tuple[bool, int]:
-        cells = next(_long_fields(csv.reader([line], delimiter=delimiter)), [])
+    def score(delimiter: str) -> tuple[bool, int]:
+        cells = next(_without_size_limit(csv.reader([header], delimiter=delimiter)), [])
         return {name.strip() for name in cells} >= set(columns.names), len(cells)
 
-    return max((usual, *DELIMITERS), key=fits)  # of equals the first
+    return max((default, *DELIMITERS), key=score)  # the first of equals, so the default wins
 
 
-def _long_fields(records: Iterator[list[str]]) -> Iterator[list[str]]:
-    # The limit belongs to the csv module as a whole: put it back after every row, others read in between.
+def _without_size_limit(records: Iterator[list[str]]) -> Iterator[list[str]]:
+    # The limit is global to the csv module: restore it after every row, since other code may read in between.
     while True:
-        before = csv.field_size_limit(MAX_FIELD)
+        previous = csv.field_size_limit(MAX_CELL_CHARACTERS)
         try:
             cells = next(records, None)
         finally:
-            csv.field_size_limit(before)
+            csv.field_size_limit(previous)
         if cells is None:
             return
         yield cells
 
 
-def _positions(header: list[str], columns: Columns, where: str) -> list[int]:
-    columns.require_once(header, where)
-    columns.require(header, where, header=True)
-    return [header.index(column) for column in columns.names]
-
-
 def _jsonl_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row | RowError]:
-    source.tell()
+    source.warn_of_assumptions()
     for number, line in enumerate(lines, start=1):
         if not line.isspace():
-            yield _object_row(f"{source.name} line {number}", columns, line, parse=True)
+            place = f"{source.name} line {number}"
+            try:
+                yield _row_from_object(_parse_json(line, place, "correct that line"), columns, place)
+            except RowError as error:
+                yield error
 
 
 def _json_rows(lines: Iterator[str], columns: Columns, source: _Source) -> Iterator[Row | RowError]:
-    source.tell()
+    source.warn_of_assumptions()
     content = "".join(lines)
     if not content.strip():
         return
-    cure = "correct it, or name the file .jsonl if it has one object per line"
-    records = _records(_parsed(content, source.name, cure), columns, source.name)
+    hint = "correct it, or name the file .jsonl if it has one object per line"
+    records = _records(_parse_json(content, source.name, hint), columns, source.name)
     for number, record in enumerate(records, start=1):
-        yield _object_row(f"{source.name} item {number}", columns, record)
+        try:
+            yield _row_from_object(record, columns, f"{source.name} item {number}")
+        except RowError as error:
+            yield error
 
 
-def _records(value: Any, columns: Columns, where: str) -> list[Any]:
+def _records(value: Any, columns: Columns, name: str) -> list[Any]:
     """Return the rows of a JSON file as a list of objects.
 
-    Takes such a list, what `pandas.DataFrame.to_json` writes in any ``orient`` but "values", and an object of
-    one list per column. Raises RowError for anything else.
+    Accepts a list of objects, an object with one list per column, and the output of
+    `pandas.DataFrame.to_json` in every ``orient`` but "values". Raises RowError for anything else.
     """
     if isinstance(value, list):
         return value
-    cure = "write a list of objects, as pandas does with orient='records'"
+    hint = "write a list of objects, as pandas does with orient='records'"
     if not isinstance(value, dict):
-        raise RowError(f"{where}: holds a JSON {type(value).__name__}: {cure}")
+        raise RowError(f"{name}: contains a JSON {type(value).__name__}: {hint}")
     if (key := repeated_key(value)) is not None:
-        raise RowError(f"{where}: the key {key!r} is given twice: remove one")
+        raise RowError(f"{name}: the key {key!r} is given twice: remove one")
     parts = list(value.values())
     if isinstance(value.get("data"), list) and "columns" in value:  # orient="split"
         return [dict(zip(value["columns"], row, strict=False)) for row in value["data"]]
@@ -282,40 +309,36 @@ def _records(value: Any, columns: Columns, where: str) -> list[Any]:
     if parts and all(isinstance(part, dict) for part in parts):
         if columns.text in parts[0] and columns.text not in value:  # orient="index"
             return parts
-        rows = {key: None for part in parts for key in part}  # orient="columns", the default
-        return [{name: column.get(key) for name, column in value.items()} for key in rows]
+        indices = {index: None for part in parts for index in part}  # orient="columns", the default
+        return [{column: cells.get(index) for column, cells in value.items()} for index in indices]
     if (
         columns.text in value
         and all(isinstance(part, list) for part in parts)
         and len(set(map(len, parts))) == 1
     ):
         return [dict(zip(value, row, strict=True)) for row in zip(*parts, strict=True)]
-    raise RowError(f"{where}: holds a JSON dict: {cure}")
+    raise RowError(f"{name}: contains a JSON dict: {hint}")
 
 
-def _object_row(place: str, columns: Columns, record: Any, *, parse: bool = False) -> Row | RowError:
-    try:
-        record = _parsed(record, place, "correct that line") if parse else record
-        if not isinstance(record, dict):
-            names = ", ".join(map(repr, columns.names))
-            return RowError(f"{shown(record)} is not an object: write one with {names}", place)
-        if (key := repeated_key(record)) is not None:
-            return RowError(f"the key {key!r} is given twice: remove one", place)
-        columns.require(list(record), place)
-    except RowError as error:
-        return error
+def _row_from_object(record: Any, columns: Columns, place: str) -> Row:
+    if not isinstance(record, dict):
+        names = ", ".join(map(repr, columns.names))
+        raise RowError(f"{preview(record)} is not an object: write one with {names}", place)
+    if (key := repeated_key(record)) is not None:
+        raise RowError(f"the key {key!r} is given twice: remove one", place)
+    columns.require(list(record), place)
     return Row(place, tuple(record[column] for column in columns.names))
 
 
-def _parsed(content: str, place: str, cure: str) -> Any:
+def _parse_json(content: str, place: str, hint: str) -> Any:
     try:
         return load_json(content)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"bad JSON ({error}): {cure}", place) from error
+        raise RowError(f"bad JSON ({error}): {hint}", place) from error
 
 
-class _RepeatedKey(dict[str, Any]):
-    """A JSON object in which ``key`` is given more than once; `json` alone would keep the last silently."""
+class _ObjectWithRepeatedKey(dict[str, Any]):
+    """A JSON object with more than one ``key``; `json` alone silently keeps the last value."""
 
     key: str
 
@@ -325,19 +348,19 @@ def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) == len(pairs):
         return record
     keys = [key for key, _ in pairs]
-    repeated = _RepeatedKey(record)
-    repeated.key = next(key for place, key in enumerate(keys) if key in keys[:place])
+    repeated = _ObjectWithRepeatedKey(record)
+    repeated.key = next(key for index, key in enumerate(keys) if key in keys[:index])
     return repeated
 
 
 def load_json(content: str | bytes) -> Any:
-    """Parse JSON so that `repeated_key` can tell objects with repeated keys. Raises ValueError as `json`."""
+    """Parse JSON like `json.loads`, and mark objects with repeated keys for `repeated_key`."""
     return json.loads(content, object_pairs_hook=_json_object)
 
 
 def repeated_key(value: Any) -> str | None:
-    """Return a key that is given twice in an object of `load_json`, or in one inside it; None without."""
-    if isinstance(value, _RepeatedKey):
+    """Return a key that occurs twice in an object from `load_json` or in one nested in it, or None."""
+    if isinstance(value, _ObjectWithRepeatedKey):
         return value.key
     if not isinstance(value, dict | list):
         return None
@@ -348,7 +371,7 @@ def repeated_key(value: Any) -> str | None:
 _READERS: dict[str, Callable[[Iterator[str], Columns, _Source], Iterator[Row | RowError]]] = {
     "lines": _plain_rows,
     "csv": _csv_rows,
-    "tsv": partial(_csv_rows, usual="\t"),
+    "tsv": partial(_csv_rows, default_delimiter="\t"),
     "jsonl": _jsonl_rows,
     "json": _json_rows,
 }

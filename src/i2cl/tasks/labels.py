@@ -1,4 +1,4 @@
-"""Label words: which one a cell of a label column names, and which ones a file has."""
+"""Label words: which class a label cell names, and likely mistakes in the labels of a file."""
 
 import re
 from collections import Counter
@@ -7,23 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from i2cl.errors import I2CLError
 from i2cl.tasks.text import fold, normalize_word
 
-MOST_DIGITS = 9  # of a class id
-SHORTEST = 4  # letters from which two words that differ in one of them may be the same
-RARE = 5  # how many times as frequent the other one is, where a word that differs in a letter is a slip
+MAX_ID_DIGITS = 9
+MIN_TYPO_LENGTH = 4  # characters; shorter words that differ in one character are usually different words
+TYPO_FREQUENCY_RATIO = 5  # a word is a possible typo of one that is at least this many times as frequent
 BOOLEANS = {"false": 0, "true": 1}  # class ids of booleans, as in numpy and pandas
 _CODE = re.compile(r"(?P<prefix>[A-Za-z]*)[ _-]?\d+")
 
 
 class LabelLookup:
-    """Finds the class id of a label cell: exact words first, then ignoring case, then numbers.
+    """Maps label cells to class ids: by exact word, else ignoring case, else by number.
 
-    An underscore in a cell may stand for a space, as in the names of intents. Words are compared in Unicode
-    NFC.
+    Underscores in a cell also match spaces, as in names of intents. Words are compared in Unicode NFC.
 
     Args:
-        labels: label words in the order of their ids, or a dict from each code that a file may have to its
-            label word; several codes may have the same word.
-        first: number of the first class in files that have numbers: 0 or 1.
+        labels: label words in the order of their ids, or a dict from each code in the file to its label word;
+            several codes may have the same word.
+        first: number of the first class in files with numeric labels: 0 or 1.
     """
 
     def __init__(self, labels: Sequence[str] | Mapping[str, str], first: int = 0) -> None:
@@ -35,7 +34,7 @@ class LabelLookup:
         ids = {word: index for index, word in enumerate(self.labels)}
         self._exact = ids | {normalize_word(code): index for code, index in self.codes.items()}
         counts = Counter(word.casefold() for word in self._exact)
-        # Two words that differ only in case cannot be told apart without it.
+        # words that differ only in case need an exact match
         self._folded = {
             word.casefold(): index for word, index in self._exact.items() if counts[word.casefold()] == 1
         }
@@ -44,11 +43,13 @@ class LabelLookup:
             self._numbers = {first + index: index for index in ids.values()}
 
     @classmethod
-    def of(cls, labels: Sequence[str] | Mapping[str, str], cells: Iterable[object]) -> "LabelLookup":
+    def from_cells(cls, labels: Sequence[str] | Mapping[str, str], cells: Iterable[object]) -> "LabelLookup":
         """Create the lookup for a file with these label cells.
 
-        Numbers count from 1 if they run from 1 to the number of words; false and true are 0 and 1. Raises
-        I2CLError if labels is a dict and the cells hold its words, not its codes.
+        Numbers count from 1 if they run from 1 to the number of words; false and true are 0 and 1.
+
+        Raises:
+            I2CLError: if labels is a dict and the cells contain its words instead of its codes.
         """
         cells = list(cells)
         words = {str(cell_word(cell)).casefold() for cell in cells}
@@ -57,14 +58,16 @@ class LabelLookup:
             codes = {code.casefold() for code in map(normalize_word, labels)}
             if words.isdisjoint(codes) and not words.isdisjoint(map(str.casefold, lookup.labels)):
                 pairs = ",".join(f"{code}={word}" for code, word in labels.items())
-                cure = f"write NAME=CODE, such as --labels {pairs}, or in Python a dict from code to name"
-                raise I2CLError(f"no row has the label {next(iter(labels))!r}: {cure}")
+                raise I2CLError(
+                    f"no row has the label {next(iter(labels))!r}: write NAME=CODE, such as --labels "
+                    f"{pairs}, or in Python a dict from code to name"
+                )
             return lookup
         if words and len(labels) == 2 and words <= BOOLEANS.keys() - set(map(str.casefold, labels)):
-            return cls({code: labels[place] for code, place in BOOLEANS.items()})
+            return cls({code: labels[index] for code, index in BOOLEANS.items()})
         ids = {as_id(cell) for cell in cells}
-        counted = None not in ids and 0 not in ids and {1, len(labels)} <= ids
-        return cls(labels, first=1 if counted else 0)
+        from_one = None not in ids and 0 not in ids and {1, len(labels)} <= ids
+        return cls(labels, first=1 if from_one else 0)
 
     def find(self, label: object) -> int | None:
         """Return the class id that a cell names, or None."""
@@ -77,20 +80,20 @@ class LabelLookup:
             if key in table:
                 return table[key]
         number = as_id(word)
-        if str(number) in self._exact:  # 1.0 is the label word "1" where there is one
+        if str(number) in self._exact:  # 1.0 means the label word "1" if there is one
             return self._exact[str(number)]
         return None if number is None else self._numbers.get(number)
 
     def allowed(self) -> str:
-        """Return what may stand in a label column, for error messages."""
+        """Return the values that a label cell may have, for error messages."""
         if self.codes:
-            return ", ".join(f"{code} ({self.labels[place]})" for code, place in self.codes.items())
+            return ", ".join(f"{code} ({self.labels[index]})" for code, index in self.codes.items())
         last = self.first + len(self.labels) - 1
         return f"{', '.join(self.labels)} (or the ids {self.first} to {last})"
 
 
 def cell_word(cell: object) -> str | None:
-    """Return a label cell as a word in Unicode NFC; None for a cell that is no word, id or boolean."""
+    """Return a label cell as a word in Unicode NFC, or None if it is not a word, an id or a boolean."""
     if isinstance(cell, bool):
         return str(cell).lower()
     if isinstance(cell, int | float):
@@ -100,10 +103,13 @@ def cell_word(cell: object) -> str | None:
 
 
 def as_id(cell: object) -> int | None:
-    """Return the class id that a cell is, or None. 1.0 is 1: pandas writes ids beside missing values so."""
+    """Return a cell as a class id, or None if it is not one.
+
+    1.0 is accepted as 1: pandas writes integers as floats in columns with missing values.
+    """
     word = str(cell).strip().removesuffix(".0")
-    whole = word.isascii() and word.isdecimal() and len(word) <= MOST_DIGITS
-    return int(word) if whole and not isinstance(cell, bool) else None
+    is_number = word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS
+    return int(word) if is_number and not isinstance(cell, bool) else None
 
 
 def kind_of_codes(labels: Iterable[str]) -> str:
@@ -118,15 +124,15 @@ def kind_of_codes(labels: Iterable[str]) -> str:
         return "numbers"
     if all(len(word) == 1 and word.isascii() and word.isalnum() for word in words):
         return "letters"
-    found = [_CODE.fullmatch(word) for word in words]
-    prefixes = {one["prefix"] for one in found if one}
-    if all(found) and (len(prefixes) == 1 or max(map(len, prefixes)) == 1):
+    matches = [_CODE.fullmatch(word) for word in words]
+    prefixes = {match["prefix"] for match in matches if match}
+    if all(matches) and (len(prefixes) == 1 or max(map(len, prefixes)) == 1):
         return "codes"
     return ""
 
 
-def ordered(words: Iterable[str]) -> tuple[str, ...]:
-    """Sort distinct label words: numbers by value, others alphabetically."""
+def sort_labels(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the distinct label words, sorted: by value if all are numbers, else alphabetically."""
     distinct = set(words)
     ids = {word: as_id(word) for word in distinct}
     if None in ids.values():
@@ -134,37 +140,41 @@ def ordered(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(distinct, key=lambda word: (ids[word] or 0, word)))
 
 
-def slips(counts: dict[str, int]) -> list[tuple[str, str]]:
-    """Find label words that may be misspellings of another label, which has more rows.
+def likely_typos(counts: dict[str, int]) -> list[tuple[str, str]]:
+    """Find label words that may be misspellings of a more frequent label.
 
-    They differ in case or plural, or one is rare (`RARE`) and differs by a letter.
+    Words match if they differ only in case or plural, or if one is rare (`TYPO_FREQUENCY_RATIO`) and differs
+    by one character.
+
+    Args:
+        counts: number of rows of each label word.
 
     Returns:
-        Pairs of a suspicious word and the word that may have been meant.
+        Pairs of a suspicious word and the word that was probably meant.
     """
     pairs = []
     words = sorted(counts, key=lambda word: (counts[word], word))
-    for place, word in enumerate(words):
-        for other in reversed(words[place + 1 :]):
-            rare = counts[other] >= RARE * counts[word]
-            if _same_but_written(word, other) or (rare and _a_letter_apart(word, other)):
+    for position, word in enumerate(words):
+        for other in reversed(words[position + 1 :]):
+            is_rare = counts[other] >= TYPO_FREQUENCY_RATIO * counts[word]
+            if _same_but_case_or_plural(word, other) or (is_rare and _is_one_edit_apart(word, other)):
                 pairs.append((word, other))
                 break
     return pairs
 
 
-def _same_but_written(one: str, other: str) -> bool:
-    short, long = sorted(map(fold, (one, other)), key=len)
+def _same_but_case_or_plural(first: str, second: str) -> bool:
+    short, long = sorted(map(fold, (first, second)), key=len)
     return long in {short, f"{short}s", f"{short}es"} or (short[-1:] == "y" and long == f"{short[:-1]}ies")
 
 
-def _a_letter_apart(one: str, other: str) -> bool:
-    """Return whether one insertion, deletion, substitution or swap of neighbours makes them equal."""
-    a, b = one.casefold(), other.casefold()
-    if min(len(a), len(b)) < SHORTEST or as_id(a) is not None:
+def _is_one_edit_apart(first: str, second: str) -> bool:
+    """Return whether one insertion, deletion, substitution or swap of neighbours makes the words equal."""
+    a, b = first.casefold(), second.casefold()
+    if min(len(a), len(b)) < MIN_TYPO_LENGTH or as_id(a) is not None:
         return False
     pairs = enumerate(zip(a, b, strict=False))
-    first = next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))  # that differs
-    a, b = a[first:], b[first:]
+    start = next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))  # first difference
+    a, b = a[start:], b[start:]
     swapped = a[:2] == b[:2][::-1] and a[2:] == b[2:]
     return swapped or a[1:] == b[1:] or a == b[1:] or a[1:] == b

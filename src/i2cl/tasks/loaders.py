@@ -1,4 +1,4 @@
-"""`load_task`: one door to every task, by name or by file; and the names of all known tasks."""
+"""Load a task by name, from a task TOML or from a file of rows, and list the known tasks."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,26 +24,26 @@ StrPath = str | os.PathLike[str]
 
 PAPER_TASKS = ("sst2", "sst5", "mr", "subj", "trec", "agnews", "dbpedia", "hate_speech18", "emoc")
 
-BENCHMARK_TASKS = ("banking77", "clinc150")  # tasks of the hub that the paper has not: those with many labels
+BENCHMARK_TASKS = ("banking77", "clinc150")  # tasks with many labels, which the paper does not evaluate
 
 BUNDLED_TASKS = tuple(
     sorted({file.stem for file in BUILTIN.glob("*.toml")} - {*PAPER_TASKS, *BENCHMARK_TASKS})
 )
-"""Tasks whose rows ship with the package: each a TOML with a `[files]` table in `builtin`, and its rows."""
+"""Tasks whose rows ship with the package: a TOML with a `[files]` table in `builtin`, and its row files."""
 
 GROUPS = {"paper": PAPER_TASKS, "benchmark": BENCHMARK_TASKS, "bundled": BUNDLED_TASKS}
-"""Names of the tasks that have a TOML here, by where they come from."""
+"""Names of the tasks with a TOML in `builtin`, by group."""
 
 
 def builtin_spec(name: str) -> TaskSpec:
-    """The TOML of a task by name, wherever its rows lie."""
+    """Return the specification of a task with a TOML in `builtin`."""
     return read_spec(BUILTIN / f"{name}.toml")
 
 
 def list_tasks() -> list[Task]:
-    """Every known task without rows: the paper's, others of the hub, bundled ones, then made ones."""
-    named = [builtin_spec(name).to_task(group=group) for group, names in GROUPS.items() for name in names]
-    return [*named, synthetic_task().without_data(), *corpus.describe()]
+    """Return every known task without rows: paper, benchmark and bundled tasks, then generated ones."""
+    specified = [builtin_spec(name).to_task(group=group) for group, names in GROUPS.items() for name in names]
+    return [*specified, synthetic_task().without_data(), *corpus.describe()]
 
 
 def load_task(
@@ -59,8 +59,8 @@ def load_task(
 ) -> Task:
     """Load a task with its rows.
 
-    The paper's tasks are read from ``data_dir`` or the folder in I2CL_DATA_DIR, laid out as
-    <folder>/<task>/train.jsonl and test.jsonl, else from the Hugging Face hub.
+    The paper's tasks are read from ``data_dir`` or the folder in the environment variable I2CL_DATA_DIR
+    (<folder>/<task>/train.jsonl and test.jsonl); without either, from the Hugging Face hub.
 
     Args:
         name_or_path: a known name (`list_tasks`), the path of a task TOML, or the path of a file of rows
@@ -72,53 +72,50 @@ def load_task(
             ``{"True": "good", "False": "bad"}``.
         text_column: name of the text column in a file of rows.
         label_column: name of the label column in a file of rows.
-        test_path: file with the test rows, of a file of rows or of a TOML that names none.
-        skip_bad_rows: leave out unusable rows of the user's own files, with a warning.
+        test_path: file with the test rows, for a file of rows or a TOML that names none.
+        skip_bad_rows: skip unusable rows of the user's own files, with a warning.
 
     Raises:
-        I2CLError: for anything unknown, missing or malformed.
+        I2CLError: if the task is unknown, or a file is missing or malformed.
     """
     if isinstance(labels, str):
         raise I2CLError(f"labels is the string {labels!r}: give a list of words")
-    shape = Template(template) if isinstance(template, str) else template
+    template = Template(template) if isinstance(template, str) else template
     path = Path(name_or_path)
-    suffix = path.suffix.lower()
     if is_row_file(path):
         read = partial(read_labelled, text_column=text_column, label_column=label_column, skip=skip_bad_rows)
         train, lookup = read(path, labels)
-        if shape is None:
+        if template is None:
             example = "'Review: {text}\\nSentiment: {label}'"
             raise I2CLError(f"{path} needs a template: pass one such as {example}")
         test = () if test_path is None else read(Path(test_path), lookup)[0]
-        return Task(name_of(path), lookup.labels, shape, train, test, title=name_of(path))
+        return Task(name_of(path), lookup.labels, template, train, test, title=name_of(path))
     if isinstance(labels, Mapping):
-        cure = "give a list of words, one per class"
-        raise I2CLError(f"labels by code (NAME=CODE) are for a file of rows, not for {name_or_path}: {cure}")
+        raise I2CLError(
+            f"labels by code (NAME=CODE) are for a file of rows, not for {name_or_path}: give a list of "
+            "words, one per class"
+        )
     if (text_column, label_column) != ("text", "label"):
-        what = "columns (--text-column, --label-column) are those of a file of rows"
-        raise I2CLError(f"{what}: leave them out; a task TOML names its own in [files]")
-    if suffix != ".toml":
+        raise I2CLError(
+            "column names (--text-column, --label-column) apply only to a file of rows: leave them out; a "
+            "task TOML names its columns in [files]"
+        )
+    if path.suffix.lower() != ".toml":
         if test_path is not None:
-            what = f"{str(name_or_path)!r} brings its own test split"
-            raise I2CLError(f"{what}: leave test_path (--test) out")
-        return _override(_load_named(str(name_or_path), data_dir), shape, labels)
+            raise I2CLError(f"{str(name_or_path)!r} has its own test split: leave test_path (--test) out")
+        return _override(_load_named(str(name_or_path), data_dir), template, labels)
     spec = read_spec(path)
     if test_path is not None:
         if spec.files is None or spec.files.test:
             raise I2CLError(f"{path} names its own test split: leave test_path (--test) out")
         files = spec.files.model_copy(update={"test": str(Path(test_path).absolute())})
         spec = spec.model_copy(update={"files": files})
-    return _override(_load_spec(spec, path.parent, data_dir, "user", skip=skip_bad_rows), shape, labels)
+    return _override(_load_spec(spec, path.parent, data_dir, "user", skip=skip_bad_rows), template, labels)
 
 
 def default_template(name: StrPath) -> str | None:
-    """Return the default template, or None if the task defines one."""
-    return DEFAULT_TEMPLATE if is_own(name) else None
-
-
-def is_own(name: StrPath) -> bool:
-    """Return whether a task is a file of rows of the user."""
-    return is_row_file(Path(name))
+    """Return the default template for a file of rows, or None if the task defines one."""
+    return DEFAULT_TEMPLATE if is_row_file(Path(name)) else None
 
 
 def _load_named(name: str, data_dir: StrPath | None) -> Task:
@@ -146,19 +143,22 @@ def _load_spec(
     elif root := data_dir or os.environ.get(DATA_DIR_VARIABLE):
         train, test = _from_folder(Path(root), spec)
     else:
-        train, test = load_hub(cast("HubSource", spec.hub), spec.labels)  # the one or the other is there
+        train, test = load_hub(cast("HubSource", spec.hub), spec.labels)  # a spec has either files or hub
     return spec.to_task(train, test, group)
 
 
 def _from_folder(root: Path, spec: TaskSpec) -> list[tuple[Example, ...]]:
     if not root.is_dir():
-        cure = f"correct data_dir (--data-dir) or {DATA_DIR_VARIABLE}"
-        raise I2CLError(f"data folder {root} does not exist: {cure}")
+        raise I2CLError(
+            f"data folder {root} does not exist: correct data_dir (--data-dir) or {DATA_DIR_VARIABLE}"
+        )
     files = [root / spec.name / f"{split}.jsonl" for split in ("train", "test")]
-    if lacking := [file for file in files if not file.is_file()]:
-        cure = "add it, or give no data folder to use the hub"
-        raise I2CLError(f"task {spec.name!r}: {lacking[0]} does not exist: {cure}")
-    train, lookup = read_labelled(files[0], spec.labels)  # which says whether ids begin at 0 or 1
+    for file in files:
+        if not file.is_file():
+            raise I2CLError(
+                f"task {spec.name!r}: {file} does not exist: add it, or give no data folder to use the hub"
+            )
+    train, lookup = read_labelled(files[0], spec.labels)  # determines whether ids start at 0 or 1
     return [train, read_labelled(files[1], lookup)[0]]
 
 

@@ -1,4 +1,4 @@
-"""One row of a file, and which of its columns are read."""
+"""One row of a file, and the columns to read from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from i2cl.errors import did_you_mean
 from i2cl.tasks.files import RowError
 
-_SHOWN = 60
+_MAX_PREVIEW_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Values of one row, and its place: the file and "row 3" (the header is row 1) or "line 3"."""
+    """One row of a file.
+
+    Attributes:
+        place: file and row for error messages, such as "a.csv row 3" (the header is row 1) or "a.txt line 3".
+        values: cells in the order of `Columns.names`.
+    """
 
     place: str
     values: tuple[object, ...]
@@ -19,7 +24,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns or keys to read: the text, perhaps a label, and ``kept`` ones, passed on as is."""
+    """Names of the columns or JSON keys to read.
+
+    Attributes:
+        text: column of the texts.
+        label: column of the labels; None for unlabelled texts.
+        kept: further columns, passed through unchanged.
+    """
 
     text: str = "text"
     label: str | None = None
@@ -27,33 +38,36 @@ class Columns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, the text first."""
+        """All names, in the order of `Row.values`: text, label, kept columns."""
         return (self.text, *(() if self.label is None else (self.label,)), *self.kept)
 
-    def require_once(self, header: Sequence[str], place: str) -> None:
-        """Raise RowError if a header names a column twice."""
+    def positions(self, header: Sequence[str], place: str) -> list[int]:
+        """Return the index of each column in a header. Raises RowError if one is missing or repeated."""
         for column in self.names:
             if list(header).count(column) > 1:
                 raise RowError(f"{place}: the header names column {column!r} twice: rename one of them")
+        self.require(header, place, header=True)
+        return [header.index(column) for column in self.names]
 
     def require(self, present: Sequence[str], place: str, *, header: bool = False) -> None:
-        """Raise RowError if a column is missing. ``header``: the names are those of a header line."""
+        """Raise RowError if a column is missing. ``header``: the names come from a header line."""
         kinds = ("text",) if self.label is None else ("text", "label")
-        for number, column in enumerate(self.names):
+        for index, column in enumerate(self.names):
             if column in present:
                 continue
-            there = f"the columns are {shown(', '.join(present), bare=True) or 'none'}"
-            if number >= len(kinds):
-                raise RowError(f"no column {column!r} to keep, {there}: correct --keep", place)
-            kind = kinds[number]
-            hint = did_you_mean(column, present, most=1) or f"say which one holds the {kind}: "
-            cure = f"{hint}{kind}_column (--{kind}-column)"
+            available = f"the columns are {preview(', '.join(present), quote=False) or 'none'}"
+            if index >= len(kinds):
+                raise RowError(f"no column {column!r} to keep, {available}: correct --keep", place)
+            kind = kinds[index]
+            # The server recognizes "say which one holds" and replaces the advice by its own parameter names.
+            hint = did_you_mean(column, present, limit=1) or f"say which one holds the {kind}: "
+            advice = f"{hint}{kind}_column (--{kind}-column)"
             if header:
-                cure += f"; if that is a row and no header, add one: {','.join(self.names)}"
-            raise RowError(f"no {kind} column {column!r}, {there}: {cure}", place)
+                advice += f"; if the file has no header, add one: {','.join(self.names)}"
+            raise RowError(f"no {kind} column {column!r}, {available}: {advice}", place)
 
 
-def shown(value: object, *, bare: bool = False) -> str:
-    """Return a value for an error message, cut where it is long; ``bare``: without quotes."""
-    text = str(value) if bare else repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+def preview(value: object, *, quote: bool = True) -> str:
+    """Return a value for an error message, truncated if it is long."""
+    text = repr(value) if quote else str(value)
+    return text if len(text) <= _MAX_PREVIEW_CHARACTERS else text[:_MAX_PREVIEW_CHARACTERS] + "..."

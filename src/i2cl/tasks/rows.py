@@ -1,6 +1,6 @@
 """Read labelled rows (for `fit` and `eval`) and unlabelled texts (for `predict`).
 
-Errors name the file and the rows. File formats are read by `i2cl.tasks.formats`.
+Errors name the file and all unusable rows. `i2cl.tasks.formats` reads the file formats.
 """
 
 import json
@@ -13,31 +13,39 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from i2cl.errors import HALF_PAIR, I2CLError
+from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.formats import ROW_SUFFIXES, STDIN, RowFormat, is_row_file, rows_or_errors
-from i2cl.tasks.labels import LabelLookup, as_id, cell_word, ordered
-from i2cl.tasks.row import Columns, Row, shown
+from i2cl.tasks.labels import LabelLookup, as_id, cell_word, sort_labels
+from i2cl.tasks.row import Columns, Row, preview
 from i2cl.tasks.task import Example
 from i2cl.tasks.text import fold, is_blank
 
 T = TypeVar("T")
 U = TypeVar("U")
 
+# Text and label columns seem to be swapped if a file has at least MIN_SWAPPED_ROWS rows, its texts repeat (at
+# most 2 distinct texts, or MIN_SWAPPED_REPEATS rows per text on average), and its labels hardly repeat.
 MIN_SWAPPED_ROWS = 4
-SWAPPED_REPEATS = 3  # each text stands in so many rows on average, or there are two texts at most
-SWAPPED_SHARE = 0.8  # of the rows have a label of their own
+MIN_SWAPPED_REPEATS = 3
+MIN_SWAPPED_LABELS = 0.8  # distinct labels per row
 _MAX_NAMED_ROWS = 20  # per reason, in one error message
 _MAX_REASONS = 6
-_SKIP = "or skip such rows (--skip-bad-rows)"
+_SKIP_HINT = "or skip such rows (--skip-bad-rows)"
 
 
 class LabelWarning(UserWarning):
-    """Two label words look like one class that is written in two ways."""
+    """Two label words look like two spellings of one class."""
 
 
 class Query(NamedTuple):
-    """A text to classify, the columns to repeat beside its answer, and why the row is unusable, if it is."""
+    """A text to classify.
+
+    Attributes:
+        text: the text; empty if the row is unusable.
+        kept: values of the columns to repeat in the output.
+        error: why the row is unusable; None if it is usable.
+    """
 
     text: str
     kept: tuple[object, ...] = ()
@@ -45,48 +53,55 @@ class Query(NamedTuple):
 
 
 class BadRows:
-    """Unusable rows of a file, grouped by reason. Memory does not grow with their number."""
+    """Collects the unusable rows of a file, grouped by reason. Memory does not grow with their number.
+
+    Attributes:
+        count: number of unusable rows.
+    """
 
     def __init__(self, source: str) -> None:
         self.count = 0
         self._source = "stdin" if source == STDIN else source
         self._first: RowError | None = None
-        self._rows: dict[str, list[str]] = {}
+        self._rows_by_reason: dict[str, list[str]] = {}
         self._counts: Counter[str] = Counter()
 
     def add(self, *errors: RowError) -> None:
-        """Count more rows."""
+        """Add the errors of unusable rows."""
         for error in errors:
             self.count += 1
             self._first = self._first or error
-            if error.why in self._rows or len(self._rows) < _MAX_REASONS:
+            if error.why in self._rows_by_reason or len(self._rows_by_reason) < _MAX_REASONS:
                 self._counts[error.why] += 1
-                rows = self._rows.setdefault(error.why, [])
+                rows = self._rows_by_reason.setdefault(error.why, [])
                 if len(rows) < _MAX_NAMED_ROWS:
                     rows.append(error.place.removeprefix(f"{self._source} "))
 
     def summary(self) -> str:
         """Return each reason once, with the rows that it applies to."""
         parts = []
-        for why, rows in self._rows.items():
-            kind = rows[0].split()[0]
-            named = [row.removeprefix(f"{kind} ") for row in rows]
-            more = self._counts[why] - len(rows)
-            named += [f"{more} more"] if more else []
-            which = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-            parts.append(f"{kind}{'s' * (len(named) > 1)} {which}: {why}")
+        for why, rows in self._rows_by_reason.items():
+            unit = rows[0].split()[0]  # row, line or item
+            numbers = [row.removeprefix(f"{unit} ") for row in rows]
+            if unnamed := self._counts[why] - len(rows):
+                numbers.append(f"{unnamed} more")
+            listed = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
+            parts.append(f"{unit}{'s' * (len(numbers) > 1)} {listed}: {why}")
         if others := self.count - self._counts.total():
             parts.append(f"and {others} more rows")
         return "; ".join(parts)
 
-    def error(self, rows: int, *, skip: bool) -> RowError:
-        """Return the error for a file with so many rows. ``skip``: no row is left without the bad ones."""
-        line = str(self._first)
+    def error(self, total: int, *, skip: bool) -> RowError:
+        """Return the error to raise for a file with ``total`` rows.
+
+        ``skip``: bad rows were to be skipped, but no row is left without them.
+        """
+        message = str(self._first)
         if self.count > 1:
-            line = f"{self._source}: {self.count} of {rows} rows cannot be used: {self.summary()}"
+            message = f"{self._source}: {self.count} of {total} rows cannot be used: {self.summary()}"
         if skip:
-            return RowError(f"{line}; no row is left without them")
-        return RowError(line if self.count == rows else f"{line}; {_SKIP}")
+            return RowError(f"{message}; no row is left without them")
+        return RowError(message if self.count == total else f"{message}; {_SKIP_HINT}")
 
 
 def read_labelled(
@@ -99,30 +114,30 @@ def read_labelled(
 ) -> tuple[tuple[Example, ...], LabelLookup]:
     """Read the labelled examples of a file.
 
-    A label cell is a label word (exact, else ignoring case) or a class id, counted from 0 or from 1; a cell
-    that could be either counts as the word.
+    A label cell is a label word (exact, else ignoring case) or a class id counted from 0 or from 1. A cell
+    that could be either is read as a word.
 
     Args:
         path: the file.
         labels: label words in the order of their ids, a dict from each code in the file to its label word,
             or the lookup of another file of the same task. Default: the distinct labels of the file, sorted.
-        text_column: name of the column or key that holds the text.
-        label_column: name of the column or key that holds the label.
-        skip: leave out unusable rows, with a `ReadAsWarning` that names them.
+        text_column: name of the text column or key.
+        label_column: name of the label column or key.
+        skip: skip unusable rows, with a `ReadAsWarning` that names them.
 
     Returns:
-        The examples, and how their labels were read.
+        The examples, and the lookup that their labels were read with.
 
     Raises:
-        I2CLError: if the file cannot be read, or naming all rows that cannot be used.
+        I2CLError: if the file cannot be read, or has unusable rows; the message names all of them.
     """
     if not is_row_file(path):
         known = ", ".join(ROW_SUFFIXES)
         raise I2CLError(f"{path}: cannot read files ending in {path.suffix!r}: use one of {known}")
     rows = list(rows_or_errors(str(path), Columns(text_column, label_column)))
     bad = BadRows(str(path))
-    good = _usable_rows(rows, partial(_usable, worded=labels is None), bad)
-    if bad.count and (not good or (labels is None and not skip)):  # label words come from all rows
+    good = _apply_to_rows(rows, partial(_check, require_word=labels is None), bad)
+    if bad.count and (not good or (labels is None and not skip)):  # label words are derived from all rows
         raise bad.error(len(rows), skip=skip)
     _require_not_swapped(path, good, text_column, label_column, labels)
     if labels is None:
@@ -130,25 +145,26 @@ def read_labelled(
     elif isinstance(labels, LabelLookup):
         lookup = labels
     else:
-        lookup = LabelLookup.of(labels, (row.values[1] for row in good))
-    examples = _usable_rows(good, lambda row: Example(_text(row), _label(row, lookup)), bad)
+        lookup = LabelLookup.from_cells(labels, (row.values[1] for row in good))
+    examples = _apply_to_rows(good, lambda row: Example(_text(row), _label(row, lookup)), bad)
     if bad.count and not (skip and examples):
         raise bad.error(len(rows), skip=skip)
     if bad.count:
-        line = f"{path}: {bad.count} of {len(rows)} rows are left out: {bad.summary()}"
-        warnings.warn(line, ReadAsWarning, stacklevel=2)
+        message = f"{path}: {bad.count} of {len(rows)} rows are skipped: {bad.summary()}"
+        warnings.warn(message, ReadAsWarning, stacklevel=2)
     return tuple(examples), lookup
 
 
-def refused_rows(
+def unusable_rows(
     path: Path,
     labels: Sequence[str] | LabelLookup | None = None,
     text_column: str = "text",
     label_column: str = "label",
 ) -> tuple[list[str], LabelLookup | None]:
-    """Return the error of every unusable row of a labelled file, and how given labels are read there.
+    """Return the error message of every unusable row of a labelled file, and the lookup of its labels.
 
-    The file has columns ``text`` and ``label``. An error that keeps the rest from being read comes last.
+    The lookup is None if ``labels`` is None. If an error prevents reading the rest of the file, it comes
+    last.
     """
     rows: list[Row | RowError] = []
     try:
@@ -158,16 +174,16 @@ def refused_rows(
     if labels is None or isinstance(labels, LabelLookup):
         lookup = labels
     else:
-        lookup = LabelLookup.of(labels, (row.values[1] for row in rows if isinstance(row, Row)))
-    refused = []
+        lookup = LabelLookup.from_cells(labels, (row.values[1] for row in rows if isinstance(row, Row)))
+    messages = []
     for row in rows:
         try:
-            usable = _usable(row, worded=lookup is None)
+            checked = _check(row, require_word=lookup is None)
             if lookup is not None:
-                _label(usable, lookup)
+                _label(checked, lookup)
         except RowError as error:
-            refused.append(str(error))
-    return refused, lookup
+            messages.append(str(error))
+    return messages, lookup
 
 
 def read_queries(
@@ -178,29 +194,29 @@ def read_queries(
     *,
     skip: bool = False,
 ) -> Iterator[Query]:
-    """Read the texts of a file, or of stdin for ``-``, one at a time.
+    """Yield the texts of a file, one at a time.
 
     Args:
-        source: the file.
-        kind: its format. Default: by its ending.
-        column: name of the column or key that holds the text.
-        kept: columns to pass on as they are.
+        source: path of the file; ``-`` for stdin.
+        kind: format of the file. Default: by its suffix.
+        column: name of the text column or key.
+        kept: columns to pass through unchanged.
         skip: yield unusable rows too, with an empty text and their error.
 
     Raises:
         I2CLError: if the file cannot be read.
-        RowError: on the first row that cannot be used, unless they are skipped.
+        RowError: on the first unusable row, unless ``skip`` is set.
     """
-    with closing(rows_or_errors(source, Columns(column, kept=kept), kind)) as rows:  # or it stays half read
+    with closing(rows_or_errors(source, Columns(column, kept=kept), kind)) as rows:  # closes the file
         for row in rows:
             try:
                 if isinstance(row, RowError):
                     raise row
-                query = Query(_text(row), _kept(row, kept))
+                query = Query(_text(row), _kept_values(row, kept))
             except RowError as error:
                 if not skip:
-                    raise RowError(f"{error.why}; {_SKIP}", error.place) from None
-                query = Query("", _kept_or_empty(row, kept), error)
+                    raise RowError(f"{error.why}; {_SKIP_HINT}", error.place) from None
+                query = Query("", _kept_values_or_none(row, kept), error)
             yield query
 
 
@@ -212,11 +228,11 @@ def check_queries(
     *,
     skip: bool = False,
 ) -> BadRows:
-    """Read a whole file as `read_queries` would, and return its unusable rows.
+    """Read a whole file like `read_queries`, and return its unusable rows.
 
     Raises:
         I2CLError: if the file cannot be read.
-        RowError: naming all unusable rows; if they are skipped, only where no row is left without them.
+        RowError: if there are unusable rows (with ``skip``: if there are no others); the message names all.
     """
     bad, count = BadRows(source), 0
     for query in read_queries(source, kind, column, kept, skip=True):
@@ -228,23 +244,23 @@ def check_queries(
     return bad
 
 
-def _usable_rows(rows: Sequence[T], use: Callable[[T], U], bad: BadRows) -> list[U]:
-    """Apply ``use`` to the rows; errors are added to ``bad``."""
+def _apply_to_rows(rows: Sequence[T], function: Callable[[T], U], bad: BadRows) -> list[U]:
+    """Return the results of a function for the rows, and add the errors it raises to ``bad``."""
     results = []
     for row in rows:
         try:
-            results.append(use(row))
+            results.append(function(row))
         except RowError as error:
             bad.add(error)
     return results
 
 
-def _usable(row: Row | RowError, *, worded: bool) -> Row:
-    """Return the row if its text can be used and, if ``worded``, its label is a word."""
+def _check(row: Row | RowError, *, require_word: bool) -> Row:
+    """Return the row, or raise RowError if it is unusable. ``require_word``: its label must be a word."""
     if isinstance(row, RowError):
         raise row
     _text(row)
-    if worded:
+    if require_word:
         _word(row)
     return row
 
@@ -254,26 +270,28 @@ def _text(row: Row) -> str:
     if text is None or (isinstance(text, str) and is_blank(text)):
         raise RowError("the text is empty: fill it in or delete the row", row.place)
     if not isinstance(text, str):
-        raise RowError(f"the text is {shown(text)}, not a string: put it in quotes", row.place)
-    if HALF_PAIR.search(text):
-        raise RowError("the text holds half a surrogate pair: repair the escape or delete the row", row.place)
+        raise RowError(f"the text is {preview(text)}, not a string: put it in quotes", row.place)
+    if LONE_SURROGATE.search(text):
+        raise RowError("the text contains a lone surrogate: correct or delete the row", row.place)
     return text
 
 
-def _kept(row: Row, names: tuple[str, ...]) -> tuple[object, ...]:
+def _kept_values(row: Row, names: tuple[str, ...]) -> tuple[object, ...]:
     values = row.values[1:]
     for name, value in zip(names, values, strict=True):
-        if HALF_PAIR.search(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)):
-            cure = "repair it, or do not keep it"
-            raise RowError(f"column {name!r} holds half a surrogate pair: {cure}", row.place)
+        if LONE_SURROGATE.search(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)):
+            raise RowError(
+                f"column {name!r} contains a lone surrogate: correct it, or leave it out of --keep",
+                row.place,
+            )
     return values
 
 
-def _kept_or_empty(row: Row | RowError, names: tuple[str, ...]) -> tuple[object, ...]:
-    """Return the kept columns of an unusable row, or None for each if these are unusable too."""
+def _kept_values_or_none(row: Row | RowError, names: tuple[str, ...]) -> tuple[object, ...]:
+    """Return the kept columns of an unusable row, or None for each if they cannot be used either."""
     try:
         if isinstance(row, Row):
-            return _kept(row, names)
+            return _kept_values(row, names)
     except RowError:
         pass
     return (None,) * len(names)
@@ -281,59 +299,71 @@ def _kept_or_empty(row: Row | RowError, names: tuple[str, ...]) -> tuple[object,
 
 def _label(row: Row, lookup: LabelLookup) -> int:
     if (index := lookup.find(row.values[1])) is None:
-        problem = f"label {shown(row.values[1])} is not one of {lookup.allowed()}"
-        raise RowError(f"{problem}: correct it", row.place)
+        raise RowError(
+            f"label {preview(row.values[1])} is not one of {lookup.allowed()}: correct it", row.place
+        )
     return index
 
 
 def _require_not_swapped(
     path: Path, rows: Sequence[Row], text_column: str, label_column: str, labels: object
 ) -> None:
-    """Raise RowError if the text column seems to hold the labels, and the label column the texts.
-
-    Then almost every row has a label of its own, and there are only a few different texts.
-    """
+    """Raise RowError if the text column seems to contain the labels, and the label column the texts."""
     texts = {str(row.values[0]).strip() for row in rows}
-    found = {str(row.values[1]).strip() for row in rows}
-    few = len(texts) <= max(2, len(rows) // SWAPPED_REPEATS)
-    if labels is None and len(rows) >= MIN_SWAPPED_ROWS and few and len(found) >= SWAPPED_SHARE * len(rows):
-        some = ", ".join(shown(text) for text in sorted(texts)[:4]) + ", ..." * (len(texts) > 4)
-        what = f"{len(found)} labels and {len(texts)} texts ({some}) in {len(rows)} rows"
-        cure = f"text_column={label_column!r}, label_column={text_column!r}"
+    row_labels = {str(row.values[1]).strip() for row in rows}
+    texts_repeat = len(texts) <= max(2, len(rows) // MIN_SWAPPED_REPEATS)
+    labels_are_distinct = len(row_labels) >= MIN_SWAPPED_LABELS * len(rows)
+    if labels is None and len(rows) >= MIN_SWAPPED_ROWS and texts_repeat and labels_are_distinct:
+        some_texts = ", ".join(preview(text) for text in sorted(texts)[:4]) + ", ..." * (len(texts) > 4)
         options = f"--text-column {shlex.quote(label_column)} --label-column {shlex.quote(text_column)}"
-        raise RowError(f"{path}: {what}: are the columns swapped? Pass {cure} ({options})")
+        raise RowError(
+            f"{path}: {len(row_labels)} labels and {len(texts)} texts ({some_texts}) in {len(rows)} rows: "
+            f"are the columns swapped? Pass text_column={label_column!r}, label_column={text_column!r} "
+            f"({options})"
+        )
 
 
 def _derive_labels(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
     """Return the label words of a file, sorted.
 
-    Numbers from 1, such as stars, are taken as words. Ids from 0 are refused, because they mean nothing.
+    Numbers from 1, such as stars, are accepted as words. Ids from 0 are rejected, because they carry no
+    meaning.
     """
     words = set(map(_word, rows))
     if any(as_id(word) == 0 for word in words) and all(as_id(word) is not None for word in words):
-        some = ", ".join(ordered(words)[:8])
-        cure = "pass the label words (--labels), one for each in this order"
-        raise RowError(f"{path}: the labels are numbers ({some}): {cure}")
+        ids = ", ".join(sort_labels(words)[:8])
+        raise RowError(
+            f"{path}: the labels are numbers ({ids}): pass the label words (--labels), one for each in this "
+            "order"
+        )
     if len(words) == 1:
-        cure = "add rows of another class or pass the label words (--labels)"
-        raise RowError(f"{path}: every label is {words.pop()!r}: {cure}")
+        raise RowError(
+            f"{path}: every label is {words.pop()!r}: add rows of another class or pass the label words "
+            "(--labels)"
+        )
     _warn_of_case(path, words)
-    return ordered(words)
+    return sort_labels(words)
 
 
 def _warn_of_case(path: Path, words: set[str]) -> None:
-    alike: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for word in sorted(words):
-        alike.setdefault(fold(word), []).append(word)
-    if pairs := [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]:
-        line = f"{path}: labels {'; '.join(pairs)} differ in case alone, and each is a class of its own"
-        warnings.warn(f"{line}: write them alike if they are one class", LabelWarning, stacklevel=4)
+        groups.setdefault(fold(word), []).append(word)
+    if similar := [" and ".join(map(repr, group)) for group in groups.values() if len(group) > 1]:
+        message = (
+            f"{path}: labels {'; '.join(similar)} differ only in case, but count as separate classes: use "
+            "one spelling if they are one class"
+        )
+        warnings.warn(message, LabelWarning, stacklevel=4)
 
 
 def _word(row: Row) -> str:
     label = row.values[1]
     word = cell_word(label)
     if word is None or is_blank(word):
-        cure = "write a label word there, or pass the label words for class ids"
-        raise RowError(f"label {shown(label)} is not a word: {cure}", row.place)
+        raise RowError(
+            f"label {preview(label)} is not a word: write a label word there, or pass the label words for "
+            "class ids",
+            row.place,
+        )
     return word

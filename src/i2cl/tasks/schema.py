@@ -1,4 +1,4 @@
-"""The shape of a task TOML: the bundled ones and a user's own follow the same schema."""
+"""Schema of task TOML files, both the built-in ones and the user's."""
 
 import io
 import tomllib
@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from i2cl.errors import I2CLError, did_you_mean
-from i2cl.tasks.files import decoded, opened
+from i2cl.tasks.files import decode_lines, open_binary
 from i2cl.tasks.task import Example, Task
 from i2cl.tasks.template import Template
 
-Filled = Annotated[str, Field(min_length=1)]
+NonEmptyString = Annotated[str, Field(min_length=1)]
 
 
 class _Table(BaseModel):
@@ -21,45 +21,58 @@ class _Table(BaseModel):
 
 
 class HubSource(_Table):
-    """The `[hub]` table: where the rows lie on the Hugging Face hub.
-    `keep_labels` lists the label ids of the source that are used, in the order of the task's label words;
-    rows with another id are dropped. Without it the ids are used as they are. `test_fraction` (between 0 and
-    1) replaces `test` where the source has no test split: that share of the distinct texts, drawn with
-    `split_seed`, becomes one. `max_per_class` caps each split at a seeded sample of that many rows per class.
+    """The `[hub]` table: a data set on the Hugging Face hub.
+
+    Attributes:
+        dataset: id of the data set, or a local folder.
+        config: configuration of the data set.
+        revision: branch, tag or commit.
+        train: name of the training split.
+        test: name of the test split; either this or `test_fraction` is required.
+        test_fraction: fraction of the distinct training texts to use as test split, between 0 and 1, for data
+            sets without one.
+        split_seed: seed of the samples for `test_fraction` and `max_per_class`.
+        text: name of the text column.
+        label: name of the label column.
+        keep_labels: label ids of the data set in the order of the task's label words; rows with other ids are
+            dropped. Default: ids are used unchanged.
+        max_per_class: maximum rows per class in each split; larger classes are sampled.
     """
 
-    dataset: Filled
-    config: Filled | None = None
-    revision: Filled | None = None
-    train: Filled = "train"
-    test: Filled | None = None
+    dataset: NonEmptyString
+    config: NonEmptyString | None = None
+    revision: NonEmptyString | None = None
+    train: NonEmptyString = "train"
+    test: NonEmptyString | None = None
     test_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     split_seed: int = 0
-    text: Filled = "text"
-    label: Filled = "label"
+    text: NonEmptyString = "text"
+    label: NonEmptyString = "label"
     keep_labels: list[int] | None = None
     max_per_class: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
-    def _one_test_source(self) -> Self:
+    def _check_test_source(self) -> Self:
         if (self.test is None) == (self.test_fraction is None):
-            raise I2CLError("give either test (a split name) or test_fraction (a share of the train split)")
+            raise I2CLError(
+                "give either test (a split name) or test_fraction (a fraction of the train split)"
+            )
         return self
 
 
 class FilesSource(_Table):
-    """The `[files]` table: files of rows, relative to the TOML, and their columns."""
+    """The `[files]` table: paths of row files relative to the TOML, and their columns."""
 
-    train: Filled
-    test: Filled | None = None
-    text: Filled = "text"
-    label: Filled = "label"
+    train: NonEmptyString
+    test: NonEmptyString | None = None
+    text: NonEmptyString = "text"
+    label: NonEmptyString = "label"
 
 
 class TaskSpec(_Table):
-    """A whole task TOML: the task without rows, and one table that says where the rows are."""
+    """A task TOML: the task without rows, and one table with the source of its rows."""
 
-    name: Filled
+    name: NonEmptyString
     title: str = ""
     description: str = ""
     labels: list[str]
@@ -71,20 +84,21 @@ class TaskSpec(_Table):
     files: FilesSource | None = None
 
     @model_validator(mode="after")
-    def _coherent(self) -> Self:
+    def _check_sources(self) -> Self:
         if (self.hub is None) == (self.files is None):
             raise I2CLError("give exactly one of the tables [hub] and [files]")
         self.to_task()
         kept = self.hub.keep_labels if self.hub else None
         if kept is not None and not len(set(kept)) == len(kept) == len(self.labels):
-            needed = f"{len(self.labels)} different ids, one per label"
-            raise I2CLError(f"hub.keep_labels must hold {needed}, not {kept}")
+            raise I2CLError(
+                f"hub.keep_labels must contain {len(self.labels)} different ids, one per label, not {kept}"
+            )
         return self
 
     def to_task(
         self, train: tuple[Example, ...] = (), test: tuple[Example, ...] = (), group: str = "user"
     ) -> Task:
-        """The task with the given rows. Raises I2CLError when the parts do not fit together."""
+        """Return the task with the given rows. Raises I2CLError if labels, template or rows are invalid."""
         return Task(
             name=self.name,
             labels=tuple(self.labels),
@@ -100,30 +114,30 @@ class TaskSpec(_Table):
 
 
 def read_spec(path: Path) -> TaskSpec:
-    """The task TOML at `path`. Raises I2CLError naming the file and the field, in one line."""
-    with opened(path) as file:
+    """Read a task TOML. Raises I2CLError naming the file and the field."""
+    with open_binary(path) as file:
         return parse_spec(file.read(), str(path))
 
 
 def parse_spec(data: bytes, source: str) -> TaskSpec:
-    """The task TOML in `data`; `source` names it in errors."""
+    """Parse a task TOML. ``source`` names it in error messages."""
     fields = parse_toml(data, source)
     try:
         return TaskSpec.model_validate(fields)
     except ValidationError as error:
-        raise I2CLError(f"{source}: {_explain(error.errors(include_url=False)[0])}") from error
+        raise I2CLError(f"{source}: {_error_message(error.errors(include_url=False)[0])}") from error
 
 
 def parse_toml(data: bytes, source: str) -> dict[str, Any]:
-    """What a TOML holds. Raises I2CLError naming its `source`, in one line."""
-    text = "".join(decoded(io.BytesIO(data), source))
+    """Parse a TOML file. Raises I2CLError, with ``source`` in the message, if it is not valid."""
+    text = "".join(decode_lines(io.BytesIO(data), source))
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also a number too long, or tables nested too deep
+    except (ValueError, RecursionError) as error:  # includes too many digits and too deep nesting
         raise I2CLError(f"{source} is not valid TOML: {error}: correct it") from error
 
 
-def _explain(detail: ErrorDetails) -> str:
+def _error_message(detail: ErrorDetails) -> str:
     name = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
         tables: dict[int | str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}

@@ -1,4 +1,4 @@
-"""What a task is: examples, label words, a template and two splits."""
+"""The `Task` and `Example` classes, and class-balanced sampling of rows."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError, require_whole
+from i2cl.errors import I2CLError, require_utf8
 from i2cl.tasks.template import Template
 from i2cl.tasks.text import is_blank, normalize_word
 
@@ -20,12 +20,12 @@ __all__ = ["Example", "Examples", "Task", "Template"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text with its class id.
+    """A labelled text.
 
     Attributes:
         text: the text.
-        label: index into the task's label words.
-        weight: factor of this example's loss in a fit, above 0.
+        label: class id, an index into the task's label words.
+        weight: weight of the example's loss in a fit; positive.
     """
 
     text: str
@@ -33,11 +33,11 @@ class Example:
     weight: float = 1.0
 
 
-Examples = Sequence[Example]  # rows, or demonstrations, in their order
+Examples = Sequence[Example]
 
 
 def group_by_label(rows: Examples, classes: int) -> list[list[Example]]:
-    """Rows of each class id 0..classes-1, in their order."""
+    """Return the rows of each class id from 0 to ``classes - 1``, in their order."""
     groups: list[list[Example]] = [[] for _ in range(classes)]
     for row in rows:
         groups[row.label].append(row)
@@ -45,20 +45,27 @@ def group_by_label(rows: Examples, classes: int) -> list[list[Example]]:
 
 
 def even_quotas(sizes: Sequence[int], total: int, rng: Random) -> list[int]:
-    """Rows to take from groups of these sizes: `total` in all (or every row), as equal as the sizes allow.
-    What does not divide evenly goes to randomly chosen groups, one row each.
+    """Return how many rows to take from each group, as equal as the group sizes allow.
+
+    The quotas sum to ``total``, or to the number of rows if there are fewer. A remainder goes to randomly
+    chosen groups, one row each.
+
+    Args:
+        sizes: number of rows in each group.
+        total: number of rows to take.
+        rng: chooses the groups that get the remainder.
     """
-    levels = range(max(sizes, default=0) + 1)  # rows that every group gives, as far as it has them
-    level = bisect_right(levels, total, key=lambda level: sum(min(size, level) for size in sizes)) - 1
-    quotas = [min(size, level) for size in sizes]
-    larger = [index for index, size in enumerate(sizes) if size > level]
+    limits = range(max(sizes, default=0) + 1)  # candidates for the maximum number of rows per group
+    limit = bisect_right(limits, total, key=lambda limit: sum(min(size, limit) for size in sizes)) - 1
+    quotas = [min(size, limit) for size in sizes]
+    larger = [index for index, size in enumerate(sizes) if size > limit]
     for index in rng.sample(larger, min(total, sum(sizes)) - sum(quotas)):
         quotas[index] += 1
     return quotas
 
 
 def sample_per_class(groups: Sequence[Examples], quotas: Sequence[int], rng: Random) -> tuple[Example, ...]:
-    """`quotas[c]` different rows of every class c, in shuffled order."""
+    """Draw ``quotas[c]`` different rows from every group c, and shuffle them."""
     chosen = [row for group, quota in zip(groups, quotas, strict=True) for row in rng.sample(group, quota)]
     rng.shuffle(chosen)
     return tuple(chosen)
@@ -67,12 +74,25 @@ def sample_per_class(groups: Sequence[Examples], quotas: Sequence[int], rng: Ran
 @dataclass(frozen=True)
 class Task:
     """A text classification task.
-    `labels[i]` is the word the model is asked to produce for class id i. `shots` is the default number of
-    demonstrations per class (paper, section "Experiments": five, one for DBPedia). `group` says where the
-    task comes from: "paper", "benchmark", "bundled", "synthetic", "reference" or "user". `instruction` says
-    in a sentence what is to be done: a chat opens with it, a plain template only where it is asked to. Name
-    and label words are kept in Unicode NFC. Raises I2CLError for label words or examples that do not fit
-    together.
+
+    Name and label words are normalized to Unicode NFC.
+
+    Attributes:
+        name: name of the task.
+        labels: label words; ``labels[i]`` is the model's expected output for class id i.
+        template: prompt format.
+        train: training rows.
+        test: test rows.
+        shots: default number of demonstrations per class (paper, section "Experiments": five, one for
+            DBPedia).
+        title: name for people.
+        description: one sentence on what the task classifies.
+        group: where the task comes from: "paper", "benchmark", "bundled", "synthetic", "reference" or "user".
+        instruction: one sentence that tells the model what to do. Used by `chat` and `with_instruction`; not
+            part of the plain template.
+
+    Raises:
+        I2CLError: if label words are empty or repeated, or a row has a class id without a label word.
     """
 
     name: str
@@ -89,11 +109,10 @@ class Task:
     def __post_init__(self) -> None:
         labels = tuple(map(normalize_word, self.labels))
         vars(self).update(name=normalize_word(self.name), labels=labels)  # the dataclass is frozen
-        shape = self.template
         for text in (self.name, self.title, self.description, self.instruction, *self.labels):
-            require_whole(text, "the task's name, label word or description")
-        for text in (shape.format, shape.separator, shape.opening):
-            require_whole(text, "the task's template")
+            require_utf8(text, "the task's name, label word or description")
+        for text in (self.template.format, self.template.separator, self.template.opening):
+            require_utf8(text, "the task's template")
         _check_labels(self.name, self.labels)
         _check_shots(self.name, self.shots)
         for split, rows in (("train", self.train), ("test", self.test)):
@@ -101,13 +120,21 @@ class Task:
                 if not 0 <= example.label < len(self.labels):
                     raise I2CLError(
                         f"task {self.name!r}, {split} row {number}: label {example.label} is not one of 0 to "
-                        f"{len(self.labels) - 1} ({_words(self.labels)}): correct the row or add a label word"
+                        f"{len(self.labels) - 1} ({_joined(self.labels)}): correct the row or add a label "
+                        "word"
                     )
 
     def sample(self, shots: int | None = None, seed: int = 0) -> tuple[Example, ...]:
-        """Class-balanced demonstrations: `shots` per class (default: the task's own), in a seeded order.
-        Raises I2CLError when the training split is empty, holds one class only, or lacks rows of a class.
+        """Draw class-balanced demonstrations from the training rows, in random order.
+
         Source: paper, section "Experiments" (five random examples per class).
+
+        Args:
+            shots: demonstrations per class. Default: the task's ``shots``.
+            seed: seed of the sample and of its order.
+
+        Raises:
+            I2CLError: if a class has fewer training rows.
         """
         count = self.shots if shots is None else shots
         _check_shots(self.name, count)
@@ -116,23 +143,31 @@ class Task:
         if len(filled) == 1:
             raise I2CLError(
                 f"task {self.name!r}: every training example is {filled[0]!r} but demonstrations need each "
-                f"of {_words(self.labels)}: add rows of the other classes"
+                f"of {_joined(self.labels)}: add rows of the other classes"
             )
         for word, group in zip(self.labels, groups, strict=True):
             if len(group) < count:
                 raise I2CLError(
-                    f"task {self.name!r}: class {word!r} has {len(group)} training examples but {count} "
-                    f"shots were asked: {'ask for fewer shots or ' if group else ''}add rows of that class"
+                    f"task {self.name!r}: class {word!r} has {len(group)} training examples, fewer than "
+                    f"{count} shots: {'use fewer shots or ' if group else ''}add rows of that class"
                 )
         return sample_per_class(groups, [count] * len(groups), Random(seed))
 
     def queries(self, limit: int | None = None, seed: int = 0) -> tuple[Example, ...]:
-        """Up to `limit` test rows, as equal in number per class as the split allows (None: all of them).
-        Raises I2CLError when there are no test rows. Source: the released protocol evaluates on 500 rows.
+        """Return all test rows, or a sample that is as class-balanced as the test split allows.
+
+        The paper's released code evaluates on 500 rows.
+
+        Args:
+            limit: maximum number of rows. Default: all, in their order.
+            seed: seed of the sample.
+
+        Raises:
+            I2CLError: if there are no test rows, or ``limit`` is below 1.
         """
         rows = self._rows("test")
         if limit is not None and limit < 1:
-            raise I2CLError(f"task {self.name!r}: {limit} queries were asked: ask for at least 1")
+            raise I2CLError(f"task {self.name!r}: {limit} queries requested: use at least 1")
         if limit is None or limit >= len(rows):
             return rows
         rng = Random(f"queries {seed}")
@@ -140,73 +175,95 @@ class Task:
         return sample_per_class(groups, even_quotas([len(group) for group in groups], limit, rng), rng)
 
     def held_out(self, n: int, demonstrations: Examples, seed: int = 0) -> tuple[Example, ...]:
-        """`n` training examples whose texts are not among the demonstrations, as balanced as the rows allow.
-        For methods that tune on a hold-out (paper, appendix "Implementation of Baseline Methods": 32 for task
-        vectors). Raises I2CLError when fewer than `n` such rows remain.
+        """Draw ``n`` training examples whose texts are not in the demonstrations, as balanced as possible.
+
+        For methods that tune on held-out rows (paper, appendix "Implementation of Baseline Methods": 32 for
+        task vectors).
+
+        Raises:
+            I2CLError: if fewer than ``n`` such rows remain.
         """
         used = {example.text for example in demonstrations}
         free = [example for example in self._rows("train") if example.text not in used]
         if not 1 <= n <= len(free):
             raise I2CLError(
-                f"task {self.name!r}: {len(free)} training examples remain besides the demonstrations but a "
-                f"hold-out of {n} was asked: ask for 1 to {len(free)} or add training rows"
+                f"task {self.name!r}: {len(free)} training examples remain besides the demonstrations, but "
+                f"{n} held-out examples were requested: use 1 to {len(free)} or add training rows"
             )
         rng = Random(f"held out {seed}")
         groups = group_by_label(free, len(self.labels))
         return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
 
     def unlabelled(self, n: int, demonstrations: Examples, seed: int = 0) -> tuple[str, ...]:
-        """Up to `n` training texts that are not among the demonstrations, as frequent by class as they come.
-        Their labels are looked at by nobody. Raises I2CLError when there are no training rows.
+        """Draw up to ``n`` training texts that are not in the demonstrations, ignoring their labels.
+
+        Raises:
+            I2CLError: if there are no training rows.
         """
         used = {example.text for example in demonstrations}
         free = [example.text for example in self._rows("train") if example.text not in used]
         return tuple(Random(f"unlabelled {seed}").sample(free, min(n, len(free))))
 
-    def skewed(self, times: int, limit: int | None = None, seed: int = 0) -> "Task":
-        """The same task where classes with an odd id are rarer: for what takes equal frequencies for granted.
-        Of their training rows one in `times` is kept. Test rows: about `limit` in all, of every class with an
-        even id `times` as many as of one with an odd id, or fewer where it has not as many; None: as training
-        rows.
+    def skewed(self, ratio: int, limit: int | None = None, seed: int = 0) -> "Task":
+        """Return an imbalanced version of the task: classes with an odd id become rarer.
+
+        Used to test methods that assume equal class frequencies.
+
+        Args:
+            ratio: one in ``ratio`` rows of the classes with an odd id is kept.
+            limit: approximate number of test rows; classes with an even id get ``ratio`` times as many as the
+                others, if they have them. Default: sample test rows like training rows.
+            seed: seed of the sample.
         """
-        weights = [1 if label % 2 else times for label in range(len(self.labels))]
+        weights = [1 if label % 2 else ratio for label in range(len(self.labels))]
         train, test = (group_by_label(rows, len(weights)) for rows in (self.train, self.test))
         quotas = [
-            [len(group) * weight // times for group, weight in zip(groups, weights, strict=True)]
+            [len(group) * weight // ratio for group, weight in zip(groups, weights, strict=True)]
             for groups in (train, test)
         ]
         if limit is not None:
-            each = zip(test, weights, strict=True)
-            quotas[1] = [min(len(group), limit * weight // sum(weights)) for group, weight in each]
+            pairs = zip(test, weights, strict=True)
+            quotas[1] = [min(len(group), limit * weight // sum(weights)) for group, weight in pairs]
         rng = Random(f"skewed {seed}")
-        kept = [sample_per_class(groups, of, rng) for groups, of in zip((train, test), quotas, strict=True)]
-        return replace(self, train=kept[0], test=kept[1])
+        return replace(
+            self,
+            train=sample_per_class(train, quotas[0], rng),
+            test=sample_per_class(test, quotas[1], rng),
+        )
 
     def chat(self, tokenizer: "PreTrainedTokenizerBase", instruction: str | None = None) -> "Task":
-        """The same task in the tokenizer's chat template (`Template.chat`), after its instruction or another.
-        Raises I2CLError if the tokenizer has no chat template that can be used.
+        """Return the task with the tokenizer's chat template as prompt format, see `Template.chat`.
+
+        ``instruction``: replaces the task's own instruction. Raises I2CLError if the tokenizer has no usable
+        chat template.
         """
-        words = self.instruction if instruction is None else instruction
-        return replace(self, template=Template.chat(tokenizer, words))
+        text = self.instruction if instruction is None else instruction
+        return replace(self, template=Template.chat(tokenizer, text))
 
-    def instructed(self, instruction: str | None = None) -> "Task":
-        """The same task with its instruction, or another, before everything else."""
-        words = self.instruction if instruction is None else instruction
-        return replace(self, template=self.template.instructed(words))
+    def with_instruction(self, instruction: str | None = None) -> "Task":
+        """Return the task with its instruction, or the given one, at the beginning of every prompt."""
+        text = self.instruction if instruction is None else instruction
+        return replace(self, template=self.template.with_instruction(text))
 
-    def worded(self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, instruction: str | None) -> "Task":
-        """The same task as a `chat`, which may raise; else `instructed`, if an instruction is given."""
+    def with_prompt_options(
+        self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, instruction: str | None
+    ) -> "Task":
+        """Apply the options ``chat`` and ``instruction``.
+
+        Returns `chat` if ``chat`` is set, else `with_instruction` if there is an instruction, else the task
+        unchanged. Raises I2CLError like `chat`.
+        """
         if chat:
             return self.chat(tokenizer, instruction)
-        return self if instruction is None else self.instructed(instruction)
+        return self if instruction is None else self.with_instruction(instruction)
 
     def without_data(self) -> "Task":
-        """The same task with empty splits."""
+        """Return the task without training and test rows."""
         return replace(self, train=(), test=())
 
     def to_dict(self) -> dict[str, object]:
-        """A JSON-able description without the rows; `from_dict` reads it back."""
-        words = {"opening": self.template.opening, "instruction": self.instruction}
+        """Return the task without its rows as JSON-serializable values, for `from_dict`."""
+        optional = {"opening": self.template.opening, "instruction": self.instruction}
         return {
             "name": self.name,
             "labels": list(self.labels),
@@ -216,12 +273,14 @@ class Task:
             "title": self.title,
             "description": self.description,
             "group": self.group,
-        } | {name: text for name, text in words.items() if text}  # else as before there were these
+        } | {name: text for name, text in optional.items() if text}
 
     @classmethod
     def from_dict(cls, description: Mapping[str, object]) -> "Task":
-        """The task without rows that `to_dict` described; keys it does not know are ignored.
-        Raises I2CLError naming the key that is missing or of the wrong type.
+        """Create a task without rows from the output of `to_dict`. Unknown keys are ignored.
+
+        Raises:
+            I2CLError: if a key is missing or has the wrong type.
         """
         labels = description.get("labels")
         if not isinstance(labels, list | tuple) or not all(isinstance(word, str) for word in labels):
@@ -229,7 +288,7 @@ class Task:
         shots = description.get("shots", 5)
         if not isinstance(shots, int):
             raise I2CLError(f"task description: 'shots' must be a whole number, not {shots!r}")
-        text = partial(_string, description)
+        text = partial(_string_value, description)
         return cls(
             name=text("name"),
             labels=tuple(labels),
@@ -244,12 +303,12 @@ class Task:
     def _rows(self, split: str) -> tuple[Example, ...]:
         rows = self.train if split == "train" else self.test
         if not rows:
-            cure = "give --test FILE" if split == "test" else "load the task with load_task"
-            raise I2CLError(f"task {self.name!r} has no {split} examples: {cure}")
+            hint = "give --test FILE" if split == "test" else "load the task with load_task"
+            raise I2CLError(f"task {self.name!r} has no {split} examples: {hint}")
         return rows
 
 
-def _string(description: Mapping[str, object], key: str, default: str | None = None) -> str:
+def _string_value(description: Mapping[str, object], key: str, default: str | None = None) -> str:
     value = description.get(key, default)
     if not isinstance(value, str):
         raise I2CLError(f"task description: {key!r} must be a string, not {value!r}")
@@ -259,19 +318,24 @@ def _string(description: Mapping[str, object], key: str, default: str | None = N
 def _check_labels(name: str, labels: tuple[str, ...]) -> None:
     for word in labels:
         if is_blank(word) or word != word.strip():
-            cure = "leave no space around a label word; the space before a label belongs in the template"
-            raise I2CLError(f"task {name!r}: label word {word!r} is empty or padded: {cure}")
+            raise I2CLError(
+                f"task {name!r}: label word {word!r} is empty or padded: give a word without spaces around "
+                "it; the space before a label belongs in the template"
+            )
     if repeated := sorted(word for word, count in Counter(labels).items() if count > 1):
-        cure = "give each class its own word"
-        raise I2CLError(f"task {name!r}: label word {repeated[0]!r} is given twice: {cure}")
+        raise I2CLError(
+            f"task {name!r}: label word {repeated[0]!r} is given twice: give each class its own word"
+        )
     if len(labels) < 2:
-        raise I2CLError(f"task {name!r} has {len(labels)} label word(s), {_words(labels)}: give at least two")
+        raise I2CLError(
+            f"task {name!r} has {len(labels)} label word(s), {_joined(labels)}: give at least two"
+        )
 
 
 def _check_shots(name: str, shots: int) -> None:
     if shots < 1:
-        raise I2CLError(f"task {name!r}: {shots} shots per class were asked: ask for at least 1")
+        raise I2CLError(f"task {name!r}: {shots} shots per class requested: use at least 1")
 
 
-def _words(labels: Sequence[str]) -> str:
+def _joined(labels: Sequence[str]) -> str:
     return ", ".join(labels) or "none"

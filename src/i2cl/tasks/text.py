@@ -1,14 +1,16 @@
-"""Comparing and checking text: blank texts, Unicode normalization, words that look alike."""
+"""Unicode helpers: blank texts, normalized words, and words that differ only in case."""
 
 import unicodedata
 
-# Format and control characters (zero-width space, byte order mark, word joiner) and all kinds of space.
-_INVISIBLE = frozenset({"Cc", "Cf", "Zl", "Zp", "Zs"})
+# Control and format characters (zero-width space, byte order mark, word joiner) and all kinds of space.
+_INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Zl", "Zp", "Zs"})
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text is empty or consists of invisible characters only, such as spaces or U+200B."""
-    return all(character.isspace() or unicodedata.category(character) in _INVISIBLE for character in text)
+    """Return whether a text has no visible characters: it is empty, or only spaces, U+200B and the like."""
+    return all(
+        character.isspace() or unicodedata.category(character) in _INVISIBLE_CATEGORIES for character in text
+    )
 
 
 def normalize_word(word: str) -> str:
@@ -17,10 +19,11 @@ def normalize_word(word: str) -> str:
 
 
 def fold(word: str) -> str:
-    """Return a key that is equal for words that differ in case or in invisible characters only.
+    """Return a key that is the same for words that differ only in case or in invisible characters.
 
-    Dotted and dotless i are equal too: casefolding alone keeps the Turkish 'İade', 'iade' and 'ıade' apart.
+    Also maps dotted and dotless i to the same key: case folding alone keeps the Turkish words 'İade', 'iade'
+    and 'ıade' apart.
     """
-    visible = "".join(one for one in word if unicodedata.category(one) != "Cf")
+    visible = "".join(character for character in word if unicodedata.category(character) != "Cf")
     decomposed = unicodedata.normalize("NFD", " ".join(visible.split()).casefold())
     return unicodedata.normalize("NFC", decomposed.replace("i\u0307", "i").replace("\u0131", "i"))

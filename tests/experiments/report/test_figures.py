@@ -1,4 +1,4 @@
-"""Figures of small made-up results: what is drawn equals what is computed by hand."""
+"""Figures of small synthetic results show the computed numbers."""
 
 import sys
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from experiments.report.made import changed, message
+from experiments.report.synthetic import changed, message
 from fitting import one_line
 from i2cl.experiments.confidence import highest, reliability
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
@@ -31,7 +31,7 @@ COST |= {"autocompressor": (7.0, 50_000), "icae": (8.0, 60_000), "cepe": (9.0, 7
 
 
 def share(cell):
-    """An accuracy of so many in 100 that differs between all cells of these tests."""
+    """A number of correct queries out of 100 that is different for every cell."""
     task = TASKS.index(cell.task) if cell.task in TASKS else 0
     source = TASKS.index(cell.sources[0]) if cell.sources and cell.sources[0] in TASKS else 0
     method = [*COST].index(cell.method) % 3
@@ -39,7 +39,7 @@ def share(cell):
 
 
 def answered(right):
-    """So many of 100 queries right."""
+    """A run with this many of 100 queries correct."""
     return (1,) * right + (0,) * (100 - right)
 
 
@@ -62,7 +62,7 @@ def results(*rows, tasks=TASKS, seeds=3, keep=lambda cell: True, **made):
 
 
 def vectors_of(result, classes=2, d=3):
-    """Tasks and classes far from each other, seeds near."""
+    """Vectors that are far apart for tasks and classes, and close for seeds."""
     made = {}
     for one in result.cells:
         rng = np.random.default_rng([one.cell.seed, 7])
@@ -91,7 +91,7 @@ def legend_of(holder):
 
 
 def points_of(axes):
-    """Others of its lines lead to names."""
+    """Curves of data, without the lines from points to labels."""
     return [line for line in axes.lines if line.get_marker() == "o"]
 
 
@@ -106,13 +106,13 @@ EVERYTHING |= dict.fromkeys(("vectors", "coefficient-map", "class-vectors", "coe
 
 
 @pytest.mark.parametrize("view", EVERYTHING)
-def test_nothing_is_drawn_of_nothing(view):
+def test_no_figure_without_results(view):
     assert set(FIGURES) == set(EVERYTHING)
     assert FIGURES[view](replace(results(*EVERYTHING[view]), tasks=(), cells=()), {}) is None
 
 
 @pytest.mark.parametrize("view", ["efficiency", "matrix", "coefficient-map"])
-def test_files_are_the_same_every_time(view, tmp_path):
+def test_figure_files_are_deterministic(view, tmp_path):
     result = results(*EVERYTHING[view])
     vectors = vectors_of(result)
     before = dict(mpl.rcParams)
@@ -129,7 +129,7 @@ def test_files_are_the_same_every_time(view, tmp_path):
     assert dict(mpl.rcParams) == before
 
 
-def test_bars_are_means_over_tasks_with_spread_over_seeds():
+def test_bars_show_means_and_standard_deviations():
     (axes,) = drawn("bars", results(ZERO, ICL, I2CL)).axes
     assert ticks(axes.yaxis) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
     spread = np.std([0, 1, 4], ddof=1)
@@ -142,16 +142,16 @@ def test_bars_are_means_over_tasks_with_spread_over_seeds():
     assert axes.get_xlabel() == "mean accuracy over 3 tasks (%)"
 
 
-def test_bars_tell_which_rows_lack_tasks_and_leave_out_what_moves_and_other_seeds():
+def test_bars_of_incomplete_rows():
     gone = results(ICL, I2CL, MOVED, keep=lambda cell: cell.method == "i2cl" or cell.task != "news")
     (axes,) = drawn("bars", gone).axes
     assert ticks(axes.yaxis) == ["Few-shot (ICL) (2 of 3 tasks)", "I2CL"]
     assert axes.patches[0].get_width() == pytest.approx(40 + 5 + 5 / 3)  # tasks at 0 and 10, seeds at 0, 1, 4
     short = results(I2CL, keep=lambda cell: (cell.task, cell.seed) != ("news", 2))
-    (axes,) = drawn("bars", short).axes  # of the seeds that all tasks have
+    (axes,) = drawn("bars", short).axes  # only seeds that all tasks have
     assert axes.patches[0].get_width() == pytest.approx(60 + 5 + 0.5)
     assert FIGURES["bars"](results(I2CL, keep=lambda cell: cell.seed == TASKS.index(cell.task)), {}) is None
-    result = results(ZERO.model_copy(update={"seeds": None}))  # by another experiment in the same store
+    result = results(ZERO.model_copy(update={"seeds": None}))  # seeds of another experiment in the same store
     limited = replace(result, experiment=result.experiment.model_copy(update={"rows": (ZERO,)}))
     (axes,) = drawn("bars", limited).axes
     assert texts(axes) == ["25.0"]
@@ -161,7 +161,7 @@ def test_bars_tell_which_rows_lack_tasks_and_leave_out_what_moves_and_other_seed
     assert axes.get_xlabel() == "accuracy on films (%)"
 
 
-def test_shots_are_lines_of_means_with_bands():
+def test_shots_are_curves_with_bands():
     rows = ZERO, ICL.model_copy(update={"shots": (1, 5, 10)}), I2CL.model_copy(update={"shots": (1, 5, 20)})
     figure = drawn("shots", results(*rows))
     (axes,) = figure.axes
@@ -180,7 +180,7 @@ def test_shots_are_lines_of_means_with_bands():
     assert axes.get_ylabel() == "mean accuracy over 3 tasks (%)"
 
 
-def test_points_of_a_line_are_means_over_the_same_tasks():
+def test_points_of_a_curve_are_means_over_the_same_tasks():
     row = I2CL.model_copy(update={"shots": (1, 5, 30)})
     lacking = results(row, keep=lambda cell: cell.shots == 1 or (cell.shots, cell.task) == (5, "plots"))
     figure = drawn("shots", lacking)
@@ -194,7 +194,7 @@ def test_points_of_a_line_are_means_over_the_same_tasks():
     assert FIGURES["shots"](apart, {}) is None
 
 
-def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
+def test_efficiency_labels_every_row_in_both_panels():
     time, memory = drawn("efficiency", results(ZERO, ICL, I2CL)).axes
     heights = [25, 45 + 5 / 3, 65 + 5 / 3]
     for axes, wanted in ((time, [4, 20, 5]), (memory, [0, 2_000_000, 3000])):
@@ -202,7 +202,7 @@ def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
         assert [line.get_ydata()[0] for line in points_of(axes)] == pytest.approx(heights)
         assert texts(axes) == ["Zero-shot", "Few-shot (ICL)", "I2CL"]
     assert (time.get_xscale(), memory.get_xscale()) == ("log", "symlog")
-    assert (time.get_xlabel(), memory.get_xlabel()) == ("time per query (ms)", "memory kept for prediction")
+    assert (time.get_xlabel(), memory.get_xlabel()) == ("time per query (ms)", "memory stored for prediction")
     assert {"5", "10", "20"} <= set(ticks(time.xaxis))
     assert ticks(memory.xaxis) == ["0", "1 kB", "10 kB", "100 kB", "1 MB", "10 MB"]
     assert max(time.get_yticks()) <= 100
@@ -214,8 +214,8 @@ def test_efficiency_has_a_point_and_a_name_for_each_row_in_both_panels():
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_names_do_not_overlap(step):
-    """Twelve methods on one spot, close together, and further apart."""
+def test_point_labels_do_not_overlap(step):
+    """Twelve methods at the same point, close together, and further apart."""
     rows = tuple(GridRow(name=f"A method of number {n}", options={"n": n}) for n in range(12))
     result = results(*rows, seeds=1, tasks=("films",))
     moved = (changed(one, predictions=answered(60 + step * at)) for at, one in enumerate(result.cells))
@@ -231,7 +231,7 @@ def test_names_do_not_overlap(step):
             assert sum(any(box.contains(*at) for at in way[1:-1]) for box in extents) == 0
 
 
-def test_matrix_is_accuracy_minus_zero_shot():
+def test_matrix_shows_accuracy_minus_zero_shot():
     axes, bar = drawn("matrix", results(ZERO, MOVED)).axes
     (image,) = axes.images
     wanted = [[60 + 7 * s + 5 * t + 5 / 3 - (20 + 5 * t) for t in range(3)] for s in range(3)]
@@ -245,7 +245,7 @@ def test_matrix_is_accuracy_minus_zero_shot():
     assert red > blue
 
 
-def test_matrix_signs_cells_that_were_not_run_and_only_what_is_readable():
+def test_matrix_annotations_and_missing_cells():
     result = results(ZERO, MOVED, seeds=1, keep=lambda one: one.sources != ("news",) or one.task != "films")
     worse = {("zero_shot", "films"): 0.6, ("zero_shot", "news"): 0.99}
     keys = [(one.cell.method, one.cell.task) for one in result.cells]
@@ -264,7 +264,7 @@ def test_matrix_signs_cells_that_were_not_run_and_only_what_is_readable():
 
 
 @pytest.mark.parametrize("view", ["vectors", "coefficient-map"])
-def test_maps_have_a_point_for_each_task_and_seed(view):
+def test_maps_have_a_point_per_task_and_seed(view):
     result = results(ZERO, I2CL)
     figure = drawn(view, result, vectors_of(result))
     (axes,) = figure.axes
@@ -276,7 +276,7 @@ def test_maps_have_a_point_for_each_task_and_seed(view):
     assert len({(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}) == 20
 
 
-def test_tasks_that_lie_apart_are_apart_on_the_map():
+def test_map_separates_distant_tasks():
     result = results(I2CL, seeds=5)
     (axes,) = drawn("vectors", result, vectors_of(result)).axes
     groups = np.array([line.get_xydata() for line in axes.lines])
@@ -286,7 +286,7 @@ def test_tasks_that_lie_apart_are_apart_on_the_map():
     assert between > 2 * within
 
 
-def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors(monkeypatch):
+def test_no_map_without_enough_distinct_points(monkeypatch):
     one, few = results(I2CL, tasks=("films",), seeds=6), results(I2CL, tasks=("films", "news"), seeds=2)
     many, other = results(I2CL), results(ICL)
     equal = {key: {"context_vector": np.ones((4, 2, 3))} for key in vectors_of(many)}
@@ -298,26 +298,26 @@ def test_no_map_of_one_task_few_points_equal_points_or_missing_vectors(monkeypat
     one_line(r"scikit-learn: pip install", FIGURES["vectors"], many, vectors_of(many))
 
 
-def test_class_vectors_have_a_panel_for_each_task_and_the_label_words(monkeypatch):
+def test_class_vectors_have_a_panel_per_task(monkeypatch):
     result = results(I2CL, labels=("good", "$bad"))
     vectors = vectors_of(result)
     whole = dict(vectors)
-    del vectors[result.cells[0].key]  # a task with four points is too little
+    del vectors[result.cells[0].key]  # four points are too few for a map
     figure = drawn("class-vectors", result, vectors)
     assert [axes.get_title() for axes in figure.axes] == ["news", "plots"]
     for axes in figure.axes:
         assert [len(line.get_xdata()) for line in axes.lines] == [3, 3]
         assert legend_of(axes) == ["good", "$bad"]
-    monkeypatch.setattr(figures_maps, "MOST_NAMED", 1)  # a legend larger than its panel
+    monkeypatch.setattr(figures_maps, "MAX_LEGEND_CLASSES", 1)
     axes = drawn("class-vectors", result, whole).axes[0]
     assert (axes.get_legend(), axes.get_xlabel()) == (None, "2 classes")
 
 
-def test_coefficients_are_means_over_seeds_by_layer():
+def test_coefficients_are_means_over_seeds():
     result = results(I2CL)
     figure = drawn("coefficients", result)
     assert [axes.get_title() for axes in figure.axes] == list(TASKS)
-    values = np.array([one.outcome.coefficients for one in result.of_default("news")])
+    values = np.array([one.outcome.coefficients for one in result.reference_records("news")])
     lines = figure.axes[1].lines
     wanted = values.mean(0).reshape(4, 4).T  # attention's lambda and beta, the MLP's lambda and beta
     assert np.array([line.get_ydata() for line in lines]) == pytest.approx(wanted)
@@ -330,7 +330,7 @@ def test_coefficients_are_means_over_seeds_by_layer():
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
 
 
-def test_coefficients_of_one_site_and_one_seed_and_of_tasks_with_dollars(tmp_path):
+def test_coefficients_of_one_module_and_task_names_with_dollars(tmp_path):
     (axes,) = drawn("coefficients", results(I2CL, tasks=("films",), seeds=1, sites=1)).axes
     assert len(axes.lines) == 2
     assert not axes.collections
@@ -341,7 +341,7 @@ def test_coefficients_of_one_site_and_one_seed_and_of_tasks_with_dollars(tmp_pat
 
 
 def scored(result, row=None):
-    """The same results with scores: sure of the label that was answered, less so the later the query."""
+    """Add scores that are confident in the predicted label, and less so for later queries."""
     each = np.linspace(9, 3, 100)
 
     def kept(one):
@@ -353,11 +353,14 @@ def scored(result, row=None):
     return replace(result, cells=tuple(map(kept, result.cells)))
 
 
-def test_reliability_is_accuracy_by_confidence_as_it_is_and_at_the_best_temperature():
+def test_reliability_at_both_temperatures():
     result = scored(results(ZERO, I2CL))
     figure = drawn("reliability", result)
-    assert [axes.get_title() for axes in figure.axes] == ["as it is", "at the best temperature of each task"]
-    tasks = [[one.outcome for one in result.of_default(task)] for task in TASKS]
+    assert [axes.get_title() for axes in figure.axes] == [
+        "as predicted",
+        "at the best temperature of each task",
+    ]
+    tasks = [[one.outcome for one in result.reference_records(task)] for task in TASKS]
     arrays = [np.concatenate([run.scores.array for run in runs]) for runs in tasks]
     gold = [np.concatenate([run.gold for run in runs]) for runs in tasks]
     hits = np.concatenate([np.equal(run.gold, run.predictions) for runs in tasks for run in runs])
@@ -372,7 +375,7 @@ def test_reliability_is_accuracy_by_confidence_as_it_is_and_at_the_best_temperat
     assert legend_of(figure) == ["Zero-shot", "I2CL"]
 
 
-def test_risk_coverage_ends_at_all_errors_and_rows_without_scores_are_left_out():
+def test_risk_coverage_ends_at_the_error_rate():
     result = scored(results(ZERO, I2CL), I2CL)
     (axes,) = drawn("risk-coverage", result).axes
     (line,) = axes.lines

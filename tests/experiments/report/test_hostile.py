@@ -1,4 +1,4 @@
-"""Names that mean something to a browser, a spreadsheet, LaTeX or YAML are shown and do nothing."""
+"""Names with markup for HTML, spreadsheets, LaTeX or YAML are escaped."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from huggingface_hub import ModelCard
 
-from experiments.report.made import LLAMA, Page, always_right, failed, grid
+from experiments.report.synthetic import LLAMA, Page, always_right, failed, grid
 from i2cl.experiments.report.document import build
 from i2cl.experiments.report.render import csv_text, html, latex, write
 from i2cl.storage.card import CARD
@@ -47,7 +47,7 @@ def report(name):
 
 
 def report_of(name, *views, figures=False):
-    """The name as a task's, a row's, a title, an experiment's, a model's and part of an error."""
+    """Use the name for a task, row, title, experiment and model, and in an error."""
     views = ("tasks", "average", "comparison", *views)
     asked = grid(("Few-shot (ICL)", "I2CL"), title=name, views=views)
     rows = (asked.rows[0].model_copy(update={"name": name}), asked.rows[1])
@@ -88,7 +88,7 @@ def test_latex(report):
         assert len({len(re.findall(r"(?<!\\)&", line)) for line in row.splitlines()}) == 1
 
 
-def test_figures_stay_in_their_folder(tmp_path):
+def test_figures_are_written_inside_their_folder(tmp_path):
     named = report_of("../../../x y.z", "bars", figures=True)
     written = write(named, tmp_path / "out" / "report", ("md",))
     assert all(path.is_relative_to(tmp_path / "out" / "report") for path in written)
@@ -97,7 +97,7 @@ def test_figures_stay_in_their_folder(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdfLaTeX")
-@pytest.mark.filterwarnings("ignore:Glyph:UserWarning")  # a font that lacks a letter draws a box
+@pytest.mark.filterwarnings("ignore:Glyph:UserWarning")  # matplotlib's font has no glyph for some letters
 def test_latex_compiles(tmp_path):
     name = " ".join((*NAMES.values(), "é ß Ŧ 你好 🎉 \a \u202e"))
     write(report_of(name, "bars", figures=True), tmp_path / "out", ("tex",))

@@ -3,7 +3,7 @@ import math
 import pydantic
 import pytest
 
-from experiments.report.made import LLAMA, cells, grid, llama, noted, section, table, texts, trial
+from experiments.report.synthetic import LLAMA, cells, grid, llama, noted, section, table, texts, trial
 from fitting import one_line
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.report.printed import PrintedRow, PrintedTable, printed_for, printed_tables
@@ -33,7 +33,7 @@ def test_every_table_is_whole(table):
     for name, printed in table.rows.items():
         assert len(printed.mean) == len(table.tasks)
         assert all(math.isfinite(number) and 0 < number < 100 for number in printed.mean)
-        # Nothing varies over seeds without demonstrations; every other accuracy has its deviation.
+        # only methods without demonstrations have no standard deviation
         assert (printed.sd is None) == (name == "Zero-shot" or not table.tasks)
         assert printed.sd is None or len(printed.sd) == len(table.tasks)
         assert all(0 < number < 17 for number in printed.sd or ())
@@ -65,7 +65,7 @@ FORMULAS = "Zero-shot|lambda v + a|(lambda v + (1 - lambda) a) beta|I2CL"
         ("ablation-formula", LLAMA, FORMULAS, [58.13, 63.63, 71.39, 75.12]),
     ],
 )
-def test_rows_and_averages_are_the_printed_ones(name, model, rows, averages):
+def test_printed_rows_and_averages(name, model, rows, averages):
     table = printed_for(name, model)
     assert list(table.rows) == rows.split("|")
     assert [row.average for row in table.rows.values()] == averages
@@ -98,13 +98,13 @@ def test_rows_and_averages_are_the_printed_ones(name, model, rows, averages):
         ("transfer", LLAMA, "I2CL, with transfer", "sst5", 43.24, 3.70),
     ],
 )
-def test_accuracies_are_the_printed_ones(name, model, called, task, mean, sd):
+def test_printed_accuracies(name, model, called, task, mean, sd):
     table = printed_for(name, model)
     place, result = table.tasks.index(task), table.rows[called]
     assert (result.mean[place], result.sd[place] if result.sd else None) == (mean, sd)
 
 
-def test_costs_and_tasks_are_the_printed_ones():
+def test_printed_costs_and_tasks():
     peft = printed_for("peft", LLAMA).rows.values()
     assert [result.trainable_thousands for result in peft] == [4.10, 4194.30, 262.14, 0.13]
     main = printed_for("main", LLAMA).rows.values()
@@ -118,20 +118,20 @@ def test_costs_and_tasks_are_the_printed_ones():
 
 @pytest.mark.parametrize("name", ["peft", "over-icl", "transfer"])
 @pytest.mark.parametrize("called", ["I2CL", "Few-shot (ICL)"])
-def test_rows_that_are_printed_twice_agree(name, called):
+def test_rows_in_two_printed_tables_agree(name, called):
     main, table = printed_for("main", LLAMA), printed_for(name, LLAMA)
     for place, task in enumerate(table.tasks if called in table.rows else ()):
         first, again = main.tasks.index(task), table.rows[called]
         assert again.mean[place] == main.rows[called].mean[first]
         if (name, task) == ("transfer", "mr"):
-            # Printed with the deviation of SST-2, which has the same mean.
+            # the paper prints the deviation of SST-2, which has the same mean
             assert (again.sd[place], main.rows[called].sd[first]) == (2.47, 2.26)
         else:
             assert again.sd[place] == main.rows[called].sd[first]
 
 
 def test_four_printed_averages_are_not_the_mean_of_their_row():
-    """Those of docs/reference/fidelity.md; all others are right to their last digit."""
+    """The four are listed in docs/reference/fidelity.md; all others are exact to the last digit."""
     rows = [(t, name, row) for t in TABLES for name, row in t.rows.items() if row.mean and row.average]
     means = [(t.name, t.model, name, row.average, sum(row.mean) / len(row.mean)) for t, name, row in rows]
     wrong = [(*what, shown, round(mean, 2)) for *what, shown, mean in means if abs(shown - mean) > 0.0051]
@@ -155,7 +155,7 @@ FOUND[None] = ["", *OTHER.split()]
 
 
 @pytest.mark.parametrize(("model", "expected"), [(one, name) for name in FOUND for one in FOUND[name]])
-def test_models_are_found_by_the_last_part_of_their_name_and_others_have_no_table(model, expected):
+def test_printed_table_is_found_by_last_part_of_model_name(model, expected):
     assert getattr(printed_for("main", model), "model", None) == expected
 
 
@@ -167,7 +167,7 @@ COMPRESSORS = [
 
 
 @pytest.mark.parametrize(("model", "row", "sst2", "average"), COMPRESSORS)
-def test_a_compressor_stands_above_its_printed_row_alone(model, row, sst2, average):
+def test_compressor_models_get_only_their_printed_row(model, row, sst2, average):
     whole, alone = printed_for("main", LLAMA), printed_for("main", model)
     assert dict(alone.rows) == {row: whole.rows[row]}
     assert (alone.paper, alone.tasks) == (whole.paper, whole.tasks)
@@ -183,7 +183,7 @@ def test_a_compressor_stands_above_its_printed_row_alone(model, row, sst2, avera
     assert "Table 1" in noted(result, "(paper)")
 
 
-def test_unknown_names_are_told_and_tables_are_checked_and_frozen():
+def test_printed_tables_are_validated_and_frozen():
     models = [table.model for table in printed_tables("main")]
     assert models == ["Llama2-7b", "GPT-J-6B", "GPT2-XL", "Llama3-8B"]
     assert (printed_for("peft", LLAMA) is None, printed_for("peft", GPT2)) == (False, None)
@@ -197,7 +197,7 @@ def test_unknown_names_are_told_and_tables_are_checked_and_frozen():
         printed_for("main", LLAMA).rows["I2CL"].average = 99.0
 
 
-def test_printed_rows_stand_below_ours_by_name_of_task():
+def test_printed_rows_are_below_measured_rows():
     result = table("tasks", grid(["I2CL"], printed="main"), llama(tasks=("trec", "sst2")))
     assert [row[0].text for row in result.rows] == ["I2CL", "I2CL (paper)"]
     printed = cells(result)["I2CL (paper)"]
@@ -207,7 +207,7 @@ def test_printed_rows_stand_below_ours_by_name_of_task():
     assert printed["sst2"].mark == "‡"
     assert "outside our 95 % interval" in noted(result, "‡")
     assert "as printed in Table 1" in noted(result, "(paper)")
-    assert "2 here, 9 there" in noted(result, "other tasks than the paper's")
+    assert "2 tasks here and 9 in the paper" in noted(result, "so they are not compared")
     assert printed["Average"].mark == ""  # other tasks: nothing to compare
     assert noted(result, "without results here").endswith("Task-vector, ICV and 3 more.")
     result = table("tasks", grid(["I2CL"], printed="main"), llama(tasks=("sst2", "mine")))
@@ -221,7 +221,7 @@ def test_no_printed_rows_for_other_models_and_experiments(view, model, name):
     assert "(paper)" not in str((result.columns, result.rows, result.notes))
 
 
-def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
+def test_printed_averages_are_compared_over_all_nine_tasks_only():
     asked = grid(["I2CL"], printed="ablation-module", views=("average",))
     tasks = printed_for("main", LLAMA).tasks
     for made, mark in ((llama(shares=[0.5] * 9, tasks=tasks), "‡"), (llama(), "")):
@@ -231,17 +231,17 @@ def test_a_table_of_averages_alone_is_compared_over_the_nine_tasks():
 
 @pytest.mark.parametrize(
     ("name", "column", "message"),
-    [("peft", "Trained, thousands (paper)", "0.13"), ("main", "Values kept (paper)", "2DL")],
+    [("peft", "Trained, thousands (paper)", "0.13"), ("main", "Stored values (paper)", "2DL")],
 )
 def test_printed_costs(name, column, message):
     assert cells(table("cost", grid(["I2CL"], printed=name), llama()))["I2CL"][column].text == message
 
 
-def test_another_printed_table(monkeypatch):
+def test_printed_table_without_averages(monkeypatch):
     rows = {"I2CL": PrintedRow(mean=(12.5,))}
     mine = PrintedTable(name="x", paper="Table 9: mine", model="m", tasks=("sst2",), rows=rows)
     assert "no table 'x'" in section(grid(printed="x"), trial()).missing[0]
     monkeypatch.setattr("i2cl.experiments.report.document.printed_for", lambda *_: mine)
     result = table("tasks", grid(["I2CL"], printed="x"), trial())
     assert texts(result)["I2CL (paper)"] == ["", "12.50", ""]
-    assert not any("other tasks" in note for note in result.notes)  # no average is printed
+    assert not any("are not compared" in note for note in result.notes)  # no average is printed

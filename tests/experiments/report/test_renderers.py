@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.report.made import LLAMA, Page, always_right, csv_lines, failed, grid, llama, record, trial
+from experiments.report.synthetic import (
+    LLAMA,
+    Page,
+    always_right,
+    csv_lines,
+    failed,
+    grid,
+    llama,
+    record,
+    trial,
+)
 from fitting import one_line
 from i2cl.errors import I2CLError
 from i2cl.experiments.report.document import CAPTIONS, build
@@ -17,7 +27,7 @@ from i2cl.experiments.report.render import html, latex, markdown, write
 
 
 def odd():
-    """A report with names that every format must escape, a bold cell and a failed cell."""
+    """A report with names that need escaping, a bold cell and a failed cell."""
     title = "50 % of A & B_c <b>x</b> | {y} #1"
     asked = grid(("Few-shot (ICL)", "ICV", "I2CL"), title=title, printed="main")
     made = always_right(tasks=("hate_speech18", "sst2"))
@@ -45,7 +55,7 @@ def test_every_format_shows_the_same_numbers():
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
 
 
-def test_markdown_escapes_and_emphasises():
+def test_markdown_escapes_and_marks_bold_and_printed_cells():
     text = markdown(odd())
     for part in (
         *(r"50 % of A & B_c \<b>x\</b> \| {y} #1", "**100.0 ± 0.0**", "*94.44 ± 1.44* ‡"),
@@ -56,7 +66,7 @@ def test_markdown_escapes_and_emphasises():
     assert all(part in latex(odd()) for part in (r"\textbf{100.0 ± 0.0}", r"of \$memory\_"))
 
 
-def test_csv_holds_the_raw_numbers_and_tells_printed_from_measured():
+def test_csv_has_raw_measured_and_printed_numbers():
     rows = csv_lines(grid(), trial())
     result = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
     assert len(result) == 6
@@ -79,7 +89,7 @@ def test_csv_holds_the_raw_numbers_and_tells_printed_from_measured():
     assert float(printed["(average)"]["mean"]) == 75.12
 
 
-def test_accuracies_are_shaded_by_their_size_and_what_looks_like_markup_is_shown_as_it_is():
+def test_html_shades_accuracies_and_escapes_markup():
     text = html(build([grid()], trial(), {}, figures=False), {})
     assert '<td style="text-align:right;--share:25%" class="shaded">50.0 ± 0.0</td>' in text
     tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
@@ -91,7 +101,7 @@ def test_accuracies_are_shaded_by_their_size_and_what_looks_like_markup_is_shown
     assert tex == (r"a \&lt; b\_ *c* `d` [e](f) \textasciitilde{} \textasciicircum{} \textbackslash{}g")
 
 
-def test_failed_cells_are_listed_and_provenance_names_everything_found():
+def test_failed_cells_and_provenance_are_listed():
     made = [*trial(), failed("lora", "mr", 1, "elsewhere")]
     made += [failed("i2cl", "mr", 1, "I2CLError: too few\nrows")]
     report = build([grid()], made, {}, figures=False)
@@ -113,18 +123,18 @@ def test_failed_cells_are_listed_and_provenance_names_everything_found():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Figures of one line, whatever the view."""
+    """Replace every figure by a single line."""
 
     def draw(*_):
         figure = Figure()
         figure.add_subplot().plot([0, 1], [1, 0])
         return figure
 
-    monkeypatch.setattr("i2cl.experiments.report.document._drawn", draw)
+    monkeypatch.setattr("i2cl.experiments.report.document._draw", draw)
 
 
 @pytest.mark.usefixtures("drawn")
-def test_all_files_are_written_and_read_again(tmp_path):
+def test_write_creates_all_files(tmp_path):
     paths = write(build([grid(views=("tasks", "bars"))], trial(), {}), tmp_path / "out")
     names = [str(path.relative_to(tmp_path / "out")) for path in paths]
     written = [f"report.{end}" for end in ("csv", "html", "md", "tex")]
@@ -139,12 +149,12 @@ def test_all_files_are_written_and_read_again(tmp_path):
 
 
 @pytest.mark.usefixtures("drawn")
-def test_one_format_replaces_an_older_report_and_an_error_leaves_it(tmp_path, monkeypatch):
+def test_write_replaces_an_older_report_atomically(tmp_path, monkeypatch):
     write(build([grid()], trial(), {}, figures=False), tmp_path / "out")
     paths = write(build([grid(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert [path.name for path in paths] == ["report.html"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
-    monkeypatch.setattr("i2cl.experiments.report.render.LARGEST_SVG", 10)  # a large drawing as pixels
+    monkeypatch.setattr("i2cl.experiments.report.render.MAX_SVG_BYTES", 10)  # a large drawing as pixels
     (path,) = write(build([grid(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert 'src="data:image/png;base64,' in path.read_text()
     write(build([grid()], trial(), {}), tmp_path / "out", ["md"])
@@ -157,11 +167,11 @@ def test_one_format_replaces_an_older_report_and_an_error_leaves_it(tmp_path, mo
 
 
 @pytest.mark.parametrize("error", [ImportError(name="matplotlib"), I2CLError("no such map")])
-def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
+def test_figure_that_cannot_be_drawn_is_listed_as_missing(monkeypatch, error):
     if isinstance(error, ImportError):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     else:
-        monkeypatch.setattr("i2cl.experiments.report.document._drawn", Mock(side_effect=error))
+        monkeypatch.setattr("i2cl.experiments.report.document._draw", Mock(side_effect=error))
     (only,) = build([grid(views=("tasks", "bars"))], trial(), {}).sections
     assert only.figures == ()
     assert only.missing[0].startswith("figure bars: ")
@@ -169,9 +179,9 @@ def test_a_figure_that_cannot_be_drawn_is_named(monkeypatch, error):
 
 
 @pytest.mark.parametrize("formats", [["pdf"], []])
-def test_an_unknown_format_is_named_and_other_files_are_kept(tmp_path, formats):
+def test_write_rejects_unknown_formats_and_foreign_files(tmp_path, formats):
     report = build([grid()], trial(), {}, figures=False)
-    one_line("use some of md, tex, csv, html", write, report, tmp_path / "out", formats)
+    one_line("use one or more of md, tex, csv, html", write, report, tmp_path / "out", formats)
     assert not (tmp_path / "out").exists()
     (tmp_path / "thesis.txt").write_text("mine")
     one_line("holds other files", write, report, tmp_path)

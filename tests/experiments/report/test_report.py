@@ -1,4 +1,4 @@
-"""Numbers of reports, and what they lack, from records made by hand."""
+"""Numbers and notes of reports on synthetic records."""
 
 from dataclasses import replace
 from itertools import product
@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from experiments.report.made import (
+from experiments.report.synthetic import (
     SEEDS,
     always_right,
     cells,
@@ -32,12 +32,12 @@ from i2cl.experiments.statistics import accuracy, difference
 from i2cl.injections.temperature import best_temperature, normalised
 
 
-def test_accuracy_by_task_by_hand_and_the_average_with_its_interval():
+def test_accuracies_by_task_and_average_with_interval():
     result = table("tasks", grid(), trial())
     assert result.columns == ("Row", "Average", "sst2", "trec")
     ours, free = ["61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"], ["30.0", "40.0", "20.0"]
     assert texts(result) == {"Zero-shot": free, "I2CL": ours}
-    for part in ("3 seeds", "a single seed has no ±", "10 queries per task"):
+    for part in ("3 seeds", "no ± for a single seed", "10 queries per task"):
         assert part in result.notes[0]
     assert not any("†" in note for note in result.notes)
     result = texts(table("average", grid(), trial()))
@@ -48,7 +48,7 @@ def test_accuracy_by_task_by_hand_and_the_average_with_its_interval():
     assert result["Zero-shot"][0] == "30.0"
 
 
-def test_cost_by_hand_and_times_from_several_places_that_cannot_be_compared():
+def test_costs_and_note_on_times_from_several_systems():
     made = [
         record("i2cl", "sst2", 0, "10", fit_seconds=1.0, predict_seconds=0.5, cached_values=768),
         record("i2cl", "sst2", 1, "10", fit_seconds=3.0, predict_seconds=1.5, cached_values=768),
@@ -57,17 +57,17 @@ def test_cost_by_hand_and_times_from_several_places_that_cannot_be_compared():
     ]
     made = [changed(one, cost=replace(one.outcome.cost, trained=16)) for one in made]
     result = cells(table("cost", grid(["I2CL"], seeds=2), made))["I2CL"]
-    names = ("Values kept", "Trained parameters", "Fit, s", "Query, ms")
+    names = ("Stored values", "Trained parameters", "Fit, s", "Query, ms")
     assert [result[name].text for name in names] == ["768–3,072", "16", "4.00", "375"]
     made = [
         record("zero_shot", "sst2", 0, "10", provenance={"device": "cpu", "threads": "2"}),
         record("i2cl", "sst2", 0, "10", provenance={"device": "cuda:0", "threads": "2"}),
     ]
-    note = noted(table("cost", grid(seeds=1), made), "cannot be compared")
+    note = noted(table("cost", grid(seeds=1), made), "not comparable")
     assert "device cpu, threads 2; device cuda:0, threads 2" in note
 
 
-def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
+def test_comparison_is_row_minus_i2cl_with_holm_over_the_table():
     rows = ("Zero-shot", "Few-shot (ICL)", "ICV", "I2CL")
     shares = {"zero_shot": 0.2, "few_shot": 0.8, "icv": 0.5, "i2cl": 0.5}
     made = [
@@ -93,17 +93,17 @@ def test_comparison_is_row_minus_i2cl_corrected_over_the_table():
             assert values[name][number] == pytest.approx(100 * getattr(one, number))
         assert (values[name]["p"], values[name]["q"]) == (one.p, corrected[name])
     verdicts = {name: result[-1] for name, result in texts(average).items()}
-    assert verdicts == {"Zero-shot": "lower", "Few-shot (ICL)": "higher", "ICV": "no difference shown"}
+    assert verdicts == {"Zero-shot": "lower", "Few-shot (ICL)": "higher", "ICV": "not significant"}
     marks = {name: "".join(text[-1] for text in result) for name, result in texts(by_task).items()}
     assert marks == {"Zero-shot": "▼▼", "Few-shot (ICL)": "▲▲", "ICV": "··"}
-    assert "the family is all 6 tests of this table" in noted(by_task, "Holm")
-    assert "the family is all 3 tests of this table" in noted(average, "Holm")
-    assert all("q < 0.05" in noted(one, "Shown:") for one in (average, by_task))
+    assert "over all 6 tests of this table" in noted(by_task, "Holm")
+    assert "over all 3 tests of this table" in noted(average, "Holm")
+    assert all("q < 0.05" in noted(one, "Significant:") for one in (average, by_task))
     assert [one["q"] for one in by_task.values] == holm([one["p"] for one in by_task.values])
 
 
-def test_the_p_that_is_printed_is_the_one_that_decides():
-    """Over queries alone the difference of one lucky seed is certain; over seeds it is not."""
+def test_printed_p_is_the_larger_of_the_two_tests():
+    """With one lucky seed, only the test over queries is significant."""
     made = [record("icv", "sst2", seed, ("1" if seed == 0 else "0") * 40) for seed in range(4)]
     made += [record("i2cl", "sst2", seed, "0" * 40) for seed in range(4)]
     asked = grid(("ICV", "I2CL"), seeds=4, views=("comparison",))
@@ -118,7 +118,7 @@ def test_the_p_that_is_printed_is_the_one_that_decides():
     assert (row["p"], float(row["q"])) == ("", 1)  # too few seeds decide nothing
 
 
-def test_one_task_needs_neither_average_nor_a_table_by_task_and_many_are_lines():
+def test_tables_of_one_task_and_of_many_tasks():
     made = [one for one in trial() if one.cell.task == "sst2"]
     result = section(grid(), made)
     titles = ["Accuracy by task", "Average accuracy over tasks", "Difference from I2CL", "Cost"]
@@ -136,7 +136,7 @@ def test_one_task_needs_neither_average_nor_a_table_by_task_and_many_are_lines()
     assert texts(by_task)["task01"] == ["−50.0 ·"]
 
 
-def test_demonstrations_per_class():
+def test_shots_table():
     made = [record("i2cl", "sst2", 0, answers, shots=shots) for shots, answers in ((1, "1000"), (5, "1110"))]
     made.append(record("zero_shot", "sst2", 0, "1100"))
     asked = grid(("Zero-shot", GridRow(name="I2CL", shots=(1, 5))), seeds=1, views=("shots", "tasks"))
@@ -148,7 +148,7 @@ def test_demonstrations_per_class():
     assert texts(table("shots", asked, made)) == {"I2CL": ["25.0", "75.0"], "Few-shot (ICL)": ["–", "100.0"]}
 
 
-def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():
+def test_moved_rows_are_only_in_the_matrix():
     made = [*trial()]
     for number, source in enumerate(("sst2", "trec")):
         for place, task in enumerate(("sst2", "trec")):
@@ -164,10 +164,10 @@ def test_moved_rows_have_a_matrix_and_stay_out_of_other_tables():
 
 
 def with_scores(method, task, seed, sharper=3.0, queries=60):
-    """Scores that are sharper than they should be, so that their best temperature is near that."""
+    """Calibrated scores times ``sharper``, so their best temperature is about ``sharper``."""
     gold = np.arange(queries) % 2
     fair = np.random.default_rng([seed, len(task), len(method)]).standard_normal(queries) + gold - 0.5
-    scores = normalised(np.stack([-fair / 2, fair / 2], 1))  # by Bayes' rule for two normal distributions
+    scores = normalised(np.stack([-fair / 2, fair / 2], 1))  # Bayes' rule for two normal distributions
     return record(method, task, seed, scores.argmax(1) == gold, scores=Scores.of(scores * sharper))
 
 
@@ -176,7 +176,7 @@ def trusted(seeds=3):
     return made + [record("icv", task, 0, "10" * 30) for task in ("sst2", "agnews")]
 
 
-def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
+def test_calibration_table_has_metrics_at_both_temperatures():
     made = trusted()
     result = table("confidence", grid(("ICV", "I2CL")), made)
     each, best, temperatures = [], [], []
@@ -200,14 +200,14 @@ def test_confidence_as_it_is_and_at_the_best_temperature_of_each_task():
     assert losses[1] < losses[0]
 
 
-def test_confidence_in_the_file_and_of_rows_without_scores():
+def test_calibration_in_csv_and_for_rows_without_scores():
     result = table("confidence", grid(("ICV", "I2CL")), trusted())
     assert set(texts(result)["ICV"]) == {"–"}
-    assert noted(result, "cells without scores").endswith(": ICV.")
+    assert noted(result, "no stored scores").endswith(": ICV.")
     views = ("tasks", "confidence", "reliability", "risk-coverage")
     (only,) = build([grid(views=views)], trial(), {}).sections
     assert [one.title for one in only.tables] == ["Accuracy by task"]
-    assert only.missing[-1].startswith("confidence, reliability, risk-coverage: no row has the scores")
+    assert only.missing[-1].startswith("confidence, reliability, risk-coverage: no row has stored scores")
     asked = grid(("ICV", "I2CL"), views=("confidence",))
     rows = csv_lines(asked, trusted())
     assert {one["task"] for one in rows} == {"sst2", "agnews", "(average)"}
@@ -219,13 +219,13 @@ def test_confidence_in_the_file_and_of_rows_without_scores():
 
 
 def bold(table):
-    """Cells that can be told from all others."""
+    """Names of row and column of bold cells."""
     named = ((row, zip(table.columns, row, strict=True)) for row in table.rows)
     return [(row[0].text, name) for row, cells in named for name, one in cells if one.bold]
 
 
 @pytest.mark.parametrize("view", ["tasks", "average"])
-def test_nothing_is_bold_among_equals(view):
+def test_nothing_is_bold_without_significance(view):
     asked = product(("few_shot", "i2cl"), ("sst2", "agnews"), range(3))
     made = [record(method, task, seed, random(0.7, [seed, len(task)])) for method, task, seed in asked]
     result = table(view, grid(("Few-shot (ICL)", "I2CL")), made)
@@ -233,16 +233,16 @@ def test_nothing_is_bold_among_equals(view):
     assert "Nothing is bold" in noted(result, "bold")
 
 
-def test_what_is_right_everywhere_is_bold():
+def test_significantly_best_row_is_bold():
     asked = grid(("Few-shot (ICL)", "ICV", "I2CL"))
     result = table("tasks", asked, always_right())
     assert bold(result) == [("Few-shot (ICL)", column) for column in ("Average", "sst2", "trec")]
-    assert "better than every other row: q < 0.05" in noted(result, "Bold")
-    assert "the family is the other rows" in noted(result, "Bold")
+    assert "better than every other row (q < 0.05" in noted(result, "Bold")
+    assert "over the other rows" in noted(result, "Bold")
     assert bold(table("average", asked, always_right())) == [("Few-shot (ICL)", "Average")]
 
 
-def test_rows_that_cannot_be_tested_cost_the_others_nothing():
+def test_undecidable_rows_do_not_count_in_holms_correction():
     shares = {"icv": 0.45, "i2cl": 0.5}
     made = [
         record(method, "sst2", seed, random(share, [seed, len(method)]))
@@ -256,11 +256,11 @@ def test_rows_that_cannot_be_tested_cost_the_others_nothing():
     values = {one["row"]: one for one in result.values}
     assert values["ICV"]["p"] == values["ICV"]["q"] == alone[0]["q"] < 1
     assert values["Few-shot (ICL)"]["q"] == 1
-    assert texts(result)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds cannot tell"]
-    assert "the family is the one test" in noted(result, "Holm")
+    assert texts(result)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds"]
+    assert "over the one test" in noted(result, "Holm")
 
 
-def test_what_no_single_query_could_be_asked_of_is_named_in_every_table():
+def test_transductive_rows_are_noted_in_every_table():
     rows = [
         GridRow(name="Zero-shot", method="zero_shot", seeds=1),
         GridRow(name="Zero-shot, calibrated", method="zero_shot+batch_calibration", seeds=1),
@@ -269,5 +269,7 @@ def test_what_no_single_query_could_be_asked_of_is_named_in_every_table():
     made = [*trial(), record("zero_shot+batch_calibration", "sst2", 0, "1" * 10)]
     for view in ("tasks", "average", "comparison"):
         result = table(view, grid(rows), made)
-        assert "of balanced classes: Zero-shot, calibrated." in noted(result, "Of all queries together")
-        assert not any("together" in note for note in table(view, grid(), trial()).notes)
+        assert "balanced as far as the test split allows: Zero-shot, calibrated." in noted(
+            result, "one batch"
+        )
+        assert not any("one batch" in note for note in table(view, grid(), trial()).notes)

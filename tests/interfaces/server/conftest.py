@@ -1,4 +1,4 @@
-"""What tests of the server share: a tiny model, injections made at random, a service, a client of its app."""
+"""Fixtures of the server's tests: random injections, services of a tiny model, and HTTP clients."""
 
 import io
 import tarfile
@@ -13,47 +13,47 @@ HOST = "http://127.0.0.1"
 TAR, LINES = {"Content-Type": "application/x-tar"}, {"Content-Type": "application/jsonl"}
 
 
-def made(decoder, number, **fields):
-    """An injection as good as fitted: of one of three tasks, another for every number."""
+def make_injection(decoder, number, **fields):
+    """Return a random injection of one of three tasks, a different one for each number."""
     task = TASKS[number % len(TASKS)]
     if number % 4 == 1:
         fields |= {"label_bias": tuple(0.5 * place for place in range(len(task.labels)))}
     return random_injection(decoder, task, number, fields=fields)
 
 
-def refusal(message, work, *given):
-    """What a call is refused with, with this pattern in its words."""
-    with pytest.raises(RefusalError, match=message or None) as refused:
-        work(*given)
-    return refused.value
+def catch_refusal(message, function, *args):
+    """Return the RefusalError that a call raises; ``message``: pattern of its text."""
+    with pytest.raises(RefusalError, match=message or None) as caught:
+        function(*args)
+    return caught.value
 
 
 @pytest.fixture
-def opened(decoder, tmp_path):
-    """Opens services of a folder, and closes them."""
+def open_service(decoder, tmp_path):
+    """Function that opens a service of a folder. Services are closed after the test."""
     pytest.importorskip("prometheus_client")
     from i2cl.interfaces.server.service import Service
 
     services = []
 
-    def open_one(folder=tmp_path / "tasks", **options):
+    def open_folder(folder=tmp_path / "tasks", **options):
         services.append(Service(decoder, folder, **options))
         return services[-1]
 
-    yield open_one
+    yield open_folder
     for service in services:
         service.close()
 
 
 @pytest.fixture
-def service(opened):
+def service(open_service):
     """A service without tasks."""
-    return opened()
+    return open_service()
 
 
 @pytest.fixture
-def asking():
-    """Makes clients of a service's app, as `httpx` has them."""
+def make_client():
+    """Function that makes an HTTP client of a service's application."""
     pytest.importorskip("fastapi")
     from starlette.testclient import TestClient
 
@@ -69,16 +69,16 @@ def asking():
 
 
 @pytest.fixture
-def client(service, asking):
-    """One of a service that has a task."""
-    service.tasks.put("films", made(service.decoder, 0))
-    return asking(service)
+def client(service, make_client):
+    """HTTP client of a service with a task."""
+    service.tasks.put("films", make_injection(service.decoder, 0))
+    return make_client(service)
 
 
-def packed(folder):
-    """A tar file of an artefact."""
-    value = io.BytesIO()
-    with tarfile.open(fileobj=value, mode="w") as tar:
+def tar_of(folder):
+    """Return the files of an artefact as a tar file."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
         for name in ("injection.json", "injection.safetensors"):
             tar.add(folder / name, arcname=name)
-    return value.getvalue()
+    return archive.getvalue()

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.guard import Access, Guard
 
-from .conftest import HOST, LINES, TAR, made
+from .conftest import HOST, LINES, TAR, make_injection
 
 ADMIN, READ = "admin-0123456789abc", "read-0123456789abcd"
 ACCESS = Access({ADMIN: "admin", READ: "read"})
@@ -44,7 +44,7 @@ def mounted_twice(app):
 
 @pytest.fixture(params=[plain, under_root_path, mounted, mounted_twice], ids=lambda make: make.__name__)
 def client(request, service):
-    service.tasks.put("films", made(service.decoder, 0))
+    service.tasks.put("films", make_injection(service.decoder, 0))
     return request.param(make_app(service, ACCESS))
 
 

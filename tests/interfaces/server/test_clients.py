@@ -1,4 +1,4 @@
-"""Clients that others have written, unchanged, over loopback, with a token and without."""
+"""OpenAI's client against a running server, with and without a token."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from fitting import one_line
 from i2cl import Decoder, Injection, load_task
 from i2cl.interfaces.server.client import Client
 
-from .conftest import made
+from .conftest import make_injection
 from .test_serve import serving
 
 pytest.importorskip("fastapi")
@@ -21,10 +21,10 @@ TEXTS = [row.text for row in TASK.test[:3]]
 
 @pytest.fixture(scope="module", params=[None, TOKEN], ids=["open", "token"])
 def served(request, tmp_path_factory):
-    """Address of a server with a task and a token of it, and the task's probabilities of the texts."""
+    """URL and token of a server with a task, and the task's probabilities for the texts."""
     folder = tmp_path_factory.mktemp("served")
     decoder = Decoder.from_pretrained("reference")
-    made(decoder, 0).save_pretrained(folder / "films")
+    make_injection(decoder, 0).save_pretrained(folder / "films")
     right = Injection.from_pretrained(folder / "films").scores(decoder, TEXTS).softmax(-1).tolist()
     (folder / "tokens").write_text(f"read {TOKEN}\nadmin 0123456789abcdefA\n")
     options = ("--token-file", folder / "tokens") if request.param else ()
@@ -65,7 +65,7 @@ def test_openai(served):
 
 
 def wrapped_chat(text):
-    """A request as chat wrappers send it: with a system message, content parts and options of a chat."""
+    """Return a request as chat wrappers send it: with a system message, content parts and options."""
     content = [{"type": "text", "text": text}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     return {"model": "a/films", "messages": messages, "temperature": 0, "max_completion_tokens": 5}
@@ -111,25 +111,7 @@ def test_openai_text_completions_name_the_routes_to_use(served):
         client.completions.create(model="a/films", prompt=TEXTS[0])
 
 
-def test_huggingface_hub(served):
-    hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
-    url, token, right = served
-    for options in ({"model": f"{url}/models/a/films"}, {"base_url": f"{url}/models/a/films"}):
-        client = hub.InferenceClient(token=token, **options)
-        for text, probs in zip(TEXTS, right, strict=True):
-            result = client.text_classification(text)
-            assert result[0].score >= result[1].score
-            value = {one.label: one.score for one in result}
-            assert [value["positive"], value["negative"]] == pytest.approx(probs, abs=1e-5)
-        assert len(client.text_classification(TEXTS[0], top_k=1, function_to_apply="softmax")) == 1
-        with pytest.raises(hub.errors.HfHubHTTPError, match="function_to_apply"):
-            client.text_classification(TEXTS[0], function_to_apply="sigmoid")
-    if token:
-        with pytest.raises(hub.errors.HfHubHTTPError, match="401"):
-            hub.InferenceClient(model=f"{url}/models/a/films", token="wrong").text_classification(TEXTS[0])
-
-
-def test_our_client_says_what_is_wrong_with_an_address_or_a_folder(tmp_path):
+def test_client_reports_an_invalid_url_or_folder(tmp_path):
     one_line("begin it with http://", Client, "localhost:8000")
     client = Client("http://127.0.0.1:1")
     one_line("texts is one string", client.classify, "films", "abc")

@@ -1,4 +1,4 @@
-"""Tasks with a sentence encoder: those that the server was started with, and no other."""
+"""Tasks with a sentence encoder, which has to be enabled on the server."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from i2cl.methods import calibrating_method
 from plugin import WordsEncoder
 from processes import until
 
-from .conftest import TAR, TEXTS, made, packed
+from .conftest import TAR, TEXTS, make_injection, tar_of
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
@@ -15,7 +15,7 @@ NAME = "anchored+sentence_embeddings"
 REFUSED = "encoder 'words' is not enabled on this server (enabled: none): start the server with --encoder"
 
 
-def fit_of(task, **more):
+def fit_body(task, **more):
     rows = [{"text": row.text, "label": task.labels[row.label]} for row in task.train]
     return {
         "name": "both",
@@ -26,7 +26,7 @@ def fit_of(task, **more):
     } | more
 
 
-def injection_of(service, task):
+def fit_injection(service, task):
     method = calibrating_method(NAME, {"encoder": "words", "steps": 1})
     return method.injection(service.decoder, task, task.sample(2, 0), 0)
 
@@ -37,57 +37,53 @@ def answers(client, name):
     return [one["probs"] for one in reply.json()["data"]]
 
 
-@pytest.mark.parametrize("asked", [{"method": NAME}, {"settings": {"encoder": "words"}}])
-def test_a_fit_takes_the_encoder_of_the_server_and_its_task_answers(
-    opened, asking, task, words_encoder, asked
-):
-    service = opened(encoders=["words", "others"])
-    client = asking(service)
-    job = client.post("/v1/tasks", json=fit_of(task, **asked)).json()
+@pytest.mark.parametrize("options", [{"method": NAME}, {"settings": {"encoder": "words"}}])
+def test_fit_uses_the_encoder_of_the_server(open_service, make_client, task, words_encoder, options):
+    service = open_service(encoders=["words", "others"])
+    client = make_client(service)
+    job = client.post("/v1/tasks", json=fit_body(task, **options)).json()
     until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["status"] == "done")
     injection = service.tasks.injection(service.tasks.entry("both").digest)
     assert injection.encoder_bias.encoder == client.get("/v1/tasks/both").json()["encoder"] == "words"
     assert NAME in injection.worth["methods"]
-    service.tasks.put("plain", made(service.decoder, 0))
+    service.tasks.put("plain", make_injection(service.decoder, 0))
     expected = injection.scores(service.decoder, TEXTS).softmax(-1).tolist()
     for actual, wanted in zip(answers(client, "both"), expected, strict=True):
         assert actual == pytest.approx(wanted, abs=1e-5)
 
 
-def test_no_fit_and_no_upload_names_an_encoder_that_the_server_has_not(
-    opened, asking, task, words_encoder, tmp_path
+def test_tasks_with_an_encoder_that_is_not_enabled_are_refused(
+    open_service, make_client, task, words_encoder, tmp_path
 ):
-    service = opened()
-    injection_of(service, task).save_pretrained(tmp_path / "new")
-    client = asking(service)
-    body = packed(tmp_path / "new")
+    service = open_service()
+    fit_injection(service, task).save_pretrained(tmp_path / "new")
+    client = make_client(service)
+    body = tar_of(tmp_path / "new")
     settings = {"encoder": "words"}
     for reply in (
         client.put("/v1/tasks/both", content=body, headers=TAR),
-        client.post("/v1/tasks", json=fit_of(task, settings=settings)),
-        client.post("/v1/tasks", json=fit_of(task, settings=settings, check=True)),
+        client.post("/v1/tasks", json=fit_body(task, settings=settings)),
+        client.post("/v1/tasks", json=fit_body(task, settings=settings, check=True)),
     ):
         assert (reply.status_code, REFUSED in reply.text) == (422, True), reply.text
-    other = opened(tmp_path / "second", encoders=["words"])
-    assert asking(other).put("/v1/tasks/both", content=body, headers=TAR).status_code == 200
-    wanted = answers(asking(other), "both")
+    other = open_service(tmp_path / "second", encoders=["words"])
+    assert make_client(other).put("/v1/tasks/both", content=body, headers=TAR).status_code == 200
+    wanted = answers(make_client(other), "both")
     other.close()
-    again = opened(tmp_path / "second", encoders=["words"])
-    assert answers(asking(again), "both") == [pytest.approx(one, abs=1e-6) for one in wanted]
+    again = open_service(tmp_path / "second", encoders=["words"])
+    assert answers(make_client(again), "both") == [pytest.approx(one, abs=1e-6) for one in wanted]
     again.close()
-    without = asking(opened(tmp_path / "second"))  # nothing of it is loaded, so nobody waits
+    without = make_client(open_service(tmp_path / "second"))  # the encoder is not enabled
     reply = without.post("/v1/classify", json={"model": "both", "input": "a"})
     assert (reply.status_code, "cannot be used by this server" in reply.text) == (500, True)
 
 
-def test_an_encoder_is_known_by_its_vectors_and_not_by_its_name(
-    opened, asking, task, words_encoder, tmp_path
-):
-    service = opened(encoders=["elsewhere"])
-    injection = injection_of(service, task)
+def test_encoder_is_identified_by_its_vectors(open_service, make_client, task, words_encoder, tmp_path):
+    service = open_service(encoders=["elsewhere"])
+    injection = fit_injection(service, task)
     injection.save_pretrained(tmp_path / "new")
-    client = asking(service)
-    body = packed(tmp_path / "new")
+    client = make_client(service)
+    body = tar_of(tmp_path / "new")
     assert client.put("/v1/tasks/both", content=body, headers=TAR).status_code == 200
     expected = injection.scores(service.decoder, TEXTS).softmax(-1).tolist()
     for actual, wanted in zip(answers(client, "both"), expected, strict=True):
@@ -100,12 +96,12 @@ def test_an_encoder_is_known_by_its_vectors_and_not_by_its_name(
     )
 
 
-def test_a_server_does_not_start_with_an_encoder_that_is_not_here(opened, tmp_path, monkeypatch):
+def test_server_does_not_start_with_a_missing_encoder(open_service, tmp_path, monkeypatch):
     folder, wrong = tmp_path / "tasks", [str(tmp_path / "none")]
     with monkeypatch.context() as patch:
         patch.setattr("i2cl.errors.find_spec", lambda module: None)
-        one_line(r"a sentence encoder needs .*'i2cl\[embeddings\]'", opened, folder, encoders=wrong)
+        one_line(r"a sentence encoder needs .*'i2cl\[embeddings\]'", open_service, folder, encoders=wrong)
     assert not folder.exists()
     pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    one_line("the encoder's folder .*none' does not exist", opened, folder, encoders=wrong)
+    one_line("encoder folder .*none' does not exist", open_service, folder, encoders=wrong)
     assert not folder.exists()

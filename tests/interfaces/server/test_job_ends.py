@@ -1,4 +1,4 @@
-"""How jobs end: on a full disk, cancelled, pruned, deleted; and what they may take."""
+"""End of jobs: full disk, cancellation, deletion, pruning and quotas."""
 
 import errno
 import os
@@ -12,24 +12,24 @@ from i2cl.interfaces.server import files, jobs
 from i2cl.interfaces.server.guard import Access
 from processes import until
 
-from .conftest import LINES, made
+from .conftest import LINES, make_injection
 from .test_app import error_of
 from .test_authorization import READ, bearer
-from .test_jobs import checked, ended, lines_of, two_slow
+from .test_jobs import batch_job, lines_of, start_two_slow_fits, wait_until_ended
 
 
 @pytest.fixture
 def batch(service):
-    """Queues a file of a task, and returns its job."""
-    service.tasks.put("films", made(service.decoder, 0))
-    return lambda count=1: service.jobs.add("batch", *checked(service, lines_of(count), "films"))
+    """Function that queues a batch job."""
+    service.tasks.put("films", make_injection(service.decoder, 0))
+    return lambda count=1: service.jobs.add("batch", *batch_job(service, lines_of(count), "films"))
 
 
 def full_disk(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_full_disk_at_the_end_fails_the_job(batch, service, opened, monkeypatch, caplog):
+def test_full_disk_at_the_end_fails_the_job(batch, service, open_service, monkeypatch, caplog):
     record = service.jobs._database.add_event
 
     def only_starts(identity, event):
@@ -37,13 +37,13 @@ def test_full_disk_at_the_end_fails_the_job(batch, service, opened, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(service.jobs._database, "add_event", only_starts)
-        job = ended(batch())
+        job = wait_until_ended(batch())
     assert (job.status, job.events[-1]["error"]["code"]) == ("failed", "disk_full")
     assert f"the end of job {job.id} could not be saved" in caplog.text
-    ended(batch())  # the disk has room again, and the end is saved with that of the next job
+    wait_until_ended(batch())  # the disk has room again: the pending event is saved when the next job ends
     until(lambda: not service.jobs._unsaved)
     service.close()
-    assert opened().jobs.get(job.id).status == "failed"
+    assert open_service().jobs.get(job.id).status == "failed"
 
 
 def test_end_is_saved_when_removing_the_input_makes_room(batch, service, monkeypatch):
@@ -55,7 +55,7 @@ def test_end_is_saved_when_removing_the_input_makes_room(batch, service, monkeyp
         record(identity, event)
 
     monkeypatch.setattr(service.jobs._database, "add_event", needs_room)
-    assert ended(batch()).status == "done"
+    assert wait_until_ended(batch()).status == "done"
     assert service.jobs._unsaved == []
 
 
@@ -70,24 +70,24 @@ def test_sqlite_reports_a_full_disk_as_such(service):
 
 def test_answers_that_do_not_fit_on_the_disk_fail_the_job(batch, monkeypatch):
     monkeypatch.setattr(files.Journal, "append", full_disk)
-    job = ended(batch())
+    job = wait_until_ended(batch())
     assert (job.status, job.events[-1]["error"]["code"]) == ("failed", "disk_full")
 
 
-def test_cancel_leaves_the_answers_of_a_finished_job(batch, service, asking):
-    client, job = asking(service), ended(batch())
+def test_cancel_leaves_the_answers_of_a_finished_job(batch, service, make_client):
+    client, job = make_client(service), wait_until_ended(batch())
     reply = client.post(f"/v1/jobs/{job.id}/cancel")
     assert (reply.status_code, reply.json()["status"]) == (200, "done")
     assert client.get(f"/v1/batches/{job.id}").status_code == 200
 
 
-def test_delete_removes_finished_jobs_only(service, asking, task):
-    client = asking(service)
-    runs, waits = two_slow(service, task)
+def test_delete_removes_finished_jobs_only(service, make_client, task):
+    client = make_client(service)
+    runs, waits = start_two_slow_fits(service, task)
     for job in (waits, runs):
         assert error_of(client.delete(f"/v1/jobs/{job.id}")) == (409, "not_finished")
         client.post(f"/v1/jobs/{job.id}/cancel")
-        assert ended(job).status == "cancelled"
+        assert wait_until_ended(job).status == "cancelled"
         assert client.delete(f"/v1/jobs/{job.id}").status_code == 200
         assert error_of(client.get(f"/v1/jobs/{job.id}")) == (404, "unknown_job")
         assert not job.folder.exists()
@@ -95,15 +95,15 @@ def test_delete_removes_finished_jobs_only(service, asking, task):
 
 def test_finished_jobs_are_pruned_while_running(batch, service, monkeypatch):
     monkeypatch.setattr(jobs, "MAX_FINISHED", 2)
-    made_jobs = [ended(batch()) for _ in range(4)]
+    made_jobs = [wait_until_ended(batch()) for _ in range(4)]
     until(lambda: len(service.jobs.all()) == 2)
     assert [job.id for job in service.jobs.all()] == [job.id for job in made_jobs[:1:-1]]
     until(lambda: not made_jobs[0].folder.exists())
 
 
-def test_jobs_are_listed_in_pages(batch, service, asking):
-    client = asking(service)
-    ids = [ended(batch()).id for _ in range(5)][::-1]
+def test_jobs_are_listed_in_pages(batch, service, make_client):
+    client = make_client(service)
+    ids = [wait_until_ended(batch()).id for _ in range(5)][::-1]
     first = client.get("/v1/jobs?limit=2").json()
     assert ([one["id"] for one in first["data"]], first["has_more"]) == (ids[:2], True)
     second = client.get(f"/v1/jobs?limit=3&after={ids[1]}").json()
@@ -117,10 +117,10 @@ def send(client, body):
 
 
 @pytest.fixture
-def reader(service, asking):
+def reader(service, make_client):
     """A client with a read token."""
-    service.tasks.put("films", made(service.decoder, 0))
-    return asking(service, Access({READ: "read"}))
+    service.tasks.put("films", make_injection(service.decoder, 0))
+    return make_client(service, Access({READ: "read"}))
 
 
 def test_file_whose_answers_take_too_much_is_refused(reader, service, monkeypatch):
@@ -133,14 +133,14 @@ def test_file_whose_answers_take_too_much_is_refused(reader, service, monkeypatc
 def test_jobs_of_a_read_token_have_a_quota(reader, service, monkeypatch):
     monkeypatch.setattr(jobs, "MAX_BYTES_PER_READER", 2500)
     first = send(reader, lines_of(3)).json()["id"]
-    ended(service.jobs.get(first))
+    wait_until_ended(service.jobs.get(first))
     refused = [reply for reply in (send(reader, lines_of(3)) for _ in range(8)) if reply.status_code != 202]
     assert refused
     assert error_of(refused[0]) == (403, "quota")
 
 
 def test_labels_are_not_repeated_on_every_line(batch):
-    job = ended(batch(3))
+    job = wait_until_ended(batch(3))
     assert job.events[-1]["labels"] == {"films": ["positive", "negative"]}
     assert b"positive" not in b"".join((job.folder / files.OUTPUT).read_bytes().split(b'"label": "positive"'))
 
@@ -148,7 +148,7 @@ def test_labels_are_not_repeated_on_every_line(batch):
 def test_size_of_a_job_is_an_upper_bound(batch):
     job = batch(50)
     size = job.request["bytes"]
-    assert ended(job).disk_bytes() < size
+    assert wait_until_ended(job).disk_bytes() < size
 
 
 def test_job_without_its_input_fails(batch, service, monkeypatch):
@@ -156,4 +156,4 @@ def test_job_without_its_input_fails(batch, service, monkeypatch):
     with service.jobs._changed:
         job = batch()
         (job.folder / files.INPUT).unlink()
-    assert ended(job).events[-1]["error"]["code"] == "lost_input"
+    assert wait_until_ended(job).events[-1]["error"]["code"] == "lost_input"

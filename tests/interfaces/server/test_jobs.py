@@ -1,4 +1,4 @@
-"""Fits and files: to their end, cancelled, and after a kill."""
+"""Fit and batch jobs: completion, cancellation, errors and restarts."""
 
 import io
 import json
@@ -11,54 +11,54 @@ import torch
 from i2cl.interfaces.server import files, jobs
 from processes import until
 
-from .conftest import TEXTS, made
+from .conftest import TEXTS, make_injection
 
-FIT = {"name": "films", "template": "Review: {text}\nSentiment: {label}", "labels": None, "shots": 2}
-FIT |= {"seed": 0, "method": None, "recipe": None, "settings": {"steps": 1}, "evaluate": 4}
-FIT |= {"chat": False, "instruction": None}
+FIT_REQUEST = {"name": "films", "template": "Review: {text}\nSentiment: {label}", "labels": None, "shots": 2}
+FIT_REQUEST |= {"seed": 0, "method": None, "recipe": None, "settings": {"steps": 1}, "evaluate": 4}
+FIT_REQUEST |= {"chat": False, "instruction": None}
 
 
-def ended(job):
+def wait_until_ended(job):
     until(lambda: job.ended)
     return job
 
 
-def fitted(service, task, **more):
-    """The job of a fit, once it has ended."""
-    return ended(fitting(service, task, **more))
+def run_fit(service, task, **more):
+    """Run a fit, and return its job."""
+    return wait_until_ended(queue_fit(service, task, **more))
 
 
-def fitting(service, task, **more):
-    return service.jobs.add("fit", FIT | more, {"input.json": examples(task)})
+def queue_fit(service, task, **more):
+    return service.jobs.add("fit", FIT_REQUEST | more, {"input.json": examples_json(task)})
 
 
-def two_slow(service, task):
-    """A fit that has come to its first step, and one that waits behind it; both would take minutes."""
-    runs, waits = (fitting(service, task, method="i2cl", settings={"epochs": 5000}) for _ in range(2))
+def start_two_slow_fits(service, task):
+    """Start a fit that takes minutes, wait for its first step, and queue another one."""
+    runs, waits = (queue_fit(service, task, method="i2cl", settings={"epochs": 5000}) for _ in range(2))
     until(lambda: runs.events[-1]["event"] == "step" or runs.ended)
     assert not runs.ended, runs.events[-1]
     return runs, waits
 
 
 def answers(job):
-    """The lines that a file's job has written."""
+    """Return the output lines of a batch job."""
     return [json.loads(line) for line in (job.folder / files.OUTPUT).read_bytes().splitlines()]
 
 
-def examples(task):
+def examples_json(task):
     return json.dumps([{"text": row.text, "label": task.labels[row.label]} for row in task.train]).encode()
 
 
-def checked(service, body, model=None):
-    """What the job of a file has to know, and its files."""
+def batch_job(service, body, model=None):
+    """Return the arguments of `Jobs.add` for a batch file."""
     rows = io.BytesIO()
     count, names, size = files.read_lines(io.BytesIO(body), model, service.tasks.entry, rows)
-    with service.tasks.kept(names) as entries:
-        return files.description(entries, count, size), {files.INPUT: rows.getvalue()}
+    with service.tasks.pinned(names) as entries:
+        return files.job_request(entries, count, size), {files.INPUT: rows.getvalue()}
 
 
-def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
-    job = fitted(service, task)
+def test_fit_publishes_its_steps_and_creates_a_task(service, task):
+    job = run_fit(service, task)
     events = [one["event"] for one in job.events]
     assert events[:4] == ["queued", "started", "drawn", "step"]
     assert job.status == "done", job.events[-1]
@@ -71,18 +71,18 @@ def test_a_fit_is_told_step_by_step_and_ends_as_a_task(service, task):
     assert service.tasks.injection(last["digest"]).task.labels == tuple(sorted(task.labels))
 
 
-def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path, monkeypatch):
-    service = opened()
-    whole = fitted(service, task)
+def test_killed_fit_restarts_with_the_same_result(open_service, task, tmp_path, monkeypatch):
+    service = open_service()
+    whole = run_fit(service, task)
     before = service.tasks.injection(whole.events[-1]["digest"])
     service.tasks.delete("films")
-    with monkeypatch.context() as patch:  # as at the end of the process: nothing is told
+    with monkeypatch.context() as patch:  # as in a kill: no event is recorded
         patch.setattr(service.tasks, "put", Mock(side_effect=jobs.FitStoppedError))
-        job = fitting(service, task)
+        job = queue_fit(service, task)
         until(lambda: any(one.get("method") == "anchored" for one in job.events))
         service.close()
-    again = opened()
-    result = ended(again.jobs.get(job.id))
+    again = open_service()
+    result = wait_until_ended(again.jobs.get(job.id))
     assert [one["event"] for one in result.events].count("resumed") == 1
     assert result.status == "done"
     after = again.tasks.injection(again.tasks.entry("films").digest)
@@ -91,11 +91,11 @@ def test_a_fit_that_was_killed_comes_to_the_same_vectors(opened, task, tmp_path,
     assert again.jobs.get(whole.id).status == "done"
 
 
-def test_a_blank_text_fails_its_line_and_not_the_file(opened):
-    service = opened()
-    service.tasks.put("a", made(service.decoder, 0))
-    message, held = checked(service, b'{"input": "good"}\n{"input": "\\u200b "}\n{"input": "bad"}\n', "a")
-    job = ended(service.jobs.add("batch", message, held))
+def test_blank_text_gets_an_error_without_failing_the_file(open_service):
+    service = open_service()
+    service.tasks.put("a", make_injection(service.decoder, 0))
+    message, inputs = batch_job(service, b'{"input": "good"}\n{"input": "\\u200b "}\n{"input": "bad"}\n', "a")
+    job = wait_until_ended(service.jobs.add("batch", message, inputs))
     assert job.status == "done"
     assert job.events[-1]["failed"] == 1
     first, blank, last = answers(job)
@@ -104,36 +104,38 @@ def test_a_blank_text_fails_its_line_and_not_the_file(opened):
     assert blank["error"]["message"].startswith("the text is empty")
 
 
-def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
+def test_batch_resumes_after_kill(open_service, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
-    service = opened()
+    service = open_service()
     for number, name in enumerate("ab"):
-        service.tasks.put(name, made(service.decoder, number))
+        service.tasks.put(name, make_injection(service.decoder, number))
     texts = [f"{text} {number}" for number in range(3) for text in TEXTS]
     lines = [{"input": text, "model": "ab"[at % 2], "custom_id": f"n{at}"} for at, text in enumerate(texts)]
     body = "\n".join(json.dumps(line) for line in lines).encode()
-    message, held = checked(service, body)
+    message, inputs = batch_job(service, body)
     injections = {name: service.tasks.injection(digest) for name, digest in message["digests"].items()}
     right = [injections[line["model"]].scores(service.decoder, [line["input"]])[0] for line in lines]
     whole = service.batcher.pool.answers
     calls = []
 
-    def some(rows):
+    def stop_at_fourth(rows):
         calls.append(len(rows))
         if len(calls) == 4:
-            service.batcher.stops = True  # what is under way is not told, as in a kill
+            service.batcher.stops = True  # as in a kill: no event is recorded
             raise jobs.FitStoppedError
         return whole(rows)
 
-    service.batcher.pool.answers = some
-    job = service.jobs.add("batch", message, held)
+    service.batcher.pool.answers = stop_at_fourth
+    job = service.jobs.add("batch", message, inputs)
     until(lambda: len(calls) >= 4)
     service.close()
     with (job.folder / files.OUTPUT).open("ab") as torn:
         torn.write(b'{"line": 13, "half')
-    again = opened()
-    again.tasks.put("a", made(again.decoder, 5))  # the file's version is that of when it came
-    result = ended(again.jobs.get(job.id))
+    again = open_service()
+    again.tasks.put(
+        "a", make_injection(again.decoder, 5)
+    )  # the job keeps the version of the time it was queued
+    result = wait_until_ended(again.jobs.get(job.id))
     assert result.status == "done", result.events
     out = answers(result)
     assert len(out) == len(texts)
@@ -143,17 +145,17 @@ def test_a_file_goes_on_where_it_stood(opened, tmp_path, monkeypatch):
         assert one["label"] == result.events[-1]["labels"][one["model"]][int(scores.argmax())]
 
 
-def test_a_job_is_cancelled_while_it_runs_and_while_it_waits(service, task):
-    runs, waits = two_slow(service, task)
+def test_running_and_queued_jobs_can_be_cancelled(service, task):
+    runs, waits = start_two_slow_fits(service, task)
     for job in (waits, runs):
         service.jobs.cancel(job)
-        assert ended(job).status == "cancelled"
+        assert wait_until_ended(job).status == "cancelled"
 
 
-def test_a_fit_that_fails_says_why(service, task, monkeypatch):
+def test_failed_fit_reports_its_error(service, task, monkeypatch):
     fails = Mock(side_effect=KeyError("a user's text"))
     monkeypatch.setattr("i2cl.methods.anchored.Anchored.injection", fails)
-    job = fitted(service, task)
+    job = run_fit(service, task)
     assert job.status == "failed"
     assert job.events[-1]["error"]["code"] == "internal"
     assert "a user's text" not in json.dumps(job.events)
@@ -163,9 +165,9 @@ def lines_of(count):
     return "\n".join(json.dumps({"input": f"{TEXTS[0]} {at}"}) for at in range(count)).encode()
 
 
-def test_a_row_that_fails_or_is_too_long_costs_its_line_and_not_the_file(service, monkeypatch):
+def test_row_that_fails_gets_an_error_without_failing_the_file(service, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 4)
-    service.tasks.put("a", made(service.decoder, 0))
+    service.tasks.put("a", make_injection(service.decoder, 0))
     lines = lines_of(9) + b'\n{"input": "%s"}' % (b"long " * 3000)
     whole, seventh = service.batcher.pool.answers, service.tasks.queries("a", [f"{TEXTS[0]} 6"])[1][0].ids
 
@@ -175,7 +177,7 @@ def test_a_row_that_fails_or_is_too_long_costs_its_line_and_not_the_file(service
         return whole(asked)
 
     monkeypatch.setattr(service.batcher.pool, "answers", fails)
-    job = ended(service.jobs.add("batch", *checked(service, lines, "a")))
+    job = wait_until_ended(service.jobs.add("batch", *batch_job(service, lines, "a")))
     out = answers(job)
     refused = {one["line"]: one["error"]["code"] for one in out if "error" in one}
     assert refused == {7: "internal", 10: "text_too_long"}
@@ -183,17 +185,19 @@ def test_a_row_that_fails_or_is_too_long_costs_its_line_and_not_the_file(service
     assert (job.status, job.events[-1]["failed"]) == ("done", 2)
 
 
-def test_an_answer_names_the_line_of_the_file(service):
-    service.tasks.put("a", made(service.decoder, 0))
+def test_batch_answers_name_the_line_of_the_file(service):
+    service.tasks.put("a", make_injection(service.decoder, 0))
     first, second = lines_of(2).splitlines()
-    job = ended(service.jobs.add("batch", *checked(service, b"\n" + first + b"\n \n" + second, "a")))
+    job = wait_until_ended(
+        service.jobs.add("batch", *batch_job(service, b"\n" + first + b"\n \n" + second, "a"))
+    )
     assert [one["line"] for one in answers(job)] == [2, 4]
 
 
 @pytest.mark.parametrize("kind", ["runs", "waits"])
-def test_a_cancel_survives_a_kill(opened, task, monkeypatch, kind):
-    service = opened()
-    runs, waits = two_slow(service, task)
+def test_cancellation_survives_a_kill(open_service, task, monkeypatch, kind):
+    service = open_service()
+    runs, waits = start_two_slow_fits(service, task)
     with monkeypatch.context() as patch:  # the process ends before the fit notices
         patch.setattr(jobs.Job, "raise_if_cancelled", lambda _: None)
         patch.setattr(service.jobs, "_end", lambda *_, **__: None)
@@ -201,15 +205,15 @@ def test_a_cancel_survives_a_kill(opened, task, monkeypatch, kind):
         service.jobs.cancel(chosen)
         service.close()
     assert not chosen.ended
-    again = opened()
-    assert ended(again.jobs.get(chosen.id)).status == "cancelled"
+    again = open_service()
+    assert wait_until_ended(again.jobs.get(chosen.id)).status == "cancelled"
     until(lambda: not list(chosen.folder.glob("input.*")))
     other = again.jobs.get(({runs, waits} - {chosen}).pop().id)
     again.jobs.cancel(other)
-    assert [one["event"] for one in ended(other).events][-1] == "cancelled"
+    assert [one["event"] for one in wait_until_ended(other).events][-1] == "cancelled"
 
 
-def test_progress_events_are_few_however_long_a_job_takes(service, asking):
+def test_number_of_progress_events_is_bounded(service, make_client):
     job = jobs.Job(service.jobs._root / "fit-0", "fit", {}, 0.0)
     service.jobs._database.add_job(job.id, "fit", 0.0, {}, None)
     service.jobs._jobs[job.id] = job
@@ -225,21 +229,21 @@ def test_progress_events_are_few_however_long_a_job_takes(service, asking):
     assert times == sorted(set(times))
     service.jobs.record_event(job, "done")
     seen = round(1000 * job.events[-2]["at"])
-    reply = asking(service).get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": str(seen)})
+    reply = make_client(service).get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": str(seen)})
     assert reply.text.startswith(f"id: {round(1000 * job.events[-1]['at'])}\nevent: done\n")
 
 
-def test_event_ids_go_on_after_a_restart(opened, task):
-    service = opened()
-    job = fitted(service, task, evaluate=0)
+def test_persisted_events_survive_a_restart(open_service, task):
+    service = open_service()
+    job = run_fit(service, task, evaluate=0)
     service.close()
-    again = opened().jobs.get(job.id)
+    again = open_service().jobs.get(job.id)
     persisted = [one for one in job.events if one["event"] in jobs.PERSISTED_EVENTS]
     assert again.events == persisted
 
 
-def test_a_fit_measured_by_leaving_rows_out_keeps_no_time_of_a_text(service, task):
-    job = fitted(service, replace(task, train=task.train[:4]))
+def test_cross_validated_fit_stores_no_timings(service, task):
+    job = run_fit(service, replace(task, train=task.train[:4]))
     assert job.status == "done", job.events[-1]
     methods = service.tasks.injection(job.events[-1]["digest"]).worth["methods"]
     assert methods.keys() >= {"zero_shot", "anchored"}

@@ -1,4 +1,4 @@
-"""Bodies and connections that are slow, too many, or never become a request."""
+"""Limits on request bodies and connections."""
 
 import asyncio
 import json
@@ -28,8 +28,8 @@ main()
 """
 
 
-def asked(inside, parts, expected=None):
-    """What a guard answers to a body that comes in parts, each when its time has come; and how it is left."""
+def send_through(app, parts, expected=None):
+    """Send a body in parts of (delay, bytes) through a guard. Return the status and JSON of the response."""
     headers = [(b"content-type", b"application/jsonl")]
     headers += [] if expected is None else [(b"content-length", b"%d" % expected)]
     scope = {"type": "http", "method": "POST", "path": "/v1/batches", "headers": headers}
@@ -43,19 +43,19 @@ def asked(inside, parts, expected=None):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(inside(scope, receive, send))
+    asyncio.run(app(scope, receive, send))
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
 @pytest.fixture
-def around():
-    """Makes guards around a program that answers how long its body is."""
+def make_guard():
+    """Function that makes a guard around an application that returns the size of its body."""
 
     def make(limit=10**6):
         async def app(scope, receive, send):
             async with one.admitted(required, scope, receive) as receive_body:
                 whole = await receive_body()
-                seen = [len(whole["body"]), scope[guard.BODY].seek(0, 2), one.held, one.running]
+                seen = [len(whole["body"]), scope[guard.BODY].seek(0, 2), one.body_bytes, one.running]
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
 
@@ -66,54 +66,54 @@ def around():
     return make
 
 
-def test_a_body_has_a_time_that_grows_with_it(around, monkeypatch):
+def test_time_limit_of_a_body_grows_with_its_size(make_guard, monkeypatch):
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
     monkeypatch.setattr(guard, "BODY_RATE", 10)
-    one = around()
-    assert asked(one, [(0, b"a" * 1000), (0.4, b"b")]) == (200, [1001, 1001, 1001, 1])
-    status, expected = asked(one, [(0, b"a"), (3600, b"b")], expected=2)
+    one = make_guard()
+    assert send_through(one, [(0, b"a" * 1000), (0.4, b"b")]) == (200, [1001, 1001, 1001, 1])
+    status, expected = send_through(one, [(0, b"a"), (3600, b"b")], expected=2)
     assert (status, expected["error"]["code"]) == (408, "slow_body")
-    assert (one.held, one.running) == (0, 0)
+    assert (one.body_bytes, one.running) == (0, 0)
 
 
-def test_bodies_are_bounded_alone_and_together(around, monkeypatch):
-    monkeypatch.setattr(guard, "SMALL", 10)
-    monkeypatch.setattr(guard, "MAX_HELD", 100)
-    one = around(limit=150)
+def test_bodies_are_bounded_individually_and_in_total(make_guard, monkeypatch):
+    monkeypatch.setattr(guard, "SMALL_BODY", 10)
+    monkeypatch.setattr(guard, "MAX_BODY_BYTES", 100)
+    one = make_guard(limit=150)
     for parts, expected in (([(0, b"a" * 151)], None), ([(0, b"a")], 151)):
-        assert asked(one, parts, expected)[1]["error"]["code"] == "body_too_long"
-    one.held = 60
-    status, expected = asked(one, [(0, b"a" * 50)])
+        assert send_through(one, parts, expected)[1]["error"]["code"] == "body_too_long"
+    one.body_bytes = 60
+    status, expected = send_through(one, [(0, b"a" * 50)])
     assert (status, expected["error"]["code"]) == (429, "busy")
-    assert asked(one, [(0, b"a" * 40)])[0] == asked(one, [(0, b"a" * 9)])[0] == 200
-    one.held = 1000
-    assert asked(one, [(0, b"a" * 9)])[0] == 200  # a text gets in beside files
-    assert one.held == 1000
+    assert send_through(one, [(0, b"a" * 40)])[0] == send_through(one, [(0, b"a" * 9)])[0] == 200
+    one.body_bytes = 1000
+    assert send_through(one, [(0, b"a" * 9)])[0] == 200  # small bodies are accepted anyway
+    assert one.body_bytes == 1000
 
 
-def test_a_long_body_lies_on_the_disk_and_requests_at_once_are_bounded(around, monkeypatch):
+def test_large_body_is_spooled_to_disk_and_requests_are_bounded(make_guard, monkeypatch):
     monkeypatch.setattr(guard, "MAX_IN_MEMORY", 10)
     rolled = []
     rollover = guard.SpooledTemporaryFile.rollover
     monkeypatch.setattr(guard.SpooledTemporaryFile, "rollover", lambda self: rolled.append(rollover(self)))
-    assert asked(around(), [(0, b"a" * 6)] * 3) == (200, [18, 18, 18, 1])
+    assert send_through(make_guard(), [(0, b"a" * 6)] * 3) == (200, [18, 18, 18, 1])
     assert len(rolled) == 1
     monkeypatch.setattr(guard, "MAX_REQUESTS", 3)
-    one = around()
+    one = make_guard()
     one.running = 3
-    status, expected = asked(one, [(0, b"a")])
+    status, expected = send_through(one, [(0, b"a")])
     assert (status, expected["error"]["code"], one.running) == (503, "busy", 3)
 
 
-def connected(url, first=b""):
+def connect(url, first=b""):
     host, port = re.fullmatch(r"http://(.*):(\d+)", url).groups()
     result = socket.create_connection((host, int(port)), timeout=SECONDS)
     result.sendall(first)
     return result
 
 
-def ended(connection):
-    """Wait for the other side's end; what came before it."""
+def read_to_end(connection):
+    """Read until the server closes the connection."""
     expected = b""
     try:
         while part := connection.recv(2**16):
@@ -129,7 +129,7 @@ POST += b"Content-Length: 9\r\nContent-Type: text/plain\r\n\r\n"
 
 
 class Connection:
-    """What uvicorn has of one, as far as it is looked at."""
+    """Stand-in for a connection of uvicorn."""
 
     def __init__(self, *, runs=False, unsent=0):
         self.cycle = SimpleNamespace(response_complete=not runs)
@@ -140,7 +140,7 @@ class Connection:
         self.ended = True
 
 
-def test_a_connection_ends_that_takes_nothing_and_not_one_that_waits_for_its_answer():
+def test_sweep_closes_idle_connections_but_not_waiting_ones():
     import uvicorn
 
     server = process._Server(uvicorn.Config(None), lambda: None, lambda: None)
@@ -155,31 +155,31 @@ def test_a_connection_ends_that_takes_nothing_and_not_one_that_waits_for_its_ans
     assert not any(one.ended for one in (runs, slow, often))
 
 
-def test_connections_that_never_become_a_request_end(tmp_path):
+def test_connections_without_a_request_are_closed(tmp_path):
     with serving(tmp_path / "tasks", code=SERVED.format(idle=1, most=800)) as url:
-        silent, half, second, refused = (connected(url, one) for one in (b"", GET[:-2], GET + GET[:9], POST))
-        drip = connected(url, GET[:-2])
+        silent, half, second, refused = (connect(url, one) for one in (b"", GET[:-2], GET + GET[:9], POST))
+        drip = connect(url, GET[:-2])
         start = time.monotonic()
-        while time.monotonic() - start < SECONDS:  # a byte at a time is no request either
+        while time.monotonic() - start < SECONDS:  # sending a byte at a time does not help
             try:
                 drip.sendall(b"x")
             except (BrokenPipeError, ConnectionResetError):
                 break
             time.sleep(0.05)
         else:
-            pytest.fail("it is still open")
-        assert ended(silent) == ended(half) == b""
-        assert ended(second).startswith(b"HTTP/1.1 200")
-        assert ended(refused).startswith(b"HTTP/1.1 415")
-        assert ended(connected(url, GET)).startswith(b"HTTP/1.1 200")
+            pytest.fail("the connection is still open")
+        assert read_to_end(silent) == read_to_end(half) == b""
+        assert read_to_end(second).startswith(b"HTTP/1.1 200")
+        assert read_to_end(refused).startswith(b"HTTP/1.1 415")
+        assert read_to_end(connect(url, GET)).startswith(b"HTTP/1.1 200")
 
 
-def test_of_too_many_connections_the_idle_ones_end(tmp_path):
+def test_longest_idle_connections_are_closed_beyond_the_maximum(tmp_path):
     with serving(tmp_path / "tasks", code=SERVED.format(idle=3600, most=5)) as url:
-        idle = [connected(url) for _ in range(6)]
+        idle = [connect(url) for _ in range(6)]
         (first, *_), _, _ = select.select(idle, [], [], SECONDS)
-        assert ended(first) == b""
-        last = connected(url, GET)
+        assert read_to_end(first) == b""
+        last = connect(url, GET)
         assert last.recv(100).startswith(b"HTTP/1.1 200")
         (second, *_), _, _ = select.select({*idle} - {first}, [], [], SECONDS)
-        assert ended(second) == b""
+        assert read_to_end(second) == b""

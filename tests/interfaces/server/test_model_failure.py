@@ -12,9 +12,9 @@ pytest.importorskip("uvicorn")
 from i2cl.interfaces.server.client import Client, ServerError
 from processes import Program, until
 
-from .conftest import TEXTS, made
-from .test_app import CLASSIFY, ONE, error_of
-from .test_jobs import fitting
+from .conftest import TEXTS, make_injection
+from .test_app import CLASSIFY, CLASSIFY_BODY, error_of
+from .test_jobs import queue_fit
 from .test_serve import address
 
 
@@ -29,7 +29,7 @@ def die(*_, **__):
 @pytest.fixture
 def dying(service, monkeypatch):
     """A service with a task, whose model thread dies at the next batch."""
-    service.tasks.put("films", made(service.decoder, 0))
+    service.tasks.put("films", make_injection(service.decoder, 0))
     monkeypatch.setattr(service.batcher.pool, "answers", die)
     return service
 
@@ -52,12 +52,12 @@ def test_running_work_fails(service):
     assert service.batcher.run(die).exception(30).code == "model_failed"
 
 
-def test_new_requests_and_health_checks_answer_503(dying, asking, caplog):
-    client = asking(dying)
-    assert error_of(client.post(CLASSIFY, json=ONE)) == (503, "model_failed")
+def test_new_requests_and_health_checks_answer_503(dying, make_client, caplog):
+    client = make_client(dying)
+    assert error_of(client.post(CLASSIFY, json=CLASSIFY_BODY)) == (503, "model_failed")
     for path in ("/healthz", "/health", "/readyz"):
         assert error_of(client.get(path)) == (503, "model_failed")
-    reply = client.post(CLASSIFY, json=ONE)
+    reply = client.post(CLASSIFY, json=CLASSIFY_BODY)
     assert error_of(reply) == (503, "model_failed")
     assert "restarted" in reply.json()["error"]["message"]
     assert "the model thread has died (Died)" in caplog.text
@@ -65,9 +65,9 @@ def test_new_requests_and_health_checks_answer_503(dying, asking, caplog):
 
 
 def test_fault_of_the_batcher_in_a_pause_is_not_an_error_of_the_fit(service, task, monkeypatch):
-    service.tasks.put("other", made(service.decoder, 0))
+    service.tasks.put("other", make_injection(service.decoder, 0))
     monkeypatch.setattr(service.metrics, "batch", lambda **_: 1 / 0)
-    job = fitting(service, task, method="i2cl", settings={"epochs": 5000})
+    job = queue_fit(service, task, method="i2cl", settings={"epochs": 5000})
     until(lambda: job.events[-1]["event"] == "step")
     ticket = service.batcher.submit(service.tasks.queries("other", TEXTS)[1], float(10**9))
     ticket.done.exception(30)
@@ -89,7 +89,7 @@ main()
 def test_process_exits_with_an_error(tmp_path):
     from i2cl import Decoder
 
-    made(Decoder.from_pretrained("reference"), 0).save_pretrained(tmp_path / "films")
+    make_injection(Decoder.from_pretrained("reference"), 0).save_pretrained(tmp_path / "films")
     program = Program(FAILING, "serve", "reference", "--tasks", tmp_path / "tasks", "--port", 0)
     client = Client(address(program), retries=0)
     with pytest.raises(ServerError) as refused:  # an upload answers a text first

@@ -1,7 +1,6 @@
 """Request ids, the access log, event streams, and the client's connections."""
 
 import asyncio
-import json
 import logging
 import re
 
@@ -15,16 +14,15 @@ from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.client import AsyncClient, Client
 from i2cl.interfaces.server.guard import Access, Policy
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.routes.schemas import ranked_json
 from i2cl.interfaces.server.service import LARGE_ANSWER, off_loop
 
-from .test_app import CLASSIFY, ONE
+from .test_app import CLASSIFY, CLASSIFY_BODY
 from .test_authorization import ACCESS, READ
 
 
 def test_request_id_is_returned_and_logged(client, caplog):
     with caplog.at_level(logging.INFO, "i2cl.server.access"):
-        reply = client.post(CLASSIFY, json=ONE, headers={"X-Request-Id": "order-7.b"})
+        reply = client.post(CLASSIFY, json=CLASSIFY_BODY, headers={"X-Request-Id": "order-7.b"})
     assert reply.headers["X-Request-Id"] == "order-7.b"
     assert re.search(r'"POST /v1/classify" 200 [\d.]+ ms id=order-7\.b', caplog.text)
 
@@ -45,7 +43,7 @@ def test_access_log_has_no_texts_and_no_line_breaks(client, caplog):
 
 def test_error_log_has_the_request_id(client, service, monkeypatch, caplog):
     monkeypatch.setattr(service.tasks, "entry", lambda _: 1 / 0)
-    client.post(CLASSIFY, json=ONE, headers={"X-Request-Id": "seven"})
+    client.post(CLASSIFY, json=CLASSIFY_BODY, headers={"X-Request-Id": "seven"})
     assert re.search(r"ZeroDivisionError at test_operations.py:.* id=seven", caplog.text)
 
 
@@ -90,11 +88,6 @@ def test_large_answers_are_serialized_off_the_event_loop():
 
     assert asyncio.run(thread_of(LARGE_ANSWER)) is threading.current_thread()
     assert asyncio.run(thread_of(LARGE_ANSWER + 1)) is not threading.current_thread()
-
-
-def test_ranked_labels_are_cut_at_top_k():
-    answer = json.loads(ranked_json(["a", "b"], [[0.25, 0.75]], 1))
-    assert answer == [[{"label": "b", "score": 0.75}]]
 
 
 def test_client_closes_its_connections():

@@ -1,4 +1,4 @@
-"""The page in Chromium: by keyboard only, on narrow screens and in dark mode, loading nothing from elsewhere.
+"""The web page in Chromium: keyboard use, narrow screens, dark mode, and no requests to other hosts.
 
 pip install playwright axe-playwright-python; apt-get install chromium (or: playwright install chromium)
 """
@@ -26,7 +26,7 @@ SLOW = {"method": "i2cl", "evaluate": 0, "settings": {"epochs": 500}}
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """Of a server of the bundled model."""
+    """URL of a server with the bundled model."""
     with serving(tmp_path_factory.mktemp("served") / "tasks") as address:
         yield address
 
@@ -46,8 +46,8 @@ def browser():
 
 
 @pytest.fixture
-def opened(browser, url):
-    """Opens the page; at the end no request has gone elsewhere, and no script has failed."""
+def open_page(browser, url):
+    """Function that opens the page. Fails after the test on requests to other hosts or script errors."""
     wrong, contexts = [], []
 
     def open_one(at=url, **options):
@@ -75,16 +75,16 @@ def opened(browser, url):
     assert not wrong
 
 
-def shows(page, where, pattern):
+def expect_text(page, where, pattern):
     sync_api.expect(page.locator(where)).to_have_text(re.compile(pattern), timeout=60_000)
 
 
-def accessible(page):
+def check_accessible(page):
     result = page.evaluate(AXE + ";axe.run(document, {})")
     assert not [(one["id"], [node["target"] for node in one["nodes"]]) for one in result["violations"]]
 
 
-# Words of headings that stand on two lines.
+# Words of headings that are broken across two lines.
 SPLIT = """() => [...document.querySelectorAll("h1, h2, h3, th[scope=col] span")].flatMap((head) => {
   const text = head.firstChild, found = [];
   for (const { index, 0: word } of (text?.data ?? "").matchAll(/[^ ]+/g)) {
@@ -97,57 +97,57 @@ SPLIT = """() => [...document.querySelectorAll("h1, h2, h3, th[scope=col] span")
 })"""
 
 
-def narrow(page, long=()):
+def check_narrow_screen(page, long=()):
     page.set_viewport_size({"width": 375, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     assert [word for word in page.evaluate(SPLIT) if word not in long] == []
-    accessible(page)
+    check_accessible(page)
 
 
-def test_a_task_is_created_tried_and_evaluated_by_keyboard(opened, url):
-    page = opened(permissions=["clipboard-read", "clipboard-write"])
+def test_a_task_is_created_tried_and_evaluated_by_keyboard(open_page, url):
+    page = open_page(permissions=["clipboard-read", "clipboard-write"])
     keys = page.keyboard
     page.on("dialog", lambda dialog: dialog.accept())
     page.wait_for_selector("#none:not([hidden])" if not Client(url).tasks() else "#about:not([hidden])")
-    accessible(page)
+    check_accessible(page)
 
-    def to(selector):
-        for _ in range(80):  # behind the last comes the first
+    def tab_to(selector):
+        for _ in range(80):  # wraps around after the last element
             keys.press("Tab")
             if page.evaluate("given => document.activeElement.matches(given)", selector):
                 return
         pytest.fail(f"{selector} is not reached")
 
     page.fill("#examples", "text,label\na,x\nb,y\n")
-    to("#check")  # works without a name
+    tab_to("#check")  # works without a name
     keys.press("Enter")
-    shows(page, "#state", "2 rows can be used")
-    to("#name")
+    expect_text(page, "#state", "2 rows can be used")
+    tab_to("#name")
     keys.type(NAME)
-    to("#example")
+    tab_to("#example")
     keys.press("Enter")
-    shows(page, "#code", "gloomy baker")
+    expect_text(page, "#code", "gloomy baker")
     assert page.input_value("#name") == NAME
-    to("#check")
+    tab_to("#check")
     keys.press("Enter")
-    shows(page, "#state", r"40 rows can be used; the fit takes up to \d+")
-    shows(page, "#counts", r"^Rows per label: blue \d+, green \d+, red \d+, yellow \d+\.")
-    shows(page, "#counted", r"^40 rows\. The longest text has \d+ tokens; the model takes up to 1024")
-    to("#begin")
+    expect_text(page, "#state", r"40 rows can be used; the fit takes up to \d+")
+    expect_text(page, "#counts", r"^Rows per label: blue \d+, green \d+, red \d+, yellow \d+\.")
+    expect_text(page, "#counted", r"^40 rows\. The longest text has \d+ tokens; the model takes up to 1024")
+    tab_to("#begin")
     keys.press("Enter")
-    shows(page, "#state", r"is ready, fitted on \d+ examples")
+    expect_text(page, "#state", r"is ready, fitted on \d+ examples")
     first, last = map(float, page.inner_text("#losses").split(" → "))
     assert first > 0.5 > last
     assert len(page.get_attribute("#loss polyline", "points").split()) >= 3
     assert NAME in page.inner_text("#state")
     assert page.locator("img").count() == 0
     assert page.locator("#tasks option:checked").inner_text() == NAME
-    to("#texts")
+    tab_to("#texts")
     keys.press("Control+A")
     keys.type("the gloomy baker rested\n\na cheerful nurse walked")
-    to("#ask .main")
+    tab_to("#ask .main")
     keys.press("Enter")
-    shows(page, "#answered", r"2 texts, \d+ ms, \d+ tokens read")
+    expect_text(page, "#answered", r"2 texts, \d+ ms, \d+ tokens read")
     head, *rows = [row.split("\t") for row in page.inner_text("#answers table").splitlines()]
     assert head == ["Text", "Label", "Confidence", "Probabilities"]
     assert [row[1] for row in rows] == ["blue", "red"]
@@ -164,72 +164,72 @@ def test_a_task_is_created_tried_and_evaluated_by_keyboard(opened, url):
     assert re.fullmatch(r"Accuracy on \d+ rows", worth[0][1])
     assert "%" in scores["This task"][worth[0][1]]
     assert int(scores["Few-shot"]["Tokens read"]) > int(scores["This task"]["Tokens read"]) > 0
-    to("[data-call=Python]")
+    tab_to("[data-call=Python]")
     keys.press("Enter")
-    to("#copy")
+    tab_to("#copy")
     keys.press("Enter")
-    shows(page, "#copied", "Copied")
+    expect_text(page, "#copied", "Copied")
     call = page.evaluate("navigator.clipboard.readText()")
     assert f'client.classify("{NAME}", ["the gloomy baker rested"])' in call
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size({"width": 1100, "height": 900})
-        accessible(page)
-        narrow(page)
-    to("#remove")
+        check_accessible(page)
+        check_narrow_screen(page)
+    tab_to("#remove")
     keys.press("Enter")
-    shows(page, "#answered", "was removed")
+    expect_text(page, "#answered", "was removed")
     assert NAME not in [one["id"] for one in Client(url).tasks()]
 
 
-def test_min_confidence_leaves_unsure_texts_without_a_label(opened, url):
+def test_min_confidence_leaves_unsure_texts_without_a_label(open_page, url):
     client, task = Client(url), load_task("mood-colour-1")
     fit = client.fit("unsure", examples(task, 40), task.template.format, evaluate=0, settings={"steps": 0})
     client.wait(fit)
-    page = opened()
+    page = open_page()
     page.select_option("#tasks", "unsure")
     page.fill("#least", "0.999")
     page.fill("#texts", "a warm film")
     page.click("#ask .main")
-    shows(page, "#answered", r"1 text, 1 without a label \(confidence below 0.999\), ")
+    expect_text(page, "#answered", r"1 text, 1 without a label \(confidence below 0.999\), ")
     assert page.locator("#answers td.none").all_inner_texts() == ["none"]
     assert '"min_confidence":0.999' in page.inner_text("#code")
     page.fill("#least", "")
     page.click("#ask .main")
-    shows(page, "#answered", r"1 text, \d+ ms")
+    expect_text(page, "#answered", r"1 text, \d+ ms")
     assert page.locator("#answers td.none").count() == 0
     assert "min_confidence" not in page.inner_text("#code")
     client.delete("unsure")
 
 
-def test_replacing_a_task_asks_first(opened, url):
+def test_replacing_a_task_asks_first(open_page, url):
     client, task = Client(url), load_task("mood-colour-1")
     fit = client.fit("kept", examples(task, 40), task.template.format, evaluate=0, settings={"steps": 0})
     client.wait(fit)
-    page = opened()
-    shows(page, "#tasks", "kept")
+    page = open_page()
+    expect_text(page, "#tasks", "kept")
     page.fill("#name", "kept")
     page.click("#example")
-    shows(page, "#label-column", "label")
+    expect_text(page, "#label-column", "label")
     page.once("dialog", lambda dialog: dialog.dismiss())
     page.click("#begin")
     assert page.inner_text("#state") == ""
     client.delete("kept")
 
 
-def test_suspicious_labels_are_shown_before_a_fit(opened):
-    page = opened()
+def test_suspicious_labels_are_shown_before_a_fit(open_page):
+    page = open_page()
     page.fill("#examples", "text,label\na,price\nb,price\nc,Price\nd,food\nd,price\nd,price\n")
     page.click("#check")
-    shows(page, "#counted", r"6 rows \(4 distinct\)")
+    expect_text(page, "#counted", r"6 rows \(4 distinct\)")
     odd = page.locator("#odd li").all_inner_texts()
     assert odd[0].startswith("The label Price has 1 row: did you mean price?")
     assert 'The text "d" has the labels food and price' in odd[1]
-    accessible(page)
+    check_accessible(page)
 
 
-def test_rows_that_are_refused_are_listed(opened):
-    page = opened()
+def test_invalid_rows_are_listed(open_page):
+    page = open_page()
     page.fill("#name", "none")
     for text, message in (
         ("text,label\na,x\n,y\nb,\n", ["row 3", "row 4"]),
@@ -237,17 +237,17 @@ def test_rows_that_are_refused_are_listed(opened):
     ):
         page.fill("#examples", text)
         page.click("#check")
-        shows(page, "#state", "2 rows cannot be used")
+        expect_text(page, "#state", "2 rows cannot be used")
         rows = page.locator("#refused li").all_inner_texts()
         assert [word in row for word, row in zip(message, rows, strict=True)] == [True, True]
-    narrow(page)
+    check_narrow_screen(page)
 
 
-def test_one_error_is_shown_once(opened):
-    page = opened()
+def test_one_error_is_shown_once(open_page):
+    page = open_page()
     page.fill("#examples", "text,label\na,x\n,y\n")
     page.click("#check")
-    shows(page, "#state", "pasted text row 3: the text is empty")
+    expect_text(page, "#state", "pasted text row 3: the text is empty")
     assert page.locator("#refused li").count() == 0
     assert page.inner_text("body").count("the text is empty") == 1
 
@@ -259,15 +259,15 @@ def test_one_error_is_shown_once(opened):
         ('[{"text": "a"', "pasted text: bad JSON"),
     ],
 )
-def test_broken_json_is_reported_with_its_place(opened, text, message):
-    page = opened()
+def test_broken_json_is_reported_with_its_place(open_page, text, message):
+    page = open_page()
     page.fill("#examples", text)
     page.click("#check")
-    shows(page, "#state", message)
+    expect_text(page, "#state", message)
 
 
 def choose_file(page, name, content, field="#file"):
-    """Choose a file as a user does."""
+    """Choose a file in a file input."""
     buffer = content if isinstance(content, bytes) else content.encode()
     page.set_input_files(field, {"name": name, "mimeType": "text/plain", "buffer": buffer})
 
@@ -294,43 +294,43 @@ TICKETS = "ticket_text,category\ncharged twice,billing\nit crashes,bug\n"
         ("a.csv", "text,label\n".encode("utf-16"), ["text", "label"], ("text", "label")),
     ],
 )
-def test_columns_are_read_from_the_file(opened, name, content, columns, chosen):
-    page = opened()
+def test_columns_are_read_from_the_file(open_page, name, content, columns, chosen):
+    page = open_page()
     choose_file(page, name, content)
     sync_api.expect(page.locator("#columns")).to_be_visible()
     assert page.locator("#text-column option").all_inner_texts() == ["Choose a column", *columns]
     assert (page.input_value("#text-column"), page.input_value("#label-column")) == chosen
 
 
-def test_a_file_with_its_own_columns_and_a_test_file_is_fitted(opened, url):
-    page = opened(viewport={"width": 390, "height": 800})
+def test_a_file_with_its_own_columns_and_a_test_file_is_fitted(open_page, url):
+    page = open_page(viewport={"width": 390, "height": 800})
     choose_file(page, "my tickets.csv", TICKETS)
     choose_file(page, "later.tsv", "category\tticket_text\nbug\tno sound\n", "#test")
     page.fill("#shots", "1")
     page.fill("#template", "{ticket} {label}")
     page.click("#check")
-    shows(page, "#state", "{text}")  # what the template lacks
+    expect_text(page, "#state", "{text}")  # the error names the missing field
     page.fill("#template", "{text} {label}")
     page.click("#begin")
-    shows(page, "#state", "Task my tickets is ready, fitted on 2 examples")
-    shows(page, "#counted", "^2 rows, 1 test rows")
-    shows(page, "#worth", "Accuracy on 1 rows")
+    expect_text(page, "#state", "Task my tickets is ready, fitted on 2 examples")
+    expect_text(page, "#counted", "^2 rows, 1 test rows")
+    expect_text(page, "#worth", "Accuracy on 1 rows")
     assert Client(url).tasks()[-1]["labels"] == ["billing", "bug"]
     Client(url).delete("my tickets")
 
 
-def test_label_words_name_class_ids(opened):
-    page = opened()
+def test_label_words_name_class_ids(open_page):
+    page = open_page()
     page.fill("#examples", "text,label\ngood film,1\nbad film,0\n")
     page.click("#check")
-    shows(page, "#state", "class ids|numbers")
+    expect_text(page, "#state", "class ids|numbers")
     page.fill("#labels", "negative, positive")
     page.click("#check")
-    shows(page, "#counts", "negative 1, positive 1")
+    expect_text(page, "#counts", "negative 1, positive 1")
 
 
-def test_columns_have_to_be_chosen_and_different(opened):
-    page = opened()
+def test_columns_have_to_be_chosen_and_different(open_page):
+    page = open_page()
     page.fill("#examples", "a,b,c\n1,2,3\n")
     page.click("#check")
     assert page.evaluate("document.activeElement.id") == "text-column"
@@ -342,27 +342,27 @@ def test_columns_have_to_be_chosen_and_different(opened):
     assert page.inner_text("#state") == ""
 
 
-def test_errors_name_the_file_of_the_user(opened):
-    page = opened()
+def test_errors_name_the_file_of_the_user(open_page):
+    page = open_page()
     choose_file(page, "tickets.csv", TICKETS + ",bug\n")
-    shows(page, "#text-column", "ticket_text")
+    expect_text(page, "#text-column", "ticket_text")
     page.click("#check")
-    shows(page, "#state", "^tickets.csv row 4: the text is empty")
+    expect_text(page, "#state", "^tickets.csv row 4: the text is empty")
 
 
-def test_the_name_comes_from_the_file_until_the_user_types_one(opened):
-    page = opened()
+def test_the_name_comes_from_the_file_until_the_user_types_one(open_page):
+    page = open_page()
     for name in ("first.csv", "second.v2.csv"):
         choose_file(page, name, TICKETS)
         sync_api.expect(page.locator("#name")).to_have_value(name.removesuffix(".csv"))
     page.fill("#name", "mine")
     choose_file(page, "third.csv", TICKETS.replace("category", "topic"))
-    shows(page, "#label-column", "topic")
+    expect_text(page, "#label-column", "topic")
     assert page.input_value("#name") == "mine"
 
 
-def test_the_page_leaves_defaults_to_the_server(opened):
-    page = opened()
+def test_the_page_leaves_defaults_to_the_server(open_page):
+    page = open_page()
     page.fill("#examples", "text,label\na,x\nb,y\n")
     with page.expect_request("**/v1/tasks") as sent:
         page.click("#check")
@@ -376,23 +376,23 @@ def test_the_page_leaves_defaults_to_the_server(opened):
     }
 
 
-def test_a_file_that_is_not_utf_8_is_read_as_windows_1252_with_a_notice(opened):
-    page = opened()
+def test_a_file_that_is_not_utf_8_is_read_as_windows_1252_with_a_notice(open_page):
+    page = open_page()
     choose_file(page, "l.csv", b"text,label\n\xe9,x\n")
-    shows(page, "#state", "l.csv is read as Windows-1252: save it as UTF-8 if that is wrong")
+    expect_text(page, "#state", "l.csv is read as Windows-1252: save it as UTF-8 if that is wrong")
     assert page.input_value("#examples") == "text,label\né,x\n"
-    page.set_input_files("#file", [])  # the user takes the choice back
+    page.set_input_files("#file", [])  # the user clears the choice
 
 
-def test_a_binary_file_is_refused(opened):
-    page = opened()
+def test_a_binary_file_is_refused(open_page):
+    page = open_page()
     for field in ("#file", "#test"):
         choose_file(page, "a.xlsx", b"PK\x03\x04\0\0", field)
-        shows(page, "#state", "a.xlsx is not a text file: save it as CSV, TSV, JSON or JSON Lines")
+        expect_text(page, "#state", "a.xlsx is not a text file: save it as CSV, TSV, JSON or JSON Lines")
 
 
-def test_evaluation_hides_the_steps_of_the_fit(opened):
-    page = opened()
+def test_evaluation_hides_the_steps_of_the_fit(open_page):
+    page = open_page()
     stream = "".join(
         f"data: {event}\n\n"
         for event in (
@@ -430,8 +430,8 @@ def test_evaluation_hides_the_steps_of_the_fit(opened):
 MANY = [f"customer asks about topic number {number}" for number in range(12)]
 
 
-def a_task(labels, methods):
-    """A task as GET /v1/tasks/NAME describes it, with an evaluation."""
+def task_json(labels, methods):
+    """Return a response of GET /v1/tasks/NAME with an evaluation."""
     score = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "macro_f1": 0.45}
     scores = {
         "rows": 10 * len(labels),
@@ -445,21 +445,21 @@ def a_task(labels, methods):
     return {"digest": "d", "labels": labels, "demonstrations": 24, "worth": scores}
 
 
-def mocked(page, labels, methods):
-    """Let the page see one task with many labels."""
+def mock_task(page, labels, methods):
+    """Replace the server's tasks by one with many labels."""
     models = {"data": [{"id": "base"}, {"id": "many"}]}
     page.route("**/v1/models", lambda route: route.fulfill(json=models))
-    page.route("**/v1/tasks/*", lambda route: route.fulfill(json=a_task(labels, methods)))
+    page.route("**/v1/tasks/*", lambda route: route.fulfill(json=task_json(labels, methods)))
     answers = [{"index": index, "label": labels[0], "probs": [0.5, 0.2, *[0.03] * 10]} for index in (0, 1)]
     reply = {"model": "many", "labels": labels, "data": answers, "usage": {"prompt_tokens": 9}}
     page.route("**/v1/classify", lambda route: route.fulfill(json=reply))
     page.reload()
 
 
-def test_evaluation_shows_every_method_macro_f1_and_the_confusion_matrix(opened):
-    page = opened()
-    mocked(page, MANY, ["majority_class", "zero_shot", "some_baseline", "anchored"])
-    shows(page, "#worth", "Majority class")
+def test_evaluation_shows_every_method_macro_f1_and_the_confusion_matrix(open_page):
+    page = open_page()
+    mock_task(page, MANY, ["majority_class", "zero_shot", "some_baseline", "anchored"])
+    expect_text(page, "#worth", "Majority class")
     head, *rows = [row.split("\t") for row in page.inner_text("#worth table").splitlines()]
     assert head == ["Method", "Accuracy on 120 rows", "95\u00a0% interval", "Macro-F1"]
     assert [row[0] for row in rows] == ["Majority class", "Zero-shot", "some baseline", "This task"]
@@ -469,7 +469,7 @@ def test_evaluation_shows_every_method_macro_f1_and_the_confusion_matrix(opened)
     assert head == ["True label", "Rows", "Recall", *(f"as {label}" for label in MANY)]
     assert first[:4] == [MANY[0], "10", "–", "7"]
     assert second[:4] == [MANY[1], "10", "0.50", "3"]
-    accessible(page)
+    check_accessible(page)
 
 
 CUT = """() => [...document.querySelectorAll("#answers *, #worth *")].filter((node) =>
@@ -478,89 +478,89 @@ CUT = """() => [...document.querySelectorAll("#answers *, #worth *")].filter((no
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_answers_and_scores_of_many_labels_fit_a_phone(opened, scheme):
-    page = opened(viewport={"width": 390, "height": 800}, color_scheme=scheme)
-    mocked(page, MANY, ["zero_shot", "zero_shot+batch_calibration", "anchored"])
+def test_answers_and_scores_of_many_labels_fit_a_phone(open_page, scheme):
+    page = open_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    mock_task(page, MANY, ["zero_shot", "zero_shot+batch_calibration", "anchored"])
     page.fill("#texts", f"a text\nhttps://example.org/{'x' * 200}")
     page.click("#ask .main")
-    shows(page, "#answered", "2 texts")
+    expect_text(page, "#answered", "2 texts")
     assert page.evaluate(CUT) == []
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert "7 other labels 0.210" in page.locator("#answers td:last-child").first.inner_text()
-    accessible(page)
+    check_accessible(page)
 
 
-def test_a_fit_is_followed_over_a_reload_and_a_server_that_is_away(opened, url):
+def test_page_follows_a_fit_across_reload_and_lost_connection(open_page, url):
     task = load_task("mood-colour-1")
     job = Client(url).fit("slow", examples(task, 40), task.template.format, **SLOW)
-    page = opened()
-    shows(page, "#step", r"step \d+ of at most")
-    shows(page, "#left", r"At most \d+ (s|minutes) left")
+    page = open_page()
+    expect_text(page, "#step", r"step \d+ of at most")
+    expect_text(page, "#left", r"At most \d+ (s|minutes) left")
     assert page.input_value("#name") == "slow"
-    accessible(page)
+    check_accessible(page)
     page.fill("#template", "{text} {label}")
     page.fill("#examples", "text,label\na,x\nb,y\n")
     page.click("#begin")
-    shows(page, "#state", "A fit is running")
+    expect_text(page, "#state", "A fit is running")
     page.route("**/events", lambda route: route.abort())
     page.reload()
-    shows(page, "#state", "The server does not answer")
+    expect_text(page, "#state", "The server does not answer")
     page.unroute("**/events")
-    shows(page, "#step", r"step \d+ of at most")
+    expect_text(page, "#step", r"step \d+ of at most")
     page.focus("#cancel")
     page.keyboard.press("Enter")
-    shows(page, "#state", "Cancelled")
+    expect_text(page, "#state", "Cancelled")
     assert Client(url).job(job)["status"] == "cancelled"
     assert page.evaluate("document.activeElement.id") == "begin"
 
 
-def test_many_classes_long_labels_and_a_server_that_is_lost(opened, url):
+def test_page_shows_many_long_labels_and_an_unreachable_server(open_page, url):
     labels = [f"{'very ' * 6}long label {number} {'of' * 30}" for number in range(20)]
     rows = [{"text": f"text {number} {label[-9:]}", "label": label} for number, label in enumerate(labels)]
     client = Client(url)
     client.wait(client.fit("n" * 128, rows, "{text} {label}", evaluate=0, settings={"steps": 0}))
-    page = opened()
+    page = open_page()
     page.select_option("#tasks", "n" * 128)
-    shows(page, "#verdict", "Not evaluated")
+    expect_text(page, "#verdict", "Not evaluated")
     page.fill("#texts", f"{'w' * 300}\nshort")
     page.click("#ask .main")
-    shows(page, "#answered", "2 texts")
+    expect_text(page, "#answered", "2 texts")
     assert page.locator("#answers td.label").count() == 2
-    narrow(page, {"of" * 30})  # wider than a column may be
+    check_narrow_screen(page, {"of" * 30})  # wider than a column
     page.fill("#texts", "long " * 3000)
     page.click("#ask .main")
-    shows(page, "#answered", "exceed|context|tokens")
+    expect_text(page, "#answered", "exceed|context|tokens")
     assert page.locator("#answers").is_hidden()
     page.route("**/v1/**", lambda route: route.abort())
     page.click("#ask .main")
-    shows(page, "#answered", "cannot be reached")
+    expect_text(page, "#answered", "cannot be reached")
     client.delete("n" * 128)
 
 
-def test_a_token_is_asked_for_kept_and_not_told(opened, tmp_path):
+def test_page_asks_for_a_token_and_does_not_show_it(open_page, tmp_path):
     (tmp_path / "tokens").write_text("admin 0123456789abcdefA\n")
     headers = {"curl": "Bearer $I2CL_TOKEN", "Python": 'os.environ["I2CL_TOKEN"]', "OpenAI": "I2CL"}
     with serving(tmp_path / "tasks", "--token-file", tmp_path / "tokens") as address:
-        page = opened(address)
-        shows(page, "#denied", "send Authorization")
-        accessible(page)
+        page = open_page(address)
+        expect_text(page, "#denied", "send Authorization")
+        check_accessible(page)
         page.fill("#token", "0123456789abcdefA")
         page.keyboard.press("Enter")
-        shows(page, "#base", "reference")
+        expect_text(page, "#base", "reference")
         page.reload()
-        shows(page, "#base", "reference")
+        expect_text(page, "#base", "reference")
         for name, header in headers.items():
             page.click(f"[data-call={name}]")
             assert header in page.inner_text("#code")
             assert "0123456789abcdefA" not in page.inner_text("body")
 
 
-def test_read_only_server_hides_the_form(opened, tmp_path):
+def test_read_only_server_hides_the_form(open_page, tmp_path):
     with serving(tmp_path):
-        pass  # makes the folder one of a server
+        pass  # creates the folder
     with serving(tmp_path, "--read-only") as address:
-        page = opened(address)
-        shows(page, "#closed", "^This server is read-only.$")
+        page = open_page(address)
+        expect_text(page, "#closed", "^This server is read-only.$")
         page.wait_for_selector("#closed:not([hidden])")
         assert page.locator("#fit").is_hidden()
-        accessible(page)
+        check_accessible(page)

@@ -1,4 +1,4 @@
-"""The command: how it starts, answers over a real socket, and ends."""
+"""`i2cl serve` as a process."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def address(program):
 
 @contextmanager
 def serving(tasks, *options, code=COMMAND):
-    """Address of a server of the bundled model, which ends well with the block."""
+    """Run a server of the bundled model, and yield its URL. It has to exit with code 0."""
     program = Program(code, "serve", "reference", "--tasks", tasks, "--port", 0, *options)
     try:
         yield address(program)
@@ -40,7 +40,7 @@ def examples(task, count):
     return [{"text": row.text, "label": task.labels[row.label]} for row in task.train[:count]]
 
 
-def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
+def test_process_serves_fits_and_shuts_down_cleanly(tmp_path):
     program = Program(COMMAND, "serve", "reference", "--tasks", tmp_path / "tasks", "--port", 0, "--json")
     url = address(program)
     assert json.loads(program.said()[0]) == {"address": url, "model": "reference", "tasks": 0}
@@ -71,14 +71,14 @@ def test_a_process_answers_fits_and_ends_with_its_answers_given(tmp_path):
     os.kill(program.process.pid, signal.SIGTERM)
     code, _, said = program.wait()
     assert (code, said.count("Traceback")) == (0, 0), said
-    with pytest.raises(ServerError, match="check that it serves"):
+    with pytest.raises(ServerError, match="check that the server runs"):
         Client(url, retries=0).tasks()
     again = Database(tmp_path / "tasks" / STATE / "state.sqlite")
     assert [job["request"]["name"] for job in again.jobs() if job["id"] == slow] == ["slow"]
     again.close()
 
 
-def test_fit_predict_and_serve_work_one_after_another(call, tmp_path):
+def test_fit_predict_and_serve_share_a_task_folder(call, tmp_path):
     rows = examples(load_task("mood-colour-1"), 20)
     table = "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows)
     (tmp_path / "tickets.csv").write_text(table)
@@ -104,13 +104,13 @@ def test_fit_predict_and_serve_work_one_after_another(call, tmp_path):
         (("--host", "203.0.113.1"), "token-file"),
     ],
 )
-def test_what_it_cannot_serve_is_told_in_a_line(call, tmp_path, options, message):
+def test_invalid_options_are_reported_in_one_line(call, tmp_path, options, message):
     code, out, err = call("serve", "reference", "--tasks", tmp_path / "tasks", *options)
     assert (code, out, err.count("error: ")) == (2, "", 1)
     assert re.search(message, err)
 
 
-def test_a_port_that_is_taken(call, tmp_path):
+def test_occupied_port_is_reported(call, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, err = call("serve", "reference", "--tasks", tmp_path / "tasks", "--port", port)

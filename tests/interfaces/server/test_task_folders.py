@@ -1,4 +1,4 @@
-"""Task folders in the folder that is served."""
+"""Task folders in the served folder."""
 
 import logging
 import shutil
@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from i2cl.interfaces.server.task_store import STATE
 
-from .conftest import LINES, TAR, TEXTS, made, packed
+from .conftest import LINES, TAR, TEXTS, make_injection, tar_of
 from .test_app import CLASSIFY, error_of
-from .test_jobs import answers, ended
+from .test_jobs import answers, wait_until_ended
 
 
 def classify(client, name):
@@ -26,53 +26,53 @@ def contents(folder):
 
 @pytest.fixture
 def root(decoder, tmp_path):
-    """A folder with a task folder, as `i2cl fit -o tasks/films` makes it."""
-    made(decoder, 0).save_pretrained(tmp_path / "tasks" / "films")
+    """Folder with a task folder, as `i2cl fit -o tasks/films` writes it."""
+    make_injection(decoder, 0).save_pretrained(tmp_path / "tasks" / "films")
     return tmp_path / "tasks"
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_task_folder_is_served(root, opened, asking, read_only):
-    service = opened(read_only=read_only)
+def test_task_folder_is_served(root, open_service, make_client, read_only):
+    service = open_service(read_only=read_only)
     before = contents(root / "films")
-    client = asking(service)
+    client = make_client(service)
     assert [one["id"] for one in client.get("/v1/tasks").json()["data"]] == ["films"]
     reply = classify(client, "films").json()
-    expected = made(service.decoder, 0).predict(service.decoder, list(TEXTS))
+    expected = make_injection(service.decoder, 0).predict(service.decoder, list(TEXTS))
     assert [one["label"] for one in reply["data"]] == expected
     assert client.get("/v1/tasks/films").json()["source"] == "folder"
     assert contents(root / "films") == before
 
 
-def test_added_replaced_and_removed_folders_are_noticed(root, opened, asking, decoder):
-    client = asking(opened())
-    made(decoder, 1).save_pretrained(root / "topics")
+def test_added_replaced_and_removed_folders_are_noticed(root, open_service, make_client, decoder):
+    client = make_client(open_service())
+    make_injection(decoder, 1).save_pretrained(root / "topics")
     assert classify(client, "topics").json()["labels"] == ["world", "sports", "company"]
-    made(decoder, 2).save_pretrained(root / "topics")
+    make_injection(decoder, 2).save_pretrained(root / "topics")
     assert classify(client, "topics").json()["labels"] == ["no", "yes"]
     shutil.rmtree(root / "topics")
     assert error_of(classify(client, "topics")) == (404, "unknown_task")
 
 
-def test_folder_is_neither_deleted_nor_replaced_over_http(root, opened, asking):
-    client = asking(opened())
+def test_folder_is_neither_deleted_nor_replaced_over_http(root, open_service, make_client):
+    client = make_client(open_service())
     before = contents(root / "films")
     assert error_of(client.delete("/v1/tasks/films")) == (409, "folder_task")
-    upload = client.put("/v1/tasks/films", content=packed(root / "films"), headers=TAR)
+    upload = client.put("/v1/tasks/films", content=tar_of(root / "films"), headers=TAR)
     assert error_of(upload) == (409, "folder_task")
     fit = {"name": "films", "template": "{text} {label}", "examples": [{"text": "a", "label": "b"}]}
     assert error_of(client.post("/v1/tasks", json=fit)) == (409, "folder_task")
     assert contents(root / "films") == before
 
 
-def test_unusable_folders_are_logged_and_the_others_served(root, opened, asking, decoder, caplog):
+def test_unusable_folders_are_logged_and_the_others_served(root, open_service, make_client, decoder, caplog):
     (root / "notes").mkdir()
     shutil.copytree(root / "films", root / "broken")
     (root / "broken" / "injection.json").write_text("{}")
-    other = replace(made(decoder, 0), base=replace(decoder.base, weights="0" * 16))
+    other = replace(make_injection(decoder, 0), base=replace(decoder.base, weights="0" * 16))
     other.save_pretrained(root / "other")
     with caplog.at_level(logging.WARNING):
-        client = asking(opened())
+        client = make_client(open_service())
     lines = [record.getMessage() for record in caplog.records if "is not served" in record.getMessage()]
     assert [name for name in ("broken", "notes", "other") for line in lines if f"/{name} is" in line] == [
         "broken",
@@ -85,26 +85,28 @@ def test_unusable_folders_are_logged_and_the_others_served(root, opened, asking,
     assert str(root) not in reply.text
 
 
-def test_name_that_came_over_http_takes_precedence(root, opened, caplog, decoder):
-    service = opened()
-    digest = service.tasks.put("topics", made(decoder, 1)).digest
+def test_name_that_came_over_http_takes_precedence(root, open_service, caplog, decoder):
+    service = open_service()
+    digest = service.tasks.put("topics", make_injection(decoder, 1)).digest
     service.close()
-    made(decoder, 2).save_pretrained(root / "topics")
-    again = opened()
+    make_injection(decoder, 2).save_pretrained(root / "topics")
+    again = open_service()
     assert again.tasks.entry("topics").digest == digest
     assert "a task of this name came over HTTP" in caplog.text
 
 
-def test_batch_keeps_the_version_of_a_folder_that_is_replaced(root, opened, asking, decoder, monkeypatch):
-    service = opened()
+def test_batch_keeps_the_version_of_a_folder_that_is_replaced(
+    root, open_service, make_client, decoder, monkeypatch
+):
+    service = open_service()
     digest = service.tasks.entry("films").digest
     with monkeypatch.context() as patch:
         patch.setattr(service.jobs, "_run", lambda _: None)  # the process ends before the job begins
-        reply = asking(service).post("/v1/batches?model=films", content=b'{"input": "a"}', headers=LINES)
+        reply = make_client(service).post("/v1/batches?model=films", content=b'{"input": "a"}', headers=LINES)
         service.close()
-    made(decoder, 4).save_pretrained(root / "films")
-    again = opened()
-    job = ended(again.jobs.get(reply.json()["id"]))
+    make_injection(decoder, 4).save_pretrained(root / "films")
+    again = open_service()
+    job = wait_until_ended(again.jobs.get(reply.json()["id"]))
     assert [one["digest"] for one in answers(job)] == [digest]
     assert again.tasks.entry("films").digest != digest
     again.close()
@@ -114,7 +116,7 @@ def test_batch_keeps_the_version_of_a_folder_that_is_replaced(root, opened, aski
 @pytest.mark.parametrize(
     "name", [".i2cl-server", "..", "films/", "./films", "films/../films", "漢" * 128, "\0"]
 )
-def test_names_do_not_lead_out_of_the_folder(root, opened, name):
-    service = opened()
+def test_names_do_not_lead_out_of_the_folder(root, open_service, name):
+    service = open_service()
     with pytest.raises(ValueError, match="no task"):
         service.tasks.entry(name)

@@ -1,4 +1,4 @@
-"""Tar files of strangers: what is taken of them, what is refused, and how much memory that takes."""
+"""Untrusted uploads: accepted and refused tar files and artefacts, and memory use."""
 
 import io
 import json
@@ -19,12 +19,12 @@ from i2cl.interfaces.server.uploads import (
     MAX_DESCRIPTION,
     MAX_LABELS,
     max_upload_bytes,
-    require_moderate,
+    require_finite_in_use,
     unpack,
 )
 from i2cl.models.scoring import NotFiniteError
 
-from .conftest import LINES, TAR, made, packed, refusal
+from .conftest import LINES, TAR, catch_refusal, make_injection, tar_of
 
 BLOCK = tarfile.BLOCKSIZE
 CLAIM = 4 * 2**30
@@ -32,21 +32,21 @@ CLAIM = 4 * 2**30
 
 @pytest.fixture
 def files(decoder, tmp_path):
-    """The content of both files of an artefact, by name."""
-    made(decoder, 0).save_pretrained(tmp_path / "good")
+    """Contents of the files of an artefact, by name."""
+    make_injection(decoder, 0).save_pretrained(tmp_path / "good")
     return {name: (tmp_path / "good" / name).read_bytes() for name in ("injection.json", TENSORS)}
 
 
 TENSORS = "injection.safetensors"
 
 
-def test_the_longest_upload_holds_the_weights_of_two_words_of_every_label(decoder):
+def test_upload_limit_allows_two_tokens_per_label(decoder):
     weights = {"word_weights": torch.zeros(2 * MAX_LABELS, MAX_LABELS)}
     assert len(save(weights)) + 2 * MAX_DESCRIPTION < max_upload_bytes(decoder)
 
 
 def member(name, content=b"", kind=tarfile.REGTYPE, size=None, fields=()):
-    """A header with its content, whatever it says of that: ``fields`` are bytes by their place."""
+    """Return a tar member whose header may lie about its size; ``fields``: (offset, bytes) to overwrite."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, 0
     head = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -68,7 +68,7 @@ def pax(message):
 
 
 def sparse_old():
-    """Of GNU's first kind: one hole of four gigabytes."""
+    """Return an old-style GNU sparse member that claims four gigabytes."""
     claim = ((386, b"%011o\0" % (CLAIM - BLOCK)), (483, b"\x80" + CLAIM.to_bytes(11, "big")))
     return member(TENSORS, kind=tarfile.GNUTYPE_SPARSE, fields=claim)
 
@@ -82,22 +82,22 @@ SPARSE = {
 
 
 @contextmanager
-def peak_below(most):
-    """The block takes less memory than this at any time."""
+def peak_below(limit):
+    """Assert that the block never takes more memory than this."""
     tracemalloc.start()
     try:
         yield
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < most
+    assert peak < limit
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_holes_are_not_filled(files, kind):
+def test_sparse_members_are_refused_without_using_memory(files, kind):
     body = member("injection.json", files["injection.json"]) + SPARSE[kind] + bytes(2 * BLOCK)
     with peak_below(2**22):
-        refused = refusal("", unpack, body)
+        refused = catch_refusal("", unpack, body)
     assert (refused.status, refused.code) == (422, "bad_artefact")
 
 
@@ -107,28 +107,28 @@ OTHERS += [(f"{way}{TENSORS}", tarfile.REGTYPE) for way in ("../", "/", "a/")]
 
 
 @pytest.mark.parametrize(("name", "kind"), OTHERS)
-def test_other_files_links_devices_and_ways_out_are_refused(files, name, kind):
+def test_unexpected_tar_members_are_refused(files, name, kind):
     body = member("injection.json", files["injection.json"]) + member(name, kind=kind)
-    refusal("are accepted", unpack, body)
+    catch_refusal("are accepted", unpack, body)
 
 
-def test_what_is_no_tar_or_holds_no_artefact_is_refused(files):
+def test_invalid_artefacts_are_refused(files):
     good, record = tar(files), json.loads(files["injection.json"])
-    for front in (b"", pax([b"mtime=1.5"])):  # times to a fraction of a second are passed over
+    for front in (b"", pax([b"mtime=1.5"])):  # extended headers with times are ignored
         assert unpack(front + good).task.name == "films"
     bodies = [b"", b"PK\x03\x04 a zip", good[:700], tar({}), tar({"injection.json": b"{}"})]
     changes = [record | {"format_version": 99}, record | {"more": 1}, record]
     bodies += [tar({"injection.json": json.dumps(one).encode()}) for one in changes]
     for body in bodies:
-        refused = refusal("invalid artefact", unpack, body)
+        refused = catch_refusal("invalid artefact", unpack, body)
         assert (refused.status, "/tmp" in str(refused)) == (422, False)
 
 
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.XHDTYPE])
 @pytest.mark.parametrize("size", [2**60, 1, -1, -BLOCK, -(2**40)])
-def test_a_size_beyond_the_body_is_refused_before_anything_is_read(kind, size):
+def test_member_size_beyond_the_body_is_refused(kind, size):
     name = "." if kind == tarfile.DIRTYPE else "injection.json"
-    refusal("ends before", unpack, member(name, kind=kind, size=size))
+    catch_refusal("ends before", unpack, member(name, kind=kind, size=size))
 
 
 @pytest.mark.parametrize(
@@ -141,29 +141,29 @@ def test_a_size_beyond_the_body_is_refused_before_anything_is_read(kind, size):
     ],
     ids=["chain", "folders", "description", "header"],
 )
-def test_what_would_take_long_or_much_is_refused(files, head, message):
-    refusal(message, unpack, head + bytes(2 * BLOCK))
+def test_oversized_headers_and_descriptions_are_refused(files, head, message):
+    catch_refusal(message, unpack, head + bytes(2 * BLOCK))
 
 
-def with_(files, tensors=None, message=None):
+def modified(files, tensors=None, message=None):
     values, description = load(files[TENSORS]), json.loads(files["injection.json"])
     (tensors or dict)(values)
     (message or dict)(description)
     return tar({"injection.json": json.dumps(description).encode(), TENSORS: save(values)})
 
 
-def filled(name, value, dtype=torch.float32):
+def fill(name, value, dtype=torch.float32):
     return lambda values: values.update({name: torch.full_like(values[name], value, dtype=dtype)})
 
 
 TENSORS_REFUSED = {
-    "3e37": filled("context_vector", 3e37),
-    "3e37 of lambda": filled("coefficients", 3e37),
+    "3e37": fill("context_vector", 3e37),
+    "3e37 of lambda": fill("coefficients", 3e37),
     "one 3e37": lambda values: values["context_vector"].view(-1)[:1].fill_(3e37),
-    "1e300": filled("context_vector", 1e300, torch.float64),
-    "nan": filled("context_vector", float("nan")),
-    "float8": filled("context_vector", 0.5, torch.float8_e4m3fn),
-    "int": filled("context_vector", 1, torch.int64),
+    "1e300": fill("context_vector", 1e300, torch.float64),
+    "nan": fill("context_vector", float("nan")),
+    "float8": fill("context_vector", 0.5, torch.float8_e4m3fn),
+    "int": fill("context_vector", 1, torch.int64),
 }
 TOLD_REFUSED = {
     "loss nan": {"loss": [float("nan")]},
@@ -175,29 +175,29 @@ TOLD_REFUSED = {
 
 
 @pytest.mark.parametrize("kind", [*TENSORS_REFUSED, *TOLD_REFUSED])
-def test_numbers_that_are_not_finite_when_used_are_refused(client, service, files, kind):
+def test_artefacts_with_invalid_values_are_refused(client, service, files, kind):
     def message(description):
         change = TOLD_REFUSED.get(kind, {})
         task = {**description["task"], **change.get("task", {})}
         description.update({**change, "task": task})
 
     before = service.tasks.entries()
-    body = with_(files, TENSORS_REFUSED.get(kind), message)
+    body = modified(files, TENSORS_REFUSED.get(kind), message)
     reply = client.put("/v1/tasks/new", content=body, headers=TAR)
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")
     assert service.tasks.entries() == before
     assert client.put("/v1/tasks/new", content=tar(files), headers=TAR).status_code == 200
 
 
-def test_word_weights_beyond_all_bounds_are_refused(service, files):
+def test_overflowing_word_weights_are_refused(service, files):
     plain = replace(unpack(tar(files)), scoring="words")
     for size in (1.0, 3e37):
         heavy = replace(plain, word_weights=torch.full((3, 2), size))
         with nullcontext() if size == 1 else pytest.raises(RefusalError, match="overflow in this model"):
-            require_moderate(heavy, service.decoder)
+            require_finite_in_use(heavy, service.decoder)
 
 
-def test_scores_that_are_no_numbers_are_seen_before_the_task_is_there(client, service, files, monkeypatch):
+def test_upload_with_nan_scores_is_refused(client, service, files, monkeypatch):
     fails = Mock(side_effect=NotFiniteError("label scores are not numbers"))
     monkeypatch.setattr(service.batcher.pool, "answers", fails)
     reply = client.put("/v1/tasks/new", content=tar(files), headers=TAR)
@@ -205,8 +205,8 @@ def test_scores_that_are_no_numbers_are_seen_before_the_task_is_there(client, se
     assert [entry.name for entry in service.tasks.entries()] == ["films"]
 
 
-def test_uploads_that_are_parsed_hold_up_no_text_and_no_other_upload(client, service, tmp_path, monkeypatch):
-    made(service.decoder, 1).save_pretrained(tmp_path / "topics")
+def test_slow_uploads_do_not_block_requests(client, service, tmp_path, monkeypatch):
+    make_injection(service.decoder, 1).save_pretrained(tmp_path / "topics")
     go, begun = threading.Event(), threading.Semaphore(0)
 
     def slow(body):
@@ -218,14 +218,14 @@ def test_uploads_that_are_parsed_hold_up_no_text_and_no_other_upload(client, ser
     replies = []
 
     def upload(name):
-        replies.append(client.put(f"/v1/tasks/{name}", content=packed(tmp_path / "topics"), headers=TAR))
+        replies.append(client.put(f"/v1/tasks/{name}", content=tar_of(tmp_path / "topics"), headers=TAR))
 
     threads = [threading.Thread(target=upload, args=(str(at),)) for at in range(40)]
-    with client:  # one event loop for all of them
+    with client:  # one event loop for all requests
         for thread in threads:
             thread.start()
         assert all(begun.acquire(timeout=30) for _ in range(services.PARSING_THREADS))
-        with service.tasks._writing:  # nobody has it
+        with service.tasks._writing:  # classifying does not need this lock
             reply = client.post("/v1/classify", json={"model": "films", "input": "a warm film"})
         assert (reply.status_code, replies) == (200, [])
         go.set()
@@ -234,7 +234,7 @@ def test_uploads_that_are_parsed_hold_up_no_text_and_no_other_upload(client, ser
     assert [reply.status_code for reply in replies] == [200] * len(threads)
 
 
-def test_a_file_is_checked_line_by_line(client, service, monkeypatch):
+def test_batch_file_is_checked_line_by_line(client, service, monkeypatch):
     class Nowhere(io.RawIOBase):
         def write(self, data):
             return len(data)
@@ -246,8 +246,8 @@ def test_a_file_is_checked_line_by_line(client, service, monkeypatch):
     assert read(b"\xef\xbb\xbf" + body[:14]) == (1, ["films"])
     with peak_below(2**20):
         assert read(body) == (30_000, ["films"])
-    assert len(refusal("", read, b'{"inpt":"a"}\n' * 30_000).rows) == of_texts.MAX_ERRORS
-    refusal("line 1: it is longer", read, json.dumps({"input": "a" * of_texts.MAX_LINE}).encode())
+    assert len(catch_refusal("", read, b'{"inpt":"a"}\n' * 30_000).rows) == of_texts.MAX_ERRORS
+    catch_refusal("line 1: the line is longer", read, json.dumps({"input": "a" * of_texts.MAX_LINE}).encode())
     seen = []
     monkeypatch.setattr(of_texts, "read_lines", lambda *_: seen.append(service.tasks._writing._is_owned()))
     client.post("/v1/batches", content=b"", headers=LINES)

@@ -157,8 +157,9 @@ class LLM:
         *before, message = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
         assert len(asked.logprob_token_ids) <= prompts.MOST_TOKENS
         steps = zip(ids[1:], before, strict=True) if own else ()
+        answer = {"logprobs": [told_of(message, asked.logprob_token_ids)], "finish_reason": "length"}
         return SimpleNamespace(
-            outputs=[SimpleNamespace(logprobs=[told_of(message, asked.logprob_token_ids)])],
+            outputs=[SimpleNamespace(**answer)],
             prompt_logprobs=[None, *(told_of(step, [token]) for token, step in steps)],
         )
 

@@ -9,7 +9,7 @@ import torch
 from fitting import one_line
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm import engine
-from i2cl.interfaces.vllm.engine import DROP, LOAD, WRITE, Core, Worker
+from i2cl.interfaces.vllm.engine import DROP, LOAD, RESTORE, SAVE, WRITE, Core, Worker
 from i2cl.interfaces.vllm.plugin import _put
 from i2cl.interfaces.vllm.slots import Packed
 from i2cl.interfaces.vllm.support import WORKER
@@ -36,6 +36,7 @@ class EngineCore:
 
     def __init__(self):
         self.sent, self.message = [], [None, None]
+        self.model_executor = SimpleNamespace(is_sleeping=False)
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         self.sent.append((method, *args))
@@ -48,10 +49,26 @@ class EngineCore:
 
 
 class Executor:
-    """vLLM's, which gets the configuration that workers will see."""
+    """vLLM's, which gets the configuration that workers will see, and puts them to sleep."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
+        self.sleeping_tags, self.sent = set(), []
+
+    @property
+    def is_sleeping(self):
+        return bool(self.sleeping_tags)
+
+    def collective_rpc(self, method):
+        self.sent.append(method)
+
+    def sleep(self, level=1):
+        self.sent.append(f"sleep {level}")
+        self.sleeping_tags |= {"weights", "kv_cache"}
+
+    def wake_up(self, tags=None):
+        self.sent.append("wake_up")
+        self.sleeping_tags -= set(tags or self.sleeping_tags)
 
 
 @pytest.fixture
@@ -63,6 +80,8 @@ def core(monkeypatch):
         (EngineCore, "get_supported_tasks", engine.wrap_supported_tasks),
         (Request, "from_engine_core_request", engine.wrap_request),
         (Executor, "__init__", engine.wrap_executor),
+        (Executor, "sleep", engine.wrap_sleep),
+        (Executor, "wake_up", engine.wrap_wake_up),
     ):
         monkeypatch.setattr(owner, name, vars(owner)[name])  # to be put back
         _put(owner, name, wrap)
@@ -93,6 +112,23 @@ def test_a_task_that_was_not_written_is_not_booked(core, message):
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
     assert [method for method, *_ in core.sent] == [WRITE] * 3
     assert Request.from_engine_core_request(asked(ONE.digest), None).cache_salt
+
+
+def test_a_task_cannot_be_loaded_while_the_engine_sleeps(core):
+    core.model_executor.is_sleeping = True
+    one_line(r"asleep: wake it up \(POST /wake_up\)", core.collective_rpc, LOAD, None, (ONE.rows, ONE.scales))
+    core.model_executor.is_sleeping = False
+    assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
+    assert core.sent == [(WRITE, 1, ONE.digest, ONE.rows, ONE.scales)]
+
+
+def test_tables_are_saved_before_sleep_and_restored_once_all_memory_is_awake(core):
+    executor = Executor(vllm_config())
+    executor.sleep(2)
+    executor.sleep(1)  # asleep already: what is in the tables must not be saved now
+    executor.wake_up(["weights"])
+    executor.wake_up(["kv_cache"])
+    assert executor.sent == [SAVE, "sleep 2", "sleep 1", "wake_up", "wake_up", RESTORE]
 
 
 def test_a_worker_tells_its_error_and_goes_on():

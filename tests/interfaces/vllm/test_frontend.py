@@ -1,12 +1,15 @@
 """Tasks by name, admission and classification, with a front end that stands in for vLLM's."""
 
+import asyncio
 import copy
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from fitting import one_line, weighted
 from i2cl.interfaces.vllm import frontend, prompts
@@ -127,6 +130,51 @@ def test_beam_search_refuses_a_task_that_it_would_forget_and_verify_still_verifi
     verify(params(), "config")
     assert seen == [("config",)]
     one_line("no task", verify, params(i2cl="a"), "config")
+
+
+class Body(BaseModel):
+    """A request of vLLM's, which keeps fields that it does not know."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+
+
+class BodyWithTasks(Body):
+    vllm_xargs: dict[str, str] | None = None
+
+
+def checked(body):
+    """What ``BaseServing._check_model`` returns on a server of the model "base"."""
+
+    async def original(serving, request):
+        return None if request.model in {None, "base"} else f"no model {request.model}"
+
+    serving = SimpleNamespace(create_error_response=lambda message: message)
+    return asyncio.run(frontend.wrap_check_model(original, serving, body))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (Body(model="base", vllm_xargs={"i2cl": "mood"}), "route ignores tasks .*: send the texts to"),
+        (Body(model="base", i2cl="mood"), "'i2cl' is not a field of this route: send .*classify$"),
+        (BodyWithTasks(i2cl="mood"), r'not a field .*classify, or name the task in "vllm_xargs"'),
+        (Body(model="mood"), "'mood' is a task, not a model: send the texts to .*classify$"),
+        (BodyWithTasks(model="mood"), "'mood' is a task, not a model: .* in \"vllm_xargs\": "),
+    ],
+)
+def test_a_task_is_refused_where_vllm_would_ignore_it(llm, base, task, body, problem):
+    frontend.load(llm, "mood", injection_for(base, task))
+    assert re.search(problem, checked(body))
+
+
+def test_requests_without_a_misplaced_task_pass_as_before(llm, base, task):
+    for name in ("mood", "base"):  # a task may have the model's name
+        frontend.load(llm, name, injection_for(base, task))
+    for body in (Body(), Body(model="base", other=1, vllm_xargs={"other": "x"}), Body(vllm_xargs=None)):
+        assert checked(body) is None
+    assert checked(BodyWithTasks(model="base", vllm_xargs={"i2cl": "mood"})) is None
+    assert checked(Body(model="else")) == "no model else"
 
 
 def test_a_task_of_another_model_and_bad_questions_are_refused(llm, base, task):

@@ -23,7 +23,8 @@ def answered(asked):
     own = [None, *({token: SimpleNamespace(logprob=-place)} for place, token in enumerate(asked.ids[1:], 1))]
     values = dict.fromkeys(asked.tokens, -len(asked.ids))
     logprobs = [told_of(values, asked.tokens)]
-    return SimpleNamespace(outputs=[SimpleNamespace(logprobs=logprobs)], prompt_logprobs=own)
+    output = SimpleNamespace(logprobs=logprobs, finish_reason="length")
+    return SimpleNamespace(outputs=[output], prompt_logprobs=own)
 
 
 def read(block, asked):

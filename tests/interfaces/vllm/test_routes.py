@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 
 from i2cl import Injection, with_temperature
 from i2cl.interfaces.vllm import frontend, plugin, routes
+from i2cl.interfaces.vllm.engine import ASLEEP
 from i2cl.interfaces.vllm.slots import DIGEST
 
 from .standins import LLM, in_a_loop, injection_for, parameters, vllm_config
@@ -134,7 +136,7 @@ async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, ta
     texts = ["this film", "good", "bad indeed"] * 4
 
     engine = await started(app, base, ("mood", str(saved / "0")))
-    first = frontend.TASKS.get("mood").packed.digest
+    first, version = frontend.TASKS.get("mood").packed.digest, frontend.TASKS.get("mood").version
     running = asyncio.create_task(classify(app, "mood", texts))
     await until(lambda: engine.inside == 4)  # the rest of its prompts are not even in the engine
     await routes._load(app.state, "mood", str(saved / "1"))
@@ -143,7 +145,7 @@ async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, ta
     engine.go.set()
     status, reply, headers = await running
     assert (status, len(reply["data"])) == (200, len(texts))
-    assert headers[b"x-i2cl-digest"].decode() == first
+    assert headers[b"x-i2cl-digest"].decode() == version
     assert engine.digests == [first] * engine.ended
     assert engine.ended > len(texts)  # their labels have several tokens
     assert list(engine.held) == [first]
@@ -155,7 +157,7 @@ async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, ta
 
 
 @in_a_loop
-async def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved):
+async def test_what_does_not_fit_is_413_with_row_limit_and_hint(app, base, saved):
     engine = await started(app, base, ("mood", str(saved / "0")))
     engine.go.set()
     long = "film " * 100
@@ -165,14 +167,14 @@ async def test_what_does_not_fit_is_413_with_row_limit_and_cure(app, base, saved
     assert (long[0], error["type"], error["code"]) == (413, "invalid_request_error", "text_too_long")
     assert error["message"].startswith("text 2 takes ")
     assert " tokens with its prompt, and 59 fit into the context: " in error["message"]
-    assert error["cure"] == "shorten it"
+    assert error["message"].endswith(": shorten it")
     error = many[1]["error"]
-    assert (many[0], error["code"], error["cure"]) == (
+    assert (many[0], error["code"], error["hint"]) == (
         413,
         "too_many_texts",
         "split them over several requests",
     )
-    assert error["message"] == f"the request has 2049 texts, and the limit is 2048: {error['cure']}"
+    assert error["message"] == f"the request has 2049 texts, but the limit is 2048: {error['hint']}"
     assert (none[0], fine[0]) == (422, 200)
     assert 0 < len(engine.digests) < 10  # those of one text
 
@@ -227,6 +229,57 @@ async def test_a_prompt_that_fails_ends_its_request_and_leaves_room(app, base, s
         await classify(app, "mood", ["good"] * 9)
     engine.answer = answer
     assert (await classify(app, "mood", ["good"] * 9))[0] == 200
+
+
+@in_a_loop
+async def test_versions_that_differ_in_their_prior_alone_have_digests_of_their_own(app, base, task, tmp_path):
+    engine = await started(app, base)
+    engine.go.set()
+    probabilities, digests = [], []
+    for prior in ((0.5, -0.5), (-0.5, 0.5)):
+        injection = replace(injection_for(base, task, 0), label_bias=prior)
+        injection.save_pretrained(tmp_path / "mood")
+        body = {"name": "mood", "artefact": str(tmp_path / "mood")}
+        described = (await call(app, "POST", "/v1/i2cl/tasks", body))[1]
+        _, reply, headers = await classify(app, "mood", "this film")
+        assert headers[b"x-i2cl-digest"].decode() == described["digest"]
+        digests.append(described["digest"])
+        probabilities.append(reply["data"][0]["probs"])
+        wanted = injection.scores(base, ["this film"])[0].softmax(-1).tolist()
+        assert probabilities[-1] == pytest.approx(wanted, abs=1e-5)
+    assert digests[0] != digests[1]
+    assert probabilities[0] != probabilities[1]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+@in_a_loop
+async def test_a_classify_that_the_engine_interrupts_is_503(app, base, saved, reason):
+    engine = await started(app, base, ("mood", str(saved / "0")))
+    engine.go.set()
+    output = SimpleNamespace(finish_reason=reason, logprobs=None, token_ids=[])
+
+    async def interrupted(prompt, params, name):
+        yield SimpleNamespace(outputs=[output], prompt_logprobs=None)
+
+    engine.generate = interrupted
+    status, reply, headers = await classify(app, "mood", ["good"] * 3)
+    assert (status, reply["error"]["code"], headers[b"retry-after"]) == (503, "interrupted", b"5")
+    assert "ended this request" in reply["error"]["message"]
+
+
+@in_a_loop
+async def test_a_load_into_a_sleeping_engine_is_503_and_changes_nothing(app, base, saved):
+    engine = await started(app, base, ("mood", str(saved / "0")))
+    before = frontend.TASKS.get("mood").version
+
+    async def asleep(method, args):
+        raise RuntimeError(f"Call to collective_rpc method failed: {ASLEEP}")
+
+    engine.collective_rpc = asleep
+    body = {"name": "mood", "artefact": str(saved / "1")}
+    status, reply, _ = await call(app, "POST", "/v1/i2cl/tasks", body)
+    assert (status, reply["detail"]) == (503, ASLEEP)
+    assert frontend.TASKS.get("mood").version == before
 
 
 @pytest.mark.parametrize("name", ["team/mood", "a b/c", "mood"])

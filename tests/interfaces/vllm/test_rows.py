@@ -145,6 +145,31 @@ def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):
     assert writer.i2cl_scales[PLAIN] == 1
 
 
+def test_restored_tables_have_what_was_saved(model):
+    tables = model.i2cl_tables
+    before = [(writer.i2cl_rows.clone(), writer.i2cl_scales.clone()) for writer in tables.writers]
+    tables.save()
+    for writer in tables.writers:  # memory that was unmapped and mapped again
+        writer.i2cl_rows.fill_(torch.nan)
+        writer.i2cl_scales.fill_(torch.nan)
+    tables.slots.fill_(9)
+    tables.restore()
+    for writer, (rows, scales) in zip(tables.writers, before, strict=True):
+        assert torch.equal(writer.i2cl_rows, rows)
+        assert torch.equal(writer.i2cl_scales, scales)
+    assert tables.slots.eq(PLAIN).all()
+
+
+def test_a_second_restore_changes_nothing(model):
+    tables = model.i2cl_tables
+    tables.save()
+    tables.restore()
+    tables.write(2, packed(12).digest, packed(12))
+    written = tables.writers[0].i2cl_rows.clone()
+    tables.restore()
+    assert torch.equal(tables.writers[0].i2cl_rows, written)
+
+
 def test_a_task_of_another_depth_and_a_part_of_a_sum_are_refused(model):
     with pytest.raises(I2CLError, match="edits 2 residual writers, and the model has 4"):
         model.i2cl_tables.write(1, "x", Packed.of(torch.zeros(1, 2, D), torch.ones(1, 2)))

@@ -1,4 +1,4 @@
-"""Decoders of the released compressors in small, and how far their numbers may be off."""
+"""Tiny versions of the released compressors, and the tolerances of their numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""AutoCompressor against what the released code computed."""
+"""AutoCompressor against results of the released code."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def segments(release):
 
 
 def logits(own, soft, ids):
-    """Logits behind each token of a query behind vectors, without a cache."""
+    """Return the logits after each token of a query that follows vectors, without a cache."""
     positions = own.positions(len(soft), len(ids), 0)
     with torch.no_grad():
         states = own.decoder.read(torch.cat([soft, own.decoder.embed(ids)]), positions)
@@ -61,7 +61,7 @@ LOGITS = {
 }
 
 
-def test_summaries_what_follows_them_and_losses(own, segments, release, within):
+def test_summaries_logits_and_losses_match_the_release(own, segments, release, within):
     result = softs(own, segments, release)
     for name, soft in result.items():
         torch.testing.assert_close(soft, release[name], **within)
@@ -82,7 +82,7 @@ def test_summaries_what_follows_them_and_losses(own, segments, release, within):
 
 
 def likelihoods(own, soft, ids, labels):
-    """Mean negative log-likelihood of each label's tokens behind a query."""
+    """Return the mean negative log-likelihood of each label's tokens after a query."""
     result = []
     for label in labels:
         table = logits(own, soft, ids + label[:-1])[len(ids) - 1 :].log_softmax(-1)
@@ -91,7 +91,7 @@ def likelihoods(own, soft, ids, labels):
 
 
 @pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])
-def test_scores_whatever_the_batching(decoder, release, within, budget):
+def test_scores_match_the_release_for_every_batch_size(decoder, release, within, budget):
     decoder.token_budget = budget
     predictor = release.fitted(decoder, "autocompressor")
     result = predictor.scores(release.record["queries"])
@@ -104,14 +104,14 @@ def test_scores_whatever_the_batching(decoder, release, within, budget):
     assert predictor.cost.trained == 0
 
 
-def test_segments_hold_whole_demonstrations(decoder, release, segments, within):
+def test_segments_do_not_split_demonstrations(decoder, release, segments, within):
     predictor = release.fitted(decoder, "autocompressor", segment=str(max(map(len, segments))))
     result = predictor.scores(release.record["queries"])
     torch.testing.assert_close(result, release.expected("query_logits"), **within)
     assert (predictor.prefix.length, predictor.prefix.behind) == (10, 10 if "llama" in release.name else 0)
 
 
-def test_a_bos_stands_before_the_first_segment_alone(own, release):
+def test_only_the_first_segment_starts_with_bos(own, release):
     result = own.segments(release.shown_ids, (7, 8), 60)
     assert sum(result, ()) == (7, 8, *release.context)
     assert all(len(ids) <= 60 for ids in result)
@@ -120,17 +120,17 @@ def test_a_bos_stands_before_the_first_segment_alone(own, release):
     assert set(starts) <= ends
 
 
-def test_embeddings_of_another_model_are_refused(release, tmp_path):
+def test_embeddings_of_another_width_are_refused(release, tmp_path):
     AutoConfig.from_pretrained(release.folder).save_pretrained(tmp_path)
     tensors = load_file(release.folder / "model.safetensors")
     tensors["embed_summary.weight"] = tensors["embed_summary.weight"][:, :31].contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    message = r"embed_summary.weight as \(5, 31\), this model needs \(5, 32\)"
+    message = r"embed_summary.weight .* has shape \(5, 31\), but this model needs \(5, 32\)"
     one_line(message, release.fitted, release.decoder(tmp_path), "autocompressor")
 
 
-def test_what_does_not_fit_is_refused(decoder, release):
-    message = r"demonstration 1 takes 30 tokens, and a segment behind 0 .* holds 29"
+def test_demonstrations_that_do_not_fit_are_refused(decoder, release):
+    message = r"demonstration 1 takes 30 tokens, and a segment after 0 .* holds 29"
     one_line(message, release.fitted, decoder, "autocompressor", segment=29)
     short = release.decoder()
     short.max_length = 60
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused(decoder, release):
 
 @pytest.fixture
 def pickled(release, tmp_path):
-    """A release as it is published: two shards of pickles beside configuration and tokenizer."""
+    """A checkpoint in the published layout: two pickle shards, configuration and tokenizer."""
     release.decoder().model.config.save_pretrained(tmp_path)
     release.decoder().tokenizer.save_pretrained(tmp_path)
     tensors = list(load_file(release.folder / "model.safetensors").items())
@@ -155,19 +155,19 @@ def pickled(release, tmp_path):
 
 
 def rewritten(folder):
-    """What the refusal of a folder says to do, done."""
+    """Convert a folder with the code that the error message suggests."""
     line = one_line("has only pickle weights", Decoder.from_pretrained, str(folder))
     exec(line.partition("do this with transformers: ")[2], {"AutoModelForCausalLM": AutoModelForCausalLM})
     return Decoder.from_pretrained(str(folder), device="cpu")
 
 
-def test_a_release_of_pickles_gives_equal_scores(release, pickled):
+def test_converted_pickles_give_equal_scores(release, pickled):
     queries = release.record["queries"]
     expected = release.fitted(release.decoder(), "autocompressor").scores(queries)
     assert torch.equal(release.fitted(rewritten(pickled), "autocompressor").scores(queries), expected)
 
 
-def test_a_pickle_that_would_run_code_runs_none(release, pickled):
+def test_code_in_a_pickle_is_not_run(release, pickled):
     ran = pickled / "ran"
     trap = type("Trap", (), {"__reduce__": lambda self: (os.mkdir, (str(ran),))})()
     torch.save({"embed_summary.weight": trap}, pickled / "pytorch_model-00002-of-00002.bin")

@@ -1,4 +1,4 @@
-"""ICAE against what the released code computed."""
+"""ICAE against results of the released code."""
 
 from dataclasses import replace
 
@@ -8,7 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from compressed import golden
 from fitting import one_line
-from i2cl.methods.compressors.icae import MEMORY, ICAEConfig, PutIn, auto_encoder, behind_slots
+from i2cl.methods.compressors.icae import (
+    MEMORY,
+    ICAEConfig,
+    ReplaceLastEmbedding,
+    auto_encoder,
+    soft_prompt_predictor,
+)
 from i2cl.models.batching import make_batch, pack_batch
 from i2cl.models.encoding import TruncationWarning
 
@@ -37,12 +43,12 @@ def slots(own, context):
 
 @torch.no_grad()
 def logits(own, *parts):
-    """Logits behind each of some tokens and vectors, run as one row without a cache."""
+    """Return the logits after each of the given tokens and vectors, run as one row without a cache."""
     whole = torch.cat([part if isinstance(part, torch.Tensor) else own.decoder.embed(part) for part in parts])
     return own.decoder.model(inputs_embeds=whole[None], use_cache=False).logits[0]
 
 
-def test_memory_slots_logits_and_losses(own, release, within):
+def test_memory_slots_logits_and_losses_match_the_release(own, release, within):
     torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **within)
     for name, tokens in (("one_segment", 32), ("two_segments", 33)):
         if f"memory_slots_{name}" in release.tensors:
@@ -78,12 +84,12 @@ def forms(own, release, ids):
 
 
 def nll(table, ids):
-    """Mean negative log-likelihood of tokens, given the logits that end in what follows the last of them."""
+    """Return the mean negative log-likelihood of tokens; the last logits are those after the last token."""
     return torch.nn.functional.cross_entropy(table[-len(ids) - 1 : -1], torch.tensor(ids))[None]
 
 
 @pytest.mark.parametrize("budget", [1, 60, 1024], ids=["one-by-one", "few", "all"])
-def test_scores_whatever_the_batching(decoder, release, options, within, budget):
+def test_scores_match_the_release_for_every_batch_size(decoder, release, options, within, budget):
     decoder.token_budget = budget
     before = logits_of(decoder, release)
     for form, name in (("ft", "ft"), ("lm", "lm"), ("bare", "continue")):
@@ -99,11 +105,11 @@ def logits_of(decoder, release):
         return decoder.model(torch.tensor([release.context])).logits
 
 
-def test_labels_of_several_tokens_stand_behind_the_last_vector(decoder, own, release, options):
+def test_labels_of_several_tokens_follow_the_last_vector(decoder, own, release, options):
     words = ("not good", "not dull")
     task = replace(release.task, labels=words)
     with torch.no_grad():
-        predictor = behind_slots(own, task, release["memory_slots"], ICAEConfig(**options))
+        predictor = soft_prompt_predictor(own, task, release["memory_slots"], ICAEConfig(**options))
     with pytest.warns(UserWarning, match="share their first token"):
         result = predictor.scores(release.record["queries"])
     for row, ids in enumerate(release.queries):
@@ -115,9 +121,9 @@ def test_labels_of_several_tokens_stand_behind_the_last_vector(decoder, own, rel
             torch.testing.assert_close(result[row, column], expected[0], atol=1e-4, rtol=0)
 
 
-def test_a_vector_is_put_in_padded_and_packed_alike(decoder, release):
+def test_embedding_is_replaced_in_padded_and_packed_batches(decoder, release):
     rows = [(*ids, 0) for ids in release.queries]
-    edit = PutIn(torch.linspace(-1, 1, decoder.d_model))
+    edit = ReplaceLastEmbedding(torch.linspace(-1, 1, decoder.d_model))
     with torch.no_grad():
         batches = [make(rows, decoder.device) for make in (make_batch, pack_batch)]
         padded, packed = (decoder.forward(batch, edit=edit) for batch in batches)
@@ -126,7 +132,7 @@ def test_a_vector_is_put_in_padded_and_packed_alike(decoder, release):
     assert (padded - plain).abs().max() > 0.1
 
 
-def test_the_adapter_is_off_in_the_decoder_and_hooks_come_off_after_an_error(own, release, within):
+def test_adapter_is_detached_when_reading_and_after_an_error(own, release, within):
     parts = forms(own, release, release.queries[0])["query_logits_ft"]
     with own.adapted():
         wrong = logits(own, *parts)[-1]
@@ -137,7 +143,7 @@ def test_the_adapter_is_off_in_the_decoder_and_hooks_come_off_after_an_error(own
     torch.testing.assert_close(slots(own, release.context), release["memory_slots"], **within)
 
 
-def test_what_is_cut_is_told(own, release):
+def test_version_1_truncates_with_a_warning_and_version_2_splits(own, release):
     if own.version == "1":
         with pytest.warns(TruncationWarning, match="1 of 1 contexts was cut from 600 to 512 tokens"):
             assert own.segments((5,) * 600) == [(5,) * 512]
@@ -152,10 +158,18 @@ SEVENTH = FIRST.replace("layers.0", "layers.7").replace("_B", "_A")
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (MEMORY, lambda one: one[:, 1:], r"embed.weight as \(11, 31\), this model needs \(any, 32\)"),
-        (MEMORY, lambda one: one[:3], "holds 3 memory embeddings"),
-        (FIRST, lambda one: None, f"lacks {FIRST}"),
-        (FIRST, lambda one: one[1:], r"default.weight as \(31, 4\), this model needs \(32, 4\)"),
+        (
+            MEMORY,
+            lambda one: one[:, 1:],
+            r"embed.weight .* has shape \(11, 31\), but this model needs \(any, 32\)",
+        ),
+        (MEMORY, lambda one: one[:3], "has only 3 memory embeddings"),
+        (FIRST, lambda one: None, f"has no tensor {FIRST}"),
+        (
+            FIRST,
+            lambda one: one[1:],
+            r"default.weight .* has shape \(31, 4\), but this model needs \(32, 4\)",
+        ),
         (SEVENTH, lambda one: torch.zeros(4, 32), "adapts model.layers.7.self_attn.q_proj, which"),
     ],
 )
@@ -167,18 +181,21 @@ def test_a_compressor_of_another_model_is_refused(decoder, options, tmp_path, na
     one_line(message, auto_encoder, decoder, ICAEConfig(compressor=str(path)))
 
 
-def test_fewer_layers_and_what_cannot_be_are_told(decoder, options, tmp_path, release):
+def test_wrong_sizes_and_token_ids_are_refused(decoder, options, tmp_path, release):
     tensors = {name: one for name, one in load_file(options["compressor"]).items() if "layers.2" not in name}
     save_file(tensors, tmp_path / "icae.safetensors")
     config = ICAEConfig(compressor=str(tmp_path / "icae.safetensors"))
-    one_line(r"adapts 4 projections, and .* has 6", auto_encoder, decoder, config)
-    message = r"as \(11, 32\), this model needs \(10, 32\)"
+    one_line(r"adapts 4 projections, but .* has 6", auto_encoder, decoder, config)
+    message = r"has shape \(11, 32\), but this model needs \(10, 32\)"
     one_line(message, release.fitted, decoder, "icae", **options, memory=7)
     short = release.decoder()
     short.max_length = 20
     one_line(r"a segment and its memory take|the memory slots take", release.fitted, short, "icae", **options)
     if "left" in options:
-        message, given = "token id 28793 of the form is none of", {"compressor": options["compressor"]}
+        message, given = (
+            "token id 28793 of left= or right= is not below",
+            {"compressor": options["compressor"]},
+        )
         one_line(message, release.fitted, decoder, "icae", **given)
 
 
@@ -192,6 +209,5 @@ def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, t
     assert torch.equal(result.scores(queries), expected)
 
 
-def test_no_tokens_have_no_embeddings_and_no_file_has_so_long_a_name(decoder, release):
-    assert decoder.embed(()).shape == (0, decoder.d_model)
+def test_too_long_file_name_is_refused(decoder, release):
     one_line("cannot be a file", release.fitted, decoder, "icae", compressor="x" * 300)

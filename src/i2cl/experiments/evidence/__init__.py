@@ -1,1 +1,1 @@
-"""What is shown of one fit: refits that have not seen a text, and what counts allow to say."""
+"""Evaluation of a single fit: held-out rows, significance tests and confidence thresholds."""

@@ -1,4 +1,4 @@
-"""Held-out evaluation of one fit beside baselines, and the verdict on it.
+"""Held-out evaluation of one fit against baselines, and the verdict on it.
 
 `plan_evaluation` decides which labelled rows a fit is evaluated on; `evaluate_fit` scores it there. The
 statistics are in `i2cl.experiments.evidence.verdicts`.
@@ -31,7 +31,7 @@ from i2cl.methods.calibrated.label_calibration import LabelPrior
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Examples, Task
 
-# Baselines that cost nothing beside the model: a fit has to beat each of them.
+# baselines that need no fit: a fit has to beat each of them
 FREE = ("majority_class", "zero_shot", "zero_shot+batch_calibration")
 BASELINES = (*FREE, "few_shot")
 ROWS = 160  # rows that a fit is evaluated on by default
@@ -77,12 +77,12 @@ class Score:
 
 @dataclass(frozen=True)
 class FitEvaluation:
-    """A fit beside the baselines, on rows that it was not fitted to. `Injection.worth` holds it as JSON.
+    """Evaluation of a fit and of baselines on held-out rows. `Injection.worth` holds it as JSON.
 
     Attributes:
         rows: number of rows.
-        split: where they come from; ``"demonstrations"`` means cross-validation, where each row is answered
-            by a refit that has not seen it.
+        split: where the rows come from; ``"demonstrations"`` means cross-validation, where a refit without a
+            row predicts it.
         outcome: see `i2cl.experiments.evidence.verdicts.Verdict`, as for the next six.
         verdict: the verdict in words.
         against: the strongest rival.
@@ -128,7 +128,7 @@ class EvaluationPlan:
         rows: the rows; none if the fit is not evaluated.
         folds: number of refits of a cross-validation, else 0.
         missing: labels without a row.
-        reason: why the fit is not evaluated; empty if it is, or if nobody asked for it.
+        reason: why the fit is not evaluated; empty if it is, or if no evaluation was requested.
     """
 
     split: Split = "train"
@@ -140,10 +140,10 @@ class EvaluationPlan:
     def require_target(self, target: float) -> None:
         """Raise I2CLError if these rows cannot support a confidence threshold for a target accuracy."""
         if self.folds or self.missing:
-            what = f"lack {self.missing[0]!r}" if self.missing else "are none, or lack a label"
+            what = f"no held-out row is labelled {self.missing[0]!r}" if self.missing else "there are too few"
             raise I2CLError(
-                "a target accuracy takes held-out rows of every label, and the rows beside the examples "
-                f"{what}: raise --evaluate, give rows with --test FILE, or fit with fewer --shots"
+                f"a target accuracy needs held-out rows of every label, but {what}: raise --evaluate, give "
+                "rows with --test FILE, or fit with fewer --shots"
             )
         require_target(target, len(self.rows))
 
@@ -184,42 +184,42 @@ def plan_evaluation(
 
 
 def missing_labels(task: Task, rows: Examples) -> tuple[str, ...]:
-    """Return the labels that no row has."""
+    """Return the labels without a row."""
     present = {row.label for row in rows}
     return tuple(word for label, word in enumerate(task.labels) if label not in present)
 
 
 def labelled_rows(task: Task, demonstrations: Examples, limit: int) -> tuple[Example, ...]:
-    """Return up to ``limit`` test rows, or training rows of a task without any; 0 for none.
+    """Return up to ``limit`` test rows, or training rows if the task has no test rows.
 
-    No row has the text of a demonstration. Labels are as frequent as in all rows, see `sample_rows`. Raises
-    I2CLError on a negative limit.
+    Rows with the text of a demonstration are excluded. Label frequencies are preserved, see `sample_rows`.
+    Raises I2CLError on a negative limit.
     """
     if limit < 0:
-        raise I2CLError(f"evaluate is {limit}: give a number of rows, 0 for no evaluation")
+        raise I2CLError(f"evaluate is {limit}: give a number of rows, or 0 for no evaluation")
     shown = {example.text for example in demonstrations}
     rows = tuple(example for example in task.test or task.train if example.text not in shown)
     return sample_rows(rows, limit) if limit else ()
 
 
 def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...]:
-    """Draw up to ``limit`` rows, in their order, with labels as frequent as in all of them.
+    """Draw up to ``limit`` rows with the same label frequencies, in their order.
 
-    A label that has rows keeps at least one, so there may be more than ``limit`` of many labels.
+    Every label with rows keeps at least one, so many labels can exceed ``limit``.
     """
     if len(rows) <= limit:
         return tuple(rows)
     groups: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        groups.setdefault(row.label, []).append(place)
+    for index, row in enumerate(rows):
+        groups.setdefault(row.label, []).append(index)
     rng, share = Random(f"evaluation {seed}"), limit / len(rows)
-    exact = {label: max(1.0, share * len(places)) for label, places in groups.items()}
+    exact = {label: max(1.0, share * len(indices)) for label, indices in groups.items()}
     quotas = {label: int(size) for label, size in exact.items()}
     rest = sorted(groups, key=lambda label: quotas[label] - exact[label])  # largest remainder first
     for label in rest[: max(0, limit - sum(quotas.values()))]:
         quotas[label] += exact[label] > quotas[label]
-    chosen = [place for label in sorted(groups) for place in rng.sample(groups[label], quotas[label])]
-    return tuple(rows[place] for place in sorted(chosen))
+    chosen = [index for label in sorted(groups) for index in rng.sample(groups[label], quotas[label])]
+    return tuple(rows[index] for index in sorted(chosen))
 
 
 def baselines() -> list[Method]:
@@ -241,20 +241,21 @@ def evaluate_fit(
     target: float | None = None,
     observer: FitObserver | None = None,
 ) -> Injection:
-    """Return the injection with its `FitEvaluation` and the temperature that suits the plan's rows.
+    """Return the injection with its `FitEvaluation`, and the temperature fitted on the plan's rows.
 
     Baselines get the same demonstrations and seed; in a cross-validation they are refitted on the same folds.
-    One that cannot run, such as few-shot with demonstrations that exceed the context, is reported as such.
+    A baseline that fails, such as few-shot with demonstrations that exceed the context, is listed in
+    `FitEvaluation.not_run`.
 
     Args:
         injection: the fit.
         decoder: its model.
         task: with its rows.
         demonstrations: the rows of the fit.
-        plan: see `plan_evaluation`; it has rows.
-        method: that made the injection.
-        seconds: that the fit took.
-        refit: fits again, to some of the demonstrations; used in a cross-validation only.
+        plan: see `plan_evaluation`; it must have rows.
+        method: the method that made the injection.
+        seconds: duration of the fit.
+        refit: fits to some of the demonstrations; used in a cross-validation only.
         target: target accuracy of a confidence threshold.
         observer: receives progress.
 
@@ -262,42 +263,43 @@ def evaluate_fit(
         I2CLError: without rows, with too few for the target, or on an empty text.
     """
     if not plan.rows:
-        raise I2CLError("there are no rows to evaluate the fit on: give at least one")
+        raise I2CLError("the evaluation plan has no rows: give at least one labelled row")
     if target is not None:
         plan.require_target(target)
-    shown, seed = tuple(demonstrations), injection.seed
-    by = method if injection.label_bias is None else LabelPrior(method)
+    rows, seed = tuple(demonstrations), injection.seed
+    evaluated = method if injection.label_bias is None else LabelPrior(method)
 
     def fit(other: Method) -> Fitted:
-        return fit_seeds(decoder, task, other, [shown], [seed])[0]
+        return fit_seeds(decoder, task, other, [rows], [seed])[0]
 
-    def cross_validated(other: Method) -> Fitted:
+    def cross_validate(other: Method) -> Fitted:
         started = time.perf_counter()
         predictor = folded(
-            task, shown, partial(other.fit, decoder, task, seed=seed), plan.folds, seed, rows=plan.rows
+            task, rows, partial(other.fit, decoder, task, seed=seed), plan.folds, seed, rows=plan.rows
         )
-        took = (time.perf_counter() - started) / len(predictor.refits)
-        return Fitted(other, predictor, shown, seed, took)
+        seconds_per_fold = (time.perf_counter() - started) / len(predictor.refits)
+        return Fitted(other, predictor, rows, seed, seconds_per_fold)
 
-    def ours(_: Method) -> Fitted:
+    def use_injection(_: Method) -> Fitted:
         predictor = injected(injection, decoder, task)
         if plan.folds:
             predictor = folded(
                 task,
-                shown,
+                rows,
                 lambda rest: injected(refit(rest), decoder, task),
                 plan.folds,
                 seed,
                 predictor.cost,
                 rows=plan.rows,
             )
-        return Fitted(by, predictor, shown, seed, seconds)
+        return Fitted(evaluated, predictor, rows, seed, seconds)
 
     free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
     fits: Fits = dict.fromkeys(free, fit)
-    fits |= dict.fromkeys(others, cross_validated if plan.folds else fit)
-    runs, not_run = _run_all({**fits, by: ours}, decoder, task, plan.rows, observer or FitObserver())
-    return _with_evaluation(injection, runs, not_run, by, method, plan, target)
+    fits |= dict.fromkeys(others, cross_validate if plan.folds else fit)
+    fits[evaluated] = use_injection
+    runs, not_run = _run_all(fits, decoder, task, plan.rows, observer or FitObserver())
+    return _with_evaluation(injection, runs, not_run, evaluated, method, plan, target)
 
 
 def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
@@ -311,7 +313,7 @@ def refitting(method: Injector, injection: Injection) -> Callable[..., Injection
 
 
 def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confidence]:
-    """Return the most probable temperature given a run's rows, and its confidence metrics at it."""
+    """Return the most probable temperature given a run's rows, and the calibration metrics at it."""
     scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
     gold = np.array(run.gold)
     temperature = likely_temperature(scores, gold, *temperatures)
@@ -319,7 +321,7 @@ def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confid
 
 
 def confidence_at(run: Run, temperature: float) -> Confidence:
-    """Return the confidence metrics of a run's rows at a temperature."""
+    """Return the calibration metrics of a run's rows at a temperature."""
     scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
     return confidence(normalised(scores, temperature), np.array(run.gold), np.array(run.predictions))
 
@@ -341,16 +343,16 @@ def _run_all(
     queries: Examples,
     observer: FitObserver,
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """Score each method; zero-shot and the last one have to run, the others may fail."""
+    """Score each method. Errors of zero-shot and of the last method are raised, others are returned."""
     runs: dict[str, Run] = {}
     not_run: dict[str, str] = {}
-    *_, by = fits
+    *_, evaluated = fits
     for method, fit in fits.items():
         observer.evaluating(method.called)
         try:
             runs[method.called] = measure(decoder, task, fit(method), queries, observer.scored)
         except (I2CLError, RuntimeError) as error:
-            optional = method is not by and method.called != "zero_shot"
+            optional = method is not evaluated and method.called != "zero_shot"
             if not optional or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
             not_run[method.called] = str(error) if isinstance(error, I2CLError) else "out of memory"
@@ -361,22 +363,25 @@ def _with_evaluation(
     injection: Injection,
     runs: dict[str, Run],
     not_run: dict[str, str],
-    by: Method,
+    evaluated: Method,
     method: Method,
     plan: EvaluationPlan,
     target: float | None,
 ) -> Injection:
-    run = runs[by.called]
-    temperature, sure = tempered(run, by.temperatures)
-    if plan.missing:  # rows of some labels alone would choose a temperature that flatters
+    run = runs[evaluated.called]
+    temperature, metrics = tempered(run, evaluated.temperatures)
+    if plan.missing:  # with rows of some labels only, the fitted temperature would be overconfident
         temperature = injection.temperature
-        sure = confidence_at(run, temperature)
-    ours, rivals = _correct(run), {name: _correct(one) for name, one in runs.items() if name != by.called}
-    counts = {name: (int((ours & ~one).sum()), int((one & ~ours).sum())) for name, one in rivals.items()}
+        metrics = confidence_at(run, temperature)
+    correct = _correct(run)
+    rivals = {name: _correct(one) for name, one in runs.items() if name != evaluated.called}
+    counts = {
+        name: (int((correct & ~rival).sum()), int((rival & ~correct).sum())) for name, rival in rivals.items()
+    }
     threshold: dict[str, Any] = {}
     if target is not None and run.scores is not None:
-        threshold = selection(highest(normalised(run.scores.array, temperature)), ours, target)
-    answer: dict[str, Any] = asdict(
+        threshold = selection(highest(normalised(run.scores.array, temperature)), correct, target)
+    comparison: dict[str, Any] = asdict(
         verdict(counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, method))
     )
     table = confusion_matrix(run)
@@ -384,7 +389,7 @@ def _with_evaluation(
     evaluation = FitEvaluation(
         run.n,
         plan.split,
-        **answer,
+        **comparison,
         methods={name: _score(one) for name, one in runs.items()},
         not_run=not_run,
         support=dict(zip(run.labels, support, strict=True)),
@@ -393,17 +398,17 @@ def _with_evaluation(
             for label, word in enumerate(run.labels)
         },
         confusion=table.tolist(),
-        confidence=asdict(sure),
+        confidence=asdict(metrics),
         selection=threshold,
     )
     injection = replace(injection, temperature=temperature, worth=asdict(evaluation))
-    if plan.folds or plan.missing:  # not a measurement of this fit to publish
+    if plan.folds or plan.missing:  # the model card publishes only accuracies of this fit on every label
         return injection
     return replace(injection, metrics={"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n})
 
 
 def _advice(method: Method, rival: str) -> str:
-    """What to do if a rival is ahead of the fit."""
+    """Return what to do if a rival is more accurate than the fit."""
     if rival == "sentence_embeddings" and method.name == Anchored.name:
         return f"use it, or combine both with --set encoder={encoder_bias.local_encoder()}"
     if rival == "majority_class":

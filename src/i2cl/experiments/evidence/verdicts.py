@@ -13,7 +13,7 @@ from typing import Literal
 
 LEVEL = 0.05  # significance level of the tests; intervals cover 1 - LEVEL
 POWER = 0.8  # power of the sample sizes that a verdict suggests
-WORTHWHILE = 0.05  # a smaller gain over a baseline that costs nothing does not justify a fit
+WORTHWHILE = 0.05  # a smaller gain over a baseline without a fit does not justify a fit
 GAINS = (WORTHWHILE, 0.1)  # gains that a verdict suggests sample sizes for
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
@@ -59,9 +59,9 @@ def verdict(
     Args:
         rivals: for each rival, the rows that only the fit and only the rival answers correctly.
         n: number of rows.
-        free: names of the rivals that cost nothing beside the model: the fit has to beat each of them.
+        free: names of the rivals that need no fit: the fit has to beat each of them.
         missing: labels without a row among the n, which make every comparison meaningless.
-        advise: returns what to do, given the name of a rival that is ahead.
+        advise: returns what to do, given the name of a rival that is more accurate.
     """
     ps = dict(zip(rivals, holm([mcnemar(*counts) for counts in rivals.values()]), strict=True))
     worse_than = [name for name, (up, down) in rivals.items() if ps[name] < LEVEL and down > up]
@@ -71,7 +71,7 @@ def verdict(
     outcome: Outcome
     if missing:
         shown = ", ".join(map(repr, missing[:3])) + (f" and {len(missing) - 3} more" * (len(missing) > 3))
-        outcome, words = "unknown", f"none, since none of the {rows} is labelled {shown}"
+        outcome, words = "unknown", f"none, because none of the {rows} is labelled {shown}"
     elif worse_than:
         outcome = "worse"
         words = f"{against} is significantly better by {_points(-difference)} {_interval(-high, -low)}"
@@ -93,8 +93,8 @@ def _not_worse(
 ) -> tuple[Outcome, str]:
     """Outcome and words against the free baselines, none of which is significantly better.
 
-    "Better than every baseline" holds if each comparison does, so these need no correction (Berger,
-    Technometrics 24(4), 1982).
+    The fit is better than every baseline only if every comparison is significant, so these tests need no
+    correction for multiplicity (Berger, Technometrics 24(4), 1982).
     """
     baselines = {name: counts for name, counts in rivals.items() if name in free}
     level_with = [name for name, (up, down) in baselines.items() if up <= down or mcnemar(up, down) >= LEVEL]
@@ -155,15 +155,15 @@ def holm(ps: Sequence[float]) -> list[float]:
 
     Source: Holm, Scandinavian Journal of Statistics 6(2), 1979.
     """
-    qs, least = [0.0] * len(ps), 0.0
-    for place, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        least = max(least, min(1.0, (len(ps) - place) * ps[at]))
-        qs[at] = least
-    return qs
+    corrected, largest = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[index]))
+        corrected[index] = largest
+    return corrected
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share.
+    """Return the 95 % interval of a proportion.
 
     Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
     """

@@ -1,1 +1,1 @@
-"""Tables and figures from a store, without a model."""
+"""Reports: tables and figures of a store's results."""

@@ -1,4 +1,4 @@
-"""A report before it is rendered: a section for each experiment and setting, and where all of it is from."""
+"""Build a report: a section for each experiment and setting, the failed cells, and the provenance."""
 
 import itertools
 import re
@@ -19,23 +19,23 @@ from i2cl.experiments.store import Vectors
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LONGEST_ANCHOR = 60  # letters of a section's name that names of files begin with
+MAX_ANCHOR = 60  # characters of an anchor, which file names of figures begin with
 
 CAPTIONS: Mapping[View, str] = {
     "bars": "Mean accuracy of each row, with the standard deviation over seeds.",
-    "reliability": "Accuracy by confidence, as it is and at the best temperature of each task.",
-    "risk-coverage": "Share of errors among the surest queries, by how many are answered.",
-    "efficiency": "Mean accuracy against time per query and bytes kept.",
+    "reliability": "Accuracy by confidence, as predicted and at the best temperature of each task.",
+    "risk-coverage": "Error rate among the most confident queries, by coverage.",
+    "efficiency": "Mean accuracy against time per query and stored bytes.",
     "shots": "Mean accuracy by demonstrations per class.",
-    "matrix": "Accuracy on every task with what was fitted on every other.",
+    "matrix": "Accuracy on every task with the fit on every other task.",
     "vectors": "t-SNE of context vectors.",
     "coefficient-map": "t-SNE of calibrated coefficients.",
     "class-vectors": "t-SNE of the context vectors of each class.",
     "coefficients": "Calibrated coefficients by layer.",
 }
-"""What the figure of a view shows; known without matplotlib, to say what is lacking."""
+"""Captions of the views with a figure, here because missing figures are listed without matplotlib."""
 
-FIGURE_FOLDER = "figures"  # where a report keeps its figures
+FIGURE_FOLDER = "figures"
 
 PROVENANCE = {
     "i2cl": "i2cl",
@@ -50,14 +50,23 @@ PROVENANCE = {
     "threads": "Threads",
     "weights": "Weights",
 }
-"""Parts of a record's provenance, as a report calls them; what else a record holds comes after these."""
+"""Headings for parts of a record's provenance, in order; other parts follow under their own names."""
 
-LONGEST_ERROR = 300  # characters of an error that are shown
+MAX_ERROR = 300  # characters of an error message in the report
 
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment under one setting; writing uses its figures up, ``missing`` says what is not shown."""
+    """One experiment in one setting.
+
+    Attributes:
+        experiment: the experiment.
+        setting: model and queries; None without results.
+        anchor: unique name for links and files.
+        tables: its tables.
+        figures: its figures by view. Writing the report empties them.
+        missing: notes on rows, tasks and views without results.
+    """
 
     experiment: Experiment
     setting: Setting | None
@@ -68,7 +77,7 @@ class Section:
 
     @property
     def source(self) -> str:
-        """The paper's table or figure, in words."""
+        """The paper's table or figure."""
         return f"Paper: {self.experiment.paper}" if self.experiment.paper != "-" else "Not in the paper"
 
     @property
@@ -77,18 +86,18 @@ class Section:
         return self.experiment.title + (f" ({self.setting.model})" if self.setting is not None else "")
 
     @property
-    def under(self) -> str:
-        """The setting in words."""
+    def setting_words(self) -> str:
+        """Description of the setting."""
         return self.setting.words if self.setting is not None else "no results"
 
     def stem(self, view: View) -> str:
-        """Name of a figure's files, without an ending."""
+        """Return the file name of a figure without its extension."""
         return f"{self.anchor}-{view}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is rendered."""
+    """Content of a report, independent of its output format."""
 
     sections: tuple[Section, ...]
     failures: Table | None
@@ -98,30 +107,37 @@ class Report:
 def build(
     experiments: Sequence[Experiment], records: Iterable[Record], vectors: Vectors, *, figures: bool = True
 ) -> Report:
-    """Compute every table and draw every figure."""
+    """Compute every table and, unless ``figures`` is False, draw every figure.
+
+    Args:
+        experiments: experiments to report.
+        records: records of a store.
+        vectors: vectors of the store.
+        figures: whether to draw figures, which needs the ``experiments`` extra.
+    """
     records = tuple(records)
     sections: list[Section] = []
     used: dict[str, Record] = {}
     for experiment in experiments:
-        settings, aside = _worth_showing(results_of(experiment, records))
+        settings, notes = _main_settings(results_of(experiment, records))
         used |= {record.key: record for results in settings for record in results.cells}
         if not settings:
-            hint = f"no cells in this store: `{experiment.command}` makes them"
+            hint = f"no results in this store: run `{experiment.command}`"
             anchor = _anchor(experiment.name, sections)
             sections.append(Section(experiment, None, anchor, missing=(hint,)))
         for results in settings:
             anchor = _anchor(experiment.name, sections)
-            made = _section(results, records, vectors, anchor, draw=figures)
-            sections.append(replace(made, missing=(*made.missing, *aside)))
-            aside = []
+            section = _section(results, records, vectors, anchor, draw=figures)
+            sections.append(replace(section, missing=(*section.missing, *notes)))
+            notes = []
     rows = [row for experiment in experiments for row in experiment.rows]
     failed = [one for one in records if one.status == "failed" and any(row.holds(one.cell) for row in rows)]
     return Report(tuple(sections), _failures(failed), _provenance(list(used.values()), len(failed)))
 
 
 def _anchor(name: str, sections: Sequence[Section]) -> str:
-    """A name that no section has, of nothing that a path, Markdown or LaTeX takes for more than a name."""
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:LONGEST_ANCHOR]
+    """Return a unique anchor without characters that are special in paths, Markdown or LaTeX."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:MAX_ANCHOR]
     used = {section.anchor for section in sections}
     numbered = (f"{plain}-{number}" for number in itertools.count(2))
     return next(one for one in itertools.chain([plain], numbered) if one not in used)
@@ -134,55 +150,55 @@ def _section(
     figures: list[tuple[View, Figure]] = []
     empty: dict[str, list[View]] = {}
     experiment, skipped = results.experiment, _skipped(results, records)
-    missing = _absent_rows(results, skipped)
+    missing = _missing_rows(results, skipped)
     missing += [f"{name} was skipped: {error}" for name, error in skipped.items()]
     try:
-        results.check_queries()
+        results.check_comparable()
         name = experiment.printed
         paper = Paper(results, printed_for(name, results.setting.model) if name else None)
     except I2CLError as error:
         return Section(experiment, results.setting, anchor, missing=(*missing, str(error)))
     for view in experiment.views:
-        made = tables_of(view, results, paper)
-        tables += made
+        view_tables = tables_of(view, results, paper)
+        tables += view_tables
         try:
-            figure = _drawn(results, vectors, view) if draw and view in CAPTIONS else None
+            figure = _draw(results, vectors, view) if draw and view in CAPTIONS else None
         except I2CLError as error:
             missing.append(f"figure {view}: {error}")
             continue
         if figure is not None:
             figures.append((view, figure))
-        elif not made:
+        elif not view_tables:
             empty.setdefault(_reason(view, experiment.against, draw=draw), []).append(view)
     missing += [f"{', '.join(views)}: {reason}" for reason, views in empty.items()]
     return Section(experiment, results.setting, anchor, tuple(tables), tuple(figures), tuple(missing))
 
 
-def _worth_showing(settings: Sequence[Results]) -> tuple[list[Results], list[str]]:
+def _main_settings(settings: Sequence[Results]) -> tuple[list[Results], list[str]]:
     """Leave out settings with less than half the rows of another: those were run for other experiments."""
     most = max((len(results.rows) for results in settings), default=0)
-    enough = [one for one in settings if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
-    return enough, [
-        f"a section for {results.setting.words}: only {'; '.join(row.name for row in results.rows)} there"
+    main = [one for one in settings if most == 1 or (len(one.rows) > 1 and 2 * len(one.rows) >= most)]
+    return main, [
+        f"section for {results.setting.words}: it has only {'; '.join(row.name for row in results.rows)}"
         for results in settings
-        if results not in enough
+        if results not in main
     ]
 
 
-def _absent_rows(results: Results, skipped: Collection[str]) -> list[str]:
-    there = [*skipped, *(row.name for row in results.rows)]
+def _missing_rows(results: Results, skipped: Collection[str]) -> list[str]:
+    present = [*skipped, *(row.name for row in results.rows)]
     experiment, model, limit = results.experiment, results.setting.model, results.setting.limit
-    absent = [row.name for row in experiment.rows if row.name not in there]
+    missing = [row.name for row in experiment.rows if row.name not in present]
     command = experiment.command + (f" --model {model}" if model != "reference" else "")
     command += f" --limit {limit}" if limit not in (None, experiment.full.limit) else ""
-    lines = [f"rows without results: {'; '.join(absent)} (`{command}` makes them)"] if absent else []
+    lines = [f"rows without results: {'; '.join(missing)} (run `{command}`)"] if missing else []
     if results.left_out:
-        lines.append(f"tasks that at most half of the rows have: {', '.join(results.left_out)}")
+        lines.append(f"tasks with results for at most half of the rows: {', '.join(results.left_out)}")
     return lines
 
 
 def _skipped(results: Results, records: Sequence[Record]) -> dict[str, str | None]:
-    """Why rows were skipped on this model, by their names."""
+    """Return the names of rows that were skipped on this model, with the reason."""
     skipped = [one for one in records if one.status == "skipped" and one.cell.model == results.setting.model]
     rows = results.experiment.rows
     return {row.name: one.error for one in skipped for row in rows if row.holds(one.cell)}
@@ -190,13 +206,13 @@ def _skipped(results: Results, records: Sequence[Record]) -> dict[str, str | Non
 
 def _reason(view: View, against: str, *, draw: bool) -> str:
     if view == "comparison":
-        return f"nothing to compare, since it takes the row {against} and another one"
+        return f"it needs results of the row {against} and of another row"
     if view in {"confidence", "reliability", "risk-coverage"} and (draw or view not in CAPTIONS):
-        return "no row has the scores of all its cells, which older versions did not keep"
-    return "figures were not asked for" if view in CAPTIONS and not draw else "no results for this view"
+        return "no row has stored scores for all of its cells (runs of an older version)"
+    return "figures are disabled" if view in CAPTIONS and not draw else "no results for this view"
 
 
-def _drawn(results: Results, vectors: Vectors, view: View) -> "Figure | None":
+def _draw(results: Results, vectors: Vectors, view: View) -> "Figure | None":
     needs("a figure", "experiments", "matplotlib", "textalloc")
     from i2cl.experiments.report.figures import FIGURES
 
@@ -209,14 +225,14 @@ def _failures(records: Sequence[Record]) -> Table | None:
     for cell, error in ((one.cell, " ".join((one.error or "unknown").split())) for one in records):
         options = ", ".join(f"{name}={value}" for name, value in cell.options.items())
         method = f"{cell.method} ({options})" if options else cell.method
-        cut = error if len(error) <= LONGEST_ERROR else f"{error[:LONGEST_ERROR]} ..."
-        rows.append([*map(Entry, (cell.model, cell.task, method, str(cell.seed), cut))])
+        shortened = error if len(error) <= MAX_ERROR else f"{error[:MAX_ERROR]} ..."
+        rows.append([*map(Entry, (cell.model, cell.task, method, str(cell.seed), shortened))])
     return Table("Failed cells", columns, rows, words=columns) if rows else None
 
 
 def _provenance(records: Sequence[Record], failed: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """How much there is and where it is from; values in the order of first appearance."""
-    values: dict[str, dict[str, None]] = {name: {} for name in PROVENANCE}
+    """Return facts on the records: their number, time, software and hardware, as headings with values."""
+    values: dict[str, dict[str, None]] = {name: {} for name in PROVENANCE}  # dicts as ordered sets
     for record in records:
         for name, value in record.provenance.items():
             if value is not None:
@@ -229,6 +245,6 @@ def _provenance(records: Sequence[Record], failed: int) -> tuple[tuple[str, tupl
         ("Cells", (cells,)),
         ("Hours", (f"{hours[0] / 3600:.2f} fitting, {hours[1] / 3600:.2f} predicting",)),
         ("Run", (" to ".join(dict.fromkeys((days[0], days[-1]))),) if days else ()),
-        *((PROVENANCE.get(name, name), tuple(got)) for name, got in values.items()),
+        *((PROVENANCE.get(name, name), tuple(distinct)) for name, distinct in values.items()),
     ]
-    return tuple((name, got) for name, got in lines if got)
+    return tuple((name, facts) for name, facts in lines if facts)

@@ -1,4 +1,4 @@
-"""Figures of the report by view, in one style, and their files. Importing it loads matplotlib."""
+"""Draw and save the figures of a report in a common style. Importing this module loads matplotlib."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +20,12 @@ _STYLE: Any = {
     "grid.color": "#e4e4e4",
     "svg.fonttype": "none",
     "svg.hashsalt": "i2cl",
-    "text.parse_math": False,  # names of tasks and label words may hold dollars
+    "text.parse_math": False,  # task names and label words may contain dollar signs
 }
 
 
 _styled = style.context(["default", _STYLE])
-"""Decorates what draws in the report's style, whatever matplotlib's settings, which are left as found."""
+"""Decorator: run a drawing function in the report's style, and restore matplotlib's settings."""
 
 FIGURES: Mapping[View, Drawing] = {
     "efficiency": _styled(figures_scores.efficiency),
@@ -39,12 +39,15 @@ FIGURES: Mapping[View, Drawing] = {
     "class-vectors": _styled(figures_maps.class_vectors),
     "coefficients": _styled(figures_maps.coefficients),
 }
-"""What draws each view from results and vectors; None where the results hold nothing for it."""
+"""Drawing functions by view. They return None if there are no results for the view."""
 
 
 @_styled
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as PNG and SVG, the two paths, and empty it; equal figures give equal bytes."""
+    """Write a figure as PNG and SVG, return the two paths, and clear the figure.
+
+    The output is deterministic: equal figures give equal bytes.
+    """
     stem.parent.mkdir(parents=True, exist_ok=True)
     png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
     figure.savefig(png, dpi=150, metadata={"Software": None})

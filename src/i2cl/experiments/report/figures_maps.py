@@ -1,4 +1,4 @@
-"""Figures of what was fitted: where it works when moved, and the coefficients of each layer."""
+"""Figures of fits: transfer between tasks, coefficients by layer, and t-SNE maps of vectors."""
 
 import math
 from typing import Any
@@ -13,13 +13,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from i2cl.errors import needs
-from i2cl.experiments.report.figures_base import COLOURS, MARKERS, SIZES, panels
+from i2cl.experiments.report.figures_base import COLOURS, MARKER_SCALE, MARKERS, panels
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
 
-MOST_PRINTED = 16  # tasks up to which the matrix has its values printed
-FEWEST = 5  # different points below which nothing is drawn
-MOST_NAMED = 28  # classes of a task beyond which a legend would be larger than its panel
+MAX_ANNOTATED_TASKS = 16  # in a larger matrix, values would not be readable
+MIN_POINTS = 5  # of a t-SNE map
+MAX_LEGEND_CLASSES = 28  # more would make the legend larger than its panel
 
 _SYMBOLS = {
     1: (r"$\lambda$ (context vector)", r"$\beta$ (own output)"),
@@ -30,22 +30,22 @@ _SYMBOLS = {
         r"$\beta^m$ (MLP, own output)",
     ),
 }
-"""Names of the coefficients by the number of sites."""
+"""Labels of the coefficients by the number of modules per block."""
 
 
 def matrix(results: Results, _vectors: Vectors) -> Figure | None:
-    """Accuracy on each task (columns) with what was fitted on another (rows), minus zero-shot."""
+    """Plot the accuracy on each task (columns) with the fit on another (rows), minus zero-shot."""
     tasks, gains = _gains(results)
     if not np.isfinite(gains).any():
         return None
-    printed = len(tasks) <= MOST_PRINTED
-    side = max(2.5, len(tasks) * (0.46 if printed else 0.24))
-    name = 0.08 * max(map(len, tasks))
-    figure, (axes,) = panels(1, side + name + 1.7, side + 0.75 * name + 0.6)
-    most = max(float(np.nanmax(np.abs(gains))), 1.0)  # never a colour for less than a point
-    colours, scale = colormaps["RdBu_r"], Normalize(-most, most)
+    annotated = len(tasks) <= MAX_ANNOTATED_TASKS
+    side = max(2.5, len(tasks) * (0.46 if annotated else 0.24))
+    label_width = 0.08 * max(map(len, tasks))
+    figure, (axes,) = panels(1, side + label_width + 1.7, side + 0.75 * label_width + 0.6)
+    limit = max(float(np.nanmax(np.abs(gains))), 1.0)  # differences below a point stay pale
+    colours, scale = colormaps["RdBu_r"], Normalize(-limit, limit)
     image = axes.imshow(np.ma.masked_invalid(gains), cmap=colours, norm=scale)
-    axes.set_facecolor("#d9d9d9")  # what was not run
+    axes.set_facecolor("#d9d9d9")  # for missing values
     axes.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(tasks)), tasks)
     axes.tick_params(length=0)
@@ -55,7 +55,7 @@ def matrix(results: Results, _vectors: Vectors) -> Figure | None:
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
     bar.set_label("accuracy minus zero-shot\n(percentage points)")
     bar.outline.set_visible(False)
-    if printed:
+    if annotated:
         for (source, target), gain in np.ndenumerate(gains):
             if np.isfinite(gain):
                 red, green, blue, _ = colours(scale(gain))
@@ -66,17 +66,17 @@ def matrix(results: Results, _vectors: Vectors) -> Figure | None:
 
 
 def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "sources targets"]]:
-    """Percentage points, NaN where either is lacking; tasks are those that anything was moved from or to."""
-    plain = (one for one in results.lines if (one.row.method, one.row.study) == ("zero_shot", "method"))
-    base = next(plain, None)
-    moves = [one for one in results.moves if one.place == results.moves[0].place]
+    """Return the tasks of all moves, and the gains over zero-shot in percentage points; NaN if missing."""
+    zero_shot = (one for one in results.lines if (one.row.method, one.row.study) == ("zero_shot", "method"))
+    base = next(zero_shot, None)
+    moves = [one for one in results.moves if one.index == results.moves[0].index]
     if base is None or not moves:
         return (), np.empty((0, 0))
-    held = {(line.source or "", task): line for line in moves for task in results.tasks_of(line)}
-    names = dict.fromkeys([*results.tasks, *(source for source, _ in held)])
-    tasks = tuple(name for name in names if any(name in pair for pair in held))
+    lines = {(line.source or "", task): line for line in moves for task in results.tasks_of(line)}
+    names = dict.fromkeys([*results.tasks, *(source for source, _ in lines)])
+    tasks = tuple(name for name in names if any(name in pair for pair in lines))
     gains = np.full((len(tasks), len(tasks)), np.nan)
-    for (source, target), line in held.items():
+    for (source, target), line in lines.items():
         moved, zero = ([one.accuracy for one in results.outcomes(of, target)] for of in (line, base))
         if zero:
             gains[tasks.index(source), tasks.index(target)] = 100 * (np.mean(moved) - np.mean(zero))
@@ -84,8 +84,8 @@ def _gains(results: Results) -> tuple[tuple[str, ...], Float[np.ndarray, "source
 
 
 def coefficients(results: Results, _vectors: Vectors) -> Figure | None:
-    """Calibrated coefficients by layer, a panel for each task: mean and standard deviation over seeds."""
-    by_task = {task: values for task in results.tasks if len(values := _of_task(results, task))}
+    """Plot the coefficients by layer, in a panel per task: mean and standard deviation over seeds."""
+    by_task = {task: values for task in results.tasks if len(values := _coefficients(results, task))}
     if not by_task:
         return None
     wide = min(len(by_task), 4)
@@ -103,9 +103,9 @@ def coefficients(results: Results, _vectors: Vectors) -> Figure | None:
     return figure
 
 
-def _of_task(results: Results, task: str) -> Float[np.ndarray, "seeds ..."]:
-    """Coefficients [seeds, layers, sites, 2]; nothing where none were calibrated."""
-    outcomes = map(outcome, results.of_default(task))
+def _coefficients(results: Results, task: str) -> Float[np.ndarray, "seeds ..."]:
+    """Return coefficients [seeds, layers, sites, 2] of the reference row; empty if it has none."""
+    outcomes = map(outcome, results.reference_records(task))
     return np.array([one.coefficients for one in outcomes if one.coefficients is not None], dtype=float)
 
 
@@ -123,83 +123,83 @@ def _layers(axes: Axes, values: Float[np.ndarray, "seeds layers sites 2"]) -> No
             axes.fill_between(layers, mean - sd, mean + sd, color=colour, alpha=0.2, lw=0)
 
 
-Cloud = dict[str, Float[np.ndarray, "_points ..."]]  # points of each task or class, by name
+Points = dict[str, Float[np.ndarray, "_points ..."]]  # points of each task or class, by name
 
 
 def context_vectors(results: Results, vectors: Vectors) -> Figure | None:
-    """Context vectors, one point per task and seed."""
-    return _by_task({task: _stored(results, vectors, task, "context_vector") for task in results.tasks})
+    """Map the context vectors, one point per task and seed."""
+    return _map_tasks({task: _stored(results, vectors, task, "context_vector") for task in results.tasks})
 
 
 def coefficient_map(results: Results, _vectors: Vectors) -> Figure | None:
-    """Calibrated coefficients, one point per task and seed."""
-    return _by_task({task: _of_task(results, task) for task in results.tasks})
+    """Map the coefficients, one point per task and seed."""
+    return _map_tasks({task: _coefficients(results, task) for task in results.tasks})
 
 
 def class_vectors(results: Results, vectors: Vectors) -> Figure | None:
-    """Context vectors of single classes, a panel for each task with one point per class and seed."""
-    clouds: dict[str, Cloud] = {}
+    """Map the context vectors of single classes, in a panel per task with a point per class and seed."""
+    maps: dict[str, Points] = {}
     for task in results.tasks:
         stored = _stored(results, vectors, task, "class_vectors")
         if len(stored):
-            labels = outcome(results.of_default(task)[0]).labels
-            places = _embedded(dict(zip(labels, stored.swapaxes(0, 1), strict=True)))
-            clouds |= {task: places} if places is not None else {}
-    if not clouds:
+            labels = outcome(results.reference_records(task)[0]).labels
+            embedded = _embed(dict(zip(labels, stored.swapaxes(0, 1), strict=True)))
+            maps |= {task: embedded} if embedded is not None else {}
+    if not maps:
         return None
-    figure, cells = panels(len(clouds), 3.6, 3.0 if max(map(len, clouds.values())) > 9 else 2.3)
-    for axes, (task, cloud) in zip(cells, clouds.items(), strict=True):
-        handles = _scatter(axes, cloud, size=5.0)
+    figure, cells = panels(len(maps), 3.6, 3.0 if max(map(len, maps.values())) > 9 else 2.3)
+    for axes, (task, points) in zip(cells, maps.items(), strict=True):
+        handles = _scatter(axes, points, size=5.0)
         axes.set_title(task)
-        if len(cloud) <= MOST_NAMED:
-            beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "labelspacing": 0.25}
-            axes.legend(handles=handles, ncols=math.ceil(len(cloud) / 14), handletextpad=0.2, **beside)
+        if len(points) <= MAX_LEGEND_CLASSES:
+            position: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "labelspacing": 0.25}
+            axes.legend(handles=handles, ncols=math.ceil(len(points) / 14), handletextpad=0.2, **position)
         else:
-            axes.set_xlabel(f"{len(cloud)} classes")
+            axes.set_xlabel(f"{len(points)} classes")
     return figure
 
 
 def _stored(results: Results, vectors: Vectors, task: str, name: str) -> Float[np.ndarray, "_seeds ..."]:
-    """Arrays of I2CL as it is that a store kept; nothing where there are none."""
-    records = (one for one in results.of_default(task) if one.cell.method == "i2cl")
-    held = [vectors[one.key] for one in records if one.key in vectors]
-    return np.array([arrays[name] for arrays in held if name in arrays], dtype=np.float32)
+    """Return the stored arrays of default I2CL by seed; empty if there are none."""
+    records = (one for one in results.reference_records(task) if one.cell.method == "i2cl")
+    stored = [vectors[one.key] for one in records if one.key in vectors]
+    return np.array([arrays[name] for arrays in stored if name in arrays], dtype=np.float32)
 
 
-def _by_task(points_of: Cloud) -> Figure | None:
-    cloud = {task: points for task, points in points_of.items() if len(points)}
-    places = _embedded(cloud) if len(cloud) > 1 else None
-    if places is None:
+def _map_tasks(by_task: Points) -> Figure | None:
+    nonempty = {task: points for task, points in by_task.items() if len(points)}
+    embedded = _embed(nonempty) if len(nonempty) > 1 else None
+    if embedded is None:
         return None
     figure, (axes,) = panels(1, 8.0, 5.0)
-    handles = _scatter(axes, places, size=7.0)
+    handles = _scatter(axes, embedded, size=7.0)
     axes.set(xlabel="t-SNE, first axis", ylabel="t-SNE, second axis")
-    figure.legend(handles=handles, loc="outside right center", ncols=math.ceil(len(places) / 20))
+    figure.legend(handles=handles, loc="outside right center", ncols=math.ceil(len(embedded) / 20))
     return figure
 
 
-def _scatter(axes: Axes, cloud: Cloud, size: float) -> list[Line2D]:
-    """Draw all points, names in order; distances have no unit, so there are no ticks."""
+def _scatter(axes: Axes, groups: Points, size: float) -> list[Line2D]:
+    """Draw all groups in order, and return their legend handles. There are no ticks: t-SNE has no unit."""
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(True)
     handles: list[Line2D] = []
-    for number, (name, points) in enumerate(cloud.items()):
+    for number, (name, points) in enumerate(groups.items()):
         marker = MARKERS[number % len(MARKERS)]
         look: Any = {"ls": "", "marker": marker, "mec": "white", "mew": 0.4, "label": name}
-        colour, wide = COLOURS[number % len(COLOURS)], size * SIZES.get(marker, 1)
-        handles += axes.plot(points[:, 0], points[:, 1], color=colour, ms=wide, **look)
+        colour, scaled = COLOURS[number % len(COLOURS)], size * MARKER_SCALE.get(marker, 1)
+        handles += axes.plot(points[:, 0], points[:, 1], color=colour, ms=scaled, **look)
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.08)
     return handles
 
 
-def _embedded(cloud: Cloud) -> Cloud | None:
-    """All points in the plane, or None if too few differ."""
-    points = np.concatenate([part.reshape(len(part), -1) for part in cloud.values()]).astype(np.float32)
-    if len({row.tobytes() for row in points}) < FEWEST:
+def _embed(groups: Points) -> Points | None:
+    """Map all points to the plane, or return None if fewer than `MIN_POINTS` are distinct."""
+    points = np.concatenate([part.reshape(len(part), -1) for part in groups.values()]).astype(np.float32)
+    if len({row.tobytes() for row in points}) < MIN_POINTS:
         return None
-    ends = np.cumsum([len(part) for part in cloud.values()])[:-1]
-    return dict(zip(cloud, np.split(_tsne(points), ends), strict=True))
+    ends = np.cumsum([len(part) for part in groups.values()])[:-1]
+    return dict(zip(groups, np.split(_tsne(points), ends), strict=True))
 
 
 def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
@@ -208,6 +208,6 @@ def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     perplexity = min(30, (len(points) - 1) / 3)
-    with threadpool_limits(1):  # sums in another order end in another map
+    with threadpool_limits(1):  # the result depends on the order of sums
         plane = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(points)
     return np.asarray(plane)

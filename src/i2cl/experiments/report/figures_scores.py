@@ -1,4 +1,4 @@
-"""Figures of mean accuracies: what they cost, how they grow with demonstrations, side by side."""
+"""Figures of mean accuracies: efficiency, accuracy by number of demonstrations, and bar charts."""
 
 import math
 import textwrap
@@ -26,13 +26,13 @@ class _Entry(NamedTuple):
 
 
 def _entries(results: Results) -> list[_Entry]:
-    """Lines with a mean over their tasks; not those that move, of which a mean over sources says little."""
+    """Return the lines with a mean over their tasks, except ``move`` lines."""
     return [
         _Entry(
-            base.counted(line.name, len(results.tasks_of(line)), results),
+            base.label_of(line.name, len(results.tasks_of(line)), results),
             line,
             accuracy,
-            base.OURS if line.row is results.default else base.OTHERS,
+            base.REFERENCE if line.row is results.reference_row else base.OTHERS,
         )
         for line in results.lines
         if (accuracy := results.accuracy(line)) is not None
@@ -40,26 +40,26 @@ def _entries(results: Results) -> list[_Entry]:
 
 
 def bars(results: Results, _vectors: Vectors) -> Figure | None:
-    """Mean accuracy of each row as a bar, with the standard deviation over seeds."""
+    """Plot the mean accuracy of each row as a bar, with the standard deviation over seeds."""
     entries = _entries(results)
     if not entries:
         return None
     names = [textwrap.fill(one.name, 44) for one in entries]
     pitch = 0.36 + 0.18 * max(name.count("\n") for name in names)
     figure, (axes,) = base.panels(1, 8.0, 0.9 + pitch * len(entries))
-    places = np.arange(len(entries))
-    means, spreads = 100 * np.array([(one.accuracy.mean, one.accuracy.sd) for one in entries]).T
-    axes.barh(places, means, color=[one.colour for one in entries], height=0.25 / pitch)
+    positions = np.arange(len(entries))
+    means, sds = 100 * np.array([(one.accuracy.mean, one.accuracy.sd) for one in entries]).T
+    axes.barh(positions, means, color=[one.colour for one in entries], height=0.25 / pitch)
     several = np.array([one.accuracy.seeds > 1 for one in entries])
     line: Any = {"fmt": "none", "ecolor": "black", "elinewidth": 1.2, "capsize": 3}
-    axes.errorbar(means[several], places[several], xerr=spreads[several], **line)
-    for place, mean, spread, spreads_out in zip(places, means, spreads, several, strict=True):
-        text = f"{mean:.1f}" + (f" ± {spread:.1f}" if spreads_out else "")
-        near: Any = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
-        axes.annotate(text, (mean + spread, place), **near)
-    axes.set_yticks(places, names, fontsize=10)
+    axes.errorbar(means[several], positions[several], xerr=sds[several], **line)
+    for position, mean, sd, has_sd in zip(positions, means, sds, several, strict=True):
+        text = f"{mean:.1f}" + (f" ± {sd:.1f}" if has_sd else "")
+        offset: Any = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        axes.annotate(text, (mean + sd, position), **offset)
+    axes.set_yticks(positions, names, fontsize=10)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 122), xlabel=base.accuracy_label(results))  # with room for the numbers behind full bars
+    axes.set(xlim=(0, 122), xlabel=base.accuracy_label(results))  # leaves room for the numbers
     axes.set_xticks(range(0, 101, 20))
     axes.spines["bottom"].set_bounds(0, 100)
     axes.grid(visible=False, axis="y")
@@ -68,12 +68,13 @@ def bars(results: Results, _vectors: Vectors) -> Figure | None:
 
 
 def shots(results: Results, _vectors: Vectors) -> Figure | None:
-    """Mean accuracy against demonstrations per class, a line for each row that names numbers of them, a point
-    where it is one. Other rows are dashed horizontal lines. A line's points are means over the same tasks:
-    those that its row has at every number of demonstrations where it has any.
+    """Plot the mean accuracy against demonstrations per class, as a curve per row.
+
+    Rows without numbers of demonstrations are dashed horizontal lines. All points of a curve are means over
+    the tasks that its row has at every number of demonstrations with results.
     """
-    wanted = sorted({count for row in results.rows if len(row.shots) > 1 for count in row.shots})
-    if not wanted:
+    counts = sorted({count for row in results.rows if len(row.shots) > 1 for count in row.shots})
+    if not counts:
         return None
     figure, (axes,) = base.panels(1, 8.0, 4.6)
     axes.set_xscale("log")
@@ -83,11 +84,11 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
         if row.shots:
             _curve(axes, results, lines, colour, base.MARKERS[number % len(base.MARKERS)])
         elif lines and (mean := results.accuracy(lines[0])) is not None:
-            name = base.counted(row.name, len(results.tasks_of(lines[0])), results)
-            axes.axhline(100 * mean.mean, ls="--", lw=1.5, color=colour, label=name)
+            label = base.label_of(row.name, len(results.tasks_of(lines[0])), results)
+            axes.axhline(100 * mean.mean, ls="--", lw=1.5, color=colour, label=label)
     if not axes.lines:
         return None
-    axes.xaxis.set_major_locator(ticker.FixedLocator(_apart(wanted)))
+    axes.xaxis.set_major_locator(ticker.FixedLocator(_ticks(counts)))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_ylim(top=min(axes.get_ylim()[1], 101))
@@ -97,29 +98,28 @@ def shots(results: Results, _vectors: Vectors) -> Figure | None:
 
 
 def _curve(axes: Axes, results: Results, lines: Sequence[Line], colour: str, marker: str) -> None:
-    held = [results.tasks_of(line) for line in lines]
-    tasks = tuple(task for task in results.tasks if all(task in some for some in held))
+    tasks = tuple(task for task in results.tasks if all(task in results.tasks_of(line) for line in lines))
     means = [(line.shots, results.accuracy(line, over=tasks)) for line in lines if tasks]
     points = [(count, 100 * mean.mean, 100 * mean.sd) for count, mean in means if mean is not None]
     if points:
         x, y, sd = np.array(points, dtype=float).T
         axes.fill_between(x, y - sd, y + sd, color=colour, alpha=0.15, lw=0)
-        name = base.counted(lines[0].row.name, len(tasks), results)
-        axes.plot(x, y, color=colour, marker=marker, label=name)
+        label = base.label_of(lines[0].row.name, len(tasks), results)
+        axes.plot(x, y, color=colour, marker=marker, label=label)
 
 
-def _apart(counts: Sequence[int]) -> list[int]:
-    """Those numbers whose ticks do not run into each other on a logarithmic axis."""
+def _ticks(counts: Sequence[int]) -> list[int]:
+    """Choose the numbers whose tick labels do not overlap on a logarithmic axis."""
     span = math.log(counts[-1] / counts[0])
-    kept = [counts[0]]
+    ticks = [counts[0]]
     for count in counts[1:]:
-        if math.log(count / kept[-1]) > 0.05 * span:
-            kept.append(count)
-    return kept
+        if math.log(count / ticks[-1]) > 0.05 * span:
+            ticks.append(count)
+    return ticks
 
 
 def efficiency(results: Results, _vectors: Vectors) -> Figure | None:
-    """Mean accuracy against milliseconds per query, and against bytes kept for prediction."""
+    """Plot the mean accuracy against milliseconds per query, and against stored bytes."""
     entries = _entries(results)
     if not entries:
         return None
@@ -129,7 +129,7 @@ def efficiency(results: Results, _vectors: Vectors) -> Figure | None:
     memory.tick_params(labelleft=False)
     heights = np.array([100 * one.accuracy.mean for one in entries])
     milliseconds = np.array([mean_times(results, one.line, results.tasks_of(one.line))[1] for one in entries])
-    size = np.array([_bytes_kept(results, one.line) for one in entries])
+    size = np.array([_stored_bytes(results, one.line) for one in entries])
     _time_axis(time, milliseconds)
     _memory_axis(memory, size)
     time.set_ylabel(base.accuracy_label(results))
@@ -138,16 +138,16 @@ def efficiency(results: Results, _vectors: Vectors) -> Figure | None:
     time.yaxis.set_major_locator(ticker.FixedLocator([tick for tick in time.get_yticks() if tick <= 100]))
     for axes, cost in ((time, milliseconds), (memory, size)):
         for x, y, one in zip(cost, heights, entries, strict=True):
-            above = 4 if one.colour == base.OURS else 3  # ours on top where several coincide
-            axes.plot(x, y, "o", ms=7, color=one.colour, mec="white", mew=0.6, zorder=above)
-        _name_points(axes, cost, heights, entries)
+            zorder = 4 if one.colour == base.REFERENCE else 3  # the reference row is drawn on top
+            axes.plot(x, y, "o", ms=7, color=one.colour, mec="white", mew=0.6, zorder=zorder)
+        _label_points(axes, cost, heights, entries)
     return figure
 
 
-def _name_points(
+def _label_points(
     axes: Axes, x: Float[np.ndarray, " rows"], y: Float[np.ndarray, " rows"], entries: Sequence[_Entry]
 ) -> None:
-    """Write each name near its point, where it covers nothing, with a line between; needs final axes."""
+    """Label each point without overlaps. The limits of the axes must be final."""
     names, colours = [textwrap.fill(one.name, 30) for one in entries], [one.colour for one in entries]
     look: Any = {"textsize": 9, "textcolor": colours, "linecolor": "#8a8a8a", "linewidth": 0.8}
     look |= {"avoid_label_lines_overlap": True, "avoid_crossing_label_lines": True, "in_layout": False}
@@ -155,8 +155,8 @@ def _name_points(
     textalloc.allocate(axes, x, y, names, x_scatter=x, y_scatter=y, **look, **search)
 
 
-def _bytes_kept(results: Results, line: Line) -> float:
-    """Mean over tasks of means over seeds."""
+def _stored_bytes(results: Results, line: Line) -> float:
+    """Return the bytes that a line stores per task: mean over seeds, then over tasks."""
     tasks = (results.outcomes(line, task) for task in results.tasks_of(line))
     return float(np.mean([np.mean([one.cost.cached_bytes for one in outcomes]) for outcomes in tasks]))
 
@@ -173,13 +173,13 @@ def _time_axis(axes: Axes, milliseconds: Float[np.ndarray, " rows"]) -> None:
 
 
 def _memory_axis(axes: Axes, size: Float[np.ndarray, " rows"]) -> None:
-    """Powers of ten, and 0 for methods that keep nothing."""
-    kept = size[size > 0] if size.any() else np.ones(1)
-    low, high = math.floor(math.log10(kept.min())), math.ceil(math.log10(kept.max()))
+    """Set a logarithmic axis with a linear part for 0: methods that store nothing."""
+    positive = size[size > 0] if size.any() else np.ones(1)
+    low, high = math.floor(math.log10(positive.min())), math.ceil(math.log10(positive.max()))
     axes.set_xscale("symlog", linthresh=10**low, linscale=0.5)
-    axes.set_xlim(-(10**low) * 0.4, kept.max() * 4)
+    axes.set_xlim(-(10**low) * 0.4, positive.max() * 4)
     axes.xaxis.set_major_locator(ticker.FixedLocator([0, *(10**power for power in range(low, high + 1))]))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    named = ticker.EngFormatter("B")
-    axes.xaxis.set_major_formatter(lambda x, _: named(x) if x else "0")
-    axes.set_xlabel("memory kept for prediction")
+    in_bytes = ticker.EngFormatter("B")
+    axes.xaxis.set_major_formatter(lambda x, _: in_bytes(x) if x else "0")
+    axes.set_xlabel("memory stored for prediction")

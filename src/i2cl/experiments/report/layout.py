@@ -1,4 +1,4 @@
-"""What all tables are made of: cells, marks, the table itself, what it says below its lines, raw numbers."""
+"""Parts that all tables of a report share: cells, marks, notes, and raw numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,19 +6,26 @@ from typing import NamedTuple
 
 from i2cl.experiments.grid import View
 from i2cl.experiments.report.results import Line, Results, listing, outcome
-from i2cl.experiments.statistics import ALPHA, FEWEST_SEEDS
+from i2cl.experiments.statistics import ALPHA, MIN_SEEDS, Accuracy, Difference
 
-INCOMPLETE, OUTSIDE = "†", "‡"  # marks of cells that a note explains
-WHERE = ("machine", "accelerator", "device", "dtype", "threads")  # parts of provenance that times depend on
-NOTHING = "–"  # stands where there is no result
-WIDE = 10  # with more tasks than this, tasks are lines and rows are columns
-AVERAGE = "(average)"  # stands for the task where a raw number is an average over tasks
+INCOMPLETE, OUTSIDE = "†", "‡"  # marks of cells, explained in notes
+SYSTEM = ("machine", "accelerator", "device", "dtype", "threads")  # parts of provenance that times depend on
+NO_RESULT = "–"
+MAX_TASK_COLUMNS = 10  # with more tasks, tables are transposed
+AVERAGE = "(average)"  # task of raw numbers that are averages over tasks
 Values = Mapping[str, str | int | float | None]
-"""Raw numbers of one row on one task, by the names of a CSV file's columns; accuracies in percent."""
+"""Raw numbers of one row on one task, by CSV column; accuracies in percent."""
 
 
 class Entry(NamedTuple):
-    """One cell of a table: bold if it can be told from all others; notes explain a mark."""
+    """One cell of a table.
+
+    Attributes:
+        text: content.
+        bold: whether the row is significantly better than every other.
+        printed: whether the number is the paper's.
+        mark: a sign that a note explains.
+    """
 
     text: str
     bold: bool = False
@@ -31,7 +38,16 @@ Rows = Sequence[Sequence[Entry]]
 
 @dataclass(frozen=True)
 class Table:
-    """One table; ``words`` are columns without numbers, ``values`` the raw numbers by row and task."""
+    """One table.
+
+    Attributes:
+        title: heading.
+        columns: names of the columns.
+        rows: cells.
+        notes: lines below the table.
+        values: raw numbers by row and task, for CSV.
+        words: names of columns without numbers, besides the first.
+    """
 
     title: str
     columns: Sequence[str]
@@ -42,12 +58,12 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Whether each column holds numbers, which stand to the right."""
-        return [place > 0 and name not in self.words for place, name in enumerate(self.columns)]
+        """Whether each column contains numbers, which are aligned to the right."""
+        return [index > 0 and name not in self.words for index, name in enumerate(self.columns)]
 
     def narrow(self, tasks: int) -> "Table":
-        """Lines and columns changed over, where so many tasks would be too wide."""
-        if tasks <= WIDE:
+        """Transpose a table with a column for each of more than `MAX_TASK_COLUMNS` tasks."""
+        if tasks <= MAX_TASK_COLUMNS:
             return self
         names, *columns = zip(*self.rows, strict=True)
         heads = [f"{one.text} {one.mark}".strip() for one in names]
@@ -55,92 +71,114 @@ class Table:
         return replace(self, columns=("Task", *heads), rows=rows)
 
 
+def format_accuracy(mean: float, sd: float, seeds: int) -> str:
+    """Format an accuracy from 0 to 1 in percent, with ± its standard deviation if there are several seeds."""
+    return f"{100 * mean:.1f}" + (f" ± {100 * sd:.1f}" if seeds > 1 else "")
+
+
+def format_points(difference: float) -> str:
+    """Format a difference from -1 to 1 in percentage points, with its sign."""
+    text = f"{100 * difference:+.1f}"
+    return "0.0" if float(text) == 0 else text.replace("-", "−")
+
+
+def format_interval(result: Accuracy | Difference) -> str:
+    """Format the 95 % interval of an accuracy in percent, or of a difference in percentage points."""
+    ends = (result.low, result.high)
+    if isinstance(result, Difference):
+        return " to ".join(map(format_points, ends))
+    return " to ".join(f"{100 * end:.1f}" for end in ends)
+
+
 def mark_of(results: Results, *lines: Line) -> str:
-    """A sign that some of these lines are incomplete."""
-    return INCOMPLETE if any(map(results.lacking, lines)) else ""
+    """Return `INCOMPLETE` if any of these lines has gaps, else an empty string."""
+    return INCOMPLETE if any(map(results.gaps, lines)) else ""
 
 
 def measured(view: View, results: Results, task: str | None, line: Line, *others: Line) -> Values:
-    """What all raw numbers say of themselves."""
-    lacking = dict.fromkeys(part for one in (line, *others) for part in results.lacking(one))
+    """Return the CSV columns that describe a measured number."""
+    gaps = dict.fromkeys(gap for one in (line, *others) for gap in results.gaps(one))
     return {
         "view": view,
         "row": line.name,
         "task": AVERAGE if task is None else task,
         "origin": "measured",
-        "lacking": "; ".join(lacking) or None,
+        "lacking": "; ".join(gaps) or None,
     }
 
 
 def accuracy_notes(results: Results, rows: Rows, printed: Iterable[str], *meaning: str) -> list[str]:
-    """All that stands below a table of accuracies, what is said of printed ones last."""
+    """Return the notes below a table of accuracies; those on printed numbers come last."""
     notes = [scale_note(results, results.lines), *meaning]
     if len(results.lines) > 1 and any(cell.bold for row in rows for cell in row):
         notes.append(
-            f"Bold: the best, where it is shown to be better than every other row: q < {ALPHA}, a 95 % "
-            f"interval above 0, and at least {FEWEST_SEEDS} seeds. q: the larger p of tests over queries and "
-            "seeds, corrected by Holm; the family is the other rows on the same task or average."
+            f"Bold: significantly better than every other row (q < {ALPHA}, a 95 % interval above 0, and at "
+            f"least {MIN_SEEDS} seeds). q: the larger p-value of the tests over queries and over seeds, with "
+            "Holm's correction over the other rows on the same task or average."
         )
     elif len(results.lines) > 1:
-        notes.append("Nothing is bold: nowhere can the best row be told from every other.")
+        notes.append("Nothing is bold: no row is significantly better than all others.")
     return [*notes, *transductive_notes(results), *incomplete_notes(results, results.lines), *printed]
 
 
 def scale_note(results: Results, lines: Iterable[Line]) -> str:
-    """What accuracies are made of."""
-    held = [results.outcomes(line, task) for line in lines for task in results.tasks_of(line)]
-    most = max(map(len, held))
-    span = number_range(len(outcomes[0].predictions) for outcomes in held).replace(",", "")
-    repeated = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed"
-    fixed = "; a single seed has no ±" if most > 1 and any(len(one) == 1 for one in held) else ""
-    return f"Accuracy in percent, {repeated}{fixed}. {span} queries per task."
+    """Return a note on the unit, the seeds and the queries of accuracies."""
+    runs = [results.outcomes(line, task) for line in lines for task in results.tasks_of(line)]
+    seeds = max(map(len, runs))
+    queries = number_range(len(outcomes[0].predictions) for outcomes in runs).replace(",", "")
+    repeated = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    fixed = "; no ± for a single seed" if seeds > 1 and any(len(one) == 1 for one in runs) else ""
+    return f"Accuracy in percent, {repeated}{fixed}. {queries} queries per task."
 
 
 def transductive_notes(results: Results) -> list[str]:
-    """Which lines no single query could be asked of."""
+    """Return a note that names the rows whose predictions depend on the other queries."""
     rows = dict.fromkeys(line.row.name for line in results.lines if line.transductive)
-    which = "are not" if results.setting.skew > 1 else "are, where a test split allows it,"
-    return [f"Of all queries together, which {which} of balanced classes: {'; '.join(rows)}."] if rows else []
+    if not rows:
+        return []
+    balance = "not balanced" if results.setting.skew > 1 else "balanced as far as the test split allows"
+    return [f"Predict all queries as one batch, whose classes are {balance}: {'; '.join(rows)}."]
 
 
 def incomplete_notes(results: Results, lines: Sequence[Line]) -> list[str]:
-    """One note for each way in which lines are incomplete; and the tasks that no line has."""
+    """Return a note for each kind of gap, with the lines that have it, and one on tasks without results."""
     groups: dict[str, list[Line]] = {}
     for line in lines:
-        for part in results.lacking(line):
-            groups.setdefault(part, []).append(line)
-    notes = [f"{INCOMPLETE} {part}: {_who(group, lines)}." for part, group in groups.items()]
-    return [*notes, *([f"No results on {listing(results.absent)}."] if results.absent else [])]
+        for gap in results.gaps(line):
+            groups.setdefault(gap, []).append(line)
+    notes = [f"{INCOMPLETE} {gap}: {_names(group, lines)}." for gap, group in groups.items()]
+    return [*notes, *([f"No results on {listing(results.missing_tasks)}."] if results.missing_tasks else [])]
 
 
-def _who(group: Sequence[Line], lines: Sequence[Line]) -> str:
-    """Names of lines; of whole rows where all of their lines are meant."""
+def _names(group: Sequence[Line], lines: Sequence[Line]) -> str:
+    """Name the lines of a group, or a row instead of its lines if all of them are in the group."""
     if len(group) > 1 and all(line in group or line.row.seeds == 1 for line in lines):
-        return "all rows" + (" but those that no seed can change" if len(group) < len(lines) else "")
-    parts = {line.place for line in lines if line not in group}
-    return "; ".join(dict.fromkeys(line.name if line.place in parts else line.row.name for line in group))
+        return "all rows" + (" except deterministic ones" if len(group) < len(lines) else "")
+    partial = {line.index for line in lines if line not in group}
+    return "; ".join(dict.fromkeys(line.name if line.index in partial else line.row.name for line in group))
 
 
 def time_notes(results: Results) -> list[str]:
-    """Where times were measured, with a warning if in several places; and which are not of single fits."""
+    """Return notes on the systems that times were measured on, and on rows with joint fits."""
     by_line = {
         line: [one for task in results.tasks for one in results.records(line, task).values()]
         for line in results.lines
     }
     origins = (one.provenance for records in by_line.values() for one in records)
-    parts = ([f"{part} {got}" for part in WHERE if (got := one.get(part)) is not None] for one in origins)
-    places = list(dict.fromkeys(map(", ".join, parts)))
-    notes = [f"Measured on: {places[0]}."] if places[0] else []
-    if len(places) > 1:
-        several = f"{len(places)}: {'; '.join(places)}"
-        notes = [f"Times from different places cannot be compared; these are from {several}."]
+    parts = (
+        [f"{part} {value}" for part in SYSTEM if (value := one.get(part)) is not None] for one in origins
+    )
+    systems = list(dict.fromkeys(map(", ".join, parts)))
+    notes = [f"Measured on: {systems[0]}."] if systems[0] else []
+    if len(systems) > 1:
+        notes = [f"Times are not comparable; they are from {len(systems)} systems: {'; '.join(systems)}."]
     rows = [line.name for line, held in by_line.items() if any(outcome(one).together > 1 for one in held)]
     if rows:
-        notes.append(f"Seconds of equal shares of seeds that were fitted together: {'; '.join(rows)}.")
+        notes.append(f"Fit times are equal shares of a joint fit of several seeds: {'; '.join(rows)}.")
     return notes
 
 
 def number_range(values: Iterable[int]) -> str:
-    """A whole number, or the least and the most where there are several."""
+    """Format integers as their common value, or as a range from the smallest to the largest."""
     distinct = sorted(set(values))
     return "–".join(f"{value:,}" for value in dict.fromkeys((distinct[0], distinct[-1])))

@@ -1,4 +1,4 @@
-"""The numbers of the paper's tables of results, as printed, to set beside measured ones."""
+"""The numbers of the paper's result tables, read from ``printed.toml``."""
 
 import re
 import tomllib
@@ -14,30 +14,29 @@ from i2cl.experiments.grid import Frozen
 
 
 class PrintedRow(Frozen):
-    """One row of a table; accuracies are in percent."""
+    """One row of a table. Accuracies are in percent; a field is None if the paper does not print it."""
 
-    # accuracy on each of the table's tasks; empty where only the average is printed
-    mean: tuple[float, ...] = ()
-    sd: tuple[float, ...] | None = None  # standard deviation on each, or None
-    average: float | None = None  # over tasks, as printed, or None
-    trainable_thousands: float | None = None  # trained parameters in thousands, or None
-    # numbers kept per task in the paper's symbols, such as "2DL" (D: width, L: layers, M: demonstration
-    # tokens, 1/K: compression rate), or None
+    mean: tuple[float, ...] = ()  # mean accuracy on each task; empty if only the average is printed
+    sd: tuple[float, ...] | None = None  # its standard deviation on each task
+    average: float | None = None  # average over tasks, as printed
+    trainable_thousands: float | None = None  # trained parameters in thousands
+    # numbers stored per task in the paper's symbols, such as "2DL" (D: width, L: layers, M: demonstration
+    # tokens, 1/K: compression rate)
     cached: str | None = None
 
 
 class PrintedTable(Frozen):
     """One table of the paper."""
 
-    name: str  # of the experiment that it belongs to; tables of several models share it
-    paper: str  # its number in the paper, and what it is about
-    model: str  # as the paper calls it, shortened
-    tasks: tuple[str, ...]  # names of the tasks in the table's order; empty where only averages are printed
-    # by name, in the table's order; the method as proposed is "I2CL" in every table
+    name: str  # `Experiment.printed`; tables of several models share it
+    paper: str  # number and subject
+    model: str  # the paper's name of the model, shortened
+    tasks: tuple[str, ...]  # names of the tasks in order; empty if only averages are printed
+    # rows by name, in order; the proposed method is "I2CL" in every table
     rows: Mapping[str, PrintedRow]
 
     @model_validator(mode="after")
-    def _one_number_a_task(self) -> Self:
+    def _check_lengths(self) -> Self:
         for name, row in self.rows.items():
             if any(len(numbers) != len(self.tasks) for numbers in (row.mean, row.sd) if numbers is not None):
                 raise I2CLError(f"{self.paper}, row {name!r}: give one number for each of {self.tasks}")
@@ -57,7 +56,7 @@ def _file() -> _File:
 
 
 def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
-    """The paper's tables of results, in its order; raises I2CLError if none has that name."""
+    """Return the paper's tables in order, all or those with a name. Raises I2CLError for an unknown name."""
     tables = _file().table
     if name is None:
         return tables
@@ -69,10 +68,11 @@ def printed_tables(name: str | None = None) -> tuple[PrintedTable, ...]:
 
 
 def printed_for(name: str, model: str) -> PrintedTable | None:
-    """The table of a name that was measured on a model, or None if the paper has none.
-    Of a model that a single method needs, such as a prompt compressor's, that method's row alone. Only the
-    last part of a model's name counts, and all of it: fine-tuned or instructed variants are other models.
-    Raises I2CLError if no table has that name.
+    """Return the paper's table of a name for a model, or None if the paper has none.
+
+    For the model of a single method, such as a prompt compressor, the table has only that method's row. The
+    last part of the model's name must match exactly, because fine-tuned variants are other models. Raises
+    I2CLError for an unknown table name.
     """
     last = re.split(r"[/\\]", model.rstrip("/\\"))[-1].casefold()
     tables = printed_tables(name)

@@ -1,4 +1,4 @@
-"""A report as Markdown, and from that as LaTeX and HTML; its raw numbers as CSV; and all as files on disk."""
+"""Write a report as Markdown, LaTeX, HTML and CSV. LaTeX and HTML are generated from the Markdown."""
 
 import base64
 import csv
@@ -25,10 +25,9 @@ from i2cl.storage.atomic import new_folder
 
 TITLE = "Report of experiments"
 
-FORMATS = ("md", "tex", "csv", "html")  # endings of the files of a report
-# Names of what `write` leaves in its folder.
-OWNED = frozenset({FIGURE_FOLDER, *(f"report.{ending}" for ending in FORMATS)})
-LARGEST_SVG = 1_000_000  # bytes of a drawing above which the page holds its pixels instead
+FORMATS = ("md", "tex", "csv", "html")  # file extensions
+OWN_FILES = frozenset({FIGURE_FOLDER, *(f"report.{extension}" for extension in FORMATS)})
+MAX_SVG_BYTES = 1_000_000  # the HTML page embeds larger figures as PNG
 
 _PARSER = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
 _PARSER.add_render_rule("table_open", lambda *_: '<div class="box" tabindex="0">\n<table>\n')
@@ -46,9 +45,9 @@ _PREAMBLE = r"""\documentclass{article}
 \begin{document}
 """
 
-# Titles of tables of accuracies alone: shaded by their squares, so that 95 differs from 100.
+# titles of tables that contain only accuracies, which are shaded
 _SHADED = re.compile(r"^Accuracy by task|^Average accuracy by|: from the task of the line")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what makes a spreadsheet take a cell for a formula
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # first characters of cells that spreadsheets evaluate
 
 _TEX_SIGNS = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
@@ -58,7 +57,7 @@ _TEX_SIGNS = str.maketrans(
 _NO_TEX = re.compile(
     "[^ -~\u00a0-\u0125\u0128-\u0137\u0139-\u013e\u0141-\u0148\u014a-\u0165\u0168-\u017e–—‘’‚“”„†‡•…‰€™−▲▼]"
 )
-"""What pdfLaTeX stops at: neither in its fonts of Latin letters nor declared above."""
+"""Characters that pdfLaTeX fails on: not in its Latin fonts, and not declared in the preamble."""
 
 _TEX = {
     "h1": r"\section*{",
@@ -78,11 +77,11 @@ _TEX = {
     "tr_close": " \\\\\n",
     "table_close": "\\bottomrule\n\\end{tabular}}\n\n",
 }
-"""What a token of Markdown is in LaTeX, by its type, and headings by their tag; others are nothing."""
+"""LaTeX for Markdown tokens by type, and for headings by tag. Other tokens have no output."""
 
 
 def markdown(report: Report) -> str:
-    """The report as GitHub's Markdown, with figures in the folder ``figures``."""
+    """Render the report as GitHub Markdown, which links to figures in the folder ``figures``."""
     parts = [_facts(report), *map(section_markdown, report.sections), _failures(report)]
     return "\n\n".join(part for part in (f"# {TITLE}", *parts) if part) + "\n"
 
@@ -98,13 +97,13 @@ def _failures(report: Report) -> str:
 
 
 def section_markdown(section: Section) -> str:
-    """One section of the report."""
+    """Render one section as Markdown."""
     experiment = section.experiment
     name = f"`{' '.join(experiment.name.replace('`', ' ').split())}`"
-    origin = f"{_md(section.source)}. Experiment {name}: {_md(section.under)}."
+    origin = f"{_md(section.source)}. Experiment {name}: {_md(section.setting_words)}."
     lines = [f"## {_md(section.heading)}", "", _md(experiment.measures), "", origin]
     if section.missing:
-        lines += ["", "Lacking:", "", *(f"- {_keeping_code(line)}" for line in section.missing)]
+        lines += ["", "Missing:", "", *(f"- {_md_with_code(line)}" for line in section.missing)]
     for table in section.tables:
         lines += ["", f"### {_md(table.title)}", "", *_table(table)]
         lines += ["", *(f"- {_md(note)}" for note in table.notes)]
@@ -131,23 +130,24 @@ def _cell(cell: Entry) -> str:
 
 
 def _md(text: str) -> str:
-    """Text that Markdown shows as it is; underscores within words are harmless and stay readable."""
-    signs = r"[\\`*|\[\]]|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
-    return re.sub(signs, r"\\\g<0>", re.sub(r"\s+", " ", text))
+    """Escape Markdown. Underscores within words have no meaning there, and are left readable."""
+    special = r"[\\`*|\[\]]|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
+    return re.sub(special, r"\\\g<0>", re.sub(r"\s+", " ", text))
 
 
-def _keeping_code(text: str) -> str:
+def _md_with_code(text: str) -> str:
+    """Escape Markdown except for code in backticks."""
     parts = enumerate(text.split("`"))
-    return "".join(f"`{part}`" if place % 2 else _md(part) for place, part in parts)
+    return "".join(f"`{part}`" if index % 2 else _md(part) for index, part in parts)
 
 
 def latex(report: Report) -> str:
-    """The report as a document of its own, with figures in the folder ``figures``."""
+    """Render the report as a LaTeX document, which includes figures from the folder ``figures``."""
     return "".join((_PREAMBLE, *_tex(_PARSER.parse(markdown(report))), "\\end{document}\n"))
 
 
 def _tex(tokens: Sequence[Token]) -> Iterator[str]:
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token.type == "inline":
             yield from _tex(token.children or [])
         elif token.type in {"text", "code_inline"}:
@@ -158,24 +158,24 @@ def _tex(tokens: Sequence[Token]) -> Iterator[str]:
             yield f"{_tex_text(token.content)}\n\n"
             yield rf"\includegraphics[width=\textwidth,height=0.8\textheight,keepaspectratio]{{{path}.png}}"
         elif token.type == "table_open":
-            head = takewhile(lambda one: one.type != "thead_close", tokens[place:])
-            sides = (str(one.attrs.get("style")) for one in head if one.type == "th_open")
-            columns = "".join("r" if "right" in side else "l" for side in sides)
+            head = takewhile(lambda one: one.type != "thead_close", tokens[index:])
+            styles = (str(one.attrs.get("style")) for one in head if one.type == "th_open")
+            columns = "".join("r" if "right" in style else "l" for style in styles)
             yield "\\resizebox{\\ifdim\\width>\\textwidth\\textwidth\\else\\width\\fi}{!}{"
             yield f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n"
         elif token.type in {"th_open", "td_open"}:
-            yield "" if tokens[place - 1].type == "tr_open" else " & "
+            yield "" if tokens[index - 1].type == "tr_open" else " & "
         elif not token.hidden:
             yield _TEX.get(token.tag if token.type == "heading_open" else token.type, "")
 
 
 def _tex_text(text: str) -> str:
-    """Text that LaTeX shows as it is; a letter that it lacks by its number, such as ``<U+4F60>``."""
+    """Escape LaTeX; characters that pdfLaTeX cannot print become their code point, such as ``<U+4F60>``."""
     return _NO_TEX.sub(lambda match: f"<U+{ord(match[0]):04X}>", text).translate(_TEX_SIGNS)
 
 
 def html(report: Report, images: Mapping[str, str]) -> str:
-    """The report as one page without scripts or requests; ``images`` are data URIs by a figure's stem."""
+    """Render the report as a self-contained HTML page; ``images`` are data URIs by figure stem."""
     source = (resources.files("i2cl.experiments.report") / "page.html.j2").read_text(encoding="utf-8")
     pages = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     return pages.from_string(source).render(
@@ -188,7 +188,7 @@ def html(report: Report, images: Mapping[str, str]) -> str:
 
 
 def _html(text: str, images: Mapping[str, str] = MappingProxyType({})) -> Markup:
-    """Markdown as HTML: the first cell of a line names it, and figures are part of the page."""
+    """Convert Markdown to HTML, with row headers in tables, shaded accuracies, and embedded figures."""
     tokens = _PARSER.parse(text)
     shaded = False
     for before, token, after in zip(tokens, tokens[1:], tokens[2:], strict=False):
@@ -214,7 +214,7 @@ def _html(text: str, images: Mapping[str, str] = MappingProxyType({})) -> Markup
 
 
 def csv_text(report: Report) -> str:
-    """The raw numbers of all tables in long format: one line per section, view, row and task."""
+    """Return the raw numbers of all tables in long format: one line per section, view, row and task."""
     setting_columns = ("model", "revision", "dtype", "limit", "skew")
     file = io.StringIO()
     writer = csv.DictWriter(file, ("experiment", *setting_columns, *VALUES), lineterminator="\n")
@@ -224,50 +224,59 @@ def csv_text(report: Report) -> str:
         for table in section.tables:
             for values in table.values:
                 row = {"experiment": section.experiment.name, **fixed, **values}
-                writer.writerow({name: _no_formula(value) for name, value in row.items()})
+                writer.writerow({name: _escape_formula(value) for name, value in row.items()})
     return file.getvalue()
 
 
-def _no_formula(value: object) -> object:
-    """Text that spreadsheets do not compute, https://owasp.org/www-community/attacks/CSV_Injection."""
+def _escape_formula(value: object) -> object:
+    """Quote text that spreadsheets would evaluate, https://owasp.org/www-community/attacks/CSV_Injection."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def write(report: Report, folder: str | Path, formats: Iterable[str] = FORMATS) -> list[Path]:
-    """Write a report, all of its files or none, and say which; an older report in the folder is replaced.
-    Its figures are used up, so it can be written once. The folder is new, empty or of an older report. Raises
-    I2CLError on another format, or a folder that holds other files or cannot be written.
+    """Write all files of a report or none of them, and return their paths.
+
+    Empties the figures, so a report can be written only once.
+
+    Args:
+        report: the report.
+        folder: new or empty folder, or one with an older report, which is replaced.
+        formats: some of `FORMATS`.
+
+    Raises:
+        I2CLError: for an unknown format, or if the folder has other files or cannot be written.
     """
     chosen = dict.fromkeys(formats)
     unknown = [name for name in chosen if name not in FORMATS]
     if unknown or not chosen:
-        raise I2CLError(f"unknown format {', '.join(unknown)!r}: use some of {', '.join(FORMATS)}")
+        raise I2CLError(f"unknown format {', '.join(unknown)!r}: use one or more of {', '.join(FORMATS)}")
     path = Path(folder).resolve()
-    with new_folder(path, OWNED) as fresh:
-        images = _save_figures(report, fresh / FIGURE_FOLDER)
+    with new_folder(path, OWN_FILES) as new:
+        images = _save_figures(report, new / FIGURE_FOLDER)
         texts: dict[str, Callable[[Report], str]] = {
             "md": markdown,
             "tex": latex,
             "csv": csv_text,
             "html": lambda one: html(one, images),
         }
-        for ending in chosen:
-            (fresh / f"report.{ending}").write_text(texts[ending](report), encoding="utf-8", newline="\n")
+        for extension in chosen:
+            content = texts[extension](report)
+            (new / f"report.{extension}").write_text(content, encoding="utf-8", newline="\n")
         if images and not {"md", "tex"} & chosen.keys():
-            shutil.rmtree(fresh / FIGURE_FOLDER)  # the page holds its own copies, and nothing else shows them
-        names = sorted(file.relative_to(fresh) for file in fresh.rglob("*") if file.is_file())
+            shutil.rmtree(new / FIGURE_FOLDER)  # HTML has embedded copies
+        names = sorted(file.relative_to(new) for file in new.rglob("*") if file.is_file())
     return [path / name for name in names]
 
 
 def _save_figures(report: Report, folder: Path) -> dict[str, str]:
-    """Write all figures; data URIs for the page by stem."""
+    """Write all figures, and return them as data URIs by stem."""
     images = {}
     for section in report.sections:
         for view, figure in section.figures:
             from i2cl.experiments.report.figures import save
 
             png, svg = save(figure, folder / section.stem(view))
-            small = svg.stat().st_size <= LARGEST_SVG
+            small = svg.stat().st_size <= MAX_SVG_BYTES
             content = base64.b64encode((svg if small else png).read_bytes()).decode()
             images[section.stem(view)] = f"data:image/{'svg+xml' if small else 'png'};base64,{content}"
     return images

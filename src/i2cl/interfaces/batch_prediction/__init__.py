@@ -1,1 +1,1 @@
-"""Texts in, predictions out, at any length, and again after a kill."""
+"""Classify files of any length in chunks, resuming after a kill."""

@@ -1,8 +1,7 @@
-"""Predictions out: to stdout, or to a file that a killed run goes on with.
+"""Write predictions to stdout, or to a file that an interrupted run can resume.
 
-While the file OUT is made, its rows are in ``.OUT.part`` beside it, and ``.OUT.part.json`` says what they
-depend on. The same run again keeps the whole chunks that are there. OUT appears by a rename at the end, of
-the rows or of what is made of them then.
+Rows of the output file OUT are collected in ``.OUT.part``; ``.OUT.part.json`` contains the settings that they
+depend on. The same run resumes after the last complete chunk. At the end, OUT is created by a rename.
 """
 
 import errno
@@ -17,36 +16,43 @@ from pathlib import Path
 from typing import Any
 
 from i2cl.errors import I2CLError
-from i2cl.storage.atomic import synced, write_errors
-from i2cl.storage.journal import Journal, only_writer
+from i2cl.storage.atomic import sync_to_disk, write_errors
+from i2cl.storage.journal import Journal, exclusive_lock
 from i2cl.tasks.files import RowError
 from i2cl.tasks.formats import STDIN
 
-# Makes the second file of the rows in the first, and says what somebody should know of it.
+# Converts the collected rows (first path) to the output file (second path), and returns a note for the user.
 Finish = Callable[[Path, Path], str]
 
 
 class Output:
-    """Where predictions go."""
+    """An output that predictions are written to.
+
+    Attributes:
+        kept: rows of an earlier run.
+        rows: all rows written, including those.
+        note: note for the user about the finished file; empty if there is none.
+        resumes: whether rows survive the end of this process.
+    """
 
     def __init__(
-        self, add: Callable[[str], None], header: str, path: Path | None, kept: int = 0, *, resumes: bool
+        self, append: Callable[[str], None], header: str, path: Path | None, kept: int = 0, *, resumes: bool
     ) -> None:
-        self._add, self._header, self._path = add, header, path
-        self.kept = kept  # rows of an earlier run
-        self.rows = kept  # rows that are there
-        self.note = ""  # what somebody should know of the file that was made
-        self.resumes = resumes  # whether they survive the end of this process
+        self._append, self._header, self._path = append, header, path
+        self.kept = kept
+        self.rows = kept
+        self.note = ""
+        self.resumes = resumes
 
     def write(self, lines: str, rows: int) -> None:
-        """Add rows' lines, the header before the first, at once. Raises I2CLError if it cannot be written."""
+        """Write the lines of ``rows`` rows, with the header before the first. Raises I2CLError on failure."""
         with _write_errors(self._path):
-            self._add(lines if self.rows else self._header + lines)
+            self._append(lines if self.rows else self._header + lines)
         self.rows += rows
 
 
 @contextmanager
-def written(
+def open_output(
     path: Path | None,
     header: str,
     settings: Mapping[str, Any],
@@ -56,86 +62,87 @@ def written(
     restart: bool = False,
     finish: Finish | None = None,
 ) -> Iterator[Output]:
-    """stdout, or a file that appears under its name only when the block ends without an error.
+    """Open stdout, or a file that is only created or replaced if the block ends without an error.
 
-    What is no regular file, such as /dev/null or a pipe, is written to and not replaced, and of a link what
-    it leads to is. An older file stays until the new one is whole. After an error the
-    rows are kept, unless it was a `RowError`: the texts have to change then, and the rows with them.
+    Special files such as /dev/null and pipes are written to directly; symbolic links are followed. After an
+    error, rows are kept for the next run, unless it was a `RowError`: then the input has to be corrected,
+    which invalidates the rows.
 
     Args:
         path: the file; None for stdout.
-        header: what comes before the first row.
-        settings: what the rows depend on, JSON-able.
-        chunk: rows written at a time: kept rows are a multiple of it, so that the same chunks follow.
-        resumes: whether the texts can be read again from the start.
-        restart: discard what an earlier run left.
-        finish: makes the file that appears of the rows, where that is another one; see `Table.finish`.
+        header: text before the first row.
+        settings: JSON-serializable settings that the rows depend on.
+        chunk: rows per `Output.write`. Kept rows are a multiple of it, so that chunks stay the same.
+        resumes: whether the input can be read again from the start.
+        restart: discard rows of an earlier run.
+        finish: converts the collected rows to the final file, see `Table.finish`. Default: rename it.
 
     Raises:
-        I2CLError: if the file cannot be written, another process is writing it, or rows are there that were
-            made with other settings.
+        I2CLError: if the file cannot be written, another process is writing it, or an earlier run with other
+            settings has left rows.
     """
-    shown = partial(print, end="", flush=True)
+    print_text = partial(print, end="", flush=True)
     if path is None:
-        yield Output(partial(shown, file=sys.stdout), header, path, resumes=False)
+        yield Output(partial(print_text, file=sys.stdout), header, path, resumes=False)
     elif path.exists() and not path.is_file():
         with _write_errors(path):
             handle = path.open("w", encoding="utf-8")
         try:
-            yield Output(partial(shown, file=handle), header, path, resumes=False)
+            yield Output(partial(print_text, file=handle), header, path, resumes=False)
         finally:
-            with _write_errors(path):  # what a full disk refused is tried once more
+            with _write_errors(path):  # closing flushes, which fails again on a full disk
                 handle.close()
     else:
         path = Path(os.path.realpath(path))
         with ExitStack() as stack:
             with _write_errors(path):
-                busy = f"another process is writing {str(path)!r}: wait for it, or choose another place"
-                stack.enter_context(only_writer(_beside(path, ".part.lock"), busy))
+                busy = f"another process is writing {str(path)!r}: wait for it, or choose another output"
+                stack.enter_context(exclusive_lock(_sibling(path, ".part.lock"), busy))
             chunk = chunk if resumes else 0
-            yield stack.enter_context(_growing(path, header, settings, chunk, finish, restart=restart))
+            yield stack.enter_context(_partial_file(path, header, settings, chunk, finish, restart=restart))
 
 
 @contextmanager
-def _growing(
+def _partial_file(
     path: Path, header: str, settings: Mapping[str, Any], chunk: int, finish: Finish | None, *, restart: bool
 ) -> Iterator[Output]:
-    """A file in the making; chunk 0 means that nothing of it outlives this process."""
-    rows_file, note = _beside(path, ".part"), _beside(path, ".part.json")
+    """Collect rows beside ``path``, and create it at the end. ``chunk=0``: keep no rows for another run."""
+    rows_file, settings_file = _sibling(path, ".part"), _sibling(path, ".part.json")
     if restart:
-        _discard(rows_file, note)
-    file = ExitStack()
+        _discard(rows_file, settings_file)
+    stack = ExitStack()
     with _write_errors(path):
         try:
-            _require_same(rows_file, note, json.loads(json.dumps(settings)))
-            journal = file.enter_context(Journal.opened(rows_file, header.encode(), chunk))
+            _require_same_settings(rows_file, settings_file, json.loads(json.dumps(settings)))
+            journal = stack.enter_context(Journal.open(rows_file, header.encode(), chunk))
         except OSError:
             if not _has_rows(rows_file):
-                _discard(rows_file, note)
+                _discard(rows_file, settings_file)
             raise
-    kept, resumes = journal.kept, chunk > 0
-    output = Output(lambda lines: journal.append(lines.encode()), header, path, kept, resumes=resumes)
+    output = Output(
+        lambda lines: journal.append(lines.encode()), header, path, journal.kept, resumes=chunk > 0
+    )
     try:
-        with file:
+        with stack:
             yield output
         with _write_errors(path):
             if finish is None:
                 rows_file.replace(path)
             else:
-                output.note = _finished(rows_file, path, finish)
-            note.unlink(missing_ok=True)
+                output.note = _finish(rows_file, path, finish)
+            settings_file.unlink(missing_ok=True)
     except BaseException as error:
         if isinstance(error, RowError) or not (output.resumes and output.rows):
-            _discard(rows_file, note)
+            _discard(rows_file, settings_file)
         raise
 
 
-def _finished(rows_file: Path, path: Path, finish: Finish) -> str:
-    """Make the file of the rows, which are there until it is."""
-    new = _beside(path, ".part.new")
+def _finish(rows_file: Path, path: Path, finish: Finish) -> str:
+    """Convert the collected rows to ``path``; they are only removed once it is complete."""
+    new = _sibling(path, ".part.new")
     try:
         note = finish(rows_file, new)
-        synced(new)
+        sync_to_disk(new)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
@@ -143,32 +150,32 @@ def _finished(rows_file: Path, path: Path, finish: Finish) -> str:
     return note
 
 
-def require_other(output: Path | None, *sources: str) -> None:
-    """Refuse an output that is also read, by whatever name; ``-`` is stdin. Raises I2CLError if it is."""
+def require_not_input(output: Path | None, *sources: str) -> None:
+    """Raise I2CLError if the output is the same file as an input (``-`` for stdin), also through links."""
     if output is None or not output.is_file():
         return
     for source in sources:
-        read = None
-        with suppress(OSError, ValueError):  # what is not there, or a stdin of no file, is another
-            read = os.fstat(sys.stdin.fileno()) if source == STDIN else Path(source).stat()
-        if read is not None and os.path.samestat(read, output.stat()):
-            raise I2CLError(f"{str(output)!r} is what is read: choose another output")
+        state = None
+        with suppress(OSError, ValueError):  # a missing file, or a stdin without a file descriptor
+            state = os.fstat(sys.stdin.fileno()) if source == STDIN else Path(source).stat()
+        if state is not None and os.path.samestat(state, output.stat()):
+            raise I2CLError(f"{str(output)!r} is also an input: choose another output")
 
 
 def require_writable_file(path: Path) -> None:
-    """Fail early where `written` would fail later. Raises I2CLError if the file cannot be written."""
+    """Check early what `open_output` requires. Raises I2CLError if the file cannot be written."""
     with _write_errors(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not path.exists():
-            with suppress(FileNotFoundError):  # also raises for a name that is too long
-                _beside(path, ".part.lock").lstat()
+            with suppress(FileNotFoundError):  # other errors, such as a name that is too long, are reported
+                _sibling(path, ".part.lock").lstat()
             with tempfile.TemporaryFile(dir=os.path.realpath(path.parent)):
                 pass
 
 
 def source_state(source: str) -> list[Any]:
-    """Path, size and time of a file of texts: another state may hold other texts."""
+    """Return path, size and modification time of an input file, to detect changes."""
     path = Path(source).absolute()
     if not path.is_file():
         return [source]
@@ -176,8 +183,8 @@ def source_state(source: str) -> list[Any]:
     return [str(path), state.st_size, state.st_mtime_ns]
 
 
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(f".{path.name}{ending}")
+def _sibling(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}{suffix}")
 
 
 def _write_errors(path: Path | None) -> AbstractContextManager[None]:
@@ -193,18 +200,18 @@ def _has_rows(rows_file: Path) -> bool:
     return rows_file.exists() and rows_file.stat().st_size > 0
 
 
-def _require_same(rows_file: Path, note: Path, settings: dict[str, Any]) -> None:
-    """Refuse rows that were made with other settings; where there are no rows, note these settings."""
+def _require_same_settings(rows_file: Path, settings_file: Path, settings: dict[str, Any]) -> None:
+    """Raise I2CLError if rows were made with other settings. If there are no rows, store the settings."""
     if not _has_rows(rows_file):
-        note.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        settings_file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return
     try:
-        before = json.loads(note.read_text(encoding="utf-8"))
+        stored = json.loads(settings_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        before = None
-    known = before if isinstance(before, dict) else {}
-    if others := [name for name, value in settings.items() if (name, value) not in known.items()]:
+        stored = None
+    known = stored if isinstance(stored, dict) else {}
+    if changed := [name for name, value in settings.items() if (name, value) not in known.items()]:
         raise I2CLError(
-            f"{rows_file.name} beside the output holds rows made with another {', '.join(others)} "
-            f"(see {note.name}): repeat that command, or discard them with --restart"
+            f"{rows_file.name} beside the output contains rows of a run with another {', '.join(changed)} "
+            f"(see {settings_file.name}): repeat that command, or discard the rows with --restart"
         )

@@ -1,7 +1,8 @@
 """Output formats of `predict`: tab-separated, CSV, JSON Lines and Parquet.
 
-A row of TSV or JSON Lines is one line, so an interrupted run resumes after the last line. A CSV cell may hold
-line breaks and Parquet has no lines: their rows are collected as JSON Lines and converted at the end.
+In TSV and JSON Lines every row is one line, so an interrupted run can resume after the last line. CSV cells
+may contain line breaks, and Parquet has no lines: their rows are collected as JSON Lines and converted at the
+end.
 """
 
 import csv
@@ -15,97 +16,107 @@ from pathlib import Path
 from typing import Any, Literal
 
 from i2cl.errors import I2CLError, needs
-from i2cl.injections.confidence import sure_place
+from i2cl.injections.confidence import confident_index
 
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
 
-# Formats by file ending; any other ending means tab-separated.
-ENDINGS: dict[str, OutputFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-ENDINGS |= {".parquet": "parquet"}
+# Formats by file suffix; any other suffix means tab-separated.
+SUFFIXES: dict[str, OutputFormat] = {
+    ".tsv": "tsv",
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
 
-NUMBER = "row"  # name of the column with the number of the row
-ROW_GROUP = 50_000  # rows of a Parquet file in memory at a time
-FORMULAS = ("=", "+", "-", "@")  # first characters that make a cell a formula in a spreadsheet
+ROW_NUMBER_COLUMN = "row"
+ROW_GROUP_SIZE = 50_000  # rows of a Parquet file in memory at a time
+FORMULA_PREFIXES = ("=", "+", "-", "@")  # first characters that make a cell a formula in a spreadsheet
 
-_NO_BREAKS = str.maketrans("\t\r\n", "   ")
+_BREAKS_TO_SPACES = str.maketrans("\t\r\n", "   ")
 
 
 def output_format(path: Path | None, named: OutputFormat | None, *, as_json: bool) -> OutputFormat:
-    """Return the format of the output: the named one, else by the file's ending, else tab-separated.
+    """Return the output format: the named one, else by the suffix of ``path``, else tab-separated.
 
-    Raises I2CLError if ``--json`` contradicts it, or Parquet would go to stdout.
+    Raises:
+        I2CLError: if ``--json`` contradicts the format, or Parquet cannot be written.
     """
-    meant = named or (ENDINGS.get(path.suffix.lower()) if path is not None else None)
-    if as_json and meant not in {None, "jsonl"}:
-        source = "--output-format" if named else f"the ending of {str(path)!r}"
-        cure = "leave out --json, or name --output-format"
-        raise I2CLError(f"--json means JSON Lines, and {source} means {meant}: {cure}")
-    if meant == "parquet":
+    requested = named or (SUFFIXES.get(path.suffix.lower()) if path is not None else None)
+    if as_json and requested not in {None, "jsonl"}:
+        source = "--output-format" if named else f"the suffix of {str(path)!r}"
+        raise I2CLError(
+            f"--json means JSON Lines, but {source} means {requested}: leave out --json, or change "
+            "--output-format"
+        )
+    if requested == "parquet":
         if path is None or (path.exists() and not path.is_file()):
-            raise I2CLError("Parquet is written to a file: name one with -o, or take another --output-format")
-        needs("Parquet", "parquet", "pyarrow", instead="take another --output-format")
-    return meant or ("jsonl" if as_json else "tsv")
+            raise I2CLError("Parquet needs an output file: give one with -o, or use another --output-format")
+        needs("Parquet", "parquet", "pyarrow", instead="use another --output-format")
+    return requested or ("jsonl" if as_json else "tsv")
 
 
 @dataclass(frozen=True)
 class Table:
-    """The output of `predict`: kept columns, the best label, and the probability of every label.
+    """Formats rows of `predict`: kept columns, the most probable label, and the probability of every label.
 
     Attributes:
-        labels: label words of the task; each has a column.
+        labels: label words of the task; each has a column of probabilities.
         kind: file format.
-        kept: names of input columns that are repeated.
-        numbered: whether the first column is the number of the row.
-        waits: whether rows are collected as JSON until `finish` writes the file (CSV and Parquet files).
-        least: the label is left empty where its probability is below this; None for never.
+        kept: names of input columns to repeat.
+        numbered: whether the first column is the row number.
+        deferred: whether rows are collected as JSON until `finish` writes the file (CSV and Parquet files).
+        min_confidence: the label is left empty if its probability is lower; None to always give it.
     """
 
     labels: tuple[str, ...]
     kind: OutputFormat = "tsv"
     kept: tuple[str, ...] = ()
     numbered: bool = False
-    waits: bool = False
-    least: float | None = None
+    deferred: bool = False
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
-        if self.numbered and NUMBER in self.kept:
-            cure = "leave one out"
-            raise I2CLError(f"--keep {NUMBER} and --row-number would both be called {NUMBER!r}: {cure}")
+        if self.numbered and ROW_NUMBER_COLUMN in self.kept:
+            raise I2CLError(
+                f"--keep {ROW_NUMBER_COLUMN} and --row-number would both create a column "
+                f"{ROW_NUMBER_COLUMN!r}: leave one out"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the repeated columns, as the input has them."""
-        return (NUMBER, *self.kept) if self.numbered else self.kept
+        """Names of the columns before the label, as in the input."""
+        return (ROW_NUMBER_COLUMN, *self.kept) if self.numbered else self.kept
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of all columns.
+        """Names of all output columns.
 
-        A label named like another column becomes ``probability.NAME``, a kept column ``input.NAME``.
+        In case of conflicts, labels are renamed to ``probability.NAME`` and kept columns to ``input.NAME``.
         """
-        ours = ["label"]
+        predicted = ["label"]
         for label in self.labels:
             name = label
-            while name in ours or (name != label and name in self.labels):
+            while name in predicted or (name != label and name in self.labels):
                 name = f"probability.{name}"
-            ours.append(name)
-        names: list[str] = []
+            predicted.append(name)
+        kept: list[str] = []
         for name in self.names:
-            while name in ours or name in names:
+            while name in predicted or name in kept:
                 name = f"input.{name}"  # noqa: PLW2901
-            names.append(name)
-        return (*names, *ours)
+            kept.append(name)
+        return (*kept, *predicted)
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Output names of kept columns that could not keep theirs; JSON Lines nest them, so all do."""
+        """New names of renamed kept columns; empty for JSON Lines, which nests them under "input"."""
         pairs = zip(self.names, self.columns, strict=False)
         return {} if self.kind == "jsonl" else {name: column for name, column in pairs if name != column}
 
     @property
     def header(self) -> str:
-        """The header line, empty for formats without one."""
-        return "" if self.waits or self.kind == "jsonl" else self._line(self.columns)
+        """The header line; empty for formats without one."""
+        return "" if self.deferred or self.kind == "jsonl" else self._line(self.columns)
 
     def lines(
         self,
@@ -116,39 +127,39 @@ class Table:
         """Format rows, each as one line.
 
         Args:
-            rows: a probability per label; None for a row that could not be classified.
+            rows: probability of each label; None for a row that could not be classified.
             kept: values of the kept columns of each row.
-            errors: why each row could not be classified, which only JSON Lines tell; "" where it was.
+            errors: why each row could not be classified, "" if it could. Only JSON Lines include it.
         """
-        each = zip(rows, kept or [()] * len(rows), errors or [""] * len(rows), strict=True)
-        return "".join(self._row(list(values), row, error) for row, values, error in each)
+        records = zip(rows, kept or [()] * len(rows), errors or [""] * len(rows), strict=True)
+        return "".join(self._row(list(values), row, error) for row, values, error in records)
 
-    def finish(self, waiting: Path, new: Path) -> str:
-        """Write the collected rows to the file ``new``, and return a note for the user, if any."""
-        with waiting.open(encoding="utf-8") as lines:
+    def finish(self, collected: Path, new: Path) -> str:
+        """Convert the collected rows to the file ``new``, and return a note for the user ("" for none)."""
+        with collected.open(encoding="utf-8") as lines:
             rows = (json.loads(line) for line in lines)
             return self._parquet(rows, new) if self.kind == "parquet" else self._csv(rows, new)
 
     def _row(self, kept: list[object], row: Sequence[float] | None, error: str) -> str:
-        place = None if row is None else sure_place(row, self.least)
-        best = "" if place is None else self.labels[place]
-        shares = [None] * len(self.labels) if row is None else [round(value, 6) for value in row]
-        if self.waits:
-            return json.dumps([*kept, best, *shares], ensure_ascii=False) + "\n"
+        index = None if row is None else confident_index(row, self.min_confidence)
+        label = "" if index is None else self.labels[index]
+        probabilities = [None] * len(self.labels) if row is None else [round(value, 6) for value in row]
+        if self.deferred:
+            return json.dumps([*kept, label, *probabilities], ensure_ascii=False) + "\n"
         if self.kind != "jsonl":
-            return self._line([*kept, best, *map(_decimal, shares)])
+            return self._line([*kept, label, *map(_decimal, probabilities)])
         record: dict[str, Any] = {"input": dict(zip(self.names, kept, strict=True))} if self.names else {}
-        known = {} if row is None else dict(zip(self.labels, shares, strict=True))
-        record |= {"label": best, "probabilities": known} | ({"error": error} if error else {})
+        by_label = {} if row is None else dict(zip(self.labels, probabilities, strict=True))
+        record |= {"label": label, "probabilities": by_label} | ({"error": error} if error else {})
         return json.dumps(record, ensure_ascii=False) + "\n"
 
     def _line(self, cells: Iterable[object]) -> str:
         if self.kind == "csv":
             return _csv_line(cells)
-        return "\t".join(_text(cell).translate(_NO_BREAKS) for cell in cells) + "\n"
+        return "\t".join(_text(cell).translate(_BREAKS_TO_SPACES) for cell in cells) + "\n"
 
     def formula_note(self, path: Path) -> str:
-        """Return a note if cells of a tab-separated file would run as formulas in a spreadsheet."""
+        """Return a note if a spreadsheet would interpret cells of a tab-separated file as formulas."""
         if self.kind != "tsv" or not path.is_file():
             return ""
         with path.open(encoding="utf-8", newline="\n") as file:
@@ -157,7 +168,7 @@ class Table:
 
     def _csv(self, rows: Iterator[list[Any]], new: Path) -> str:
         formulas = sum(map(_is_formula, self.columns))
-        with new.open("w", encoding="utf-8-sig", newline="") as file:  # or Excel takes it for Windows-1252
+        with new.open("w", encoding="utf-8-sig", newline="") as file:  # Excel needs the BOM
             file.write(_csv_line(self.columns))
             for row in rows:
                 texts = row[: len(self.names) + 1]
@@ -167,15 +178,15 @@ class Table:
 
     def _parquet(self, rows: Iterator[list[Any]], new: Path) -> str:
         arrow: Any = import_module("pyarrow")
-        kinds = [arrow.int64()] * self.numbered + [arrow.string()] * (len(self.kept) + 1)
-        kinds += [arrow.float64()] * len(self.labels)
-        schema = arrow.schema(list(zip(self.columns, kinds, strict=True)))
+        types = [arrow.int64()] * self.numbered + [arrow.string()] * (len(self.kept) + 1)
+        types += [arrow.float64()] * len(self.labels)
+        schema = arrow.schema(list(zip(self.columns, types, strict=True)))
         with import_module("pyarrow.parquet").ParquetWriter(new, schema) as file:
-            while group := list(islice(rows, ROW_GROUP)):
+            while group := list(islice(rows, ROW_GROUP_SIZE)):
                 columns = [list(column) for column in zip(*group, strict=True)]
-                for place in range(self.numbered, len(self.names)):
-                    columns[place] = [None if cell is None else _text(cell) for cell in columns[place]]
-                arrays = [arrow.array(*pair) for pair in zip(columns, kinds, strict=True)]
+                for index in range(self.numbered, len(self.names)):
+                    columns[index] = [None if cell is None else _text(cell) for cell in columns[index]]
+                arrays = [arrow.array(*pair) for pair in zip(columns, types, strict=True)]
                 file.write_table(arrow.Table.from_arrays(arrays, schema=schema))
         return ""
 
@@ -195,12 +206,16 @@ def _text(cell: object) -> str:
 
 
 def _formula_note(count: int) -> str:
-    what = f"cells that begin with =, +, - or @: {count}. A spreadsheet takes them for formulas"
-    return f"{what}: import them as text if others wrote them" if count else ""
+    if not count:
+        return ""
+    return (
+        f"cells that begin with =, +, - or @: {count}. A spreadsheet interprets them as formulas: import "
+        "them as text if you do not trust the input"
+    )
 
 
 def _is_formula(cell: object) -> bool:
-    if not isinstance(cell, str) or not cell.startswith(FORMULAS):
+    if not isinstance(cell, str) or not cell.startswith(FORMULA_PREFIXES):
         return False
     try:
         float(cell)

@@ -14,15 +14,15 @@ from i2cl.interfaces.cli.options import ModelOptions, opt
 def check(
     model: options.Model,
     *,
-    layers: str | None = opt(None, "Path of the blocks in the base model."),
-    attention: str | None = opt(None, "Path of the attention writer in a block."),
-    mlp: str | None = opt(None, "Path of the MLP writer in a block."),
+    layers: str | None = opt(None, "Module path of the blocks in the base model."),
+    attention: str | None = opt(None, "Module path, in a block, of the attention output."),
+    mlp: str | None = opt(None, "Module path, in a block, of the MLP output."),
     loading: Annotated[ModelOptions, ("device", "dtype", "revision", "trust_remote_code")],
     json: options.Json = False,
 ) -> None:
-    """Check that i2cl knows where a model's layers write to the residual stream.
+    """Check that i2cl supports a model.
 
-    Each block adds exactly what its two writers put out, or exit code 1.
+    Exit code 1 unless every block adds exactly its attention and MLP outputs to the residual stream.
     """
     load.require_model(model)
     if (layers or attention or mlp) and not (layers and attention and mlp):
@@ -35,7 +35,7 @@ def check(
     decoder = load.decoder(model, loading, given)
     identity = decoder.residual_identity
     if math.isnan(identity.worst):
-        decoder.require_identity()  # which says what overflows
+        decoder.require_identity()  # raises an error that names what overflows
     record: dict[str, Any] = {"model": model, "model_type": decoder.model.config.model_type}
     record |= {"layers": decoder.layers, "d_model": decoder.d_model, "context": decoder.max_length}
     record |= {"attention": decoder.architecture.attention, "mlp": decoder.architecture.mlp}

@@ -1,4 +1,4 @@
-"""What the command line prints: tables, progress bars, errors. Results go to stdout, the rest to stderr."""
+"""Terminal output: tables, progress bars, errors. Results go to stdout, everything else to stderr."""
 
 import codecs
 import io
@@ -27,23 +27,22 @@ from i2cl.tasks.files import ReadAsWarning
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
 
-FOLDED = 20  # characters up to which a cell stays in one line, where the terminal has room
+MIN_FOLD_WIDTH = 20  # a cell of at most this many characters is not folded if the terminal is wide enough
 GAP = 3  # characters between two columns
-SPEED_PERIOD = 3600.0  # seconds that time left is estimated from: an epoch of a large model takes minutes
+SPEED_PERIOD = 3600.0  # seconds of progress that the estimated time left is based on
 HEARTBEAT_S = 60.0  # time between two lines of progress where stderr is not a terminal
-SHORT_S = 10.0  # the estimate of a shorter fit is not printed
+SHORT_S = 10.0  # the estimated time of a shorter fit is not printed
 
-# Of several processes that hold one model together, the first alone speaks and writes.
-FIRST = os.environ.get("RANK", "0") == "0"
-ESCAPED = "i2cl.escaped"  # name of the way in which streams treat what they cannot show
+FIRST = os.environ.get("RANK", "0") == "0"  # only the first process of a distributed run prints and writes
+ESCAPED = "i2cl.escaped"  # name of the codec error handler
 
-# Text stands as it is: emoji codes such as :joy: may be somebody's labels.
+# emoji=False: codes such as :joy: may be labels
 out = Console(highlight=False, emoji=False, quiet=not FIRST)
 err = Console(stderr=True, highlight=False, emoji=False, quiet=not FIRST)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
-    """What an encoding cannot hold, as JSON escapes it."""
+    """Codec error handler: escape characters that cannot be encoded as JSON does."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
@@ -53,17 +52,17 @@ codecs.register_error(ESCAPED, _escaped)
 
 
 def escape() -> None:
-    """Let stdout and stderr escape what they cannot show, such as a label on a terminal of ASCII alone."""
+    """Make stdout and stderr escape characters that they cannot encode, as on an ASCII terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=ESCAPED)
 
 
-_BARS: list["Bar"] = []  # those that are shown now: there is one place for them
+_BARS: list["Bar"] = []  # active progress bars; only the innermost one is shown
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout, with null for what is not finite."""
+    """Print a JSON document on stdout, with null for numbers that are not finite."""
     if not FIRST:
         return
     with write_errors("stdout"):
@@ -81,13 +80,13 @@ def _finite(value: Any) -> Any:
 
 
 def say(text: str, *, wrapped: bool = False) -> None:
-    """Plain text on stdout; ``wrapped``: in lines that end between words where the terminal does."""
+    """Print plain text on stdout; ``wrapped`` breaks lines between words at the terminal's width."""
     with write_errors("stdout"):
         out.print(text, markup=False, soft_wrap=not wrapped)
 
 
 def answer(record: Any, text: str, *, as_json: bool) -> None:
-    """What a command found, on stdout: a record as JSON, or text for people."""
+    """Print the result of a command on stdout: a record as JSON, or text."""
     if as_json:
         print_json(record)
     else:
@@ -95,23 +94,23 @@ def answer(record: Any, text: str, *, as_json: bool) -> None:
 
 
 def note(text: str) -> None:
-    """One line on stderr that is no error."""
+    """Print an informational line on stderr."""
     err.print(text, markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
-    """One line on stderr, whatever the message."""
+    """Print an error on stderr, on a single line."""
     err.print(Text("error:", "bold red"), Text(" ".join(message.split())), soft_wrap=True)
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """A table whose columns are the keys of the first row; numbers stand to the right.
+    """Print a table whose columns are the keys of the first row; numbers are aligned to the right.
 
-    On a narrow terminal columns move together, then cells go on below themselves, between words and behind a
-    plus. Where that is not enough, lines are longer than the terminal is wide: nothing is ever cut off.
+    On a narrow terminal, the gaps between columns shrink first; then cells are folded, between words and
+    after a plus. If that is not enough, lines exceed the terminal's width: no text is cut off.
     """
     cells = [[name, *(str(row[name]) for row in rows)] for name in rows[0]]
-    longest = sum(min(_line(texts), max(FOLDED, _word(texts))) for texts in cells)
+    longest = sum(min(_line(texts), max(MIN_FOLD_WIDTH, _word(texts))) for texts in cells)
     gap = GAP if longest + GAP * len(cells) <= out.width else GAP - 1
     if longest + gap * len(cells) > out.width:
         cells = [[text.replace("+", "+\n") for text in texts] for texts in cells]
@@ -129,7 +128,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     for (name, value), width in zip(rows[0].items(), widths, strict=True):
         number = isinstance(value, int | float) or str(value)[:1].isdigit()
         table.add_column(Text(name), justify="right" if number else "left", width=width)
-    for row in islice(zip(*cells, strict=True), 1, None):  # the first are the names
+    for row in islice(zip(*cells, strict=True), 1, None):  # skips the names of the columns
         table.add_row(*map(Text, row))
     with write_errors("stdout"):
         out.print(table, crop=False)
@@ -189,7 +188,7 @@ def _heartbeat(bar: "Bar") -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Say what the block is waiting for: in the current bar, alone on a terminal, or in a line a minute."""
+    """Show what the block waits for: in the current bar, as a status line, or as a line per minute."""
     if _BARS:
         bar, before = _BARS[-1], _BARS[-1].what
         bar.describe(what)
@@ -197,7 +196,7 @@ def waiting(what: str) -> Iterator[None]:
             yield
         finally:
             bar.describe(before)
-    elif parent_process() is not None:  # workers would write over each other
+    elif parent_process() is not None:  # worker processes would overwrite each other's lines
         yield
     elif err.is_terminal:
         with err.status(Text(what)):
@@ -208,7 +207,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as words, such as "40 s" or "5 minutes"."""
+    """Format seconds, such as "40 s" or "5 minutes"."""
     return f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:,.0f} minutes"
 
 
@@ -223,7 +222,7 @@ class Bar:
         self.what = what  # description of the current work
 
     def advance(self, amount: float = 1) -> None:
-        """Move on by some steps."""
+        """Advance by a number of steps."""
         self._shown.advance(self._task, amount)
 
     def restart(self, total: float | None, what: str) -> None:
@@ -233,12 +232,12 @@ class Bar:
         self.describe(what)
 
     def expect(self, first_step: float) -> None:
-        """Report the time left of a fit whose first step takes this share of it; see `epoch`."""
+        """Estimate the time left of a fit whose first step takes this share of it; see `epoch`."""
         self._first_step = first_step
         self._started = time.perf_counter()
 
     def epoch(self, step: int, steps: int, loss: float) -> None:
-        """Move on to a step of a fit; after the first one, the time left is known."""
+        """Show a step of a fit, and the time left once the first step is done."""
         self._shown.update(self._task, completed=step, total=steps)
         left = ""
         if self._first_step is not None and 0 < step < steps:
@@ -251,13 +250,13 @@ class Bar:
         self.describe(f"calibrating, loss {loss:.3f}{left}")
 
     def status(self) -> str:
-        """The description with what is done so far, for output that is not a terminal."""
+        """Return the description and the progress so far, for output that is not a terminal."""
         task = self._shown.tasks[0]
         steps = f", {task.completed:,.0f} of {task.total:,.0f}" if task.total and task.completed else ""
         return f"{self.what}{steps}: {duration(time.perf_counter() - self._started)} so far"
 
     def run(self, run: "Run") -> None:
-        """Move on by one method that was fitted and scored."""
+        """Advance by one run, and show its accuracy."""
         self.advance()
         self.describe(f"{run.task} {run.method} seed {run.seed}: {run.accuracy:.2f}")
 
@@ -269,7 +268,7 @@ class Bar:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Show the package's own warnings once, each as one line on stderr, and no others."""
+    """Print each of the package's own warnings once, as a line on stderr, and hide all others."""
     seen: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_rest: Any, **_more: Any) -> None:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from i2cl.tasks import Task
     from i2cl.tasks.survey import Survey
 
-SHOWN = 5  # texts with several labels that are shown
-SNIPPET = 50  # characters of such a text
-SHOWN_CODES = 4
+MAX_CONTRADICTIONS = 5  # texts with several labels that are printed
+MAX_SNIPPET = 50  # characters of such a text
+MAX_CODES = 4  # label codes in a suggested --labels
 
 
 def surveyed(
@@ -24,38 +24,38 @@ def surveyed(
     """Describe the training rows, the draw and the evaluation: as a record, and as lines of text."""
     from i2cl.tasks.survey import Survey
 
-    survey = Survey.of(task)
+    survey = Survey.from_task(task)
     kept_back = len(plan.rows) if plan.split == "train" else 0
     tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
     record = survey.record() | {"longest_tokens": tokens, "used": len(draw.demonstrations)}
     record |= {"shots": draw.shots, "kept_back": kept_back, "estimated_seconds": draw.seconds}
-    window = f" of the {decoder.max_length:,} that the model takes" if decoder.max_length else ""
+    window = f" (context: {decoder.max_length:,})" if decoder.max_length else ""
     distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
     first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
     return record, "\n".join(
-        (first, *_of_labels(survey), _of_use(draw, kept_back, max(0, plan.folds - 1)), "")
+        (first, *_label_lines(survey), _usage_line(draw, kept_back, max(0, plan.folds - 1)), "")
     )
 
 
-def _of_labels(survey: "Survey") -> Iterator[str]:
+def _label_lines(survey: "Survey") -> Iterator[str]:
     yield f"Labels: {', '.join(f'{word} {count:,}' for word, count in survey.labels.items())}."
-    for word, other in survey.slips:
-        if fold(word) == fold(other):  # reading the file warns of these
+    for word, other in survey.typos:
+        if fold(word) == fold(other):  # a warning was emitted when the file was read
             continue
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
-        yield f"! {word!r} has {rows}: did you mean {other!r}? Each is a label of its own."
-    for text, words in survey.contradictions[:SHOWN]:
-        shown = text if len(text) <= SNIPPET else f"{text[:SNIPPET]}..."
-        yield f"! {shown!r} is labelled {' and '.join(words)}: keep one."
-    if len(survey.contradictions) > SHOWN:
-        yield f"! {len(survey.contradictions) - SHOWN} more texts have several labels."
+        yield f"! {word!r} has {rows}: did you mean {other!r}? They are treated as different labels."
+    for text, words in survey.contradictions[:MAX_CONTRADICTIONS]:
+        snippet = text if len(text) <= MAX_SNIPPET else f"{text[:MAX_SNIPPET]}..."
+        yield f"! {snippet!r} is labelled {' and '.join(words)}: keep one label."
+    if len(survey.contradictions) > MAX_CONTRADICTIONS:
+        yield f"! {len(survey.contradictions) - MAX_CONTRADICTIONS} more texts have several labels."
     if survey.codes:
-        codes = list(survey.labels)[:SHOWN_CODES]
+        codes = list(survey.labels)[:MAX_CODES]
         pairs = ",".join(f"NAME={code}" for code in codes) + ",..." * (len(survey.labels) > len(codes))
-        yield f"! The labels are {survey.codes}, which say little to a model: name them, --labels '{pairs}'."
+        yield f"! The labels are {survey.codes}: name them for the model with --labels '{pairs}'."
 
 
-def _of_use(draw: "Draw", kept_back: int, refits: int) -> str:
+def _usage_line(draw: "Draw", kept_back: int, refits: int) -> str:
     used = len(draw.demonstrations)
     line = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
     if kept_back:
@@ -71,5 +71,5 @@ def _of_use(draw: "Draw", kept_back: int, refits: int) -> str:
 
 
 def about(seconds: float | None) -> str:
-    """An estimate of time in words."""
+    """Format an estimated time."""
     return f"about {console.duration(seconds or 0.0)}"

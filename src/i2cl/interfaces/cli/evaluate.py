@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
@@ -13,6 +13,8 @@ from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 if TYPE_CHECKING:
     from i2cl.experiments.evaluation import NotRun
     from i2cl.experiments.records import Run
+    from i2cl.models.decoder import Decoder
+    from i2cl.tasks import Task
 
 
 @options.expanded
@@ -21,20 +23,22 @@ def evaluate(
     task: Annotated[
         str,
         Argument(
-            help="Tasks with commas between, a file, or 'all': the reference model's own, else the paper's."
+            help="Tasks separated by commas, a file, or 'all' (the paper's, or the reference model's own)."
         ),
     ],
     *,
     method: str = opt(
         "zero_shot,few_shot,noise,i2cl,anchored",
-        "Methods with commas between, or 'all' that MODEL can run.",
+        "Methods separated by commas, or 'all' that MODEL supports.",
         rich_help_panel=options.METHOD,
     ),
     shots: int | None = opt(None, "Demonstrations per class; default: the task's own.", min=1),
-    seeds: int = opt(1, "How many seeds, counted from --seed.", min=1, max=10_000),
+    seeds: int = opt(1, "Number of seeds, starting at --seed.", min=1, max=10_000),
     seed: options.Seed = 0,
-    limit: int = opt(500, "Queries per task.", min=1),
-    workers: int | None = opt(None, "Processes; default: one a core for a small model on a CPU.", min=1),
+    limit: int = opt(500, "Maximum number of queries per task.", min=1),
+    workers: int | None = opt(
+        None, "Number of processes; default: one per core for a small model on a CPU, else 1.", min=1
+    ),
     recipe: options.Recipe = "paper",
     settings: options.Settings = None,
     rows: TaskOptions,
@@ -43,7 +47,7 @@ def evaluate(
 ) -> None:
     """Compare methods on tasks, with the same demonstrations and queries.
 
-    In the table of confidence lower is better throughout.
+    In the calibration table, lower is better in every column.
     """
     load.require_options(loading, model, settings)
     names = load.task_names(task, model)
@@ -58,34 +62,51 @@ def evaluate(
     chosen = make_methods(methods, load.options(settings), RECIPES[recipe])
     tasks = [local[name] or load.task(name, rows) for name in names]
     for what, names in (("tasks", [one.name for one in tasks]), ("methods", [one.called for one in chosen])):
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise I2CLError(f"two {what} are called {twice[0]!r}: leave one out, or ask for it by itself")
+        if duplicates := [name for name in names if names.count(name) > 1]:
+            raise I2CLError(f"two {what} are named {duplicates[0]!r}: remove one, or run it separately")
     source = partial(load.decoder, model, loading)
     span = range(seed, seed + seeds)
-    lacking: list["NotRun"] = []
+    failures: list["NotRun"] = []
 
-    def refused(one: "NotRun") -> None:
-        lacking.append(one)
+    def add_failure(failure: "NotRun") -> None:
+        failures.append(failure)
         bar.advance()
 
+    def reword(task: "Task", decoder: "Decoder") -> "Task":
+        return task.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
+
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
-        given: Any = {"shots": shots, "limit": limit, "workers": workers, "skip": method == "all"}
-        words = {"chat": rows.chat, "instruction": rows.instruction}
-        given["word"] = lambda one, decoder: one.worded(decoder.tokenizer, **words)
-        runs = sweep(source, tasks, chosen, span, **given, watch=bar.run, refused=refused)
+        runs = sweep(
+            source,
+            tasks,
+            chosen,
+            span,
+            shots=shots,
+            limit=limit,
+            workers=workers,
+            skip_unsupported=method == "all",
+            reword=reword,
+            on_run=bar.run,
+            on_failure=add_failure,
+        )
     title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
-    show(runs, title, sorted(lacking, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
+    show(runs, title, sorted(failures, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
 
 
 def show(
-    runs: "Sequence[Run]", title: str, lacking: "Sequence[NotRun]" = (), *, as_json: bool, brief: bool = False
+    runs: "Sequence[Run]",
+    title: str,
+    failures: "Sequence[NotRun]" = (),
+    *,
+    as_json: bool,
+    brief: bool = False,
 ) -> None:
-    """Tables of means over seeds (``brief``: no confidence) or every run as JSON, and what was not run."""
+    """Print every run as JSON, or tables of means over seeds (``brief`` omits the calibration table)."""
     from i2cl.experiments.confidence import NAMES
     from i2cl.experiments.evaluation import summarize
 
     if as_json:
-        console.print_json([run.record() for run in runs] + [one.record() for one in lacking])
+        console.print_json([run.record() for run in runs] + [one.record() for one in failures])
         return
     summaries = summarize(runs)
     rows: list[Mapping[str, object]] = [
@@ -96,19 +117,21 @@ def show(
         for row in summaries
     ]
     ran = {(row["task"], row["method"]) for row in rows}
-    for task, method in dict.fromkeys((one.task, one.method) for one in lacking):
+    for task, method in dict.fromkeys((one.task, one.method) for one in failures):
         if (task, method) not in ran:
             rows.append(dict.fromkeys(rows[0], "") | {"task": task, "method": method, "accuracy": "not run"})
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     console.print_table(title, sorted(rows, key=lambda row: tasks.index(row["task"])))
     if not brief and runs:
-        trust = [
+        metrics = [
             {"task": one.task, "method": one.method}
             | {name: f"{getattr(one.confidence, name):.3f}" if one.confidence else "-" for name in NAMES}
             for one in summaries
         ]
-        console.print_table("How far its probabilities can be trusted", trust)
-    for task, method, why in dict.fromkeys((one.task, one.method, one.why) for one in lacking):
-        seeds = [str(one.seed) for one in lacking if (one.task, one.method, one.why) == (task, method, why)]
-        of = f" with seed {', '.join(seeds)}" if (task, method) in ran else ""
-        console.say(f"{method} was not run on {task}{of}: {why}.")
+        console.print_table("Calibration of the probabilities", metrics)
+    for task, method, reason in dict.fromkeys((one.task, one.method, one.reason) for one in failures):
+        seeds = [
+            str(one.seed) for one in failures if (one.task, one.method, one.reason) == (task, method, reason)
+        ]
+        with_seeds = f" with seed {', '.join(seeds)}" if (task, method) in ran else ""
+        console.say(f"{method} was not run on {task}{with_seeds}: {reason}.")

@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from i2cl.experiments.records import Record
 
 app = typer.Typer(
-    help="Tables and figures of the paper, or your own grids: list, run, pack.", no_args_is_help=True
+    help="Run the paper's tables and figures, or your own grids: list, run, pack.", no_args_is_help=True
 )
 
 NewFolder = Annotated[Path, Argument(help="New folder.")]
 
 
 def ls(json: options.Json = False) -> None:
-    """List the experiments: tables and figures of the paper, and our own.
+    """List the built-in experiments: the paper's tables and figures, and others.
 
-    Each says what it measures, and how many cells one task takes.
+    Shows what each one measures, and the number of cells per task.
     """
-    from i2cl.experiments.library import BROUGHT, load_experiment
+    from i2cl.experiments.library import BUILTIN, load_experiment
 
     rows = [
         {"name": one.name, "paper": one.paper, "cells_per_task": _cells_of(one, one.full)}
         | {"quick_cells_per_task": _cells_of(one, one.quick), "measures": one.measures}
-        for one in map(load_experiment, BROUGHT)
+        for one in map(load_experiment, BUILTIN)
     ]
     if json:
         console.print_json(rows)
     else:
-        shown = {"cells_per_task": "cells a task", "quick_cells_per_task": "quick"}
-        console.print_table("", [{shown.get(name, name): row[name] for name in row} for row in rows])
+        headings = {"cells_per_task": "cells per task", "quick_cells_per_task": "quick"}
+        console.print_table("", [{headings.get(name, name): row[name] for name in row} for row in rows])
 
 
 def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
-    """How many cells one task takes, the matrix of moves aside."""
+    """Return the number of cells of one task, without those of ``move`` rows."""
     from i2cl.experiments.grid import Cell
 
     one_task = experiment.model_copy(update={"tasks": "all"})
@@ -54,24 +54,24 @@ def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
 
 @options.expanded
 def run(
-    names: Annotated[str, Argument(help="Experiments with commas between, 'all', or a TOML file.")],
+    names: Annotated[str, Argument(help="Experiments separated by commas, 'all', or a TOML file.")],
     *,
     model: str = opt("reference", options.MODEL_HELP),
-    store: Path | None = opt(None, "Folder for results; what is there is not run again."),
-    quick: bool = opt(False, "Fewer seeds, tasks and queries.", "--quick"),
+    store: Path | None = opt(None, "Folder for results; cells with results are not run again."),
+    quick: bool = opt(False, "Use fewer seeds, tasks and queries.", "--quick"),
     tasks: str | None = opt(
-        None, "Tasks with commas between; default: the grid's own, or those of the model."
+        None, "Tasks separated by commas; default: the experiment's tasks, or the model's."
     ),
-    seeds: int | None = opt(None, "How many seeds, instead of the grid's.", min=1, max=10_000),
-    limit: int | None = opt(None, "Queries per task, instead of the grid's.", min=1),
-    workers: int | None = opt(None, "Processes; default: by the model's size.", min=1),
+    seeds: int | None = opt(None, "Number of seeds; default: the experiment's.", min=1, max=10_000),
+    limit: int | None = opt(None, "Maximum number of queries per task; default: the experiment's.", min=1),
+    workers: int | None = opt(None, "Number of processes; default: chosen by the model's size.", min=1),
     rows: Annotated[TaskOptions, ("data_dir",)],
     loading: Annotated[ModelOptions, ("device", "dtype", "device_map", "revision", "trust_remote_code")],
     json: options.Json = False,
 ) -> None:
-    """Run the cells of experiments that a store lacks.
+    """Run the cells of experiments that a store does not have yet.
 
-    Stop it and start it again at will; exit code 1 if any cell failed.
+    Interrupt it at any time: the same command resumes. Exit code 1 if a cell failed.
     """
     load.libraries()
     from i2cl.experiments.grid import Cell
@@ -82,38 +82,40 @@ def run(
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
     only = load.split(tasks) if tasks is not None and tasks != "all" else None
     cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
-    for name, wording in {(cell.task, cell.wording) for cell in cells}:  # what is lacking is told at once
+    for name, wording in {(cell.task, cell.wording) for cell in cells}:  # report missing tasks first
         test = Path(wording.test) if wording.test is not None else None
         load.task(name, replace(rows, template=wording.template, test=test))
     data_dir = str(rows.data_dir) if rows.data_dir else None
     source = partial(load.decoder, model, loading)
-    with Store.writing(folder) if console.FIRST else Store.following(folder) as opened:
-        waiting = pending(cells, opened, timed)
-        lacking = [cell for group in waiting for cell in group.lacking]
+    with Store.writing(folder) if console.FIRST else Store.discarding(folder) as opened:
+        groups = pending(cells, opened, timed)
+        missing = [cell for group in groups for cell in group.missing]
         try:
-            with console.progress(len(lacking), "running") as bar:
-                tally = run_groups(waiting, opened, source, workers, data_dir, _watch(bar))
+            with console.progress(len(missing), "running") as bar:
+                counts = run_groups(groups, opened, source, workers, data_dir, _show_progress(bar))
         except KeyboardInterrupt:
             if not opened.records:
                 raise
-            message = f"{len(opened.records)} cells are kept: the same command goes on with them"
+            message = f"the store has {len(opened.records)} cells; run the same command to resume"
             raise typer.Abort(message) from None
-        failures = [opened.records[cell.key] for cell in lacking if not opened.done(cell.key)]
-    kept = len({cell.key for cell in cells}) - len(lacking)
+        failures = [opened.records[cell.key] for cell in missing if not opened.done(cell.key)]
+    kept = len({cell.key for cell in cells}) - len(missing)
     if json:
-        counts = {status: tally[status] for status in ("done", "failed", "skipped")}
-        console.print_json({"store": str(folder), **counts, "kept": kept})
+        by_status = {status: counts[status] for status in ("done", "failed", "skipped")}
+        console.print_json({"store": str(folder), **by_status, "kept": kept})
     else:
-        skipped = f", {tally['skipped']} skipped" if tally["skipped"] else ""
-        summary = f"{tally['done']} cells done, {tally['failed']} failed{skipped}, {kept} kept from before"
+        skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+        summary = (
+            f"{counts['done']} cells done, {counts['failed']} failed{skipped}, {kept} already in the store"
+        )
         console.say(f"{summary}: {folder}")
         for one in failures:
-            console.say(f"failed: {_named(one.cell)}: {one.error}")
+            console.say(f"failed: {_name(one.cell)}: {one.error}")
         which = [] if names == "all" else ["--experiments", names]
         console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
         for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
-            console.note(f"skipped: {reason} (a new store tries it again)")
-    if tally["failed"]:
+            console.note(f"skipped: {reason} (use a new store to try again)")
+    if counts["failed"]:
         raise typer.Exit(1)
 
 
@@ -126,51 +128,53 @@ def _cells(
     seeds: int | None,
     limit: int | None,
 ) -> "tuple[list[Cell], set[str]]":
-    """All cells of the experiments, and the keys of those that are timed."""
-    from i2cl.experiments.library import ORDER, limited, load_experiment, require_methods
+    """Return all cells of the experiments, and the keys of those that are timed."""
+    from i2cl.experiments.library import ORDER, check_methods, load_experiment, restrict_tasks
 
     cells: list[Cell] = []
     timed: set[str] = set()
     chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
-    require_methods(chosen)
-    changes = {name: value for name, value in {"seeds": seeds, "limit": limit}.items() if value is not None}
-    named: dict[str, Any] = {"tasks": None} if only else {}  # who names tasks wants them all
-    for one in limited(chosen, only) if only else chosen:
+    check_methods(chosen)
+    given: dict[str, Any] = {"seeds": seeds, "limit": limit}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if only:
+        changes["tasks"] = None  # run all of the tasks that are named, even with --quick
+    for one in restrict_tasks(chosen, only) if only else chosen:
         scale = one.quick if quick else one.full
-        of_grid = list(one.cells(base, tasks, scale.model_copy(update=named | changes)))
-        cells += of_grid
-        timed |= {cell.key for cell in of_grid if one.timed}
+        grid = list(one.cells(base, tasks, scale.model_copy(update=changes)))
+        cells += grid
+        timed |= {cell.key for cell in grid if one.timed}
     return cells, timed
 
 
-def _watch(bar: console.Bar) -> "Callable[[Record], None]":
+def _show_progress(bar: console.Bar) -> "Callable[[Record], None]":
     failed = 0
 
-    def watch(record: "Record") -> None:
+    def on_record(record: "Record") -> None:
         nonlocal failed
         failed += record.status == "failed"
         bar.advance()
-        bar.describe(_named(record.cell) + (f", {failed} failed" if failed else ""))
+        bar.describe(_name(record.cell) + (f", {failed} failed" if failed else ""))
 
-    return watch
+    return on_record
 
 
-def _named(cell: "Cell") -> str:
+def _name(cell: "Cell") -> str:
     return f"{cell.task} {cell.method} seed {cell.seed}"
 
 
 def pack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
-    """Write a store as gzipped lines and a safetensors file, to keep and to share.
+    """Compress a store, to archive or share it.
 
-    `i2cl report` reads it; `i2cl experiment unpack` turns it back.
+    `i2cl report` reads packed stores; `i2cl experiment unpack` restores the plain files.
     """
     _rewrite(store, out, "pack", as_json=json)
 
 
 def unpack(store: options.StoreFolder, out: NewFolder, json: options.Json = False) -> None:
-    """Turn a packed store back into a folder of plain files.
+    """Restore the plain files of a packed store.
 
-    `experiment run` can then add to it.
+    `i2cl experiment run` can then add results to it.
     """
     _rewrite(store, out, "unpack", as_json=json)
 

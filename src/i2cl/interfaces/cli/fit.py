@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 ACCURACY = "accuracy (95 %)"
 GUESSING = 0.99  # a loss above this fraction of log(labels) is no better than guessing
-_NAMES = ("model", "task")  # arguments that may be paths beside those that always are
+_NAME_OR_PATH = ("model", "task")  # arguments of type str that may be paths
 
 
 def _shots(value: str) -> str:
-    """``all``, or a number of shots."""
+    """Check that ``--shots`` is ``all`` or a positive integer."""
     if value != "all" and not (value.isascii() and value.isdigit() and int(value)):
-        raise typer.BadParameter(f"{value!r} is neither a whole number above 0 nor 'all'")
+        raise typer.BadParameter(f"{value!r} is neither a positive integer nor 'all'")
     return value
 
 
@@ -50,67 +50,68 @@ def _target_accuracy(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """Which rows become demonstrations."""
+    """Choice of the demonstrations."""
 
     shots: str | None = opt(
         None,
-        "Demonstrations per class, or 'all' rows; default: the task's own, or of a file of yours up to 20, "
-        "as many as take some five minutes.",
+        "Demonstrations per class, or 'all' rows; default: the task's own number, or for a file up to 20, "
+        "as many as can be fitted in about five minutes.",
         parser=_shots,
         metavar="INTEGER|all",
     )
     seed: options.Seed = 0
     keep_back: int | None = opt(
         None,
-        "Of classes of your file with 10 rows or more, one row in so many is kept back to score on, "
+        "Hold out one row in this many for evaluation, in each class of your file with at least 10 rows; "
         "0 for none; default: 5 without --shots and --test.",
         min=0,
     )
 
     @property
     def number(self) -> "Shots":
-        """The shots, where they are given."""
+        """The number of shots, ``"all"``, or None if not given."""
         return "all" if self.shots == "all" else int(self.shots) if self.shots else None
 
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """How the examples become a task."""
+    """Method of the fit, and its options."""
 
     PANEL: ClassVar[str] = options.METHOD
 
     method: Literal["anchored", "i2cl", "anchored+sentence_embeddings"] | None = opt(
         None,
-        "A vector at every writer, fitted around the plain model among the labels; the paper's method; or "
-        "the first together with a sentence encoder, a second, small model (--set encoder=minilm); "
-        "default: anchored, or that which a recipe or an option is of.",
+        "anchored: a vector at every attention and MLP output; i2cl: the paper's method; or anchored "
+        "combined with a sentence encoder, a second, small model (--set encoder=minilm). Default: anchored, "
+        "or the method of the given recipe or option.",
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
     class_weight: str | None = opt(
         None,
         "'balanced' weights each class inversely to its frequency among the examples; or weights by label, "
-        "such as 'spam=5,ham=1'; default: all examples count the same.",
+        "such as 'spam=5,ham=1'; default: equal weights.",
         metavar="balanced|LABEL=WEIGHT,...",
     )
     memory: float | None = opt(
         None,
-        "Gigabytes beyond the model that the derivatives of anchored calibration may take; default: a "
-        "quarter of what is free.",
+        "Memory in GB, besides the model, for the Jacobian of anchored calibration; default: a quarter of "
+        "the free memory.",
     )
     unlabelled: Path | None = opt(
         None,
-        "Texts as they will come, read as `predict` does, that the labels' mean probabilities are "
-        "set right on; 32 or more.",
+        "File of 32 or more unlabelled texts, typical of later queries, to estimate a label prior on; read "
+        "like the input of `predict`.",
     )
     prior: str | None = opt(
-        None, "Shares of the labels in those texts, in the labels' order, commas between; default: equal."
+        None,
+        "Shares of the labels in the unlabelled texts, in label order, separated by commas; default: equal.",
     )
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What is scored after the fit, and how."""
+    """Evaluation of the fit."""
 
     evaluate: int = opt(
         160,
@@ -139,7 +140,7 @@ def fit(
     task: Annotated[
         str,
         Argument(
-            help="A known task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON, Parquet, Excel or TOML file."
+            help="A built-in task (`i2cl ls tasks`), or a CSV, TSV, JSONL, JSON, Parquet, Excel or TOML file."
         ),
     ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the artefact.")],
@@ -151,9 +152,9 @@ def fit(
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
-    """Turn labelled examples into a task: a folder for predict, serve and export.
+    """Fit a task to labelled examples and save it, for predict, serve and export.
 
-    Reports held-out accuracy against baselines, and a verdict.
+    Reports the held-out accuracy of the fit and of baselines, and a verdict.
     """
     require_writable(output, own_files(output))
     load.require_options(loading, model, way.settings)
@@ -164,7 +165,7 @@ def fit(
     from i2cl.experiments.draw import draw, fitting, warn_of_small_classes
     from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
     from i2cl.experiments.fitting import FitRequest, fit_task
-    from i2cl.tasks.loaders import is_own
+    from i2cl.tasks.formats import is_row_file
 
     seed = drawing.seed
     method = _method_of(way)
@@ -175,12 +176,12 @@ def fit(
         "scored": scoring.evaluate > 0 and not loaded.test,
     }
     # sizes are checked before the model is loaded
-    drawn = draw(loaded, method, seed=seed, from_file=is_own(task), **choice)
-    if is_own(task) and isinstance(drawing.number, int):
+    drawn = draw(loaded, method, seed=seed, from_file=is_row_file(task), **choice)
+    if is_row_file(task) and isinstance(drawing.number, int):
         warn_of_small_classes(loaded, drawing.number)
     shares = _shares(way, loaded)
     decoder = load.decoder(model, load.automatic(loading))
-    loaded = loaded.worded(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
+    loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     with console.waiting("timing the model"):
         if drawn is None:
             drawn = fitting(decoder, loaded, method, seed, **choice)
@@ -190,7 +191,7 @@ def fit(
     plan = plan_evaluation(loaded, demonstrations, scoring.evaluate, scoring.folds, seed)
     if scoring.target_accuracy is not None:
         plan.require_target(scoring.target_accuracy)
-    survey, summary = data.surveyed(loaded, decoder, drawn, plan) if is_own(task) else (None, "")
+    survey, summary = data.surveyed(loaded, decoder, drawn, plan) if is_row_file(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     elif not json and (drawn.seconds or 0) > console.SHORT_S:
@@ -272,36 +273,38 @@ def _saved_at_least(observer: Any, output: Path) -> Iterator[None]:
 
 
 def _unlabelled(way: MethodOptions, rows: TaskOptions) -> list[str]:
-    """Read the texts of a label prior; none if it is not wanted."""
+    """Read the unlabelled texts for a label prior; an empty list without ``--unlabelled``."""
     from i2cl.tasks.rows import check_queries, read_queries
 
     if way.unlabelled is None:
         if way.prior is not None:
-            raise I2CLError("--prior is of texts without labels: give them with --unlabelled FILE")
+            raise I2CLError("--prior needs unlabelled texts: give them with --unlabelled FILE")
         return []
     source = str(way.unlabelled)
     options: Any = {"column": rows.text_column, "skip": rows.skip_bad_rows}
     if bad := check_queries(source, **options).count:
-        console.note(f"{source}: {bad} rows without a usable text are left out")
+        console.note(f"{source}: skipped {bad} rows without a usable text")
     return [query.text for query in read_queries(source, **options) if query.error is None]
 
 
 def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
-    """Return the shares of the labels in a label prior, if they are given."""
-    from i2cl.injections.label_prior import require_shares
+    """Parse ``--prior``; None without it."""
+    from i2cl.injections.label_prior import validate_prior
 
     if way.prior is None:
         return None
     try:
         shares = [float(share) for share in load.split(way.prior)]
     except ValueError:
-        raise I2CLError(f"--prior {way.prior!r} is no list of numbers: write it like 0.5,0.3,0.2") from None
-    require_shares(shares, task.labels)
+        raise I2CLError(
+            f"--prior {way.prior!r} is not a list of numbers: write it like 0.5,0.3,0.2"
+        ) from None
+    validate_prior(shares, task.labels)
     return shares
 
 
 def _method_of(way: MethodOptions) -> "Injector":
-    """Return the method; an encoder that is not installed is refused before the model is loaded."""
+    """Return the method. Raises I2CLError for a missing encoder, before the model is loaded."""
     from i2cl.core import encoder_bias
     from i2cl.methods import calibrating_method
     from i2cl.methods.anchored import AnchoredWithEmbeddings
@@ -327,7 +330,7 @@ def _show_fit(
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
     from i2cl.methods.calibrated.folds import kept
-    from i2cl.storage.card import confidence_words, prior_words, selection_words
+    from i2cl.storage.card import describe_confidence, describe_prior, describe_threshold
 
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
@@ -347,27 +350,27 @@ def _show_fit(
     if last is not None and method.startswith("anchored") and last > guess:
         console.note("the loss is no better than guessing: give more rows, or use another model")
     if injection.label_bias is not None:
-        console.say(f"Label prior: {prior_words(injection.task.labels, injection.settings[LABEL_PRIOR])}")
+        console.say(f"Label prior: {describe_prior(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     threshold = ""
     if injection.worth:
         _show_evaluation(injection.worth)
-        chosen = confidence_words(injection.temperature, injection.worth["confidence"])
+        chosen = describe_confidence(injection.temperature, injection.worth["confidence"])
         console.say(f"Calibration: {chosen}.")
         if summary := injection.worth["selection"]:
-            console.say(f"Confidence threshold: {selection_words(summary)}.")
+            console.say(f"Confidence threshold: {describe_threshold(summary)}.")
             threshold = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
     elif plan.reason:
         console.say(f"Not evaluated: {plan.reason}, or give rows with --test FILE.")
     if not injection.worth and injection.temperature != 1:
         console.say(
-            f"Calibration: temperature {injection.temperature:g}, typical of such fits; not measured."
+            f"Calibration: temperature {injection.temperature:g} (typical of such fits, not measured)."
         )
     console.say(f"Next: i2cl predict {shlex.quote(str(output))} FILE{threshold}")
 
 
 def _show_evaluation(worth: Mapping[str, Any]) -> None:
     from i2cl.core import encoder_bias
-    from i2cl.storage.card import SCORED, TOGETHER, recall_words
+    from i2cl.storage.card import BATCH_METHOD_NOTE, EVALUATION_ROWS, describe_recall
 
     rows: list[Mapping[str, object]] = [
         {"method": name, ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
@@ -376,22 +379,22 @@ def _show_evaluation(worth: Mapping[str, Any]) -> None:
         for name, one in worth["methods"].items()
     ]
     rows += [dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in worth["not_run"]]
-    console.say(f"\nAccuracy with 95 % interval on {worth['rows']} {SCORED[worth['split']]}:")
+    console.say(f"\nAccuracy with 95 % interval on {worth['rows']} {EVALUATION_ROWS[worth['split']]}:")
     console.print_table("", rows)
     for name, why in worth["not_run"].items():
         console.say(f"{name} was not run: {why}.")
     if any("batch_calibration" in name for name in worth["methods"]):
-        console.say(TOGETHER)
+        console.say(BATCH_METHOD_NOTE)
     if {"anchored", "sentence_embeddings"} <= worth["methods"].keys():
         encoder = encoder_bias.local_encoder()
         console.say(f"To combine anchored and sentence_embeddings, refit with --set encoder={encoder}.")
-    if recall := recall_words(worth):
+    if recall := describe_recall(worth):
         console.say(f"{recall}.")
     console.say(f"\nVerdict: {worth['verdict']}.")
 
 
 def _public(value: object) -> str:
-    """The last part of a path, whether it is there or not; a name that may be a hub id as others know it."""
+    """Return the last part of a path, or the public name of a model or task."""
     return (value.name or value.resolve().name) if isinstance(value, Path) else public_name(str(value))
 
 
@@ -401,8 +404,11 @@ def _without_folders(value: str) -> str:
 
 
 def command_line(context: typer.Context, **resolved: object) -> str:
-    """The command that was given, for others: paths keep their last part, options of printing are left out.
-    ``resolved``: values of options that are named in any case, typed or not.
+    """Reconstruct the command line for a model card, without folders and output options.
+
+    Args:
+        context: of the command.
+        resolved: values that replace the given ones; they are included even if they were not given.
     """
     words, named = context.command_path.split(), []
     for parameter in context.command.params:
@@ -413,7 +419,7 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         if name == "json" or value is None or not (typed or name in resolved):
             continue
         values = [
-            _public(one) if isinstance(one, Path) or name in _NAMES else _without_folders(str(one))
+            _public(one) if isinstance(one, Path) or name in _NAME_OR_PATH else _without_folders(str(one))
             for one in (value if isinstance(value, list | tuple) else [value])
         ]
         if parameter.param_type_name == "argument":

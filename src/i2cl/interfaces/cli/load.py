@@ -1,4 +1,4 @@
-"""From what was typed to decoders, tasks and options."""
+"""Load models and tasks from the values of command-line options."""
 
 import json
 import sys
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
 
-UNWORDED = "{text} {label}"  # stands where a chat's template will
+UNWORDED = "{text} {label}"  # placeholder until the chat template is known
 
 
 def decoder(name: str, options: ModelOptions, architecture: "Architecture | None" = None) -> "Decoder":
-    """Load a model quietly; a small one on the CPU then runs on one thread, which is fastest."""
+    """Load a model without progress bars. A small one on the CPU gets one thread, which is fastest."""
     libraries()
     import torch
 
@@ -40,23 +40,26 @@ def decoder(name: str, options: ModelOptions, architecture: "Architecture | None
 
 
 def libraries() -> None:
-    """Import what takes seconds, saying so."""
+    """Import PyTorch and transformers, which takes seconds, with a progress message."""
     with console.waiting("loading PyTorch and transformers"):
         import_module("i2cl.models.decoder")
 
 
 def _device_map(typed: str | None) -> str | dict[str, Any] | None:
-    """A name such as ``auto``, or what JSON says of each module."""
+    """Parse ``--device-map``: a name such as ``auto``, or a JSON object from modules to devices."""
     if typed is None or not typed.lstrip().startswith(("{", "[", '"')):
         return typed
     try:
-        places = json.loads(typed)
+        devices = json.loads(typed)
     except (ValueError, RecursionError) as error:
-        cure = 'write it like \'{"": "cpu"}\''
-        raise I2CLError(f"--device-map {typed!r} is no JSON ({error}): {cure}") from None
-    if not isinstance(places, dict) or not all(isinstance(place, str | int) for place in places.values()):
-        raise I2CLError(f"--device-map {typed!r} is no map: give every module a device, cpu or disk")
-    return places
+        hint = 'write it like \'{"": "cpu"}\''
+        raise I2CLError(f"--device-map {typed!r} is not valid JSON ({error}): {hint}") from None
+    if not isinstance(devices, dict) or not all(isinstance(one, str | int) for one in devices.values()):
+        raise I2CLError(
+            f"--device-map {typed!r} is not an object from modules to devices: write it like "
+            '\'{"": "cpu"}\', with a device, cpu or disk for every module'
+        )
+    return devices
 
 
 def require_options(
@@ -67,7 +70,7 @@ def require_options(
     """
     _device_map(loading.device_map)
     if loading.device is not None and loading.device_map is not None:
-        raise I2CLError("device and device_map exclude each other: give one of them")
+        raise I2CLError("--device and --device-map exclude each other: give one of them")
     if model is not None:
         require_model(model)
     options(settings)
@@ -77,14 +80,14 @@ def require_model(name: str) -> None:
     """Check before PyTorch is imported that a local model is there. Raises I2CLError."""
     local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if local and not Path(name).exists():
-        cure = "give a folder, a GGUF file, a hub id, or 'reference'"
-        raise I2CLError(f"model folder {name!r} does not exist: {cure}")
+        hint = "give a folder, a GGUF file, a hub id, or 'reference'"
+        raise I2CLError(f"model folder {name!r} does not exist: {hint}")
 
 
 def require_artefact(name: str) -> None:
-    """Check before PyTorch is imported that an artefact is there, or fetch it from the hub.
+    """Check before PyTorch is imported that an artefact exists, and download it from the hub if needed.
 
-    Raises I2CLError if it is in neither place, or the folder holds none.
+    Raises I2CLError if it is neither a folder nor on the hub, or is not an artefact.
     """
     folder = Path(name)
     if not folder.exists():
@@ -92,11 +95,14 @@ def require_artefact(name: str) -> None:
 
         folder = download(name, None, FILES)
     if not (folder / DESCRIPTION).is_file():
-        raise I2CLError(f"{name!r} is no injection: it has no {DESCRIPTION} (made by `i2cl fit`)")
+        raise I2CLError(
+            f"{name!r} is not an artefact, it has no {DESCRIPTION}: create one with "
+            "`i2cl fit MODEL TASK -o FOLDER`"
+        )
 
 
 def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
-    """With the revision that an injection was made on, unless another one or another model is named."""
+    """Set the revision to the injection's, unless a revision or another model is given."""
     return replace(options, revision=options.revision or (None if model else injection.base.revision))
 
 
@@ -106,20 +112,21 @@ def automatic(options: ModelOptions) -> ModelOptions:
 
 
 def artefact_decoder(injection: "Injection", model: str | None, options: ModelOptions) -> "Decoder":
-    """Load the model that an injection was made on, or the one that is named instead. Raises I2CLError if the
-    first is not found where it was, naming the option that says where it is.
+    """Load the model that an injection was fitted on, or ``model`` instead.
+
+    Raises I2CLError if it cannot be loaded; the message names the option for another path.
     """
     if model is not None:
         return decoder(model, options)
     try:
         return decoder(injection.base.name, options)
     except I2CLError as error:
-        where = f"the injection was made on {injection.base.name!r}; --model names another place"
-        raise I2CLError(f"{error} ({where})") from None
+        hint = f"the task was fitted on {injection.base.name!r}; give its new path with --model"
+        raise I2CLError(f"{error} ({hint})") from None
 
 
 def quiet() -> None:
-    """No progress bars and no advice from the libraries below."""
+    """Disable progress bars and warnings of the libraries that load models."""
     import logging as standard
 
     from transformers.utils import logging
@@ -132,25 +139,25 @@ def quiet() -> None:
 
 
 def _quiet_hub() -> None:
-    """Retries of the hub client are not for users: the error that ends them is."""
+    """Hide the hub client's messages on retries; the final error is reported."""
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()
 
 
 def local_task(name: str, options: TaskOptions) -> "Task | None":
-    """Load a task that needs neither PyTorch nor the hub, or return None for one of the hub.
+    """Load a task that needs neither PyTorch nor the hub, or return None for a task on the hub.
 
-    Raises I2CLError as `task`, also for an unknown name: a typing mistake is reported at once.
+    Raises I2CLError as `task` does, so a mistyped name is reported before PyTorch is imported.
     """
     from i2cl.tasks.loaders import BENCHMARK_TASKS, PAPER_TASKS
 
-    of_hub = name in {*PAPER_TASKS, *BENCHMARK_TASKS} and options.data_dir is None
-    return None if of_hub else task(name, options)
+    on_hub = name in {*PAPER_TASKS, *BENCHMARK_TASKS} and options.data_dir is None
+    return None if on_hub else task(name, options)
 
 
 def task(name: str, options: TaskOptions) -> "Task":
-    """Load one task. Rows without a template get the default one. Raises I2CLError as `i2cl.load_task`."""
+    """Load one task, with the default template if none is given. Raises I2CLError as `i2cl.load_task`."""
     from i2cl.tasks import load_task
     from i2cl.tasks.loaders import default_template
 
@@ -176,24 +183,24 @@ def task(name: str, options: TaskOptions) -> "Task":
 def label_words(typed: str) -> list[str] | dict[str, str]:
     """Parse ``--labels``: words, or NAME=CODE pairs as a dict from code to name.
 
-    Raises I2CLError on a mixture of both, or a code that is given twice.
+    Raises I2CLError for a mixture of both, or for a code with two names.
     """
     parts = split(typed)
     pairs = [tuple(one.strip() for one in part.partition("=")) for part in parts]
     if not any(equals for _, equals, _ in pairs):
         return parts
     if bad := [part for part, pair in zip(parts, pairs, strict=True) if not all(pair)]:
-        cure = "write all as NAME=CODE, such as --labels good=1,bad=0"
-        raise I2CLError(f"--labels: {bad[0]!r} is not NAME=CODE: {cure}")
+        hint = "write all as NAME=CODE, such as --labels good=1,bad=0"
+        raise I2CLError(f"--labels: {bad[0]!r} is not NAME=CODE: {hint}")
     words: dict[str, str] = {}
     for name, _, code in pairs:
         if words.setdefault(code, name) != name:
-            raise I2CLError(f"--labels: code {code!r} is given to {words[code]!r} and {name!r}: choose one")
+            raise I2CLError(f"--labels: {words[code]!r} and {name!r} have the same code {code!r}: choose one")
     return words
 
 
 def task_names(names: str, model: str) -> list[str]:
-    """Names; ``all`` means the reference model's tasks, or the paper's for any other model."""
+    """Split task names; ``all`` means the reference model's tasks, or the paper's for any other model."""
     from i2cl.tasks import list_tasks
 
     if names != "all":
@@ -203,12 +210,12 @@ def task_names(names: str, model: str) -> list[str]:
 
 
 def split(names: str) -> list[str]:
-    """Names with commas between, and spaces or not."""
+    """Split names at commas and strip spaces."""
     return [name.strip() for name in names.split(",")]
 
 
 def options(settings: Sequence[str] | None) -> dict[str, str]:
-    """What ``--set`` says, by name. Raises I2CLError on something that is not NAME=VALUE."""
+    """Parse the values of ``--set``. Raises I2CLError for a value that is not NAME=VALUE."""
     values: dict[str, str] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")

@@ -13,9 +13,9 @@ def ls(
     what: Annotated[Literal["tasks", "architectures", "methods"], Argument(help="What to list.")],
     json: options.Json = False,
 ) -> None:
-    """List what is known: tasks, model types (architectures) or methods.
+    """List the built-in tasks, the supported model types (architectures) or the methods.
 
-    Methods come with their options, which `--set NAME=VALUE` sets.
+    Methods are listed with the options that --set NAME=VALUE sets.
     """
     rows = {"tasks": _tasks, "architectures": _architectures, "methods": _methods}[what]()
     if json:
@@ -31,13 +31,13 @@ def _show_methods(rows: list[Mapping[str, Any]]) -> None:
     listed: dict[str, str] = {}
     for row in rows:
         console.say(f"{row['name']}: {row['what']}")
-        console.say(f"    needs {row['needs']}; caches {row['cached']}; row of the paper: {row['paper_row']}")
+        console.say(f"    needs {row['needs']}; caches {row['cached']}; row in the paper: {row['paper_row']}")
         options = " ".join(
             f"{name}={'|'.join(option['choices']) or option['default']}"
             for name, option in row["options"].items()
         )
         if options in listed:
-            console.say(f"    --set as for {listed[options]}")
+            console.say(f"    --set: same options as {listed[options]}")
         elif options:
             listed[options] = row["name"]
             console.say(textwrap.fill(f"    --set {options}", 100, subsequent_indent=" " * 10))

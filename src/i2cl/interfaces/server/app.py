@@ -30,8 +30,8 @@ ERROR_STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 50
 def make_app(service: Service, access: Access, *, page: bool = True, origins: Sequence[str] = ()) -> Any:
     """Make the server's ASGI application.
 
-    It can be mounted under a prefix of another application. The other application then has to call
-    `Service.close` at its end, since Starlette does not run the lifespan of mounted applications.
+    To mount it under a prefix of another application, call `Service.close` when that application ends:
+    Starlette does not run the lifespan of mounted applications.
 
     Args:
         service: the model with its tasks and jobs.
@@ -79,7 +79,7 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
 
 
 def _add_classification(app: FastAPI, service: Service) -> None:
-    """Add the routes that classify. Answers are serialized on a worker thread if they are large."""
+    """Add the route that classifies. Large answers are serialized on a worker thread."""
 
     @app.post("/v1/classify", summary="Classify texts", response_model=schemas.Classification)
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
@@ -93,21 +93,6 @@ def _add_classification(app: FastAPI, service: Service) -> None:
             ).model_dump_json()
 
         return await service.json_response(answer, serialize)
-
-    @app.post(
-        "/models/{name:path}",
-        summary="Classify texts, for clients of Hugging Face",
-        response_model=list[list[schemas.LabelScore]],
-    )
-    @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def models(
-        name: str, body: schemas.Predict, request: Request, timeout: schemas.Timeout = None
-    ) -> Response:
-        answer = await answer_request(service, request, name, body.inputs, timeout)
-        top_k = body.parameters.top_k if body.parameters else None
-        return await service.json_response(
-            answer, lambda: schemas.ranked_json(answer.entry.labels, answer.probabilities, top_k)
-        )
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
@@ -148,14 +133,14 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        # of a union's errors, report the innermost, and a list's rather than a string's
-        problem = max(error.errors(), key=lambda one: (len(one["loc"]), one["type"] != "string_type"))
+        # report the innermost error of a union; of "text or list of texts", that of the list
+        problem = max(error.errors(), key=lambda item: (len(item["loc"]), item["type"] != "string_type"))
         parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
         message = f"{place or 'the body'} is invalid, {problem['msg'].removeprefix('Value error, ')}"
         if problem["type"] == "json_invalid":
             message = f"the body is not valid JSON ({problem['ctx']['error']}, character {place})"
-        return respond(RefusalError(422, "bad_request", f"{message}: see the fields in /openapi.json"))
+        return respond(RefusalError(422, "bad_request", message, "see the fields in /openapi.json"))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -163,9 +148,9 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         if error.status_code == 405:  # Starlette lists the methods of the first matching route only
             headers["Allow"] = ", ".join(name for name in METHODS if _accepts(app, name, request.scope))
         known = {404: ("not_found", "not found"), 405: ("method", "method not allowed")}
-        code, what = known.get(error.status_code, ("bad_request", "the request is invalid"))
-        message = f"{what}: see the paths and methods in /openapi.json"
-        return respond(RefusalError(error.status_code, code, message, headers=headers))
+        code, message = known.get(error.status_code, ("bad_request", "the request is invalid"))
+        hint = "see the paths and methods in /openapi.json"
+        return respond(RefusalError(error.status_code, code, message, hint, headers=headers))
 
 
 async def _file(path: Path) -> FileResponse:
@@ -174,5 +159,6 @@ async def _file(path: Path) -> FileResponse:
 
 def _accepts(app: FastAPI, method: str, scope: Scope) -> bool:
     """Return whether a route accepts a method at the path of a request."""
-    of_path = {name: scope[name] for name in ("type", "path", "root_path") if name in scope}
-    return any(route.matches(of_path | {"method": method})[0] is Match.FULL for route in app.routes)
+    candidate = {name: scope[name] for name in ("type", "path", "root_path") if name in scope}
+    candidate["method"] = method
+    return any(route.matches(candidate)[0] is Match.FULL for route in app.routes)

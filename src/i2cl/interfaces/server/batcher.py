@@ -1,8 +1,8 @@
 """Continuous batching of requests to many tasks, on one thread that owns the model.
 
-There is no timer: a batch holds what arrived while the previous one ran, earliest deadline first. Large
-requests and the rows of files run in slices between other requests. At each pause of a fit, queued requests
-get as much time as the fit had. Nothing here depends on HTTP.
+A batch consists of the requests that arrived while the previous batch ran, earliest deadline first; there is
+no timer. Large requests and the rows of files run in slices between other requests. Whenever a fit pauses,
+queued requests get as much time as the fit had before. Nothing here depends on HTTP.
 
 If the thread dies, every pending and later request fails with a 503; see `Batcher.failure`.
 """
@@ -24,13 +24,13 @@ from torch import Tensor
 
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.injections.pool import InjectionPool, TaskQuery
-from i2cl.interfaces.server.refusals import RefusalError, busy, model_failed, stopping
+from i2cl.interfaces.server.refusals import RefusalError, busy, deadline_passed, model_failed, stopping
 from i2cl.models.scoring import NotFiniteError
 
-SLICES = 32  # slices per full batch; a slice bounds how long a request waits for a large job
-LARGE = 4  # a request of more than 1 / LARGE of a full batch is a large job
-PATIENCE = 60.0  # seconds after which rows without a deadline run before requests with a later one
-QUIET = 60.0  # seconds without a small request after which large jobs run in full batches
+SLICES_PER_BATCH = 32  # slices per full batch; a slice bounds how long a request waits for a large job
+LARGE_SHARE = 4  # a request of more than a quarter of a full batch runs in slices
+MAX_FILE_WAIT_SECONDS = 60.0  # after this, rows of files run before requests whose deadline is later
+QUIET_SECONDS = 60.0  # after this long without a small request, large jobs run in full batches
 
 _log = logging.getLogger("i2cl.server")
 
@@ -39,7 +39,8 @@ class FitStoppedError(Exception):
     """Raised in a fit that was cancelled, or when the server shuts down."""
 
 
-Outcome = Float[Tensor, " labels"] | RefusalError  # of one row: log-probabilities of the labels, or an error
+# Result of one row: log-probabilities of the labels, or an error.
+Outcome = Float[Tensor, " labels"] | RefusalError
 
 
 @dataclass(eq=False)
@@ -47,12 +48,12 @@ class Ticket:
     """Rows of one request, or of one part of a file."""
 
     rows: Sequence[TaskQuery]
-    deadline: float  # on the clock of `time.monotonic`, for the start of the last row
+    deadline: float  # by `time.monotonic`; rows that have not started by then do not run
     large: bool  # whether the rows run in slices
     since: float = field(default_factory=time.monotonic)
-    # an outcome for each row; errors of single rows are for files only, a request fails as a whole
+    # An outcome for each row. Only files have errors of single rows: a request fails as a whole.
     done: "Future[list[Outcome]]" = field(default_factory=Future)
-    begun: int = 0
+    begun: int = 0  # number of rows that have started
     outcomes: "list[Outcome]" = field(default_factory=list)
 
     @property
@@ -72,26 +73,28 @@ class Batcher:
     def __init__(self, pool: InjectionPool, bound: int, observer: Any) -> None:
         """Start the thread.
 
-        ``pool``: scores the rows; ``bound``: maximum number of tokens of requests that wait or run;
-        ``observer``: has `i2cl.interfaces.server.metrics.Metrics.batch`.
+        Args:
+            pool: scores the rows.
+            bound: maximum number of tokens in queued and running requests.
+            observer: an `i2cl.interfaces.server.metrics.Metrics`, told about every batch.
         """
         self.pool, self.bound = pool, bound
-        self.waiting = 0  # tokens of requests that wait or run
-        # what ended the model thread, if it died; set before anything fails because of it
+        self.waiting = 0  # tokens in queued and running requests
+        # The error that ended the model thread. Set before the pending requests fail.
         self.failure: BaseException | None = None
         self._observer = observer
         self._changed = threading.Condition()
-        self._single: list[tuple[float, int, Ticket]] = []
+        self._small: list[tuple[float, int, Ticket]] = []
         self._large: list[tuple[float, int, Ticket]] = []
-        self._numbers = count()
+        self._sequence = count()
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._batch: Sequence[Ticket] = ()  # tickets with rows in the running batch
         self._future: Future[Any] | None = None  # of the running work
-        self._owed = False  # whether a slice is next
+        self._slice_is_next = False  # whether a slice is next
         self.stops = False  # whether new work is refused
-        self._seen = float("-inf")  # time of the last small request
-        self._fits = False
-        self._resumed = 0.0  # when the running fit began, or ended its last pause
+        self._last_small_request = float("-inf")  # time of the last small request
+        self._work_is_running = False
+        self._work_resumed_at = 0.0  # when the running work began, or ended its last pause
         self._rate = 0.0  # tokens per second, moving average
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
@@ -107,9 +110,9 @@ class Batcher:
         """
         self.require_running()
         if tokens > self.bound:
-            what = f"the request takes {tokens} tokens, and the queue holds {self.bound}"
+            what = f"the request takes {tokens} tokens, but the queue holds {self.bound}"
             hint = "send fewer texts at a time, or a file to /v1/batches"
-            raise RefusalError(413, "request_too_long", f"{what}: {hint}")
+            raise RefusalError(413, "request_too_long", what, hint)
         if self.waiting and self.waiting + tokens >= self.bound:
             seconds = max(1, round(self.waiting / self._rate)) if self._rate else 1
             raise busy(429, f"the queue is full ({self.waiting} tokens)", seconds)
@@ -128,18 +131,19 @@ class Batcher:
         with self._changed:
             tokens = sum(row.tokens for row in rows)
             self.require_room(tokens)
-            ticket = Ticket(rows, deadline, large=tokens > self.pool.decoder.token_budget // LARGE)
-            self._seen = self._seen if ticket.large else ticket.since
+            ticket = Ticket(rows, deadline, large=tokens > self.pool.decoder.token_budget // LARGE_SHARE)
+            self._last_small_request = self._last_small_request if ticket.large else ticket.since
             self.waiting += tokens
-            return self._put(ticket)
+            return self._enqueue(ticket)
 
     def submit_slices(self, rows: Sequence[TaskQuery], *, large: bool = True) -> Ticket:
-        """Queue rows of a file, without deadline and outside the bound. ``large=False``: for a few rows that
-        should not wait for their turn among slices. Raises RefusalError (503), see `require_room`.
+        """Queue rows of a file, without a deadline and not counted towards the bound.
+
+        ``large=False`` runs them like a small request. Raises RefusalError (503), see `require_room`.
         """
         with self._changed:
             self.require_running()
-            return self._put(Ticket(rows, deadline=float("inf"), large=large))
+            return self._enqueue(Ticket(rows, deadline=float("inf"), large=large))
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a request: rows that have not started do not run."""
@@ -148,8 +152,9 @@ class Batcher:
             ticket.done.cancel()
 
     def run(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Run long work, such as a fit, on the model thread. It has to call `pause` often. Raises
-        RefusalError (503), see `require_room`.
+        """Run long work, such as a fit, on the model thread. The work has to call `pause` often.
+
+        Raises RefusalError (503), see `require_room`.
         """
         future: Future[Any] = Future()
         with self._changed:
@@ -164,17 +169,17 @@ class Batcher:
         Raises FitStoppedError when the server shuts down.
         """
         began = time.monotonic()
-        ran = began - self._resumed
-        while not self.stops and (self._single or self._large):
+        ran = began - self._work_resumed_at
+        while not self.stops and (self._small or self._large):
             self._turn()
             if time.monotonic() - began >= ran:
                 break
         if self.stops:
             raise FitStoppedError
-        self._resumed = time.monotonic()
+        self._work_resumed_at = time.monotonic()
 
     def stop(self) -> None:
-        """Refuse new work, finish queued requests, then end. Files and fits stop where they are."""
+        """Refuse new work, finish queued requests, then end the thread. Files and fits are interrupted."""
         with self._changed:
             self.stops = True
             for _, _, ticket in self._large:
@@ -189,13 +194,13 @@ class Batcher:
 
     @property
     def slice(self) -> int:
-        """Tokens of a slice, and of a forward pass of a fit."""
-        return max(1, self.pool.decoder.token_budget // SLICES)
+        """Number of tokens in a slice, and in a forward pass of a fit."""
+        return max(1, self.pool.decoder.token_budget // SLICES_PER_BATCH)
 
-    def _put(self, ticket: Ticket) -> Ticket:
-        heap = self._large if ticket.large else self._single
-        before = min(ticket.deadline, ticket.since + PATIENCE)
-        heapq.heappush(heap, (before, next(self._numbers), ticket))
+    def _enqueue(self, ticket: Ticket) -> Ticket:
+        heap = self._large if ticket.large else self._small
+        before = min(ticket.deadline, ticket.since + MAX_FILE_WAIT_SECONDS)
+        heapq.heappush(heap, (before, next(self._sequence), ticket))
         self._changed.notify()
         return ticket
 
@@ -203,7 +208,7 @@ class Batcher:
         """Body of the thread."""
         try:
             self._loop()
-        except BaseException as error:  # noqa: BLE001 - reported to all who wait, and ends the process
+        except BaseException as error:  # noqa: BLE001 - fails all requests, and ends the process
             self._fail_all(error)
 
     def _fail_all(self, error: BaseException) -> None:
@@ -212,11 +217,11 @@ class Batcher:
             if self.failure is not None:
                 return
             self.failure = error
-            queued = [ticket for _, _, ticket in (*self._single, *self._large)]
+            queued = [ticket for _, _, ticket in (*self._small, *self._large)]
             futures = [ticket.done for ticket in (*self._batch, *queued)]
             futures += [future for _, future in self._work]
             futures += [self._future] if self._future is not None else []
-            self._single, self._large, self._batch, self.waiting = [], [], (), 0
+            self._small, self._large, self._batch, self.waiting = [], [], (), 0
             self._work.clear()
         name = type(error).__name__  # its message may quote a user's text
         _log.critical("the model thread has died (%s): failing all requests", name)
@@ -227,22 +232,22 @@ class Batcher:
     def _loop(self) -> None:
         while self.failure is None:
             with self._changed:
-                self._changed.wait_for(lambda: self._single or self._large or self._work or self.stops)
+                self._changed.wait_for(lambda: self._small or self._large or self._work or self.stops)
                 work = self._work.popleft() if self._work and not self.stops else None
-                if self.stops and not (self._single or self._large):
+                if self.stops and not (self._small or self._large):
                     for _, future in self._work:
                         future.cancel()
                     return
             if work is not None:
-                self._do(*work)
+                self._run_work(*work)
             else:
                 self._turn()
 
     def _turn(self) -> None:
-        """Run a batch of small requests or, in turn, a slice of a large one, if there is any.
+        """Run one batch: small requests and slices of large ones take turns.
 
-        An error outside the model's own is a fault in this class, after which its state cannot be trusted.
-        It must not be mistaken for an error of the fit that called `pause`.
+        `_score` handles errors of the model. Any other error is a bug in this class, after which its state
+        cannot be trusted; it must not be mistaken for an error of the fit that called `pause`.
         """
         try:
             self._run_batch()
@@ -251,31 +256,31 @@ class Batcher:
             raise
 
     def _run_batch(self) -> None:
-        large = bool(self._large and (self._owed or not self._single))
-        self._owed = not large
+        large = bool(self._large and (self._slice_is_next or not self._small))
+        self._slice_is_next = not large
         with self._changed:
-            chosen = self._taken(self._large if large else self._single)
+            chosen = self._take_batch(self._large if large else self._small)
             self._batch = [ticket for ticket, _ in chosen]
         if not chosen:
             return
         started = time.monotonic()
         rows = [row for _, part in chosen for row in part]
-        outcomes = iter(self._answered(rows))
+        outcomes = iter(self._score(rows))
         seconds = max(time.monotonic() - started, 1e-6)  # some clocks are coarse
         with self._changed:
             tokens = sum(row.tokens for row in rows)
             self._rate = tokens / seconds if not self._rate else 0.8 * self._rate + 0.2 * tokens / seconds
             for ticket, part in chosen:
-                self._keep(ticket, [next(outcomes) for _ in part])
+                self._store_outcomes(ticket, [next(outcomes) for _ in part])
             self._batch = ()
         tasks = len({id(row.task) for row in rows})
         waited = [started - ticket.since for ticket, part in chosen if ticket.begun == len(part)]
         self._observer.batch(rows=len(rows), tasks=tasks, seconds=seconds, waited=waited)
 
-    def _do(self, work: Callable[[], Any], future: "Future[Any]") -> None:
+    def _run_work(self, work: Callable[[], Any], future: "Future[Any]") -> None:
         if not future.set_running_or_notify_cancel():
             return
-        self._fits, self._resumed, self._future = True, time.monotonic(), future
+        self._work_is_running, self._work_resumed_at, self._future = True, time.monotonic(), future
         try:
             outcome = work()
         except Exception as error:  # noqa: BLE001 - raised again by the future
@@ -284,12 +289,14 @@ class Batcher:
         else:
             with suppress(InvalidStateError):
                 future.set_result(outcome)
-        self._fits, self._future = False, None
+        self._work_is_running, self._future = False, None
 
-    def _taken(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[TaskQuery]]]:
+    def _take_batch(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[Ticket, Sequence[TaskQuery]]]:
         """Take the rows of a batch, by deadline. Late and cancelled tickets are dropped."""
         now = time.monotonic()
-        full = heap is self._single or not (self._fits or now - self._seen < QUIET)
+        full = heap is self._small or not (
+            self._work_is_running or now - self._last_small_request < QUIET_SECONDS
+        )
         budget = self.pool.decoder.token_budget if full else self.slice
         chosen: list[tuple[Ticket, Sequence[TaskQuery]]] = []
         longest = rows = 0
@@ -298,8 +305,7 @@ class Batcher:
             if ticket.done.done() or (not ticket.begun and ticket.deadline < now):
                 heapq.heappop(heap)
                 if not ticket.done.done():
-                    message = "the deadline of the request has passed before it started: retry later"
-                    self._fail(ticket, RefusalError(504, "deadline", message))
+                    self._fail(ticket, deadline_passed())
                 continue
             taken = 0
             for row in ticket.rows[ticket.begun :]:
@@ -315,33 +321,36 @@ class Batcher:
             heapq.heappop(heap)
         return chosen
 
-    def _answered(self, rows: Sequence[TaskQuery]) -> list[Outcome]:
+    def _score(self, rows: Sequence[TaskQuery]) -> list[Outcome]:
         """Score rows. An error of one row does not affect the others."""
         try:
-            return list(self.pool.answers(rows))
+            return list(self.pool.score_queries(rows))
         except Exception as error:  # noqa: BLE001 - becomes the error of one row
             if len(rows) > 1:
                 half = len(rows) // 2
-                return self._answered(rows[:half]) + self._answered(rows[half:])
+                return self._score(rows[:half]) + self._score(rows[half:])
             if isinstance(error, NotFiniteError):
                 return [RefusalError(500, "not_finite", str(error))]
             full = isinstance(error, RuntimeError) and is_out_of_memory(error)
             if not (full or isinstance(error, I2CLError)):
                 return [RefusalError.of(error)]
-            why = "the model is out of memory: retry later" if full else str(error)
-            return [RefusalError(503, "out_of_memory", why, headers={"Retry-After": "5"})]
+            headers = {"Retry-After": "5"}
+            if full:
+                message = "the model is out of memory"
+                return [RefusalError(503, "out_of_memory", message, "retry later", headers=headers)]
+            return [RefusalError(503, "out_of_memory", str(error), headers=headers)]
 
-    def _keep(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
+    def _store_outcomes(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
         if ticket.done.done():
             return
         if ticket.counted:
-            if refusal := next((one for one in answers if isinstance(one, RefusalError)), None):
+            if refusal := next((answer for answer in answers if isinstance(answer, RefusalError)), None):
                 self._fail(ticket, refusal)
                 return
             self.waiting -= sum(row.tokens for row in ticket.rows[len(ticket.outcomes) :][: len(answers)])
         ticket.outcomes += answers
         if len(ticket.outcomes) == len(ticket.rows):
-            with suppress(InvalidStateError):  # cancelled this moment, by a cancelled coroutine
+            with suppress(InvalidStateError):  # a cancelled coroutine may cancel it at this moment
                 ticket.done.set_result(ticket.outcomes)
 
     def _fail(self, ticket: Ticket, refusal: RefusalError) -> None:
@@ -350,6 +359,6 @@ class Batcher:
             ticket.done.set_exception(refusal)
 
     def _end(self, ticket: Ticket) -> None:
-        """Release the tokens reserved by a request that will not go on."""
+        """Release the tokens that an abandoned request has reserved."""
         if not ticket.done.done() and ticket.counted:
             self.waiting -= ticket.tokens

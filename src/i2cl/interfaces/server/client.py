@@ -20,11 +20,14 @@ from urllib.parse import quote, urlsplit
 
 from i2cl.errors import I2CLError, needs
 
-UNKNOWN = "unknown"  # code of an answer that is not the server's own, but that of a proxy
+UNKNOWN = "unknown"  # code of an error response of a proxy instead of the server
 DIGEST_HEADER = "X-I2CL-Digest"
-PAGE = 1000  # jobs per request of a list
+JOBS_PER_PAGE = 1000
+
+LOCAL = {"127.0.0.1", "::1", "localhost"}
 
 T = TypeVar("T")
+H = TypeVar("H")
 
 
 class ServerError(I2CLError):
@@ -39,14 +42,14 @@ class ServerError(I2CLError):
 class Prediction:
     """The answer for one text."""
 
-    label: str  # the most probable one
-    probabilities: dict[str, float]  # of every label
-    digest: str  # version of the task that answered
+    label: str  # the most probable label; empty if below the minimum confidence
+    probabilities: dict[str, float]  # by label
+    digest: str  # of the task's version
 
 
 @dataclass(frozen=True)
 class _Call(Generic[T]):
-    """A request, and how to read its answer: ``read`` gets the response of httpx."""
+    """A request, and a function that reads the httpx response to it."""
 
     method: str
     path: str
@@ -56,14 +59,25 @@ class _Call(Generic[T]):
     params: Mapping[str, str | int] = field(default_factory=dict)
 
     @property
-    def repeatable(self) -> bool:
-        """Whether sending it twice does the same as once."""
-        cancels = self.path.endswith("/cancel")
-        return self.method in {"GET", "PUT"} or self.path == "/v1/classify" or cancels
+    def idempotent(self) -> bool:
+        """Whether the request may be sent twice."""
+        harmless = self.path == "/v1/classify" or self.path.endswith("/cancel")
+        return harmless or self.method in {"GET", "PUT"}
+
+    def request(self) -> dict[str, Any]:
+        """Return the arguments of httpx's ``request``."""
+        headers = {} if self.content is None else {"Content-Type": self.content_type}
+        return {
+            "method": self.method,
+            "url": self.path,
+            "params": dict(self.params),
+            "content": self.content,
+            "headers": headers,
+        }
 
 
 class _Base:
-    """What both clients share: their options, and when a request is retried."""
+    """Options and retries of both clients."""
 
     def __init__(
         self, url: str, *, token: str | None = None, retries: int = 5, timeout: float = 120.0
@@ -73,9 +87,9 @@ class _Base:
         Args:
             url: address of the server, such as ``http://127.0.0.1:8000``.
             token: a token of the server's token file.
-            retries: how often a request is repeated that the server was too busy for, or that was lost. Those
-                that start a job or remove something are only repeated if they had no effect.
-            timeout: seconds to wait for an answer.
+            retries: maximum number of retries if the server is busy or the connection is lost. Requests that
+                start a job or remove something are only repeated if they had no effect.
+            timeout: seconds to wait for a response.
 
         Raises:
             I2CLError: on an address without http:// or https://, or if httpx2 is not installed.
@@ -90,17 +104,27 @@ class _Base:
         if not valid:
             raise I2CLError(f"{url!r} is not a valid server URL: begin it with http:// or https://")
         self._url, self._retries = url.rstrip("/"), retries
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        local = urlsplit(url).hostname in {"127.0.0.1", "::1", "localhost"}
-        self._options: dict[str, Any] = {"base_url": self._url, "headers": headers, "timeout": timeout}
-        self._options["trust_env"] = not local  # no proxy for this machine
-        # A kept-alive connection may break when it is reused, whether or not the request was sent. Requests
-        # that must not be sent twice get a new one.
-        self._fresh = {**self._options, "limits": httpx.Limits(max_keepalive_connections=0)}
+        self._token, self._timeout = token, timeout
+
+    def _connect(self, kind: Callable[..., H], *, keep_alive: bool) -> H:
+        """Make a client of httpx.
+
+        A kept-alive connection may break when it is reused, whether or not the request was sent. So requests
+        that must not be sent twice use a client without ``keep_alive``.
+        """
+        import httpx2 as httpx
+
+        return kind(
+            base_url=self._url,
+            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            timeout=self._timeout,
+            trust_env=urlsplit(self._url).hostname not in LOCAL,  # no proxy for this machine
+            limits=httpx.Limits(max_connections=100, max_keepalive_connections=20 if keep_alive else 0),
+        )
 
     def _attempts(self, call: _Call[T]) -> Generator[float, Any, T]:
-        """Decide on retries: yields seconds to wait before each attempt, is sent its response or error, and
-        returns what ``call`` reads. Raises ServerError.
+        """Decide on retries. Yields the seconds to wait before each attempt, receives its response or error,
+        and returns the result of ``call.read``. Raises ServerError.
         """
         import httpx2 as httpx
 
@@ -110,10 +134,10 @@ class _Base:
             outcome = yield pause
             if isinstance(outcome, Exception):
                 unsent = isinstance(outcome, httpx.ConnectError | httpx.ConnectTimeout)
-                if last or not (unsent or call.repeatable):
-                    done = "" if call.repeatable or unsent else ", and what it has done"
+                if last or not (unsent or call.idempotent):
+                    effect = "" if call.idempotent or unsent else ", and whether the request took effect"
                     why = str(outcome) or type(outcome).__name__
-                    message = f"no answer from {self._url} ({why}): check that it serves{done}"
+                    message = f"no response from {self._url} ({why}): check that the server runs{effect}"
                     raise ServerError(0, "unreachable", message) from None
                 pause = min(2.0, 0.1 * 2**attempt)
                 continue
@@ -129,11 +153,14 @@ class _Base:
 class Client(_Base):
     """Client of a server; safe to share between threads. Close it, or use it in a ``with`` statement."""
 
-    def __init__(self, url: str, **options: Any) -> None:
-        super().__init__(url, **options)
+    def __init__(
+        self, url: str, *, token: str | None = None, retries: int = 5, timeout: float = 120.0
+    ) -> None:
+        super().__init__(url, token=token, retries=retries, timeout=timeout)
         import httpx2 as httpx
 
-        self._http, self._once = httpx.Client(**self._options), httpx.Client(**self._fresh)
+        self._http = self._connect(httpx.Client, keep_alive=True)
+        self._once = self._connect(httpx.Client, keep_alive=False)
 
     def close(self) -> None:
         """Close all connections."""
@@ -168,7 +195,7 @@ class Client(_Base):
             name: name of the task.
             examples: rows with ``text`` and ``label``.
             template: with ``{text}`` and ``{label}``.
-            options: other fields of the request, see /openapi.json.
+            options: other fields of the request; see /openapi.json.
 
         Raises:
             ServerError: naming invalid rows.
@@ -182,7 +209,7 @@ class Client(_Base):
         return self._send(_upload(name, folder))
 
     def delete(self, name: str) -> None:
-        """Remove a task. Raises ServerError if there is none, or if it is a folder of the server."""
+        """Remove a task. Raises ServerError if there is no such task, or if it is a folder of the server."""
         self._send(_Call("DELETE", f"/v1/tasks/{quote(name)}", _nothing))
 
     def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
@@ -212,7 +239,7 @@ class Client(_Base):
         return self._send(_job(job))
 
     def cancel(self, job: str) -> dict[str, Any]:
-        """Cancel a job, and return its status. A finished job stays as it is."""
+        """Cancel a job, and return its status. Has no effect on a finished job."""
         return self._send(_cancel(job))
 
     def delete_job(self, job: str) -> None:
@@ -230,13 +257,13 @@ class Client(_Base):
     def _send(self, call: _Call[T]) -> T:
         import httpx2 as httpx
 
-        attempts, http = self._attempts(call), self._http if call.repeatable else self._once
+        attempts, http = self._attempts(call), self._http if call.idempotent else self._once
         pause = next(attempts)
         try:
             while True:
                 time.sleep(pause)
                 try:
-                    outcome: Any = http.request(**_arguments(call))
+                    outcome: Any = http.request(**call.request())
                 except httpx.TransportError as error:
                     outcome = error
                 pause = attempts.send(outcome)
@@ -247,11 +274,14 @@ class Client(_Base):
 class AsyncClient(_Base):
     """`Client` for coroutines. Close it with `aclose`, or use it in an ``async with`` statement."""
 
-    def __init__(self, url: str, **options: Any) -> None:
-        super().__init__(url, **options)
+    def __init__(
+        self, url: str, *, token: str | None = None, retries: int = 5, timeout: float = 120.0
+    ) -> None:
+        super().__init__(url, token=token, retries=retries, timeout=timeout)
         import httpx2 as httpx
 
-        self._http, self._once = httpx.AsyncClient(**self._options), httpx.AsyncClient(**self._fresh)
+        self._http = self._connect(httpx.AsyncClient, keep_alive=True)
+        self._once = self._connect(httpx.AsyncClient, keep_alive=False)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -329,25 +359,18 @@ class AsyncClient(_Base):
     async def _send(self, call: _Call[T]) -> T:
         import httpx2 as httpx
 
-        attempts, http = self._attempts(call), self._http if call.repeatable else self._once
+        attempts, http = self._attempts(call), self._http if call.idempotent else self._once
         pause = next(attempts)
         try:
             while True:
                 await asyncio.sleep(pause)
                 try:
-                    outcome: Any = await http.request(**_arguments(call))
+                    outcome: Any = await http.request(**call.request())
                 except httpx.TransportError as error:
                     outcome = error
                 pause = attempts.send(outcome)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
-
-
-def _arguments(call: _Call[Any]) -> dict[str, Any]:
-    """Return the arguments of httpx's ``request``."""
-    headers = {} if call.content is None else {"Content-Type": call.content_type}
-    url = {"method": call.method, "url": call.path, "params": dict(call.params)}
-    return {**url, "content": call.content, "headers": headers}
 
 
 def _json(value: Any) -> bytes:
@@ -365,8 +388,8 @@ def _classify(task: str, texts: Sequence[str], min_confidence: float | None) -> 
     def read(response: Any) -> list[Prediction]:
         reply, digest = response.json(), response.headers.get(DIGEST_HEADER, "")
         return [
-            Prediction(one["label"], dict(zip(reply["labels"], one["probs"], strict=True)), digest)
-            for one in reply["data"]
+            Prediction(item["label"], dict(zip(reply["labels"], item["probs"], strict=True)), digest)
+            for item in reply["data"]
         ]
 
     body: dict[str, Any] = {"model": task, "input": list(texts)}
@@ -419,15 +442,15 @@ def _answers(job: str) -> _Call[list[dict[str, Any]]]:
 
 
 def _with_labels(lines: list[dict[str, Any]], job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Add the labels of each line's task, which the server sends once, in the last event of the job."""
+    """Add the labels of each line's task. The server sends them once, in the last event of the job."""
     labels = job["last"]["labels"]
     return [line | {"labels": labels[line["model"]]} if "probs" in line else line for line in lines]
 
 
-def _jobs(before: list[dict[str, Any]]) -> _Call[tuple[list[dict[str, Any]], bool]]:
-    """Return the request for the next page, after the jobs of those before."""
-    params: dict[str, str | int] = {"limit": PAGE}
-    params |= {"after": before[-1]["id"]} if before else {}
+def _jobs(previous: list[dict[str, Any]]) -> _Call[tuple[list[dict[str, Any]], bool]]:
+    """Return the request for the page after these jobs."""
+    params: dict[str, str | int] = {"limit": JOBS_PER_PAGE}
+    params |= {"after": previous[-1]["id"]} if previous else {}
 
     def read(response: Any) -> tuple[list[dict[str, Any]], bool]:
         return response.json()["data"], response.json().get("has_more", False)
@@ -444,7 +467,7 @@ def _cancel(job: str) -> _Call[dict[str, Any]]:
 
 
 def _last_event(job: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the last event of a finished job, None for others. Raises ServerError if it was not done."""
+    """Return the last event of a finished job, or None. Raises ServerError if it failed or was cancelled."""
     if job["status"] not in {"done", "failed", "cancelled"}:
         return None
     last: dict[str, Any] = job["last"]
@@ -456,10 +479,10 @@ def _last_event(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _retried(call: _Call[Any], error: ServerError) -> bool:
-    """Return whether to repeat a request after an error: it had no effect, or may be repeated."""
+    """Return whether to repeat a request after an error: it had no effect, or is idempotent."""
     if error.code != UNKNOWN or error.status == 429:
         return error.status in {429, 503}
-    return error.status >= 500 and call.repeatable  # of a proxy, which does not say what happened
+    return error.status >= 500 and call.idempotent  # of a proxy: the request may have had an effect
 
 
 def _retry_after(header: str) -> float:

@@ -1,4 +1,4 @@
-"""Batch files: JSON Lines in, JSON Lines out in the same order, exactly one answer or error per line."""
+"""Batch files in JSON Lines. The output has one answer or error per input line, in the same order."""
 
 import codecs
 import json
@@ -15,19 +15,23 @@ from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.task_store import Entry, TaskStore
+from i2cl.models.scoring import TextError
 from i2cl.storage.journal import Journal
 from i2cl.tasks.formats import load_json, repeated_key
 from i2cl.tasks.text import is_blank
 
 INPUT, OUTPUT = "input.jsonl", "output.jsonl"
 CHUNK = 64  # lines classified and written together; a kill loses at most one chunk
-MAX_LINE = 2**20  # bytes: more than any context holds
-MAX_ERRORS = 1000  # malformed lines after which the rest is not checked
-MAX_JOB_BYTES = 2**30  # of a job on the disk: its input, and an upper bound of its answers
-BYTES_PER_ANSWER, BYTES_PER_PROBABILITY = 400, 25  # upper bounds, in JSON
+MAX_LINE = 2**20  # bytes; longer than any model's context
+MAX_ERRORS = 1000  # checking stops after this many malformed lines
+MAX_JOB_BYTES = 2**30  # input of a job and upper bound of its answers, on the disk
+BYTES_PER_ANSWER, BYTES_PER_PROBABILITY = 400, 25  # upper bounds of the JSON
+
+# Characters that JSON leaves as they are, and at which `str.splitlines` and httpx would end a line.
+LINE_BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
 
 
-class Line(pydantic.BaseModel):
+class BatchLine(pydantic.BaseModel):
     """A line of the input."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
@@ -42,14 +46,14 @@ def read_lines(
 ) -> tuple[int, list[str], int]:
     """Check the lines of a batch file and write each, with its task, to ``rows``.
 
-    One line is in memory at a time. A blank text does not fail the file: its line gets an error instead of an
-    answer when the job runs.
+    Reads one line at a time. A blank text does not fail the file: its line gets an error instead of an answer
+    when the job runs.
 
     Args:
         body: the file.
-        model: task of lines that name none.
+        model: task of lines without a ``model``.
         find: returns a task by its name, or raises RefusalError.
-        rows: written to.
+        rows: file for the checked lines.
 
     Returns:
         The number of lines, the names of their tasks, and an upper bound of the job's bytes on the disk.
@@ -62,9 +66,9 @@ def read_lines(
     labels: dict[str, int] = {}  # number of labels of each task
     refused: list[str] = []
     blank: list[str] = []
-    for number, text in _filled_lines(body):
+    for number, text in _nonblank_lines(body):
         try:
-            line, name = _line(text, model)
+            line, name = _parse_line(text, model)
             if name not in labels:
                 labels[name] = len(find(name).labels)
         except RefusalError as error:
@@ -83,24 +87,24 @@ def read_lines(
             break
     if count == len(blank):
         refused += blank[:MAX_ERRORS]
-    _raise_if_refused(refused, count)
+    _raise_if_invalid(refused, count)
     return count, sorted(labels), size
 
 
-def _raise_if_refused(refused: list[str], count: int) -> None:
+def _raise_if_invalid(refused: list[str], count: int) -> None:
     if refused:
         raise RefusalError(422, "bad_rows", refused[0], rows=refused)
     if not count:
-        raise RefusalError(422, "bad_input", "the file has no lines: send at least one")
+        raise RefusalError(422, "bad_input", "the file has no lines", "send at least one")
 
 
 def _check_size(size: int, line: int) -> None:
     if size > MAX_JOB_BYTES:
-        what = f"the file with its answers would exceed {MAX_JOB_BYTES / 1e9:.1f} GB on line {line}"
-        raise RefusalError(413, "file_too_long", f"{what}: split it")
+        message = f"the file with its answers would exceed {MAX_JOB_BYTES / 1e9:.1f} GB on line {line}"
+        raise RefusalError(413, "file_too_long", message, "split it")
 
 
-def _filled_lines(body: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def _nonblank_lines(body: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not empty, numbered from 1, up to the first that is too long."""
     for number, text in enumerate(iter(partial(body.readline, MAX_LINE + 1), b""), start=1):
         line = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
@@ -110,11 +114,11 @@ def _filled_lines(body: IO[bytes]) -> Iterator[tuple[int, bytes]]:
             return
 
 
-def _line(text: bytes, model: str | None) -> tuple[Line, str]:
+def _parse_line(text: bytes, model: str | None) -> tuple[BatchLine, str]:
     if len(text) > MAX_LINE:
-        raise I2CLError(f"it is longer than {MAX_LINE} bytes: shorten it")
+        raise I2CLError(f"the line is longer than {MAX_LINE} bytes: shorten it")
     try:
-        line = Line.model_validate_json(text)
+        line = BatchLine.model_validate_json(text)
     except pydantic.ValidationError as error:
         raise I2CLError(first_problem(error)) from None
     if (key := repeated_key(load_json(text))) is not None:
@@ -125,14 +129,14 @@ def _line(text: bytes, model: str | None) -> tuple[Line, str]:
 
 
 def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
-    """Run a batch job, after the last chunk that is on the disk, and return the fields of its last event.
+    """Run a batch job from the last chunk on the disk, and return the fields of its last event.
 
-    A line that cannot be scored has an ``error`` in place of a label. The labels of each task, in the order
-    of the probabilities, are in the last event: repeated on every line, they would multiply the size of the
-    file. Raises FitStoppedError if the job is cancelled.
+    A line that cannot be scored gets an ``error`` instead of a label. The last event lists the labels of each
+    task in the order of the probabilities; on every line they would multiply the size of the file. Raises
+    FitStoppedError if the job is cancelled.
     """
     digests, rows, out = job.request["digests"], job.request["rows"], job.folder / OUTPUT
-    with Journal.opened(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
+    with Journal.open(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
         done = journal.kept
         with out.open("rb") as written:
             failures = sum("error" in json.loads(line) for line in written)
@@ -144,39 +148,44 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
                 {name: line[name] for name in ("line", "custom_id", "model")} | answer
                 for line, answer in zip(chunk, answers, strict=True)
             ]
-            journal.append(b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in records))
+            encoded = (json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+            journal.append(b"".join(encoded))
             done += len(chunk)
-            failures += sum("error" in one for one in records)
+            failures += sum("error" in record for record in records)
             job.publish_progress("rows", done=done, rows=rows, failed=failures)
     return {"rows": rows, "failed": failures, "labels": job.request["labels"]}
+
+
+def _json_line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).translate(LINE_BREAKS).encode() + b"\n"
 
 
 def _answers(
     chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskStore
 ) -> list[dict[str, Any]]:
-    """Return for each line its label and probabilities, or its error."""
+    """Return the label and probabilities of each line, or its error."""
     answers: list[dict[str, Any]] = [{} for _ in chunk]
-    rows, places = [], []
-    for at, line in enumerate(chunk):
+    rows, indices = [], []
+    for index, line in enumerate(chunk):
         try:
-            rows += tasks.of_version(digests[line["model"]], [line["input"]])
-            places.append(at)
+            rows += tasks.queries_of_version(digests[line["model"]], [line["input"]])
+            indices.append(index)
+        except TextError as error:
+            answers[index] = RefusalError(422, "bad_input", f"the text {error.problems[0]}").body()
         except I2CLError as error:
-            refusal = RefusalError.of(error)
-            message = str(refusal).replace("text 1 ", "the text ", 1)
-            answers[at] = RefusalError(refusal.status, refusal.code, message).body()
+            answers[index] = RefusalError.of(error).body()
     scored = batcher.submit_slices(rows).done.result() if rows else ()
-    for at, row, scores in zip(places, rows, scored, strict=True):
+    for index, row, scores in zip(indices, rows, scored, strict=True):
         if isinstance(scores, RefusalError):
-            answers[at] = scores.body()
+            answers[index] = scores.body()
             continue
         labels, probs = row.task.questions.task.labels, scores.softmax(-1).tolist()
-        answers[at] = {"digest": digests[chunk[at]["model"]], "label": labels[probs.index(max(probs))]}
-        answers[at]["probs"] = probs
+        digest = digests[chunk[index]["model"]]
+        answers[index] = {"digest": digest, "label": labels[probs.index(max(probs))], "probs": probs}
     return answers
 
 
-def description(entries: dict[str, Entry], rows: int, size: int) -> dict[str, Any]:
+def job_request(entries: dict[str, Entry], rows: int, size: int) -> dict[str, Any]:
     """Return the request of a batch job; ``entries``: its tasks by name."""
     return {
         "rows": rows,

@@ -39,8 +39,8 @@ MIN_TOKEN_LENGTH = 16
 BODY_SECONDS = 30.0  # time limit for receiving a body, plus one second per `BODY_RATE` bytes
 BODY_RATE = 2**18
 MAX_IN_MEMORY = 2**20  # bytes of a body beyond which it is spooled to disk
-MAX_HELD = 2**29  # bytes of all bodies in flight; bodies of up to `SMALL` bytes are always accepted
-SMALL = 2**16
+MAX_BODY_BYTES = 2**29  # of all bodies in flight; up to `SMALL_BODY` bytes are always accepted
+SMALL_BODY = 2**16  # bytes
 MAX_REQUESTS = 512  # concurrent requests, not counting public routes and event streams
 MAX_STREAMS = 256  # concurrent event streams
 MAX_STREAMS_PER_READER = 16
@@ -111,15 +111,15 @@ class Access:
         """Raise RefusalError (421) on a foreign Host header, which protects from DNS rebinding."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self.hosts and name.lower() not in self.hosts:
-            message = f"host {name[:100]!a} is not allowed: add it with --allowed-host"
-            raise RefusalError(421, "unknown_host", message)
+            message = f"host {name[:100]!a} is not allowed"
+            raise RefusalError(421, "unknown_host", message, "add it with --allowed-host")
 
     def role(self, header: str) -> Role | None:
         """Return the role of an Authorization header, comparing tokens in constant time."""
-        kind, _, given = header.partition(" ")
+        scheme, _, given = header.partition(" ")
         match: Role | None = None
         for token, role in self.tokens.items():
-            if hmac.compare_digest(token.encode(), given.strip().encode()) and kind.lower() == "bearer":
+            if hmac.compare_digest(token.encode(), given.strip().encode()) and scheme.lower() == "bearer":
                 match = role
         return match
 
@@ -135,10 +135,10 @@ class Access:
             return None
         role = self.role(header)
         if role is None:
-            message = "missing or invalid token: send Authorization: Bearer TOKEN"
-            raise RefusalError(401, "no_token", message, headers={"WWW-Authenticate": "Bearer"})
+            hint, headers = "send Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
+            raise RefusalError(401, "no_token", "missing or invalid token", hint, headers=headers)
         if required == "admin" and role != "admin":
-            raise RefusalError(403, "read_token", "this token is read-only: use an admin token")
+            raise RefusalError(403, "read_token", "this token is read-only", "use an admin token")
         return self.reader(header) if role == "read" else None
 
 
@@ -172,12 +172,12 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(eq=False)
 class Guard:
-    """Outermost ASGI application. It also counts what is in flight, for `GuardedRoute`."""
+    """Outermost ASGI application. It also counts requests and bodies in flight, for `GuardedRoute`."""
 
     app: Any  # the application inside
     access: Access
     metrics: Metrics  # counts requests and errors
-    held: int = 0  # bytes of request bodies in flight
+    body_bytes: int = 0  # bytes of request bodies in flight
     running: int = 0  # requests in flight, not counting public routes and event streams
     streams: Counter[str | None] = field(default_factory=Counter)  # open event streams by read token
 
@@ -188,14 +188,14 @@ class Guard:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
-        began, status = False, 500
+        response_started, status = False, 500
         started = time.perf_counter()
         method, path = scope["method"], scope["path"]
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal began, status
+            nonlocal response_started, status
             if message["type"] == "http.response.start":
-                began, status = True, message["status"]
+                response_started, status = True, message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
                 for name, value in HEADERS.items():
@@ -208,7 +208,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001 - an error of one request must not end the server
             if not isinstance(error, RefusalError):
                 _log_error(error, request_id)
-            if not began:
+            if not response_started:
                 refusal = RefusalError.of(error)
                 self.metrics.refusals.labels(refusal.code).inc()
                 await JSONResponse(refusal.body(), refusal.status, refusal.headers)(
@@ -227,65 +227,65 @@ class Guard:
 
         Raises RefusalError: 401, 403, 408, 413, 415, 429 or 503.
         """
-        with ExitStack() as ends:
+        with ExitStack() as cleanup:
             if required.role is not None:
                 header = Headers(scope=scope).get("authorization", "")
                 reader = self.access.authorize(required.role, header)
                 if reader is not None:
                     scope[READER] = reader
-                ends.enter_context(self._slot(reader, stream=required.stream))
+                cleanup.enter_context(self._count_request(reader, stream=required.stream))
             if required.content_types:
-                receive = await self._body(required, scope, receive, ends)
+                receive = await self._body(required, scope, receive, cleanup)
             yield receive
 
-    def _slot(self, reader: str | None, *, stream: bool) -> ExitStack:
+    def _count_request(self, reader: str | None, *, stream: bool) -> ExitStack:
         """Count a request until the result is closed. Raises RefusalError (429, 503) at the limit."""
-        ends = ExitStack()
+        cleanup = ExitStack()
         if stream:
             if reader is not None and self.streams[reader] >= MAX_STREAMS_PER_READER:
                 raise busy(429, f"this token has {MAX_STREAMS_PER_READER} event streams open")
             if self.streams.total() >= MAX_STREAMS:
                 raise busy(503, f"{MAX_STREAMS} event streams are open")
             self.streams[reader] += 1
-            ends.callback(self._close_stream, reader)
+            cleanup.callback(self._close_stream, reader)
         else:
             if self.running >= MAX_REQUESTS:
                 raise busy(503, f"{MAX_REQUESTS} requests are running")
             self.running += 1
-            ends.callback(self._release, "running", 1)
-        return ends
+            cleanup.callback(self._release, "running", 1)
+        return cleanup
 
     def _close_stream(self, reader: str | None) -> None:
         self.streams[reader] -= 1
         self.streams += Counter()  # drops zero counts
 
-    def _release(self, counter: Literal["held", "running"], amount: int) -> None:
+    def _release(self, counter: Literal["body_bytes", "running"], amount: int) -> None:
         setattr(self, counter, getattr(self, counter) - amount)
 
-    async def _body(self, required: Policy, scope: Scope, receive: Receive, ends: ExitStack) -> Receive:
+    async def _body(self, required: Policy, scope: Scope, receive: Receive, cleanup: ExitStack) -> Receive:
         """Receive the body into a file, and return a ``receive`` that returns it in one message."""
         kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
         if kind not in required.content_types:
             expected = " or ".join(required.content_types)
             given = repr(kind[:60]) if kind else "missing"
-            raise RefusalError(415, "content_type", f"Content-Type is {given}: send {expected}")
-        body = ends.enter_context(SpooledTemporaryFile(MAX_IN_MEMORY))  # noqa: SIM115 - closed by ends
-        await self._fill(body, Request(scope, receive), required.max_body, ends)
+            raise RefusalError(415, "content_type", f"Content-Type is {given}", f"send {expected}")
+        body = cleanup.enter_context(SpooledTemporaryFile(MAX_IN_MEMORY))  # noqa: SIM115 - closed by cleanup
+        await self._fill(body, Request(scope, receive), required.max_body, cleanup)
         body.seek(0)
         scope[BODY] = body
-        whole = [body]
+        unread = [body]
 
-        async def receive_whole() -> Message:
-            if not whole:
+        async def receive_body() -> Message:
+            if not unread:
                 return await receive()
-            return {"type": "http.request", "body": whole.pop().read(), "more_body": False}
+            return {"type": "http.request", "body": unread.pop().read(), "more_body": False}
 
-        return receive_whole
+        return receive_body
 
-    async def _fill(self, body: IO[bytes], request: Request, limit: int, ends: ExitStack) -> None:
+    async def _fill(self, body: IO[bytes], request: Request, limit: int, cleanup: ExitStack) -> None:
         """Write the request's body to a file, within limits of size and time."""
         length = request.headers.get("content-length", "")
-        too_long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes: send less at a time")
+        too_long = RefusalError(413, "body_too_long", f"the body exceeds {limit} bytes", "split the request")
         if length.isdecimal() and int(length[:18]) > limit:
             raise too_long
         began = asyncio.get_running_loop().time()
@@ -294,20 +294,20 @@ class Guard:
             async with asyncio.timeout(BODY_SECONDS) as timeout:
                 async for part in request.stream():
                     size += len(part)
-                    self.held += len(part)
-                    ends.callback(self._release, "held", len(part))
+                    self.body_bytes += len(part)
+                    cleanup.callback(self._release, "body_bytes", len(part))
                     if size > limit:
                         raise too_long
-                    if size > SMALL and self.held > MAX_HELD:
-                        raise busy(429, f"request bodies of {MAX_HELD} bytes are being received")
+                    if size > SMALL_BODY and self.body_bytes > MAX_BODY_BYTES:
+                        raise busy(429, f"request bodies of {MAX_BODY_BYTES} bytes are being received")
                     body.write(part)
                     timeout.reschedule(began + BODY_SECONDS + size / BODY_RATE)
         except ClientDisconnect:
-            raise RefusalError(400, "gone", "the client disconnected: send the whole body") from None
+            raise RefusalError(400, "gone", "the client disconnected", "send the whole body") from None
         except TimeoutError:
             allowed = f"{BODY_SECONDS:.0f} s plus one per {BODY_RATE} bytes"
-            message = f"timed out receiving the request body (limit: {allowed}): send it faster"
-            raise RefusalError(408, "slow_body", message) from None
+            message = f"timed out receiving the request body (limit: {allowed})"
+            raise RefusalError(408, "slow_body", message, "send it faster") from None
 
 
 def _log_error(error: Exception, request_id: str) -> None:

@@ -3,9 +3,8 @@
     DIR/.i2cl-server/state.sqlite    jobs and their events
     DIR/.i2cl-server/jobs/ID/        input.*, and what the job writes
 
-A job is on the disk before it is acknowledged, and so is its cancellation. Its events are: queued, started,
-those of the work, and one of done, failed and cancelled at the end. A job without such an end runs again when
-the server starts.
+A job is saved before it is acknowledged, and so is its cancellation. Its events are queued, started, progress
+events, and finally done, failed or cancelled. A job without a final event runs again at the next start.
 """
 
 import logging
@@ -25,8 +24,8 @@ from typing import Any, Literal
 
 from i2cl.interfaces.server.batcher import FitStoppedError
 from i2cl.interfaces.server.database import Database
-from i2cl.interfaces.server.refusals import RefusalError, stopping
-from i2cl.storage.atomic import synced
+from i2cl.interfaces.server.refusals import RefusalError, busy, stopping
+from i2cl.storage.atomic import sync_to_disk
 
 Kind = Literal["fit", "batch"]
 FINAL_STATES = ("done", "failed", "cancelled")
@@ -48,10 +47,10 @@ class Job:
     kind: Kind
     request: dict[str, Any]  # JSON; its fields depend on the kind
     created: float  # seconds since 1970
-    # Each event has its name under ``event``, and under ``at`` a time that no other event of the job has. Of
-    # progress events only the last `MAX_PROGRESS_EVENTS` are here.
+    # Each event has a name (``event``) and a time (``at``), which is unique within the job. Only the last
+    # `MAX_PROGRESS_EVENTS` progress events are kept.
     events: list[dict[str, Any]] = field(default_factory=list)
-    cancelled: bool = False  # whether it was asked to end
+    cancelled: bool = False  # whether cancellation was requested
     owner: str | None = None  # id of the read token that sent it, see `guard.Access.reader`
 
     @property
@@ -71,16 +70,16 @@ class Job:
         return self.status in FINAL_STATES
 
     def make_event(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Return an event to follow the present ones; the clock may have been set back."""
+        """Return an event that is later than all others, even if the clock was set back."""
         earliest = round(self.events[-1]["at"] + 0.001, 3) if self.events else 0.0
         return {"event": event, "at": max(round(time.time(), 3), earliest), **fields}
 
-    def publish_progress(self, event: str, **fields: Any) -> None:
+    def publish_progress(self, name: str, **fields: Any) -> None:
         """Append a progress event, and drop old ones. It is not saved."""
-        times = [one["at"] for one in self.events if one["event"] not in PERSISTED_EVENTS]
+        times = [event["at"] for event in self.events if event["event"] not in PERSISTED_EVENTS]
         dropped = times[: max(0, len(times) + 1 - MAX_PROGRESS_EVENTS)]
-        kept = [one for one in self.events if one["at"] not in dropped]
-        self.events = [*kept, self.make_event(event, **fields)]
+        kept = [event for event in self.events if event["at"] not in dropped]
+        self.events = [*kept, self.make_event(name, **fields)]
 
     def raise_if_cancelled(self) -> None:
         """Raise FitStoppedError if the job was cancelled."""
@@ -95,11 +94,18 @@ class Job:
             return sum(path.stat().st_size for path in self.folder.iterdir())
         return 0
 
-    def described(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the job as JSON: its status, and its last event."""
-        first = {"id": self.id, "object": "job", "kind": self.kind, "created": int(self.created)}
-        shown = {name: value for name, value in self.request.items() if name in {"name", "rows", "tasks"}}
-        return {**first, "status": self.status, **shown, "last": self.events[-1]}
+        described = {name: value for name, value in self.request.items() if name in {"name", "rows", "tasks"}}
+        return {
+            "id": self.id,
+            "object": "job",
+            "kind": self.kind,
+            "created": int(self.created),
+            "status": self.status,
+            **described,
+            "last": self.events[-1],
+        }
 
 
 class Jobs:
@@ -123,7 +129,7 @@ class Jobs:
         self.on_end: Callable[[Job], None] = lambda _: None  # called after a job has ended
         self._jobs: dict[str, Job] = {}  # oldest first
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
-        self._unsaved: list[tuple[Job, dict[str, Any]]] = []  # last events that a full disk did not take
+        self._unsaved: list[tuple[Job, dict[str, Any]]] = []  # final events to save when the disk has room
         self._changed = threading.Condition()
         self._stops = False
         root.mkdir(parents=True, exist_ok=True)
@@ -146,8 +152,7 @@ class Jobs:
             waiting = self._waiting[kind]
             mine = [job for job in waiting if job.owner == owner]
             if len(waiting) >= MAX_QUEUED or (owner is not None and len(mine) >= MAX_QUEUED_PER_READER):
-                message = f"{len(waiting)} jobs are queued, {len(mine)} of them yours: retry in 60 s"
-                raise RefusalError(429, "busy", message, headers={"Retry-After": "60"})
+                raise busy(429, f"{len(waiting)} jobs are queued, {len(mine)} of them yours", 60)
             if owner is None:
                 return
             jobs = [job for job in self._jobs.values() if job.owner == owner]
@@ -158,11 +163,11 @@ class Jobs:
             message = (
                 f"jobs of this token take {used / 1e9:.1f} GB, this one up to {size / 1e9:.1f} GB; {limit}"
             )
-            raise RefusalError(403, "quota", f"{message}: {hint}")
+            raise RefusalError(403, "quota", message, hint)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Make a temporary folder for files of a new job. Raises OSError if that is not possible."""
+        """Make a temporary folder for files of a new job. Raises OSError if that fails."""
         with tempfile.TemporaryDirectory(dir=self._root, prefix=".") as folder:
             yield Path(folder)
 
@@ -189,9 +194,9 @@ class Jobs:
                     content.rename(fresh / name)
                 else:
                     (fresh / name).write_bytes(content)
-            synced(*fresh.iterdir(), fresh)
+            sync_to_disk(*fresh.iterdir(), fresh)
             fresh.rename(folder)
-            synced(self._root)
+            sync_to_disk(self._root)
         try:
             with self._database.transaction():
                 self._database.add_job(job.id, kind, job.created, job.request, owner)
@@ -231,32 +236,32 @@ class Jobs:
         return jobs[:limit], len(jobs) > limit
 
     def record_event(self, job: Job, event: str, **fields: Any) -> None:
-        """Add an event to a job, which is on the disk when this returns. Raises OSError if it cannot be."""
+        """Add an event to a job, and save it. Raises OSError if that fails."""
         record = job.make_event(event, **fields)
         self._database.add_event(job.id, record)
         job.events = [*job.events, record]
 
     def cancel(self, job: Job) -> None:
-        """Ask a queued or running job to end; a finished one is left as it is. Raises OSError if the
-        cancellation cannot be saved.
+        """Cancel a queued or running job; a finished one does not change. Raises OSError if the cancellation
+        cannot be saved.
         """
         with self._changed:
             if job.ended:
                 return
             job.cancelled = True
-            if waits := job in self._waiting[job.kind]:
+            if queued := job in self._waiting[job.kind]:
                 self._waiting[job.kind].remove(job)
             self._database.cancel_job(job.id)
-        if waits:
+        if queued:
             self._end(job, "cancelled")
 
     def delete(self, job: Job) -> None:
-        """Remove a finished job and what it has written. Raises RefusalError (409) if it has not finished;
-        OSError if it cannot be removed.
+        """Remove a finished job and its output. Raises RefusalError (409) if it has not finished, OSError if
+        it cannot be removed.
         """
         if not job.ended:
             hint = f"cancel it first (POST /v1/jobs/{job.id}/cancel)"
-            raise RefusalError(409, "not_finished", f"job {job.id!r} is {job.status}: {hint}")
+            raise RefusalError(409, "not_finished", f"job {job.id!r} is {job.status}", hint)
         self._database.delete_job(job.id)
         with self._changed:
             self._jobs.pop(job.id, None)
@@ -264,7 +269,7 @@ class Jobs:
         shutil.rmtree(job.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Start no more jobs, and wait for running ones, which end when their work notices the shutdown."""
+        """Start no more jobs, and wait until running ones notice the shutdown."""
         with self._changed:
             self._stops = True
             self._changed.notify_all()
@@ -307,13 +312,16 @@ class Jobs:
                 self._end(job, "cancelled")
         except Exception as error:  # noqa: BLE001 - becomes the end of the job
             refusal = RefusalError.of(error)
-            if refusal.code not in {"stopping", "model_failed"}:  # else it runs again after the restart
+            if refusal.code not in {
+                "stopping",
+                "model_failed",
+            }:  # in these cases it runs again after a restart
                 self._end(job, "failed", **refusal.body())
         else:
             self._end(job, "done", **fields)
 
     def _end(self, job: Job, event: str, **fields: Any) -> None:
-        """Finish a job, whatever the disk says: it makes room, and at last ends the job in memory alone."""
+        """Finish a job, even on a full disk: make room, or else finish it in memory only."""
         try:
             self.record_event(job, event, **fields)
         except OSError as error:
@@ -328,13 +336,13 @@ class Jobs:
                 job.events = [*job.events, record]
                 _log.error("the end of job %s could not be saved (%s)", job.id, error.strerror)
                 self._unsaved.append((job, record))
-        _remove(job, "input.*")  # texts and examples are not kept
+        _remove(job, "input.*")  # do not keep texts and examples
         self._save_ends()
         self.on_end(job)
         self._prune()
 
     def _save_ends(self) -> None:
-        """Save ends of jobs that could not be saved before."""
+        """Save final events that could not be saved before."""
         with self._changed:
             unsaved, self._unsaved = self._unsaved, []
             for job, record in unsaved:
@@ -347,7 +355,7 @@ class Jobs:
         """Remove the oldest finished jobs beyond `MAX_FINISHED`."""
         finished = [job for job in self.all() if job.ended]
         for job in finished[MAX_FINISHED:]:
-            with suppress(OSError):  # the next end of a job tries again
+            with suppress(OSError):  # retried when the next job ends
                 self.delete(job)
 
 
@@ -358,10 +366,11 @@ def _remove(job: Job, pattern: str) -> None:
 
 def _require_input(job: Job) -> None:
     if not any(job.folder.glob("input.*")):
-        message = "the input was removed when the disk was full: send it again"
-        raise RefusalError(500, "lost_input", message)
+        message = "the input was removed when the disk was full"
+        raise RefusalError(500, "lost_input", message, "send it again")
 
 
 def unknown_job(identity: str) -> RefusalError:
     """Return the error for a job that does not exist, or that the caller may not see."""
-    return RefusalError(404, "unknown_job", f"no job {identity!r} is here: GET /v1/jobs lists your jobs")
+    hint = "see GET /v1/jobs for your jobs"
+    return RefusalError(404, "unknown_job", f"there is no job {identity!r}", hint)

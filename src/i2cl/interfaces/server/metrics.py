@@ -1,4 +1,4 @@
-"""Prometheus metrics. Tasks are not labels, since there may be thousands."""
+"""Prometheus metrics. None is labelled by task, because a server may have thousands of tasks."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,14 +15,16 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("i2cl_requests", "Requests", ["route", "status"], registry=registry)
         self.refusals = Counter("i2cl_refusals", "Refused requests by reason", ["reason"], registry=registry)
-        self._rows = Histogram("i2cl_batch_rows", "Rows of a batch", buckets=_SIZES, registry=registry)
-        self._tasks = Histogram("i2cl_batch_tasks", "Tasks of a batch", buckets=_SIZES, registry=registry)
-        self._running = Histogram("i2cl_running_seconds", "Of a batch", buckets=_SECONDS, registry=registry)
-        until = "Of a request until its rows begin"
-        self._waiting = Histogram("i2cl_waiting_seconds", until, buckets=_SECONDS, registry=registry)
+        self._rows = Histogram("i2cl_batch_rows", "Rows per batch", buckets=_SIZES, registry=registry)
+        self._tasks = Histogram("i2cl_batch_tasks", "Tasks per batch", buckets=_SIZES, registry=registry)
+        self._running = Histogram(
+            "i2cl_running_seconds", "Duration of a batch", buckets=_SECONDS, registry=registry
+        )
+        queued = "Time of a request in the queue"
+        self._waiting = Histogram("i2cl_waiting_seconds", queued, buckets=_SECONDS, registry=registry)
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """Add a gauge that is read when the metrics are."""
+        """Add a gauge; ``read`` is called whenever the metrics are exported."""
         Gauge(name, help_text, registry=self._registry).set_function(read)
 
     def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
@@ -30,8 +32,8 @@ class Metrics:
         self._rows.observe(rows)
         self._tasks.observe(tasks)
         self._running.observe(seconds)
-        for one in waited:
-            self._waiting.observe(one)
+        for queued in waited:
+            self._waiting.observe(queued)
 
     def text(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

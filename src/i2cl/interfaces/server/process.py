@@ -15,16 +15,16 @@ from i2cl.errors import I2CLError
 
 DRAIN_SECONDS = 30  # time limit for running requests after SIGTERM
 BACKLOG = 2048  # connections that may wait to be accepted
-# Idle connection timeout, in seconds: for connections without a complete header, and for clients that do not
-# read their answer. Longer than that of proxies and clients.
+# Idle timeout of connections without a complete header, and of clients that do not read their response.
+# Longer than the timeouts of proxies and clients.
 IDLE_SECONDS = 75
-MAX_CONNECTIONS = 800  # open connections; beyond this, those that are idle for longest are closed
+MAX_CONNECTIONS = 800  # open connections; beyond this, the longest idle ones are closed
 
 _log = logging.getLogger("i2cl.server")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 chooses a free one. Raises I2CLError if that is not possible."""
+    """Open a listening socket; port 0 chooses a free one. Raises I2CLError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio only disables Nagle's algorithm (40 ms) if the protocol is given
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -74,7 +74,7 @@ def run_server(
 
 
 class _Server(uvicorn.Server):
-    """Server that ends without raising the signal again, unlike uvicorn's own."""
+    """Server that does not raise the signal again after the shutdown, unlike uvicorn's own."""
 
     def __init__(
         self,
@@ -92,35 +92,35 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Shut down on SIGTERM or Ctrl-C; the second one does not wait for running requests."""
         loop = asyncio.get_running_loop()
-        wanted = (signal.SIGINT, signal.SIGTERM)
-        for number in wanted:
-            loop.add_signal_handler(number, self._end, number)
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self._shut_down, number)
         try:
             yield
         finally:
-            for number in wanted:
+            for number in signals:
                 loop.remove_signal_handler(number)
 
-    def _end(self, number: int) -> None:
+    def _shut_down(self, number: int) -> None:
         self._ending()
         self.handle_exit(number, None)
 
     async def on_tick(self, counter: int) -> bool:
-        """Run ten times a second; True ends the server."""
+        """Called ten times a second. Returning True ends the server."""
         if self._failed() and not self.should_exit:
-            _log.critical("shutting down, since the model thread has died: restart the server")
+            _log.critical("shutting down because the model thread has died: restart the server")
             self.should_exit = True
         if self._sweeps:
             try:
                 self.sweep(time.monotonic())
-            except AttributeError as error:  # internals of uvicorn, which another version may not have
+            except AttributeError as error:  # internals of uvicorn, which may change
                 self._sweeps = False
                 hint = "put a reverse proxy in front, or install another version"
                 _log.warning("idle connections are not closed with this uvicorn (%s): %s", error, hint)
         return await super().on_tick(counter)
 
     def sweep(self, now: float) -> None:
-        """Close connections that were idle for too long, or that are too many.
+        """Close connections that have been idle for too long, and the longest idle ones beyond the maximum.
 
         uvicorn's own timeout only applies after a request, and only until the next byte arrives.
         """
@@ -129,16 +129,16 @@ class _Server(uvicorn.Server):
         for connection in self.server_state.connections:
             cycle = connection.cycle  # the current request and response
             unsent = connection.transport.get_write_buffer_size()
-            last, held, since = self._seen.get(connection, (None, -1, now))
-            since = since if last is cycle and held == unsent else now
+            last_cycle, last_unsent, since = self._seen.get(connection, (None, -1, now))
+            since = since if last_cycle is cycle and last_unsent == unsent else now
             seen[connection] = (cycle, unsent, since)
             if cycle is None or cycle.response_complete or unsent:
                 idle.append((since, connection.transport))
         self._seen = seen
-        idle.sort(key=lambda one: one[0])
-        over = len(seen) - MAX_CONNECTIONS
-        for place, (since, transport) in enumerate(idle):
-            if place < over or now - since > IDLE_SECONDS:
+        idle.sort(key=lambda pair: pair[0])
+        excess = len(seen) - MAX_CONNECTIONS
+        for index, (since, transport) in enumerate(idle):
+            if index < excess or now - since > IDLE_SECONDS:
                 transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

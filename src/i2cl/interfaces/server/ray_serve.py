@@ -1,7 +1,7 @@
-"""The server on many machines: one deployment of Ray Serve, whose replicas have a model and a batcher each.
+"""A Ray Serve deployment: replicas on many machines, each with a model and a batcher.
 
-Source: https://docs.ray.io/en/latest/serve/index.html. Replicas read a folder of tasks that all machines can
-read and that one `i2cl serve` writes; a name means the same task on all of them as soon as it is written.
+Source: https://docs.ray.io/en/latest/serve/index.html. Replicas read a folder of tasks that is shared by all
+machines and written by one `i2cl serve`. All replicas see a new or changed task at once.
 
     from ray import serve
     serve.run(deployment("reference", "tasks", replicas=2))
@@ -16,12 +16,14 @@ from i2cl.models.decoder import Decoder
 
 
 class Replica:
-    """One model that answers: over HTTP at the addresses of `i2cl serve`, or through a handle."""
+    """One model, called over HTTP with the API of `i2cl serve`, or through a handle of Ray."""
 
     def __init__(
         self, model: str, tasks: str, options: Mapping[str, Any], token_file: str | None = None
     ) -> None:
-        """See `deployment`. Raises I2CLError on a file without tokens, or a folder without tasks."""
+        """Load the model and open the folder; see `deployment`. Raises I2CLError on a file without tokens, or
+        a folder without tasks.
+        """
         from i2cl.interfaces.server.app import make_app
         from i2cl.interfaces.server.guard import Access, read_tokens
         from i2cl.interfaces.server.service import Service
@@ -31,18 +33,26 @@ class Replica:
         self._app = make_app(self._service, Access(tokens), page=False)
 
     async def classify(self, task: str, texts: list[str], timeout: float | None = None) -> dict[str, Any]:
-        """The labels of texts: ``labels``, their ``probabilities`` for each text, the task's ``digest``.
-        They have to begin within ``timeout`` seconds, by default those of a request. Raises I2CLError on an
-        unknown task, or texts that cannot be used.
+        """Classify texts.
+
+        Args:
+            task: name of the task.
+            texts: one or more.
+            timeout: seconds within which the model has to start on them; default: 60.
+
+        Returns:
+            ``labels``, ``probabilities`` of these for each text, and the ``digest`` of the task's version.
+
+        Raises:
+            I2CLError: on an unknown task, or texts that cannot be classified.
         """
-        limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        answer = await self._service.classify(task, texts, **limits)
-        assert answer is not None  # noqa: S101 - nobody goes who was not watched
+        answer = await self._service.classify(task, texts, timeout=timeout)
+        assert answer is not None  # noqa: S101 - None only for a client that has disconnected
         entry = answer.entry
         return {"labels": list(entry.labels), "probabilities": answer.probabilities, "digest": entry.digest}
 
     async def __call__(self, request: Any) -> Any:
-        """Answer a request of Starlette's."""
+        """Answer a Starlette request."""
         from starlette.responses import Response
 
         messages: list[Any] = []
@@ -52,14 +62,14 @@ class Replica:
 
         await self._app(dict(request.scope), request.receive, send)
         body = b"".join(message.get("body", b"") for message in messages[1:])
-        reply = Response(body, messages[0]["status"])
-        reply.raw_headers = list(messages[0]["headers"])
-        return reply
+        response = Response(body, messages[0]["status"])
+        response.raw_headers = list(messages[0]["headers"])
+        return response
 
     def check_health(self) -> None:
-        """Let Ray replace a replica whose model does not run any more. Raises RuntimeError if that is so."""
+        """Raise RuntimeError if the model thread has died: Ray then replaces the replica."""
         if not self._service.ready:
-            raise RuntimeError("the model's thread has ended")
+            raise RuntimeError("the model thread has ended")
 
 
 def deployment(
@@ -71,21 +81,27 @@ def deployment(
     actor: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """An application for ``serve.run``: so many replicas, each with the whole model.
+    """Make an application for ``serve.run``. Every replica has the whole model.
 
-    ``model`` and ``options``: see `i2cl.Decoder.from_pretrained`; ``tasks``: folder that `i2cl serve --tasks`
-    has written, as all machines see it; ``token_file``: as `i2cl serve --token-file` has it, where all
-    machines can read it; ``actor``: what each takes, such as ``{"num_gpus": 1}``; default: one core. Without
-    a token file everybody who reaches Ray's proxy may ask; calls through a handle need no token. Raises
-    I2CLError if the package ray, or what Ray Serve needs, is lacking.
+    Args:
+        model: see `i2cl.Decoder.from_pretrained`.
+        tasks: a folder that `i2cl serve --tasks` writes, at the same path on all machines.
+        replicas: number of replicas.
+        token_file: as for `i2cl serve --token-file`, at the same path on all machines. Without it, everyone
+            who can reach Ray's proxy has access. Calls through a handle need no token.
+        actor: resources of a replica, such as ``{"num_gpus": 1}``; default: one core.
+        options: other arguments of `i2cl.Decoder.from_pretrained`.
+
+    Raises:
+        I2CLError: if a package is missing.
     """
     needs("a deployment of Ray Serve", "ray", "ray", "starlette")
     needs("a deployment of Ray Serve", "serve", "fastapi", "prometheus_client")
     from ray import serve
 
-    made: Any = serve.deployment(Replica)
-    made = made.options(
+    replica: Any = serve.deployment(Replica)
+    replica = replica.options(
         num_replicas=replicas, ray_actor_options=dict(actor or {"num_cpus": 1}), max_ongoing_requests=256
     )
     tokens = None if token_file is None else str(Path(token_file).resolve())
-    return made.bind(model, str(Path(tasks).resolve()), options, tokens)
+    return replica.bind(model, str(Path(tasks).resolve()), options, tokens)

@@ -18,17 +18,17 @@ from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job, Jobs, Kind
 from i2cl.interfaces.server.metrics import Metrics
-from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.routes.schemas import require_number
+from i2cl.interfaces.server.refusals import RefusalError, deadline_passed
+from i2cl.interfaces.server.routes.schemas import require_text_count
 from i2cl.interfaces.server.task_store import STATE, Entry, TaskStore, require_no_old_layout
-from i2cl.interfaces.server.uploads import unpack, unusable
+from i2cl.interfaces.server.uploads import unpack, unusable_artefact
 from i2cl.models.decoder import Decoder
-from i2cl.storage.journal import only_writer
+from i2cl.storage.journal import exclusive_lock
 
-WAITING_BATCHES = 16  # default size of the queue, in full batches
-RESIDENT = 1000  # default number of tasks on the model's device
-TIMEOUT = 60.0  # default seconds within which the model has to start on a request
-MAX_TIMEOUT = 1e9  # seconds; an infinite deadline marks rows of files
+QUEUED_BATCHES = 16  # default size of the queue, in full batches
+MAX_RESIDENT_TASKS = 1000  # default maximum number of tasks on the model's device
+TIMEOUT_SECONDS = 60.0  # default time within which the model has to start on a request
+MAX_TIMEOUT_SECONDS = 1e9  # finite, because an infinite deadline marks rows of files
 PARSING_THREADS = 2
 LOADING_THREADS = 2
 
@@ -57,8 +57,8 @@ class Service:
         folder: Path,
         *,
         read_only: bool = False,
-        most_waiting: int | None = None,
-        most_resident: int = RESIDENT,
+        max_queued_tokens: int | None = None,
+        max_resident_tasks: int = MAX_RESIDENT_TASKS,
         encoders: Sequence[str] | None = None,
     ) -> None:
         """Open a folder of tasks, and resume its unfinished jobs.
@@ -67,56 +67,59 @@ class Service:
             decoder: the model.
             folder: see `i2cl.interfaces.server.task_store`; created if missing.
             read_only: never write, and run no jobs.
-            most_waiting: maximum number of tokens of queued requests.
-            most_resident: maximum number of tasks on the device.
+            max_queued_tokens: maximum number of tokens of queued requests.
+            max_resident_tasks: maximum number of tasks on the device.
             encoders: sentence encoders that tasks may use; default: the one that is available offline.
 
         Raises:
             I2CLError: if an encoder is missing, the folder cannot be used, or another process writes to it.
         """
-        here = [name for name in [encoder_bias.local_encoder()] if name]
-        if encoders is not None:
-            here = [encoder_bias.absolute(name) for name in encoders]
-            encoder_bias.require_encoders(here, str(decoder.device))
+        if encoders is None:
+            enabled = [name for name in [encoder_bias.local_encoder()] if name]
+        else:
+            enabled = [encoder_bias.absolute(name) for name in encoders]
+            encoder_bias.require_encoders(enabled, str(decoder.device))
         self.decoder, self.base = decoder, decoder.name
-        self.metrics = Metrics()  # figures of all of it
-        self._held = ExitStack()
+        self.metrics = Metrics()
+        self._resources = ExitStack()
         if not read_only:
             require_no_old_layout(folder)
             (folder / STATE).mkdir(parents=True, exist_ok=True)
             hint = "stop it, choose another folder, or add --read-only"
-            lock = only_writer(folder / STATE / "lock", f"another process serves {str(folder)!r}: {hint}")
-            self._held.enter_context(lock)
+            lock = exclusive_lock(folder / STATE / "lock", f"another process serves {str(folder)!r}: {hint}")
+            self._resources.enter_context(lock)
         pool = InjectionPool(decoder)
         self.tasks = TaskStore(
             folder,
             pool,
-            most_resident=most_resident,
+            max_resident_tasks=max_resident_tasks,
             read_only=read_only,
-            encoders=here,
+            encoders=enabled,
             reserved=[self.base],
         )
-        self._held.callback(self.tasks.close)
+        self._resources.callback(self.tasks.close)
         _ = decoder.base, decoder.residual_identity  # warm the caches before the first request
-        bound = most_waiting or WAITING_BATCHES * decoder.token_budget
+        bound = max_queued_tokens or QUEUED_BATCHES * decoder.token_budget
         self.batcher = Batcher(pool, bound, self.metrics)  # runs the model
         self._parsing = ThreadPoolExecutor(PARSING_THREADS, "parsing")
         self._loading = ThreadPoolExecutor(LOADING_THREADS, "loading")
         self._loads: dict[str, Future[None]] = {}  # of digests
         self.jobs: Jobs | None = None  # None if read-only
         if not read_only:
-            runs: dict[Kind, Callable[..., dict[str, Any]]] = {"fit": fits.run, "batch": files.run}
-            parts: dict[str, Any] = {"batcher": self.batcher, "tasks": self.tasks}
-            workers = {kind: partial(run, **parts) for kind, run in runs.items()}
+            workers: dict[Kind, Callable[[Job], dict[str, Any]]] = {
+                "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
+                "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
+            }
             jobs = Jobs(folder / STATE / "jobs", self.tasks.database, workers)
             self.jobs = jobs
-            self.tasks.needed = lambda: set().union(
+            self.tasks.digests_of_jobs = lambda: set().union(
                 *(job.request.get("digests", {}).values() for job in jobs.all() if not job.ended)
             )
             self.tasks.sweep()
             jobs.on_end = self._release
             jobs.start()
-        self.metrics.watch("i2cl_waiting_tokens", "Tokens that wait or run", lambda: self.batcher.waiting)
+        waiting = "Tokens in queued and running requests"
+        self.metrics.watch("i2cl_waiting_tokens", waiting, lambda: self.batcher.waiting)
         self.metrics.watch("i2cl_resident_tasks", "Tasks on the device", lambda: len(pool))
 
     def _release(self, job: Job) -> None:
@@ -134,40 +137,47 @@ class Service:
         name: str,
         texts: Sequence[str],
         *,
-        timeout: float = TIMEOUT,
-        gone: Callable[[], Awaitable[Any]] | None = None,
+        timeout: float | None = None,
+        disconnected: Callable[[], Awaitable[Any]] | None = None,
     ) -> Answer | None:
         """Classify texts with one version of a task, even if it is replaced meanwhile.
 
         Args:
             name: the task.
             texts: one or more.
-            timeout: seconds within which the model has to start on them.
-            gone: returns when the client has disconnected.
+            timeout: seconds within which the model has to start on them; default: `TIMEOUT_SECONDS`.
+            disconnected: returns when the client has disconnected.
 
         Returns:
-            The answer, or None if the client has disconnected first: rows that had not started do not run.
+            The answer, or None if the client has disconnected first: texts that were not yet encoded are not,
+            and rows that had not started do not run.
 
         Raises:
-            RefusalError: 413 on too many texts; see also `TaskStore.queries` and `Batcher.submit`.
+            RefusalError: 413 on too many texts, 504 if the deadline passes; see also `TaskStore.queries` and
+                `Batcher.submit`.
             I2CLError: on an empty text.
         """
-        require_number(texts, "send fewer, or a file to /v1/batches")
-        deadline = time.monotonic() + min(timeout, MAX_TIMEOUT)
+        require_text_count(texts, "send fewer, or a file to /v1/batches")
+        deadline = _deadline(timeout)
         self.batcher.require_room()
-        entry, rows = await self._queries(name, texts)
-        ticket = self.batcher.submit(rows, deadline)
-        waits: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
-        watches = [asyncio.ensure_future(gone())] if gone is not None else []
+        never = asyncio.Event().wait
+        watcher = asyncio.ensure_future((disconnected or never)())
         try:
-            await asyncio.wait([waits, *watches], return_when=asyncio.FIRST_COMPLETED)
-            if not waits.done():
+            encoded = await _until_disconnected(self._queries(name, texts), watcher, deadline)
+            if encoded is None:
                 return None
-            scores = waits.result()
+            entry, rows = encoded
+            ticket = self.batcher.submit(rows, deadline)
+            outcome: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
+            try:
+                await asyncio.wait([outcome, watcher], return_when=asyncio.FIRST_COMPLETED)
+                if not outcome.done():
+                    return None
+                scores = outcome.result()
+            finally:
+                self.batcher.cancel(ticket)
         finally:
-            self.batcher.cancel(ticket)
-            for watch in watches:
-                watch.cancel()
+            watcher.cancel()
 
         def finish() -> Answer:
             probabilities = [row.softmax(-1).tolist() for row in scores]
@@ -183,10 +193,10 @@ class Service:
         return Response(content, media_type="application/json", headers=headers)
 
     async def _queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
-        """Encode texts. A task that is not loaded is loaded on other threads than those that encode, once for
-        all requests that wait for it.
+        """Encode texts. A task that is not loaded is loaded once for all requests that wait for it, on
+        separate threads, so that other tasks are not blocked.
         """
-        digest = await asyncio.to_thread(self._missing, name)
+        digest = await asyncio.to_thread(self._digest_to_load, name)
         if digest is not None:
             if (load := self._loads.get(digest)) is None:
                 load = self._loads[digest] = self._loading.submit(self.tasks.preload, digest)
@@ -194,12 +204,12 @@ class Service:
             await asyncio.shield(asyncio.wrap_future(load))
         return await asyncio.to_thread(self.tasks.queries, name, texts)
 
-    def _missing(self, name: str) -> str | None:
-        """Return the digest of a task that has to be loaded first."""
+    def _digest_to_load(self, name: str) -> str | None:
+        """Return the digest of a task that is not loaded, or None."""
         digest = self.tasks.entry(name).digest
         return None if self.tasks.is_loaded(digest) else digest
 
-    async def parsed(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
+    async def run_blocking(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run long work, such as parsing, on a worker thread. Raises RefusalError (503) during shutdown."""
         self.batcher.require_running()
         return await asyncio.get_running_loop().run_in_executor(self._parsing, work, *args)
@@ -208,20 +218,23 @@ class Service:
         """Add an artefact in a tar file as a task, after a test that it can answer. Raises RefusalError (422)
         if it cannot be used; see also `TaskStore.put`.
         """
-        injection = await self.parsed(unpack, body)
-        rows = await self.parsed(lambda: self.tasks.loaded(injection).queries(["a"], cut=False))
+        injection = await self.run_blocking(unpack, body)
+        rows = await self.run_blocking(lambda: self.tasks.prepare(injection).queries(["a"], cut=False))
         if rows[0].tokens > self.batcher.bound:
             message = (
-                f"a text takes {rows[0].tokens} tokens with all labels, the limit is {self.batcher.bound}"
+                f"a text takes {rows[0].tokens} tokens with all labels, but the limit is {self.batcher.bound}"
             )
-            raise RefusalError(422, "bad_artefact", f"{message}: use fewer or shorter labels")
-        waits = asyncio.wrap_future(self.batcher.submit_slices(rows, large=False).done)
-        await asyncio.wait([waits])
-        (outcome,) = waits.result()
+            raise RefusalError(422, "bad_artefact", message, "use fewer or shorter labels")
+        scored = asyncio.wrap_future(self.batcher.submit_slices(rows, large=False).done)
+        await asyncio.wait([scored])
+        (outcome,) = scored.result()
         if isinstance(outcome, RefusalError):
-            reasons = {"not_finite": unusable(), "internal": unusable("scoring a text fails")}
+            reasons = {
+                "not_finite": unusable_artefact(),
+                "internal": unusable_artefact("scoring a text fails"),
+            }
             raise reasons.get(outcome.code, outcome)
-        return await self.parsed(self.tasks.put, name, injection)
+        return await self.run_blocking(self.tasks.put, name, injection)
 
     def close(self) -> None:
         """Stop accepting work, finish queued requests, and keep unfinished jobs for the next start."""
@@ -230,11 +243,35 @@ class Service:
             self.jobs.close()
         self._parsing.shutdown()
         self._loading.shutdown()
-        self._held.close()
+        self._resources.close()
+
+
+def _deadline(timeout: float | None) -> float:
+    return time.monotonic() + min(TIMEOUT_SECONDS if timeout is None else timeout, MAX_TIMEOUT_SECONDS)
+
+
+async def _until_disconnected(
+    work: Awaitable[T], watcher: "asyncio.Future[Any]", deadline: float
+) -> T | None:
+    """Return the result of ``work``, or cancel it and return None if ``watcher`` finishes first.
+
+    Raises RefusalError (504) at the deadline.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        left = deadline - time.monotonic()
+        await asyncio.wait([task, watcher], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if watcher.done():
+            return None
+        raise deadline_passed()
+    finally:
+        task.cancel()
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run work on ``size`` numbers: on a worker thread if it would block the event loop for milliseconds."""
+    """Run work on ``size`` numbers, on a worker thread if it would block the event loop for milliseconds."""
     return await asyncio.to_thread(work) if size > LARGE_ANSWER else work()
 
 
@@ -246,15 +283,15 @@ async def answer_request(
     Raises RefusalError as `Service.classify`, and 400 for the name of the base model.
     """
     if name == service.base:
-        message = f"{name!r} is the base model, which has no labels: use a task of GET /v1/models"
-        raise RefusalError(400, "base_model", message)
+        message = f"{name!r} is the base model, which has no labels"
+        raise RefusalError(400, "base_model", message, "use a task of GET /v1/models")
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     texts = [texts] if isinstance(texts, str) else texts
-    answer = await service.classify(name, texts, timeout=timeout or TIMEOUT, gone=gone)
+    answer = await service.classify(name, texts, timeout=timeout, disconnected=disconnected)
     if answer is None:
-        raise RefusalError(499, "gone", "the client disconnected, and the request was cancelled: retry")
+        raise RefusalError(499, "gone", "the client disconnected, and the request was cancelled", "retry")
     return answer

@@ -1,4 +1,4 @@
-"""The tasks of a server: folders that `i2cl fit` wrote, and artefacts that came over HTTP.
+"""The tasks of a server: folders written by `i2cl fit`, and artefacts fitted or uploaded over HTTP.
 
     DIR/NAME/                      a task folder, written by `i2cl fit ... -o DIR/NAME`
     DIR/.i2cl-server/              the server's own files
@@ -6,11 +6,11 @@
         artefacts/DIGEST/          artefacts, by the SHA-256 of their files
         tasks.json                 copy of the names, for servers that only read
 
-Task folders are only read: the server neither changes nor removes them. They are looked up when a request
-names them, so that new, replaced and removed ones are noticed. Names in the database take precedence.
+Task folders are read-only for the server. Each request that names one looks it up again, so new, replaced and
+removed folders are noticed. Names in the database take precedence.
 
-A task that came over HTTP is on the disk, synced, before the request is acknowledged. Tasks are loaded onto
-the model's device when they are used, and leave it in least-recently-used order.
+A task that came over HTTP is synced to the disk before the request is acknowledged. Tasks are loaded onto the
+model's device when they are used, and evicted in least-recently-used order.
 """
 
 import json
@@ -30,12 +30,12 @@ from typing import Literal
 from i2cl.core.artefact import DESCRIPTION, FILES
 from i2cl.core.encoder_bias import absolute
 from i2cl.core.injection import Injection
-from i2cl.errors import HALF_PAIR, I2CLError
-from i2cl.injections.pool import InjectionPool, Loaded, TaskQuery
+from i2cl.errors import LONE_SURROGATE, I2CLError
+from i2cl.injections.pool import InjectionPool, LoadedTask, TaskQuery
 from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.uploads import require_moderate
-from i2cl.storage.atomic import replaced_file, synced
+from i2cl.interfaces.server.uploads import require_finite_in_use
+from i2cl.storage.atomic import sync_to_disk, write_text_atomic
 from i2cl.tasks.text import normalize_word
 
 MAX_NAME_LENGTH = 128
@@ -52,21 +52,21 @@ class Entry:
     digest: str  # SHA-256 of the artefact's files
     created: int  # seconds since 1970
     labels: tuple[str, ...]  # in the order of probabilities
-    source: Literal["server", "folder"] = "server"  # whether it came over HTTP, or is a task folder
+    source: Literal["server", "folder"] = "server"  # "server": it came over HTTP
 
 
 Signature = tuple[tuple[int, int, int], ...]  # of files: time, size and inode
 
 
 class TaskStore:
-    """Named tasks, and those of them that are loaded."""
+    """Named tasks, some of them loaded onto the model's device."""
 
     def __init__(
         self,
         root: Path,
         pool: InjectionPool,
         *,
-        most_resident: int,
+        max_resident_tasks: int,
         read_only: bool,
         encoders: Sequence[str] = (),
         reserved: Sequence[str] = (),
@@ -76,8 +76,8 @@ class TaskStore:
         Args:
             root: the folder.
             pool: empty pool of the model.
-            most_resident: maximum number of tasks on the model's device.
-            read_only: never write; names of tasks are those that another process has published.
+            max_resident_tasks: maximum number of tasks on the model's device.
+            read_only: never write, and take the names from the file that another process publishes.
             encoders: sentence encoders that tasks may use.
             reserved: names that no task may have.
 
@@ -89,15 +89,15 @@ class TaskStore:
         self.read_only = read_only
         self._root, self._reserved = root, frozenset(reserved)
         self._artefacts, self._published = root / STATE / "artefacts", root / STATE / "tasks.json"
-        self._most = most_resident
-        self._lock = threading.Lock()  # of the fields below; held for microseconds
-        self._used: OrderedDict[str, None] = OrderedDict()  # loaded digests, least recently used first
-        self._loading: dict[str, threading.Lock] = {}  # digests that are being loaded
+        self._max_resident = max_resident_tasks
+        self._lock = threading.Lock()  # protects the fields below; held for microseconds
+        self._last_used: OrderedDict[str, None] = OrderedDict()  # loaded digests, least recently used first
+        self._loading: dict[str, threading.Lock] = {}  # by digests that are being loaded
         self._folders: dict[str, tuple[Signature, Entry | RefusalError]] = {}  # task folders, by name
         self._published_names: tuple[Signature, dict[str, Entry]] = ((), {})
         self._writing = threading.RLock()
-        self._kept: Counter[str] = Counter()
-        self.needed: Callable[[], AbstractSet[str]] = frozenset  # digests that unfinished jobs need
+        self._pinned: Counter[str] = Counter()
+        self.digests_of_jobs: Callable[[], AbstractSet[str]] = frozenset  # of unfinished jobs
         require_no_old_layout(root)
         if read_only:
             if not self._published.is_file() and not any(root.glob(f"*/{DESCRIPTION}")):
@@ -114,13 +114,12 @@ class TaskStore:
 
     def entry(self, name: str) -> Entry:
         """Return the task of a name. Raises RefusalError: 404 if there is none, 500 if it cannot be used."""
-        found = self._names().get(normalize_word(name)) or self._folder_entry(name)
-        if found is None:
-            message = f"no task {name!r} is here: GET /v1/models lists the tasks"
-            raise RefusalError(404, "unknown_task", message)
-        if isinstance(found, RefusalError):
-            raise found
-        return found
+        entry = self._names().get(normalize_word(name)) or self._folder_entry(name)
+        if entry is None:
+            raise RefusalError(404, "unknown_task", f"there is no task {name!r}", "see GET /v1/models")
+        if isinstance(entry, RefusalError):
+            raise entry
+        return entry
 
     def entries(self) -> list[Entry]:
         """Return all usable tasks, by name."""
@@ -130,14 +129,14 @@ class TaskStore:
         return sorted(entries, key=lambda entry: entry.name)
 
     def put(self, name: str, injection: Injection) -> Entry:
-        """Add an artefact under a name, replacing the previous one. It is on the disk when this returns.
+        """Add an artefact under a name, replacing the previous one. It is synced to the disk on return.
 
         Raises RefusalError: 422 on an invalid name or artefact, 409 for the name of a task folder, 403 if the
         store is read-only; OSError or WriteError if it cannot be written.
         """
         name = normalize_word(name)
         self.require_name(name)
-        self.loaded(injection)
+        self.prepare(injection)
         with self._writing:
             digest = self._store(injection)
             entry = Entry(name, digest, int(time.time()), injection.task.labels)
@@ -151,7 +150,7 @@ class TaskStore:
         return entry
 
     def delete(self, name: str) -> None:
-        """Remove a task that came over HTTP. Requests that it was asked before are still answered.
+        """Remove a task that came over HTTP. Requests that are already queued are still answered.
 
         Raises RefusalError: 404 if there is none, 409 for a task folder, 403 if the store is read-only;
         OSError if it cannot be removed.
@@ -169,8 +168,8 @@ class TaskStore:
             self.release(entry.digest)
 
     def require_name(self, name: str) -> None:
-        """Raise RefusalError if a new task cannot have a name: 422 if it is invalid, 409 if it is that of a
-        task folder, 403 if the store is read-only.
+        """Raise RefusalError if a new task cannot have a name: 422 if it is invalid, 409 if a task folder
+        has it, 403 if the store is read-only.
         """
         require_name(name)
         self.require_writable()
@@ -180,13 +179,13 @@ class TaskStore:
 
     def _require_unreserved(self, name: str) -> None:
         if name in self._reserved:
-            raise RefusalError(422, "bad_name", f"{name!r} is the base model's name: choose another")
+            raise RefusalError(422, "bad_name", f"{name!r} is the name of the base model", "choose another")
 
-    def loaded(self, injection: Injection) -> Loaded:
+    def prepare(self, injection: Injection) -> LoadedTask:
         """Prepare an injection for this model. Raises RefusalError (422) if it cannot be used."""
         try:
             injection = self._with_encoder(injection)
-            require_moderate(injection, self.pool.decoder)
+            require_finite_in_use(injection, self.pool.decoder)
             return InjectionPool(self.pool.decoder, {"": injection}).task("")
         except RefusalError:
             raise
@@ -194,7 +193,7 @@ class TaskStore:
             raise RefusalError(422, "bad_artefact", str(error)) from None
 
     def _with_encoder(self, injection: Injection) -> Injection:
-        """Use whichever of the server's encoders gives the vectors of the fit: names differ by machine."""
+        """Use the enabled encoder whose vectors equal those of the fit: its path may differ by machine."""
         bias, device = injection.encoder_bias, str(self.pool.decoder.device)
         if bias is None or absolute(bias.encoder) in self.encoders:
             return injection
@@ -205,43 +204,43 @@ class TaskStore:
         return injection
 
     def require_encoder(self, name: str) -> None:
-        """Raise I2CLError for a sentence encoder that is not enabled: loading one may download it."""
+        """Raise I2CLError for a sentence encoder that is not enabled, because loading it may download it."""
         if absolute(name) not in self.encoders:
             enabled = ", ".join(map(repr, self.encoders)) or "none"
             hint = "start the server with --encoder, or fit the task without one"
             raise I2CLError(f"encoder {name!r} is not enabled on this server (enabled: {enabled}): {hint}")
 
     def injection(self, digest: str) -> Injection:
-        """Read an artefact. Raises RefusalError: 404 if it is gone, 500 if it is damaged."""
+        """Read an artefact. Raises RefusalError: 404 if it was removed, 500 if it is damaged."""
         folder = self._artefacts / digest
         if folder.is_dir():
             if content_digest(folder) != digest:
-                message = f"version {digest} is damaged on the server's disk: upload it again"
-                raise RefusalError(500, "damaged", message)
+                message = f"version {digest} is damaged on the server's disk"
+                raise RefusalError(500, "damaged", message, "upload it again")
             return Injection.from_pretrained(folder)
         for name, (_, entry) in tuple(self._folders.items()):
             if isinstance(entry, Entry) and entry.digest == digest:
-                with suppress(I2CLError):  # it is being replaced
+                with suppress(I2CLError):  # the folder is being replaced
                     injection = Injection.from_pretrained(self._root / name)
                     if content_digest(self._root / name) == digest:
                         return injection
-        message = "this version of the task is gone: fit or upload it again"
-        raise RefusalError(404, "unknown_task", message)
+        message = "this version of the task has been removed"
+        raise RefusalError(404, "unknown_task", message, "fit or upload it again")
 
     def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
-        """Encode texts for the current version of a task. Raises as `entry` and `of_version`."""
+        """Encode texts for the current version of a task. Raises as `entry` and `queries_of_version`."""
         while True:
             entry = self.entry(name)
             try:
-                return entry, self.of_version(entry.digest, texts)
+                return entry, self.queries_of_version(entry.digest, texts)
             except RefusalError:
-                if self.entry(name).digest == entry.digest:  # else it was replaced meanwhile
+                if self.entry(name).digest == entry.digest:  # otherwise retry: the task was replaced
                     raise
 
-    def of_version(self, digest: str, texts: Sequence[str]) -> list[TaskQuery]:
+    def queries_of_version(self, digest: str, texts: Sequence[str]) -> list[TaskQuery]:
         """Encode texts for one version of a task, loading it if necessary.
 
-        Raises RefusalError: 404 if it is gone, 500 if it cannot be used; I2CLError on an empty text;
+        Raises RefusalError: 404 if it was removed, 500 if it cannot be used; I2CLError on an empty text;
         TooLongError on one that exceeds the context.
         """
         return self._task(digest).queries(texts, cut=False)
@@ -249,18 +248,18 @@ class TaskStore:
     def is_loaded(self, digest: str) -> bool:
         """Return whether a version is loaded."""
         with self._lock:
-            return digest in self._used
+            return digest in self._last_used
 
     def preload(self, digest: str) -> None:
-        """Load a version. Errors are left to the request that uses it."""
+        """Load a version. Errors are ignored: the request that uses the task raises them."""
         with suppress(I2CLError):
             self._task(digest)
 
-    def _task(self, digest: str) -> Loaded:
-        """Return a loaded task. Loading holds a lock of its own, so that loaded tasks are not blocked."""
+    def _task(self, digest: str) -> LoadedTask:
+        """Return a loaded task. A lock per digest keeps loading from blocking other tasks."""
         with self._lock:
-            if digest in self._used:
-                self._used.move_to_end(digest)
+            if digest in self._last_used:
+                self._last_used.move_to_end(digest)
                 return self.pool.task(digest)
             loading = self._loading.setdefault(digest, threading.Lock())
         try:
@@ -268,11 +267,11 @@ class TaskStore:
                 if not self.is_loaded(digest):
                     self._load(digest)
                 with self._lock:
-                    self._used[digest] = None
-                    self._used.move_to_end(digest)
+                    self._last_used[digest] = None
+                    self._last_used.move_to_end(digest)
                     task = self.pool.task(digest)
-                    while len(self._used) > self._most:
-                        self.pool.drop(self._used.popitem(last=False)[0])
+                    while len(self._last_used) > self._max_resident:
+                        self.pool.drop(self._last_used.popitem(last=False)[0])
                     return task
         finally:
             with self._lock:
@@ -283,14 +282,16 @@ class TaskStore:
             self.pool.load(digest, self._with_encoder(self.injection(digest)))
         except (RefusalError, OSError) as error:
             raise RefusalError.of(error) from None
-        except I2CLError as error:  # of another model, of a later i2cl, or its encoder is not enabled
+        except (
+            I2CLError
+        ) as error:  # another model, a later version of i2cl, or an encoder that is not enabled
             _log.warning("version %s cannot be used: %s", digest, error)
-            message = f"version {digest} cannot be used by this server: fit it again, or contact its operator"
-            raise RefusalError(500, "unusable", message) from None
+            message = f"version {digest} cannot be used by this server"
+            raise RefusalError(500, "unusable", message, "fit it again, or contact its operator") from None
 
     @contextmanager
-    def kept(self, names: Iterable[str]) -> Iterator[dict[str, Entry]]:
-        """Return the current versions of tasks, and keep them while the block runs.
+    def pinned(self, names: Iterable[str]) -> Iterator[dict[str, Entry]]:
+        """Return the current versions of tasks, which are not removed while the block runs.
 
         Task folders are copied, since they may be replaced before a job runs. Raises RefusalError (404) if a
         task is missing.
@@ -300,12 +301,12 @@ class TaskStore:
             for entry in entries.values():
                 if entry.source == "folder":
                     self._copy_folder(entry)
-            self._kept.update(entry.digest for entry in entries.values())
+            self._pinned.update(entry.digest for entry in entries.values())
         try:
             yield entries
         finally:
             with self._writing:
-                self._kept -= Counter(entry.digest for entry in entries.values())
+                self._pinned -= Counter(entry.digest for entry in entries.values())
                 for entry in entries.values():
                     self.release(entry.digest)
 
@@ -318,20 +319,20 @@ class TaskStore:
         """Remove an artefact if neither a name nor an unfinished job refers to it."""
         with self._writing:
             named = {entry.digest for entry in self._named.values()}
-            if digest in named or digest in self._kept or digest in self.needed():
+            if digest in named or digest in self._pinned or digest in self.digests_of_jobs():
                 return
             folders = [entry for _, entry in tuple(self._folders.values()) if isinstance(entry, Entry)]
             is_folder = any(entry.digest == digest for entry in folders)
             with self._lock:
-                if digest in self._used and not is_folder:
-                    del self._used[digest]
+                if digest in self._last_used and not is_folder:
+                    del self._last_used[digest]
                     self.pool.drop(digest)
             shutil.rmtree(self._artefacts / digest, ignore_errors=True)
 
     def require_writable(self) -> None:
         """Raise RefusalError (403) if the store is read-only."""
         if self.read_only:
-            raise RefusalError(403, "read_only", "this server is read-only: use the server that writes")
+            raise RefusalError(403, "read_only", "this server is read-only", "use the server that writes")
 
     def close(self) -> None:
         """Close the database."""
@@ -356,7 +357,7 @@ class TaskStore:
 
     @contextmanager
     def _changing_names(self) -> Iterator[dict[str, Entry]]:
-        """Return a copy of the names to change, which takes effect if the block does not raise."""
+        """Yield a copy of the names to modify. It takes effect unless the block raises."""
         names = dict(self._named)
         try:
             yield names
@@ -367,9 +368,9 @@ class TaskStore:
         self._named = names
 
     def _publish(self, names: dict[str, Entry] | None = None) -> None:
-        """Write the names for servers that only read: SQLite's write-ahead log needs one machine."""
+        """Write the names for read-only servers: SQLite's write-ahead log does not work across machines."""
         records = [asdict(entry) for entry in (self._named if names is None else names).values()]
-        replaced_file(self._published, json.dumps(records) + "\n")
+        write_text_atomic(self._published, json.dumps(records) + "\n")
 
     def _store(self, injection: Injection) -> str:
         with tempfile.TemporaryDirectory(dir=self._artefacts, prefix=".") as scratch:
@@ -384,8 +385,8 @@ class TaskStore:
             for name in FILES:
                 shutil.copyfile(self._root / entry.name / name, fresh / name)
             if content_digest(fresh) != entry.digest:
-                raise RefusalError(503, "busy", f"task {entry.name!r} is being replaced: retry")
-            synced(*fresh.iterdir(), fresh)
+                raise RefusalError(503, "busy", f"task {entry.name!r} is being replaced", "retry")
+            sync_to_disk(*fresh.iterdir(), fresh)
             self._add_artefact(fresh)
 
     def _add_artefact(self, fresh: Path) -> str:
@@ -396,7 +397,7 @@ class TaskStore:
             place.rename(fresh.with_name("damaged"))
         if not place.is_dir():
             fresh.rename(place)
-            synced(self._artefacts)
+            sync_to_disk(self._artefacts)
         return digest
 
     def _task_folders(self) -> list[Path]:
@@ -404,13 +405,13 @@ class TaskStore:
         return sorted(path.parent for path in found if not path.parent.name.startswith("."))
 
     def _folder_entry(self, name: str) -> Entry | RefusalError | None:
-        """Return the task in a folder, why it cannot be used, or None if there is no such folder."""
+        """Return the task in a folder, the error if it cannot be used, or None if there is no such folder."""
         folder = self._root / name
         if name.startswith(".") or folder.parent != self._root or folder.name != name:
             return None
         try:
             signature = _signature(*(folder / file for file in sorted(FILES)))
-        except (OSError, ValueError):  # also of names that no file can have
+        except (OSError, ValueError):  # ValueError: not a valid file name
             self._folders.pop(name, None)
             return None
         known = self._folders.get(name)
@@ -425,7 +426,7 @@ class TaskStore:
             require_name(name)
             self._require_unreserved(name)
             injection = Injection.from_pretrained(folder)
-            self.loaded(injection)
+            self.prepare(injection)
             created = int((folder / DESCRIPTION).stat().st_mtime)
             return Entry(name, content_digest(folder), created, injection.task.labels, "folder")
         except (I2CLError, OSError) as error:
@@ -435,7 +436,7 @@ class TaskStore:
             return RefusalError(500, "unusable", f"task {name!r} cannot be used by this server: {words}")
 
     def _log_folders(self) -> None:
-        """Log what is in the folder and not served. Unusable task folders are logged as they are read."""
+        """Log folders that are not served. `_read_folder` logs unusable task folders."""
         for path in sorted(self._root.iterdir()):
             if path.name.startswith(".") or not path.is_dir():
                 continue
@@ -452,7 +453,7 @@ class TaskStore:
 
 
 def require_no_old_layout(root: Path) -> None:
-    """Raise I2CLError for a folder of an earlier version, which cannot be read."""
+    """Raise I2CLError for a folder written by an earlier version of the server."""
     names, artefacts = root / "names", root / "artefacts"
     is_task = (names / DESCRIPTION).is_file()
     if artefacts.is_dir() and any(names.glob("*.json")) and not is_task and not (root / STATE).exists():
@@ -472,12 +473,12 @@ def _open_database(root: Path) -> Database:
 
 
 def _folder_conflict(name: str, hint: str) -> RefusalError:
-    message = f"task {name!r} is a folder that the server does not change: {hint}"
-    return RefusalError(409, "folder_task", message)
+    message = f"task {name!r} is a folder that the server does not change"
+    return RefusalError(409, "folder_task", message, hint)
 
 
 def _signature(*paths: Path) -> Signature:
-    """Return what changes when files are replaced. Raises OSError if one is missing."""
+    """Return what changes when files are replaced: times, sizes, inodes. Raises OSError if one is missing."""
     return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in (path.stat() for path in paths))
 
 
@@ -496,8 +497,8 @@ def require_name(name: str) -> None:
         not 0 < len(name) <= MAX_NAME_LENGTH
         or name != name.strip()
         or {".", ".."} & {*name.split("/")}  # clients resolve these in a URL
-        or HALF_PAIR.search(name)
+        or LONE_SURROGATE.search(name)
         or not name.isprintable()
     ):
-        hint = f"use 1 to {MAX_NAME_LENGTH} printable characters, without spaces around them"
-        raise RefusalError(422, "bad_name", f"invalid task name {name!a}: {hint}, and without '../'")
+        hint = f"use 1 to {MAX_NAME_LENGTH} printable characters, without spaces around them or '../'"
+        raise RefusalError(422, "bad_name", f"invalid task name {name!a}", hint)

@@ -1,4 +1,4 @@
-"""Untrusted artefacts in tar files, read in memory that is bounded by the length of the body."""
+"""Untrusted artefacts in tar files. Reading one takes no more memory than the length of the body."""
 
 import json
 import tarfile
@@ -16,44 +16,45 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.models.decoder import Decoder
 from i2cl.storage.card import CARD, model_card
 
-ROOM = 16 * 2**20  # bytes of an artefact besides its tensors: description, card, headers of tar
-MAX_DESCRIPTION = 2**20  # bytes of the JSON file, which takes thirty times as many while it is parsed
+OVERHEAD_BYTES = 16 * 2**20  # of an artefact besides its tensors: description, model card, tar headers
+MAX_DESCRIPTION = 2**20  # bytes of the JSON file; parsing takes thirty times as much memory
 MAX_HEADER = 2**16  # bytes of the header of the safetensors file
 MAX_MEMBERS = 32  # of a tar, including extended headers
 MAX_LABELS = 2048
-MAX_WORDS = 2 * MAX_LABELS  # tokens of all labels
+MAX_LABEL_TOKENS = 2 * MAX_LABELS  # tokens of all labels
 
 
 def max_upload_bytes(decoder: Decoder) -> int:
-    """Return the maximum size of a tar file: an artefact of this model with a weight for each of `MAX_LABELS`
-    and each of `MAX_WORDS`.
+    """Return the maximum size of a tar file: that of an artefact for this model with `MAX_LABELS` labels and
+    word weights for `MAX_LABEL_TOKENS` tokens.
     """
-    return ROOM + 4 * (2 * decoder.layers * (decoder.d_model + 2) + MAX_LABELS * MAX_WORDS)
+    return OVERHEAD_BYTES + 4 * (2 * decoder.layers * (decoder.d_model + 2) + MAX_LABELS * MAX_LABEL_TOKENS)
 
 
-def require_moderate(injection: Injection, decoder: Decoder) -> None:
-    """Raise RefusalError (422) for tensors that overflow when they are squared, or in the model's dtype."""
-    amount, keep = injection.coefficients.float().unbind(-1)
-    scaled = amount[..., None] * injection.context.values.float()
-    weights = torch.zeros(1) if injection.word_weights is None else injection.word_weights.float()
-    encoder = torch.zeros(1) if injection.encoder_bias is None else injection.encoder_bias.weights.float()
-    squares = (torch.tensor(injection.label_bias or (0.0,)), keep, weights, encoder)
-    of_vectors = (scaled.square().sum(-1), scaled.to(decoder.model.dtype))
-    for values in (*of_vectors, *(one.square() for one in squares)):
-        if not values.isfinite().all():
-            raise unusable()
+def require_finite_in_use(injection: Injection, decoder: Decoder) -> None:
+    """Raise RefusalError (422) for tensors that overflow when squared, or when cast to the model's dtype."""
+    scale, keep = injection.coefficients.float().unbind(-1)
+    shift = scale[..., None] * injection.context.values.float()
+    values = [shift.square().sum(-1), shift.to(decoder.model.dtype), keep.square()]
+    values.append(torch.tensor(injection.label_bias or (0.0,)).square())
+    if injection.word_weights is not None:
+        values.append(injection.word_weights.float().square())
+    if injection.encoder_bias is not None:
+        values.append(injection.encoder_bias.weights.float().square())
+    if not all(tensor.isfinite().all() for tensor in values):
+        raise unusable_artefact()
 
 
-def unusable(why: str = "its numbers overflow in this model") -> RefusalError:
-    """Return the error for an artefact that cannot answer."""
-    return RefusalError(422, "bad_artefact", f"this artefact cannot be used, {why}: fit it again")
+def unusable_artefact(why: str = "its values overflow in this model") -> RefusalError:
+    """Return the error for an artefact that cannot score texts."""
+    return RefusalError(422, "bad_artefact", f"this artefact cannot be used, {why}", "fit it again")
 
 
 def unpack(body: bytes) -> Injection:
     """Read the injection in a tar file of a task folder.
 
-    Only regular files with the names of an artefact are accepted, with or without ``./``. Headers are read
-    one by one, since `tarfile.open` follows sparse maps and chains of headers without a limit. Raises
+    Accepts only regular files with the names of an artefact, with or without ``./``. Headers are parsed one
+    by one, because `tarfile.open` follows sparse maps and chains of headers without a limit. Raises
     RefusalError (422) on anything else, or an artefact that cannot be read; OSError if the disk is full.
     """
     members = dict(_members(memoryview(body)))
@@ -76,7 +77,7 @@ def unpack(body: bytes) -> Injection:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             raise _refused(f"{DESCRIPTION} or {TENSORS} holds invalid values") from None
     if len(injection.task.labels) > MAX_LABELS:
-        raise _refused(f"it has {len(injection.task.labels)} labels, and the limit is {MAX_LABELS}")
+        raise _refused(f"it has {len(injection.task.labels)} labels, but the limit is {MAX_LABELS}")
     return injection
 
 
@@ -108,4 +109,4 @@ def _members(body: memoryview) -> Iterator[tuple[str, memoryview]]:
 
 def _refused(why: str) -> RefusalError:
     hint = "make it with tar -C FOLDER -cf - injection.json injection.safetensors"
-    return RefusalError(422, "bad_artefact", f"invalid artefact, {why.rstrip()}: {hint}")
+    return RefusalError(422, "bad_artefact", f"invalid artefact, {why.rstrip()}", hint)

@@ -1,7 +1,7 @@
 """I2CLClassifier: implicit in-context learning as a scikit-learn classifier of texts.
 
-It keeps scikit-learn's contract (https://scikit-learn.org/stable/developers/develop.html). The model is
-never copied: clones share it, and a pickle holds its name and fingerprint instead of its weights.
+It follows scikit-learn's API (https://scikit-learn.org/stable/developers/develop.html). The model is never
+copied: clones share it, and pickles contain its name and fingerprint instead of its weights.
 """
 
 import copy
@@ -37,8 +37,8 @@ from i2cl.models.precision import dtype_name
 from i2cl.tasks import Task, Template
 from i2cl.tasks.template import DEFAULT_TEMPLATE
 
-STORED = "classifier"  # key of `Injection.settings` for what only the classifier knows
-DTYPES = re.compile(r"[|<>=]?(O|b1|[iuf][1248]|U\d{1,5})")  # of classes in an artefact
+SETTINGS_KEY = "classifier"  # of the classifier's own state in `Injection.settings`
+CLASS_DTYPES = re.compile(r"[|<>=]?(O|b1|[iuf][1248]|U\d{1,5})")  # allowed in an artefact
 
 
 class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -80,7 +80,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     Attributes:
         classes_: the classes, sorted; the columns of `predict_proba`.
         report_: evaluation beside zero-shot and few-shot baselines; None if nothing was scored.
-        injection_: the fitted injection; that of a loaded classifier keeps its stored order of label words.
+        injection_: the fitted injection. If it was loaded, its label words are in their stored order.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             I2CLError: without a model, on texts or classes that are not valid, a class without a word, a
                 parameter that does not exist, or a model that cannot be used.
         """
-        shots = self._checked()
+        shots = self._validate_parameters()
         texts = as_texts(X)
         classes, rows = as_examples(texts, y, sample_weight)
         words = label_words(classes, self.labels)
@@ -151,16 +151,18 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if shots is not None:
             warn_of_small_classes(task, shots)
         shown = rows if shots is None else up_to(task, shots, seed)
-        # Baselines choose their scoring by the labels, so another one would not be comparable.
+        # Baselines use scoring="auto", so other scorings would not be comparable.
         evaluate = self.evaluate if self.scoring == "auto" else 0
         plan = plan_evaluation(task, shown, evaluate, self.folds, seed)
         decoder = self._decoder()
-        task = task.worded(decoder.tokenizer, chat=self.chat, instruction=self.instruction or None)
+        task = task.with_prompt_options(
+            decoder.tokenizer, chat=self.chat, instruction=self.instruction or None
+        )
         unlabelled = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
         request = FitRequest(method, seed, self.scoring, unlabelled)
         injection = fit_task(decoder, task, shown, request, plan)
-        stored = {STORED: {"classes": classes.tolist(), "dtype": classes.dtype.str, "shots": shots}}
-        self.injection_ = replace(injection, settings=injection.settings | stored)
+        state = {"classes": classes.tolist(), "dtype": classes.dtype.str, "shots": shots}
+        self.injection_ = replace(injection, settings=injection.settings | {SETTINGS_KEY: state})
         self.classes_ = classes
         return self
 
@@ -174,9 +176,11 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return self.injection_.worth or None
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
-        """The most probable class of each text; see ``min_confidence`` for those that get none. Raises
-        I2CLError on input that is no list of texts, a model that is not the one fitted on, or a
-        ``min_confidence`` that is none, or whose answer for no class is the name of a class.
+        """Return the most probable class of each text, or the placeholder below ``min_confidence``.
+
+        Raises:
+            I2CLError: on input that is not a list of texts, a model that has changed since the fit, an
+                invalid ``min_confidence``, or a class that is equal to the placeholder.
         """
         check_is_fitted(self)
         require_confidence(self.min_confidence)
@@ -185,33 +189,36 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if self.min_confidence is None:
             return cast("np.ndarray", best)
         classes = self.classes_.tolist()
-        none = "" if isinstance(classes[0], str) else -1
-        if none in classes:
-            cure = "fit with another name for it"
-            raise I2CLError(f"{none!r} is a class and what min_confidence answers: {cure}")
-        if best.dtype.kind in "ub":  # which have no -1
+        placeholder = "" if isinstance(classes[0], str) else -1
+        if placeholder in classes:
+            problem = f"{placeholder!r} is a class, but min_confidence uses it for 'no prediction'"
+            raise I2CLError(f"{problem}: rename the class")
+        if best.dtype.kind in "ub":  # cannot represent -1
             best = best.astype(np.int64)
-        return np.where(np.exp(normalised(scores)).max(-1) < self.min_confidence, none, best)
+        return np.where(np.exp(normalised(scores)).max(-1) < self.min_confidence, placeholder, best)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
-        """Probability of each class, among the classes. Raises as `predict`."""
+        """Return the probability of each class. Raises as `predict`."""
         return cast("np.ndarray", np.exp(self.predict_log_proba(X)))
 
     def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
-        """Log-probability of each class among the classes, in nats. Raises as `predict`."""
+        """Return the log-probability of each class, in nats. Raises as `predict`."""
         return normalised(self._scores(X))
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
-        """Log-odds of the second class, in nats; with more classes, the log-probability of each among them.
+        """Return the log-odds of the second class, in nats; with more classes, log-probabilities of all.
 
-        `Injection.label_log_mass` tells how well a text fits the task. Raises as `predict`.
+        To measure how well a text fits the task, see `Injection.label_log_mass`. Raises as `predict`.
         """
         scores = self._scores(X)
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the injection, see `Injection.save_pretrained`; `i2cl predict` reads it too. Raises I2CLError
-        if the folder cannot be written or holds something else or NotFittedError before `fit`.
+        """Write the injection to a folder, which `i2cl predict` can also read.
+
+        Raises:
+            I2CLError: if the folder cannot be written, or contains something else.
+            NotFittedError: before `fit`.
         """
         check_is_fitted(self)
         self.injection_.save_pretrained(folder)
@@ -227,23 +234,26 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         device: str | None = None,
         dtype: str | None = None,
     ) -> "I2CLClassifier":
-        """A fitted classifier from any saved injection, also one of `i2cl fit`, whose classes are its words.
+        """Load a fitted classifier from a saved injection.
+
+        The classes of an injection from `i2cl fit` are its label words.
 
         Args:
             name: folder or hub id of the injection.
-            model: where its model is. Default: where it was; loaded when first needed.
-            revision: of the injection on the hub.
-            encoder: where its sentence encoder is. Default: where it was.
+            model: its model, which is loaded when first needed. Default: the recorded name.
+            revision: hub revision of the injection.
+            encoder: location of its sentence encoder. Default: the recorded one.
             device: as in the constructor.
             dtype: as in the constructor.
 
         Raises:
-            I2CLError: on a missing, damaged or newer artefact, or an encoder for one that takes none.
+            I2CLError: on a missing, damaged or newer artefact, or if an encoder is given for an injection
+                without one.
         """
         injection = Injection.from_pretrained(name, revision=revision, encoder=encoder)
         words = injection.task.labels
-        stored = injection.settings.get(STORED, {"classes": list(words), "shots": None})
-        classes = _stored_classes(stored)
+        state = injection.settings.get(SETTINGS_KEY, {"classes": list(words), "shots": None})
+        classes = _stored_classes(state)
         method = METHODS.get(injection.settings.get("method", I2CL.name), I2CL)
         method = AnchoredWithEmbeddings if injection.encoder_bias is not None else method
         settings = injection.context.config.model_dump() | injection.settings
@@ -258,11 +268,11 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             if option in fields and (value != fields[option].default or option == "encoder")
         }
         template = injection.task.template
-        made = cls(
+        classifier = cls(
             model if model is not None else injection.base,
             template=template.format if template == Template(template.format) else template,
-            labels=_shortest(dict(zip(classes.tolist(), words, strict=True))),
-            shots=stored["shots"],
+            labels=_as_label_list(dict(zip(classes.tolist(), words, strict=True))),
+            shots=state["shots"],
             method=method.name,
             class_weight=changed.pop("class_weight", None),
             settings=changed or None,
@@ -271,19 +281,19 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             device=device,
             dtype=dtype,
         )
-        made.classes_, made.injection_ = np.sort(classes), injection
-        return made
+        classifier.classes_, classifier.injection_ = np.sort(classes), injection
+        return classifier
 
     @quiet_unless_verbose
     def _scores(self, X: Any) -> Float[np.ndarray, "n classes"]:
         check_is_fitted(self)
         texts = as_texts(X)
         injection = self.injection_
-        stored = injection.settings.get(STORED, {"classes": injection.task.labels})["classes"]
+        stored = injection.settings.get(SETTINGS_KEY, {"classes": injection.task.labels})["classes"]
         return injection.scores(self._decoder(), texts).double().numpy()[:, np.argsort(stored)]
 
     def _options(self, classes: Classes, words: Sequence[str]) -> dict[str, Any]:
-        """Options of the method, with class weights by label word."""
+        """Return the options of the method, with class weights by label word."""
         options, weights = dict(self.settings or {}), self.class_weight
         if weights is None:
             return options
@@ -295,18 +305,18 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             raise I2CLError(f"class_weight is {weights!r}: pass 'balanced' or a dict from class to weight")
         by_word = {}
         for value, word in zip(classes.tolist(), words, strict=True):
-            if found := [weights[name] for name in (value, word) if name in weights]:
-                by_word[word] = found[0]
-        odd = [name for name in weights if name not in {*classes.tolist(), *words}]
-        if odd and len(by_word) < len(words):  # as in scikit-learn: an absent class does no harm otherwise
-            raise I2CLError(f"class_weight has a weight for {odd[0]!r}, which is not a class: remove it")
+            if value in weights or word in weights:
+                by_word[word] = weights[value] if value in weights else weights[word]
+        unknown = [name for name in weights if name not in {*classes.tolist(), *words}]
+        if unknown and len(by_word) < len(words):  # as in scikit-learn, absent classes are ignored otherwise
+            raise I2CLError(f"class_weight has a weight for {unknown[0]!r}, which is not a class: remove it")
         return options | {"class_weight": by_word}
 
-    def _checked(self) -> int | None:
-        """Check all parameters and return the number of shots. Raises I2CLError on an invalid value."""
+    def _validate_parameters(self) -> int | None:
+        """Validate all parameters and return the number of shots. Raises I2CLError on an invalid value."""
         if self.model is None:
             raise I2CLError(NO_MODEL)
-        shots, most = self.shots, 2**63
+        shots, limit = self.shots, 2**63
         whole = isinstance(shots, int | np.integer) and not isinstance(shots, bool)
         if shots is not None and not (whole and shots > 0):
             raise I2CLError(f"shots is {shots!r}: pass a whole number above 0, or None for all texts")
@@ -322,7 +332,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             raise I2CLError(f"template is {self.template!r}: give a string with {{text}} and {{label}}")
         if self.settings is not None and not isinstance(self.settings, Mapping):
             raise I2CLError(f"settings is a {type(self.settings).__name__}: give a dict of options")
-        if isinstance(self.random_state, int | np.integer) and not -most <= self.random_state < most:
+        if isinstance(self.random_state, int | np.integer) and not -limit <= self.random_state < limit:
             raise I2CLError(f"random_state is {self.random_state}: give a whole number of at most 63 bits")
         return None if shots is None else int(shots)
 
@@ -333,52 +343,52 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def _decoder(self) -> Decoder:
         decoder = find_decoder(self.model, dtype=self.dtype, device=self.device)
-        self._held = decoder  # so that it stays loaded as long as this classifier lives
+        self._loaded_decoder = decoder  # keeps the model in memory as long as the classifier
         return decoder
 
     def __repr__(self, N_CHAR_MAX: int = 180) -> str:
-        """At most three lines of constructor parameters that differ from their defaults."""
+        """Show the parameters that differ from their defaults, in up to three lines."""
         return cast("str", super().__repr__(N_CHAR_MAX))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The model by reference: a pickle holds its name, its fingerprint and its precision."""
-        state = {name: value for name, value in super().__getstate__().items() if name != "_held"}
+        """Return the state with the model's name, fingerprint and precision instead of its weights."""
+        state = {name: value for name, value in super().__getstate__().items() if name != "_loaded_decoder"}
         if isinstance(self.model, Decoder):
             state["model"] = self.model.base
             state["dtype"] = dtype_name(self.model.model.dtype)
         return state
 
     def __copy__(self) -> "I2CLClassifier":
-        """With the same model, which needs no pickle."""
-        twin = type(self).__new__(type(self))
-        twin.__dict__.update(vars(self))
-        return twin
+        """Copy the classifier and share the model, without the conversion for pickles."""
+        duplicate = type(self).__new__(type(self))
+        duplicate.__dict__.update(vars(self))
+        return duplicate
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "I2CLClassifier":
-        """With the same model: a frozen one is shared."""
-        memo[id(self)] = twin = copy.copy(self)
+        """Copy everything but the model, which is frozen and therefore shared."""
+        memo[id(self)] = duplicate = copy.copy(self)
         memo |= {id(value): value for value in vars(self).values() if isinstance(value, Decoder)}
-        twin.__dict__.update(copy.deepcopy(vars(self), memo))
-        return twin
+        duplicate.__dict__.update(copy.deepcopy(vars(self), memo))
+        return duplicate
 
     def __sklearn_tags__(self) -> Any:
-        """One text a row, and no numbers."""
+        """Declare the input as a one-dimensional array of strings."""
         tags = super().__sklearn_tags__()
         inputs = tags.input_tags
         inputs.one_d_array, inputs.two_d_array, inputs.string = True, False, True
         return tags
 
 
-def _stored_classes(stored: Mapping[str, Any]) -> Classes:
-    """Return the classes of an artefact in their dtype, and in the order of its label words."""
-    dtype = stored.get("dtype")
-    if dtype is not None and not DTYPES.fullmatch(str(dtype)):
+def _stored_classes(state: Mapping[str, Any]) -> Classes:
+    """Return the classes of an artefact in their dtype, in the order of its label words."""
+    dtype = state.get("dtype")
+    if dtype is not None and not CLASS_DTYPES.fullmatch(str(dtype)):
         raise I2CLError(f"the artefact's classes have the unknown dtype {dtype!r}: copy or fit it again")
-    return np.array(stored["classes"], dtype=dtype)
+    return np.array(state["classes"], dtype=dtype)
 
 
-def _shortest(labels: Mapping[Any, str]) -> Mapping[Any, str] | list[str]:
-    """Write label words as a list in the order of their classes, if `label_words` reads that the same way."""
+def _as_label_list(labels: Mapping[Any, str]) -> Mapping[Any, str] | list[str]:
+    """Convert a dict of label words to a list in the order of the classes, if `label_words` accepts that."""
     classes = sorted(labels)
     same = all(isinstance(value, str) and value == word for value, word in labels.items())
     numbered = classes == list(range(len(classes)))

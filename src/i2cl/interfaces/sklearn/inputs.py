@@ -103,7 +103,7 @@ def as_classes(y: Any, rows: int) -> tuple[Classes, Shaped[np.ndarray, " rows"]]
 
 
 def _as_numpy(y: Any) -> Any:
-    """Replace what scikit-learn would convert to floats or refuse: pandas' extension dtypes, objects."""
+    """Convert pandas' extension dtypes and objects, which scikit-learn would refuse or convert to floats."""
     if hasattr(y, "iloc") and getattr(y, "ndim", 1) == 2 and y.shape[1] == 1:
         column_or_1d(np.empty(y.shape), warn=True)  # warns that a column vector was passed
         y = y.iloc[:, 0]
@@ -136,7 +136,7 @@ def _require_complete(missing: Sequence[bool]) -> None:
 
 
 def _as_weights(sample_weight: Any, rows: int) -> Float[np.ndarray, " rows"]:
-    """Convert sample weights to float64; None or one number stands for equal weights."""
+    """Convert sample weights to float64; None or a scalar means equal weights."""
     try:
         weights = np.asarray(1.0 if sample_weight is None else sample_weight, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -155,9 +155,8 @@ def _as_weights(sample_weight: Any, rows: int) -> Float[np.ndarray, " rows"]:
 def label_words(classes: Classes, labels: Mapping[Any, str] | Sequence[str] | None) -> tuple[str, ...]:
     """Return the word that the model says for each class.
 
-    scikit-learn's meta-estimators number string classes before they fit, so words for strings are also
-    accepted for their numbers: the i-th number stands for the i-th class in sorted order. Some of the classes
-    may be absent.
+    scikit-learn's meta-estimators encode string classes as integers before they fit, so words for strings
+    also apply to these integers: i is the i-th class in sorted order. Some of the classes may be absent.
 
     Args:
         classes: the sorted classes of y.
@@ -178,28 +177,29 @@ def label_words(classes: Classes, labels: Mapping[Any, str] | Sequence[str] | No
     else:
         hint = "pass a list of words, or a dict from each class to its word"
         raise I2CLError(f"labels is a {type(labels).__name__}: {hint}")
-    if odd := [value for value in values if not isinstance(value, str | int | float)]:
-        raise I2CLError(f"class {odd[0]!r} is not a string or a number: a saved task holds only these")
+    if invalid := [value for value in values if not isinstance(value, str | int | float)]:
+        raise I2CLError(f"class {invalid[0]!r} is not a string or a number: convert it, to save the task")
     return tuple(map(str, words))
 
 
 def _require_words(values: Sequence[Any]) -> None:
-    odd = next((value for value in values if not isinstance(value, str)), None)
-    if odd is None:
+    first = next((value for value in values if not isinstance(value, str)), None)
+    if first is None:
         return
     if _are_ids(values, 2 * len(values)):
         raise I2CLError(
-            f"y has class ids such as {odd!r} and no label words: pass labels, a word for each id in order, "
-            "such as labels=['negative', 'positive']; if your classes are strings, which cross_val_predict, "
-            "VotingClassifier and StackingClassifier number before fit, pass labels=sorted(set(y))"
+            f"y has class ids such as {first!r} and no label words: pass labels, a word for each id in "
+            "order, such as labels=['negative', 'positive']; if your classes are strings, which "
+            "cross_val_predict, VotingClassifier and StackingClassifier number before fit, pass "
+            "labels=sorted(set(y))"
         )
-    hint = f"pass labels, such as labels={{{odd!r}: 'word', ...}}"
-    raise I2CLError(f"class {odd!r} is not a word that the model can say: {hint}")
+    hint = f"pass labels, such as labels={{{first!r}: 'word', ...}}"
+    raise I2CLError(f"class {first!r} is not a word that the model can say: {hint}")
 
 
 def _require_strings(words: Sequence[Any]) -> None:
-    if odd := [word for word in words if not isinstance(word, str)]:
-        raise I2CLError(f"labels has {odd[0]!r}, which is not a string: pass words")
+    if invalid := [word for word in words if not isinstance(word, str)]:
+        raise I2CLError(f"labels has {invalid[0]!r}, which is not a string: pass words")
 
 
 def _are_ids(values: Sequence[Any], count: int) -> bool:
@@ -213,7 +213,7 @@ def _words_by_class(values: Sequence[Any], labels: Mapping[Any, str]) -> list[st
     if not missing:
         return [labels[value] for value in values]
     if len(missing) == len(values) and set(values) <= set(labels.values()):
-        return list(values)  # the dict is for ids, and these classes are the words themselves
+        return list(values)  # the dict maps ids to words, and these classes are the words
     if 0 not in labels and _are_ids(values, len(labels)):
         try:
             order = sorted(labels)
@@ -229,12 +229,12 @@ def _words_in_order(values: Sequence[Any], words: Sequence[str]) -> list[str]:
     if not all(isinstance(value, str) for value in values):
         if _are_ids(values, len(words)):
             return [words[int(value)] for value in values]
-        odd = next(value for value in values if not _are_ids([value], len(words)))
-        hint = f"pass a dict, such as labels={{{odd!r}: 'word', ...}}"
-        raise I2CLError(f"labels lists words for ids 0 to {len(words) - 1}, not for class {odd!r}: {hint}")
+        first = next(value for value in values if not _are_ids([value], len(words)))
+        hint = f"pass a dict, such as labels={{{first!r}: 'word', ...}}"
+        raise I2CLError(f"labels lists words for ids 0 to {len(words) - 1}, not for class {first!r}: {hint}")
     unknown = [value for value in values if value not in words]
     if not unknown:
-        if list(words) != sorted(words):  # their numbers would get other words
+        if list(words) != sorted(words):  # integers from a meta-estimator would get the wrong words
             order = "the order in which scikit-learn numbers string classes"
             raise I2CLError(f"labels is not sorted, which is {order}: pass labels={sorted(words)}")
         return list(values)

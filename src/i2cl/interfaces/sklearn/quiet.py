@@ -30,10 +30,10 @@ def quiet_unless_verbose(method: F) -> F:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide transformers' progress bars and the FutureWarnings that libraries get from each other.
+    """Hide transformers' progress bars and all FutureWarnings while the block runs.
 
-    These settings belong to the process, so that calls in several threads share them: the first call changes
-    them, the last one restores them.
+    These settings are global, so concurrent calls share them: the first one changes them, the last one
+    restores them.
     """
     with _LOCK:
         settings = ExitStack()

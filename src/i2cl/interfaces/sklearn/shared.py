@@ -1,4 +1,4 @@
-"""One loaded model for all who ask for it by name in this process."""
+"""Share loaded models between the estimators of a process."""
 
 import os
 from functools import lru_cache
@@ -12,7 +12,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.loading import NAMES
 
-# A name or folder; one with the fingerprint that it has to have; or the model itself.
+# A name or folder; a name with the fingerprint to check; or the model itself.
 ModelSource = str | Path | ModelIdentity | Decoder
 
 NO_MODEL = (
@@ -27,7 +27,7 @@ _LOADING = Lock()
 
 
 def _reset_after_fork() -> None:
-    """Replace the lock, which a thread of the parent may have held."""
+    """Replace the lock, since a thread of the parent may hold it."""
     global _LOADING  # noqa: PLW0603
     _LOADING = Lock()
 
@@ -45,7 +45,7 @@ def find_decoder(source: ModelSource | None, *, dtype: str | None, device: str |
         device: see `Decoder.from_pretrained`.
 
     Raises:
-        I2CLError: if there is no model, it cannot be loaded, or it is not the one of the identity.
+        I2CLError: if the model is missing, cannot be loaded, or does not match the identity.
     """
     if isinstance(source, Decoder):
         return source
@@ -58,26 +58,29 @@ def find_decoder(source: ModelSource | None, *, dtype: str | None, device: str |
     try:
         decoder = shared_decoder(name, revision=revision, dtype=dtype, device=device)
     except I2CLError as error:
-        raise I2CLError(f"{error} (set_params(model=...) names another place, or takes a Decoder)") from None
+        raise I2CLError(f"{error} (to use another model: set_params(model=...))") from None
     if base and (difference := base.difference(decoder.base)):
         hint = "fit again, or set_params(model=...)"
-        raise I2CLError(f"{name!r} is not the model it was ({difference}): {hint}")
+        raise I2CLError(f"{name!r} has changed since the fit ({difference}): {hint}")
     return decoder
 
 
 def shared_decoder(
     name: str | Path, *, revision: str | None = None, dtype: str | None = None, device: str | None = None
 ) -> Decoder:
-    """`Decoder.from_pretrained`, once a process for as long as somebody holds the model.
+    """Load a model like `Decoder.from_pretrained`, or return the one that is already in memory.
 
-    The last one asked for is also held here, so that cross-validation, which drops every fold's classifier,
-    loads it once. A folder or file that has changed is loaded anew. Raises I2CLError if it cannot be loaded.
+    The most recent model stays loaded, so that cross-validation, which drops the classifier of each fold,
+    loads it once. A folder or file that has changed is loaded again.
+
+    Raises:
+        I2CLError: if the model cannot be loaded.
     """
-    here = Path(name).expanduser()
+    path = Path(name).expanduser()
     files: tuple[Any, ...] = ()
-    if str(name) not in NAMES and here.exists():
-        name = here.resolve()
-        entries = sorted(here.iterdir()) if here.is_dir() else [here]
+    if str(name) not in NAMES and path.exists():
+        name = path.resolve()
+        entries = sorted(path.iterdir()) if path.is_dir() else [path]
         states = ((entry.name, entry.stat()) for entry in entries if entry.exists())
         files = tuple((entry, state.st_size, state.st_mtime_ns) for entry, state in states)
     with _LOADING:

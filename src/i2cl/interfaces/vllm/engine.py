@@ -16,6 +16,9 @@ from i2cl.interfaces.vllm.support import NAME, WORKER, require_supported, settin
 
 # Names of calls: to the engine core, which books a slot, and from there to the workers.
 LOAD, DROP, WRITE = "i2cl_load", "i2cl_drop", "i2cl_write"
+SAVE, RESTORE = "i2cl_save", "i2cl_restore"  # to the workers, around vLLM's sleep mode
+
+ASLEEP = "the engine is asleep: wake it up (POST /wake_up), then load the task"
 
 # Of the change that the canary's tasks make: how far their answers may be apart, since they are rounded.
 SHARE = 0.05
@@ -73,6 +76,7 @@ def wrap_rpc(
     slot, fresh = ledger.load(packed.digest)
     if fresh:
         try:
+            _require_awake(core)
             _require_written(original(core, WRITE, timeout, (slot, packed.digest, *args), None))
         except BaseException:
             ledger.unbook(packed.digest)
@@ -80,9 +84,28 @@ def wrap_rpc(
     return [slot]
 
 
+def _require_awake(core: Any) -> None:
+    if core.model_executor.is_sleeping:  # the memory of the tables is not mapped
+        raise I2CLError(ASLEEP)
+
+
 def _require_written(results: list[str | None]) -> None:
     if faults := [fault for fault in results if fault is not None]:
         raise I2CLError(f"{len(faults)} of {len(results)} workers could not write this task, {faults[0]}")
+
+
+def wrap_sleep(original: Callable[..., None], executor: Any, level: int = 1) -> None:
+    """``Executor.sleep``: copy the tables to the host first, whatever this level and backend discard."""
+    if "weights" not in executor.sleeping_tags:  # else vLLM ignores the call
+        executor.collective_rpc(SAVE)
+    original(executor, level)
+
+
+def wrap_wake_up(original: Callable[..., None], executor: Any, tags: list[str] | None = None) -> None:
+    """``Executor.wake_up``: copy the tables back once all memory is there again."""
+    original(executor, tags)
+    if not executor.is_sleeping:
+        executor.collective_rpc(RESTORE)
 
 
 def wrap_request(original: Callable[..., Any], cls: Any, request: Any, block_hasher: Any) -> Any:
@@ -115,6 +138,16 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - told to the core, which raises it
             return f"{type(error).__name__} ({error}): see the server's log, and load it again"
         return None
+
+    def i2cl_save(self) -> None:
+        """Copy the tables to the host before sleep."""
+        worker: Any = self
+        worker.model_runner.model.i2cl_tables.save()
+
+    def i2cl_restore(self) -> None:
+        """Copy the tables back after sleep."""
+        worker: Any = self
+        worker.model_runner.model.i2cl_tables.restore()
 
 
 def canaries(layers: int, d: int) -> tuple[Packed, Packed]:

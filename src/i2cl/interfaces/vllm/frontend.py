@@ -17,21 +17,24 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
+from i2cl.interfaces.batch_prediction.prediction import digest as content_digest
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.prompts import Edge, LabelPrompts, Prompt, Reach
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.interfaces.vllm.support import NAME
-from i2cl.models.checkpoint import Files
+from i2cl.models.checkpoint import CheckpointFiles
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import (
     ModelIdentity,
+    inference_config,
     named_weights,
     tensors_fingerprint,
     tokenizer_fingerprint,
-    told_config,
 )
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import Questions, label_log_probs, require_texts
+
+CLASSIFY_PATH = "/v1/i2cl/classify"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Served:
 
     name: str  # as requests call it
     packed: Packed  # what the workers were given
+    version: str  # digest of all that its answers depend on; tasks that differ in their prior share `packed`
     questions: Questions  # how it is asked
     bias: tuple[float, ...] | None  # of its labels, if any
     temperature: float  # of its labels
@@ -129,7 +133,9 @@ class ServedTasks:
         asker.max_length = min(asker.max_length or config.max_model_len, config.max_model_len - 1)
         questions = injection.questions(asker)
         _ = questions.labels  # labels that cannot be asked for are refused now
-        return Served(name, packed, questions, injection.label_bias, injection.temperature)
+        return Served(
+            name, packed, content_digest(injection), questions, injection.label_bias, injection.temperature
+        )
 
     def add(self, served: Served) -> None:
         """Let requests in that name a task, from now on this version of it."""
@@ -146,12 +152,12 @@ class ServedTasks:
     @contextmanager
     def held(self, served: Served) -> Iterator[None]:
         """Keep a version of a task while requests with it may still come from the block."""
-        digest = served.packed.digest
-        self._held[digest] += 1
+        edit = served.packed.digest
+        self._held[edit] += 1
         try:
             yield
         finally:
-            self._held[digest] -= 1
+            self._held[edit] -= 1
 
     def unneeded(self) -> list[str]:
         """Digests that the engine may drop, each told once."""
@@ -187,14 +193,47 @@ def wrap_beam_search(
     return original(request, *args, **more)
 
 
+async def wrap_check_model(original: Callable[..., Any], serving: Any, request: Any) -> Any:
+    """``BaseServing._check_model``, which every route calls: refuse a task that vLLM would ignore."""
+    error = await original(serving, request)
+    problem = ignored_task(request, unknown_model=error is not None)
+    return error if problem is None else serving.create_error_response(problem)
+
+
+def ignored_task(request: Any, *, unknown_model: bool) -> str | None:
+    """Return an error message if a request names a task where its route ignores it; None otherwise.
+
+    Routes such as /v1/systemone and /generative_scoring have no ``vllm_xargs``: vLLM ignores fields that it
+    does not know, and would answer with the plain model.
+
+    Args:
+        request: body of a route, a pydantic model of vLLM.
+        unknown_model: whether vLLM does not serve the request's ``model``.
+    """
+    unknown_fields = request.model_extra or {}
+    xargs = unknown_fields.get("vllm_xargs")
+    if isinstance(xargs, dict) and NAME in xargs:
+        problem = "this route ignores tasks (vllm_xargs)"
+    elif NAME in unknown_fields:
+        problem = f"{NAME!r} is not a field of this route"
+    elif unknown_model and (name := getattr(request, "model", None)) in TASKS.served:
+        problem = f"{name!r} is a task, not a model"
+    else:
+        return None
+    hint = f"send the texts to {CLASSIFY_PATH}"
+    if "vllm_xargs" in type(request).model_fields:
+        hint += f', or name the task in "vllm_xargs": {{"{NAME}": "..."}}'
+    return f"{problem}: {hint}"
+
+
 def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     """Which model an engine runs, from its files, which are read once. Raises I2CLError if they cannot be."""
     empty, text = skeleton(config.hf_config), config.hf_text_config
-    files = Files(checkpoint_folder(config.model, config.revision), empty, "lm_head")
+    files = CheckpointFiles(checkpoint_folder(config.model, config.revision), empty, "lm_head")
     weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))
     sizes = text.model_type, text.num_hidden_layers, text.hidden_size
     prints = weights, tokenizer_fingerprint(tokenizer)
-    more: Any = {"dtype": dtype_name(config.dtype), "config": told_config(config.hf_config)}
+    more: Any = {"dtype": dtype_name(config.dtype), "config": inference_config(config.hf_config)}
     return ModelIdentity(str(config.model), config.revision, *sizes, *prints, **more)
 
 

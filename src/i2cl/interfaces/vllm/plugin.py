@@ -41,6 +41,8 @@ def _install() -> None:
     refusal = type("TaskError", (VLLMValidationError, I2CLError), {})  # vLLM's server makes a 400 of it
     _put(SamplingParams, "verify", partial(frontend.wrap_verify, refusal=refusal))  # an unknown task
     _put(Executor, "__init__", engine.wrap_executor)  # refusals, and the class that is added to workers
+    _put(Executor, "sleep", engine.wrap_sleep)  # keeps the tables through sleep mode
+    _put(Executor, "wake_up", engine.wrap_wake_up)
     _put(EngineCore, "get_supported_tasks", engine.wrap_supported_tasks)  # the canary
     _put(EngineCore, "collective_rpc", engine.wrap_rpc)  # slots
     _put(Request, "from_engine_core_request", engine.wrap_request)  # cache salt
@@ -51,6 +53,7 @@ def install_in_server() -> None:
     """Install what only vLLM's HTTP server needs, whose modules other processes do not load."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.serve.engine.serving import BaseServing
     from vllm.exceptions import VLLMValidationError
 
     from i2cl.interfaces.vllm import frontend
@@ -58,6 +61,7 @@ def install_in_server() -> None:
     refusal = type("BeamError", (VLLMValidationError, I2CLError), {})
     for body in (CompletionRequest, ChatCompletionRequest):
         _put(body, "to_beam_search_params", partial(frontend.wrap_beam_search, refusal=refusal))
+    _put(BaseServing, "_check_model", frontend.wrap_check_model)  # tasks where vLLM would ignore them
 
 
 def _put(owner: Any, name: str, wrap: Callable[..., Any]) -> None:

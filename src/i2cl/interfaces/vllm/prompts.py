@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 
 MOST_TOKENS = 128  # that vLLM tells log-probabilities of behind one prompt
@@ -18,6 +19,10 @@ ROWS = 256
 
 SHARE = 4  # one of so many parts of vLLM's batch is the most that all of `classify` has in the engine at once
 Edge = tuple[Ids, int]  # a token of a label, and what stands between the query and it
+
+
+class InterruptedRequestError(I2CLError):
+    """Raised if the engine ended a request before it was answered, as it does when it is put to sleep."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,14 @@ class Prompt:
         return self.query + self.before
 
     def edges(self, output: Any) -> dict[Edge, float]:
-        """Log-probabilities by edge, from vLLM's ``RequestOutput``."""
+        """Return log-probabilities by edge, from vLLM's ``RequestOutput``.
+
+        Raises InterruptedRequestError if the engine did not answer.
+        """
+        if output.outputs[0].finish_reason in {"abort", "error"}:
+            raise InterruptedRequestError(
+                "the engine ended this request (it was paused, put to sleep or reset): retry once it runs"
+            )
         values = {(self.before, token): one.logprob for token, one in output.outputs[0].logprobs[0].items()}
         if self.along:
             tail = output.prompt_logprobs[len(self.query) :]

@@ -21,10 +21,10 @@ from i2cl.core.artefact import DESCRIPTION
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.routes.schemas import Classification, Classify, require_number
-from i2cl.interfaces.vllm.engine import DROP, LOAD
+from i2cl.interfaces.server.routes.schemas import Classification, Classify, require_text_count
+from i2cl.interfaces.vllm.engine import ASLEEP, DROP, LOAD
 from i2cl.interfaces.vllm.frontend import TASKS, Answer, Served, parameters
-from i2cl.interfaces.vllm.prompts import Edge, Prompt, Reach, Share
+from i2cl.interfaces.vllm.prompts import Edge, InterruptedRequestError, Prompt, Reach, Share
 from i2cl.models.batching import Ids
 from i2cl.models.encoding import TooLongError
 
@@ -94,16 +94,19 @@ async def classify(body: Classify, raw_request: Request, response: Response) -> 
     served = _named(body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     try:
-        require_number(texts)
+        require_text_count(texts)
         with TASKS.held(served):
             queries = await run_in_threadpool(partial(served.questions.queries, texts, cut=False))
             answers = await _answers(raw_request.app.state, served, queries)
     except (TooLongError, RefusalError) as error:
         refusal = RefusalError.of(error)
         return JSONResponse(refusal.body(), refusal.status)
+    except InterruptedRequestError as error:
+        refusal = RefusalError(503, "interrupted", str(error), headers={"Retry-After": "5"})
+        return JSONResponse(refusal.body(), refusal.status, refusal.headers)
     except I2CLError as error:
         raise HTTPException(400, str(error)) from None
-    response.headers["X-I2CL-Digest"] = served.packed.digest
+    response.headers["X-I2CL-Digest"] = served.version
     probabilities = [one.scores.softmax(-1).tolist() for one in answers]
     return Classification.of(body, served.questions.task.labels, probabilities, list(map(len, queries)))
 
@@ -118,7 +121,7 @@ async def load(body: LoadRequest, request: Request) -> dict[str, Any]:
     try:
         return _described(await _load(request.app.state, body.name, body.artefact))
     except I2CLError as error:
-        raise HTTPException(400, str(error)) from None
+        raise HTTPException(503 if ASLEEP in str(error) else 400, str(error)) from None
 
 
 async def drop(name: str, request: Request) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def _named(name: str) -> Served:
 
 def _described(served: Served) -> dict[str, Any]:
     labels = list(served.questions.task.labels)
-    return {"name": served.name, "object": "task", "digest": served.packed.digest, "labels": labels}
+    return {"name": served.name, "object": "task", "digest": served.version, "labels": labels}
 
 
 async def _load(state: Any, name: str, artefact: str) -> Served:

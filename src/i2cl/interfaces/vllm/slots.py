@@ -20,7 +20,7 @@ from torch import Tensor
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export.folding import require_plain
+from i2cl.export.folding import require_foldable
 from i2cl.interfaces.vllm.support import NAME
 
 # In a request's extra arguments: what the front end found its task to be, which nobody else may set.
@@ -45,7 +45,7 @@ class Packed:
     @classmethod
     def of_injection(cls, injection: Injection) -> "Packed":
         """Pack an injection. Raises I2CLError if it acts on other than all tokens of the writers' outputs."""
-        require_plain(injection)
+        require_foldable(injection)
         amount, keep = injection.coefficients.float().unbind(-1)
         return cls.of(amount[..., None] * injection.context.values.float(), keep)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.slots import PLAIN, Packed, digest_of, token_slots
@@ -23,6 +23,7 @@ class Tables:
         self.writers: list[Any] = writers  # in the order of a context vector's [layer, (mha, mlp)]
         self.slots = torch.full((tokens,), PLAIN, dtype=torch.int32)  # of every token of the batch that runs
         self.places: dict[str, int] = {}  # slot of each edit that was written, by digest
+        self._saved: list[tuple[Tensor, Tensor]] = []  # host copies of rows and scales during sleep
         for writer in writers:
             writer.register_buffer("i2cl_rows", torch.zeros(count + 1, d), persistent=False)
             writer.register_buffer("i2cl_scales", torch.ones(count + 1), persistent=False)
@@ -40,6 +41,22 @@ class Tables:
             writer.i2cl_rows[slot].copy_(row)
             writer.i2cl_scales[slot].copy_(scale)
         self.places[digest] = slot
+
+    def save(self) -> None:
+        """Copy rows and scales to the host, for `restore`."""
+        self._saved = [
+            (writer.i2cl_rows.to("cpu", copy=True), writer.i2cl_scales.to("cpu", copy=True))
+            for writer in self.writers
+        ]
+
+    def restore(self) -> None:
+        """Write back what `save` copied, if anything, and free the copies."""
+        for writer, (rows, scales) in zip(self.writers, self._saved, strict=False):
+            writer.i2cl_rows.copy_(rows)
+            writer.i2cl_scales.copy_(scales)
+        if self._saved:
+            self.slots.fill_(PLAIN)
+        self._saved = []
 
     def place(self, digest: str | None) -> int:
         """The slot of a request's edit. Raises I2CLError if it was not written: the ledger rules that out."""

@@ -1,1 +1,1 @@
-"""Methods that stand on another one and mend its probabilities; refits that have not seen a text."""
+"""Methods that calibrate another method's probabilities, and k-fold cross-validation."""

@@ -1,4 +1,4 @@
-"""Answers of refits that have not seen the text: k-fold, where no labelled rows are left to score on."""
+"""K-fold cross-validation, for measurements without further labelled rows."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,25 +17,33 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, in_order, label_log_probs
 from i2cl.tasks import Example, Task
 
-FOLDS = 3  # refits by default; each has not seen one part in so many of the demonstrations
-Refit = Callable[[tuple[Example, ...]], Predictor]  # what makes a predictor of some of the demonstrations
+FOLDS = 3  # default number of folds
+Refit = Callable[[tuple[Example, ...]], Predictor]  # fits a predictor to some of the demonstrations
 
 
 def require_folds(folds: int) -> None:
-    """Refuse a number of folds that is none. Raises I2CLError on fewer than two."""
+    """Raise I2CLError for fewer than two folds."""
     if folds < 2:
-        raise I2CLError(f"folds={folds}: give 2 or more, since each fold is answered by a fit to the others")
+        raise I2CLError(f"folds={folds}: give 2 or more, since each fold is scored by a fit to the others")
 
 
 def fold_rows(
     task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0
 ) -> list[list[int]]:
-    """Which demonstrations each refit does without; a text stays together with its copies.
-    Every label spreads over the folds as evenly as its texts allow, so each refit sees all labels; there are
-    to be two texts a label or more. There are at most so many folds, and no more than most labels have texts:
-    else a refit lacks texts of the very labels that it is asked about, and not of others. The seed is of the
-    order in which texts are dealt.
-    Raises I2CLError on fewer than two folds, or where some refit would not see all labels.
+    """Split the demonstrations into folds; each refit leaves out one.
+
+    Every label is spread over the folds as evenly as its texts allow, and equal texts stay in the same fold.
+    There are at most ``folds`` folds, and at most as many as the median label has texts. Otherwise a refit
+    would have fewer texts of exactly those labels that it is scored on.
+
+    Args:
+        task: gives the label words.
+        demonstrations: labelled examples, at least two texts per label.
+        folds: maximum number of folds.
+        seed: of the order in which texts are assigned.
+
+    Raises:
+        I2CLError: for fewer than two folds, or if a refit would not see all labels.
     """
     require_folds(folds)
     copies: dict[str, list[int]] = defaultdict(list)
@@ -56,13 +64,13 @@ def fold_rows(
     lacking = [name for name, lost in zip(task.labels, (held == frequent).any(0), strict=True) if lost]
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        cure = "give two texts a label"
-        raise I2CLError(f"a refit would not know the label {', '.join(map(repr, lacking[:3]))}{more}: {cure}")
+        names = ", ".join(map(repr, lacking[:3]))
+        raise I2CLError(f"a refit would not know the label {names}{more}: give two texts per label")
     return [sorted(rows) for rows in parts if rows]
 
 
 def unmeasurable(task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0) -> str:
-    """Why `fold_rows` refuses these demonstrations, in words; empty where it does not."""
+    """Return why `fold_rows` raises an error for these demonstrations, or "" if it does not."""
     try:
         fold_rows(task, demonstrations, folds, seed)
     except I2CLError as error:
@@ -72,14 +80,14 @@ def unmeasurable(task: Task, demonstrations: Sequence[Example], folds: int = FOL
 
 @dataclass(frozen=True)
 class FoldPredictor:
-    """Answers each text by a refit that has not seen it."""
+    """Scores each text by a refit without it."""
 
-    refits: Sequence[Predictor]  # one a fold
+    refits: Sequence[Predictor]  # one per fold
     fold_of: Mapping[str, int]  # by text
-    cost: Cost  # of one that has seen all
+    cost: Cost  # of the fit to all demonstrations
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Label scores of texts that `folded` was given; others are a KeyError."""
+        """Compute label scores of the texts that `folded` was given. Raises KeyError for others."""
         if not texts:
             return self.refits[0].scores([])
         rows: dict[int, list[int]] = defaultdict(list)
@@ -98,9 +106,9 @@ def folded(
     cost: Cost | None = None,
     rows: Sequence[Example] = (),
 ) -> FoldPredictor:
-    """Refit once per fold to the demonstrations of the other folds, in their order; see `fold_rows`.
+    """Cross-validate: refit once per fold to the demonstrations of the other folds; see `fold_rows`.
 
-    ``rows`` are further rows to answer. No refit has seen them, so they are dealt to the folds in turn.
+    ``rows`` are further rows to score. No refit has seen them, so they are assigned to the folds in turn.
     """
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
@@ -113,21 +121,21 @@ def folded(
 
 @dataclass(frozen=True)
 class InjectedPredictor:
-    """What an injection answers, under its label bias and its sentence encoder, at a temperature of 1."""
+    """Predicts with an injection, its label bias and its sentence encoder, at a temperature of 1."""
 
     injection: Injection
-    below: Predictor  # without these
+    below: Predictor  # without the biases
     decoder: Decoder
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities among the labels."""
+        """Compute log-probabilities among the labels."""
         scores = self.below.scores(texts, progress)
         return label_log_probs(scores, self.injection.biases(texts, self.decoder), 1.0)
 
 
 def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
-    """An injection as a predictor."""
+    """Return a predictor for an injection, at a temperature of 1."""
     questions = replace(injection.questions(decoder), task=task)
     cost = kept(injection)
     below = PromptPredictor(questions, edit=injection.edit(), cost=cost)
@@ -136,7 +144,7 @@ def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
 
 
 def kept(injection: Injection) -> Cost:
-    """What is kept of an injection, its coefficients aside."""
+    """Return the storage cost of an injection without its coefficients."""
     bias = None if injection.label_bias is None else torch.tensor(injection.label_bias)
     encoder = None if injection.encoder_bias is None else injection.encoder_bias.weights
     texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)

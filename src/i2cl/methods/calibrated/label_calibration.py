@@ -1,4 +1,4 @@
-"""Another method's label probabilities, mended by those of nothing, by their mean, or by a temperature."""
+"""Calibration of another method's label probabilities: contextual, label prior, batch and temperature."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.injections.label_prior import FEWEST_UNLABELLED, bias_towards, log_mean
+from i2cl.injections.label_prior import MIN_UNLABELLED, log_mean, prior_bias
 from i2cl.injections.temperature import likely_temperature
-from i2cl.methods.base import Cost, MendedPredictor, Predictor, Wrapper
+from i2cl.methods.base import CalibratedPredictor, Cost, Predictor, Wrapper
 from i2cl.methods.calibrated.folds import FOLDS, folded, unmeasurable
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress, add_label_bias
@@ -21,111 +21,116 @@ from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
 CONTENT_FREE = ("N/A", "[MASK]", "...")
-"""Zhao et al. use "N/A", "[MASK]" and the empty string, for which the dots stand here."""
+"""Zhao et al. use "N/A", "[MASK]" and the empty string, which the dots replace here."""
 
 
 class ContextualCalibration(Wrapper):
-    """Divides by the mean for content-free texts. Source: Zhao et al., https://arxiv.org/abs/2102.09690."""
+    """Divides probabilities by their mean for content-free texts.
+
+    Source: Zhao et al. 2021, https://arxiv.org/abs/2102.09690.
+    """
 
     name: ClassVar[str] = "contextual_calibration"
-    summary: ClassVar[str] = "another method's scores less those for content-free texts"
-    needs: ClassVar[str] = "what the method below it needs"
-    drawn: ClassVar[bool] = False
+    summary: ClassVar[str] = "another method's scores minus those for content-free texts"
+    needs: ClassVar[str] = "what the inner method needs"
+    is_stochastic: ClassVar[bool] = False
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score the content-free texts."""
-        bias = -log_mean(below.scores(CONTENT_FREE))
-        return MendedPredictor(below, below.cost + Cost.of(bias), bias)
+        bias = -log_mean(inner.scores(CONTENT_FREE))
+        return CalibratedPredictor(inner, inner.cost + Cost.of(bias), bias)
 
 
 class LabelPriorConfig(Settings):
-    """What a label prior is the mean over."""
+    """Settings of a label prior."""
 
-    unlabelled: int = Field(64, ge=1)  # texts, at most
+    unlabelled: int = Field(64, ge=1)  # maximum number of texts
 
 
 class LabelPrior(Wrapper):
-    """Probabilities of another method, divided by its mean ones over texts without labels, once and for all.
-    Unlike batch calibration it serves a single query. It takes for granted that a method which says one class
-    more often than others is wrong in that, so classes are to be about equally frequent.
+    """Divides another method's probabilities by their mean over unlabelled training texts.
+
+    The mean is stored, so unlike batch calibration this can classify a single query. It assumes that all
+    classes are about equally frequent.
     """
 
     name: ClassVar[str] = "label_prior"
-    summary: ClassVar[str] = "another method's scores less their mean over unlabelled texts, stored"
-    needs: ClassVar[str] = "what the method below it needs, and unlabelled texts"
+    summary: ClassVar[str] = "another method's scores minus their mean over unlabelled texts, stored"
+    needs: ClassVar[str] = "what the inner method needs, and unlabelled texts"
     settings = (LabelPriorConfig,)
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score unlabelled texts; raises I2CLError if too few remain beside the demonstrations."""
         texts = task.unlabelled(self.config.unlabelled, shown, seed)
-        fewest = min(FEWEST_UNLABELLED, self.config.unlabelled)
+        fewest = min(MIN_UNLABELLED, self.config.unlabelled)
         if len(texts) < fewest:
             lack = f"training texts beside the demonstrations, task {task.name!r} has {len(texts)}"
             raise I2CLError(f"label_prior needs {fewest} {lack}: add some, or use contextual_calibration")
-        bias = bias_towards(None, below.scores(texts))
-        return MendedPredictor(below, below.cost + Cost.of(bias, unlabelled=len(texts)), bias)
+        bias = prior_bias(None, inner.scores(texts))
+        return CalibratedPredictor(inner, inner.cost + Cost.of(bias, unlabelled=len(texts)), bias)
 
 
 class BatchCalibration(Wrapper):
-    """Probabilities of another method, divided by their mean over all texts scored together.
-    That takes for granted that these texts belong to all classes about equally often: a text among many of
-    its own class is pushed away from it. Source: Zhou et al. 2024, https://arxiv.org/abs/2309.17249.
+    """Divides another method's probabilities by their mean over all texts that are scored together.
+
+    This assumes that these texts are about equally distributed over the classes. Source: Zhou et al. 2024,
+    https://arxiv.org/abs/2309.17249.
     """
 
     name: ClassVar[str] = "batch_calibration"
-    summary: ClassVar[str] = "another method's scores less their mean over the queries"
-    needs: ClassVar[str] = "what the method below it needs, and the unlabelled queries together"
+    summary: ClassVar[str] = "another method's scores minus their mean over the queries"
+    needs: ClassVar[str] = "what the inner method needs, and the unlabelled queries together"
     transductive: ClassVar[bool] = True
-    drawn: ClassVar[bool] = False
+    is_stochastic: ClassVar[bool] = False
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Nothing more to fit: the mean is only known at prediction."""
-        return BatchPredictor(below, below.cost)
+        return BatchPredictor(inner, inner.cost)
 
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """Scores of the method below less the logarithm of its mean probabilities."""
+    """Scores of the wrapped method minus the log of its mean probabilities."""
 
-    below: Predictor
+    inner: Predictor
     cost: Cost
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probabilities over the labels, calibrated on these texts; raises I2CLError on a single one."""
+        """Compute log-probabilities of the labels. Raises I2CLError on a single text."""
         if len(texts) == 1:
             why = "since it subtracts the mean over the texts"
             cure = "give many, of all classes, or use contextual_calibration"
             raise I2CLError(f"batch_calibration cannot classify one text by itself, {why}: {cure}")
-        scores = self.below.scores(texts, progress)
+        scores = self.inner.scores(texts, progress)
         return add_label_bias(scores, -log_mean(scores))
 
 
 class TemperatureConfig(Settings):
-    """How the rows are made that a temperature is chosen on."""
+    """Settings of temperature scaling."""
 
-    refits: int = Field(FOLDS, ge=2)  # of the method below, each without one part of the demonstrations
+    refits: int = Field(FOLDS, ge=2)  # folds of the cross-validation that chooses the temperature
 
 
 class Temperature(Wrapper):
-    """The method below, with probabilities about as sure as its answers are right.
-    Refits that have not seen a demonstration say how sure it was answered, and whether rightly;
-    `i2cl.injections.temperature.likely_temperature` makes one number of that. With one example a class there
-    is nothing to refit, and probabilities stay.
+    """Temperature scaling of another method, chosen by k-fold cross-validation on the demonstrations.
+
+    See `i2cl.injections.temperature.likely_temperature`. With one example per class, cross-validation is not
+    possible, and probabilities stay as they are.
     """
 
     name: ClassVar[str] = "temperature"
-    summary: ClassVar[str] = "another method's probabilities at a temperature that refits choose"
-    needs: ClassVar[str] = "what the method below it needs, and its time again for each refit"
+    summary: ClassVar[str] = "another method's probabilities at a temperature chosen by cross-validation"
+    needs: ClassVar[str] = "what the inner method needs, and its time again for each refit"
     settings = (TemperatureConfig,)
 
-    def over(self, decoder: Decoder, below: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
-        """Refit the method below, and choose."""
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+        """Cross-validate the wrapped method and choose the temperature."""
         parts = self.config.refits
         if unmeasurable(task, shown, parts, seed):
-            return below
-        refit = partial(self.below.fit, decoder, task, seed=seed)
+            return inner
+        refit = partial(self.inner.fit, decoder, task, seed=seed)
         scores = folded(task, shown, refit, parts, seed).scores([example.text for example in shown])
         gold = np.array([example.label for example in shown])
-        chosen = likely_temperature(scores.numpy(), gold, *self.below.temperatures)
-        cost = below.cost + Cost(cached_values=1, cached_bytes=8)
-        return MendedPredictor(below, cost, temperature=chosen)
+        chosen = likely_temperature(scores.numpy(), gold, *self.inner.temperatures)
+        cost = inner.cost + Cost(cached_values=1, cached_bytes=8)
+        return CalibratedPredictor(inner, cost, temperature=chosen)

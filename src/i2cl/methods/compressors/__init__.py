@@ -1,1 +1,1 @@
-"""Systems that were trained to turn a long prompt into a few vectors."""
+"""Trained models that compress a long prompt into a few vectors."""

@@ -1,4 +1,4 @@
-"""AutoCompressor: the demonstrations as summary vectors that a language model learnt to write and to read.
+"""AutoCompressor: demonstrations compressed into summary vectors by a language model trained to do so.
 
 Source: Chevalier et al. 2023, https://arxiv.org/abs/2305.14788, and the released checkpoints.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.compressors import base
-from i2cl.methods.compressors.base import BehindVectors
+from i2cl.methods.compressors.base import SoftPromptPredictor
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.restore import lock_of
@@ -25,20 +25,24 @@ from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
 SUMMARY = "embed_summary.weight"
-COUNTED = {"llama": True, "opt": False}
-"""Whether vectors have positions: OPT gives all of them the row of its table before the first token's."""
+HAS_POSITIONS = {"llama": True, "opt": False}
+"""Whether summary vectors have positions. OPT gives all of them the position before the first token."""
 
 
 class AutoCompressorConfig(Settings):
-    """How demonstrations are cut: ``segment`` is the most tokens of a segment (2,048 in the release)."""
+    """``segment`` is the maximum number of tokens of a segment (2,048 in the release)."""
 
     segment: int = Field(2048, ge=1)
 
 
 @dataclass(frozen=True)
 class Summarizer:
-    """A language model with its summary embeddings. ``embeddings`` has one for each summary vector; if it
-    accumulates, a segment sees the summaries of all before it, else of the last alone.
+    """A language model with summary embeddings.
+
+    Attributes:
+        decoder: the language model.
+        embeddings: input embeddings of the m summary tokens.
+        accumulate: whether a segment sees the summaries of all earlier segments, or only of the last one.
     """
 
     decoder: Decoder
@@ -46,58 +50,73 @@ class Summarizer:
     accumulate: bool
 
     @property
-    def counted(self) -> bool:
-        """Whether vectors have positions."""
-        return COUNTED[self.decoder.model.config.model_type]
+    def has_positions(self) -> bool:
+        """Whether summary vectors have positions of their own."""
+        return HAS_POSITIONS[self.decoder.model.config.model_type]
 
-    def positions(self, front: int, tokens: int, behind: int) -> list[int] | None:
-        """Of vectors, tokens and vectors, where they do not count from 0."""
-        return None if self.counted else [-1] * front + list(range(tokens)) + [-1] * behind
+    def positions(self, vectors_before: int, tokens: int, vectors_after: int) -> list[int] | None:
+        """Return the positions of vectors, tokens and vectors; None if they count from 0."""
+        if self.has_positions:
+            return None
+        return [-1] * vectors_before + list(range(tokens)) + [-1] * vectors_after
 
     def summaries(self, segments: Sequence[Ids]) -> Float[Tensor, "vectors d"]:
-        """The vectors that stand for some segments, those of the first one first."""
-        soft = self.embeddings[:0]
+        """Return the summary vectors of segments, in order."""
+        soft_prompt = self.embeddings[:0]
         for ids in segments:
-            whole = torch.cat([soft, self.decoder.embed(ids), self.embeddings])
-            positions = self.positions(len(soft), len(ids), len(self.embeddings))
-            newest = self.decoder.read(whole, positions)[-len(self.embeddings) :]
-            soft = torch.cat([soft, newest]) if self.accumulate else newest
-        return soft
+            inputs = torch.cat([soft_prompt, self.decoder.embed(ids), self.embeddings])
+            positions = self.positions(len(soft_prompt), len(ids), len(self.embeddings))
+            summary = self.decoder.read(inputs, positions)[-len(self.embeddings) :]
+            soft_prompt = torch.cat([soft_prompt, summary]) if self.accumulate else summary
+        return soft_prompt
 
-    def behind(self, task: Task, soft: Float[Tensor, "vectors d"]) -> BehindVectors:
-        """A task whose queries stand behind some vectors; raises I2CLError as `label_tokens` does."""
-        prefix = self.decoder.prefix_of(soft, self.positions(len(soft), 0, 0))
-        return BehindVectors(base.asked_behind(self.decoder, task), prefix, cost=Cost.of(prefix))
+    def predictor(self, task: Task, soft_prompt: Float[Tensor, "vectors d"]) -> SoftPromptPredictor:
+        """Return a predictor that puts summary vectors before each query."""
+        prefix = self.decoder.prefix_of(soft_prompt, self.positions(len(soft_prompt), 0, 0))
+        questions = base.questions_without_opening(self.decoder, task)
+        return SoftPromptPredictor(questions, prefix, cost=Cost.of(prefix))
 
-    def segments(self, shown: Sequence[Ids], front: Ids, most: int) -> list[Ids]:
-        """Demonstrations in few segments, in order, none cut; raises I2CLError if one or all are too long."""
+    def segments(self, shown: Sequence[Ids], front: Ids, max_tokens: int) -> list[Ids]:
+        """Pack demonstrations into as few segments as possible, in order, without splitting any.
+
+        Args:
+            shown: token ids of each demonstration.
+            front: tokens before the first demonstration.
+            max_tokens: maximum length of a segment.
+
+        Raises:
+            I2CLError: if a demonstration is too long, or all of them are.
+        """
         segments = [front]
         for number, ids in enumerate(shown, 1):
-            if len(segments[-1]) + len(ids) <= self._fits(len(segments), most):
+            if len(segments[-1]) + len(ids) <= self._capacity(len(segments), max_tokens):
                 segments[-1] += ids
                 continue
-            place = len(segments) + (segments != [front])  # of the segment that it would begin
-            holds = max(0, self._fits(place, most))
-            if segments == [front] or len(ids) > holds:
-                segment = f"a segment behind {self._vectors(place - 1)} summary vectors holds {holds}"
-                cure = "use shorter or fewer demonstrations"
-                raise I2CLError(f"demonstration {number} takes {len(ids)} tokens, and {segment}: {cure}")
+            segment = len(segments) + (segments != [front])  # the segment that it would start
+            capacity = max(0, self._capacity(segment, max_tokens))
+            if segments == [front] or len(ids) > capacity:
+                raise I2CLError(
+                    f"demonstration {number} takes {len(ids)} tokens, and a segment after "
+                    f"{self._summary_length(segment - 1)} summary vectors holds {capacity}: use shorter or "
+                    "fewer demonstrations"
+                )
             segments.append(ids)
         return segments
 
-    def _vectors(self, segments: int) -> int:
+    def _summary_length(self, segments: int) -> int:
+        """Return the number of summary vectors that follow the given number of segments."""
         return len(self.embeddings) * (segments if self.accumulate else min(segments, 1))
 
-    def _fits(self, number: int, most: int) -> int:
-        """Tokens of a segment, behind the summaries of those before it and in front of its own."""
+    def _capacity(self, segment: int, max_tokens: int) -> int:
+        """Return the tokens that fit between the earlier summaries and the summary of a segment."""
         limit = self.decoder.max_length
-        taken = self._vectors(number - 1) + len(self.embeddings) if self.counted else 0
-        return most if limit is None else min(most, limit - taken)
+        vectors = self._summary_length(segment - 1) + len(self.embeddings) if self.has_positions else 0
+        return max_tokens if limit is None else min(max_tokens, limit - vectors)
 
 
 @dataclass(frozen=True)
 class AutoCompressor(Method):
-    """Runs the demonstrations segment by segment and keeps the keys and values of their summaries."""
+    """Summarizes the demonstrations segment by segment and caches keys and values of the summaries."""
 
     name: ClassVar[str] = "autocompressor"
     summary: ClassVar[str] = "demonstrations as summary vectors of a model trained to write them"
@@ -107,33 +126,47 @@ class AutoCompressor(Method):
     settings = (AutoCompressorConfig,)
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> BehindVectors:
-        """Raises I2CLError if MODEL is no AutoCompressor, or demonstrations exceed segment or context."""
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> SoftPromptPredictor:
+        """Summarize the demonstrations.
+
+        Raises:
+            I2CLError: if the model is not an AutoCompressor, or the demonstrations are too long.
+        """
         model = summarizer(decoder)
         texts = base.exchanges(decoder, task, demonstrations)
         texts[0] = task.template.opening + texts[0]
+        ids = base.encode_without_special_tokens(decoder, texts)
         with torch.no_grad():
-            segments = model.segments(base.bare(decoder, texts), decoder.encoder.front, self.config.segment)
-            return model.behind(task, model.summaries(segments))
+            segments = model.segments(ids, decoder.encoder.front, self.config.segment)
+            return model.predictor(task, model.summaries(segments))
 
 
 def summarizer(decoder: Decoder) -> Summarizer:
-    """The AutoCompressor that a model is; raises I2CLError if it is none, or its embeddings do not fit."""
-    base.require_type(decoder, AutoCompressor.name, COUNTED)
-    compressor = base.bundled(decoder, AutoCompressor.name)
+    """Return a model with its summary embeddings.
+
+    Raises:
+        I2CLError: if the model is not an AutoCompressor, or the embeddings have the wrong shape.
+    """
+    base.require_type(decoder, AutoCompressor.name, HAS_POSITIONS)
+    compressor = base.bundled_compressor(decoder, AutoCompressor.name)
     if compressor is not None:
-        decoder = base.once(decoder, AutoCompressor.name, partial(_with_weights, decoder, compressor.tensors))
-    cure = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
-    compressor = compressor or base.beside(decoder, AutoCompressor.name, lambda name: name == SUMMARY, cure)
+        make = partial(_with_weights, decoder, compressor.tensors)
+        decoder = base.cached_for_model(decoder, AutoCompressor.name, make)
+    else:
+        hint = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
+        compressor = base.checkpoint_compressor(
+            decoder, AutoCompressor.name, lambda name: name == SUMMARY, hint
+        )
     width = decoder.embed((0,)).shape[1]
     embeddings = compressor.tensor(SUMMARY, compressor.settings.get("summary_length", -1), width)
-    kept = embeddings.to(decoder.device, decoder.model.dtype)
-    return Summarizer(decoder, kept, bool(compressor.settings.get("accumulate_summary", True)))
+    embeddings = embeddings.to(decoder.device, decoder.model.dtype)
+    return Summarizer(decoder, embeddings, bool(compressor.settings.get("accumulate_summary", True)))
 
 
 def _with_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:
-    """A copy of a model that learnt further: with these weights."""
-    with lock_of(decoder.model):  # not with another thread's hooks on it
+    """Return a copy of a model with other weights."""
+    with lock_of(decoder.model):  # another thread may have hooks on it
         model = copy.deepcopy(decoder.model)
-    model.load_state_dict({name: one for name, one in tensors.items() if name != SUMMARY}, strict=False)
+    weights = {name: tensor for name, tensor in tensors.items() if name != SUMMARY}
+    model.load_state_dict(weights, strict=False)
     return Decoder(model, decoder.tokenizer, name=decoder.name, token_budget=decoder.token_budget)

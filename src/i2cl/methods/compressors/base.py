@@ -1,4 +1,4 @@
-"""What prompt compressors share: their tensors, the demonstrations as text, and queries behind vectors."""
+"""Helpers of the prompt compressors: loading, demonstrations as text, and prediction after soft prompts."""
 
 import json
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids
-from i2cl.models.checkpoint import folder_of, read_tensors, stored_tensors
+from i2cl.models.checkpoint import checkpoint_folder, read_tensors, stored_tensors
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.loading import REFERENCE
@@ -24,56 +24,81 @@ from i2cl.tasks import Examples, Task
 T = TypeVar("T")
 
 BUNDLED = Path(__file__).parent / "reference"
-"""Folder of the bundled model's compressors, which `scripts/train_compressor.py` makes."""
-TOGETHER = "take the compressor and the model that belong together"
+"""Folder of the bundled model's compressors, written by `scripts/train_compressor.py`."""
+MATCH_HINT = "use a compressor that was trained with this model"
 
 
 class NoCompressorError(I2CLError):
-    """The model has no compressor of the kind that a method needs."""
+    """The model has no compressor for the method."""
 
 
 @dataclass(frozen=True)
 class Compressor:
-    """A trained compressor."""
+    """Settings and parameters of a trained compressor."""
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """One of the parameters, of this shape (-1: any size); raises I2CLError if there is none."""
+        """Return a parameter.
+
+        Args:
+            name: its name.
+            shape: required shape; -1 for any size.
+
+        Raises:
+            I2CLError: if it is missing or has another shape.
+        """
         if name not in self.tensors:
-            raise I2CLError(f"the compressor lacks {name}: download or copy it again")
+            raise I2CLError(f"the compressor has no tensor {name}: download or copy it again")
         tensor = self.tensors[name]
         pairs = zip(shape, tensor.shape, strict=False)
-        if len(shape) != tensor.ndim or any(want not in {-1, size} for want, size in pairs):
-            wanted = ", ".join("any" if size == -1 else str(size) for size in shape)
-            shapes = f"{tuple(tensor.shape)}, this model needs ({wanted})"
-            raise I2CLError(f"the compressor holds {name} as {shapes}: {TOGETHER}")
+        if len(shape) != tensor.ndim or any(required not in {-1, size} for required, size in pairs):
+            required = ", ".join("any" if size == -1 else str(size) for size in shape)
+            raise I2CLError(
+                f"{name} of the compressor has shape {tuple(tensor.shape)}, but this model needs "
+                f"({required}): {MATCH_HINT}"
+            )
         return tensor
 
 
-_MADE: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
+_CACHE: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def once(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returned first for this key and model, as it is now; it must not hold the model."""
-    made, whole = _MADE.setdefault(decoder.model, {}), (key, decoder.device, decoder.model.dtype)
-    if whole not in made:
-        made[whole] = make()
-    return cast("T", made[whole])
+def cached_for_model(decoder: Decoder, key: Hashable, make: Callable[[], T]) -> T:
+    """Return ``make()``, cached for this key and model, its device and dtype.
+
+    The value must not reference the model, which would then never be freed.
+    """
+    values, full_key = _CACHE.setdefault(decoder.model, {}), (key, decoder.device, decoder.model.dtype)
+    if full_key not in values:
+        values[full_key] = make()
+    return cast("T", values[full_key])
 
 
-def beside(decoder: Decoder, kind: str, wanted: Callable[[str], bool], cure: str) -> Compressor:
-    """The compressor beside a model's own tensors in its checkpoint; raises I2CLError if it is none."""
-    folder = folder_of(decoder.model)
+def checkpoint_compressor(
+    decoder: Decoder, kind: str, wanted: Callable[[str], bool], hint: str
+) -> Compressor:
+    """Load a compressor from the model's own checkpoint.
+
+    Args:
+        decoder: the model.
+        kind: name of the method, for messages.
+        wanted: selects the compressor's tensors by name.
+        hint: what to do if there are none.
+
+    Raises:
+        I2CLError: if the checkpoint has none of these tensors.
+    """
+    folder = checkpoint_folder(decoder.model)
     tensors = {} if folder is None else stored_tensors(folder, wanted)
     if not tensors:
-        raise NoCompressorError(f"{decoder.name!r} holds no {kind} compressor beside its weights: {cure}")
+        raise NoCompressorError(f"the checkpoint of {decoder.name!r} has no {kind} compressor: {hint}")
     return Compressor(decoder.model.config.to_dict(), tensors)
 
 
-def bundled(decoder: Decoder, kind: str) -> Compressor | None:
-    """Our own compressor for the bundled model; None for any other model."""
+def bundled_compressor(decoder: Decoder, kind: str) -> Compressor | None:
+    """Load the compressor of the bundled model; None for any other model."""
     file = BUNDLED / f"{kind}.safetensors"
     if decoder.name != REFERENCE or not file.is_file():
         return None
@@ -82,34 +107,42 @@ def bundled(decoder: Decoder, kind: str) -> Compressor | None:
 
 
 def require_type(decoder: Decoder, kind: str, known: Collection[str]) -> None:
-    """Refuse a model type that a compressor is not known for. Raises I2CLError naming those that are."""
+    """Raise I2CLError if the model type has no compressor of this kind."""
     model_type = decoder.model.config.model_type
     if model_type not in known:
-        raise NoCompressorError(f"{kind} is known for {' and '.join(sorted(known))}, not for {model_type!r}")
+        raise NoCompressorError(f"{kind} supports {' and '.join(sorted(known))}, not {model_type!r}")
 
 
 def exchanges(decoder: Decoder, task: Task, demonstrations: Examples) -> list[str]:
-    """Each demonstration with its label word and the separator; raises I2CLError if there are none."""
+    """Return each demonstration with its label word and separator. Raises I2CLError if there are none."""
     if not demonstrations:
         raise I2CLError("a compressor needs demonstrations: give at least one")
     encoder, template = decoder.encoder, task.template
     return [template.exchange(encoder.literal(one.text), task.labels[one.label]) for one in demonstrations]
 
 
-def bare(decoder: Decoder, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of texts, without what the tokenizer puts in front."""
+def encode_without_special_tokens(decoder: Decoder, texts: Sequence[str]) -> list[Ids]:
+    """Return the token ids of texts without the tokens that the tokenizer adds at the start."""
     front = len(decoder.encoder.front)
     return [ids[front:] for ids in decoder.encoder(texts)]
 
 
-def asked_behind(decoder: Decoder, task: Task) -> Questions:
-    """A task whose opening stands with the demonstrations, asked of a decoder."""
+def questions_without_opening(decoder: Decoder, task: Task) -> Questions:
+    """Return the task's queries without the opening of the template, which precedes the demonstrations."""
     return Questions(decoder, replace(task, template=replace(task.template, opening="")))
 
 
 @dataclass(frozen=True)
-class BehindVectors:
-    """Scores label words behind queries, which stand behind vectors and before the tokens ``right``."""
+class SoftPromptPredictor:
+    """Scores label words after a soft prompt and a query.
+
+    Attributes:
+        questions: queries without the template's opening.
+        prefix: cached keys and values of the soft prompt.
+        right: tokens after each query.
+        edit: edit of the activations.
+        cost: storage that it needs.
+    """
 
     questions: Questions
     prefix: Prefix
@@ -118,14 +151,14 @@ class BehindVectors:
     cost: Cost = field(default_factory=Cost)
 
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
-        """Log-probability of each label word. A text is cut where the room behind the vectors is short."""
+        """Return the log-probability of each label word; texts that exceed the context are truncated."""
         require_texts(texts)
         decoder, labels = self.questions.decoder, self.questions.labels
-        front = len(decoder.encoder.front)  # no query has a BOS
-        taken = self.prefix.behind + len(self.right) + labels.room - front
-        limit = None if decoder.max_length is None else decoder.max_length - taken
-        whole = decoder.encoder.fitted(self.questions.prompt, texts, limit)
-        queries = [ids[front:] + self.right for ids in whole]
+        front = len(decoder.encoder.front)  # special tokens are removed from each query
+        used = self.prefix.behind + len(self.right) + labels.room - front
+        limit = None if decoder.max_length is None else decoder.max_length - used
+        encoded = decoder.encoder.fitted(self.questions.prompt, texts, limit)
+        queries = [ids[front:] + self.right for ids in encoded]
         scores = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
         require_finite(scores, decoder)
         return scores

@@ -67,6 +67,15 @@ class Engine:
         """From now on one worker cannot write."""
         self.llm.collective_rpc(spoiled, args=(rank,))
 
+    def reload_weights(self):
+        self.llm.collective_rpc("reload_weights")
+
+    def sleep_and_lose_tables(self, level):
+        """Sleep mode, whose memory comes back with other contents."""
+        self.llm.sleep(level)
+        self.llm.collective_rpc(lose_tables)
+        self.llm.wake_up()
+
     def crowd(self, seed, size):
         """Requests of random tasks and lengths, some of which are aborted, as the engine goes."""
         draw, engine = random.Random(seed), self.llm.llm_engine
@@ -96,6 +105,12 @@ class Engine:
 
     def counted(self):
         return {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTED}
+
+
+def lose_tables(worker):
+    for writer in worker.model_runner.model.i2cl_tables.writers:
+        writer.i2cl_rows.fill_(7.0)
+        writer.i2cl_scales.fill_(7.0)
 
 
 def spoiled(worker, rank):

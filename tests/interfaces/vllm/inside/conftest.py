@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from importlib.util import find_spec
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -102,16 +103,24 @@ def run(engines, tmp_path, model):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, model, artefacts):
-    """A server in three processes of its own with the tasks t0 and t1."""
-    tmp_path, (folder, _) = tmp_path_factory.mktemp("server"), artefacts
+    """URL of a server in three processes of its own with the tasks t0 and t1."""
+    folder, _ = artefacts
+    tasks = {name: folder / name for name in ("t0", "t1")}
+    with serving(tmp_path_factory.mktemp("server"), model, tasks) as url:
+        yield url
+
+
+@contextmanager
+def serving(tmp_path, model, tasks):
+    """Run vLLM's server with task folders by name, and yield its URL."""
     (tmp_path / "tasks").mkdir()
-    for name in ("t0", "t1"):
-        (tmp_path / "tasks" / name).symlink_to(folder / name)
+    for name, folder in tasks.items():
+        (tmp_path / "tasks" / name).symlink_to(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {"I2CL_VLLM_TASKS": str(tmp_path / "tasks"), "I2CL_VLLM_ADMIN_KEY": ADMIN}
-    own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}  # which has /sleep
     options = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 16 --max-logprobs 694"
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]

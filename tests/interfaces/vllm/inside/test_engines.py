@@ -4,6 +4,7 @@ Each test starts engines in processes of their own.
 """
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from i2cl.export import export_hf
+from i2cl.export import export_causal_lm
 from i2cl.interfaces.vllm.support import WRITERS
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import located
 
-from .engines import RUNNERS, apart, nats, off, random_injection, texts
+from .engines import RUNNERS, WORDS, apart, nats, off, random_injection, texts
 
 
 @RUNNERS
@@ -170,6 +171,75 @@ def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
     close(answers[9], one["t3"])
 
 
+def test_a_replaced_task_does_not_answer_from_the_cache_of_its_predecessor(run, decoder, artefacts):
+    folder, injections = artefacts
+    asked = [text for text in texts(40, seed=13) if len(decoder.tokenizer(text)["input_ids"]) > 40]
+    classify = ["classify", asked, ["a"] * len(asked)]
+    steps = [classify, classify, ["load", "a", str(folder / "t3")], classify]
+    options = {"num_gpu_blocks_override": 400}
+    outcome = run(steps, {"a": str(folder / "t0")}, options=options)
+    assert outcome["counted"]["vllm:prefix_cache_hits"] > 0
+    close(outcome["answers"][3], injections["t3"].scores(decoder, asked))
+
+
+def test_a_cold_and_a_warm_cache_agree_on_near_ties(run, decoder, artefacts):
+    folder, injections = artefacts
+    candidates = texts(200, seed=14)
+    first, second = injections["t0"].scores(decoder, candidates).topk(2, -1).values.unbind(-1)
+    asked = [candidates[row] for row in (first - second).argsort()[:16]]
+    classify = ["classify", asked, ["a"] * len(asked)]
+    options = {"num_gpu_blocks_override": 400}
+    cold, warm = run([classify, classify], {"a": str(folder / "t0")}, options=options)["answers"]
+    close(warm, torch.tensor(cold))
+
+
+def test_tasks_that_differ_in_their_prior_alone_keep_their_own_scores(run, decoder, artefacts, tmp_path):
+    _, injections = artefacts
+    prior = torch.linspace(0, 2, len(injections["t0"].task.labels))
+    tasks = {
+        name: replace(injections["t0"], label_bias=tuple(bias.tolist()))
+        for name, bias in (("up", prior), ("down", -prior))
+    }
+    for name, injection in tasks.items():
+        injection.save_pretrained(tmp_path / name)
+    asked = texts(8, seed=15)
+    steps = [["classify", asked, [name] * len(asked)] for name in ("up", "down", "up")]
+    answers = run(steps, paths(tmp_path, *tasks))["answers"]
+    for name, answer in zip(("up", "down", "up"), answers, strict=True):
+        close(answer, tasks[name].scores(decoder, asked))
+
+
+def test_a_long_text_in_chunks_among_short_ones_is_scored_as_injections_score_it(run, decoder, artefacts):
+    folder, injections = artefacts
+    long = " ".join(random.Random(16).choices(WORDS, k=280))
+    assert len(decoder.tokenizer(long)["input_ids"]) > 640  # more than ten steps of 64 tokens
+    asked = [*texts(6, seed=17), long, *texts(6, seed=18)]
+    tasks = ["t0", "t1"] * 6 + ["t0"]
+    options = {"max_model_len": 1024, "num_gpu_blocks_override": 80}
+    (answer,) = run([["classify", asked, tasks]], paths(folder, "t0", "t1"), options=options)["answers"]
+    assert apart(answer, decoder, injections, asked, tasks) < 1e-4
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_tasks_answer_the_same_after_sleep_that_loses_their_tables(run, decoder, artefacts, level):
+    folder, injections = artefacts
+    asked, tasks = texts(6, seed=19), ["t0", "t1"] * 3
+    classify = ["classify", asked, tasks]
+    env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # calls of functions, by which the test loses tables
+    steps = [classify, ["sleep_and_lose_tables", level], classify]
+    before, _, after = run(steps, paths(folder, "t0", "t1"), env=env)["answers"]
+    assert apart(before, decoder, injections, asked, tasks) < 1e-4
+    assert apart(after, decoder, injections, asked, tasks) < 1e-4
+
+
+def test_reloaded_weights_leave_tasks_as_they_were(run, decoder, artefacts):
+    folder, injections = artefacts
+    asked, tasks = texts(4, seed=20), ["t0", "t1"] * 2
+    steps = [["reload_weights"], ["classify", asked, tasks]]
+    _, answer = run(steps, paths(folder, "t0", "t1"))["answers"]
+    assert apart(answer, decoder, injections, asked, tasks) < 1e-4
+
+
 @RUNNERS
 def test_a_start_whose_edit_does_not_act_fails(run, runner):
     value = run([], unedited=True, succeeds=False, runner=runner)
@@ -262,7 +332,7 @@ def test_two_ranks_answer_as_one(run, decoder, artefacts):
 
 def test_a_folded_checkpoint_agrees_and_in_bfloat16_is_no_closer(run, tmp_path, model, decoder, artefacts):
     folder, injections = artefacts
-    export_hf(decoder, injections["t0"], tmp_path / "folded")
+    export_causal_lm(decoder, injections["t0"], tmp_path / "folded")
     draw = random.Random(6)
     prompts = [[draw.randrange(1, 690) for _ in range(draw.randint(3, 60))] for _ in range(40)]
     half, worst = {"dtype": "bfloat16"}, {}

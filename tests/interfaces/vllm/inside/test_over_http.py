@@ -5,19 +5,17 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
-from dataclasses import replace
-from io import StringIO
 from urllib.request import urlopen
 
-import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from i2cl.export import ask_server, calls, make_golden
-from i2cl.export.verify import compare
-from i2cl.tasks import Task, Template
+from i2cl.export import make_golden, verify_server
+from i2cl.models.decoder import Decoder
+from i2cl.models.loading import located
 from processes import until
 
+from .conftest import serving
 from .engines import ADMIN, USER, call, followed, random_injection, texts
 
 
@@ -35,7 +33,7 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
         torch.testing.assert_close(probs, wanted.softmax(-1), rtol=0, atol=1e-4)
         assert [one["label"] for one in reply["data"]] == injections["t0"].predict(decoder, asked)
         assert reply["labels"] == list(injections["t0"].task.labels)
-        assert len(headers["X-I2CL-Digest"]) == 32
+        assert len(headers["X-I2CL-Digest"]) == 64
 
     def completion(task):
         xargs = {} if task is None else {"vllm_xargs": {"i2cl": task}}
@@ -79,11 +77,10 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
 
     monkeypatch.setenv("VLLM_API_KEY", USER)
     golden = make_golden(decoder, injections["t0"])
-    outcome = compare(golden, ask_server(golden, server, task="t0", logprobs=694))
+    outcome = verify_server(golden, server, task="t0", tolerance=1e-4)
     print(f"\nverify over HTTP: {outcome.worst:.1e}")
     assert outcome.passed
-    assert not compare(golden, ask_server(golden, server, task="t1", logprobs=694)).passed
-    assert not compare(golden, ask_server(golden, server, logprobs=694)).passed
+    assert not verify_server(golden, server, task="t1").passed
 
 
 def test_over_http_a_classify_under_reloads_ends_as_it_began(server, decoder, artefacts):
@@ -146,27 +143,63 @@ def test_over_http_what_is_refused_says_why_and_what_to_do(server, decoder, arte
         assert call(f"{listed}/{path}", key=ADMIN, method="DELETE")[1]["name"] == name
 
 
-def test_over_http_the_printed_call_of_an_export_compares_whole_labels(server, decoder, monkeypatch):
-    """Of an export that leaves the model as it is: the call needs neither a task nor the plugin."""
-    pytest.importorskip("openai")
-    task = Task("films", ("best film", "best ever", "bad film"), Template("Review: {text}\nVerdict:{label}"))
-    one = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
-    plain = torch.tensor([0.0, 1.0]).expand(one.coefficients.shape)
-    made = make_golden(decoder, replace(one, task=task, coefficients=plain, scoring="full"))
-    answer = []
-    for text, prompt in zip(calls.TEXTS, made.prompts, strict=True):
-        monkeypatch.setattr(calls, "TEXTS", (text,))
-        (code,) = [one.code for one in calls.calls_of(made, str(decoder.name), "hf") if one.program == "vLLM"]
-        code = code.replace("http://localhost:8000", server).replace("'none'", repr(USER))
-        asked = {}
-        with redirect_stdout(StringIO()) as expected:
-            exec(compile(code, "<call>", "exec"), asked)
-        answer.append(expected.getvalue().strip())
-        scores = torch.tensor([asked["scores"][label] for label in task.labels])
-        torch.testing.assert_close(scores, torch.tensor(prompt.whole), rtol=0, atol=1e-4)
-    assert answer == [prompt.prediction for prompt in made.prompts]
-    assert len(set(answer)) > 1
-    print(f"\nprinted call: {len(answer)} of {len(answer)} answers")
+def refused(url, body):
+    """The message of a 400."""
+    status, reply, _ = call(url, body)
+    assert status == 400
+    return json.loads(reply)["error"]["message"]
+
+
+def test_over_http_a_task_is_refused_by_routes_that_would_ignore_it(server, decoder):
+    model, named = str(decoder.name), {"vllm_xargs": {"i2cl": "t0"}}
+    messages = [{"role": "user", "content": "a quiet morning"}]
+    template = {"chat_template": "{{ messages[0]['content'] }}"}
+    for path, body in (
+        ("/generative_scoring", {"query": [5, 6], "items": [[7]], "label_token_ids": [8, 9]}),
+        ("/v1/chat/completions/batch", {"messages": [messages], "max_tokens": 1} | template),
+    ):
+        assert "this route ignores tasks" in refused(f"{server}{path}", body | {"model": model} | named)
+    complete, body = f"{server}/v1/completions", {"prompt": [5, 6], "max_tokens": 1}
+    assert "'t0' is a task, not a model" in refused(complete, body | {"model": "t0"})
+    assert "'i2cl' is not a field" in refused(complete, body | {"model": model, "i2cl": "t0"})
+
+
+def test_over_http_systemone_refuses_a_task_instead_of_answering_without_it(tmp_path):
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(located("reference"))
+    tokenizer.add_tokens(["yes", "no", "<|answer|>"])
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}<|answer|>"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    config = AutoConfig.for_model("qwen3", **sizes, bos_token_id=0, eos_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    decoder = Decoder.from_pretrained(str(tmp_path / "model"), dtype="float32", device="cpu")
+    injection = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
+    injection.save_pretrained(tmp_path / "mood")
+    question = {"type": "choice", "criteria": dict.fromkeys(injection.task.labels)}
+    body = {"model": str(tmp_path / "model"), "state": "a quiet morning", "questions": {"mood": question}}
+    with serving(tmp_path, tmp_path / "model", {"mood": tmp_path / "mood"}) as url:
+        ask = f"{url}/v1/systemone"
+        assert call(ask, body)[0] == 200
+        ignored = refused(ask, body | {"vllm_xargs": {"i2cl": "mood"}})
+        unknown = refused(ask, body | {"model": "mood"})
+    assert "this route ignores tasks" in ignored
+    assert unknown == "'mood' is a task, not a model: send the texts to /v1/i2cl/classify"
+
+
+def test_over_http_tasks_answer_the_same_after_sleep(server, decoder, artefacts):
+    folder, injections = artefacts
+    asked = texts(4, seed=21)
+    load = {"name": "asleep", "artefact": str(folder / "t9")}
+    assert call(f"{server}/sleep?level=1", {})[0] == 200
+    status, reply, _ = call(f"{server}/v1/i2cl/tasks", load, key=ADMIN)
+    assert call(f"{server}/wake_up", {})[0] == 200
+    assert status == 503
+    assert "the engine is asleep: wake it up" in reply
+    status, reply, _ = call(f"{server}/v1/i2cl/classify", {"model": "t0", "input": asked})
+    probs = torch.tensor([one["probs"] for one in reply["data"]])
+    torch.testing.assert_close(probs, injections["t0"].scores(decoder, asked).softmax(-1), rtol=0, atol=1e-4)
 
 
 def test_over_http_work_stops_when_the_client_leaves(server):

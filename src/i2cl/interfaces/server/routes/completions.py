@@ -17,7 +17,6 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import DIGEST_HEADER, Answer, Service, answer_request
 
-MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MIN_PROBABILITY = 1e-38  # keeps log probabilities finite, because JSON has no infinity
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
@@ -60,8 +59,8 @@ def add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", include_in_schema=False)
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def completions() -> None:
-        message = "this server has no text completions: send the text to /v1/chat/completions or /v1/classify"
-        raise RefusalError(404, "not_found", message)
+        hint = "send the text to /v1/chat/completions or /v1/classify"
+        raise RefusalError(404, "not_found", "this server has no text completions", hint)
 
 
 def _choice(answer: Answer, top_logprobs: int | None) -> tuple[str, dict[str, Any], dict[str, int]]:
@@ -71,7 +70,7 @@ def _choice(answer: Answer, top_logprobs: int | None) -> tuple[str, dict[str, An
         {"token": label, "logprob": math.log(max(probability, MIN_PROBABILITY)), "bytes": [*label.encode()]}
         for label, probability in sorted(pairs, key=lambda pair: -pair[1])
     ]
-    count = MAX_TOP_LOGPROBS if top_logprobs is None else min(top_logprobs, MAX_TOP_LOGPROBS)
+    count = schemas.MAX_TOP_LOGPROBS if top_logprobs is None else top_logprobs
     logprobs = {"content": [{**ranked[0], "top_logprobs": ranked[:count]}], "refusal": None}
     tokens = sum(answer.tokens)
     usage = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}
@@ -101,11 +100,11 @@ def _text_of(body: schemas.Chat) -> str:
     _require_classification(body)
     roles = [message.role for message in body.messages]
     if unsupported := [role for role in roles if role not in {"system", "developer", "user"}]:
-        problem = f"messages with role {unsupported[0]!r} are not supported: every text is classified alone"
-        raise _unsupported(f"{problem}; send one user message with the text")
+        message = f"messages with role {unsupported[0]!r} are not supported"
+        raise _unsupported(message, "send one user message with the text", "messages")
     if roles.count("user") != 1:
-        problem = f"the request has {roles.count('user')} user messages, but one text is classified at a time"
-        raise _unsupported(f"{problem}: send one user message with the text")
+        message = f"the request has {roles.count('user')} user messages, but one text is classified at a time"
+        raise _unsupported(message, "send one user message with the text", "messages")
     return _content(body.messages[roles.index("user")].content)
 
 
@@ -117,7 +116,8 @@ def _content(content: str | Sequence[schemas.Part] | None) -> str:
             problem = f"content parts of type {part.type!r} are not supported"
             if part.type == "text":
                 problem = "a content part of type 'text' has no text"
-            raise _unsupported(f'{problem}: send parts such as {{"type": "text", "text": "..."}}')
+            hint = 'send parts such as {"type": "text", "text": "..."}'
+            raise _unsupported(problem, hint, "messages")
     return "\n".join(part.text or "" for part in content)
 
 
@@ -131,8 +131,9 @@ def _require_classification(body: schemas.Chat) -> None:
     ):
         if unsupported:
             field = what.split("=")[0].split()[0]
-            raise _unsupported(f"{what} is not supported, because the answer is one label: leave {field} out")
+            message = f"{what} is not supported, because the answer is one label"
+            raise _unsupported(message, f"leave {field} out", field)
 
 
-def _unsupported(message: str) -> RefusalError:
-    return RefusalError(400, "unsupported", message)
+def _unsupported(message: str, hint: str, param: str) -> RefusalError:
+    return RefusalError(400, "unsupported", message, hint, param=param)

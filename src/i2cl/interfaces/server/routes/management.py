@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import IO, Annotated, Any
 
 import pydantic
@@ -23,18 +23,17 @@ from i2cl.tasks.formats import load_json, repeated_key
 
 MAX_FILE_BODY = 256 * 2**20  # bytes of a file of texts
 EVENT_POLL_SECONDS = 0.2
-KEEPALIVE_SECONDS = 15.0  # an event stream without events sends a comment this often
+KEEPALIVE_SECONDS = 15.0  # interval of comments in an event stream without events
 
 
-def _body(schemas_of: Mapping[str, Any]) -> dict[str, Any]:
-    content = {kind: {"schema": schema} for kind, schema in schemas_of.items()}
-    return {"requestBody": {"required": True, "content": content}}
+def _body(content_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a request body that the route parses itself."""
+    return {"requestBody": {"required": True, "content": {content_type: {"schema": schema}}}}
 
 
-_TEXT = {"type": "string"}
-_BODIES = _body({"application/json": schemas.Fit.model_json_schema(), "text/csv": _TEXT})
-_TAR = _body({"application/x-tar": _TEXT | {"format": "binary"}})
-_LINES = _body({"application/jsonl": _TEXT})
+_FIT = _body("application/json", schemas.Fit.model_json_schema())
+_TAR = _body("application/x-tar", {"type": "string", "format": "binary"})
+_LINES = _body("application/jsonl", {"type": "string"})
 
 
 def add_tasks(app: FastAPI, service: Service) -> None:
@@ -57,30 +56,34 @@ def add_tasks(app: FastAPI, service: Service) -> None:
     def listed() -> dict[str, Any]:
         return {"object": "list", "data": [_task(entry) for entry in tasks.entries()]}
 
-    @app.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_BODIES)
-    @policy("admin", schemas.JSON, "text/csv", max_body=schemas.MAX_JSON_BODY)
+    @app.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_FIT)
+    @policy("admin", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def fit(request: Request) -> Response:
         body = await request.body()
-        return await service.parsed(queue_fit, service, request, body)
+        return await service.run_blocking(queue_fit, service, request, body)
 
     @app.get("/v1/tasks/{name:path}", summary="A task with its settings and scores")
     @policy("read")
     def task(name: str) -> dict[str, Any]:
         entry = tasks.entry(name)
         injection = tasks.injection(entry.digest)
-        template, count = injection.task.template.format, injection.context.demonstrations
-        record = _task(entry) | {"template": template, "demonstrations": count}
-        record |= {"settings": injection.settings, "history": list(injection.history)}
-        record |= {"metrics": injection.metrics, "worth": injection.worth or None}
-        record |= {"label_bias": injection.label_bias, "temperature": injection.temperature}
-        record |= {"encoder": None if (bias := injection.encoder_bias) is None else bias.encoder}
-        return record
+        return _task(entry) | {
+            "template": injection.task.template.format,
+            "demonstrations": injection.context.demonstrations,
+            "settings": injection.settings,
+            "history": list(injection.history),
+            "metrics": injection.metrics,
+            "worth": injection.worth or None,
+            "label_bias": injection.label_bias,
+            "temperature": injection.temperature,
+            "encoder": None if injection.encoder_bias is None else injection.encoder_bias.encoder,
+        }
 
     @app.put("/v1/tasks/{name:path}", summary="Upload a task folder as a tar file", openapi_extra=_TAR)
     @policy("admin", "application/x-tar", max_body=max_upload_bytes(service.decoder))
     async def put(name: str, request: Request) -> dict[str, Any]:
         body = await request.body()
-        await service.parsed(tasks.require_name, name)
+        await service.run_blocking(tasks.require_name, name)
         return _task(await service.upload(name, body))
 
     @app.delete("/v1/tasks/{name:path}", summary="Remove a task that came over HTTP")
@@ -101,22 +104,22 @@ def add_jobs(app: FastAPI, service: Service) -> None:
         after: Annotated[str | None, Query(description="Id of the last job of the previous page.")] = None,
     ) -> dict[str, Any]:
         found, has_more = jobs_of(service).page(request.scope.get(READER), limit, after)
-        records = [job.described() for job in found]
-        for one in records:
-            del one["last"]  # can be long: GET /v1/jobs/ID returns it
+        records = [job.to_json() for job in found]
+        for record in records:
+            del record["last"]  # can be long; GET /v1/jobs/ID returns it
         return {"object": "list", "data": records, "has_more": has_more}
 
     @app.get("/v1/jobs/{identity}", summary="Status of a job")
     @policy("read")
     async def job(identity: str, request: Request) -> dict[str, Any]:
-        return _own(service, request, identity).described()
+        return _own(service, request, identity).to_json()
 
-    @app.post("/v1/jobs/{identity}/cancel", summary="Cancel a job; one that has finished stays as it is")
+    @app.post("/v1/jobs/{identity}/cancel", summary="Cancel a job, unless it has finished")
     @policy("read")
     def cancel(identity: str, request: Request) -> dict[str, Any]:
         target = _own(service, request, identity)
         jobs_of(service).cancel(target)
-        return target.described()
+        return target.to_json()
 
     @app.delete("/v1/jobs/{identity}", summary="Remove a finished job and its answers")
     @policy("read")
@@ -148,7 +151,7 @@ def add_batches(app: FastAPI, service: Service) -> None:
         request: Request,
         model: Annotated[str | None, Query(description="Task of lines without a model.")] = None,
     ) -> Response:
-        return await service.parsed(queue_batch, service, request, model)
+        return await service.run_blocking(queue_batch, service, request, model)
 
     @app.get("/v1/batches/{identity}", summary="Answers of a batch job", response_class=FileResponse)
     @policy("read")
@@ -156,11 +159,11 @@ def add_batches(app: FastAPI, service: Service) -> None:
         job = _own(service, request, identity)
         if job.kind != "batch":
             raise RefusalError(
-                404, "unknown_job", f"job {identity!r} is not a batch job: GET /v1/jobs/{identity}"
+                404, "unknown_job", f"job {identity!r} is not a batch job", f"see /v1/jobs/{identity}"
             )
         if job.status != "done":
-            message = f"job {identity!r} is {job.status}: see /v1/jobs/{identity}/events"
-            raise RefusalError(409, "not_done", message)
+            hint = f"see /v1/jobs/{identity}/events"
+            raise RefusalError(409, "not_done", f"job {identity!r} is {job.status}", hint)
         return FileResponse(job.folder / files.OUTPUT, media_type="application/jsonl")
 
 
@@ -178,8 +181,14 @@ def _own(service: Service, request: Request, identity: str) -> Job:
 
 
 def _task(entry: Entry) -> dict[str, Any]:
-    known = {"id": entry.name, "object": "task", "digest": entry.digest, "created": entry.created}
-    return known | {"labels": list(entry.labels), "source": entry.source}
+    return {
+        "id": entry.name,
+        "object": "task",
+        "digest": entry.digest,
+        "created": entry.created,
+        "labels": list(entry.labels),
+        "source": entry.source,
+    }
 
 
 def _model(entry: Entry, base: str) -> dict[str, Any]:
@@ -187,45 +196,48 @@ def _model(entry: Entry, base: str) -> dict[str, Any]:
 
 
 def queue_fit(service: Service, request: Request, body: bytes) -> Response:
-    """Queue a fit of the rows in a body (JSON or CSV), or describe them."""
+    """Queue a fit of the rows in a JSON body, or describe the rows."""
     jobs = jobs_of(service)
-    if request.headers["content-type"].lower().startswith("text/csv"):
-        query: dict[str, Any] = dict(request.query_params)
-        if "labels" in query:
-            query["labels"] = [label.strip() for label in query["labels"].split(",")]
-        if isinstance(query.get("template"), str):
-            query["template"] = query["template"].replace("\\n", "\n")
-        options = _valid(schemas.FitOptions, query, strict=False)  # values of a query are strings
-        inputs, names = {"input.csv": body}, {"input.csv": "examples"}
-    else:
-        try:
-            given = load_json(body)
-        except (ValueError, RecursionError) as error:
-            message = f"the body is not valid JSON ({type(error).__name__}): correct it"
-            raise RefusalError(422, "bad_request", message) from None
-        if (key := repeated_key(given)) is not None:
-            raise RefusalError(422, "bad_request", f"the key {key!r} is given twice: remove one")
-        options = _valid(schemas.Fit, given)
-        inputs, names = _input_files(options)
+    try:
+        given = load_json(body)
+    except (ValueError, RecursionError) as error:
+        message = f"the body is not valid JSON ({type(error).__name__})"
+        raise RefusalError(422, "bad_request", message, "correct it") from None
+    if (key := repeated_key(given)) is not None:
+        raise RefusalError(422, "bad_request", f"the key {key!r} is given twice", "remove one")
+    options = _validated_fit(given)
     service.tasks.require_name(options.name)
-    fields = options.model_dump(exclude={"check", "examples", "test"}) | {"file_names": names}
+    inputs, names = _input_files(options)
+    fields = options.model_dump(exclude={"check", "examples", "test"})
+    job = fits.FitJob.model_validate(fields | {"file_names": names})
     with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
-        task, drawn = fits.read_task(service.decoder, service.tasks, fields, folder)
-    if options.check:
-        rows = {
+        task, drawn = fits.read_task(service.decoder, service.tasks, job, folder)
+    if not options.check:
+        return _accepted(request, jobs.add("fit", job.model_dump(exclude={"check"}), inputs))
+    return JSONResponse(
+        {
+            "object": "check",
+            "labels": list(task.labels),
             "rows": len(task.train),
             "test_rows": len(task.test),
-            "demonstrations": fits.most_demonstrations(task, drawn, options.seed),
+            "demonstrations": fits.max_demonstrations(task, drawn, options.seed),
+            "data": fits.survey_of(service.decoder, task),
         }
-        data = fits.survey_of(service.decoder, task)
-        return JSONResponse({"object": "check", "labels": list(task.labels), **rows, "data": data})
-    return _accepted(request, jobs.add("fit", fields, inputs))
+    )
+
+
+def _validated_fit(given: object) -> schemas.Fit:
+    try:
+        return schemas.Fit.model_validate(given)
+    except pydantic.ValidationError as error:
+        message = first_problem(error).encode(errors="backslashreplace").decode()
+        raise RefusalError(422, "bad_request", message, "see the fields in /openapi.json") from None
 
 
 def _input_files(options: schemas.Fit) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the content of the files that a job of a fit reads, and the names that errors give them."""
+    """Return the files of a fit job by name, and the names to show in errors instead."""
     inputs, names = {}, {}
     for field, stem, rows in (("examples", "input", options.examples), ("test", "input.test", options.test)):
         if isinstance(rows, schemas.DataFile):
@@ -247,9 +259,9 @@ def queue_batch(service: Service, request: Request, model: str | None) -> Respon
         path = folder / files.INPUT
         with path.open("wb") as rows:
             count, names, size = files.read_lines(body, model, service.tasks.entry, rows)
-        with service.tasks.kept(names) as entries:
-            description = files.description(entries, count, size)
-            return _accepted(request, jobs.add("batch", description, {files.INPUT: path}, owner))
+        with service.tasks.pinned(names) as entries:
+            job_request = files.job_request(entries, count, size)
+            return _accepted(request, jobs.add("batch", job_request, {files.INPUT: path}, owner))
 
 
 def jobs_of(service: Service) -> Jobs:
@@ -261,15 +273,7 @@ def jobs_of(service: Service) -> Jobs:
 
 def _accepted(request: Request, job: Job) -> Response:
     location = f"{request.scope.get('root_path', '').rstrip('/')}/v1/jobs/{job.id}"
-    return JSONResponse(job.described(), 202, headers={"Location": location})
-
-
-def _valid(kind: type[Any], given: Any, *, strict: bool = True) -> Any:
-    try:
-        return kind.model_validate(given, strict=strict)
-    except pydantic.ValidationError as error:
-        message = f"{first_problem(error)}: see the fields in /openapi.json"
-        raise RefusalError(422, "bad_request", message.encode(errors="backslashreplace").decode()) from None
+    return JSONResponse(job.to_json(), 202, headers={"Location": location})
 
 
 async def job_events(service: Service, job: Job, seen: int) -> AsyncIterator[str]:

@@ -1,9 +1,5 @@
-"""Bodies of requests and answers, as /openapi.json describes them.
+"""Request and response bodies of `/openapi.json`. Unknown fields are an error, except in a chat."""
 
-Unknown fields are an error, except in a chat, where they are ignored.
-"""
-
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -22,19 +18,20 @@ from pydantic import (
     model_validator,
 )
 
-from i2cl.injections.confidence import sure_place
+from i2cl.injections.confidence import confident_index
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.tasks.formats import ROW_SUFFIXES
 
 Text = Annotated[str, Field(min_length=1)]
 MAX_TEXTS = 2048  # per request; more are a 413, as in the vLLM plugin
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 Texts = Annotated[list[Text], Field(min_length=1, json_schema_extra={"maxItems": MAX_TEXTS})]
 Name = Annotated[str, Field(min_length=1, max_length=128, description="Name of a task.")]
 
 JSON = "application/json"
 MAX_JSON_BODY = 4 * 2**20  # bytes of a body of texts or examples
 
-# JSON has one type of number: 5.0 is an integer
+# JSON does not distinguish 5.0 from 5
 Int = Annotated[
     int,
     BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value),
@@ -42,16 +39,16 @@ Int = Annotated[
 
 Timeout = Annotated[
     Annotated[float, Field(ge=1, le=3600)] | None,
-    WithJsonSchema({"type": "number", "minimum": 1, "maximum": 3600}),  # a header is never null
+    WithJsonSchema({"type": "number", "minimum": 1, "maximum": 3600}),  # headers cannot be null
     Header(alias="X-Request-Timeout", description="Seconds within which the model has to start on it."),
 ]
 
 
-def require_number(texts: Sequence[str], hint: str = "split them over several requests") -> None:
+def require_text_count(texts: Sequence[str], hint: str = "split them over several requests") -> None:
     """Raise RefusalError (413) for more texts than `MAX_TEXTS`."""
     if len(texts) > MAX_TEXTS:
-        message = f"the request has {len(texts)} texts, and the limit is {MAX_TEXTS}"
-        raise RefusalError(413, "too_many_texts", f"{message}: {hint}")
+        message = f"the request has {len(texts)} texts, but the limit is {MAX_TEXTS}"
+        raise RefusalError(413, "too_many_texts", message, hint)
 
 
 class _Body(BaseModel):
@@ -59,27 +56,13 @@ class _Body(BaseModel):
 
 
 class Classify(_Body):
-    """Texts for a task."""
+    """Texts to classify with a task."""
 
     model: Name
     input: Text | Texts
     min_confidence: Annotated[
         float | None, Field(gt=0, le=1, description="Below this probability the label is empty.")
     ] = None
-
-
-class Parameters(_Body):
-    """Options of Hugging Face's clients."""
-
-    function_to_apply: Literal["softmax"] | None = None
-    top_k: Annotated[Int, Field(ge=1)] | None = None
-
-
-class Predict(_Body):
-    """Texts, as Hugging Face's clients send them."""
-
-    inputs: Text | Texts
-    parameters: Parameters | None = None
 
 
 class Part(BaseModel):
@@ -110,7 +93,7 @@ class Chat(_Body):
             "System and developer messages are ignored: a task has its own prompt.",
         ),
     ]
-    top_logprobs: Annotated[Int, Field(ge=0)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
@@ -120,7 +103,7 @@ class Chat(_Body):
 
 
 LabelledText = Annotated[
-    Any,  # rows are validated one by one, so that errors name them
+    Any,  # validated row by row later, so that errors name every invalid row
     WithJsonSchema(
         {
             "type": "object",
@@ -143,11 +126,13 @@ class DataFile(_Body):
 
     @property
     def suffix(self) -> str:
-        """The ending that a file of this format has, such as ``.csv``."""
+        """The file name suffix of the format, such as ``.csv``."""
         return f".{self.format}" if self.format else PurePath(self.name).suffix.lower()
 
     @model_validator(mode="after")
     def _require_format(self) -> "DataFile":
+        if not self.name.isprintable():  # errors and logs quote it
+            raise ValueError(f"file name {self.name!a} has control characters: rename it")
         if self.suffix not in ROW_SUFFIXES:
             known = ", ".join(suffix.removeprefix(".") for suffix in ROW_SUFFIXES)
             raise ValueError(f"unknown file format {self.suffix!r}: set format to one of {known}")
@@ -165,7 +150,7 @@ Rows = Annotated[
 
 
 class FitOptions(_Body):
-    """How examples become a task."""
+    """Options of a fit."""
 
     name: Name
     template: Annotated[str, Field(description="Such as 'Review: {text}\\nSentiment: {label}'.")]
@@ -184,14 +169,14 @@ class FitOptions(_Body):
 
 
 class Fit(FitOptions):
-    """Labelled examples, and how they become a task."""
+    """Labelled examples and the options of the fit."""
 
     examples: Rows
     test: Annotated[Rows | None, Field(description="Rows to score on, with the same columns.")] = None
 
 
 class Usage(BaseModel):
-    """Tokens read."""
+    """Number of tokens."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -208,7 +193,7 @@ class Classified(BaseModel):
 
 
 class Classification(BaseModel):
-    """Answers in the order of the texts; ``labels`` is the order of ``probs``."""
+    """Answers in the order of the texts. ``labels`` gives the order of ``probs``."""
 
     id: str
     object: Literal["list"] = "list"
@@ -226,35 +211,21 @@ class Classification(BaseModel):
         probabilities: Sequence[Sequence[float]],
         tokens: Sequence[int],
     ) -> "Classification":
-        """Make the answer to a request from the probabilities and the number of tokens of each text."""
+        """Build the response from the probabilities and the number of tokens of each text."""
         data = []
         for index, probs in enumerate(probabilities):
-            place = sure_place(probs, body.min_confidence)
-            label = "" if place is None else labels[place]
+            best = confident_index(probs, body.min_confidence)
+            label = "" if best is None else labels[best]
             data.append(Classified(index=index, label=label, probs=list(probs), num_classes=len(probs)))
         usage = Usage(prompt_tokens=sum(tokens), total_tokens=sum(tokens))
-        name, now = f"classify-{secrets.token_hex(12)}", int(time.time())
-        return cls(id=name, created=now, model=body.model, labels=list(labels), data=data, usage=usage)
-
-
-class LabelScore(BaseModel):
-    """A label and its probability."""
-
-    label: str
-    score: float
-
-
-def ranked_json(labels: Sequence[str], probabilities: Sequence[Sequence[float]], top_k: int | None) -> str:
-    """Return JSON with the labels of each text and their scores, best first."""
-    return json.dumps(
-        [
-            [
-                {"label": label, "score": score}
-                for score, label in sorted(zip(probs, labels, strict=True), reverse=True)[:top_k]
-            ]
-            for probs in probabilities
-        ]
-    )
+        return cls(
+            id=f"classify-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=body.model,
+            labels=list(labels),
+            data=data,
+            usage=usage,
+        )
 
 
 class Problem(BaseModel):

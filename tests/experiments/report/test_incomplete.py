@@ -1,17 +1,28 @@
-"""What results lack is said, and what does not belong together is not mixed."""
+"""Reports of incomplete results, and of results that are not comparable."""
 
 from dataclasses import replace
 
 import pytest
 
-from experiments.report.made import LLAMA, cells, grid, llama, noted, record, section, table, texts, trial
+from experiments.report.synthetic import (
+    LLAMA,
+    cells,
+    grid,
+    llama,
+    noted,
+    record,
+    section,
+    table,
+    texts,
+    trial,
+)
 from i2cl.experiments.grid import GridRow, Scale
 from i2cl.experiments.report.document import build
 from i2cl.experiments.report.render import csv_text, html, latex, markdown
 from i2cl.experiments.report.results import results_of
 
 
-def test_a_row_with_fewer_tasks_is_marked_and_noted():
+def test_row_with_missing_tasks_is_marked():
     made = [one for one in trial() if (one.cell.method, one.cell.task) != ("i2cl", "trec")]
     made += [record("icv", task, seed, "1010101010") for task in ("sst2", "trec") for seed in range(3)]
     three = grid(("Zero-shot", "ICV", "I2CL"))
@@ -26,15 +37,15 @@ def test_a_row_with_fewer_tasks_is_marked_and_noted():
     assert texts(table("comparison", three, made, place=1))["Zero-shot"][1] == "–"
 
 
-def test_tasks_that_other_experiments_ran_are_left_out_and_named():
+def test_tasks_of_few_rows_are_listed_as_missing():
     made = [one for one in trial() if (one.cell.method, one.cell.task) != ("i2cl", "trec")]
     result = section(grid(), made)
     assert texts(result.tables[0])["I2CL"][0] == "73.3 ± 25.2"
     assert "trec" not in result.tables[0].columns
-    assert "tasks that at most half of the rows have: trec" in result.missing
+    assert "tasks with results for at most half of the rows: trec" in result.missing
 
 
-def test_fewer_seeds_are_marked_averaged_over_what_tasks_share_and_said_once():
+def test_missing_seeds_are_marked_and_averages_use_shared_seeds():
     made = [one for one in trial() if (one.cell.task, one.cell.seed) != ("sst2", 2)]
     result = table("tasks", grid(), made)
     assert texts(result)["I2CL"] == ["55.0 ± 7.1", "60.0 ± 14.1", "50.0 ± 0.0"]
@@ -47,17 +58,17 @@ def test_fewer_seeds_are_marked_averaged_over_what_tasks_share_and_said_once():
     made += [one for one in trial() if one.cell.seed < 2]
     assert noted(table("average", grid(("ICV", "I2CL")), made), "†") == "† 2 of 3 seeds: all rows."
     most = grid(("Zero-shot", "ICV", "I2CL"))
-    expected = "† 2 of 3 seeds: all rows but those that no seed can change."
+    expected = "† 2 of 3 seeds: all rows except deterministic ones."
     assert noted(table("average", most, made), "†") == expected
 
 
-def test_tasks_without_common_seeds_have_no_average_and_the_scale_says_how_many_are_wanted():
+def test_no_average_without_shared_seeds():
     made = [record("i2cl", "sst2", 0, "10"), record("i2cl", "trec", 1, "10")]
     made += [record("icv", "sst2", 1, "10"), record("icv", "trec", 1, "10")]
     asked = grid(("ICV", "I2CL"), seeds=2)
     assert texts(table("tasks", asked, made))["I2CL"] == ["–", "50.0", "50.0"]
     assert texts(table("average", asked, made))["I2CL"][:2] == ["–", "–"]
-    assert texts(table("comparison", asked, made))["ICV"][-1] == "nothing shared to compare"
+    assert texts(table("comparison", asked, made))["ICV"][-1] == "no results in common"
     made = [one for one in trial() if one.cell.seed == 0]
     quick = Scale(seeds=1, limit=40, tasks=None)
     asked = grid(quick=quick).model_copy(update={"full": Scale(seeds=5, limit=500)})
@@ -67,29 +78,29 @@ def test_tasks_without_common_seeds_have_no_average_and_the_scale_says_how_many_
     assert noted(result, "3 of 4 seeds") == "† 3 of 4 seeds: ICV."
 
 
-def test_rows_views_and_tasks_without_results():
+def test_rows_views_and_tasks_without_results_are_listed():
     result = table("tasks", grid(tasks=("sst2", "trec", "mr")), trial())
     assert "No results on mr." in result.notes
     result = section(grid(("Zero-shot", "ICV"), views=("comparison", "matrix", "bars")), trial())
     assert result.tables == ()
-    assert result.missing[0] == "rows without results: ICV (`i2cl experiment run trial` makes them)"
+    assert result.missing[0] == "rows without results: ICV (run `i2cl experiment run trial`)"
     assert [line.split(":")[0] for line in result.missing[1:]] == ["comparison", "matrix, bars"]
-    assert f"run trial --model {LLAMA}` makes them" in section(grid(("I2CL", "ICV")), llama()).missing[0]
+    assert f"run trial --model {LLAMA}`)" in section(grid(("I2CL", "ICV")), llama()).missing[0]
     own = grid(("I2CL", "ICV")).model_copy(update={"file": "my grids/trial.toml"})
     line = section(own, llama(model="reference", limit=100)).missing[0]
-    assert line.endswith("(`i2cl experiment run 'my grids/trial.toml' --limit 100` makes them)")
+    assert line.endswith("(run `i2cl experiment run 'my grids/trial.toml' --limit 100`)")
 
 
-def test_an_experiment_without_cells_says_so_in_one_line():
+def test_experiment_without_results_shows_its_command():
     result = build([grid(("ICV",))], trial(), {})
     (only,) = result.sections
-    assert only.missing == ("no cells in this store: `i2cl experiment run trial` makes them",)
-    assert "no cells in this store: `i2cl experiment run trial` makes them" in markdown(result)
-    assert r"no cells in this store: \texttt{i2cl experiment run trial} makes them" in latex(result)
-    assert "no cells in this store: <code>i2cl experiment run trial</code> makes them" in html(result, {})
+    assert only.missing == ("no results in this store: run `i2cl experiment run trial`",)
+    assert "no results in this store: run `i2cl experiment run trial`" in markdown(result)
+    assert r"no results in this store: run \texttt{i2cl experiment run trial}" in latex(result)
+    assert "no results in this store: run <code>i2cl experiment run trial</code>" in html(result, {})
 
 
-def test_different_queries_rows_and_weights_are_not_mixed():
+def test_results_of_different_queries_rows_or_weights_are_not_mixed():
     made = [record("i2cl", "sst2", 0, "1010"), record("i2cl", "sst2", 1, "101010")]
     assert "different queries of task 'sst2'" in section(grid(), made).missing[-1]
 
@@ -107,8 +118,8 @@ def test_different_queries_rows_and_weights_are_not_mixed():
 @pytest.mark.parametrize(
     ("seeds", "few", "many", "message"), [(1, "10", "11", "100.0"), (3, "00", "11", "0.0 ± 0.0")]
 )
-def test_a_transfer_from_more_tasks_counts_and_is_not_averaged_with_others(seeds, few, many, message):
-    """With three seeds the last one of more sources is lacking."""
+def test_transfers_from_different_sources_are_not_averaged(seeds, few, many, message):
+    """With three seeds, the transfer from two sources misses the last seed."""
     study = {"study": "transfer"}
     one = [record("i2cl", "sst2", seed, few, sources=("a",), **study) for seed in range(seeds)]
     two = [record("i2cl", "sst2", seed, many, sources=("a", "b"), **study) for seed in range(min(seeds, 2))]
@@ -117,46 +128,46 @@ def test_a_transfer_from_more_tasks_counts_and_is_not_averaged_with_others(seeds
         assert texts(table("tasks", grid([row], seeds=seeds), made))["I2CL"] == [message]
 
 
-def test_one_seed_of_a_method_that_draws_stands_for_no_other():
-    """Zero-shot draws nothing, so that its one seed is paired with all; few-shot's is one seed."""
+def test_only_a_deterministic_seed_is_paired_with_every_seed():
+    """Zero-shot is deterministic, so its seed is paired with all seeds; few-shot is not."""
     rows = [GridRow(name="Few-shot (ICL)", method="few_shot", seeds=1), "ICV", "Zero-shot"]
     made = [record("few_shot", "sst2", 0, "1" * 40), record("zero_shot", "sst2", 0, "0" * 40)]
     made += [record("icv", "sst2", seed, "10" * 20) for seed in range(4)]
     for other in ("Zero-shot", "ICV"):
         result = texts(table("comparison", grid(rows, seeds=4, against=other), made))
-        assert result["Few-shot (ICL)"][-1] == "fewer than 4 seeds cannot tell"
-    assert result["Zero-shot"][-1] != "fewer than 4 seeds cannot tell"
+        assert result["Few-shot (ICL)"][-1] == "fewer than 4 seeds"
+    assert result["Zero-shot"][-1] != "fewer than 4 seeds"
 
 
-def test_queries_that_are_not_balanced_are_not_said_to_be():
+def test_transductive_note_depends_on_skew():
     row = GridRow(name="Batch", method="zero_shot+batch_calibration", seeds=1)
-    for skew, message in ((1, "of balanced classes"), (3, "which are not of balanced classes")):
+    for skew, message in ((1, "are balanced"), (3, "are not balanced")):
         made = [record(row.method, "sst2", 0, "10", skew=skew)]
         asked = grid([row], seeds=1, skews=(1, 3), against="Batch")
         assert noted(table("tasks", asked, made), message)
         assert f",{skew}," in csv_text(build([asked], made, {}, figures=False))
 
 
-def test_shares_of_common_fits_are_no_seconds_of_single_ones():
+def test_times_of_joint_fits_are_noted():
     made = [record("i2cl", "sst2", seed, "10", together=2) for seed in range(2)]
     result = table("cost", grid(("I2CL",), seeds=2), made)
-    assert noted(result, "Seconds of equal shares of seeds that were fitted together: I2CL.")
+    assert noted(result, "Fit times are equal shares of a joint fit of several seeds: I2CL.")
 
 
-def test_every_setting_has_a_section_but_not_for_a_single_row_that_another_experiment_brought():
+def test_every_setting_with_enough_rows_has_a_section():
     result = build([grid()], [*trial(), *llama(), *llama("zero_shot")], {}, figures=False)
     assert {one.setting.model for one in result.sections} == {"reference", LLAMA}
     assert len({one.anchor for one in result.sections}) == 2
     assert result.sections[1].heading == f"Trial ({result.sections[1].setting.model})"
     (only,) = build([grid()], [*trial(), *llama()], {}, figures=False).sections
     assert only.setting.model == "reference"
-    assert only.missing == (f"a section for {LLAMA}, at most 40 queries per task: only I2CL there",)
+    assert only.missing == (f"section for {LLAMA}, at most 40 queries per task: it has only I2CL",)
     (only,) = build([grid()], llama(), {}, figures=False).sections
     assert only.setting.model == LLAMA
     assert only.tables
 
 
-def test_a_pair_is_computed_once_and_turned_round():
+def test_difference_is_antisymmetric():
     (results,) = results_of(grid(("ICV", "I2CL")), [*llama(model="r"), *llama("icv", "r", (0.9, 0.9))])
     icv, ours = results.lines
     there, back = results.difference(icv, ours), results.difference(ours, icv)

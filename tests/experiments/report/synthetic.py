@@ -1,4 +1,4 @@
-"""Records and reports made by hand, so that every number can be checked."""
+"""Synthetic records and reports whose numbers are known."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ def grid(rows=("Zero-shot", "I2CL"), *, seeds=3, **fields):
 
 
 def record(method, task, seed, answers, model="reference", **more):
-    """``answers`` as a string of 1 (right) and 0, or as booleans."""
+    """Build a record; ``answers`` is a string of 1 (correct) and 0, or booleans."""
     right = np.array([answer == "1" for answer in answers] if isinstance(answers, str) else answers)
     outcome = {name: more.pop(name) for name in tuple(more) if name in {*Run.model_fields, *COUNTS}}
     provenance = more.pop("provenance", {"i2cl": "0.1.0", "torch": "2.9", "device": "cpu"})
@@ -47,21 +47,21 @@ def failed(method, task, seed, error):
 
 
 def changed(record, **update):
-    """The same record with another outcome."""
+    """Return a record with fields of its outcome replaced."""
     return record.model_copy(update={"outcome": record.outcome.model_copy(update=update)})
 
 
 def csv_lines(asked, made):
-    """Rows of the report's file of numbers."""
+    """Rows of the report's CSV file."""
     return list(csv.DictReader(io.StringIO(csv_text(build([asked], made, {}, figures=False)))))
 
 
 SEEDS = ("1111111000", "1111100000", "1111111111")
-"""70, 50 and 100 % right: mean 73.3, standard deviation 25.2."""
+"""70, 50 and 100 % correct: mean 73.3, standard deviation 25.2."""
 
 
 def trial():
-    """Zero-shot 40 % and 20 %; I2CL 73.3 ± 25.2 and 50 ± 0, which on average is 61.7 ± 12.6."""
+    """Zero-shot: 40 % and 20 %. I2CL: 73.3 ± 25.2 and 50 ± 0, on average 61.7 ± 12.6."""
     made = [record("zero_shot", "sst2", 0, "1111000000"), record("zero_shot", "trec", 0, "1100000000")]
     for seed, answers in enumerate(SEEDS):
         made.append(record("i2cl", "sst2", seed, answers))
@@ -75,7 +75,7 @@ def section(experiment, records):
 
 
 def table(view, experiment, records, place=0):
-    """One of a view's tables; of the others, nothing is computed."""
+    """Build one of a view's tables, without computing the other views."""
     return section(experiment.model_copy(update={"views": (view,)}), records).tables[place]
 
 
@@ -111,7 +111,7 @@ def llama(method="i2cl", model=LLAMA, shares=(0.5, 0.5), tasks=("sst2", "trec"),
 
 
 class Page(HTMLParser):
-    """Tables as lists of texts; fails on tags that do not match."""
+    """Parse the tables of a page; fails on mismatched tags and scripts."""
 
     VOID = frozenset({"meta", "img", "br"})
 

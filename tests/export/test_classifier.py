@@ -1,6 +1,8 @@
 """A task as a transformers text classifier: exact in batches, whatever the padding, and self-contained."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
     pipeline,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -17,12 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from commands import listed, run
 from export.cases import FOLDED, SHARED, TASK, decoder_of, injection_for, saved
 from fitting import one_line, random_injection
-from i2cl import Decoder, ExtractConfig, Injection, Template, with_temperature
-from i2cl.export import export_classifier, verify_classifier
-from i2cl.export.classifier import PROBES, TRAILING, ClassifierCheck, template_tokenizer
+from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Template, with_temperature
+from i2cl.export import Golden, classifier, export_classifier, make_golden, verify
+from i2cl.export.classifier import PROBES, TRAILING, template_tokenizer
 from i2cl.export.families import FAMILIES
 from i2cl.models.encoding import Encoder
-from processes import finished
 from tiny import CASES, byte_level, tiny_tokenizer
 
 TEXTS = ["a warm and funny film", "dull.", "I left early, twice!", "naïve façade, 東京 🙂"]
@@ -44,7 +47,7 @@ SPACED = replace(TASK, template=Template("Review: {text}\nSentiment: {label}"))
 
 
 def exported(decoder, injection, folder):
-    made = export_classifier(decoder, injection, folder, decoder=lambda: decoder)
+    made = export_classifier(decoder, injection, folder, golden=lambda: make_golden(decoder, injection))
     return made, pipeline("text-classification", model=str(folder), device="cpu", top_k=None)
 
 
@@ -61,7 +64,7 @@ def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, 
     _, classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.scores(decoder, TEXTS).softmax(-1).float()
     sides = ("right",) if CASES[case][0] in RIGHT_ONLY else ("right", "left")
-    assert ClassifierCheck.from_export(tmp_path / "out").left_padding == (len(sides) == 2)
+    assert Golden.from_export(tmp_path / "out").left_padding == (len(sides) == 2)
     for side in sides:
         classify.tokenizer.padding_side = side
         found = probabilities(classify, TEXTS, TASK.labels, batch_size=4)
@@ -72,7 +75,7 @@ def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, 
 def test_model_types_without_a_classifier_in_transformers_are_refused(case, tmp_path):
     decoder = decoder_of(case)
     one_line(
-        "has no sequence classifier of the type .*--to hf",
+        "has no sequence classifier of the type .*--to causal-lm",
         *(export_classifier, decoder, injection_for(decoder), tmp_path / "out"),
     )
     assert listed(tmp_path) == []
@@ -87,11 +90,50 @@ def test_a_layer_norm_holds_a_label_prior(case, tmp_path):
     torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_an_rms_norm_cannot_hold_a_label_prior(tmp_path):
-    decoder = decoder_of("llama")
+LLAMAS = [case for case in CLASSIFIERS if target(case) == "llama"]
+
+
+@pytest.mark.parametrize("case", LLAMAS)
+def test_an_extra_layer_of_a_llama_holds_a_label_prior(case, tmp_path):
+    decoder = decoder_of(case)
+    injection = replace(injection_for(decoder), label_bias=(1.5, -0.25), temperature=2.0)
+    _, classify = exported(decoder, injection, tmp_path / "out")
+    assert classify.model.config.num_hidden_layers == decoder.layers + 1
+    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    found = probabilities(classify, TEXTS, TASK.labels, batch_size=4)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert "float16 overflows" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_label_prior_holds_in_bfloat16(tmp_path):
+    decoder = decoder_of("llama", torch.bfloat16)
     injection = replace(injection_for(decoder), label_bias=(1.5, -0.25))
-    one_line("--drop-prior", export_classifier, decoder, injection, tmp_path / "out")
+    exported(decoder, injection, tmp_path / "out")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype="bfloat16")
+    classify = pipeline("text-classification", model, tokenizer=str(tmp_path / "out"), top_k=None)
+    decoder.model.float()
+    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    found = probabilities(classify, TEXTS, TASK.labels)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(("case", "dtype"), [("smollm3", torch.float32), ("llama", torch.float16)])
+def test_a_label_prior_that_cannot_be_exact_is_refused(case, dtype, tmp_path):
+    decoder = decoder_of(case, dtype)
+    injection = replace(injection_for(decoder), label_bias=(1.5, -0.25))
+    one_line("--drop-prior.*--to causal-lm", export_classifier, decoder, injection, tmp_path / "out")
     assert listed(tmp_path) == []
+
+
+def test_drop_prior_leaves_the_label_prior_out(tmp_path, said):
+    base, artefact = saved(decoder_of("smollm3"), tmp_path)
+    injection = replace(Injection.from_pretrained(artefact), label_bias=(1.5, -0.25), temperature=2.0)
+    injection.save_pretrained(tmp_path / "prior")
+    said("export", tmp_path / "prior", tmp_path / "out", "--model", base, "--drop-prior")
+    expected = replace(injection, label_bias=None).scores(Decoder.from_pretrained(str(base)), TEXTS)
+    classify = pipeline("text-classification", str(tmp_path / "out"), top_k=None)
+    found = probabilities(classify, TEXTS, TASK.labels)
+    torch.testing.assert_close(found, expected.softmax(-1).float(), atol=1e-5, rtol=1e-4)
 
 
 def test_full_sequence_scoring_is_refused(tmp_path):
@@ -115,7 +157,7 @@ def test_word_level_scoring_is_a_linear_head(tmp_path):
 def test_the_tokenizer_adds_the_template_with_the_ids_of_the_prompt(template):
     tokenizer = tiny_tokenizer()
     encoder = Encoder.of(tokenizer)
-    made = template_tokenizer(tokenizer, encoder, template, "")
+    made = template_tokenizer(tokenizer, template)
     assert made is not None
     for text in (*PROBES, *(TRAILING if made.trailing else ())):
         assert tuple(made.tokenizer(text)["input_ids"]) == encoder([template.query(text)])[0]
@@ -129,7 +171,7 @@ def test_the_template_is_exact_where_newlines_merge_with_punctuation():
     encoder = Encoder.of(tokenizer)
     template = SPACED.template
     apart = encoder(["Review: dull."])[0] + encoder.plain("\nSentiment:")
-    made = template_tokenizer(tokenizer, encoder, template, "")
+    made = template_tokenizer(tokenizer, template)
     assert made is not None
     ids = tuple(made.tokenizer("dull.")["input_ids"])
     assert ids == encoder([template.query("dull.")])[0]
@@ -137,7 +179,7 @@ def test_the_template_is_exact_where_newlines_merge_with_punctuation():
 
 
 def test_a_tokenizer_that_cannot_hold_the_template_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("i2cl.export.classifier.template_tokenizer", lambda *_: None)
+    monkeypatch.setattr(classifier, "template_tokenizer", lambda *_: None)
     decoder = decoder_of("llama")
     one_line(
         "cannot hold this prompt template",
@@ -159,7 +201,7 @@ def test_the_tokenizer_knows_the_context_length(tmp_path):
 def test_an_instruction_is_part_of_the_classifier(tmp_path):
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
-    injection = replace(injection, task=injection.task.instructed("Judge the film."))
+    injection = replace(injection, task=injection.task.with_instruction("Judge the film."))
     _, classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.scores(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
@@ -168,12 +210,12 @@ def test_an_instruction_is_part_of_the_classifier(tmp_path):
 def test_verify_fails_on_probabilities_that_are_nan(tmp_path, said):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out = tmp_path / "out"
-    said("export", artefact, out, "--to", "classifier", "--model", base)
+    said("export", artefact, out, "--model", base)
     model = AutoModelForSequenceClassification.from_pretrained(out)
     with torch.no_grad():
         model.score.weight[0] = torch.nan
     model.save_pretrained(out)
-    assert not verify_classifier(out).passed
+    assert not verify(out).passed
 
 
 def test_truncation_keeps_the_end_of_the_template(tmp_path):
@@ -214,52 +256,133 @@ print(answer["label"])
 """
 
 
-def test_the_classifier_runs_without_this_package(tmp_path, said):
+def in_hub_layout(folder, cache):
+    """Store a folder as huggingface_hub's cache does: blobs, a snapshot of links to them, and a ref."""
+    repo, commit = cache / "models--someone--films", "0" * 40
+    snapshot = repo / "snapshots" / commit
+    for made in (repo / "blobs", repo / "refs", snapshot):
+        made.mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit, encoding="utf-8")
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = repo / "blobs" / f"{number:040}"
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(blob)
+    return "someone/films"
+
+
+@pytest.mark.parametrize("hub", [False, True], ids=["folder", "hub id"])
+def test_the_classifier_runs_without_this_package(hub, tmp_path, said, monkeypatch):
     base, artefact = saved(decoder_of("llama"), tmp_path)
-    message = said("export", artefact, tmp_path / "out", "--to", "classifier", "--model", base)
+    message = said("export", artefact, tmp_path / "out", "--model", base)
     assert "as a text classifier" in message
-    code, out, errors = finished(USE, tmp_path / "out")
-    assert code == 0, errors
+    name = in_hub_layout(tmp_path / "out", tmp_path / "hub") if hub else tmp_path / "out"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run = [sys.executable, "-c", USE, str(name)]
+    result = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     injection = Injection.from_pretrained(artefact)
     decoder = Decoder.from_pretrained(str(base), device="cpu")
-    assert out.split()[-1] == injection.predict(decoder, ["a warm film"])[0]
+    assert result.stdout.split()[-1] == injection.predict(decoder, ["a warm film"])[0]
+
+
+def trainer_of(folder, **options):
+    """A Trainer of the classifier and a data set of `TEXTS`."""
+    pytest.importorskip("accelerate", reason="accelerate is an extra")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [{**tokenizer(text), "labels": row % 2} for row, text in enumerate(TEXTS)]
+    arguments = TrainingArguments(str(folder / "trained"), use_cpu=True, report_to=[], **options)
+    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer), rows
+
+
+def test_trainer_predicts_and_evaluates_the_classifier(tmp_path):
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    exported(decoder, injection, tmp_path / "out")
+    trainer, rows = trainer_of(tmp_path / "out", per_device_eval_batch_size=4)
+    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    found = torch.tensor(trainer.predict(rows).predictions).softmax(-1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    loss = torch.nn.functional.nll_loss(expected.log(), torch.tensor([row["labels"] for row in rows]))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("label_bias", [None, (1.5, -0.25)], ids=["plain", "label prior"])
+def test_trainer_trains_the_classifier_further(label_bias, tmp_path):
+    decoder = decoder_of("llama")
+    injection = replace(injection_for(decoder), label_bias=label_bias)
+    exported(decoder, injection, tmp_path / "out")
+    options = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-4}
+    trainer, _ = trainer_of(tmp_path / "out", **options)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
 
 
 def test_verify_checks_a_classifier(tmp_path, said):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out = tmp_path / "out"
-    said("export", artefact, out, "--to", "classifier", "--model", base)
+    said("export", artefact, out, "--model", base)
     record = json.loads(said("verify", out, "--json"))
     assert record["passed"]
-    assert record["same_tokens"] == record["labels"]["of"] == record["labels"]["right"]
-    assert "The classifier holds" in said("verify", out)
+    assert record["labels"]["of"] == record["labels"]["right"] == 2
+    assert record["retokenized"] == record["missing"] == []
+    assert "Passed: 2 of 2 labels agree" in said("verify", out)
 
 
 def test_verify_fails_on_a_classifier_with_other_weights(tmp_path, said):
     base, artefact = saved(decoder_of("llama"), tmp_path)
     out = tmp_path / "out"
-    said("export", artefact, out, "--to", "classifier", "--model", base)
+    said("export", artefact, out, "--model", base)
     model = AutoModelForSequenceClassification.from_pretrained(out)
     with torch.no_grad():
         model.score.weight.mul_(-1)
     model.save_pretrained(out)
-    assert not verify_classifier(out).passed
+    assert not verify(out).passed
     assert run("verify", out) == 1
 
 
 def test_a_classifier_that_differs_from_the_injected_model_is_not_written(tmp_path, monkeypatch):
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
-    monkeypatch.setattr("i2cl.export.classifier._logit_scale", lambda _: 3.0)
+    monkeypatch.setattr(classifier, "_logit_scale", lambda _: 3.0)
     one_line(
         "so it was not written",
         *(export_classifier, decoder, injection, tmp_path / "out"),
-        decoder=lambda: decoder,
+        golden=lambda: make_golden(decoder, injection),
     )
     assert listed(tmp_path) == []
 
 
-def test_temperature_fold_is_refused_for_a_classifier(tmp_path, refused):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": "last"}, "positions 'last'"),
+        ({"coefficients": None}, "block outputs"),
+    ],
+)
+def test_injections_that_are_not_biases_are_refused(change, message, tmp_path):
+    decoder = decoder_of("llama")
+    injection = injection_for(decoder)
+    if "coefficients" in change:
+        values = torch.zeros(decoder.layers, 1, decoder.d_model)
+        context = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
+        change = {"context": context, "coefficients": torch.zeros(decoder.layers, 1, 2)}
+    one_line(message, export_classifier, decoder, replace(injection, **change), tmp_path / "out")
+    assert listed(tmp_path) == []
+
+
+def test_a_model_type_that_cannot_be_folded_is_refused(tmp_path):
+    decoder = decoder_of("gemma2")
+    one_line(
+        "its blocks normalize the output of a sublayer",
+        *(export_classifier, decoder, injection_for(decoder), tmp_path / "out"),
+    )
+    assert listed(tmp_path) == []
+
+
+def test_the_old_name_of_the_language_model_format_is_refused_with_the_new_ones(tmp_path, refused):
     base, artefact = saved(decoder_of("llama"), tmp_path)
-    words = ("export", artefact, tmp_path / "out", "--to", "classifier", "--model", base)
-    assert "always has the temperature" in refused(*words, "--temperature", "fold")
+    message = refused("export", artefact, tmp_path / "out", "--model", base, "--to", "hf")
+    assert "--to hf is now --to causal-lm" in message

@@ -1,0 +1,379 @@
+"""Label scores of the demonstrations as a function of what anchored calibration fits, and their derivatives.
+
+Beyond the paper. The parameters are a vector for every site and, where labels are scored by their words, how
+much each word counts. In a batch every row gets its own copy of the vectors, so one backward pass yields the
+derivatives of one column for all rows.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from i2cl.core.context import SITES, ExtractConfig, Writers
+from i2cl.core.edits import LinearEdit, RowsEdit
+from i2cl.core.plan import MAX_SCALE_EXAMPLES, FitSize
+from i2cl.core.weights import example_weights
+from i2cl.core.word_weights import WordWeights
+from i2cl.errors import I2CLError
+from i2cl.models.batching import Batch
+from i2cl.models.encoding import LabelTokens
+from i2cl.models.scoring import Questions, in_order, score
+from i2cl.models.training import Backward
+from i2cl.tasks import Example
+
+ROW_COPIES = 4  # copies of a row's vectors during a backward pass
+MIN_RELATIVE_SLOPE = 1e-3  # sites below this share of the mean slope are not scaled up any further
+SLICE = 2**14  # parameters that are reduced at once
+WORD_SHARE = 0.3  # prior variance of the label scores due to word weights, relative to that due to vectors
+
+
+class Solution(NamedTuple):
+    """Result of a solver."""
+
+    parameters: Float[Tensor, " parameters"]  # vectors in units of the scale, then word weights, if any
+    tau: float | None  # strength of the prior; None if the reach is 0 or no site moves the scores
+    # Mean cross-entropy in nats, without the prior. Gauss-Newton: at the start and after each step. AdamW: at
+    # the start, the average of each epoch, and at the end.
+    history: tuple[float, ...]
+
+
+class Linearization(NamedTuple):
+    """Label scores linearized around some parameters.
+
+    A column is a wrong label's score minus the gold label's.
+    """
+
+    columns: Float[Tensor, "n others"]  # in nats, float64
+    jacobian: Float[Tensor, "n_others parameters"]  # of the columns
+    weights: Float[Tensor, " n"] | None = None  # of the examples' losses, in float64; None: 1 each
+
+
+@dataclass(eq=False)
+class Objective:
+    """The loss of anchored calibration as a function of its parameters.
+
+    Attributes:
+        questions: the task on the frozen model.
+        demonstrations: labelled examples.
+        writers: which sites have a vector.
+        scale: what one unit of each vector's parameters is; set by `first` or `scale_by_gold`.
+        words: the word weights, once `first` or `fit_words` has set their unit; None for other scorings.
+    """
+
+    questions: Questions
+    demonstrations: tuple[Example, ...]
+    writers: Writers
+
+    def __post_init__(self) -> None:
+        decoder = self.questions.decoder
+        self.queries = self.questions.queries([example.text for example in self.demonstrations])
+        self.rows = range(len(self.queries))
+        self.gold = torch.tensor([example.label for example in self.demonstrations])
+        self.weights = example_weights(self.demonstrations)  # None: 1 each
+        self.total_weight = len(self.gold) if self.weights is None else self.weights.sum().item()
+        self.site = ExtractConfig(writers=self.writers).site
+        active = torch.tensor(SITES[self.writers]).float()[:, None]
+        self.scale = active.expand(decoder.layers, -1, decoder.d_model)
+        self.words: WordWeights | None = None
+
+    @property
+    def vector_size(self) -> int:
+        """Number of parameters of the vectors."""
+        return self.scale.numel()
+
+    @property
+    def size(self) -> FitSize:
+        """Size of the fit."""
+        labels = self.questions.labels
+        words = len(labels.read) * len(labels.ids) if labels.words else 0
+        return FitSize(len(self.queries), len(labels.ids), self.vector_size + words, words > 0)
+
+    @property
+    def has_last_vector(self) -> bool:
+        """Whether the last sublayer, followed only by the final norm and the LM head, has a vector."""
+        return self.writers in {"both", "mlp"}
+
+    def vectors(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites d"]:
+        """Return the vectors of some parameters."""
+        return self.scale * parameters[: self.vector_size].view_as(self.scale)
+
+    def edit(self, parameters: Float[Tensor, " parameters"]) -> LinearEdit:
+        """Return the edit that adds the vectors."""
+        vectors = self.vectors(parameters)
+        return LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2), self.site)
+
+    def word_weights(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "read labels"] | None:
+        """Return the word weights of some parameters, or None where there are none."""
+        if self.words is None:
+            return None
+        return self.words.at(parameters[self.vector_size :].view_as(self.words.start))
+
+    def labels(self, parameters: Float[Tensor, " parameters"]) -> LabelTokens:
+        """Return the label tokens, with the word weights of some parameters."""
+        weights, labels = self.word_weights(parameters), self.questions.labels
+        return labels if weights is None else labels.weighted(weights)
+
+    def scores(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
+        """Compute the label scores of all demonstrations."""
+        labels, edit = self.labels(parameters), self.edit(parameters)
+        return score(self.questions.decoder, self.queries, labels, edit=edit)
+
+    def first(self) -> tuple[Linearization, Float[Tensor, "n labels"], float]:
+        """Linearize around the plain model, and set the scale and the unit of the word weights.
+
+        Returns:
+            The linearization; the label scores; and the variance of the label scores under a unit prior.
+
+        Raises:
+            I2CLError: if scores or derivatives are not finite.
+        """
+        size, labels = self.size, self.questions.labels
+        slopes = torch.empty(size.examples, size.labels - 1, size.parameters)
+        vectors = slopes[..., : self.vector_size]
+        tokens = self._differentiate(slopes, torch.zeros(size.parameters), self.rows)
+        factor, variance = self._rescale(score_variance(vectors, self.weights))
+        vectors.mul_(factor)
+        if labels.words:
+            self.fit_words(tokens, variance)
+            self._differentiate_words(slopes, tokens, self.rows)
+        scores = labels.mean(tokens)
+        point = Linearization(score_columns(scores, self.gold), slopes.flatten(0, 1), self.weights)
+        return point, scores, variance
+
+    def fit_words(self, tokens: Float[Tensor, "n read"], variance: float | None = None) -> None:
+        """Add word weights to the parameters.
+
+        Args:
+            tokens: the `token_scores` under the plain model.
+            variance: prior variance of the label scores due to the vectors. If given, the unit of the word
+                weights is set so that they add `WORD_SHARE` of it. AdamW, whose steps do not depend on the
+                unit of a gradient, keeps the unit of a single site.
+        """
+        self.words = WordWeights(self.questions.labels, tokens)
+        if variance is not None:
+            self.words.unit *= (WORD_SHARE * variance / self.words.start.numel()) ** 0.5
+
+    def scale_by_gold(self, most: int = MAX_SCALE_EXAMPLES) -> float:
+        """Set the scale from the gold labels of up to ``most`` demonstrations.
+
+        This takes a single backward pass. The variance of the gold label's score around the mean of all
+        labels, over demonstrations, equals that over labels where classes are equally frequent.
+
+        Returns:
+            The variance of the label scores under a unit prior.
+        """
+        if len(self.queries) > most:
+            part = replace(self, demonstrations=tuple(Random(0).sample(self.demonstrations, most)))
+            variance = part.scale_by_gold(most)
+            self.scale = part.scale
+            return variance
+        labels = len(self.questions.labels.ids)
+        gold_direction = one_hot(self.gold, labels).float() - 1 / labels
+        slopes = torch.empty(len(gold_direction), 1, self.vector_size)
+        columns = {row: [0] for row in self.rows}
+        zeros = torch.zeros(self.vector_size)
+        tokens = self._differentiate_columns(slopes, zeros, columns, gold_direction[:, None])
+        _require_finite(tokens, slopes)
+        return self._rescale(weighted_mean(slopes[:, 0].square_(), self.weights))[1]
+
+    def _rescale(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:
+        """Set the scale; return its factor, and the variance of the label scores under a unit prior."""
+        factor = balanced_scale(spread, self.scale.shape[-1])
+        self.scale = self.scale * factor.view_as(self.scale)
+        return factor, float((spread * factor.square()).sum())
+
+    def linearize(
+        self, parameters: Float[Tensor, " parameters"]
+    ) -> tuple[Linearization, Float[Tensor, "n labels"]]:
+        """Linearize around some parameters; return the label scores too. Raises I2CLError as `first`."""
+        size = self.size
+        slopes = torch.empty(size.examples, size.labels - 1, len(parameters))
+        tokens = self._differentiate(slopes, parameters, self.rows)
+        self._differentiate_words(slopes, tokens, self.rows)
+        scores = self.labels(parameters).mean(tokens)
+        return Linearization(score_columns(scores, self.gold), slopes.flatten(0, 1), self.weights), scores
+
+    def relinearize(
+        self,
+        point: Linearization,
+        parameters: Float[Tensor, " parameters"],
+        scores: Float[Tensor, "n labels"],
+        chosen: Sequence[int],
+        competing: Bool[Tensor, "n labels"] | None = None,
+    ) -> Linearization:
+        """Linearize around other parameters, of which the label scores are known.
+
+        Only the ``chosen`` demonstrations are differentiated again, and of these only the ``competing``
+        labels, if given. Overwrites ``point.jacobian`` in place.
+        """
+        if competing is not None:
+            others = competing.gather(1, wrong_labels(self.gold, competing.shape[1]))
+            chosen = [row for row in chosen if others[row].any()]
+        if chosen:
+            slopes = point.jacobian.view(*point.columns.shape, -1)
+            tokens = self._differentiate(slopes, parameters, chosen, competing)
+            self._differentiate_words(slopes, tokens, chosen)
+        return Linearization(score_columns(scores, self.gold), point.jacobian, self.weights)
+
+    def _differentiate(
+        self,
+        slopes: Float[Tensor, "n others parameters"],
+        parameters: Float[Tensor, " parameters"],
+        chosen: Sequence[int],
+        competing: Bool[Tensor, "n labels"] | None = None,
+    ) -> Float[Tensor, "chosen read"]:
+        """Write the derivatives of the columns of some demonstrations in the vectors; return token scores."""
+        directions = score_directions(self.gold, len(self.questions.labels.ids))
+        others = (
+            None if competing is None else competing.gather(1, wrong_labels(self.gold, directions.shape[-1]))
+        )
+        columns = {
+            row: list(range(directions.shape[1])) if others is None else others[row].nonzero()[:, 0].tolist()
+            for row in chosen
+        }
+        tokens = self._differentiate_columns(slopes, parameters, columns, directions)
+        _require_finite(tokens, *(slopes[row, of_row, : self.vector_size] for row, of_row in columns.items()))
+        return tokens
+
+    def _differentiate_columns(
+        self,
+        slopes: Float[Tensor, "n columns parameters"],
+        parameters: Float[Tensor, " parameters"],
+        columns: dict[int, list[int]],
+        directions: Float[Tensor, "n columns labels"],
+    ) -> Float[Tensor, "rows read"]:
+        """Write the derivatives of some columns of each row in the vectors; return token scores of the rows.
+
+        Rows with similar numbers of columns share batches: a batch takes as many backward passes as its row
+        with the most columns.
+        """
+        decoder, labels = self.questions.decoder, self.labels(parameters)
+        groups = defaultdict(list)
+        for row, of_row in columns.items():
+            groups[len(of_row).bit_length()].append(row)
+        place = {row: number for number, row in enumerate(columns)}
+        parts: list[tuple[list[int], Tensor]] = []
+
+        def differentiate(rows: Sequence[int], batch: Batch) -> Tensor:
+            chosen = [rows[number] for number in batch.rows]
+            leaf, edit = self._row_vectors(parameters, batch.rows, len(rows))
+            backward = Backward([leaf], decoder.model.dtype)
+            with torch.enable_grad():
+                logits = decoder.forward(batch, edit=edit)[:, 0].float()
+                tokens = logits[:, list(labels.read)]
+                scores = labels.mean(tokens)
+                for number in range(max(len(columns[row]) for row in chosen)):
+                    decoder.pause()
+                    written = [(at, row) for at, row in enumerate(chosen) if number < len(columns[row])]
+                    lines, active = map(list, zip(*written, strict=True))
+                    of_rows = [columns[row][number] for row in active]
+                    weights = directions[active, of_rows].to(scores)
+                    (slope,) = backward.gradients((scores[lines] * weights).sum())
+                    slopes[active, of_rows, : self.vector_size] = self._in_units(slope)[lines]
+            return tokens.detach().cpu()
+
+        for rows in groups.values():
+            batches = decoder.run_batches(
+                [self.queries[row] for row in rows],
+                partial(differentiate, rows),
+                training=True,
+                row_bytes=self._row_bytes,
+            )
+            parts += [([place[rows[at]] for at in batch.rows], tokens) for batch, tokens in batches]
+        return in_order(parts)
+
+    def _differentiate_words(
+        self,
+        slopes: Float[Tensor, "n others parameters"],
+        tokens: Float[Tensor, "rows read"],
+        rows: Sequence[int],
+    ) -> None:
+        """Write the derivatives of the columns of some demonstrations in the word weights."""
+        if self.words is not None:
+            directions = score_directions(self.gold[list(rows)], len(self.questions.labels.ids))
+            slopes[list(rows), :, self.vector_size :] = self.words.jacobian(tokens, directions)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Memory of a row's vectors, their gradient, and the buffers that it is gathered from."""
+        return 4 * ROW_COPIES * self.vector_size
+
+    def _row_vectors(
+        self, parameters: Float[Tensor, " parameters"], rows: Sequence[int], count: int
+    ) -> tuple[torch.nn.Parameter, RowsEdit]:
+        """Return a copy of the vectors for each row of a batch, out of ``count`` rows, and their edit."""
+        device = self.questions.decoder.device
+        leaf = torch.nn.Parameter(self.vectors(parameters).to(device).repeat(len(rows), 1, 1, 1))
+        place = torch.zeros(count, dtype=torch.long, device=device)
+        place[list(rows)] = torch.arange(len(rows), device=device)
+        return leaf, RowsEdit(leaf, torch.ones(leaf.shape[:-1], device=device), place, self.site)
+
+    def _in_units(self, slopes: Tensor | None) -> Float[Tensor, "batch parameters"]:
+        if slopes is None:
+            raise I2CLError("the label scores do not depend on the sublayers: is this the right model?")
+        return (self.scale * slopes.cpu()).flatten(1)
+
+
+def wrong_labels(gold: Int[Tensor, " n"], labels: int) -> Int[Tensor, "n others"]:
+    """Return every label but the gold one, in order."""
+    every = torch.arange(labels).expand(len(gold), -1)
+    return every[every != gold[:, None]].view(len(gold), labels - 1)
+
+
+def score_directions(gold: Int[Tensor, " n"], labels: int) -> Float[Tensor, "n others labels"]:
+    """Return the derivatives of the columns with respect to the label scores."""
+    return (one_hot(wrong_labels(gold, labels), labels) - one_hot(gold, labels)[:, None]).float()
+
+
+def score_columns(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> Float[Tensor, "n others"]:
+    """Return the columns of some label scores, in float64."""
+    wide = scores.double()
+    return wide.gather(1, wrong_labels(gold, scores.shape[1])) - wide.gather(1, gold[:, None])
+
+
+def score_variance(
+    slopes: Float[Tensor, "n others parameters"], weights: Float[Tensor, " n"] | None
+) -> Float[Tensor, " parameters"]:
+    """Return the variance over labels of the scores' derivatives, averaged over demonstrations.
+
+    This is the diagonal of the Fisher information where all labels are equally probable. Whatever all labels
+    share does not count.
+    """
+    labels = slopes.shape[1] + 1
+    means = []
+    for part in slopes.split(SLICE, dim=2):
+        # The gold label's own column is 0.
+        mean, squares = part.sum(1) / labels, part.square().sum(1) / labels
+        means.append(weighted_mean(squares - mean.square(), weights))
+    return torch.cat(means)
+
+
+def balanced_scale(spread: Float[Tensor, " parameters"], site_size: int) -> Float[Tensor, " parameters"]:
+    """Return the scale at which all sites move the label scores equally.
+
+    Args:
+        spread: the `score_variance` of each parameter.
+        site_size: number of consecutive parameters that form a site and share a scale.
+    """
+    size = spread.view(-1, site_size).mean(1).sqrt().repeat_interleave(site_size)
+    return 1 / size.clamp_min(MIN_RELATIVE_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
+
+
+def weighted_mean(
+    values: Float[Tensor, "n parameters"], weights: Float[Tensor, " n"] | None
+) -> Float[Tensor, " parameters"]:
+    """Return the average over demonstrations."""
+    return values.mean(0) if weights is None else (weights / weights.sum()).to(values) @ values
+
+
+def _require_finite(*values: Tensor) -> None:
+    if not all(one.isfinite().all() for one in values):
+        raise I2CLError("label scores or their derivatives are not finite: load the model in float32")

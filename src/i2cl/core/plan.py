@@ -1,0 +1,169 @@
+"""Plan a fit from its size and the free memory: which solver it uses, and how long it takes.
+
+The Gauss-Newton solver needs one kernel row, and one backward pass over its example, for every pair of an
+example and a wrong label. Its cost grows with the number of labels and its memory with the number of rows.
+The AdamW solver takes a fixed number of small batches, whatever the number of labels.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from i2cl.errors import I2CLError
+from i2cl.models.training import TrainConfig
+
+Solver = Literal["auto", "kernel", "descent"]  # Gauss-Newton in a kernel, or AdamW
+
+MAX_EXAMPLES = 16_384  # one pass over more would take hours
+MAX_LABELS = 4096
+MAX_KERNEL_COLUMNS = 512  # examples times wrong labels; beyond, AdamW is more accurate (docs/log.md)
+MAX_WORD_KERNEL_COLUMNS = 2048  # the same for word-level scoring, where AdamW takes three times as long
+MAX_REQUESTED_COLUMNS = 4096  # for solver="kernel"
+MAX_SCALE_EXAMPLES = 256  # examples from which AdamW estimates the scale of each site
+JACOBIAN_COPIES = 1.5  # peak memory of the Jacobian, in units of its own size
+ADAMW_COPIES = 5  # parameter vectors that AdamW holds: values, gradient, two moments, one temporary
+SOLVER_MATRICES = 5  # square float64 matrices of the Newton solver
+FREE_MEMORY_SHARE = 0.25  # of the free memory, for a fit that sets no limit
+
+# Cost of passes over the examples, in units of one inference pass.
+TRAINING_FORWARD = 1.5
+BACKWARD = 1.3
+LATER_COLUMNS = 0.35  # share of the columns that later steps differentiate, for word-level scoring
+LATER_STEPS = 1.4  # cost of all later steps in units of the first one, for first-token scoring
+
+ADAMW = TrainConfig(epochs=5, batch_size=8, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
+ADAMW_WORDS = ADAMW.model_copy(update={"epochs": 8, "batch_size": 16})  # word-level scoring
+MIN_ADAMW_STEPS = 240  # few examples take smaller batches, then more epochs, to get there
+MAX_EPOCHS_BY_BATCH = 10  # epochs up to which smaller batches provide these steps
+MIN_BATCH_SIZE = 4
+MAX_VISITS = 12_800  # examples read in all epochs together, unless one epoch already has more
+
+
+@dataclass(frozen=True)
+class FitSize:
+    """What the cost of a fit depends on.
+
+    Attributes:
+        examples: number of demonstrations.
+        labels: number of labels.
+        parameters: number of fitted values.
+        words: whether labels are scored by their words.
+    """
+
+    examples: int
+    labels: int
+    parameters: int
+    words: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Rows of the Gauss-Newton kernel: pairs of an example and a wrong label."""
+        return self.examples * (self.labels - 1)
+
+    @property
+    def kernel_bytes(self) -> int:
+        """Memory of the Gauss-Newton solver beyond the model."""
+        jacobian = JACOBIAN_COPIES * 4 * self.columns * self.parameters
+        return int(jacobian) + SOLVER_MATRICES * 8 * self.columns**2
+
+    @property
+    def adamw_bytes(self) -> int:
+        """Memory of the AdamW solver beyond the model."""
+        return 4 * self.parameters * (min(self.examples, MAX_SCALE_EXAMPLES) + ADAMW_COPIES)
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """How a fit will be solved.
+
+    Attributes:
+        solver: ``"kernel"`` (Gauss-Newton) or ``"descent"`` (AdamW).
+        passes: expected cost, in inference passes over the examples.
+        first_step: share of that cost until the first progress report.
+        batch_size: examples per step, or None for as many as a batch holds.
+        warning: why the solver is not the usual one for this size, or "".
+    """
+
+    solver: Literal["kernel", "descent"]
+    passes: float
+    first_step: float
+    batch_size: int | None = None
+    warning: str = ""
+
+
+def plan_fit(size: FitSize, memory: float, solver: Solver = "auto", steps: int = 4) -> FitPlan:
+    """Choose the solver of a fit and estimate its cost.
+
+    Args:
+        size: of the fit.
+        memory: bytes beyond the model that it may take.
+        solver: the requested solver.
+        steps: maximum number of Gauss-Newton steps.
+
+    Raises:
+        I2CLError: if the fit is too large for the requested solver, or for the memory.
+    """
+    usual_limit = MAX_WORD_KERNEL_COLUMNS if size.words else MAX_KERNEL_COLUMNS
+    limit = MAX_REQUESTED_COLUMNS if solver == "kernel" else usual_limit
+    needed = f"the Gauss-Newton solver needs {size.kernel_bytes / 1e9:.3g} GB"
+    available = f"{memory / 1e9:.3g} GB may be used"
+    if solver != "descent" and size.columns <= limit and size.kernel_bytes <= memory:
+        return _gauss_newton(size, steps)
+    if solver == "kernel":
+        hint = "leave out solver='kernel', or give fewer examples of each class (--shots)"
+        if size.columns > limit:
+            count = f"{size.columns} pairs of an example and a wrong label"
+            raise I2CLError(f"solver='kernel' takes up to {limit} columns, not {count}: {hint}")
+        raise I2CLError(f"{needed}, but {available}: raise the limit (--memory), or {hint}")
+    if size.adamw_bytes > memory:
+        needed = f"a fit of this model needs {size.adamw_bytes / 1e9:.3g} GB beside it"
+        raise I2CLError(f"{needed}, but {available}: raise the limit (--memory)")
+    fallback = solver == "auto" and size.columns <= limit
+    return _adamw(size, f"{needed}, but {available}: using AdamW, which needs less" if fallback else "")
+
+
+def _gauss_newton(size: FitSize, steps: int) -> FitPlan:
+    wrong = size.labels - 1
+    first = TRAINING_FORWARD + BACKWARD * wrong + 1
+    if steps <= 1:
+        return FitPlan("kernel", first + TRAINING_FORWARD, first / (first + TRAINING_FORWARD))
+    if size.words:
+        later = (steps - 1) * (TRAINING_FORWARD + BACKWARD * max(1.0, LATER_COLUMNS * wrong))
+    else:
+        later = LATER_STEPS * (TRAINING_FORWARD + BACKWARD * wrong)
+    passes = first + later + steps - 1 + TRAINING_FORWARD
+    return FitPlan("kernel", passes, first / passes)
+
+
+def _adamw(size: FitSize, warning: str) -> FitPlan:
+    schedule = adamw_schedule(size.examples, words=size.words)
+    epoch = TRAINING_FORWARD + BACKWARD
+    passes = (schedule.epochs + 1) * epoch
+    return FitPlan("descent", passes, epoch / passes, schedule.batch_size, warning)
+
+
+def adamw_schedule(examples: int, *, words: bool = False) -> TrainConfig:
+    """Return epochs, batch size and learning rates for a number of examples.
+
+    ``words`` says that labels are scored by their words, whose weights are fitted too.
+    """
+    usual = ADAMW_WORDS if words else ADAMW
+    size = usual.batch_size
+    if not words:
+        size = min(max(math.ceil(examples * MAX_EPOCHS_BY_BATCH / MIN_ADAMW_STEPS), MIN_BATCH_SIZE), size)
+    enough = math.ceil(MIN_ADAMW_STEPS / math.ceil(examples / size))
+    epochs = max(enough, min(usual.epochs, math.ceil(MAX_VISITS / examples)))
+    return usual.model_copy(update={"batch_size": size, "epochs": epochs})
+
+
+def check_fit_size(examples: int, labels: int) -> None:
+    """Raise I2CLError for more than `MAX_EXAMPLES` examples or `MAX_LABELS` labels."""
+    if labels > MAX_LABELS:
+        raise I2CLError(
+            f"anchored calibration takes up to {MAX_LABELS} labels, not {labels}: use sentence_embeddings"
+        )
+    if examples > MAX_EXAMPLES:
+        raise I2CLError(
+            f"anchored calibration takes up to {MAX_EXAMPLES} examples, not {examples}: give fewer of each "
+            "class (--shots)"
+        )

@@ -1,0 +1,156 @@
+"""Which solver and scoring a fit uses, by its size and the memory that it may take."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fitting import made, one_line
+from i2cl import AnchoredConfig, CalibrationConfig, Example, Task, Template, anchor
+from i2cl.core import anchored, plan
+from i2cl.core.objective import Objective
+from i2cl.core.plan import FitSize, plan_fit
+from i2cl.experiments.evidence.fit_evaluation import refitting
+from i2cl.methods.anchored import Anchored
+from i2cl.methods.i2cl import I2CL
+from i2cl.models.memory import MemoryWarning
+from i2cl.models.scoring import Questions
+
+LETTERS = Task("letters", tuple("abcdef"), Template("{text}\n{label}"))
+SHARED = Task("shared", ("~a", "~b"), LETTERS.template)  # the labels share their first token
+SHOWN = tuple(Example(f"text {at}", at) for at in range(6))
+SMALL = FitSize(examples=20, labels=4, parameters=1000)
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("size", "solver"),
+    [
+        (SMALL, "kernel"),
+        (FitSize(128, 5, 1000), "kernel"),
+        (FitSize(129, 5, 1000), "descent"),
+        (FitSize(129, 5, 1000, words=True), "kernel"),
+        (FitSize(24, 24, 1000, words=True), "kernel"),
+        (FitSize(385, 77, 1000, words=True), "descent"),
+    ],
+)
+def test_the_number_of_examples_and_wrong_labels_decides(size, solver):
+    result = plan_fit(size, GB)
+    assert result.solver == solver
+    assert not result.warning
+
+
+def test_a_kernel_that_exceeds_the_memory_falls_back_to_adamw():
+    size = FitSize(examples=100, labels=4, parameters=1000)
+    assert plan_fit(size, size.kernel_bytes).solver == "kernel"
+    result = plan_fit(size, size.kernel_bytes - 1)
+    assert result.solver == "descent"
+    assert "GB may be used: using AdamW" in result.warning
+
+
+def test_a_requested_solver_is_used():
+    many = FitSize(examples=240, labels=6, parameters=1000)  # 1,200 columns
+    assert plan_fit(many, GB, "kernel").solver == "kernel"
+    assert plan_fit(SMALL, GB, "descent").solver == "descent"
+
+
+@pytest.mark.parametrize(
+    ("size", "memory", "solver", "message"),
+    [
+        (SMALL, 1000, "auto", r"needs .* GB beside it, but 1e-06 GB may be used: .*--memory"),
+        (SMALL, 1000, "kernel", r"1e-06 GB may be used: .*--memory.*leave out solver='kernel'"),
+        (FitSize(960, 6, 1000), GB, "kernel", "up to 4096 columns, not 4800 .*--shots"),
+    ],
+)
+def test_a_fit_that_is_too_large_is_refused(size, memory, solver, message):
+    one_line(message, plan_fit, size, memory, solver)
+
+
+def test_the_cost_grows_with_labels_and_steps():
+    def passes(labels, steps=4, words=False):
+        return plan_fit(FitSize(10, labels, 1000, words), GB, steps=steps).passes
+
+    assert passes(2) < passes(3) < passes(10)
+    assert passes(10, steps=1) < passes(10, steps=2) < passes(10, steps=4)
+    assert passes(24, words=True) < passes(24)  # later steps differentiate competing labels only
+
+
+@pytest.mark.parametrize("solver", ["kernel", "descent"])
+def test_settings_store_the_solver(solver):
+    config = AnchoredConfig(steps=1, solver=solver)
+    assert anchor(made("llama"), LETTERS, SHOWN, config).settings["solved_by"] == solver
+
+
+@pytest.mark.parametrize("solver", ["kernel", "descent"])
+def test_labels_that_share_first_tokens_are_scored_by_words_without_a_warning(solver):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        injection = anchor(made("llama"), SHARED, SHOWN[:2], AnchoredConfig(steps=1, solver=solver))
+    assert injection.scoring == "words"
+
+
+def test_full_sequences_are_refused():
+    message = "scoring='full' is for methods without a fit.*scoring='words'"
+    one_line(message, anchor, made("llama"), SHARED, SHOWN[:2], scoring="full")
+
+
+def test_a_refit_uses_the_solver_and_scoring_of_the_fit(monkeypatch):
+    decoder, method = made("llama"), Anchored(AnchoredConfig(steps=1))
+    monkeypatch.setattr(plan, "MAX_WORD_KERNEL_COLUMNS", 1)
+    fit = method.injection(decoder, SHARED, SHOWN[:2])
+    monkeypatch.undo()
+    assert method.injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "kernel"
+    again = refitting(method, fit)(decoder, SHARED, SHOWN[:2])
+    assert (again.settings["solved_by"], again.scoring) == ("descent", "words")
+    i2cl = I2CL(calibration=CalibrationConfig(epochs=1))
+    assert refitting(i2cl, i2cl.injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring == "auto"
+
+
+def test_the_default_limit_is_a_quarter_of_the_free_memory(monkeypatch):
+    decoder = made("llama")
+    monkeypatch.setattr(anchored, "free_memory", lambda: 80_000)
+    with pytest.warns(MemoryWarning, match="but 2e-05 GB may be used: using AdamW"):
+        anchor(decoder, LETTERS, SHOWN, AnchoredConfig(steps=0))
+
+
+def test_the_limit_is_not_stored():
+    configs = (AnchoredConfig(steps=1, memory=memory) for memory in (1.0, None))
+    limited, free = (anchor(made("llama"), LETTERS, SHOWN, config) for config in configs)
+    assert "memory" not in limited.settings
+    assert limited.settings.keys() == free.settings.keys()
+
+
+def test_more_examples_than_the_maximum_are_refused():
+    one_line(r"16384 examples, not 18000.*--shots", anchor, made("llama"), LETTERS, SHOWN * 3000)
+
+
+def test_processes_of_a_tensor_parallel_model_choose_the_same_solver(monkeypatch):
+    decoder = made("llama")
+    other = 80_000  # bytes that another process has free
+    monkeypatch.setattr(decoder, "consensus", SimpleNamespace(smallest=lambda value: min(value, other)))
+    assert anchored.fit_memory(decoder, None) == other / 4
+
+
+def test_derivatives_are_taken_in_batches_that_the_training_memory_holds(monkeypatch):
+    fit = Objective(Questions(made("llama"), LETTERS), SHOWN, "both")
+    decoder, rows = fit.questions.decoder, []
+    forward = decoder.forward
+    monkeypatch.setattr(
+        decoder, "forward", lambda batch, **more: [rows.append(len(batch.rows)), forward(batch, **more)][1]
+    )
+    whole, _ = fit.linearize(torch.zeros(fit.vector_size))
+    assert max(rows) > 2
+    longest = max(map(len, fit.queries))
+    monkeypatch.setattr(decoder, "training_memory", 2 * (longest * decoder.token_bytes + fit._row_bytes))
+    rows.clear()
+    parts, _ = fit.linearize(torch.zeros(fit.vector_size))
+    assert max(rows) == 2
+    torch.testing.assert_close(parts.jacobian, whole.jacobian, atol=1e-5, rtol=1e-4)
+
+
+def test_labels_with_the_same_tokens_are_refused(monkeypatch):
+    same = Task("same", ("ab", "a b"), Template("{text}\n{label}"))
+    tokens = lambda encoder, template, labels, line, end="": ((1,),) * len(labels)  # noqa: E731
+    monkeypatch.setattr("i2cl.models.encoding._behind", tokens)
+    one_line("same tokens", anchor, made("llama"), same, SHOWN[:2], AnchoredConfig(solver="descent"))
