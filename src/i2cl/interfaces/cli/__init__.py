@@ -30,6 +30,7 @@ from i2cl.version import __version__
 
 NAME = "i2cl"
 INTERRUPTED = 130
+OPENMP_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the second is of GNU OpenMP
 _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
 
 # Of each command, shown below its help; the tests type them in this order.
@@ -84,6 +85,7 @@ def top(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    _wait_passively()
     console.escape()
     code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -91,6 +93,16 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError:  # told already; Python would try again at its end, and say so in its own words
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def _wait_passively() -> None:
+    """Let OpenMP's threads sleep instead of spin while they wait for each other.
+
+    Spinning threads take the CPU from the threads they wait for, as soon as another process is busy. OpenMP
+    reads the variables when PyTorch is imported. Does nothing if the user has set one of them.
+    """
+    if not OPENMP_WAITING.keys() & os.environ.keys():
+        os.environ.update(OPENMP_WAITING)
 
 
 def _run(arguments: list[str]) -> int:
