@@ -136,7 +136,8 @@ class DecisionMaker:
             raise RefusalError(400, "bad_input", "the text is empty", "send the text to decide about")
         deadline = deadline_of(timeout)
         self._service.batcher.require_room()
-        names = [self._task_of(question, model) for question in questions]
+        # on a worker thread: looking up a new task folder reads it
+        names = await asyncio.to_thread(lambda: [self._task_of(question, model) for question in questions])
         rows: dict[tuple[str | None, str], TaskQuery] = {}  # by task; zero-shot: by question
         entries: dict[str, Entry] = {}
         chosen: list[Sequence[int]] = []  # places of the options among the labels

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field, StrictBool, StrictStr, model_validator
 
 from i2cl.interfaces.server.decisions import Decision, DecisionMaker, Option, Question
@@ -204,18 +204,20 @@ def add_decisions(app: FastAPI, service: Service) -> None:
     """Add the routes of both APIs."""
     maker = DecisionMaker(service)
 
-    @app.post(DECISIONS, summary="Answer questions about a text, for clients of OpenAI's decisions API")
+    @app.post(
+        DECISIONS,
+        summary="Answer questions about a text, for clients of OpenAI's decisions API",
+        response_model=DecisionResponse,
+    )
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def decisions(
-        body: DecisionRequest, request: Request, timeout: schemas.Timeout = None
-    ) -> DecisionResponse:
+    async def decisions(body: DecisionRequest, request: Request, timeout: schemas.Timeout = None) -> Response:
         questions = [_question(asked, f"questions[{i}]") for i, asked in enumerate(body.questions)]
         text = _input_text(body.input)
         answers, tokens = await maker.decide(
             body.model, text, questions, timeout=timeout, disconnected=disconnection(request)
         )
         each = [*zip(questions, answers, strict=True)]
-        return DecisionResponse(
+        response = DecisionResponse(
             model=body.model,
             answers=[
                 _answer(asked, question, decision)
@@ -230,12 +232,17 @@ def add_decisions(app: FastAPI, service: Service) -> None:
             },
             diagnostics=[Diagnostics.of(question, decision) for question, decision in each],
         )
+        return _json_response(response)
 
-    @app.post(SYSTEMONE, summary="Answer questions about a text, for clients of vLLM's decisions API")
+    @app.post(
+        SYSTEMONE,
+        summary="Answer questions about a text, for clients of vLLM's decisions API",
+        response_model=SystemoneResponse,
+    )
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def systemone(
         body: SystemoneRequest, request: Request, timeout: schemas.Timeout = None
-    ) -> SystemoneResponse:
+    ) -> Response:
         _require_text_only(body)
         questions = [_systemone_question(name, spec, body) for name, spec in body.questions.items()]
         model = body.model or service.base
@@ -243,7 +250,7 @@ def add_decisions(app: FastAPI, service: Service) -> None:
             model, _text_of(body.state), questions, timeout=timeout, disconnected=disconnection(request)
         )
         each = [*zip(questions, answers, strict=True)]
-        return SystemoneResponse(
+        response = SystemoneResponse(
             id=f"decision-{body.request_id or secrets.token_hex(12)}",
             created=int(time.time()),
             model=model,
@@ -251,6 +258,12 @@ def add_decisions(app: FastAPI, service: Service) -> None:
             usage={"input_tokens": tokens, "output_tokens": 0},
             diagnostics={question.name: Diagnostics.of(question, decision) for question, decision in each},
         )
+        return _json_response(response)
+
+
+def _json_response(response: BaseModel) -> Response:
+    """Serialize a response once; FastAPI would also validate it again."""
+    return Response(response.model_dump_json(), media_type=schemas.JSON)
 
 
 def error_response(path: str, refusal: RefusalError) -> tuple[int, dict[str, Any]]:
