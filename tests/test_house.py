@@ -136,7 +136,10 @@ def loaded_after(statement):
     return {name.split(".")[0] for name in done.stdout.split()}
 
 
-@pytest.mark.parametrize("statement", ["import i2cl.interfaces.cli", "from i2cl import I2CLError"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import i2cl.interfaces.cli", "from i2cl import I2CLError", "import i2cl.models.architectures"],
+)
 def test_importing_is_cheap(statement):
     loaded = loaded_after(statement)
     assert "i2cl" in loaded

@@ -4,6 +4,8 @@ The package against the paper's algorithm written the straightforward way.
 """
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,11 +81,6 @@ TABLE = {"rows", "against_cached_prefix", "machine", "model"}
     [
         ("run.py", [*TINY, "--quick"], TABLE),
         ("run.py", ["reference", "--quick", "--device", "cpu"], TABLE),
-        (
-            "gpu.py",
-            [*TINY, "--device", "cpu", "--queries", "8", "--epochs", "1"],
-            {"calibration", "prediction", "check"},
-        ),
     ],
 )
 def test_the_scripts_run(script, options, expected, tmp_path):
@@ -91,3 +88,27 @@ def test_the_scripts_run(script, options, expected, tmp_path):
     code, _, errors = finished(SCRIPT, BENCHMARKS / script, *options, "-o", output)
     assert code == 0, errors[-2000:]
     assert expected <= set(json.loads(output.read_text(encoding="utf-8")))
+
+
+def test_gpu_session_runs_in_a_tiny_shape(tmp_path):
+    output = tmp_path / "out.json"
+    options = ("--tiny", "--only", "correctness,speed", "-o", output)  # the server starts five processes
+    code, said, errors = finished(SCRIPT, BENCHMARKS / "gpu.py", *options)
+    assert code == 0, said + errors[-2000:]
+    parts = json.loads(output.read_text(encoding="utf-8"))["parts"]
+    assert [(name, part["status"]) for name, part in parts.items()] == [
+        ("correctness reference", "done"),
+        ("speed tiny", "done"),
+    ]
+    values = {row["name"]: row["value"] for part in parts.values() for row in part["rows"]}
+    assert values["reference, float32: rows with the CPU's answer"] == 1
+    assert values["random tiny: fit, 20 examples of 4 labels"] > 0
+
+
+def test_gpu_session_passes_options_and_a_time_limit(tmp_path):
+    script = BENCHMARKS / "gpu_session.sh"
+    environment = {"PYTHON": "echo", "LIMIT": "100", "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["bash", str(script), "--tiny", "-o", "out.json"], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split()[1:] == ["--limit", "40", "--tiny", "-o", "out.json"]

@@ -64,6 +64,8 @@ CASES = {
     "export: wrong ending": ("export mood new --to gguf", "end it with .gguf"),
     "verify: missing export": ("verify none", "'none' does not exist"),
     "push: missing artefact": ("push none name/none", "'none' is not a folder"),
+    "report: missing store": ("report none", "no store at 'none'"),
+    "experiment pack: missing store": ("experiment pack none packed", "no store at 'none'"),
     "check: missing model": ("check ./none", "model folder './none' does not exist"),
 }
 

@@ -23,7 +23,7 @@ def forced(monkeypatch):
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this PyTorch does not reach oneDNN")
     monkeypatch.setattr(onednn, "onednn_pays", lambda: True)
-    monkeypatch.setattr(onednn, "SMALLEST", 1)
+    monkeypatch.setattr(onednn, "MIN_SIZE", 1)
 
 
 def swapped(model):
@@ -115,8 +115,8 @@ def test_copy_of_the_model_does_not_use_onednn(forced, monkeypatch):
 
 def test_small_matrices_do_not_use_onednn(monkeypatch):
     monkeypatch.setattr(onednn, "onednn_pays", lambda: True)
-    small = torch.nn.Linear(onednn.SMALLEST, onednn.SMALLEST - 1).requires_grad_(False)
-    large = torch.nn.Linear(onednn.SMALLEST, onednn.SMALLEST).requires_grad_(False)
+    small = torch.nn.Linear(onednn.MIN_SIZE, onednn.MIN_SIZE - 1).requires_grad_(False)
+    large = torch.nn.Linear(onednn.MIN_SIZE, onednn.MIN_SIZE).requires_grad_(False)
     with onednn.fast_products(torch.nn.ModuleList([small, large])) as _:
         assert ("forward" in small.__dict__, "forward" in large.__dict__) == (False, True)
 

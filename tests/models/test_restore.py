@@ -131,7 +131,7 @@ def _usual():
 )
 def test_model_is_restored_wherever_ctrl_c_arrives(make, files, monkeypatch):
     monkeypatch.setattr(onednn, "onednn_pays", lambda: True)
-    monkeypatch.setattr(onednn, "SMALLEST", 1)
+    monkeypatch.setattr(onednn, "MIN_SIZE", 1)
     model, work = make()
     before = state(model)
     _, places = pressed(work, 0, files)

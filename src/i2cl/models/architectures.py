@@ -9,12 +9,13 @@ attention in Gemma 2. So the table is keyed by model type.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
-
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from i2cl.errors import I2CLError
+
+if TYPE_CHECKING:  # `i2cl ls architectures` does not import PyTorch
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class Architecture:
     scale: str | None = None
     packs: bool = False
 
-    def blocks(self, model: PreTrainedModel) -> list[nn.Module]:
+    def blocks(self, model: "PreTrainedModel") -> "list[nn.Module]":
         """Return the decoder blocks in order. Raises I2CLError if ``layers`` is not their path."""
+        from torch import nn
+
         base: Any = model.base_model
         if isinstance(getattr(base, "language_model", None), nn.Module):  # multimodal model
             base = base.language_model
@@ -51,7 +54,7 @@ class Architecture:
             )
         return list(stack)
 
-    def writers(self, model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
+    def writers(self, model: "PreTrainedModel") -> "list[tuple[nn.Module, nn.Module]]":
         """Return the (attention, MLP) residual writers of each layer.
 
         Raises:
@@ -62,7 +65,7 @@ class Architecture:
             for block in self.blocks(model)
         ]
 
-    def writer_scale(self, config: PreTrainedConfig) -> float:
+    def writer_scale(self, config: "PreTrainedConfig") -> float:
         """Return the factor that a block applies to the writers' outputs; 1.0 for most models.
 
         Raises:
@@ -78,7 +81,7 @@ class Architecture:
             )
         return float(value)
 
-    def _find(self, root: nn.Module, path: str, field: str) -> nn.Module:
+    def _find(self, root: "nn.Module", path: str, field: str) -> "nn.Module":
         try:
             return root.get_submodule(path)
         except AttributeError:
@@ -138,7 +141,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 """Model types that work without an explicit `Architecture`. Read-only."""
 
 
-def architecture_of(model: PreTrainedModel) -> Architecture:
+def architecture_of(model: "PreTrainedModel") -> Architecture:
     """Look up the architecture of a model. Raises I2CLError on an unknown model type."""
     model_type = model.config.get_text_config().model_type
     if model_type in ARCHITECTURES:

@@ -1,8 +1,8 @@
-"""Float32 matrix products on processors where PyTorch's own choice is slow.
+"""Fast float32 matrix products on AMD CPUs with AVX-512.
 
-PyTorch multiplies float32 matrices by MKL, which keeps its AVX-512 kernels for Intel's processors.
-oneDNN, which PyTorch holds too, uses them wherever they are: more than twice as fast on AMD's
-(docs/performance.md). Results agree to rounding.
+PyTorch multiplies float32 matrices with MKL, which uses its AVX-512 kernels on Intel CPUs only. oneDNN, which
+PyTorch includes too, uses them on all CPUs and is about twice as fast on AMD's (docs/performance.md). Results
+agree to rounding. Other CPUs, dtypes and devices are not affected.
 """
 
 import copy
@@ -16,33 +16,34 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-SMALLEST = 256  # least rows and columns of a weight: below, the way to oneDNN costs what it saves
+MIN_SIZE = 256  # rows and columns of a weight; for smaller ones, the call costs as much as it saves
 
 
 @cache
 def onednn_pays() -> bool:
-    """Whether this processor has AVX-512 that MKL leaves unused, and this PyTorch reaches oneDNN."""
-    reachable = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return reachable and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_intel()
+    """Return whether the CPU has AVX-512 that MKL does not use, and this PyTorch has oneDNN."""
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return available and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_intel()
 
 
 def _is_intel() -> bool:
-    """Also where it cannot be told, so that nothing changes there."""
-    described = Path("/proc/cpuinfo")
-    return not described.exists() or "GenuineIntel" in described.read_text(encoding="utf-8")
+    """Return whether the CPU is Intel's, or its vendor is unknown."""
+    path = Path("/proc/cpuinfo")
+    return not path.exists() or "GenuineIntel" in path.read_text(encoding="utf-8")
 
 
 @contextmanager
 def fast_products(model: nn.Module) -> Iterator[None]:
-    """Let oneDNN multiply in the model's frozen float32 linear layers, where that pays.
-    Modules of other classes, trained or quantised ones, and those whose ``forward`` somebody else has
-    replaced (Accelerate, when it offloads) are left alone, and so is all under autocast, or where oneDNN is
-    switched off (`torch.backends.mkldnn.flags`). All is as it was on leaving.
+    """Use oneDNN in the model's frozen float32 linear layers inside the block, if it is faster on this CPU.
+
+    Does not change subclasses of linear layers, trained or quantized layers, and layers whose ``forward`` has
+    been replaced (by Accelerate, when it offloads). Has no effect under autocast, or if oneDNN is switched
+    off (`torch.backends.mkldnn.flags`).
     """
-    wanted = onednn_pays() and getattr(torch.backends.mkldnn, "enabled", True)
-    swapped = [module for module in model.modules() if _fits(module)] if wanted else []
+    enabled = onednn_pays() and getattr(torch.backends.mkldnn, "enabled", True)
+    swapped = [module for module in model.modules() if _can_swap(module)] if enabled else []
     for module in swapped:
-        module.__dict__["forward"] = _Swapped(module)
+        module.__dict__["forward"] = _OneDNNForward(module)
     try:
         yield
     finally:
@@ -50,30 +51,37 @@ def fast_products(model: nn.Module) -> Iterator[None]:
             module.__dict__.pop("forward", None)
 
 
-def _fits(module: Any) -> bool:
+def _can_swap(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False
-    held = [one for one in (module.weight, module.bias) if one is not None]
-    plain = all(type(one) is nn.Parameter and type(one.data) is Tensor and _plain(one) for one in held)
-    return plain and min(module.weight.shape) >= SMALLEST
+    tensors = [tensor for tensor in (module.weight, module.bias) if tensor is not None]
+    return min(module.weight.shape) >= MIN_SIZE and all(
+        type(tensor) is nn.Parameter and type(tensor.data) is Tensor and _is_frozen_float32(tensor)
+        for tensor in tensors
+    )
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Whether it holds frozen float32 numbers on the CPU."""
+def _is_frozen_float32(tensor: Tensor) -> bool:
+    """Return whether a tensor is float32, on the CPU, and without gradient."""
     return not tensor.requires_grad and (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
 
 
-class _Swapped:
-    """What stands in for a module's ``forward``."""
+class _OneDNNForward:
+    """Replacement for ``module.forward``."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product by oneDNN, or the module's own where something has changed meanwhile."""
+        """Multiply with oneDNN, or with the module's own forward if the module has changed since."""
         weight, bias = self.module.weight, self.module.bias
-        plain = _plain(weight) and (bias is None or _plain(bias)) and x.dtype == torch.float32
-        if not plain or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        frozen = _is_frozen_float32(weight) and (bias is None or _is_frozen_float32(bias))
+        if (
+            not frozen
+            or x.dtype != torch.float32
+            or x.device.type != "cpu"
+            or torch.is_autocast_enabled("cpu")
+        ):
             forward: Callable[..., Tensor] = type(self.module).forward
             return forward(self.module, x)
         weight = weight.t() if type(self.module) is Conv1D else weight
@@ -84,19 +92,19 @@ class _Swapped:
             return _product(x, weight, bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model multiplies as it always did."""
+        """Give a copy of the model the plain forward."""
         return partial(type(self.module).forward, copy.deepcopy(self.module, memo))
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001  # the one that takes dense float32 tensors
-    bias = None if bias is None else bias.contiguous()  # its strides would be ignored
+    product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - no public function takes dense float32
+    bias = None if bias is None else bias.contiguous()  # oneDNN would ignore its strides
     result: Tensor = product(x, weight, bias, "none", [], "")
     return result
 
 
 class _Product(torch.autograd.Function):
-    """The product by oneDNN in both directions; the weight is frozen."""
+    """oneDNN's product with a frozen weight, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

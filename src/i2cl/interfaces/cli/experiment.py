@@ -180,6 +180,7 @@ def unpack(store: options.StoreFolder, out: NewFolder, json: options.Json = Fals
 
 
 def _rewrite(store: Path, out: Path, how: Literal["pack", "unpack"], *, as_json: bool) -> None:
+    load.require_store(store)
     from i2cl.experiments.store import Store
 
     opened = Store.open(store)

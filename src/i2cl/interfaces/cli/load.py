@@ -84,6 +84,14 @@ def require_model(name: str) -> None:
         raise I2CLError(f"model folder {name!r} does not exist: {hint}")
 
 
+def require_store(folder: Path) -> None:
+    """Check before PyTorch is imported that the folder of a store exists. Raises I2CLError."""
+    if not folder.is_dir():
+        raise I2CLError(
+            f"no store at {str(folder)!r}: create one with `i2cl experiment run NAME --store DIR`"
+        )
+
+
 def require_artefact(name: str) -> None:
     """Check before PyTorch is imported that an artefact exists, and download it from the hub if needed.
 

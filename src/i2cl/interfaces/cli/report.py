@@ -21,6 +21,7 @@ def report(
 
     For the paper's models, the paper's numbers are shown next to the measured ones.
     """
+    load.require_store(store)
     from i2cl.experiments.library import ORDER, check_tasks, compare_with, load_experiment, restrict_tasks
     from i2cl.experiments.report.document import build
     from i2cl.experiments.report.render import FORMATS, write
