@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from i2cl.interfaces.batch_prediction.prediction import chunks
+from i2cl.interfaces.batch_prediction.prediction import read_chunks
 
 START_SECONDS = 900
 MODEL = "classifier"  # name of the served model
@@ -111,7 +111,7 @@ def main() -> None:
     results = []
     for pair in given.tasks:
         artefact, _, file = pair.rpartition("=")
-        texts = [query.text for query in next(chunks(file, size=given.texts))]
+        texts = [query.text for query in next(read_chunks(file, size=given.texts))]
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             expected = predict(artefact, texts, folder)

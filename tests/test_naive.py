@@ -108,11 +108,6 @@ def test_gpu_session_runs_in_a_tiny_shape(tmp_path):
 def test_gpu_session_passes_options_and_a_time_limit(tmp_path):
     script = BENCHMARKS / "gpu_session.sh"
     environment = {"PYTHON": "echo", "LIMIT": "100", "PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        ["bash", str(script), "--tiny", "-o", "out.json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split()[1:] == ["--limit", "40", "--tiny", "-o", "out.json"]
+    command = ["bash", str(script), "--tiny", "-o", "out.json"]
+    said = subprocess.check_output(command, env=environment, text=True)
+    assert said.split()[1:] == ["--limit", "40", "--tiny", "-o", "out.json"]
