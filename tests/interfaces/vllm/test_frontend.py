@@ -87,9 +87,9 @@ def test_an_edit_that_two_names_share_stays_until_both_are_gone(llm, base, task)
     ("extra", "reason"),
     [
         ({"i2cl": "moods"}, r"no task 'moods' is loaded \(of 1\): did you mean 'mood'\?"),
-        ({"i2cl": 3}, "has to be a name, not 3"),
-        ({"i2cl": ["mood"]}, "has to be a name"),
-        ({DIGEST: "0" * 32}, "not yours to send"),
+        ({"i2cl": 3}, "3 is not a task name"),
+        ({"i2cl": ["mood"]}, "is not a task name"),
+        ({DIGEST: "0" * 32}, "cannot be set by clients"),
     ],
 )
 def test_requests_for_unknown_tasks_are_rejected(llm, base, task, extra, reason):

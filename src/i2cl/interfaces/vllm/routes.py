@@ -166,7 +166,7 @@ async def _load(state: Any, name: str, artefact: str) -> Served:
 
 async def _drop_unused(state: Any) -> None:
     """Drop unused edits in the engine. Edits in use are dropped on a later call."""
-    for digest in TASKS.unneeded():
+    for digest in TASKS.pop_unused():
         await state.i2cl_engine.collective_rpc(DROP, args=(digest,))
 
 

@@ -252,9 +252,9 @@ CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"enable_lora": True}, "LoRA puts layers of its own around the residual writers"),
-        ({"kv_transfer_config": CONNECTOR}, "leave kv_transfer_config and offloading out"),
-        ({"worker_extension_cls": "builtins.object"}, "leave worker_extension_cls out"),
+        ({"enable_lora": True}, "LoRA replaces the residual writers by its own layers"),
+        ({"kv_transfer_config": CONNECTOR}, "leave kv_transfer_config and offloading unset"),
+        ({"worker_extension_cls": "builtins.object"}, "i2cl sets worker_extension_cls itself"),
     ],
 )
 def test_unsupported_configurations_do_not_start(run, options, reason):
