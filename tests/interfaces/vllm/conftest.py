@@ -1,4 +1,4 @@
-"""What tests of the plugin on stand-ins share: a tiny model that lies in a folder."""
+"""Fixtures of the tests with stand-ins for vLLM: a tiny saved model."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What stands in for vLLM where it is not installed: as little of it as the plugin touches."""
+"""Minimal stand-ins for vLLM: only what the plugin uses."""
 
 import asyncio
 from functools import wraps
@@ -119,7 +119,7 @@ def parameters(served, asked):
     return SimpleNamespace(
         extra_args={"i2cl": frontend.Bound(served.name, served.packed.digest)},
         logprob_token_ids=list(asked.tokens),
-        prompt_logprobs=0 if asked.along else None,
+        prompt_logprobs=0 if asked.with_prefix else None,
     )
 
 
@@ -155,7 +155,7 @@ class LLM:
         edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
         own = [] if asked.prompt_logprobs is None else [ids[:end] for end in range(1, len(ids))]
         *before, message = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
-        assert len(asked.logprob_token_ids) <= prompts.MOST_TOKENS
+        assert len(asked.logprob_token_ids) <= prompts.MAX_LABEL_TOKENS
         steps = zip(ids[1:], before, strict=True) if own else ()
         answer = {"logprobs": [told_of(message, asked.logprob_token_ids)], "finish_reason": "length"}
         return SimpleNamespace(

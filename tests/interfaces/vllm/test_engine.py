@@ -1,4 +1,4 @@
-"""What is put in place of vLLM's own methods in the engine core, on stand-ins; and the canary."""
+"""Patched methods of the engine core, with stand-ins for vLLM, and the canary."""
 
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from fitting import one_line
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm import engine
 from i2cl.interfaces.vllm.engine import DROP, LOAD, RESTORE, SAVE, WRITE, Core, Worker
-from i2cl.interfaces.vllm.plugin import _put
+from i2cl.interfaces.vllm.plugin import _patch
 from i2cl.interfaces.vllm.slots import Packed
 from i2cl.interfaces.vllm.support import WORKER
 from i2cl.interfaces.vllm.tables import Tables
@@ -84,7 +84,7 @@ def core(monkeypatch):
         (Executor, "wake_up", engine.wrap_wake_up),
     ):
         monkeypatch.setattr(owner, name, vars(owner)[name])  # to be put back
-        _put(owner, name, wrap)
+        _patch(owner, name, wrap)
     return EngineCore()
 
 
@@ -92,7 +92,7 @@ def asked(digest=None, salt=None):
     return SimpleNamespace(sampling_params=params(digest), cache_salt=salt)
 
 
-def test_loading_books_a_slot_and_writes_it_once(core):
+def test_load_allocates_a_slot_and_writes_it_once(core):
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
     assert core.collective_rpc(LOAD, None, (ONE.rows, ONE.scales), None) == [1]
     assert core.sent == [(WRITE, 1, ONE.digest, ONE.rows, ONE.scales)]
@@ -102,7 +102,7 @@ def test_loading_books_a_slot_and_writes_it_once(core):
 
 
 @pytest.mark.parametrize("message", [[None, "no memory: buy some"], RuntimeError("a worker is gone")])
-def test_a_task_that_was_not_written_is_not_booked(core, message):
+def test_a_failed_write_frees_the_slot(core, message):
     core.message = message
     for _ in range(2):
         with pytest.raises((I2CLError, RuntimeError), match=r"1 of 2 workers .* buy some|a worker is gone"):
@@ -131,7 +131,7 @@ def test_tables_are_saved_before_sleep_and_restored_once_all_memory_is_awake(cor
     assert executor.sent == [SAVE, "sleep 2", "sleep 1", "wake_up", "wake_up", RESTORE]
 
 
-def test_a_worker_tells_its_error_and_goes_on():
+def test_a_worker_returns_its_error_and_stays_usable():
     tables = Tables([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], 3, 4, 8)
     worker = Worker()
     worker.model_runner = SimpleNamespace(model=SimpleNamespace(i2cl_tables=tables))
@@ -152,7 +152,7 @@ def test_a_request_gets_its_tasks_salt_and_a_plain_one_keeps_its_own(core):
     assert Request.from_engine_core_request(asked(salt=result), None).cache_salt != result
 
 
-def test_a_request_whose_task_went_meanwhile_is_refused(core):
+def test_a_request_for_a_replaced_slot_is_rejected(core):
     core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
     running = Request.from_engine_core_request(asked(ONE.digest), None)
     core.collective_rpc(DROP, args=(ONE.digest,))
@@ -164,14 +164,14 @@ def test_a_request_whose_task_went_meanwhile_is_refused(core):
     one_line("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
 
 
-def test_methods_are_wrapped_once_however_often_the_plugin_is_run(core):
+def test_patching_twice_has_no_effect(core):
     before = Request.from_engine_core_request.__func__, EngineCore.collective_rpc
-    _put(Request, "from_engine_core_request", engine.wrap_request)
-    _put(EngineCore, "collective_rpc", engine.wrap_rpc)
+    _patch(Request, "from_engine_core_request", engine.wrap_request)
+    _patch(EngineCore, "collective_rpc", engine.wrap_rpc)
     assert before == (Request.from_engine_core_request.__func__, EngineCore.collective_rpc)
 
 
-def test_the_executor_gets_the_settings_or_nothing_starts(core):
+def test_the_executor_gets_the_settings_or_the_start_fails(core):
     config = vllm_config(additional_config={"other": 1})
     assert Executor(config).vllm_config.additional_config["i2cl"]["slots"] == 64
     assert config.additional_config["other"] == 1
@@ -182,11 +182,11 @@ def test_the_executor_gets_the_settings_or_nothing_starts(core):
     one_line("LoRA", Executor, vllm_config(lora_config=object()))
 
 
-def test_the_canary_sings_once_before_anything_is_asked(core, monkeypatch):
-    sung = []
-    monkeypatch.setattr(engine, "try_canary", sung.append)
+def test_the_canary_runs_once_before_the_first_request(core, monkeypatch):
+    runs = []
+    monkeypatch.setattr(engine, "run_canary", runs.append)
     assert core.get_supported_tasks() == core.get_supported_tasks() == ("generate",)
-    assert sung == [core]
+    assert runs == [core]
 
 
 class Blocks:
@@ -210,13 +210,13 @@ class Blocks:
     ("edited", "fault"),
     [
         (lambda _: True, None),
-        (lambda _: False, "is that without one"),
+        (lambda _: False, "does not change the answer"),
         (lambda place: place != 5, "not all residual writers"),
         (lambda place: place != 0, "not all residual writers"),
         (lambda place: place % 2 == 0, "not all residual writers"),
     ],
 )
-def test_the_canary_finds_an_edit_that_does_not_act(edited, fault):
+def test_the_canary_detects_missing_edits(edited, fault):
     blocks = Blocks(4, 32)
     value = [blocks.answers(one, edited) for one in (None, *engine.canaries(4, 32))]
     if fault is None:
@@ -225,6 +225,6 @@ def test_the_canary_finds_an_edit_that_does_not_act(edited, fault):
         one_line(fault, engine.require_edited, *value)
 
 
-def test_answers_that_are_no_numbers_are_no_edit():
+def test_the_canary_fails_on_nan():
     plain, broken = torch.zeros(4), torch.full((4,), torch.nan)
-    one_line("does not act", engine.require_edited, plain, broken, broken)
+    one_line("does not work", engine.require_edited, plain, broken, broken)

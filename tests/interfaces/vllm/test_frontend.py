@@ -30,7 +30,7 @@ TEXTS = ("this film", "nobody expected the river to rise", "good")
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, task, caching):
+def test_mixed_tasks_match_the_library_scores(llm, base, task, caching):
     llm.llm_engine.vllm_config.cache_config.enable_prefix_caching = caching
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
     whole = replace(other, task=replace(task, labels=("best film yet", "best film ever")), scoring="full")
@@ -48,8 +48,8 @@ def test_texts_of_several_tasks_are_scored_as_injections_score_them(llm, base, t
         assert result[place].label == held[name].predict(base, [text])[0]
 
 
-def test_more_labels_than_vllm_tells_at_once_are_asked_in_parts(llm, base, task, monkeypatch):
-    monkeypatch.setattr(prompts, "MOST_TOKENS", 2)
+def test_many_labels_are_split_over_several_prompts(llm, base, task, monkeypatch):
+    monkeypatch.setattr(prompts, "MAX_LABEL_TOKENS", 2)
     labels = ("positive", "negative", "good", "bad", "this")
     many = injection_for(base, replace(task, labels=labels, train=(), test=()))
     frontend.load(llm, "many", many)
@@ -87,12 +87,12 @@ def test_an_edit_that_two_names_share_stays_until_both_are_gone(llm, base, task)
     ("extra", "reason"),
     [
         ({"i2cl": "moods"}, r"no task 'moods' is loaded \(of 1\): did you mean 'mood'\?"),
-        ({"i2cl": 3}, "has to be a name, not 3"),
-        ({"i2cl": ["mood"]}, "has to be a name"),
-        ({DIGEST: "0" * 32}, "not yours to send"),
+        ({"i2cl": 3}, "3 is not a task name"),
+        ({"i2cl": ["mood"]}, "is not a task name"),
+        ({DIGEST: "0" * 32}, "cannot be set by clients"),
     ],
 )
-def test_requests_that_name_no_task_are_refused(llm, base, task, extra, reason):
+def test_requests_for_unknown_tasks_are_rejected(llm, base, task, extra, reason):
     frontend.load(llm, "mood", injection_for(base, task))
     one_line(reason, frontend.TASKS.admit, SimpleNamespace(extra_args=extra))
     for fine in (None, {}, {"other": 1}):
@@ -101,16 +101,16 @@ def test_requests_that_name_no_task_are_refused(llm, base, task, extra, reason):
         assert asked.extra_args == fine
 
 
-def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, task):
+def test_a_request_keeps_its_task_version(llm, base, task):
     """Under reloads and a drop, until nobody holds it."""
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
     frontend.load(llm, "a", one)
     served = frontend.TASKS.get("a")
     digest = served.packed.digest
-    with frontend.TASKS.held(served):
+    with frontend.TASKS.in_use(served):
         frontend.load(llm, "a", other)
         frontend.drop(llm, "a")
-        each = served.label_prompts.prompts((5, 6, 7), prompts.Reach.of(vllm_config()))[0]
+        each = served.label_prompts.prompts((5, 6, 7), prompts.EngineLimits.of(vllm_config()))[0]
         assert llm.answer(each.ids, parameters(served, each))
         assert digest in llm.held
         frontend.load(llm, "a", one)
@@ -120,11 +120,11 @@ def test_a_request_keeps_the_version_that_its_first_part_ran_with(llm, base, tas
     assert set(llm.held) == {frontend.TASKS.get("a").packed.digest}
 
 
-def test_beam_search_refuses_a_task_that_it_would_forget_and_verify_still_verifies(llm):
+def test_beam_search_rejects_tasks_and_verify_calls_the_original(llm):
     beams = partial(frontend.wrap_beam_search, lambda request, *args: args)
     assert beams(SimpleNamespace(vllm_xargs=None), 4) == (4,)
     assert beams(SimpleNamespace(vllm_xargs={"other": 1}), 4) == (4,)
-    one_line("beam search takes no task", beams, SimpleNamespace(vllm_xargs={"i2cl": "mood"}), 4)
+    one_line("beam search does not support tasks", beams, SimpleNamespace(vllm_xargs={"i2cl": "mood"}), 4)
     seen = []
     verify = partial(frontend.wrap_verify, lambda params, *args: seen.append(args))
     verify(params(), "config")
@@ -163,7 +163,7 @@ def checked(body):
         (BodyWithTasks(model="mood"), "'mood' is a task, not a model: .* in \"vllm_xargs\": "),
     ],
 )
-def test_a_task_is_refused_where_vllm_would_ignore_it(llm, base, task, body, problem):
+def test_a_task_that_vllm_would_ignore_is_rejected(llm, base, task, body, problem):
     frontend.load(llm, "mood", injection_for(base, task))
     assert re.search(problem, checked(body))
 

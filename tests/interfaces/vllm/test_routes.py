@@ -59,7 +59,7 @@ def app(base, monkeypatch):
     monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())
     monkeypatch.setattr(routes, "TASKS", frontend.TASKS)
     monkeypatch.setattr(routes, "parameters", parameters)
-    monkeypatch.setenv(routes.ADMIN, "key")
+    monkeypatch.setenv(routes.ADMIN_KEY_ENV, "key")
     result = FastAPI()
     routes.Routes().attach_router(result)
     return result
@@ -132,7 +132,7 @@ async def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(ap
 
 
 @in_a_loop
-async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, task, saved):
+async def test_classify_keeps_its_version_during_reloads(app, base, task, saved):
     texts = ["this film", "good", "bad indeed"] * 4
 
     engine = await started(app, base, ("mood", str(saved / "0")))
@@ -157,7 +157,7 @@ async def test_a_classify_that_runs_under_reloads_ends_as_it_began(app, base, ta
 
 
 @in_a_loop
-async def test_what_does_not_fit_is_413_with_row_limit_and_hint(app, base, saved):
+async def test_oversized_input_is_413_with_row_limit_and_hint(app, base, saved):
     engine = await started(app, base, ("mood", str(saved / "0")))
     engine.go.set()
     long = "film " * 100
@@ -180,12 +180,12 @@ async def test_what_does_not_fit_is_413_with_row_limit_and_hint(app, base, saved
 
 
 @in_a_loop
-async def test_work_stops_when_nobody_waits_for_it_and_others_go_on(app, base, saved):
+async def test_a_disconnect_cancels_only_its_own_request(app, base, saved):
     engine = await started(app, base, ("mood", str(saved / "0")))
     bulk = asyncio.create_task(classify(app, "mood", ["good"] * 200))
     await until(lambda: engine.inside == 4)
     single = asyncio.create_task(classify(app, "mood", "good"))
-    await until(lambda: frontend.TASKS._held.total() == 2)
+    await until(lambda: frontend.TASKS._uses.total() == 2)
     bulk.cancel()  # as vLLM does when the client leaves
     with pytest.raises(asyncio.CancelledError):
         await bulk
@@ -194,11 +194,11 @@ async def test_work_stops_when_nobody_waits_for_it_and_others_go_on(app, base, s
     engine.go.set()
     assert (await single)[0] == 200
     assert engine.ended - 4 == len(engine.digests) < 10
-    assert not frontend.TASKS._held.total()
+    assert not frontend.TASKS._uses.total()
 
 
 @in_a_loop
-async def test_many_texts_take_their_share_of_a_batch_and_turns(app, base, saved):
+async def test_large_requests_share_the_batch(app, base, saved):
     engine = await started(app, base, ("mood", str(saved / "0")))
     ended = []
 
@@ -217,7 +217,7 @@ async def test_many_texts_take_their_share_of_a_batch_and_turns(app, base, saved
 
 
 @in_a_loop
-async def test_a_prompt_that_fails_ends_its_request_and_leaves_room(app, base, saved):
+async def test_a_failed_prompt_ends_its_request_and_frees_capacity(app, base, saved):
     class GoneError(Exception):
         """vLLM's, when its engine has ended."""
 
@@ -232,7 +232,7 @@ async def test_a_prompt_that_fails_ends_its_request_and_leaves_room(app, base, s
 
 
 @in_a_loop
-async def test_versions_that_differ_in_their_prior_alone_have_digests_of_their_own(app, base, task, tmp_path):
+async def test_versions_with_different_priors_have_different_digests(app, base, task, tmp_path):
     engine = await started(app, base)
     engine.go.set()
     probabilities, digests = [], []

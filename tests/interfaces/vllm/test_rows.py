@@ -1,4 +1,4 @@
-"""From a batch's requests to edited outputs, for both model runners, on stand-ins."""
+"""Token slots and edited outputs for both model runners, with stand-ins for vLLM."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from fitting import one_line
 from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
-from i2cl.interfaces.vllm.model import Hooked, found_writers
+from i2cl.interfaces.vllm.model import Hooked, find_writers
 from i2cl.interfaces.vllm.slots import PLAIN, Packed
 from i2cl.interfaces.vllm.tables import RowsV2, forward_v1
 
@@ -67,7 +67,7 @@ def ready(model):
     return state
 
 
-def test_v2_fills_the_slots_of_a_padded_batch_and_a_place_forgets_its_last_task(model):
+def test_v2_fills_the_slots_of_a_padded_batch_and_reused_indices_forget_their_task(model):
     state = ready(model)
     model.i2cl_tables.slots.fill_(9)
     batch = batch_v2([3, 1, 0], [2, 1, 3], padded=8, requests_padded=4)
@@ -96,14 +96,14 @@ def test_v1_fills_the_slots_of_a_padded_batch(model):
     assert model.i2cl_tables.slots[:6].tolist() == [2, PLAIN, PLAIN, 5, 5, PLAIN]
 
 
-def test_v1_leaves_other_models_alone_and_never_answers_plain_what_is_in_no_slot(model):
+def test_v1_ignores_other_models_and_rejects_unwritten_edits(model):
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
     assert forward_v1(lambda *args: args[1:], runner, 1, 2, 3, 4) == (1, 2, 3, 4)
     runner = runner_v1(model, {"x": params("gone")}, ["x"], [1])
-    one_line("in no slot", forward_v1, lambda *args: None, runner, torch.zeros(1))
+    one_line("no slot for edit", forward_v1, lambda *args: None, runner, torch.zeros(1))
 
 
-def test_each_token_is_edited_as_the_core_edits_it(model):
+def test_each_token_is_edited_like_in_the_library(model):
     state = ready(model)
     state.prepare_inputs(batch_v2([3, 1, 0], [2, 1, 3], padded=8, requests_padded=4), None)
     states = torch.randn(8, D)
@@ -170,7 +170,7 @@ def test_a_second_restore_changes_nothing(model):
     assert torch.equal(tables.writers[0].i2cl_rows, written)
 
 
-def test_a_task_of_another_depth_and_a_part_of_a_sum_are_refused(model):
+def test_another_depth_and_partial_sums_are_rejected(model):
     with pytest.raises(I2CLError, match="edits 2 residual writers, and the model has 4"):
         model.i2cl_tables.write(1, "x", Packed.of(torch.zeros(1, 2, D), torch.ones(1, 2)))
 
@@ -179,4 +179,4 @@ def test_a_task_of_another_depth_and_a_part_of_a_sum_are_refused(model):
 
     model = Llama(vllm_config=vllm_config())
     model.model.layers[1].mlp.down_proj = Part(D, D)
-    one_line("part of a sum", found_writers, model, "LlamaForCausalLM")
+    one_line("partial sum", find_writers, model, "LlamaForCausalLM")

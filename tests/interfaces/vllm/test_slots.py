@@ -17,14 +17,14 @@ class Request:
     """Something that can be referred to weakly."""
 
 
-def test_every_token_gets_its_requests_slot_and_padding_none():
+def test_tokens_get_the_slot_of_their_request():
     result = token_slots([3, 0, 7], np.array([0, 2, 3, 6]), 8)
     assert result.tolist() == [3, 3, 0, 7, 7, 7, PLAIN, PLAIN]
     assert result.dtype == np.int32
     assert token_slots([], np.array([0]), 2).tolist() == [PLAIN, PLAIN]
 
 
-def test_a_slot_is_not_given_away_while_a_request_needs_it():
+def test_a_slot_is_not_reused_while_a_request_needs_it():
     ledger, running = Ledger(2), Request()
     assert ledger.load("a") == (1, True)
     assert ledger.load("b") == (2, True)
@@ -36,7 +36,7 @@ def test_a_slot_is_not_given_away_while_a_request_needs_it():
     assert ledger.load("b") == (2, False)
 
 
-def test_a_dropped_task_is_admitted_as_long_as_its_slot_has_it():
+def test_a_dropped_task_is_admitted_until_its_slot_is_reused():
     ledger, late = Ledger(2), Request()
     ledger.load("a")
     ledger.load("b")
@@ -52,7 +52,7 @@ def test_a_dropped_task_is_admitted_as_long_as_its_slot_has_it():
     ledger.drop("never")
 
 
-def test_the_digest_is_that_of_the_edit_and_of_nothing_else(decoder, task):
+def test_the_digest_depends_on_the_edit_only(decoder, task):
     one = injection_for(decoder, task)
     packed = Packed.of_injection(one)
     assert packed.digest == Packed.of_injection(replace(one, task=replace(task, name="other"))).digest
@@ -84,7 +84,7 @@ def test_plain_requests_have_no_digest():
     assert digest_of(params("abc")) == "abc"
 
 
-def test_what_vllm_cannot_inject_is_refused(decoder, task):
+def test_unsupported_injections_are_rejected(decoder, task):
     one = injection_for(decoder, task)
     one_line("on positions 'last'", Packed.of_injection, replace(one, positions="last"))
     hidden = replace(one.context, config=ExtractConfig(writers="hidden"), values=one.context.values[:, :1])

@@ -1,18 +1,24 @@
-"""Versions and refusals, without vLLM."""
+"""Supported versions and configurations, without vLLM."""
 
 import pytest
 
 from fitting import one_line
-from i2cl.interfaces.vllm.support import ANY, SLOTS, require_supported, require_version, settings_of
+from i2cl.interfaces.vllm.support import (
+    ANY_VERSION_ENV,
+    DEFAULT_SLOTS,
+    plugin_settings,
+    require_supported,
+    require_version,
+)
 from i2cl.version import __version__
 
 from .standins import vllm_config
 
 
-def test_an_untested_version_is_refused_unless_told(monkeypatch):
+def test_an_untested_version_is_rejected_without_override(monkeypatch):
     require_version("0.32.1+cpu")
-    one_line(rf"vLLM 0\.33\.0 was not tested .*{ANY}=1", require_version, "0.33.0")
-    monkeypatch.setenv(ANY, "1")
+    one_line(rf"vLLM 0\.33\.0 was not tested .*{ANY_VERSION_ENV}=1", require_version, "0.33.0")
+    monkeypatch.setenv(ANY_VERSION_ENV, "1")
     require_version("0.33.0")
 
 
@@ -34,18 +40,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_the_edit_would_be_wrong_with_is_refused(field):
+def test_unsupported_configurations_are_rejected(field):
     require_supported(vllm_config())
     value, reason = REFUSED[field]
     one_line(reason, require_supported, vllm_config(**{field: value}))
 
 
-def test_the_version_stands_in_the_key_of_compiled_graphs():
-    assert settings_of(vllm_config()) == {"slots": SLOTS, "version": __version__}
+def test_the_plugin_version_is_part_of_the_compile_key():
+    assert plugin_settings(vllm_config()) == {"slots": DEFAULT_SLOTS, "version": __version__}
     given = vllm_config(additional_config={"i2cl": {"slots": 5, "version": "old"}, "other": 1})
-    assert settings_of(given) == {"slots": 5, "version": __version__}
+    assert plugin_settings(given) == {"slots": 5, "version": __version__}
 
 
 @pytest.mark.parametrize("given", [{"slots": 1}, {"slots": "8"}, {"slots": True}, {"slot": 8}, 8])
-def test_settings_that_are_none_are_refused(given):
-    one_line("additional_config", settings_of, vllm_config(additional_config={"i2cl": given}))
+def test_invalid_settings_are_rejected(given):
+    one_line("additional_config", plugin_settings, vllm_config(additional_config={"i2cl": given}))

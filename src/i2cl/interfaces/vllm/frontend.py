@@ -1,4 +1,4 @@
-"""The front end's half: tasks by name, which requests are let in, and label words' log-probabilities."""
+"""Front-end side of the plugin: loaded tasks, request admission and label scores."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
 from i2cl.interfaces.batch_prediction.prediction import digest as content_digest
 from i2cl.interfaces.vllm.engine import DROP, LOAD
-from i2cl.interfaces.vllm.prompts import Edge, LabelPrompts, Prompt, Reach
+from i2cl.interfaces.vllm.prompts import Edge, EngineLimits, LabelPrompts, Prompt
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
 from i2cl.interfaces.vllm.support import NAME
 from i2cl.models.checkpoint import CheckpointFiles
@@ -39,31 +39,31 @@ CLASSIFY_PATH = "/v1/i2cl/classify"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a text was classified as."""
+    """Classification of a text."""
 
-    label: str  # the most probable label word
-    scores: Float[Tensor, " labels"]  # log-probability of each label, as `i2cl.Injection.scores` has it
+    label: str  # most probable label
+    scores: Float[Tensor, " labels"]  # log-probability of each label, as in `i2cl.Injection.scores`
 
 
 @dataclass(frozen=True)
 class Served:
-    """A task that is loaded."""
+    """A loaded task."""
 
-    name: str  # as requests call it
-    packed: Packed  # what the workers were given
-    version: str  # digest of all that its answers depend on; tasks that differ in their prior share `packed`
-    questions: Questions  # how it is asked
-    bias: tuple[float, ...] | None  # of its labels, if any
-    temperature: float  # of its labels
+    name: str  # as used in requests
+    packed: Packed  # edit; shared by tasks that differ only in their label bias or temperature
+    version: str  # digest of the whole artefact
+    questions: Questions  # builds the prompts
+    bias: tuple[float, ...] | None  # label bias
+    temperature: float  # temperature scaling of the label scores
 
     @cached_property
     def label_prompts(self) -> LabelPrompts:
-        """Its labels, as far as they are scored."""
+        """Prompts for the label tokens that are scored: all tokens, or only the first one."""
         labels = self.questions.labels
         return LabelPrompts(labels.ids if labels.full else tuple((token,) for token in labels.read))
 
     def answer(self, edges: Mapping[Edge, float]) -> Answer:
-        """The labels' scores from what the engine told of a text."""
+        """Compute the label scores of a text from the log-probabilities of the trie's edges."""
         log_probabilities = (
             [edges[ids[:place], token] for place, token in enumerate(ids)]
             for ids in self.label_prompts.labels
@@ -76,7 +76,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Bound:
-    """In a request's extra arguments, where no client can put one: the version of its first part's task."""
+    """Fixed version of a task in a request's extra arguments. Clients cannot send this type.
+
+    All prompts of a request use the same version, even if the task is replaced meanwhile.
+    """
 
     name: str
     digest: str
@@ -84,27 +87,27 @@ class Bound:
 
 @dataclass
 class ServedTasks:
-    """The tasks of a front end by name. One process serves one engine."""
+    """Loaded tasks of a front end. A process serves one engine."""
 
     served: dict[str, Served] = field(default_factory=dict)  # by name
-    _bases: dict[str, ModelIdentity] = field(default_factory=dict)
-    _held: Counter[str] = field(default_factory=Counter)
-    _gone: dict[str, None] = field(default_factory=dict)
+    _models: dict[str, ModelIdentity] = field(default_factory=dict)
+    _uses: Counter[str] = field(default_factory=Counter)
+    _removed: dict[str, None] = field(default_factory=dict)
 
     def get(self, name: Any) -> Served:
-        """A task by what a request calls it. Raises I2CLError if there is none of that name."""
+        """Return a task by name. Raises I2CLError if it is not loaded."""
         if not isinstance(name, str):
-            raise I2CLError(f"the task has to be a name, not {name!r}: send the name of a loaded task")
+            raise I2CLError(f"{name!r} is not a task name: send the name of a loaded task")
         if name not in self.served:
             hint = did_you_mean(name, self.served)
             raise I2CLError(f"no task {name[:80]!r} is loaded (of {len(self.served)}): {hint}load it first")
         return self.served[name]
 
     def admit(self, params: Any) -> None:
-        """Write the digest of a request's task into its parameters, a ``SamplingParams``.
+        """Add the digest of a request's task to its ``SamplingParams``.
 
-        The parameters are the caller's, who may use them again: what they hold is not changed in place.
-        Raises I2CLError if its task is not loaded, or no name.
+        Replaces ``extra_args`` instead of changing it in place, because the caller may reuse it. Raises
+        I2CLError if the task is not loaded, or the client sent a digest itself.
         """
         extra = params.extra_args or {}
         named = extra.get(NAME)
@@ -113,70 +116,77 @@ class ServedTasks:
         elif NAME in extra:
             params.extra_args = {**extra, DIGEST: self.get(extra[NAME]).packed.digest}
         elif DIGEST in extra:
-            raise I2CLError(f"{DIGEST} is not yours to send: name a loaded task as {NAME}")
+            raise I2CLError(f"{DIGEST} cannot be set by clients: send the name of a loaded task as {NAME}")
 
     def prepare(
         self, name: str, injection: Injection, config: Any, tokenizer: PreTrainedTokenizerBase, *, force: bool
     ) -> Served:
-        """Check an injection, and find its label tokens.
+        """Check that the engine can serve an injection, and tokenize its labels.
 
-        ``config``: the engine's ``ModelConfig``; ``tokenizer``: the engine's; ``force``: accept other weights
-        of the same sizes. Raises I2CLError if it was made on another model, or cannot be served here.
+        Args:
+            name: task name, as used in requests.
+            injection: the injection to serve.
+            config: the engine's ``ModelConfig``.
+            tokenizer: the engine's tokenizer.
+            force: accept an injection fitted on other weights of the same sizes.
+
+        Raises:
+            I2CLError: if the injection was fitted on another model, or cannot be served by the plugin.
         """
         if not name.strip():
-            raise I2CLError("a task needs a name: give it one")
+            raise I2CLError("the task name is empty: a task needs a name")
         packed = Packed.of_injection(injection)
-        if config.model not in self._bases:
-            self._bases[config.model] = base_of(config, tokenizer)
-        injection.require_base(self._bases[config.model], force=force)
-        asker = Decoder(skeleton(config.hf_config), tokenizer, token_budget=1)  # asks, and cannot answer
-        asker.max_length = min(asker.max_length or config.max_model_len, config.max_model_len - 1)
-        questions = injection.questions(asker)
-        _ = questions.labels  # labels that cannot be asked for are refused now
+        if config.model not in self._models:
+            self._models[config.model] = model_identity(config, tokenizer)
+        injection.require_base(self._models[config.model], force=force)
+        decoder = Decoder(skeleton(config.hf_config), tokenizer, token_budget=1)  # no weights: prompts only
+        decoder.max_length = min(decoder.max_length or config.max_model_len, config.max_model_len - 1)
+        questions = injection.questions(decoder)
+        _ = questions.labels  # raises now if the labels cannot be scored
         return Served(
             name, packed, content_digest(injection), questions, injection.label_bias, injection.temperature
         )
 
     def add(self, served: Served) -> None:
-        """Let requests in that name a task, from now on this version of it."""
+        """Admit requests for a task, replacing its previous version."""
         before = self.served.get(served.name)
         self.served[served.name] = served
         if before is not None:
-            self._gone[before.packed.digest] = None
+            self._removed[before.packed.digest] = None
 
     def remove(self, name: str) -> None:
-        """Let no more requests in that name a task. Raises I2CLError if there is none of that name."""
-        self._gone[self.get(name).packed.digest] = None
+        """Stop admitting requests for a task. Raises I2CLError if it is not loaded."""
+        self._removed[self.get(name).packed.digest] = None
         del self.served[name]
 
     @contextmanager
-    def held(self, served: Served) -> Iterator[None]:
-        """Keep a version of a task while requests with it may still come from the block."""
+    def in_use(self, served: Served) -> Iterator[None]:
+        """Context manager that keeps a version of a task loaded for the prompts sent inside it."""
         edit = served.packed.digest
-        self._held[edit] += 1
+        self._uses[edit] += 1
         try:
             yield
         finally:
-            self._held[edit] -= 1
+            self._uses[edit] -= 1
 
-    def unneeded(self) -> list[str]:
-        """Digests that the engine may drop, each told once."""
+    def pop_unused(self) -> list[str]:
+        """Return the digests that the engine may drop. Each is returned once."""
         used = {one.packed.digest for one in self.served.values()}
-        self._gone = {digest: None for digest in self._gone if digest not in used}
-        free = [digest for digest in self._gone if not self._held[digest]]
+        self._removed = {digest: None for digest in self._removed if digest not in used}
+        free = [digest for digest in self._removed if not self._uses[digest]]
         for digest in free:
-            del self._gone[digest]
-        self._held = +self._held
+            del self._removed[digest]
+        self._uses = +self._uses
         return free
 
 
-TASKS = ServedTasks()  # those of this process
+TASKS = ServedTasks()  # tasks of this process
 
 
 def wrap_verify(
     original: Callable[..., None], params: Any, *args: Any, refusal: type[I2CLError] = I2CLError, **more: Any
 ) -> None:
-    """``SamplingParams.verify``: a task that is not loaded is its request's error, in the front end."""
+    """Wrap ``SamplingParams.verify`` to reject requests for unknown tasks in the front end."""
     original(params, *args, **more)
     try:
         TASKS.admit(params)
@@ -187,14 +197,14 @@ def wrap_verify(
 def wrap_beam_search(
     original: Callable[..., Any], request: Any, *args: Any, refusal: type[I2CLError] = I2CLError, **more: Any
 ) -> Any:
-    """``to_beam_search_params`` of a request of the server: beam search would forget the task."""
+    """Wrap ``to_beam_search_params`` to reject tasks, because beam search drops extra arguments."""
     if NAME in (request.vllm_xargs or {}):
-        raise refusal("beam search takes no task: leave use_beam_search out, or the task")
+        raise refusal("beam search does not support tasks: remove use_beam_search or the task")
     return original(request, *args, **more)
 
 
 async def wrap_check_model(original: Callable[..., Any], serving: Any, request: Any) -> Any:
-    """``BaseServing._check_model``, which every route calls: refuse a task that vLLM would ignore."""
+    """Wrap ``BaseServing._check_model``, called by every route, to reject tasks that vLLM would ignore."""
     error = await original(serving, request)
     problem = ignored_task(request, unknown_model=error is not None)
     return error if problem is None else serving.create_error_response(problem)
@@ -226,8 +236,8 @@ def ignored_task(request: Any, *, unknown_model: bool) -> str | None:
     return f"{problem}: {hint}"
 
 
-def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
-    """Which model an engine runs, from its files, which are read once. Raises I2CLError if they cannot be."""
+def model_identity(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
+    """Identify the engine's model by its checkpoint files. Raises I2CLError if they cannot be read."""
     empty, text = skeleton(config.hf_config), config.hf_text_config
     files = CheckpointFiles(checkpoint_folder(config.model, config.revision), empty, "lm_head")
     weights = tensors_fingerprint((name, files.read(name)) for name, _ in named_weights(empty))
@@ -238,44 +248,57 @@ def base_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
 
 
 def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> None:
-    """Add a task to an engine, or replace the one of that name; requests that run end as they began.
+    """Load a task into an engine, or replace the task of the same name. Running requests keep their version.
 
-    ``llm``: a ``vllm.LLM`` that runs the plugin; ``name``: as requests call it; ``injection``: made on the
-    engine's model; ``force``: accept one made on other weights of the same sizes. Raises I2CLError if it was
-    made on another model, cannot be served here, or all slots are taken.
+    Args:
+        llm: a ``vllm.LLM`` with the plugin enabled.
+        name: task name, as used in requests.
+        injection: an injection fitted on the engine's model.
+        force: accept an injection fitted on other weights of the same sizes.
+
+    Raises:
+        I2CLError: if the injection was fitted on another model or is not supported, or no slot is free.
     """
     served = TASKS.prepare(name, injection, llm.llm_engine.model_config, llm.get_tokenizer(), force=force)
     llm.collective_rpc(LOAD, args=(served.packed.rows, served.packed.scales))
     TASKS.add(served)
-    _forget(llm)
+    _drop_unused(llm)
 
 
 def drop(llm: Any, name: str) -> None:
-    """Let no request name a task; those that run end as they began. Raises I2CLError on another name."""
+    """Drop a task. Running requests finish with it. Raises I2CLError if it is not loaded."""
     TASKS.remove(name)
-    _forget(llm)
+    _drop_unused(llm)
 
 
-def _forget(llm: Any) -> None:
-    for digest in TASKS.unneeded():
+def _drop_unused(llm: Any) -> None:
+    for digest in TASKS.pop_unused():
         llm.collective_rpc(DROP, args=(digest,))
 
 
 def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answer]:
-    """The label of each text under its own task, in shared batches.
+    """Classify each text with its own task, in shared batches.
 
-    ``llm``: a ``vllm.LLM`` that runs the plugin; ``tasks``: the name of each text's task. Raises I2CLError on
-    an unknown name, an empty text, or lists of different lengths.
+    Args:
+        llm: a ``vllm.LLM`` with the plugin enabled.
+        texts: texts to classify.
+        tasks: task name of each text.
+
+    Returns:
+        One answer per text, in order.
+
+    Raises:
+        I2CLError: on an unknown task, an empty text, or lists of different lengths.
     """
     if len(texts) != len(tasks):
         raise I2CLError(f"{len(texts)} texts, but {len(tasks)} tasks: name a task for every text")
     require_texts(texts)
     served = [TASKS.get(name) for name in tasks]
-    reach = Reach.of(llm.llm_engine.vllm_config)
+    limits = EngineLimits.of(llm.llm_engine.vllm_config)
     prompts: list[tuple[int, Prompt]] = []
     for row, (one, text) in enumerate(zip(served, texts, strict=True)):
         (query,) = one.questions.queries([text])
-        prompts += [(row, each) for each in one.label_prompts.prompts(query, reach)]
+        prompts += [(row, each) for each in one.label_prompts.prompts(query, limits)]
     outputs = llm.generate(
         [{"prompt_token_ids": list(each.ids)} for _, each in prompts],
         [parameters(served[row], each) for row, each in prompts],
@@ -288,9 +311,9 @@ def classify(llm: Any, texts: Sequence[str], tasks: Sequence[str]) -> list[Answe
 
 
 def parameters(served: Served, prompt: Prompt) -> Any:
-    """``SamplingParams`` that ask for some edges' log-probabilities under a version of a task."""
+    """Return the ``SamplingParams`` that score a prompt's edges under a fixed version of a task."""
     from vllm import SamplingParams
 
-    asks = {"logprob_token_ids": list(prompt.tokens), "prompt_logprobs": 0 if prompt.along else None}
+    scoring = {"logprob_token_ids": list(prompt.tokens), "prompt_logprobs": 0 if prompt.with_prefix else None}
     extra = {NAME: Bound(served.name, served.packed.digest)}
-    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra, **asks)
+    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra, **scoring)

@@ -1,6 +1,6 @@
-"""Where vLLM finds the plugin, and the list of all that it puts in place of vLLM's own.
+"""Entry point of the plugin, and the complete list of vLLM methods that it patches.
 
-Group ``vllm.general_plugins``: vLLM calls `register` in the front end, the engine core and every worker.
+vLLM calls `register` (group ``vllm.general_plugins``) in the front end, the engine core and every worker.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,10 @@ _MARK = "_i2cl_wraps"
 
 
 def register() -> None:
-    """Install the plugin, once a process, where ``VLLM_PLUGINS`` names it, and not wherever both packages
-    are. Raises I2CLError if this version of vLLM was not tested.
+    """Install the plugin if ``VLLM_PLUGINS`` contains its name; further calls have no effect.
+
+    vLLM's default is to load every installed plugin; this one has to be enabled explicitly. Raises I2CLError
+    if this version of vLLM was not tested.
     """
     import vllm
     from vllm import envs
@@ -38,19 +40,19 @@ def _install() -> None:
 
     from i2cl.interfaces.vllm import engine, frontend, tables
 
-    refusal = type("TaskError", (VLLMValidationError, I2CLError), {})  # vLLM's server makes a 400 of it
-    _put(SamplingParams, "verify", partial(frontend.wrap_verify, refusal=refusal))  # an unknown task
-    _put(Executor, "__init__", engine.wrap_executor)  # refusals, and the class that is added to workers
-    _put(Executor, "sleep", engine.wrap_sleep)  # keeps the tables through sleep mode
-    _put(Executor, "wake_up", engine.wrap_wake_up)
-    _put(EngineCore, "get_supported_tasks", engine.wrap_supported_tasks)  # the canary
-    _put(EngineCore, "collective_rpc", engine.wrap_rpc)  # slots
-    _put(Request, "from_engine_core_request", engine.wrap_request)  # cache salt
-    _put(GPUModelRunner, "_model_forward", tables.forward_v1)  # rows of model runner V1; V2 asks the model
+    refusal = type("TaskError", (VLLMValidationError, I2CLError), {})  # vLLM's server answers 400
+    _patch(SamplingParams, "verify", partial(frontend.wrap_verify, refusal=refusal))  # an unknown task
+    _patch(Executor, "__init__", engine.wrap_executor)  # configuration checks, worker extension
+    _patch(Executor, "sleep", engine.wrap_sleep)  # keeps the tables through sleep mode
+    _patch(Executor, "wake_up", engine.wrap_wake_up)
+    _patch(EngineCore, "get_supported_tasks", engine.wrap_supported_tasks)  # the canary
+    _patch(EngineCore, "collective_rpc", engine.wrap_rpc)  # slots
+    _patch(Request, "from_engine_core_request", engine.wrap_request)  # cache salt
+    _patch(GPUModelRunner, "_model_forward", tables.forward_v1)  # slots for model runner V1
 
 
 def install_in_server() -> None:
-    """Install what only vLLM's HTTP server needs, whose modules other processes do not load."""
+    """Patch the modules that only vLLM's HTTP server imports."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.serve.engine.serving import BaseServing
@@ -60,20 +62,23 @@ def install_in_server() -> None:
 
     refusal = type("BeamError", (VLLMValidationError, I2CLError), {})
     for body in (CompletionRequest, ChatCompletionRequest):
-        _put(body, "to_beam_search_params", partial(frontend.wrap_beam_search, refusal=refusal))
-    _put(BaseServing, "_check_model", frontend.wrap_check_model)  # tasks where vLLM would ignore them
+        _patch(body, "to_beam_search_params", partial(frontend.wrap_beam_search, refusal=refusal))
+    _patch(BaseServing, "_check_model", frontend.wrap_check_model)  # tasks that vLLM would ignore
 
 
-def _put(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
-    """Call ``wrap`` in place of a method of vLLM, with that in front of what it is given; once."""
+def _patch(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
+    """Replace a method by ``wrap``, which gets the original method as its first argument.
+
+    Has no effect if the method is patched already.
+    """
     attribute = vars(owner)[name]
-    classmethod_ = isinstance(attribute, classmethod)
-    original = attribute.__func__ if classmethod_ else attribute
+    is_classmethod = isinstance(attribute, classmethod)
+    original = attribute.__func__ if is_classmethod else attribute
     if not hasattr(original, _MARK):
 
-        @wraps(original)  # by whose signature the engine core takes calls of front ends
-        def fresh(*args: Any, **more: Any) -> Any:
-            return wrap(original, *args, **more)
+        @wraps(original)  # the engine core decodes front-end calls by this signature
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return wrap(original, *args, **kwargs)
 
-        setattr(fresh, _MARK, original)
-        setattr(owner, name, classmethod(fresh) if classmethod_ else fresh)
+        setattr(patched, _MARK, original)
+        setattr(owner, name, classmethod(patched) if is_classmethod else patched)

@@ -1,6 +1,6 @@
-"""What is asked of the engine about one text: every edge of the labels' trie, in few prompts.
+"""Prompts that score a text's labels: they cover every edge of the label trie with few prompt tokens.
 
-It imports nothing of vLLM, so that all of it is tested where there is none.
+Does not import vLLM, so it can be tested without it.
 """
 
 import asyncio
@@ -12,31 +12,31 @@ from typing import Any
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 
-MOST_TOKENS = 128  # that vLLM tells log-probabilities of behind one prompt
+MAX_LABEL_TOKENS = 128  # vLLM's limit on ``logprob_token_ids`` per prompt
 
-# Tokens of a prompt that may be told in any case, each a row as wide as the vocabulary for a moment.
-ROWS = 256
+# Prompt tokens that may always have log-probabilities. Each temporarily needs a row of vocabulary size.
+MIN_PROMPT_LOGPROBS = 256
 
-SHARE = 4  # one of so many parts of vLLM's batch is the most that all of `classify` has in the engine at once
-Edge = tuple[Ids, int]  # a token of a label, and what stands between the query and it
+BATCH_FRACTION = 4  # `classify` may fill at most one BATCH_FRACTION-th of vLLM's batch
+Edge = tuple[Ids, int]  # (label tokens so far, next label token)
 
 
 class InterruptedRequestError(I2CLError):
-    """Raised if the engine ended a request before it was answered, as it does when it is put to sleep."""
+    """Raised if the engine ended a request without answering it, for example when it is put to sleep."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and the edges whose log-probabilities are wanted."""
+    """A prompt, and the edges of the label trie that it scores."""
 
-    query: Ids  # what the prompt begins with
-    before: Ids  # what it ends with: how a label begins
-    tokens: tuple[int, ...]  # wanted behind it
-    along: bool = False  # whether the edges of ``before`` are wanted too
+    query: Ids
+    before: Ids  # label prefix, appended to the query
+    tokens: tuple[int, ...]  # next tokens to score
+    with_prefix: bool = False  # whether to score the tokens of ``before`` too
 
     @property
     def ids(self) -> Ids:
-        """The whole of it."""
+        """Token ids of the whole prompt."""
         return self.query + self.before
 
     def edges(self, output: Any) -> dict[Edge, float]:
@@ -49,7 +49,7 @@ class Prompt:
                 "the engine ended this request (it was paused, put to sleep or reset): retry once it runs"
             )
         values = {(self.before, token): one.logprob for token, one in output.outputs[0].logprobs[0].items()}
-        if self.along:
+        if self.with_prefix:
             tail = output.prompt_logprobs[len(self.query) :]
             for place, token in enumerate(self.before):
                 values[self.before[:place], token] = tail[place][token].logprob
@@ -57,58 +57,63 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """What an engine's batches and cache are like."""
+class EngineLimits:
+    """Batch and cache limits of an engine."""
 
-    block: int  # tokens of a block that prompts of one beginning share; 0: they share none
-    # longest prompt whose own tokens are told: vLLM keeps memory for a row for each of its sequences
+    block: int  # tokens in a prefix-cache block; 0 without prefix caching
+    # maximum length of a prompt with prompt log-probabilities (vLLM reserves a row for each sequence anyway)
     rows: int
-    prompts: int  # that all of `classify` may have in the engine
-    tokens: int  # of these prompts
+    prompts: int  # maximum number of prompts that `classify` may have in the engine
+    tokens: int  # maximum total number of tokens in these prompts
 
     @classmethod
-    def of(cls, config: Any) -> "Reach":
-        """That of an engine, from its ``VllmConfig``."""
+    def of(cls, config: Any) -> "EngineLimits":
+        """Derive the limits from a ``VllmConfig``."""
         cache, scheduler = config.cache_config, config.scheduler_config
         return cls(
             block=cache.block_size if cache.enable_prefix_caching else 0,
-            rows=0 if cache.kv_sharing_fast_prefill else max(ROWS, scheduler.max_num_seqs),
-            prompts=max(1, scheduler.max_num_seqs // SHARE),
-            tokens=max(1, scheduler.max_num_batched_tokens // SHARE),
+            rows=0 if cache.kv_sharing_fast_prefill else max(MIN_PROMPT_LOGPROBS, scheduler.max_num_seqs),
+            prompts=max(1, scheduler.max_num_seqs // BATCH_FRACTION),
+            tokens=max(1, scheduler.max_num_batched_tokens // BATCH_FRACTION),
         )
 
 
 @dataclass(frozen=True)
 class LabelPrompts:
-    """Labels as token sequences, none of which is how another one begins."""
+    """Label token sequences of a task. No label is a prefix of another."""
 
-    labels: tuple[Ids, ...]  # of a task
+    labels: tuple[Ids, ...]
 
     @cached_property
-    def _behind(self) -> dict[Ids, tuple[int, ...]]:
-        """The tokens behind each way in which a label begins."""
+    def _next_tokens(self) -> dict[Ids, tuple[int, ...]]:
+        """Next tokens of every label prefix."""
         return _grouped([(ids[:place], token) for ids in self.labels for place, token in enumerate(ids)])
 
     @cached_property
-    def _last(self) -> dict[Ids, tuple[int, ...]]:
-        """The same of labels' last tokens alone."""
+    def _last_tokens(self) -> dict[Ids, tuple[int, ...]]:
+        """Last tokens of the labels, grouped by the prefix before them."""
         return _grouped([(ids[:-1], ids[-1]) for ids in self.labels])
 
-    def prompts(self, query: Ids, reach: Reach) -> list[Prompt]:
-        """What tells every edge behind a query, in the one of two ways in which the engine reads less.
+    def prompts(self, query: Ids, limits: EngineLimits) -> list[Prompt]:
+        """Return prompts that cover every edge of the label trie, in the way that processes fewer tokens.
 
-        A prompt for every beginning tells what stands behind that, and the cache shares whole blocks of the
-        query. A prompt for every label's last token tells all that is before it too, and shares nothing.
+        Either one prompt per label prefix, which shares the cached blocks of the query; or one prompt per
+        full label with prompt log-probabilities, which vLLM computes without the prefix cache.
         """
         size = len(query)
-        shared = size // reach.block * reach.block if reach.block else 0
-        by_beginning = shared + sum(size + len(before) - shared for before in self._behind)
-        by_label = sum(size + len(before) for before in self._last)
-        along = by_label < by_beginning and size + max(map(len, self._last)) <= reach.rows
+        shared = size // limits.block * limits.block if limits.block else 0
+        by_prefix = shared + sum(size + len(before) - shared for before in self._next_tokens)
+        by_label = sum(size + len(before) for before in self._last_tokens)
+        with_prefix = by_label < by_prefix and size + max(map(len, self._last_tokens)) <= limits.rows
         return [
-            Prompt(query, before, tokens[start : start + MOST_TOKENS], along and bool(before) and not start)
-            for before, tokens in (self._last if along else self._behind).items()
-            for start in range(0, len(tokens), MOST_TOKENS)
+            Prompt(
+                query,
+                before,
+                tokens[start : start + MAX_LABEL_TOKENS],
+                with_prefix and bool(before) and not start,
+            )
+            for before, tokens in (self._last_tokens if with_prefix else self._next_tokens).items()
+            for start in range(0, len(tokens), MAX_LABEL_TOKENS)
         ]
 
 
@@ -119,23 +124,22 @@ def _grouped(edges: Sequence[Edge]) -> dict[Ids, tuple[int, ...]]:
     return {before: tuple(tokens) for before, tokens in groups.items()}
 
 
-class Share:
-    """Lets prompts of `classify` into the engine, first come, first served, up to their share of a batch.
+class PromptLimiter:
+    """Limits the prompts that `classify` has in the engine, first come, first served.
 
-    Whoever asks for one prompt at a time takes turns with all others who do. A prompt beyond the whole share
-    runs alone.
+    Requests that enter one prompt at a time take turns. A prompt above the token limit runs alone.
     """
 
-    def __init__(self, reach: Reach) -> None:
-        self.reach = reach
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
         self._prompts = self._tokens = 0
         self._turn, self._left = asyncio.Lock(), asyncio.Event()
 
     async def enter(self, tokens: int) -> None:
-        """Wait until there is room for a prompt of so many tokens."""
+        """Wait until a prompt with this number of tokens fits."""
         async with self._turn:
             while self._prompts and not (
-                self._prompts < self.reach.prompts and self._tokens + tokens <= self.reach.tokens
+                self._prompts < self.limits.prompts and self._tokens + tokens <= self.limits.tokens
             ):
                 self._left.clear()
                 await self._left.wait()
@@ -143,7 +147,7 @@ class Share:
             self._tokens += tokens
 
     def leave(self, tokens: int) -> None:
-        """The prompt is answered."""
+        """Release the capacity of a finished prompt."""
         self._prompts -= 1
         self._tokens -= tokens
         self._left.set()

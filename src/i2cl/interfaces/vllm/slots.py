@@ -1,6 +1,6 @@
-"""Which task's edit stands where: slots of the tables, digests, and the slot of every token of a batch.
+"""Slot allocation, digests and cache salts of tasks.
 
-It imports nothing of vLLM, so that all of it is tested where there is none.
+Does not import vLLM, so it can be tested without it.
 """
 
 import hashlib
@@ -23,72 +23,74 @@ from i2cl.errors import I2CLError
 from i2cl.export.folding import require_foldable
 from i2cl.interfaces.vllm.support import NAME
 
-# In a request's extra arguments: what the front end found its task to be, which nobody else may set.
+# Key in a request's extra arguments: digest of its task, set by the front end only.
 DIGEST = "i2cl_digest"
 
-_OURS = f"{NAME}:"
-PLAIN = 0  # the slot of tokens without a task, and of padding: it adds nothing and scales by one
+_SALT_PREFIX = f"{NAME}:"
+PLAIN = 0  # slot of padding and of tokens without a task: the identity edit
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """What a worker needs of a task, in a form that any channel between processes carries."""
+    """Edit of a task, as bytes that can be sent to any worker process."""
 
-    rows: bytes  # ``lambda v`` of every layer, attention and then MLP, as bytes of float32
-    scales: bytes  # beta of the same
+    rows: bytes  # float32 ``lambda v`` of every residual writer, in the order of [layer, (mha, mlp)]
+    scales: bytes  # float32 beta, in the same order
 
     @classmethod
     def of(cls, rows: Float[Tensor, "layers 2 d"], scales: Float[Tensor, "layers 2"]) -> "Packed":
-        """Pack two tensors."""
+        """Pack the tensors of an edit."""
         return cls(*(one.float().cpu().contiguous().numpy().tobytes() for one in (rows, scales)))
 
     @classmethod
     def of_injection(cls, injection: Injection) -> "Packed":
-        """Pack an injection. Raises I2CLError if it acts on other than all tokens of the writers' outputs."""
+        """Pack an injection. Raises I2CLError unless it edits the writers' outputs at all positions."""
         require_foldable(injection)
-        amount, keep = injection.coefficients.float().unbind(-1)
-        return cls.of(amount[..., None] * injection.context.values.float(), keep)
+        strengths, scales = injection.coefficients.float().unbind(-1)
+        return cls.of(strengths[..., None] * injection.context.values.float(), scales)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of both, as 32 hex digits: two tasks with the same edit may share what is cached."""
+        """Hash of the edit (32 hex digits). Tasks with the same edit share slots and prefix cache."""
         return hashlib.sha256(self.scales + self.rows).hexdigest()[:32]
 
     def tensors(self, d: int) -> tuple[Float[Tensor, "writers d"], Float[Tensor, " writers"]]:
-        """Unpack it for a model of width ``d``."""
+        """Unpack rows and scales for a model of width ``d``."""
         read = partial(torch.frombuffer, dtype=torch.float32)
         return read(bytearray(self.rows)).view(-1, d), read(bytearray(self.scales))
 
 
 def digest_of(params: Any) -> str | None:
-    """The digest that a request's ``SamplingParams`` carry; None for a plain request."""
+    """Return the task digest in a request's ``SamplingParams``, or None for a plain request."""
     extra: Mapping[str, Any] = getattr(params, "extra_args", None) or {}
     return extra.get(DIGEST)
 
 
 class Salts:
-    """Cache salts under which keys and values of one edit are found, and of nothing else.
+    """Salts that keep the prefix-cache entries of different edits apart.
 
-    A part that nobody outside this process knows is in all of ours, and a plain request's salt that begins
-    like ours is moved away.
+    Salts of tasks contain a random secret of this process, because digests are public. A client's salt that
+    begins with our prefix gets another prefix, so no plain request can read a task's cache entries.
     """
 
     def __init__(self) -> None:
         self._secret = secrets.token_hex(16)
 
     def of(self, salt: str | None, digest: str | None) -> str | None:
-        """The salt of a request, from its own and the digest of its edit, if it has one."""
+        """Return a request's salt, given the client's salt and the digest of its task, if any."""
         if digest is not None:
-            return f"{_OURS}{self._secret}:{digest}:{salt or ''}"
-        return f"{_OURS}plain:{salt}" if salt is not None and salt.startswith(_OURS) else salt
+            return f"{_SALT_PREFIX}{self._secret}:{digest}:{salt or ''}"
+        return f"{_SALT_PREFIX}plain:{salt}" if salt is not None and salt.startswith(_SALT_PREFIX) else salt
 
 
 class Ledger:
-    """The engine core's book of slots: no slot is given away while a request may still need it.
+    """Slot allocation of an engine core. A slot is never reused while a request may still need it.
 
-    A dropped task keeps its slot until another task needs that, and no request that was admitted with it,
-    running or waiting, is left. Requests are known by weak references, so none can be forgotten here.
-    Methods may be called from several threads. ``slots``: how many there are beside that of plain requests.
+    A dropped task keeps its slot until another task needs one and all of its admitted requests, running or
+    waiting, have ended. Requests are tracked by weak references, so none can leak. Thread-safe.
+
+    Args:
+        slots: number of slots, without the one of plain requests.
     """
 
     def __init__(self, slots: int) -> None:
@@ -100,7 +102,14 @@ class Ledger:
         self._lock = RLock()
 
     def load(self, digest: str) -> tuple[int, bool]:
-        """A slot for an edit, and whether it has to be written there. Raises I2CLError if all are taken."""
+        """Allocate a slot for an edit.
+
+        Returns:
+            The slot, and whether the edit still has to be written there.
+
+        Raises:
+            I2CLError: if no slot is free.
+        """
         with self._lock:
             if digest in self._places:
                 self._dropped.pop(digest, None)
@@ -111,25 +120,26 @@ class Ledger:
             self._requests[digest] = WeakSet()
             return slot, True
 
-    def unbook(self, digest: str) -> None:
-        """Take back `load` of an edit that could not be written."""
+    def cancel_load(self, digest: str) -> None:
+        """Release the slot of an edit that could not be written."""
         with self._lock:
             del self._requests[digest]
             self._free.append(self._places.pop(digest))
 
     def drop(self, digest: str) -> None:
-        """Let another edit have the slot as soon as no request needs it."""
+        """Release the slot of an edit once no request needs it."""
         with self._lock:
             if digest in self._places:
                 self._dropped[digest] = None
 
     def admit(self, digest: str, request: Any) -> None:
-        """Note that a request needs an edit until nothing refers to the request any more. Raises I2CLError if
-        the edit is in no slot; the slot of a dropped one still has it.
+        """Hold the slot of an edit until the request is garbage-collected.
+
+        A dropped edit is admitted as long as its slot is not reused; otherwise raises I2CLError.
         """
         with self._lock:
             if digest not in self._places:
-                raise I2CLError("this request's task was dropped before it began: send it again")
+                raise I2CLError("the task of this request was dropped before it began: send it again")
             self._requests[digest].add(request)
 
     def _reclaim(self) -> None:
@@ -139,20 +149,21 @@ class Ledger:
                 self._free.append(self._places.pop(digest))
                 return
         raise I2CLError(
-            f"all {self.slots} slots hold tasks that are loaded or still answering: drop some, or start with "
-            f'more (--additional-config \'{{"i2cl": {{"slots": {2 * self.slots}}}}}\')'
+            f"all {self.slots} slots hold tasks that are loaded or still in use: drop some, or restart with "
+            f'more slots (--additional-config \'{{"i2cl": {{"slots": {2 * self.slots}}}}}\')'
         )
 
 
 def token_slots(
     slots: Sequence[int] | Int[np.ndarray, " requests"], starts: Int[np.ndarray, " requests_and_1"], size: int
 ) -> NDArray[np.int32]:
-    """The slot of every token of a batch.
+    """Return the slot of every token in a batch.
 
-    ``slots``: of each request, in the batch's order; ``starts``: place of each request's first token, and
-    then of what is behind the last one; ``size``: tokens of the batch with padding, which gets the slot of
-    plain requests.
+    Args:
+        slots: slot of each request, in batch order.
+        starts: offset of each request's first token, then the total number of tokens.
+        size: number of tokens including padding, which gets the slot of plain requests.
     """
-    places = np.full(size, PLAIN, dtype=np.int32)
-    places[: starts[-1]] = np.repeat(np.asarray(slots, dtype=np.int32), np.diff(starts))
-    return places
+    per_token = np.full(size, PLAIN, dtype=np.int32)
+    per_token[: starts[-1]] = np.repeat(np.asarray(slots, dtype=np.int32), np.diff(starts))
+    return per_token

@@ -140,7 +140,7 @@ def message(output):
 def main(job):
     if job.get("unsalted"):
         Salts.of = lambda self, salt, digest: salt
-    prompts.ROWS = job.get("rows", prompts.ROWS)
+    prompts.MIN_PROMPT_LOGPROBS = job.get("rows", prompts.MIN_PROMPT_LOGPROBS)
     if job.get("unedited"):
         tables.edit_hook = lambda writer, inputs, output: None
     engine = Engine(job)

@@ -65,14 +65,14 @@ def test_the_prefix_cache_keeps_tasks_apart(run, decoder, artefacts, runner):
     assert hits == [0, 0, 0, 128, 128]
 
 
-def test_without_the_salt_they_are_mixed_up(run, decoder, artefacts):
+def test_without_salts_the_cache_mixes_tasks(run, decoder, artefacts):
     wrong, hits = cached(run, decoder, artefacts, unsalted=True)
     print(f"\nnats off {[round(one, 2) for one in wrong]}, cached tokens {hits}")
     assert hits[1] == 128
     assert max(wrong) > 0.1
 
 
-def test_no_salt_of_a_plain_request_finds_what_a_task_left_nor_the_other_way_round(run, decoder, artefacts):
+def test_guessed_salts_share_no_cache_with_a_task(run, decoder, artefacts):
     """Not even the engine's own, which takes a look into its process."""
     folder, injections = artefacts
     (digest,) = run([["digest", "t0"]], paths(folder, "t0"))["answers"]
@@ -100,7 +100,7 @@ def test_the_engines_own_salt_does_not_help_a_plain_request(run, decoder, artefa
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_write_that_fails_fails_its_load_and_nothing_else(run, decoder, artefacts, ranks):
+def test_a_failed_write_fails_only_its_load(run, decoder, artefacts, ranks):
     folder, injections = artefacts
     asked = texts(2)
     steps = [
@@ -241,9 +241,9 @@ def test_reloaded_weights_leave_tasks_as_they_were(run, decoder, artefacts):
 
 
 @RUNNERS
-def test_a_start_whose_edit_does_not_act_fails(run, runner):
+def test_the_start_fails_without_a_working_edit(run, runner):
     value = run([], unedited=True, succeeds=False, runner=runner)
-    assert "edit does not act in this vLLM: its answer with a task is that without one" in value
+    assert "edit does not work in this vLLM: a task does not change the answer" in value
 
 
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -252,12 +252,12 @@ CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"enable_lora": True}, "LoRA puts layers of its own around the residual writers"),
-        ({"kv_transfer_config": CONNECTOR}, "leave kv_transfer_config and offloading out"),
-        ({"worker_extension_cls": "builtins.object"}, "leave worker_extension_cls out"),
+        ({"enable_lora": True}, "LoRA replaces the residual writers by its own layers"),
+        ({"kv_transfer_config": CONNECTOR}, "leave kv_transfer_config and offloading unset"),
+        ({"worker_extension_cls": "builtins.object"}, "i2cl sets worker_extension_cls itself"),
     ],
 )
-def test_what_is_not_supported_does_not_start(run, options, reason):
+def test_unsupported_configurations_do_not_start(run, options, reason):
     assert reason in run([], options=options, succeeds=False)
 
 

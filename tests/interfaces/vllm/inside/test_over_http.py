@@ -19,7 +19,7 @@ from .conftest import serving
 from .engines import ADMIN, USER, call, followed, random_injection, texts
 
 
-def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder, artefacts, monkeypatch):
+def test_over_http_tasks_are_loaded_queried_and_dropped(tmp_path, server, decoder, artefacts, monkeypatch):
     folder, injections = artefacts
     classify, listed = f"{server}/v1/i2cl/classify", f"{server}/v1/i2cl/tasks"
     complete = f"{server}/v1/completions"
@@ -83,7 +83,7 @@ def test_over_http_tasks_are_asked_loaded_and_dropped(tmp_path, server, decoder,
     assert not verify_server(golden, server, task="t1").passed
 
 
-def test_over_http_a_classify_under_reloads_ends_as_it_began(server, decoder, artefacts):
+def test_over_http_classify_keeps_its_version_during_reloads(server, decoder, artefacts):
     folder, injections = artefacts
     classify, listed = f"{server}/v1/i2cl/classify", f"{server}/v1/i2cl/tasks"
     asked = texts(40, seed=11, most=30)
@@ -113,7 +113,7 @@ def test_over_http_a_classify_under_reloads_ends_as_it_began(server, decoder, ar
     assert used == set(digests)
 
 
-def test_over_http_what_is_refused_says_why_and_what_to_do(server, decoder, artefacts):
+def test_over_http_errors_say_why_and_what_to_do(server, decoder, artefacts):
     folder, _ = artefacts
     classify, listed = f"{server}/v1/i2cl/classify", f"{server}/v1/i2cl/tasks"
     for body, code, words in (
@@ -136,7 +136,7 @@ def test_over_http_what_is_refused_says_why_and_what_to_do(server, decoder, arte
     assert call(f"{server}/v1/completions", body)[0] == 200
     status, expected, _ = call(f"{server}/v1/completions", body | {"vllm_xargs": {"i2cl": "t0"}})
     assert status == 400
-    assert "beam search takes no task" in expected
+    assert "beam search does not support tasks" in expected
 
     for name, path in (("team/mood", "team/mood"), ("team/other", "team%2Fother"), ("a b", "a%20b")):
         assert call(listed, {"name": name, "artefact": str(folder / "t2")}, key=ADMIN)[0] == 200
