@@ -63,13 +63,13 @@ def test_requested_shots_are_drawn_or_refused_without_a_model():
     assert counts(asked(of(30, 3), shots=10).demonstrations) == [10, 3]
     assert counts(asked(of(30, 30), I2CL).demonstrations) == [5, 5]
     assert asked(of(30, 30)) is asked(of(*[1] * 80)) is None  # there is no limit on the number of labels
-    one_line("class 'word0' has 3 training examples but 5 shots", asked, of(3, 9), from_file=False)
+    one_line("class 'word0' has 3 training examples, fewer than 5 shots", asked, of(3, 9), from_file=False)
     assert counts(asked(of(30, 3), I2CL, shots="all").demonstrations) == [30, 3]
     assert counts(asked(of(30, 3), shots="all", from_file=False).demonstrations) == [30, 3]
     assert asked(of(30, 3), shots="all") is None, "the model says how long it takes"
     one_line("give fewer", asked, of(MAX_EXAMPLES, 9), shots="all")
     one_line("give fewer", asked, of(MAX_EXAMPLES, 9), shots=MAX_EXAMPLES)
-    one_line(r"class 'word1' has 0 training examples .* add rows of that class$", asked, of(3, 0, 3))
+    one_line(r"class 'word1' has 0 training examples, .*: add rows of that class$", asked, of(3, 0, 3))
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_failing_seed_is_reported_by_a_separate_fit(decoder, task, monkeypatch):
         seen.append(seed)
         raise I2CLError(f"seed {seed} is no good")
 
-    monkeypatch.setattr(type(ours), "plan", refuse)
+    monkeypatch.setattr(type(ours), "prepare", refuse)
     one_line("seed 4 is no good", Evaluation(task, (ours,), (4, 5), 2).run, decoder)
     assert seen == [4, 4]  # first jointly, then separately
 
@@ -188,7 +188,7 @@ def test_sweep_fits_a_shared_method_once(decoder, task, monkeypatch):
 def test_sweep_skips_unsupported_methods(decoder, task):
     asked = {"shots": 2, "limit": 6, "workers": 1}
     methods = make_methods(["autocompressor", "zero_shot", "cepe"])
-    with pytest.warns(SkippedWarning, match="skipped: .* compressor beside its weights"):
+    with pytest.warns(SkippedWarning, match="skipped: .* has no autocompressor compressor"):
         runs = sweep(lambda: decoder, [task], methods, [0], skip_unsupported=True, **asked)
     assert [run.method for run in runs] == ["zero_shot"]
     one_line("autocompressor", sweep, lambda: decoder, [task], methods, [0], **asked)

@@ -79,12 +79,12 @@ def test_joint_group_is_refitted_as_a_whole(decoder, tmp_path):
 def test_failing_seed_does_not_fail_others(decoder, tmp_path, monkeypatch):
     cells = tuple(quick(seed) for seed in range(3))
 
-    def refuse(self, decoder, task, demonstrations, seed, plan=I2CL.plan):
+    def refuse(self, decoder, task, demonstrations, seed, prepare=I2CL.prepare):
         if seed == 1:
             raise I2CLError("not this one")
-        return plan(self, decoder, task, demonstrations, seed)
+        return prepare(self, decoder, task, demonstrations, seed)
 
-    monkeypatch.setattr(I2CL, "plan", refuse)
+    monkeypatch.setattr(I2CL, "prepare", refuse)
     records = run_job([whole(*cells)], None, tmp_path, (), decoder)
     assert [one.status for one in records] == ["done", "failed", "done"]
     assert records[1].error == "I2CLError: not this one"

@@ -239,7 +239,7 @@ def test_bad_input_is_one_line(artefact, tmp_path, refused, monkeypatch):
     full.mkdir()
     (full / "notes.txt").write_text("mine", encoding="utf-8")
     assert "holds other files (notes.txt)" in refused("export", artefact, full)
-    assert "is not an injection" in refused("export", full, out)
+    assert "is not an artefact" in refused("export", full, out)
     assert "see i2cl export --help" in refused("export", artefact, out, "--to", "onnx")
     assert "is not a valid shard size" in refused(
         "export", artefact, out, "--no-golden", "--max-shard-size", "big"

@@ -43,7 +43,7 @@ CACHE = "label_anchor does not support {!r}, which caches more"
         ("linear_probe", "llama", ALL[:1], "linear_probe needs demonstrations of at least two classes"),
         ("linear_probe", "llama", [], "no demonstrations: give at least one"),
         ("tfidf", "llama", ALL[:1], "tfidf needs demonstrations of at least two classes"),
-        ("tfidf", "llama", [], "no demonstrations were given"),
+        ("tfidf", "llama", [], "no demonstrations: give at least one"),
         ("tfidf", "llama", MARKS, "no demonstration contains a word for tfidf"),
         ("label_anchor", "deepseek_v32", ALL, CACHE.format("deepseek_v32")),
         ("label_anchor", "minimax_m3_vl_text", ALL, CACHE.format("minimax_m3_vl_text")),

@@ -98,9 +98,10 @@ class BatchPredictor:
     def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
         """Compute log-probabilities of the labels. Raises I2CLError on a single text."""
         if len(texts) == 1:
-            why = "since it subtracts the mean over the texts"
-            cure = "give many, of all classes, or use contextual_calibration"
-            raise I2CLError(f"batch_calibration cannot classify one text by itself, {why}: {cure}")
+            raise I2CLError(
+                "batch_calibration cannot classify a single text, since it subtracts the mean over the "
+                "texts: give many, of all classes, or use contextual_calibration"
+            )
         scores = self.inner.scores(texts, progress)
         return add_label_bias(scores, -log_mean(scores))
 
