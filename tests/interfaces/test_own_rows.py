@@ -228,11 +228,11 @@ def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_pa
         assert f"'{shots}' is neither a positive integer nor 'all'" in err
     assert "give fewer of each" in refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "all")
     err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", "8500")
-    assert "17000 examples are more than the 16384 that anchored calibration takes: give fewer of each" in err
+    assert "takes up to 16384 examples, not 17000: give fewer of each class (--shots)" in err
     path = write(tmp_path / "labels.csv", [(f"text {row}", f"label {row}") for row in range(5000)])
     message = refused("fit", "reference", path, "-o", tmp_path / "new")
-    assert "5000 labels are more than the 4096 that anchored calibration takes" in message
-    assert "sentence_embeddings takes them (i2cl eval)" in message
+    assert "anchored calibration takes up to 4096 labels, not 5000" in message
+    assert "use sentence_embeddings" in message
 
 
 def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):

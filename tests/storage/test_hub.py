@@ -296,7 +296,7 @@ def test_invalid_name_is_refused_offline(tmp_path, refused, monkeypatch):
     made().save_pretrained(tmp_path / "out")
     for name in ("a/b/c", "no spaces", ""):
         assert "cannot push to" in refused("push", tmp_path / "out", name)
-    assert "is no folder" in refused("push", tmp_path / "none", "me/films")
+    assert "is not a folder" in refused("push", tmp_path / "none", "me/films")
 
 
 def test_push_needs_a_login(uploads, tmp_path, refused, monkeypatch):

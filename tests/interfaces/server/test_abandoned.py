@@ -39,7 +39,7 @@ async def behind_another(service, encodings, **options):
 
 
 def test_texts_of_a_client_that_left_are_not_encoded(service, encodings):
-    first, second = asyncio.run(behind_another(service, encodings, gone=lambda: asyncio.sleep(0.05)))
+    first, second = asyncio.run(behind_another(service, encodings, disconnected=lambda: asyncio.sleep(0.05)))
     assert len(first.probabilities) == 1
     assert second is None
     assert encodings[0] == [["first"]]

@@ -80,7 +80,7 @@ def second_row(text, label="y"):
         ({"name": "a/../films"}, "invalid task name"),
         ({"name": "tiny-llama"}, "name of the base model"),
         ({"settings": {"none": 1}}, "no chosen method has the option"),
-        ({"method": "anchored", "recipe": "fast"}, "leave the recipe out"),
+        ({"method": "anchored", "recipe": "fast"}, "leave it out, or choose the method i2cl"),
         ({"method": "svm"}, "method"),
         ({"chat": True}, "no chat template"),
         ({"more": 1}, "more"),

@@ -157,7 +157,7 @@ def pickled(release, tmp_path):
 def rewritten(folder):
     """Convert a folder with the code that the error message suggests."""
     line = one_line("has only pickle weights", Decoder.from_pretrained, str(folder))
-    exec(line.partition("do this with transformers: ")[2], {"AutoModelForCausalLM": AutoModelForCausalLM})
+    exec(line.partition("without running any, with ")[2], {"AutoModelForCausalLM": AutoModelForCausalLM})
     return Decoder.from_pretrained(str(folder), device="cpu")
 
 

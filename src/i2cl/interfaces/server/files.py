@@ -148,8 +148,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
                 {name: line[name] for name in ("line", "custom_id", "model")} | answer
                 for line, answer in zip(chunk, answers, strict=True)
             ]
-            encoded = (json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
-            journal.append(b"".join(encoded))
+            journal.append(b"".join(map(_json_line, records)))
             done += len(chunk)
             failures += sum("error" in record for record in records)
             job.publish_progress("rows", done=done, rows=rows, failed=failures)
