@@ -220,7 +220,7 @@ def parts(given: argparse.Namespace, scale: Scale) -> dict[str, Part]:
 
 
 def main() -> int:
-    """Run all parts; 1 if one of them failed or there was no time for it."""
+    """Run all parts. Return 1 if a part failed or did not start in time."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--model", help="also check this one, such as smollm2 or a folder")
     parser.add_argument("--tasks", default="tickets,intents", help="of --model")
     parser.add_argument("--only", default="correctness,speed,server", help="some of these parts")
-    parser.add_argument("--limit", type=float, default=440.0, help="seconds after which no part starts")
+    parser.add_argument("--limit", type=float, default=440.0, help="start no part after this many seconds")
     given = parser.parse_args()
     given.device = given.device or ("cpu" if given.tiny else "cuda")
     started = time.perf_counter()
