@@ -41,9 +41,9 @@ def injection_of(decoder: Decoder, task: Task, folder: Path | None) -> tuple[Inj
 
 def decoder_labels_are_shared(decoder: Decoder, task: Task) -> bool:
     """Return whether labels share their first token, so that a linear head needs word-level scoring."""
-    from i2cl.models.scoring import Questions
+    from i2cl.models.scoring import LabelScorer
 
-    return Questions(decoder, task).labels.full
+    return LabelScorer(decoder, task).labels.full
 
 
 def milliseconds(run: Any, repetitions: int = 10) -> float:
@@ -76,7 +76,7 @@ def measure(
     """Return the record of one task."""
     injection, kind = injection_of(decoder, task, artefacts)
     texts = [query.text for query in task.queries(queries)]
-    expected = injection.scores(decoder, texts).softmax(-1).float()
+    expected = injection.log_probs(decoder, texts).softmax(-1).float()
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "classifier"
         start = time.perf_counter()

@@ -21,7 +21,7 @@ from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import extract
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from measures import seconds
 from tables import machine
 
@@ -33,12 +33,12 @@ def measured(decoder: Decoder, name: str, epochs: int, rounds: int) -> dict[str,
     """Measure the seconds of each stage and recipe, and their ratios: medians over rounds."""
     task = load_task(name)
     shown = task.sample(seed=0)
-    questions = Questions(decoder, task)
+    scorer = LabelScorer(decoder, task)
     texts = [example.text for example in shown]
     context = extract(decoder, task, shown)
     paper = CalibrationConfig.recipe("paper", epochs=epochs)
     work = {
-        "forward": partial(questions.scores, texts),
+        "forward": partial(scorer.scores, texts),
         "extract": partial(extract, decoder, task, shown),
         "anchored, one step": partial(anchor, decoder, task, shown, AnchoredConfig(steps=1)),
         "anchored": partial(anchor, decoder, task, shown),

@@ -37,7 +37,7 @@ def measured(decoder: Decoder, name: str, seed: int) -> dict[str, Any]:
     methods = make_methods(NAMES[:2], {"encoder": "minilm"})
     fitted = [method.fit(decoder, task, demonstrations, seed) for method in methods]
     seconds = time.perf_counter() - started
-    anchored, embeddings = (one.scores(texts).log_softmax(-1) for one in fitted)
+    anchored, embeddings = (one.log_probs(texts).log_softmax(-1) for one in fitted)
     scores = (anchored, embeddings, anchored / TYPICAL + embeddings)
     right = {key: (one.argmax(-1) == gold).int().tolist() for key, one in zip(NAMES, scores, strict=True)}
     return {"task": name, "seed": seed, "fit_seconds": round(seconds, 1)} | right

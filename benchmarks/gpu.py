@@ -78,13 +78,13 @@ def correctness(name: str, tasks: Sequence[Task], device: str, queries: int) -> 
     for task in tasks:
         injection = anchor(cpu, task, task.sample(seed=0))
         texts = [example.text for example in task.test[:queries]]
-        cases.append((task, injection, texts, injection.scores(cpu, texts).softmax(-1)))
+        cases.append((task, injection, texts, injection.log_probs(cpu, texts).softmax(-1)))
     rows = []
     for dtype in ("float32", "bfloat16"):
         decoder = Decoder.from_pretrained(name, device=device, dtype=dtype)
         same, gold, cpu_gold, count, largest = 0, 0, 0, 0, 0.0
         for task, injection, texts, expected in cases:
-            probabilities = injection.scores(decoder, texts).softmax(-1).cpu()
+            probabilities = injection.log_probs(decoder, texts).softmax(-1).cpu()
             labels = torch.tensor([example.label for example in task.test[: len(texts)]])
             same += int((probabilities.argmax(-1) == expected.argmax(-1)).sum())
             gold += int((probabilities.argmax(-1) == labels).sum())
@@ -97,7 +97,7 @@ def correctness(name: str, tasks: Sequence[Task], device: str, queries: int) -> 
         rows.append(row(f"{name}, {dtype}: rows with the CPU's answer", same / count, "", target, **detail))
     decoder = Decoder.from_pretrained(name, device=device, dtype="float32")
     task, injection, texts, expected = cases[0]
-    refitted = anchor(decoder, task, task.sample(seed=0)).scores(decoder, texts).cpu()
+    refitted = anchor(decoder, task, task.sample(seed=0)).log_probs(decoder, texts).cpu()
     same = int((refitted.argmax(-1) == expected.argmax(-1)).sum())
     rows.append(row(f"{name}, float32: rows with the CPU's answer, fitted here", same / len(texts), "", "1"))
     return rows

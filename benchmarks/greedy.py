@@ -21,7 +21,7 @@ from i2cl import Decoder, Task, load_task
 from i2cl.experiments.grid import Cell
 from i2cl.experiments.store import Store
 from i2cl.methods import make_methods
-from i2cl.models.scoring import Questions, next_token_log_probabilities, score
+from i2cl.models.scoring import LabelScorer, next_token_log_probabilities, score
 
 
 def measured(
@@ -33,9 +33,9 @@ def measured(
     start = time.perf_counter()
     injection = method.injection(decoder, task, demonstrations, seed)
     seconds = time.perf_counter() - start
-    questions = Questions(decoder, task, injection.scoring)
-    labels, edit = questions.labels, injection.edit()
-    prompts = questions.queries([query.text for query in queries])
+    scorer = LabelScorer(decoder, task, injection.scoring)
+    labels, edit = scorer.labels, injection.edit()
+    prompts = scorer.queries([query.text for query in queries])
     gold = torch.tensor([query.label for query in queries])
     said: list[list[int]] = [[] for _ in prompts]
     longest = max(map(len, labels.ids)) if labels.full else 1

@@ -70,7 +70,7 @@ def naive_job(naive: Naive, work: Workload) -> torch.Tensor:
 
 def our_job(work: Workload, recipe: str, **changes: object) -> torch.Tensor:
     """Fit and predict with the package."""
-    return measures.fitted(work, recipe, **changes).scores(work.decoder, work.texts)
+    return measures.fitted(work, recipe, **changes).log_probs(work.decoder, work.texts)
 
 
 def agreement(work: Workload, epochs: int) -> dict[str, Any]:

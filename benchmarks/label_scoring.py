@@ -26,14 +26,14 @@ import torch
 from scipy.stats import ttest_1samp
 
 from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, load_task
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 
 # name of a variant: the ``scoring`` of a fit, and its solver
 VARIANTS = {
     "auto": ("auto", "auto"),
-    "full": ("full", "auto"),
+    "sequence": ("sequence", "auto"),
     "words": ("words", "auto"),
-    "words_adamw": ("words", "descent"),
+    "words_adamw": ("words", "adamw"),
 }
 TEST_SHARE = 0.5  # of the rows of a single file
 
@@ -73,7 +73,9 @@ def subset(task: Task, count: int, seed: int, decoder: Decoder) -> Task:
         words = tuple(task.labels[label] for label in keep)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tokens = Questions(decoder, replace(task, labels=words, train=(), test=()), "full").labels.ids
+            tokens = LabelScorer(
+                decoder, replace(task, labels=words, train=(), test=()), "sequence"
+            ).labels.ids
         if len({ids[0] for ids in tokens}) < len(words):
             break
     splits = [
@@ -94,7 +96,7 @@ def measure(
         warnings.simplefilter("ignore")
         injection = anchor(decoder, task, shown, AnchoredConfig(solver=solver), seed=seed, scoring=scoring)
     fitted = time.process_time()
-    scores = injection.scores(decoder, [row.text for row in rows])
+    scores = injection.log_probs(decoder, [row.text for row in rows])
     done = time.process_time()
     gold = torch.tensor([row.label for row in rows])
     return {

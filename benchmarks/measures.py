@@ -316,7 +316,7 @@ def against_prefix(
     injected = {}
     for count in tasks:
         names = [f"task {row % count}" for row in range(len(work.texts))]
-        pool.scores(work.texts[:8], names[:8])
+        pool.log_probs(work.texts[:8], names[:8])
         injected[count] = len(work.texts) / seconds(partial(pool.scores, work.texts, names), device)
     for length in tokens:
         report(f"{length} demonstration tokens")

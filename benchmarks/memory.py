@@ -69,7 +69,7 @@ class Shape:
     @property
     def uses_adamw(self) -> bool:
         """Whether the Gauss-Newton kernel would be too large."""
-        return self.plan().solver == "descent"
+        return self.plan().solver == "adamw"
 
     def weights(self) -> float:
         """Bytes of the model, with an untied LM head."""

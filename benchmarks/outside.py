@@ -27,7 +27,7 @@ from sklearn.metrics import roc_auc_score
 
 from i2cl import AnchoredConfig, Decoder, Example, Task, anchor
 from i2cl.injections.temperature import TYPICAL
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Template
 
 LABELS, SHOTS, INSIDE, OUTSIDE = 10, 5, 100, 200
@@ -61,9 +61,9 @@ def measured(decoder: Decoder, folder: Path, draw: int) -> dict[str, Any]:
     injection = anchor(decoder, task, demonstrations, AnchoredConfig(say_label=False), seed=draw)
     inside = task.queries(INSIDE, draw)
     texts = [query.text for query in inside] + outside
-    questions = Questions(decoder, task, injection.scoring)
-    scores = questions.scores(texts, edit=injection.edit()).double()
-    plain = questions.scores(texts).double()
+    scorer = LabelScorer(decoder, task, injection.scoring)
+    scores = scorer.scores(texts, edit=injection.edit()).double()
+    plain = scorer.scores(texts).double()
     result = {
         "confidence": (scores / TYPICAL).softmax(-1).amax(-1),
         "mass": scores.logsumexp(-1),
@@ -75,7 +75,7 @@ def measured(decoder: Decoder, folder: Path, draw: int) -> dict[str, Any]:
     gold = torch.tensor([query.label for query in inside])
     return {
         "labels": list(task.labels),
-        "whole_sequences": questions.labels.full,
+        "whole_sequences": scorer.labels.full,
         "accuracy": (scores[: len(inside)].argmax(-1) == gold).double().mean().item(),
         "auroc": {name: float(roc_auc_score(known, value)) for name, value in kinds.items()},
         "kept": {name: _kept(value, known) for name, value in kinds.items()},

@@ -28,7 +28,7 @@ def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, A
         return injected(anchor(decoder, task, rest, seed=seed), decoder, task)
 
     wall, own = time.perf_counter(), time.process_time()
-    scores = folded(task, demonstrations, refit, folds, seed).scores([one.text for one in demonstrations])
+    scores = folded(task, demonstrations, refit, folds, seed).log_probs([one.text for one in demonstrations])
     return {
         "folds": len(fold_rows(task, demonstrations, folds, seed)),
         "gold": [one.label for one in demonstrations],

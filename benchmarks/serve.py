@@ -139,7 +139,7 @@ class Bench:
         texts, count = cycle(self.texts), 0
         started = time.perf_counter()
         while time.perf_counter() - started < (seconds or self.seconds):
-            pool.scores(list(islice(texts, rows)), [names[at % len(names)] for at in range(rows)])
+            pool.log_probs(list(islice(texts, rows)), [names[at % len(names)] for at in range(rows)])
             count += rows
         return count / (time.perf_counter() - started)
 
@@ -280,7 +280,7 @@ class Bench:
         pool: Any = self.service.tasks.pool
 
         def score_rows(rows: Sequence[TaskQuery]) -> list[RowScores]:
-            labels = [row.task.questions.labels for row in rows]
+            labels = [row.task.scorer.labels for row in rows]
             scores = score(self.decoder, [row.ids for row in rows], labels)
             return [RowScores(log_probs, None) for log_probs in scores]
 

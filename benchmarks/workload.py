@@ -13,7 +13,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.loading import load_model_and_tokenizer
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Example, Task, Template
 
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -120,12 +120,12 @@ class Workload:
     @property
     def labels(self) -> LabelTokens:
         """Tokens of the two labels."""
-        return Questions(self.decoder, self.task).labels
+        return LabelScorer(self.decoder, self.task).labels
 
     @property
     def queries(self) -> list[Ids]:
         """Token ids of the prompts."""
-        return Questions(self.decoder, self.task).queries(self.texts)
+        return LabelScorer(self.decoder, self.task).queries(self.texts)
 
     def injection(self, seed: int = 0) -> Injection:
         """Return a random injection, which is as expensive to apply as a fitted one."""

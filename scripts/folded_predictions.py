@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task
 from i2cl.export import export_causal_lm, export_gguf
 from i2cl.export.llama_cpp import LlamaCpp
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.tasks.corpus import TASKS
 
 BEGIN, END = "<!-- folded: begin -->", "<!-- folded: end -->"
@@ -79,12 +79,12 @@ def compared(decoder: Decoder, name: str, count: int) -> Comparison:
     injection = calibrate(decoder, task, demonstrations, context, CalibrationConfig.recipe("fast"), seed=0)
     examples = task.test[:count]
     texts = [example.text for example in examples]
-    questions = Questions(decoder, task)
-    labels = questions.labels
+    scorer = LabelScorer(decoder, task)
+    labels = scorer.labels
     assert not labels.full, f"{name}: labels are more than one token"
     first = list(labels.first)
-    ids = questions.queries(texts)
-    hooked = injection.scores(decoder, texts)
+    ids = scorer.queries(texts)
+    hooked = injection.log_probs(decoder, texts)
     with tempfile.TemporaryDirectory() as scratch:
         export_causal_lm(decoder, injection, Path(scratch) / "hf")
         plain = AutoModelForCausalLM.from_pretrained(Path(scratch) / "hf").eval()

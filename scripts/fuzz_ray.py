@@ -40,7 +40,7 @@ def load() -> Counter[str]:
         os.kill(program.process.pid, signal.SIGTERM)
         program.wait()
         texts = TEXTS[:20]
-        right = injection.scores(Decoder.from_pretrained("reference"), texts).softmax(-1)
+        right = injection.log_probs(Decoder.from_pretrained("reference"), texts).softmax(-1)
         paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         runtime = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=runtime)

@@ -224,7 +224,7 @@ class Load:
         self.scratch = scratch
         decoder = Decoder.from_pretrained("reference")
         self.texts = TEXTS[:20]
-        self.right = [one.scores(decoder, self.texts).softmax(-1) for one in artefacts(scratch, 8)]
+        self.right = [one.log_probs(decoder, self.texts).softmax(-1) for one in artefacts(scratch, 8)]
         self.program, self.client = started(scratch / "tasks")
         self.versions = {self.client.upload(f"t{at % 4}", scratch / str(at)): at for at in range(8)}
         self.spoiled = spoiled(scratch / "0")

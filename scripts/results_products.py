@@ -57,7 +57,7 @@ def _correct(
     if run.scores is None or other.scores is None or other.gold != run.gold:
         raise LookupError(f"{first.name} and {second.name} on {task}: no scores, or other queries")
     tempered = CalibratedPredictor(_StoredScores(run.scores.array), Cost(), temperature=TYPICAL)
-    product = ProductPredictor(tempered, _StoredScores(other.scores.array), Cost()).scores([])
+    product = ProductPredictor(tempered, _StoredScores(other.scores.array), Cost()).log_probs([])
     return np.equal(product.argmax(-1).numpy(), run.gold)
 
 

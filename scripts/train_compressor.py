@@ -31,7 +31,7 @@ from i2cl.methods.compressors.icae import MEMORY, AutoEncoder, ICAEConfig, soft_
 from i2cl.models.batching import Ids, make_batch
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import label_log_probabilities
 from i2cl.tasks.corpus import TASKS
 from reference_documents import sample_example
@@ -197,7 +197,7 @@ def train(made: Compressor, steps: int, rate: float, seed: int) -> float:
     """Take the steps; the mean loss of the last of them, in nats."""
     optimizer = torch.optim.AdamW(made.parameters, lr=rate, weight_decay=0.01)
     tasks = {task.name: load_task(task.name).without_data() for task in TASKS}
-    labels = {name: Questions(made.decoder, task).labels for name, task in tasks.items()}
+    labels = {name: LabelScorer(made.decoder, task).labels for name, task in tasks.items()}
     source, started, losses = documents(seed), time.monotonic(), []
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:

@@ -154,7 +154,7 @@ def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None,
 def weighted(decoder, injection, seed=0):
     """The injection with labels told by their words, each of which counts as much as a fit might find."""
     plain = replace(injection, scoring="words")
-    idf = plain.questions(decoder).labels.weights
+    idf = plain.scorer(decoder).labels.weights
     moved = torch.randn(idf.shape, generator=torch.Generator().manual_seed(seed)) / 4
     return replace(plain, word_weights=idf + moved - moved.mean(0))
 

@@ -41,9 +41,9 @@ def test_the_fast_path_equals_the_naive_one(model_type):
     torch.testing.assert_close(context.values.flatten(0, 1), naive.vectors, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(injection.coefficients, wanted, rtol=1e-3, atol=1e-3)
     plain = naive.scores(TEXTS).log_softmax(-1)
-    torch.testing.assert_close(injection.scores(decoder, TEXTS), plain, rtol=1e-3, atol=5e-3)
+    torch.testing.assert_close(injection.log_probs(decoder, TEXTS), plain, rtol=1e-3, atol=5e-3)
     assert injection.predict(decoder, TEXTS) == [TASK.labels[row] for row in plain.argmax(-1).tolist()]
-    mixed = InjectionPool(decoder, {"films": injection}).scores(TEXTS, ["films"] * len(TEXTS))
+    mixed = InjectionPool(decoder, {"films": injection}).log_probs(TEXTS, ["films"] * len(TEXTS))
     torch.testing.assert_close(torch.stack(mixed), plain, rtol=1e-3, atol=5e-3)
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 
 FOLDER = Path(__file__).parent / "data" / "parity"
 CLOSE = {"atol": 1e-5, "rtol": 0}
@@ -39,8 +39,8 @@ def context(decoder):
 
 def logits(decoder, edit=None):
     """Logits of the whole vocabulary after each recorded query."""
-    questions = Questions(decoder, TASK)
-    queries = questions.queries([query["text"] for query in RECORD["queries"]])
+    scorer = LabelScorer(decoder, TASK)
+    queries = scorer.queries([query["text"] for query in RECORD["queries"]])
     rows = torch.empty(len(queries), decoder.model.config.vocab_size)
     with torch.no_grad():
         for batch, result in decoder.run_batches(queries, partial(decoder.forward, edit=edit)):

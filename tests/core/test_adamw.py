@@ -15,7 +15,7 @@ from i2cl.core.gauss_newton import fit_gauss_newton
 from i2cl.core.objective import Objective
 from i2cl.core.word_weights import WordWeights, token_scores
 from i2cl.models.memory import MemoryWarning
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import TrainConfig, train
 
 FILMS = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentiment:\n{label}"))
@@ -24,7 +24,7 @@ SHOWN = tuple(Example(text, place % 3) for place, text in enumerate(WORDS))
 
 
 def problem(decoder):
-    return Objective(Questions(decoder, FILMS), SHOWN, "both")
+    return Objective(LabelScorer(decoder, FILMS), SHOWN, "both")
 
 
 def many(count):
@@ -59,13 +59,13 @@ def test_it_ends_where_gauss_newton_ends_and_reports_the_loss(few_steps, monkeyp
     u, tau, history = fit_adamw(fit, 1.0, seed=0)
     plain = torch.zeros_like(u)
     assert history[0] == pytest.approx(cross_entropy(fit.scores(plain).double(), fit.gold).item())
-    assert history[-1] == pytest.approx(cross_entropy(fit.scores(u).double(), fit.gold).item())
+    assert history[-1] == pytest.approx(cross_entropy(fit.log_probs(u).double(), fit.gold).item())
     kernel = problem(decoder)
     ends, _, _ = fit_gauss_newton(kernel, 1.0, 100, tolerance=1e-8, settled=0)
 
     def objective(vectors):
         at = (vectors / fit.scale).flatten()
-        loss = cross_entropy(fit.scores(at).double(), fit.gold, reduction="sum").item()
+        loss = cross_entropy(fit.log_probs(at).double(), fit.gold, reduction="sum").item()
         return loss + tau / 2 * at.square().sum().item()
 
     best = objective(fit.vectors(u))
@@ -78,13 +78,13 @@ def test_any_number_of_labels_can_be_fitted():
     asked, shown = many(60)
     with left_as_found(decoder.model):
         injection = anchor(decoder, asked, shown)
-    assert (injection.scoring, injection.settings["solved_by"]) == ("words", "descent")
+    assert (injection.scoring, injection.settings["solved_by"]) == ("words", "adamw")
     assert len(injection.history) == 60 + 2  # epochs that make 240 steps
     assert injection.history[-1] < injection.history[0] - 0.5
-    scores = injection.scores(decoder, [one.text for one in shown])
+    scores = injection.log_probs(decoder, [one.text for one in shown])
     loss = cross_entropy(scores.log_softmax(-1), torch.arange(60)).item()
     assert injection.history[-1] == pytest.approx(loss, abs=0.2)  # the last vector shrinks logits a little
-    weights, idf = injection.word_weights, Questions(decoder, asked, "words").labels.weights
+    weights, idf = injection.word_weights, LabelScorer(decoder, asked, "words").labels.weights
     torch.testing.assert_close(weights.sum(0), torch.ones(60))
     assert 0.01 < (weights - idf).std() < 1
 
@@ -93,12 +93,12 @@ def test_word_weights_take_one_step_of_the_same_optimizer(monkeypatch):
     """Down the derivative of the loss in a word's weight, in the unit that makes it as large as a site's."""
     decoder = made("llama")
     asked, shown = many(5)
-    fit = Objective(Questions(decoder, asked, "words"), shown, "both")
+    fit = Objective(LabelScorer(decoder, asked, "words"), shown, "both")
     one = plan.ADAMW.model_copy(update={"warmup": 0.0, "epochs": 1, "batch_size": 5})
     monkeypatch.setattr(plan, "ADAMW_WORDS", one)
     monkeypatch.setattr(plan, "MIN_ADAMW_STEPS", 1)
     end = fit.word_weights(fit_adamw(fit, 30.0, seed=0).parameters)
-    labels, tokens = fit.questions.labels, token_scores(decoder, fit.queries, fit.questions.labels)
+    labels, tokens = fit.scorer.labels, token_scores(decoder, fit.queries, fit.scorer.labels)
     weights = labels.weights.clone().requires_grad_()
     cross_entropy(tokens @ weights, fit.gold).backward()
     slope = weights.grad - weights.grad.mean(0)
@@ -164,7 +164,7 @@ def test_a_seed_repeats_its_vectors(few_steps, monkeypatch):
     assert not torch.equal(fits[0], fits[2])
 
 
-@pytest.mark.parametrize("config", [AnchoredConfig(reach=0.0), AnchoredConfig(steps=0)])
+@pytest.mark.parametrize("config", [AnchoredConfig(prior_std=0.0), AnchoredConfig(steps=0)])
 def test_without_reach_or_steps_a_fit_yields_the_plain_model(config):
     with pytest.warns(MemoryWarning):
         injection = anchor(made("llama"), FILMS, SHOWN, config.model_copy(update={"memory": 1e-5}))
@@ -203,7 +203,7 @@ def test_batches_are_halved_when_memory_runs_out(few_steps, monkeypatch):
 def test_a_fit_that_does_not_lower_the_objective_yields_the_plain_model(few_steps, monkeypatch, end):
     losses = iter([1.0, end])
     monkeypatch.setattr(adamw, "mean_cross_entropy", lambda *_: next(losses))
-    with pytest.warns(UserWarning, match="lower the reach"):
+    with pytest.warns(UserWarning, match="lower prior_std"):
         injection = anchor(made("llama"), FILMS, SHOWN, AnchoredConfig(memory=1e-5))
     assert not injection.context.values.any()
 

@@ -10,7 +10,7 @@ from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.edits import LinearEdit
 from i2cl.core.gauss_newton import Step, gauss_newton_step, solve_kernel_regression, summed_loss
 from i2cl.core.objective import Objective, score_columns, score_directions, score_variance, wrong_labels
-from i2cl.models.scoring import Questions, score
+from i2cl.models.scoring import LabelScorer, score
 
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
 SHOWN = tuple(Example(text, label) for text, label in zip(WORDS, (0, 1, 0, 2), strict=True))
@@ -22,14 +22,14 @@ def task(words=False):
 
 
 def problem(decoder, asked, shown=SHOWN, writers="both"):
-    return Objective(Questions.of_fit(decoder, asked), shown, writers)
+    return Objective(LabelScorer.for_fit(decoder, asked), shown, writers)
 
 
 def started(decoder, asked, config, shown=SHOWN):
     """A problem with its scale and first point, and the strength of the prior."""
     fit = problem(decoder, asked, shown)
     point, _, variance = fit.first()
-    return fit, point, variance / config.reach**2
+    return fit, point, variance / config.prior_std**2
 
 
 def objective(fit, u, tau):
@@ -44,7 +44,7 @@ def stationary(fit, u, tau):
 
 
 SCORINGS = pytest.mark.parametrize("words", [False, True], ids=["first tokens", "words"])
-TO_THE_END = AnchoredConfig(reach=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
+TO_THE_END = AnchoredConfig(prior_std=3.0, steps=100, tolerance=1e-7, settled=0, say_label=False)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -62,7 +62,7 @@ def test_derivatives_match_finite_differences(model_type, words):
     step = 2e-3
 
     def values(at):
-        scores = fit.scores(at).double()
+        scores = fit.log_probs(at).double()
         others = torch.nn.functional.one_hot(fit.gold, 3) == 0
         return scores[others].view(-1, 2) - scores.gather(1, fit.gold[:, None])
 
@@ -158,7 +158,7 @@ def test_labels_that_do_not_compete_keep_their_derivatives():
 
 
 def test_a_step_that_gains_less_than_predicted_is_damped():
-    fit, point, tau = started(made("llama"), task(), AnchoredConfig(reach=30.0))
+    fit, point, tau = started(made("llama"), task(), AnchoredConfig(prior_std=30.0))
     u = torch.zeros(fit.scale.numel())
     at = Step(u, fit.scores(u), float(objective(fit, u, tau)), 1.0, 0.0)
 
@@ -179,28 +179,28 @@ def test_a_step_that_gains_less_than_predicted_is_damped():
 
 def test_history_falls_and_is_the_loss_among_labels():
     decoder, seen = made("llama"), []
-    config = AnchoredConfig(reach=3.0, steps=4, say_label=False)
+    config = AnchoredConfig(prior_std=3.0, steps=4, say_label=False)
     injection = anchor(decoder, task(), SHOWN, config, progress=lambda *at: seen.append(at))
     texts, gold = [one.text for one in SHOWN], torch.tensor([one.label for one in SHOWN])
 
     def loss(scores):
         return torch.nn.functional.cross_entropy(scores, gold).item()
 
-    plain = Questions(decoder, task()).scores(texts)
+    plain = LabelScorer(decoder, task()).scores(texts)
     assert injection.history[0] == pytest.approx(loss(plain), abs=1e-5)
-    assert injection.history[-1] == pytest.approx(loss(injection.scores(decoder, texts)), abs=1e-5)
+    assert injection.history[-1] == pytest.approx(loss(injection.log_probs(decoder, texts)), abs=1e-5)
     assert list(injection.history) == sorted(injection.history, reverse=True)
     assert [at[0] for at in seen] == list(range(1, len(injection.history)))
     assert seen[-1][2] == injection.history[-1]
 
 
-@pytest.mark.parametrize("config", [AnchoredConfig(reach=0.0), AnchoredConfig(steps=0)])
+@pytest.mark.parametrize("config", [AnchoredConfig(prior_std=0.0), AnchoredConfig(steps=0)])
 def test_under_an_infinite_prior_it_is_the_plain_model(config):
     decoder = made("gpt2")
     injection = anchor(decoder, task(), SHOWN, config)
     texts = ["fine", "so so"]
-    plain = Questions(decoder, task()).scores(texts).log_softmax(-1)
-    torch.testing.assert_close(injection.scores(decoder, texts), plain, atol=0, rtol=0)
+    plain = LabelScorer(decoder, task()).scores(texts).log_softmax(-1)
+    torch.testing.assert_close(injection.log_probs(decoder, texts), plain, atol=0, rtol=0)
 
 
 @SCORINGS
@@ -213,7 +213,7 @@ def test_on_the_balanced_scale_all_sites_move_the_scores_equally(words):
     slopes = point.jacobian.view(*point.columns.shape, -1)[..., : fit.vector_size]
     slopes = torch.nn.functional.pad(slopes, (0, 0, 1, 0))
     spread = (slopes - slopes.mean(1, keepdim=True)).square().mean((0, 1)).view(*fit.scale.shape)
-    layers = fit.questions.decoder.layers
+    layers = fit.scorer.decoder.layers
     torch.testing.assert_close(spread[:, 1].mean(-1), torch.ones(layers), atol=1e-3, rtol=0)
     assert variance == pytest.approx(spread.sum().item(), rel=1e-4)
 
@@ -239,7 +239,7 @@ def test_a_step_that_overflows_is_damped(monkeypatch):
         return result * float("nan") if len(calls) == 1 else result
 
     monkeypatch.setattr(Objective, "scores", overflowing)
-    injection = anchor(decoder, task(), SHOWN, AnchoredConfig(reach=3.0, steps=1))
+    injection = anchor(decoder, task(), SHOWN, AnchoredConfig(prior_std=3.0, steps=1))
     assert len(calls) > 1
     assert injection.history[1] < injection.history[0]
 
@@ -253,21 +253,21 @@ def test_a_model_that_overflows_is_refused():
 
 def test_a_fit_that_does_not_lower_the_loss_warns_and_yields_the_plain_model(monkeypatch):
     monkeypatch.setattr(gauss_newton, "gauss_newton_step", lambda *_, **__: None)
-    with pytest.warns(UserWarning, match="yields the plain model: lower the reach"):
+    with pytest.warns(UserWarning, match="yields the plain model: lower prior_std"):
         injection = anchor(made("llama"), task(), SHOWN)
     assert not injection.context.values.any()
 
 
-@pytest.mark.parametrize("reach", [300.0, 10_000.0])
-def test_a_wide_prior_takes_damped_steps(reach):
-    injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(reach=reach))
+@pytest.mark.parametrize("prior_std", [300.0, 10_000.0])
+def test_a_wide_prior_takes_damped_steps(prior_std):
+    injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(prior_std=prior_std))
     assert injection.history[-1] < 0.5 * injection.history[0]
 
 
-@pytest.mark.parametrize("reach", [-1.0, 1e5, float("inf"), float("nan")])
-def test_an_invalid_reach_is_refused(reach):
-    with pytest.raises(ValueError, match="reach"):
-        AnchoredConfig(reach=reach)
+@pytest.mark.parametrize("prior_std", [-1.0, 1e5, float("inf"), float("nan")])
+def test_an_invalid_prior_std_is_refused(prior_std):
+    with pytest.raises(ValueError, match="prior_std"):
+        AnchoredConfig(prior_std=prior_std)
 
 
 def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
@@ -277,7 +277,7 @@ def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
     u = torch.full((fit.scale.numel(),), 0.05)
     vectors = fit.vectors(u)
     edit = LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2))
-    wanted = score(fit.questions.decoder, fit.queries, fit.questions.labels, edit=edit)
+    wanted = score(fit.scorer.decoder, fit.queries, fit.scorer.labels, edit=edit)
     torch.testing.assert_close(fit.scores(u), wanted, atol=0, rtol=0)
 
 
@@ -311,7 +311,7 @@ def test_labels_that_differ_in_order_or_repetition_of_words_can_be_fitted(labels
 def test_gauss_newton_fits_word_weights():
     decoder = made("llama")
     weights = anchor(decoder, task(words=True), SHOWN).word_weights
-    start = Questions(decoder, task(words=True), "words").labels.weights
+    start = LabelScorer(decoder, task(words=True), "words").labels.weights
     torch.testing.assert_close(weights.sum(0), torch.ones(3))
     assert (weights - start).abs().max() > 1e-3
 

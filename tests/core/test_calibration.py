@@ -46,13 +46,13 @@ def loss_by_hand(case, coefficients, chosen, *, full=False):
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["first_token", "full"])
+@pytest.mark.parametrize("full", [False, True], ids=["first_token", "sequence"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gptj", "gemma2", "opt"])
 def test_one_step_matches_a_direct_computation(case, full):
     first = torch.tensor([0.1, 1.0]).repeat(decoder_of(case).layers, 2, 1).requires_grad_()
     wanted = loss_by_hand(case, first, [0, 1, 2], full=full)
     (gradient,) = torch.autograd.grad(wanted, first)
-    scoring = "full" if full else "auto"
+    scoring = "sequence" if full else "auto"
     result = fit(case, batches=[[0, 1, 2]], noise=0.0, lr=0.03, weight_decay=0.1, scoring=scoring)
     assert result.history == (pytest.approx(wanted.item(), rel=1e-5),)
     # The first step of AdamW moves by the learning rate against the sign of the gradient.
@@ -76,8 +76,8 @@ def test_labels_of_several_tokens_are_learned_as_sequences():
     with pytest.warns(ScoringWarning) as caught:
         result = fit(task=labels, noise=0.0, batches=[[1]])
     assert len(caught) == 1
-    before = fit(task=labels, noise=0.0, epochs=0, scoring="full")
-    probability = before.questions(decoder_of("llama")).scores(["dull"], edit=before.edit())[0, 1].item()
+    before = fit(task=labels, noise=0.0, epochs=0, scoring="sequence")
+    probability = before.scorer(decoder_of("llama")).log_probs(["dull"], edit=before.edit())[0, 1].item()
     assert result.history[0] == pytest.approx(-probability, rel=1e-5)
 
 

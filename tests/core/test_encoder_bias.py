@@ -29,7 +29,7 @@ from plugin import WordsEncoder
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
-OPTIONS = {"encoder": "words", "reach": 3.0, "steps": 2}
+OPTIONS = {"encoder": "words", "prior_std": 3.0, "steps": 2}
 TEXTS = list(ASKED)
 NAME = "anchored+sentence_embeddings"
 
@@ -54,17 +54,17 @@ def test_scores_match_the_product_of_two_methods(task, words_encoder):
     decoder, rows = decoder_of("llama"), rows_of(task)
     injection = fitted(task)
     (product,) = make_methods([NAME], OPTIONS)
-    expected = product.fit(decoder, task, rows, 0).scores(TEXTS)
-    actual = injection.scores(decoder, TEXTS)
+    expected = product.fit(decoder, task, rows, 0).log_probs(TEXTS)
+    actual = injection.log_probs(decoder, TEXTS)
     torch.testing.assert_close(actual.float(), expected.float(), atol=1e-4, rtol=1e-4)
     assert injection.temperature == TYPICAL
     plain = replace(injection, encoder_bias=None)
-    assert not torch.allclose(actual, plain.scores(decoder, TEXTS))
-    assert injection.scores(decoder, []).shape == (0, len(task.labels))
+    assert not torch.allclose(actual, plain.log_probs(decoder, TEXTS))
+    assert injection.log_probs(decoder, []).shape == (0, len(task.labels))
     other = with_temperature(injection, 7.0)
-    assert torch.equal(other.scores(decoder, TEXTS).argmax(-1), actual.argmax(-1))
+    assert torch.equal(other.log_probs(decoder, TEXTS).argmax(-1), actual.argmax(-1))
     fit = calibrating_method(NAME, OPTIONS).fit(decoder, task, rows, 0)
-    torch.testing.assert_close((fit.scores(TEXTS) / TYPICAL).log_softmax(-1).float(), actual)
+    torch.testing.assert_close((fit.log_probs(TEXTS) / TYPICAL).log_softmax(-1).float(), actual)
     assert fit.cost.cached_values == plain.context.values.numel() + len(injection.encoder_bias.weights) * 25
 
 
@@ -81,12 +81,12 @@ def test_named_encoder_is_used(monkeypatch):
 
 def test_encoder_is_saved_and_pooled(injection, tmp_path):
     decoder = decoder_of("llama")
-    scores = injection.scores(decoder, TEXTS)
+    scores = injection.log_probs(decoder, TEXTS)
     injection.save_pretrained(tmp_path / "new")
     stored = json.loads((tmp_path / "new" / DESCRIPTION).read_text(encoding="utf-8"))
     assert (stored["encoder"], "word_weights" in stored) == ("words", False)
     loaded = Injection.from_pretrained(tmp_path / "new")
-    torch.testing.assert_close(loaded.scores(decoder, TEXTS), scores)
+    torch.testing.assert_close(loaded.log_probs(decoder, TEXTS), scores)
     assert digest(loaded) == digest(injection) != digest(replace(injection, encoder_bias=None))
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "The sentence encoder words runs beside the model" in card
@@ -94,8 +94,8 @@ def test_encoder_is_saved_and_pooled(injection, tmp_path):
     pool = InjectionPool(decoder, {"both": loaded, "plain": plain, "biased": biased})
     names = ["both", "plain", "biased"] * 2
     tasks = {"both": injection, "plain": plain, "biased": biased}
-    for name, text, row in zip(names, TEXTS, pool.scores(TEXTS, names), strict=True):
-        expected = tasks[name].scores(decoder, [text])[0]
+    for name, text, row in zip(names, TEXTS, pool.log_probs(TEXTS, names), strict=True):
+        expected = tasks[name].log_probs(decoder, [text])[0]
         torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)  # other batch sizes
 
 
@@ -113,19 +113,19 @@ def test_label_prior_includes_the_encoder(injection):
     decoder = decoder_of("llama")
     with pytest.warns(UserWarning, match="is unreliable"):
         prior = with_label_prior(injection, decoder, TEXTS)
-    means = injection.scores(decoder, TEXTS).softmax(-1).mean(0)
+    means = injection.log_probs(decoder, TEXTS).softmax(-1).mean(0)
     torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())
     assert prior.temperature == TYPICAL
     expected = add_label_bias(
-        injection.scores(decoder, TEXTS), prior_bias(None, injection.scores(decoder, TEXTS))
+        injection.log_probs(decoder, TEXTS), prior_bias(None, injection.log_probs(decoder, TEXTS))
     )
-    torch.testing.assert_close(prior.scores(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(prior.log_probs(decoder, TEXTS), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_changed_or_missing_encoder_is_refused(injection, words_encoder, tmp_path, monkeypatch):
     decoder = decoder_of("llama")
     words_encoder(WordsEncoder(turned=1))
-    one_line("the encoder 'words' yields other embeddings than at the fit", injection.scores, decoder, TEXTS)
+    one_line("the encoder 'words' yields other embeddings than at the fit", injection.log_probs, decoder, TEXTS)
     one_line("yields other embeddings", InjectionPool, decoder, {"both": injection})
     injection.save_pretrained(tmp_path / "new")
     shutil.copytree(tmp_path / "new", tmp_path / "less")
@@ -140,7 +140,7 @@ def test_changed_or_missing_encoder_is_refused(injection, words_encoder, tmp_pat
     wide = {name: one.double() for name, one in load_file(tmp_path / "new" / TENSORS).items()}
     save_file(wide, tmp_path / "less" / TENSORS)
     words_encoder()
-    Injection.from_pretrained(tmp_path / "less").scores(decoder, TEXTS)
+    Injection.from_pretrained(tmp_path / "less").log_probs(decoder, TEXTS)
     monkeypatch.undo()
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
     one_line(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.scores, decoder, TEXTS)
@@ -154,11 +154,11 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
     moved = Injection.from_pretrained(tmp_path / "task", encoder="elsewhere")
     assert moved.encoder_bias.encoder == str(place)
     decoder = decoder_of("llama")
-    torch.testing.assert_close(moved.scores(decoder, TEXTS), injection.scores(decoder, TEXTS))
+    torch.testing.assert_close(moved.log_probs(decoder, TEXTS), injection.log_probs(decoder, TEXTS))
     encoder_bias._probe.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(encoder_bias, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
-        one_line("not here: get it .or give its new location with --encoder", moved.scores, decoder, TEXTS)
+        one_line("not here: get it .or give its new location with --encoder", moved.log_probs, decoder, TEXTS)
     words_encoder(WordsEncoder(turned=1))
     one_line("yields other embeddings than at the fit: give the encoder", moved.scores, decoder, TEXTS)
     replace(injection, encoder_bias=None).save_pretrained(tmp_path / "plain")
@@ -194,7 +194,7 @@ def test_encoder_path_is_not_written_to_the_artefact(injection, tmp_path, monkey
     replace(injection, encoder_bias=bias).push_to_hub("me/task")
     assert seen["encoder"] == "mine"
     assert _without_folders(f"encoder={tmp_path / 'mine'}") == "encoder=mine"
-    assert _without_folders("reach=2") == "reach=2"
+    assert _without_folders("prior_std=2") == "prior_std=2"
 
 
 @pytest.fixture

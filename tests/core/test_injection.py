@@ -59,7 +59,7 @@ def test_scores_match_a_linear_edit(writers, positions):
     labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
     record = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
     edit = LinearEdit(injection.context.values, injection.coefficients, seed=injection.seed, **record)
-    for text, result in zip(TEXTS, injection.scores(decoder, TEXTS), strict=True):
+    for text, result in zip(TEXTS, injection.log_probs(decoder, TEXTS), strict=True):
         ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
         batch = make_batch([ids], torch.device("cpu"))
         with torch.no_grad():
@@ -72,18 +72,18 @@ def test_scores_match_a_linear_edit(writers, positions):
 
 def test_predictions_are_label_words_and_full_sequences_can_be_requested():
     decoder, injection, done = decoder_of("llama"), made(), []
-    best = injection.scores(decoder, TEXTS).argmax(-1).tolist()
+    best = injection.log_probs(decoder, TEXTS).argmax(-1).tolist()
     assert injection.predict(decoder, TEXTS) == [TASK.labels[row] for row in best]
     assert injection.predict(decoder, []) == []
-    whole = injection.scores(decoder, TEXTS, scoring="full", progress=done.append)
-    asked = injection.questions(decoder, "full")
+    whole = injection.log_probs(decoder, TEXTS, scoring="sequence", progress=done.append)
+    asked = injection.scorer(decoder, "sequence")
     wanted = asked.scores(TEXTS, edit=injection.edit()).log_softmax(-1)
     torch.testing.assert_close(whole, wanted)
-    assert not torch.allclose(whole, injection.scores(decoder, TEXTS))
+    assert not torch.allclose(whole, injection.log_probs(decoder, TEXTS))
     assert sum(done) == pytest.approx(2)
 
 
-@pytest.mark.parametrize("ask", ["scores", "predict"])
+@pytest.mark.parametrize("ask", ["log_probs", "predict"])
 def test_another_model_of_the_same_shape_is_accepted_with_force(ask):
     other = Decoder(tiny_model("llama", seed=1), tiny_tokenizer(), name="other")
     one_line(r"made on 'llama', not 'other' \(weights .*--force", getattr(made(), ask), other, TEXTS)
@@ -95,7 +95,7 @@ def test_model_is_fingerprinted_once(monkeypatch):
     read = Mock(wraps=decoder_module.weights_fingerprint)
     monkeypatch.setattr(decoder_module, "weights_fingerprint", read)
     for _ in range(3):
-        injection.scores(decoder, TEXTS)
+        injection.log_probs(decoder, TEXTS)
     assert read.call_count == 1
 
 
@@ -135,7 +135,7 @@ def test_roundtrip_is_exact(tmp_path, case, writers):
     assert loaded.context.config == injection.context.config
     assert loaded.context.demonstrations == 7
     loaded.require_base(decoder_of(case))
-    scores = [artefact.scores(decoder_of(case), TEXTS) for artefact in (injection, loaded)]
+    scores = [artefact.log_probs(decoder_of(case), TEXTS) for artefact in (injection, loaded)]
     assert torch.equal(*scores)
 
 
@@ -147,7 +147,7 @@ def test_label_bias_is_saved(saved, tmp_path):
     assert described(tmp_path / "new") == described(saved) | record
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert loaded.label_bias == injection.label_bias
-    assert torch.equal(*(one.scores(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
+    assert torch.equal(*(one.log_probs(decoder_of("llama"), TEXTS) for one in (loaded, injection)))
     card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
     assert "`label_bias` is added to the log-probabilities over the labels" in card
     assert "label_bias" not in (saved / CARD).read_text(encoding="utf-8")
@@ -170,18 +170,18 @@ def test_temperature_is_saved_unless_it_is_1(saved, tmp_path):
 
 def test_word_weights_are_saved(saved, tmp_path):
     plain = made(scoring="words")
-    sizes = plain.questions(decoder_of("llama")).labels.weights.shape
+    sizes = plain.scorer(decoder_of("llama")).labels.weights.shape
     weighted = replace(plain, word_weights=torch.randn(sizes).T.contiguous().T)
     weighted.save_pretrained(tmp_path / "new")
     record = {"word_weights": True, "scoring": "words"}
     assert described(tmp_path / "new") == described(saved) | record
     loaded = Injection.from_pretrained(tmp_path / "new")
     assert torch.equal(loaded.word_weights, weighted.word_weights)
-    scores = [one.scores(decoder_of("llama"), TEXTS) for one in (loaded, weighted, plain)]
+    scores = [one.log_probs(decoder_of("llama"), TEXTS) for one in (loaded, weighted, plain)]
     torch.testing.assert_close(*scores[:2])  # to rounding: their strides differ
     assert not torch.allclose(*scores[1:])
     assert Injection.from_pretrained(saved).word_weights is None
-    one_line("with scoring 'full' and 2 labels", made, scoring="full", word_weights=torch.eye(2))
+    one_line("with scoring 'sequence' and 2 labels", made, scoring="sequence", word_weights=torch.eye(2))
     one_line(r"\(5, 5\) with scoring 'words' and 2", made, scoring="words", word_weights=torch.eye(5))
     other = replace(weighted, word_weights=torch.ones(99, 2))
     one_line("word weights have .*fit it again", other.scores, decoder_of("llama"), TEXTS)
@@ -313,7 +313,7 @@ FORMS = [
     {"label_bias": (0.5, -0.5)},
     {"temperature": 2.5},
     {"temperature": 0.3, "label_bias": (0.5, -0.5)},
-    {"scoring": "full"},
+    {"scoring": "sequence"},
     {"scoring": "words"},
 ]
 
@@ -322,8 +322,8 @@ FORMS = [
 def test_scores_are_normalized_float32_log_probabilities(fields):
     decoder, task = decoder_of("llama"), TASKS[0]
     injection = random_injection(decoder, task, 0, fields=fields)
-    pooled = InjectionPool(decoder, {"films": injection}).scores(TEXTS, ["films"] * len(TEXTS))
-    for scores in (injection.scores(decoder, TEXTS), torch.stack(pooled)):
+    pooled = InjectionPool(decoder, {"films": injection}).log_probs(TEXTS, ["films"] * len(TEXTS))
+    for scores in (injection.log_probs(decoder, TEXTS), torch.stack(pooled)):
         assert scores.dtype == torch.float32
         torch.testing.assert_close(scores.exp().sum(-1), torch.ones(len(TEXTS)), atol=1e-5, rtol=0)
 
@@ -331,7 +331,7 @@ def test_scores_are_normalized_float32_log_probabilities(fields):
 def test_label_log_mass_is_the_log_probability_of_any_label():
     decoder, task = decoder_of("llama"), TASKS[0]
     injection = random_injection(decoder, task, 0)
-    asked = injection.questions(decoder)
+    asked = injection.scorer(decoder)
     wide = next_token_log_probabilities(decoder, asked.queries(TEXTS), edit=injection.edit())
     wanted = wide[:, list(asked.labels.first)].logsumexp(-1)
     torch.testing.assert_close(injection.label_log_mass(decoder, TEXTS), wanted)

@@ -11,7 +11,7 @@ from i2cl.core.label_mass import raise_label_mass
 from i2cl.models.batching import make_batch
 from i2cl.models.edits import edit_outputs
 from i2cl.models.encoding import LabelTokens
-from i2cl.models.scoring import Questions, next_token_log_probabilities
+from i2cl.models.scoring import LabelScorer, next_token_log_probabilities
 from tiny import CASES, PATHS
 
 QUERIES = [(5, 17, 90, 31), (8, 41, 7), (77, 12, 63, 250, 19, 4)]
@@ -91,16 +91,16 @@ def test_default_fit_generates_labels_and_keeps_predictions():
     silent = anchor(decoder, TASK, SHOWN, AnchoredConfig(say_label=False))
     begins, ends = ("a film", "dull", "kind", "so"), ("of old", "!", "and", "")
     texts = [f"{word} {other}" for word in begins for other in ends]
-    questions = Questions(decoder, TASK)
-    queries = questions.queries(texts)
-    firsts = torch.tensor(questions.labels.first)
+    scorer = LabelScorer(decoder, TASK)
+    queries = scorer.queries(texts)
+    firsts = torch.tensor(scorer.labels.first)
     greedy = next_token_log_probabilities(decoder, queries, edit=says.edit()).argmax(-1)
     says_one = torch.isin(greedy, firsts)
     assert says_one.float().mean() > 0.9  # of a random model
     without = next_token_log_probabilities(decoder, queries, edit=silent.edit()).argmax(-1)
     assert torch.isin(without, firsts).float().mean() < 0.5
-    kept = silent.scores(decoder, texts).argmax(-1)
-    assert torch.equal(says.scores(decoder, texts).argmax(-1), kept)
+    kept = silent.log_probs(decoder, texts).argmax(-1)
+    assert torch.equal(says.log_probs(decoder, texts).argmax(-1), kept)
     assert torch.equal(firsts[kept][says_one], greedy[says_one])
     before, after = says.settings["label_mass"]
     assert before < after

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from fitting import encode, injecting, log_probability, made, one_line
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
 from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
 FIRST = Task("films", ("positive", "negative"), TEMPLATE)
@@ -32,7 +32,7 @@ def test_the_loss_is_the_cross_entropy_of_the_predictions(case, task, change):
     context = extract(decoder, task, SHOTS)
     start = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"epochs": 0, "passes": 0}))
     result = calibrate(decoder, task, SHOTS, context, config)
-    wanted = cross_entropy(start.scores(decoder, TEXTS), GOLD).item()
+    wanted = cross_entropy(start.log_probs(decoder, TEXTS), GOLD).item()
     assert result.history == (pytest.approx(wanted, rel=1e-5),)
     paper = calibrate(decoder, task, SHOTS, context, config.model_copy(update={"loss": "vocabulary"}))
     assert paper.history[0] > wanted + 0.1  # all tokens compete there
@@ -44,9 +44,9 @@ def test_word_level_scoring_needs_the_loss_among_labels():
     context = extract(decoder, WORDS, SHOTS)
     start = calibrate(decoder, WORDS, SHOTS, context, QUIET.model_copy(update={"epochs": 0}), scoring="words")
     result = calibrate(decoder, WORDS, SHOTS, context, config, scoring="words")
-    scores = start.scores(decoder, TEXTS)
+    scores = start.log_probs(decoder, TEXTS)
     assert result.history == (pytest.approx(cross_entropy(scores, GOLD).item(), rel=1e-5),)
-    assert not torch.allclose(scores, start.scores(decoder, TEXTS, scoring="full"))
+    assert not torch.allclose(scores, start.log_probs(decoder, TEXTS, scoring="sequence"))
     paper = config.model_copy(update={"loss": "vocabulary"})
     one_line("compares labels", calibrate, decoder, WORDS, SHOTS, context, paper, scoring="words")
 
@@ -54,14 +54,14 @@ def test_word_level_scoring_needs_the_loss_among_labels():
 def test_full_sequences_need_the_loss_over_the_vocabulary():
     decoder = made("llama")
     context = extract(decoder, WORDS, SHOTS)
-    one_line("scoring='words'", calibrate, decoder, WORDS, SHOTS, context, QUIET, scoring="full")
+    one_line("scoring='words'", calibrate, decoder, WORDS, SHOTS, context, QUIET, scoring="sequence")
     paper = QUIET.model_copy(update={"loss": "vocabulary"})
-    assert calibrate(decoder, WORDS, SHOTS, context, paper, scoring="full").scoring == "full"
+    assert calibrate(decoder, WORDS, SHOTS, context, paper, scoring="sequence").scoring == "sequence"
 
 
 def by_hand(decoder, task, values, coefficients):
     """Mean loss among the labels: a plain row for each token of each text, under separate hooks."""
-    labels = Questions.of_fit(decoder, task).labels
+    labels = LabelScorer.for_fit(decoder, task).labels
     with injecting(decoder, values, coefficients):
         asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), labels.read)
         tokens = [log_probability(decoder, query, (token,)) for query, token in asked]
@@ -75,7 +75,7 @@ def test_gradients_match_a_computation_by_hand(monkeypatch, case, task, packed):
     monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
     decoder, config = made(case), QUIET
     context = extract(decoder, task, SHOTS)
-    run = CalibrationRun(Questions.of_fit(decoder, task), SHOTS, context, seed=0)
+    run = CalibrationRun(LabelScorer.for_fit(decoder, task), SHOTS, context, seed=0)
     active = config.active(decoder.layers, "both")
     coefficients = Coefficients(config, active, [None], decoder.device)
     with decoder.frozen():

@@ -15,7 +15,7 @@ from i2cl.experiments.evidence.fit_evaluation import refitting
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.memory import MemoryWarning
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 
 LETTERS = Task("letters", tuple("abcdef"), Template("{text}\n{label}"))
 SHARED = Task("shared", ("~a", "~b"), LETTERS.template)  # the labels share their first token
@@ -27,12 +27,12 @@ GB = 10**9
 @pytest.mark.parametrize(
     ("size", "solver"),
     [
-        (SMALL, "kernel"),
-        (FitSize(128, 5, 1000), "kernel"),
-        (FitSize(129, 5, 1000), "descent"),
-        (FitSize(129, 5, 1000, words=True), "kernel"),
-        (FitSize(24, 24, 1000, words=True), "kernel"),
-        (FitSize(385, 77, 1000, words=True), "descent"),
+        (SMALL, "gauss_newton"),
+        (FitSize(128, 5, 1000), "gauss_newton"),
+        (FitSize(129, 5, 1000), "adamw"),
+        (FitSize(129, 5, 1000, words=True), "gauss_newton"),
+        (FitSize(24, 24, 1000, words=True), "gauss_newton"),
+        (FitSize(385, 77, 1000, words=True), "adamw"),
     ],
 )
 def test_the_number_of_examples_and_wrong_labels_decides(size, solver):
@@ -43,24 +43,24 @@ def test_the_number_of_examples_and_wrong_labels_decides(size, solver):
 
 def test_a_kernel_that_exceeds_the_memory_falls_back_to_adamw():
     size = FitSize(examples=100, labels=4, parameters=1000)
-    assert plan_fit(size, size.kernel_bytes).solver == "kernel"
+    assert plan_fit(size, size.kernel_bytes).solver == "gauss_newton"
     result = plan_fit(size, size.kernel_bytes - 1)
-    assert result.solver == "descent"
+    assert result.solver == "adamw"
     assert "GB may be used: using AdamW" in result.warning
 
 
 def test_a_requested_solver_is_used():
     many = FitSize(examples=240, labels=6, parameters=1000)  # 1,200 columns
-    assert plan_fit(many, GB, "kernel").solver == "kernel"
-    assert plan_fit(SMALL, GB, "descent").solver == "descent"
+    assert plan_fit(many, GB, "gauss_newton").solver == "gauss_newton"
+    assert plan_fit(SMALL, GB, "adamw").solver == "adamw"
 
 
 @pytest.mark.parametrize(
     ("size", "memory", "solver", "message"),
     [
         (SMALL, 1000, "auto", r"needs .* GB beside it, but 1e-06 GB may be used: .*--memory"),
-        (SMALL, 1000, "kernel", r"1e-06 GB may be used: .*--memory.*leave out solver='kernel'"),
-        (FitSize(960, 6, 1000), GB, "kernel", "up to 4096 columns, not 4800 .*--shots"),
+        (SMALL, 1000, "gauss_newton", r"1e-06 GB may be used: .*--memory.*leave out solver='gauss_newton'"),
+        (FitSize(960, 6, 1000), GB, "gauss_newton", "up to 4096 columns, not 4800 .*--shots"),
     ],
 )
 def test_a_fit_that_is_too_large_is_refused(size, memory, solver, message):
@@ -76,13 +76,13 @@ def test_the_cost_grows_with_labels_and_steps():
     assert passes(24, words=True) < passes(24)  # later steps differentiate competing labels only
 
 
-@pytest.mark.parametrize("solver", ["kernel", "descent"])
+@pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])
 def test_settings_store_the_solver(solver):
     config = AnchoredConfig(steps=1, solver=solver)
     assert anchor(made("llama"), LETTERS, SHOWN, config).settings["solved_by"] == solver
 
 
-@pytest.mark.parametrize("solver", ["kernel", "descent"])
+@pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])
 def test_labels_that_share_first_tokens_are_scored_by_words_without_a_warning(solver):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -91,8 +91,8 @@ def test_labels_that_share_first_tokens_are_scored_by_words_without_a_warning(so
 
 
 def test_full_sequences_are_refused():
-    message = "scoring='full' is for methods without a fit.*scoring='words'"
-    one_line(message, anchor, made("llama"), SHARED, SHOWN[:2], scoring="full")
+    message = "scoring='sequence' is for methods without a fit.*scoring='words'"
+    one_line(message, anchor, made("llama"), SHARED, SHOWN[:2], scoring="sequence")
 
 
 def test_a_refit_uses_the_solver_and_scoring_of_the_fit(monkeypatch):
@@ -100,9 +100,9 @@ def test_a_refit_uses_the_solver_and_scoring_of_the_fit(monkeypatch):
     monkeypatch.setattr(plan, "MAX_WORD_KERNEL_COLUMNS", 1)
     fit = method.injection(decoder, SHARED, SHOWN[:2])
     monkeypatch.undo()
-    assert method.injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "kernel"
+    assert method.injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "gauss_newton"
     again = refitting(method, fit)(decoder, SHARED, SHOWN[:2])
-    assert (again.settings["solved_by"], again.scoring) == ("descent", "words")
+    assert (again.settings["solved_by"], again.scoring) == ("adamw", "words")
     i2cl = I2CL(calibration=CalibrationConfig(epochs=1))
     assert refitting(i2cl, i2cl.injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring == "auto"
 
@@ -133,8 +133,8 @@ def test_processes_of_a_tensor_parallel_model_choose_the_same_solver(monkeypatch
 
 
 def test_derivatives_are_taken_in_batches_that_the_training_memory_holds(monkeypatch):
-    fit = Objective(Questions(made("llama"), LETTERS), SHOWN, "both")
-    decoder, rows = fit.questions.decoder, []
+    fit = Objective(LabelScorer(made("llama"), LETTERS), SHOWN, "both")
+    decoder, rows = fit.scorer.decoder, []
     forward = decoder.forward
     monkeypatch.setattr(
         decoder, "forward", lambda batch, **more: [rows.append(len(batch.rows)), forward(batch, **more)][1]
@@ -153,4 +153,4 @@ def test_labels_with_the_same_tokens_are_refused(monkeypatch):
     same = Task("same", ("ab", "a b"), Template("{text}\n{label}"))
     tokens = lambda encoder, template, labels, line, end="": ((1,),) * len(labels)  # noqa: E731
     monkeypatch.setattr("i2cl.models.encoding._behind", tokens)
-    one_line("same tokens", anchor, made("llama"), same, SHOWN[:2], AnchoredConfig(solver="descent"))
+    one_line("same tokens", anchor, made("llama"), same, SHOWN[:2], AnchoredConfig(solver="adamw"))

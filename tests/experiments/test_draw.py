@@ -23,7 +23,7 @@ def of(*counts, test=()):
 
 
 def tokens_of(speed, rows):
-    return sum(map(len, speed.questions.queries([row.text for row in rows])))
+    return sum(map(len, speed.scorer.queries([row.text for row in rows])))
 
 
 def counts(rows):
@@ -124,7 +124,7 @@ def test_the_estimate_is_that_of_the_plan(decoder, fast):
     fast(1.0)
     task = of(4, 4, 4)  # labels share their first token
     speed = module._Speed.of(decoder, task, ANCHORED)
-    labels = speed.questions.labels
+    labels = speed.scorer.labels
     parameters = decoder.layers * 2 * decoder.d_model + len(labels.read) * 3
     plan = plan_fit(FitSize(12, 3, parameters, words=True), 1e9)
     seconds, first_step = speed.estimate(task.train)
@@ -136,7 +136,7 @@ def test_many_small_batches_take_longer_than_few(decoder):
     speed = replace(
         module._Speed.of(decoder, of(4, 4), ANCHORED), seconds_per_token=0.0, seconds_per_batch=1.0
     )
-    (adamw,) = make_methods(["anchored"], {"solver": "descent"})
+    (adamw,) = make_methods(["anchored"], {"solver": "adamw"})
     rows = of(4, 4).train
     passes = replace(speed, method=adamw)._plan(rows).passes
     assert replace(speed, method=adamw).seconds(rows) == passes  # one batch of 16

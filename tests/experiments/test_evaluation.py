@@ -25,7 +25,7 @@ class Told:
     labels: int = 2
     cost: ClassVar[Cost] = Cost(trained=7, cached_values=11, cached_bytes=44)
 
-    def scores(self, texts, progress=None):
+    def log_probs(self, texts, progress=None):
         self.asked.append(tuple(texts))
         return torch.nn.functional.one_hot(torch.tensor(self.best[: len(texts)]), self.labels).float()
 
@@ -79,7 +79,7 @@ def test_run_has_scores_and_calibration_metrics(decoder, task):
     (method,) = make_methods(["zero_shot"])
     run = evaluate(decoder, task, method, limit=6)
     texts = [query.text for query in task.queries(6)]
-    expected = method.fit(decoder, task, (), 0).scores(texts).log_softmax(1).numpy()
+    expected = method.fit(decoder, task, (), 0).log_probs(texts).log_softmax(1).numpy()
     assert run.scores.shape == (6, 2)
     np.testing.assert_allclose(run.scores.array, expected, rtol=1e-3)
     value, record = run.confidence, run.record()

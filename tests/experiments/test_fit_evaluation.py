@@ -25,7 +25,7 @@ from i2cl.experiments.evidence.fit_evaluation import (
     sample_rows,
 )
 from i2cl.injections.temperature import likely_temperature, normalised
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
@@ -179,10 +179,10 @@ def test_cross_validation_scores_rows_by_refits_without_them(decoder, task, name
     right = 0
     for rest in tuple(asked):  # a copy, because the refits below add to it
         out = [one for one in shown if one not in rest]
-        best = make(rest).scores(decoder, [one.text for one in out]).argmax(-1)
+        best = make(rest).log_probs(decoder, [one.text for one in out]).argmax(-1)
         right += int((best == torch.tensor([one.label for one in out])).sum())
     assert value["methods"][name]["accuracy"] == pytest.approx(right / len(shown))
-    plain = Questions(decoder, task).scores([one.text for one in shown]).argmax(-1)
+    plain = LabelScorer(decoder, task).scores([one.text for one in shown]).argmax(-1)
     assert value["methods"]["zero_shot"]["accuracy"] == pytest.approx((plain == gold).float().mean().item())
     assert value["methods"][name]["fit_seconds"] == 7.0
     assert value["methods"]["few_shot"]["fit_seconds"] > 0
@@ -298,11 +298,13 @@ def test_temperature_is_fitted_on_the_rows_and_keeps_predictions(decoder, task):
     result = measured(decoder, task)
     texts = [row.text for row in task.test]
     gold = np.array([row.label for row in task.test])
-    scores = plain.scores(decoder, texts)
+    scores = plain.log_probs(decoder, texts)
     assert result.temperature == pytest.approx(likely_temperature(scores.numpy(), gold, 1.5, 1.0), rel=1e-2)
     assert result.temperature != 1
     assert result.predict(decoder, texts) == plain.predict(decoder, texts)
-    expected = confidence(normalised(result.scores(decoder, texts).numpy()), gold, scores.argmax(-1).numpy())
+    expected = confidence(
+        normalised(result.log_probs(decoder, texts).numpy()), gold, scores.argmax(-1).numpy()
+    )
     assert result.worth["confidence"] == pytest.approx(asdict(expected), abs=2e-3)
     assert result.worth["selection"] == {}
 

@@ -17,7 +17,7 @@ from i2cl.experiments.store import Store
 from i2cl.experiments.studies import Bench, fit_cells, plain, run_cell, worst_group
 from i2cl.methods import make_methods
 from i2cl.methods.prompts import PromptPredictor
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from tiny import tiny_model, tiny_tokenizer
 
 
@@ -67,7 +67,7 @@ def test_chat_cell_uses_the_chat_template(bench, monkeypatch):
     monkeypatch.setattr(bench.decoder.tokenizer, "chat_template", said)
     asked = load_task(ONE).chat(bench.decoder.tokenizer)
     assert asked.template.query("x").endswith("<assistant>")
-    scores = Questions(bench.decoder, asked).scores([query.text for query in asked.queries(12)])
+    scores = LabelScorer(bench.decoder, asked).scores([query.text for query in asked.queries(12)])
     assert outcome_of(bench, wanted).predictions == tuple(scores.argmax(-1).tolist())
 
 
@@ -90,8 +90,8 @@ def test_move_cell_injects_another_tasks_fit(bench):
     source = keep_short(bench, OTHER)
     outcome = outcome_of(bench, cell(study="move", sources=(OTHER,)))
     task = bench.task(cell())
-    predictor = PromptPredictor(Questions(bench.decoder, task), edit=source.edit)
-    scores = predictor.scores([query.text for query in task.queries(12)])
+    predictor = PromptPredictor(LabelScorer(bench.decoder, task), edit=source.edit)
+    scores = predictor.log_probs([query.text for query in task.queries(12)])
     assert outcome.predictions == tuple(scores.argmax(-1).tolist())
     assert outcome.coefficients == source.edit.coefficients.tolist()
 
@@ -132,7 +132,7 @@ def test_worst_group_has_the_lowest_few_shot_accuracy(bench, monkeypatch):
     (few_shot,) = make_methods(["few_shot"])
     gold = torch.tensor([one.label for one in judged])
     fits = [few_shot.fit(bench.decoder, task, group, 0) for group in groups]
-    accuracies = [(fit.scores(texts).argmax(-1) == gold).float().mean().item() for fit in fits]
+    accuracies = [(fit.log_probs(texts).argmax(-1) == gold).float().mean().item() for fit in fits]
     assert chosen == groups[accuracies.index(min(accuracies))]
     assert not {one.text for group in groups for one in group} & set(texts)
     assert not {one.text for one in task.test} & set(texts)

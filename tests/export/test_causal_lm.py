@@ -40,7 +40,7 @@ def test_the_card_shows_code_that_gives_label_and_probability(task, tmp_path, mo
     export_causal_lm(decoder, injection, tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     *label, probability = run_card(tmp_path / "out")
-    expected = injection.scores(decoder, golden.TEXTS[:1]).softmax(-1)[0]
+    expected = injection.log_probs(decoder, golden.TEXTS[:1]).softmax(-1)[0]
     assert " ".join(label) == task.labels[int(expected.argmax())]
     assert float(probability) == pytest.approx(expected.max().item(), abs=1e-5)
 
@@ -65,7 +65,7 @@ def test_golden_answers_include_label_prior_and_temperature(tmp_path):
     decoder, injection = drawn("llama")
     injection = replace(injection, label_bias=(0.75, -0.5), temperature=2.0)
     made = cases.with_golden(export_causal_lm, (decoder, injection), tmp_path / "out")
-    expected = injection.scores(decoder, golden.TEXTS).softmax(-1)
+    expected = injection.log_probs(decoder, golden.TEXTS).softmax(-1)
     torch.testing.assert_close(torch.tensor(made.probabilities), expected.float(), atol=1e-6, rtol=1e-5)
     assert verify(tmp_path / "out").passed
 

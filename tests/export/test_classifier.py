@@ -62,7 +62,7 @@ def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, 
     decoder = decoder_of(case)
     injection = with_temperature(injection_for(decoder), 1.7)
     _, classify = exported(decoder, injection, tmp_path / "out")
-    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     sides = ("right",) if CASES[case][0] in RIGHT_ONLY else ("right", "left")
     assert Golden.from_export(tmp_path / "out").left_padding == (len(sides) == 2)
     for side in sides:
@@ -86,7 +86,7 @@ def test_a_layer_norm_holds_a_label_prior(case, tmp_path):
     decoder = decoder_of(case)
     injection = replace(injection_for(decoder), label_bias=(1.5, -0.25), temperature=2.0)
     _, classify = exported(decoder, injection, tmp_path / "out")
-    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -99,7 +99,7 @@ def test_an_extra_layer_of_a_llama_holds_a_label_prior(case, tmp_path):
     injection = replace(injection_for(decoder), label_bias=(1.5, -0.25), temperature=2.0)
     _, classify = exported(decoder, injection, tmp_path / "out")
     assert classify.model.config.num_hidden_layers == decoder.layers + 1
-    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     found = probabilities(classify, TEXTS, TASK.labels, batch_size=4)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     assert "float16 overflows" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
@@ -112,7 +112,7 @@ def test_a_label_prior_holds_in_bfloat16(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype="bfloat16")
     classify = pipeline("text-classification", model, tokenizer=str(tmp_path / "out"), top_k=None)
     decoder.model.float()
-    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     found = probabilities(classify, TEXTS, TASK.labels)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
 
@@ -130,7 +130,7 @@ def test_drop_prior_leaves_the_label_prior_out(tmp_path, said):
     injection = replace(Injection.from_pretrained(artefact), label_bias=(1.5, -0.25), temperature=2.0)
     injection.save_pretrained(tmp_path / "prior")
     said("export", tmp_path / "prior", tmp_path / "out", "--model", base, "--drop-prior")
-    expected = replace(injection, label_bias=None).scores(Decoder.from_pretrained(str(base)), TEXTS)
+    expected = replace(injection, label_bias=None).log_probs(Decoder.from_pretrained(str(base)), TEXTS)
     classify = pipeline("text-classification", str(tmp_path / "out"), top_k=None)
     found = probabilities(classify, TEXTS, TASK.labels)
     torch.testing.assert_close(found, expected.softmax(-1).float(), atol=1e-5, rtol=1e-4)
@@ -149,7 +149,7 @@ def test_word_level_scoring_is_a_linear_head(tmp_path):
     injection = random_injection(decoder, SHARED, extraction=extraction, shown=4)
     injection = replace(injection, scoring="words")
     _, classify = exported(decoder, injection, tmp_path / "out")
-    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, SHARED.labels), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -203,7 +203,7 @@ def test_an_instruction_is_part_of_the_classifier(tmp_path):
     injection = injection_for(decoder)
     injection = replace(injection, task=injection.task.with_instruction("Judge the film."))
     _, classify = exported(decoder, injection, tmp_path / "out")
-    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -301,7 +301,7 @@ def test_trainer_predicts_and_evaluates_the_classifier(tmp_path):
     injection = injection_for(decoder)
     exported(decoder, injection, tmp_path / "out")
     trainer, rows = trainer_of(tmp_path / "out", per_device_eval_batch_size=4)
-    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     found = torch.tensor(trainer.predict(rows).predictions).softmax(-1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     loss = torch.nn.functional.nll_loss(expected.log(), torch.tensor([row["labels"] for row in rows]))

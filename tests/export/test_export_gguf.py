@@ -242,7 +242,7 @@ def test_the_usage_text_shows_code_that_gives_label_and_probability(task, tmp_pa
     with redirect_stdout(StringIO()) as printed:
         exec(compile(code, "usage", "exec"), {})
     *label, probability = printed.getvalue().split()
-    expected = injection.scores(decoder, golden.TEXTS[:1]).softmax(-1)[0]
+    expected = injection.log_probs(decoder, golden.TEXTS[:1]).softmax(-1)[0]
     assert " ".join(label) == task.labels[int(expected.argmax())]
     assert float(probability) == pytest.approx(expected.max().item(), abs=1e-4)
 

@@ -131,7 +131,7 @@ def test_a_writer_that_is_left_alone_needs_no_adapter(case, tmp_path):
 def test_an_anchored_fit_of_attention_alone_is_an_adapter_of_experts(case, tmp_path):
     decoder = decoder_of(case)
     shown = (Example("a warm film", 0), Example("dull, dull", 1))
-    result = anchor(decoder, TASK, shown, AnchoredConfig(writers="mha", reach=300.0, steps=1))
+    result = anchor(decoder, TASK, shown, AnchoredConfig(writers="mha", prior_std=300.0, steps=1))
     assert not result.context.values[:, 1].any()
     assert len(export_peft(decoder, result, tmp_path / "out").constants) == decoder.layers
     close(decoder, tmp_path / "out", result)
@@ -294,6 +294,6 @@ def test_the_card_shows_code_that_gives_label_and_probability(exported, tmp_path
     monkeypatch.chdir(tmp_path)
     label, probability = run_card(out)
     decoder = Decoder.from_pretrained(str(base), device="cpu")
-    expected = Injection.from_pretrained(artefact).scores(decoder, golden.TEXTS[:1]).softmax(-1)[0]
+    expected = Injection.from_pretrained(artefact).log_probs(decoder, golden.TEXTS[:1]).softmax(-1)[0]
     assert label == TASK.labels[int(expected.argmax())]
     assert float(probability) == pytest.approx(expected.max().item(), abs=1e-5)

@@ -56,7 +56,7 @@ def test_a_change_that_only_later_tokens_show_is_found(tmp_path):
 
 
 @llama_cpp
-@pytest.mark.parametrize("make", [lambda: drawn("llama", SHARED), scored_by_words], ids=["full", "words"])
+@pytest.mark.parametrize("make", [lambda: drawn("llama", SHARED), scored_by_words], ids=["sequence", "words"])
 def test_llama_cpp_passes(make, tmp_path):
     with_golden(export_gguf, make(), tmp_path / "out.gguf")
     assert verify_gguf(tmp_path / "out.gguf").passed
@@ -67,9 +67,11 @@ def test_a_folded_model_in_memory_scores_words(case):
     decoder, injection = drawn(case, MIXED)
     injection = weighted(decoder, injection)
     folded = Decoder(fold(decoder, injection), decoder.tokenizer)
-    labels, queries = injection.questions(decoder).labels, injection.questions(decoder).queries(TEXTS)
+    labels, queries = injection.scorer(decoder).labels, injection.scorer(decoder).queries(TEXTS)
     result = next_token_log_probabilities(folded, queries)[:, list(labels.first)].log_softmax(-1)
-    torch.testing.assert_close(result, injection.scores(decoder, TEXTS).log_softmax(-1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        result, injection.log_probs(decoder, TEXTS).log_softmax(-1), atol=1e-4, rtol=1e-4
+    )
     one_line("pass a Decoder", fold, decoder.model, injection)
 
 
@@ -83,7 +85,7 @@ def test_only_the_head_of_an_export_changes_for_words(tied, tmp_path):
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert state["model.embed_tokens.weight"].equal(decoder.model.get_input_embeddings().weight)
     changed = (state["lm_head.weight"] != decoder.model.lm_head.weight).any(1).nonzero()[:, 0].tolist()
-    assert set(changed) <= set(injection.questions(decoder).labels.first)
+    assert set(changed) <= set(injection.scorer(decoder).labels.first)
     assert len(changed) >= 3
 
 
@@ -91,7 +93,7 @@ def test_golden_answers_of_words_are_those_of_the_injection():
     decoder, injection = scored_by_words()
     injection = replace(injection, temperature=2.0)
     made = torch.tensor(make_golden(decoder, injection).probabilities)
-    expected = injection.scores(decoder, TEXTS).softmax(-1).float()
+    expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(made, expected, atol=1e-6, rtol=1e-5)
 
 

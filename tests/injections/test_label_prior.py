@@ -26,15 +26,15 @@ def test_scores_match_the_wrapper(injection, decoder, task):
     inner = predictor_of(injection, decoder, task)
     wrapper = LabelPrior().wrap(decoder, inner, rows, (), seed=0)
     result = with_label_prior(injection, decoder, rows.unlabelled(64, (), 0))
-    wanted = wrapper.scores(TEXTS)
-    assert torch.equal(result.scores(decoder, TEXTS), wanted)
-    assert not torch.allclose(wanted, inner.scores(TEXTS).log_softmax(-1), atol=1e-2)
+    wanted = wrapper.log_probs(TEXTS)
+    assert torch.equal(result.log_probs(decoder, TEXTS), wanted)
+    assert not torch.allclose(wanted, inner.log_probs(TEXTS).log_softmax(-1), atol=1e-2)
     assert result.predict(decoder, TEXTS) == [task.labels[best] for best in wanted.argmax(-1)]
-    torch.testing.assert_close(result.scores(decoder, TEXTS[1:2]), wanted[1:2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result.log_probs(decoder, TEXTS[1:2]), wanted[1:2], atol=1e-5, rtol=1e-5)
 
 
 def test_bias_is_log_prior_minus_log_mean(injection, decoder):
-    mean = injection.scores(decoder, UNLABELLED).softmax(-1).double().mean(0)
+    mean = injection.log_probs(decoder, UNLABELLED).softmax(-1).double().mean(0)
     for prior in (None, (0.8, 0.2)):
         result = with_label_prior(injection, decoder, UNLABELLED, prior)
         wanted = (torch.tensor(prior or (0.5, 0.5)).double() / mean).log()

@@ -29,9 +29,9 @@ def test_rows_match_their_own_injection(case, dtype, apart):
     injections = [made(decoder, number) for number in range(5)]
     texts = TEXTS * 4
     names = [str(7 * row % 5) for row in range(len(texts))]
-    outcome = pool_of(decoder, injections).scores(texts, names)
+    outcome = pool_of(decoder, injections).log_probs(texts, names)
     for text, name, row in zip(texts, names, outcome, strict=True):
-        own = injections[int(name)].scores(decoder, [text])[0]
+        own = injections[int(name)].log_probs(decoder, [text])[0]
         torch.testing.assert_close(row, own, rtol=apart, atol=apart)
     assert len({tuple(row.tolist()) for row in outcome}) > 20
 
@@ -40,21 +40,21 @@ def test_mixed_kinds_of_injections_match_separate_scores():
     decoder = decoder_of("llama")
     places = [{}, {"positions": "first"}, {"positions": "last"}]
     places += [{"positions": "random", "seed": seed} for seed in (5, 6)]
-    kinds = [*places, {"writers": "hidden"}, {"scoring": "full"}]
+    kinds = [*places, {"writers": "hidden"}, {"scoring": "sequence"}]
     injections = [made(decoder, number, **fields) for number, fields in enumerate(kinds)]
-    injections.append(replace(made(decoder, 7, scoring="full"), task=TASKS[0]))
-    more = [{"label_bias": (0.0, 4.0)}, {"label_bias": (-3.0, 0.0), "scoring": "full"}]
+    injections.append(replace(made(decoder, 7, scoring="sequence"), task=TASKS[0]))
+    more = [{"label_bias": (0.0, 4.0)}, {"label_bias": (-3.0, 0.0), "scoring": "sequence"}]
     more += [{"temperature": 0.5}, {"temperature": 3.0, "label_bias": (0.75, -0.5)}]
-    more += [{"temperature": 2.0, "scoring": "full"}]
+    more += [{"temperature": 2.0, "scoring": "sequence"}]
     injections += [made(decoder, 3 * number, **fields) for number, fields in enumerate(more)]
     injections.append(made(decoder, 1, label_bias=(1.0, -1.0, 2.0)))
     texts = [text for text in TEXTS for _ in injections]
     names = [str(number) for _ in TEXTS for number in range(len(injections))]
-    outcome = pool_of(decoder, injections).scores(texts, names)
+    outcome = pool_of(decoder, injections).log_probs(texts, names)
     for text, name, row in zip(texts, names, outcome, strict=True):
         own = injections[int(name)]
         assert row.shape == (len(own.task.labels),)
-        wanted = own.scores(decoder, [text])[0]
+        wanted = own.log_probs(decoder, [text])[0]
         torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4, check_dtype=False)
     labels = [injections[int(name)].task.labels for name in names]
     words = [each[int(row.argmax())] for each, row in zip(labels, outcome, strict=True)]
@@ -77,9 +77,9 @@ def test_injections_can_be_replaced_and_dropped():
     pool.load("a", made(decoder, 0))
     pool.load("b", made(decoder, 1))
     assert (len(pool), list(pool), "a" in pool, "c" in pool) == (2, ["a", "b"], True, False)
-    before = pool.scores(["warm"], ["a"])[0]
+    before = pool.log_probs(["warm"], ["a"])[0]
     pool.load("a", made(decoder, 3))
-    assert not torch.equal(pool.scores(["warm"], ["a"])[0], before)
+    assert not torch.equal(pool.log_probs(["warm"], ["a"])[0], before)
     pool.drop("a")
     assert list(pool) == ["b"]
     for call in (lambda: pool.drop("a"), lambda: pool.predict(["x", "warm"], ["b", "a"])):
@@ -96,7 +96,7 @@ def test_loaded_task_stores_only_its_scaled_vector():
 def test_bad_input():
     decoder = decoder_of("llama")
     pool = pool_of(decoder, [made(decoder, 0), made(decoder, 1)])
-    one_line("2 texts, but 1 task ids", pool.scores, ["a", "b"], ["0"])
+    one_line("2 texts, but 1 task ids", pool.log_probs, ["a", "b"], ["0"])
     one_line("text 3 is empty", pool.scores, ["a", "b", " "], ["0", "0", "1"])
     one_line("was made on", pool.load, "c", made(decoder_of("gpt2"), 0))
     other = made(decoder, 0)
@@ -110,7 +110,7 @@ def test_tasks_can_be_loaded_and_dropped_while_batches_run():
     injections = [made(decoder, number) for number in range(3)]
     pool = pool_of(decoder, injections)
     names = ["0", "1", "2"] * 2
-    wanted = pool.scores(TEXTS, names)
+    wanted = pool.log_probs(TEXTS, names)
     stop = threading.Event()
 
     def churn():
@@ -120,7 +120,7 @@ def test_tasks_can_be_loaded_and_dropped_while_batches_run():
             pool.drop("other")
 
     def close(_):
-        pairs = zip(pool.scores(TEXTS, names), wanted, strict=True)
+        pairs = zip(pool.log_probs(TEXTS, names), wanted, strict=True)
         return all(torch.allclose(*pair, atol=1e-4) for pair in pairs)
 
     with ThreadPoolExecutor(4) as threads:
@@ -135,10 +135,10 @@ def test_tasks_can_be_loaded_and_dropped_while_batches_run():
 def test_two_threads_can_share_a_decoder():
     decoder = decoder_of("llama")
     injections = [replace(made(decoder, number), task=TASKS[0]) for number in range(2)]
-    wanted = [injection.scores(decoder, TEXTS) for injection in injections]
+    wanted = [injection.log_probs(decoder, TEXTS) for injection in injections]
 
     def close(number):
-        return torch.allclose(injections[number].scores(decoder, TEXTS), wanted[number], atol=1e-4)
+        return torch.allclose(injections[number].log_probs(decoder, TEXTS), wanted[number], atol=1e-4)
 
     with ThreadPoolExecutor(2) as threads:
         assert all(threads.map(close, [0, 1] * 15))

@@ -23,8 +23,8 @@ def injection(decoder, task):
 
 @pytest.mark.parametrize("bias", [None, BIAS])
 def test_temperature_is_applied_after_the_label_prior(injection, decoder, bias):
-    plain = replace(injection, label_bias=bias).scores(decoder, TEXTS).double()
-    result = with_temperature(replace(injection, label_bias=bias), 2.5).scores(decoder, TEXTS)
+    plain = replace(injection, label_bias=bias).log_probs(decoder, TEXTS).double()
+    result = with_temperature(replace(injection, label_bias=bias), 2.5).log_probs(decoder, TEXTS)
     wanted = (plain / 2.5).log_softmax(-1).float()
     torch.testing.assert_close(result, wanted, atol=1e-6, rtol=0)
     odds = (result[:, 1] - result[:, 0]) * 2.5
@@ -32,8 +32,8 @@ def test_temperature_is_applied_after_the_label_prior(injection, decoder, bias):
 
 
 def test_temperature_1_does_not_change_scores(injection, decoder):
-    scores = injection.scores(decoder, TEXTS)
-    assert torch.equal(with_temperature(injection, 1.0).scores(decoder, TEXTS), scores)
+    scores = injection.log_probs(decoder, TEXTS)
+    assert torch.equal(with_temperature(injection, 1.0).log_probs(decoder, TEXTS), scores)
     assert with_temperature(injection, 0.5).predict(decoder, TEXTS) == injection.predict(decoder, TEXTS)
 
 

@@ -119,7 +119,7 @@ def test_average_of_related_anchors_is_calibrated_again(case, calibration):
     assert injection.context.demonstrations == 6
     assert len(steps) == 2 * calibration.epochs
     injection.require_base(decoder)
-    assert injection.scores(decoder, ["a film"]).isfinite().all()
+    assert injection.log_probs(decoder, ["a film"]).isfinite().all()
 
 
 @pytest.mark.parametrize("writers", ["mha", "hidden"])
@@ -161,9 +161,9 @@ def test_given_first_injection_is_not_fitted_again(case, monkeypatch):
 
 def test_scoring_of_the_first_injection_is_kept():
     decoder = decoder_of("llama")
-    first = injected(decoder, TASK, SHOTS, UNTRAINED, scoring="full")
+    first = injected(decoder, TASK, SHOTS, UNTRAINED, scoring="sequence")
     result = transfer(decoder, TASK, SHOTS, anchors_of("llama"), calibration=UNTRAINED, first=first)
-    assert result.injection.scoring == "full"
+    assert result.injection.scoring == "sequence"
 
 
 @pytest.fixture

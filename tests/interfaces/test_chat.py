@@ -6,7 +6,7 @@ import pytest
 
 from commands import jsonl, run
 from i2cl import Decoder, I2CLClassifier, Injection, InjectionPool, Task
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 CHAT = (
@@ -38,13 +38,13 @@ def test_what_is_asked_is_what_the_chat_template_says(home):
     turns = [{"role": role, "content": content} for role, content in said]
     tokenizer = decoder.tokenizer
     asked = tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
-    questions = Questions(decoder, injection.task)
-    assert questions.queries(["fine"])[0] == tuple(tokenizer(asked)["input_ids"])
+    scorer = LabelScorer(decoder, injection.task)
+    assert scorer.queries(["fine"])[0] == tuple(tokenizer(asked)["input_ids"])
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
     assert injection.task.template.demonstration("fine", "yes") == whole
-    alone = injection.scores(decoder, ["fine"])
+    alone = injection.log_probs(decoder, ["fine"])
     pool = InjectionPool(decoder, {"films": injection})
-    assert pool.scores(["fine"], ["films"])[0].tolist() == pytest.approx(alone[0].tolist(), abs=1e-5)
+    assert pool.log_probs(["fine"], ["films"])[0].tolist() == pytest.approx(alone[0].tolist(), abs=1e-5)
 
 
 def test_it_is_exported_verified_and_kept_as_a_chat(home):

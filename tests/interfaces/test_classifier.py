@@ -107,7 +107,7 @@ def test_it_is_what_extract_and_calibrate_make():
     assert result.classes_.tolist() == sorted(TASK.labels)
     assert torch.equal(result.injection_.coefficients, injection.coefficients)
     injection = with_temperature(injection, result.injection_.temperature)  # chosen on rows that shots left
-    scores = injection.scores(decoder, QUERIES).double()
+    scores = injection.log_probs(decoder, QUERIES).double()
     assert np.allclose(result.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
     assert np.array_equal(result.decision_function(QUERIES), scores.numpy())
     assert result.predict(QUERIES).tolist() == injection.predict(decoder, QUERIES)
@@ -121,7 +121,7 @@ def test_another_method_and_unlabelled_texts(tmp_path):
     injection = with_label_prior(plain, reference(), unlabelled)
     assert torch.equal(result.injection_.context.values, injection.context.values)
     injection = with_temperature(injection, result.injection_.temperature)
-    assert np.allclose(result.decision_function(QUERIES), injection.scores(reference(), QUERIES).numpy())
+    assert np.allclose(result.decision_function(QUERIES), injection.log_probs(reference(), QUERIES).numpy())
     assert "anchored+label_prior" in result.report_["methods"]
     result.save_pretrained(tmp_path / "out")
     again = I2CLClassifier.from_pretrained(tmp_path / "out", model=reference())

@@ -202,7 +202,7 @@ def test_an_injection_is_a_classifier_of_its_label_words_whose_bias_follows_them
     injection.save_pretrained(tmp_path / "mood")
     result = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
     assert result.classes_.tolist() == sorted(TASK.labels)
-    wanted = injection.scores(reference(), QUERIES).softmax(-1).numpy()
+    wanted = injection.log_probs(reference(), QUERIES).softmax(-1).numpy()
     order = [TASK.labels.index(word) for word in result.classes_]
     np.testing.assert_allclose(result.predict_proba(QUERIES), wanted[:, order], rtol=1e-5)
     said = fitted().predict(QUERIES).tolist() if bias is None else ["red"] * len(QUERIES)

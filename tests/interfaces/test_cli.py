@@ -189,7 +189,7 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     assert "--unlabelled texts.csv --prior '0.75, 0.25'" in injection.command
     _, result = parsed(call("predict", tmp_path / "new", texts)[1])
     wanted = with_temperature(wanted, injection.temperature)  # chosen behind the prior
-    shifted = wanted.scores(decoder, [f"film {number}" for number in range(40)]).softmax(-1).float()
+    shifted = wanted.log_probs(decoder, [f"film {number}" for number in range(40)]).softmax(-1).float()
     torch.testing.assert_close(result, shifted, atol=2e-6, rtol=1e-4)
 
 
@@ -215,7 +215,7 @@ def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(
     texts = [row["text"] for row in rows(12, start=16)]
     _, result = parsed(call("predict", tmp_path / "new", home / "test.jsonl")[1])
     torch.testing.assert_close(
-        result, injection.scores(decoder, texts).softmax(-1).float(), atol=2e-6, rtol=1e-4
+        result, injection.log_probs(decoder, texts).softmax(-1).float(), atol=2e-6, rtol=1e-4
     )
     moved = ["predict", tmp_path / "new", home / "test.jsonl", "--encoder", "others"]
     torch.testing.assert_close(parsed(call(*moved)[1])[1], result)
@@ -316,7 +316,7 @@ def expected(home):
     """What the Python API says about the texts: labels and probabilities."""
     decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
     injection = Injection.from_pretrained(home / "artefact")
-    return injection.predict(decoder, TEXTS), injection.scores(decoder, TEXTS).softmax(-1).float()
+    return injection.predict(decoder, TEXTS), injection.log_probs(decoder, TEXTS).softmax(-1).float()
 
 
 def written_as(kind, path):

@@ -22,7 +22,7 @@ from i2cl import CalibrationConfig, Decoder, I2CLError, load_task, with_temperat
 from i2cl.core.encoder_bias import EncoderBias
 from i2cl.export import export_causal_lm, fold
 from i2cl.interfaces.harness import I2CLHarness, main
-from i2cl.models.scoring import Questions, score
+from i2cl.models.scoring import LabelScorer, score
 from processes import finished
 
 TEXTS = ["a warm and funny film", "dull", "where is the longest river of them all"]
@@ -44,7 +44,7 @@ def mood():
 
 def right():
     """Its answers to the rows, and the accuracy of them."""
-    best = mood().scores(reference(), [row.text for row in ROWS]).argmax(-1).tolist()
+    best = mood().log_probs(reference(), [row.text for row in ROWS]).argmax(-1).tolist()
     return best, sum(result == row.label for result, row in zip(best, ROWS, strict=True)) / len(ROWS)
 
 
@@ -82,10 +82,10 @@ def measured(model, folder):
 def test_log_likelihoods_are_scores_of_whole_sequences(case):
     decoder = decoder_of(case)
     injection = injection_for(decoder)
-    questions = Questions(decoder, FILMS, "full")
-    labels = questions.labels
+    scorer = LabelScorer(decoder, FILMS, "sequence")
+    labels = scorer.labels
     assert any(len(ids) > 1 for ids in labels.ids)
-    queries = questions.queries(TEXTS)
+    queries = scorer.queries(TEXTS)
     expected = score(decoder, queries, labels, edit=injection.edit())
     template = FILMS.template
     asked = product(map(template.query, TEXTS), map(template.continuation, FILMS.labels))

@@ -126,7 +126,7 @@ def test_a_language_that_the_tokenizer_does_not_know_is_reported(call, model, tm
 
 def test_a_fit_that_learns_nothing_says_so(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
-    err = call("fit", model, path, "-o", tmp_path / "new", "--set", "reach=0.001", "--evaluate", "0")[2]
+    err = call("fit", model, path, "-o", tmp_path / "new", "--set", "prior_std=0.001", "--evaluate", "0")[2]
     assert "the loss is no better than guessing" in err
 
 

@@ -11,7 +11,7 @@ from i2cl import Decoder, Example, Task, Template
 from i2cl.methods import adapters, make_methods
 from i2cl.methods.adapters import adapted
 from i2cl.models.encoding import TruncationWarning
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from tiny import PATHS, WINDOW, tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft", reason="peft is an extra")
@@ -36,19 +36,19 @@ MANY_WORDS = ("a film", "a mess", "so-so")
 )
 def test_adapters_learn_and_are_detached(name, model_type, films, demonstrations):
     decoder = made(model_type)
-    before = fit("zero_shot", decoder, films, demonstrations).scores(TEXTS)
+    before = fit("zero_shot", decoder, films, demonstrations).log_probs(TEXTS)
     texts = [text for text, _ in SHOWN]
     gold = torch.tensor([label for _, label in SHOWN])
 
     def loss(predictor):
-        return -predictor.scores(texts)[torch.arange(len(gold)), gold].mean().item()
+        return -predictor.log_probs(texts)[torch.arange(len(gold)), gold].mean().item()
 
     short = fit(name, decoder, films, demonstrations, epochs=0)
     long = fit(name, decoder, films, demonstrations, epochs=10, lr=0.05)
     assert loss(long) < loss(short) - 0.1
     if name in {"lora", "ia3"}:  # untrained, these have no effect
-        torch.testing.assert_close(short.scores(TEXTS), before, **CLOSE)
-    assert torch.equal(fit("zero_shot", decoder, films, demonstrations).scores(TEXTS), before)
+        torch.testing.assert_close(short.log_probs(TEXTS), before, **CLOSE)
+    assert torch.equal(fit("zero_shot", decoder, films, demonstrations).log_probs(TEXTS), before)
     assert not any("lora" in key or "ia3" in key for key, _ in decoder.model.named_parameters())
 
 
@@ -68,18 +68,18 @@ def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monk
     texts, gold = zip(*SHOWN, strict=True)
 
     def loss(predictor):
-        return torch.nn.functional.cross_entropy(predictor.scores(texts), torch.tensor(gold)).item()
+        return torch.nn.functional.cross_entropy(predictor.log_probs(texts), torch.tensor(gold)).item()
 
     def fitted(**options):
         return fit(name, decoder, task, demonstrations, loss="labels", **more, **options)
 
     trained = fitted(epochs=10, lr=0.05)
     assert loss(trained) < loss(fitted(epochs=0)) - 0.1
-    weights = trained.questions.weights
+    weights = trained.scorer.weights
     assert (weights is None) == ("word_weights" not in more)
     if weights is not None:
         torch.testing.assert_close(weights.sum(0), torch.ones(3))
-        assert not torch.allclose(weights, Questions(decoder, task, "words").labels.weights)
+        assert not torch.allclose(weights, LabelScorer(decoder, task, "words").labels.weights)
         assert trained.cost.trained == sum(one.numel() for one in (*trained.state.values(), weights))
     seen = []
 
@@ -127,7 +127,7 @@ def test_virtual_tokens_can_start_from_a_text(name, model_type, films, demonstra
     shown = (ids(decoder, text) * count)[:count]
     assert len(set(shown)) > 1
     options = {"epochs": 0, "start_text": text, "virtual_tokens": count}
-    result = fit(name, decoder, films, demonstrations, **options).scores(TEXTS)
+    result = fit(name, decoder, films, demonstrations, **options).log_probs(TEXTS)
     rows = [torch.tensor([shown + ids(decoder, films.template.query(text))]) for text in TEXTS]
     with torch.no_grad():
         expected = torch.stack([decoder.model(row).logits[0, -1].log_softmax(-1) for row in rows])
@@ -143,7 +143,7 @@ def test_virtual_tokens_work_or_are_refused_on_every_model_type(name, model_type
         for start in ({}, {"start_text": "kind"}):
             one_line(error, fit, name, decoder, films, demonstrations, **options, **start)
         return
-    assert fit(name, decoder, films, demonstrations, **options).scores(TEXTS).isfinite().all()
+    assert fit(name, decoder, films, demonstrations, **options).log_probs(TEXTS).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["prompt_tuning", "prefix_tuning"])
@@ -180,7 +180,7 @@ def test_hooks_checkpointing_and_random_state_are_restored(name, films, demonstr
     before = torch.get_rng_state()
     predictor = fit(name, decoder, films, demonstrations, epochs=1)
     assert torch.equal(torch.get_rng_state(), before)
-    predictor.scores(TEXTS)
+    predictor.log_probs(TEXTS)
     assert torch.equal(torch.get_rng_state(), before)
     assert dict(embedding._forward_hooks) == hooks
     assert decoder.model.is_activation_checkpointing
@@ -204,7 +204,7 @@ def test_failed_attachment_restores_all_modules(name, films, demonstrations, mon
         with pytest.raises(torch.OutOfMemoryError):
             fit(name, decoder, films, demonstrations, epochs=1)
     assert dict(decoder.model.named_modules()) == modules
-    assert fit(name, decoder, films, demonstrations, epochs=1).scores(TEXTS).isfinite().all()
+    assert fit(name, decoder, films, demonstrations, epochs=1).log_probs(TEXTS).isfinite().all()
     decoder.model.set_submodule("model.layers.1.self_attn.v_proj", torch.nn.Sequential(torch.nn.Identity()))
     modules = dict(decoder.model.named_modules())
     error = r"PEFT does not support this 'llama': Target module Sequential.*; use an"
@@ -243,4 +243,4 @@ def test_virtual_tokens_reduce_the_context_length(films, name):
     with pytest.warns(TruncationWarning, match="41 tokens of context"):
         predictor = fit(name, decoder, films, shots, epochs=1, virtual_tokens=7)
     with pytest.warns(TruncationWarning):
-        assert predictor.scores(["a dull film " * 40]).isfinite().all()
+        assert predictor.log_probs(["a dull film " * 40]).isfinite().all()

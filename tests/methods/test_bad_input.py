@@ -67,11 +67,11 @@ def test_i2cl_over_icl_requires_all_positions(films, demonstrations):
 @pytest.mark.parametrize("name", ["linear_probe", "tfidf", "knn_prompting", "few_shot"])
 def test_empty_list_gives_no_scores_and_a_string_is_refused(name, films, demonstrations):
     predictor = fit(name, made("llama"), films, demonstrations)
-    assert predictor.scores([]).shape == (0, 2)
-    one_line("texts is one string: give a list of texts", predictor.scores, "great")
+    assert predictor.log_probs([]).shape == (0, 2)
+    one_line("texts is one string: give a list of texts", predictor.log_probs, "great")
 
 
 @pytest.mark.parametrize("name", ["knn_prompting", "label_anchor"])
 def test_prompts_without_a_common_prefix_are_not_cached(name, films):
     bare = replace(films, template=Template("{text} {label}"))
-    assert fit(name, made("llama"), bare, []).scores(TEXTS).isfinite().all()
+    assert fit(name, made("llama"), bare, []).log_probs(TEXTS).isfinite().all()

@@ -20,7 +20,7 @@ from i2cl.methods.knn_prompting import divergence
 from i2cl.methods.label_anchor import anchors
 from i2cl.methods.task_vector import ReplaceLast, layer_scores
 from i2cl.models.batching import make_batch
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from tiny import tiny_model, tiny_tokenizer
 
 ALIBI = ("bloom", "mpt", "falcon-alibi")
@@ -42,7 +42,7 @@ def test_label_anchor_matches_masked_attention(model_type, films, demonstrations
     assert "warm" not in "".join(pieces)
     assert "".join(pieces).count("Review") == "".join(pieces).count("Sentiment") + 1 == len(SHOWN) + 1
     expected = [masked_scores(decoder, films, set(places), len(predictor.prefix.ids), text) for text in TEXTS]
-    torch.testing.assert_close(predictor.scores(TEXTS), torch.stack(expected), **CLOSE)
+    torch.testing.assert_close(predictor.log_probs(TEXTS), torch.stack(expected), **CLOSE)
     assert predictor.cost.cached_values < fit("few_shot", decoder, films, demonstrations).cost.cached_values
 
 
@@ -77,13 +77,13 @@ def masked_scores(decoder, task, kept, length, text):
 
 def test_label_anchor_refuses_a_window_shorter_than_demonstrations_and_query(films, demonstrations):
     unlimited = fit("label_anchor", made("mistral"), films, demonstrations)
-    tokens = len(ids(unlimited.questions.decoder, shown_string(films) + films.template.query(TEXTS[0])))
+    tokens = len(ids(unlimited.scorer.decoder, shown_string(films) + films.template.query(TEXTS[0])))
     enough, short = (
         fit("label_anchor", made("mistral", sliding_window=size), films, demonstrations)
         for size in (tokens, tokens - 1)
     )
-    torch.testing.assert_close(enough.scores(TEXTS[:1]), unlimited.scores(TEXTS[:1]), **CLOSE)
-    one_line(f"are {tokens} tokens, but some layers attend to only {tokens - 1}", short.scores, TEXTS[:1])
+    torch.testing.assert_close(enough.log_probs(TEXTS[:1]), unlimited.log_probs(TEXTS[:1]), **CLOSE)
+    one_line(f"are {tokens} tokens, but some layers attend to only {tokens - 1}", short.log_probs, TEXTS[:1])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -101,19 +101,19 @@ def test_task_vector_replaces_one_state(model_type, films, demonstrations):
     with torch.no_grad(), fitting.replacing([(decoder.blocks[layer], last)]):
         expected = fitting.plain_logits(decoder, [films.template.query(text) for text in TEXTS])
     expected = expected.log_softmax(-1)[:, fitting.first_tokens(decoder, films)]
-    torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
+    torch.testing.assert_close(predictor.log_probs(TEXTS), expected, **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.held_out) == (decoder.d_model, 33)
 
 
-@pytest.mark.parametrize("scoring", ["first_token", "full"])
+@pytest.mark.parametrize("scoring", ["first_token", "sequence"])
 @pytest.mark.parametrize("model_type", [*FAMILIES, "mistral"])
 def test_task_vector_layer_scores_match_separate_runs(model_type, scoring, films):
     decoder = made(model_type)
-    questions = Questions(decoder, films, scoring)
+    scorer = LabelScorer(decoder, films, scoring)
     states = 3 * torch.randn(decoder.layers, decoder.d_model, generator=torch.Generator().manual_seed(0))
-    result = layer_scores(questions, states, TEXTS)
+    result = layer_scores(scorer, states, TEXTS)
     for layer, state in enumerate(states):
-        alone = questions.scores(TEXTS, edit=ReplaceLast(layer, state))
+        alone = scorer.scores(TEXTS, edit=ReplaceLast(layer, state))
         torch.testing.assert_close(result[layer], alone, **CLOSE)
     assert (result[0] - result[1]).abs().max() > 0.01
 
@@ -126,7 +126,9 @@ def test_task_vector_chooses_the_most_accurate_layer(films, demonstrations):
     gold, right = torch.tensor([example.label for example in held_out]), []
     for layer in range(decoder.layers):
         tried = replace(chosen, edit=ReplaceLast(layer, states[layer, -1]))
-        right.append((tried.scores([example.text for example in held_out]).argmax(-1) == gold).sum().item())
+        right.append(
+            (tried.log_probs([example.text for example in held_out]).argmax(-1) == gold).sum().item()
+        )
     assert chosen.edit.layer == right.index(max(right))
 
 
@@ -147,7 +149,7 @@ def test_icv_rotates_states_and_preserves_their_norm(model_type, variant, films,
     with torch.no_grad(), fitting.replacing(turned):
         scores = fitting.plain_logits(decoder, [films.template.query(text) for text in TEXTS])
     scores = scores.log_softmax(-1)[:, fitting.first_tokens(decoder, films)]
-    torch.testing.assert_close(predictor.scores(TEXTS), scores, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(predictor.log_probs(TEXTS), scores, atol=1e-4, rtol=1e-4)
 
 
 def last_states(decoder, text):
@@ -237,7 +239,7 @@ def test_knn_prompting_votes_of_the_nearest_anchors(model_type, films, demonstra
             return decoder.model(torch.tensor([ids(decoder, prompt)])).logits[0, -1].log_softmax(-1)
 
     anchored = torch.stack([distribution(example.text) for example in kept])
-    for text, scores in zip(TEXTS, predictor.scores(TEXTS), strict=True):
+    for text, scores in zip(TEXTS, predictor.log_probs(TEXTS), strict=True):
         query = distribution(text)
         divergence = (query.exp() * (query - anchored)).sum(-1)
         assert kept[divergence.argmin()].label == scores.argmax()
@@ -249,13 +251,13 @@ def test_calibrations_divide_by_mean_probabilities(below, films, demonstrations)
     decoder = made("llama")
     options = {"epochs": 1} if below == "i2cl" else {}
     plain = fit(below, decoder, films, demonstrations, **options)
-    probable = plain.scores(TEXTS).softmax(-1)
-    prior = plain.scores(["N/A", "[MASK]", "..."]).softmax(-1).mean(0)
+    probable = plain.log_probs(TEXTS).softmax(-1)
+    prior = plain.log_probs(["N/A", "[MASK]", "..."]).softmax(-1).mean(0)
     for name, divisor in (("batch", probable.mean(0)), ("contextual", prior)):
         result = fit(f"{below}+{name}_calibration", decoder, films, demonstrations, **options)
         expected = probable / divisor
         expected /= expected.sum(-1, keepdim=True)
-        torch.testing.assert_close(result.scores(TEXTS).exp(), expected, **CLOSE)
+        torch.testing.assert_close(result.log_probs(TEXTS).exp(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("below", ["zero_shot", "few_shot"])
@@ -266,10 +268,10 @@ def test_label_prior_uses_unlabelled_texts_and_classifies_single_texts(below, fi
     texts = films.unlabelled(64, demonstrations, 0)
     assert len(set(texts)) == 64
     assert not set(texts) & {example.text for example in demonstrations}
-    expected = plain.scores(TEXTS).softmax(-1) / plain.scores(list(texts)).softmax(-1).mean(0)
+    expected = plain.log_probs(TEXTS).softmax(-1) / plain.log_probs(list(texts)).softmax(-1).mean(0)
     expected /= expected.sum(-1, keepdim=True)
-    torch.testing.assert_close(result.scores(TEXTS).exp(), expected, **CLOSE)
-    torch.testing.assert_close(result.scores(TEXTS[:1]).exp(), expected[:1], **CLOSE)
+    torch.testing.assert_close(result.log_probs(TEXTS).exp(), expected, **CLOSE)
+    torch.testing.assert_close(result.log_probs(TEXTS[:1]).exp(), expected[:1], **CLOSE)
     assert result.cost.unlabelled == 64
     assert result.cost.cached_values == plain.cost.cached_values + len(WORDS)
 
@@ -283,10 +285,10 @@ def test_label_prior_refuses_too_few_texts(films, demonstrations):
 
 def test_anchored_method_injects_the_fitted_vector(films, demonstrations):
     decoder = made("llama")
-    result = fit("anchored", decoder, films, demonstrations, steps=2, reach=3)
-    expected = anchor(decoder, films, demonstrations, AnchoredConfig(steps=2, reach=3.0))
-    actual = result.scores(TEXTS).log_softmax(-1)
-    torch.testing.assert_close(actual, expected.scores(decoder, TEXTS), atol=0, rtol=0)
+    result = fit("anchored", decoder, films, demonstrations, steps=2, prior_std=3)
+    expected = anchor(decoder, films, demonstrations, AnchoredConfig(steps=2, prior_std=3.0))
+    actual = result.log_probs(TEXTS).log_softmax(-1)
+    torch.testing.assert_close(actual, expected.log_probs(decoder, TEXTS), atol=0, rtol=0)
     assert result.cost.trained == result.cost.cached_values == expected.context.values.numel()
 
 
@@ -312,15 +314,17 @@ def test_tfidf_matches_logistic_regression_on_weighted_words(films, demonstratio
     regression.fit([row(text) for text, _ in SHOWN], [label for _, label in SHOWN])
     expected = regression.predict_log_proba([row(text) for text in texts])
     result = fit("tfidf", made("llama"), films, demonstrations)
-    torch.testing.assert_close(result.scores(texts), torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        result.log_probs(texts), torch.from_numpy(expected).float(), atol=1e-3, rtol=1e-3
+    )
     assert result.cost.trained == len(known) + 1
     assert result.cost.cached_values == 2 * len(known) + 1
 
 
 def test_batch_calibration_refuses_a_single_text(decoder, films, demonstrations):
     predictor = fit("zero_shot+batch_calibration", decoder, films, demonstrations)
-    one_line("cannot classify a single text", predictor.scores, ["dull"])
-    assert predictor.scores(["dull", "warm"]).shape == (2, 2)
+    one_line("cannot classify a single text", predictor.log_probs, ["dull"])
+    assert predictor.log_probs(["dull", "warm"]).shape == (2, 2)
 
 
 @pytest.mark.parametrize("direction", ["query_anchor", "anchor_query"])
@@ -356,7 +360,7 @@ def test_icv_computes_in_float32(dtype, variant):
 
 def test_knn_prompting_processes_texts_in_chunks(films, demonstrations, monkeypatch):
     predictor, seen = fit("knn_prompting", made("llama"), films, demonstrations), []
-    whole = predictor.scores(TEXTS)
+    whole = predictor.log_probs(TEXTS)
     monkeypatch.setattr(knn_prompting, "CHUNK_SIZE", 2)
-    assert torch.equal(predictor.scores(TEXTS, seen.append), whole)
+    assert torch.equal(predictor.log_probs(TEXTS, seen.append), whole)
     assert seen == [2, 1]

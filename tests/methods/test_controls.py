@@ -29,7 +29,7 @@ def test_i2cl_over_icl_injects_into_demonstrations(model_type, films, demonstrat
     prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
     with torch.no_grad(), injecting(decoder, predictor.edit.values, predictor.edit.coefficients):
         expected = plain_logits(decoder, prompts).log_softmax(-1)[:, first_tokens(decoder, films)]
-    torch.testing.assert_close(predictor.scores(TEXTS), expected, **CLOSE)
+    torch.testing.assert_close(predictor.log_probs(TEXTS), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, "bloom", "mistral-sliding"])
@@ -71,7 +71,7 @@ def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demon
     assert torch.equal(predictor.edit.values, vector.values)
     assert torch.equal(predictor.edit.coefficients, injection.coefficients)
     asked = replace(injection, task=films)  # queries keep the template
-    assert torch.equal(predictor.scores(TEXTS).log_softmax(-1), asked.scores(decoder, TEXTS))
+    assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), asked.log_probs(decoder, TEXTS))
     intact = fit("i2cl", decoder, films, demonstrations, 3, epochs=2).edit
     assert torch.equal(predictor.edit.values, intact.values) == (stage == "calibration")
     assert not torch.equal(predictor.edit.coefficients, intact.coefficients)

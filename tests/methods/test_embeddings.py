@@ -42,7 +42,7 @@ def test_sentence_embeddings_match_logistic_regression_on_mean_states(task, demo
     head = LogisticRegression(C=3, max_iter=10_000)
     head.fit(vectors(encoder, [text for text, _ in SHOWN]), [label for _, label in SHOWN])
     expected = torch.from_numpy(head.predict_log_proba(vectors(encoder, TEXTS))).float()
-    torch.testing.assert_close(result.scores(TEXTS, seen.append), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result.log_probs(TEXTS, seen.append), expected, atol=1e-4, rtol=1e-4)
     assert sum(seen) == len(TEXTS)
     assert result.cost.trained == result.cost.cached_values == 33
 
@@ -52,10 +52,10 @@ def test_sentence_embeddings_match_logistic_regression_on_mean_states(task, demo
 def test_encoders_handle_missing_labels_and_refuse_bad_demonstrations(name, task, encoder, demonstrations):
     three = replace(task, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
-    scores = fit(name, made("llama"), three, shown, encoder=encoder).scores(TEXTS)
+    scores = fit(name, made("llama"), three, shown, encoder=encoder).log_probs(TEXTS)
     assert (scores[:, 1] == -torch.inf).all()
     assert scores[:, [0, 2]].isfinite().all()
-    assert fit(name, made("llama"), three, shown, encoder=encoder).scores([]).shape == (0, 3)
+    assert fit(name, made("llama"), three, shown, encoder=encoder).log_probs([]).shape == (0, 3)
     decoder, error = made("llama"), f"{name} needs demonstrations of at least two classes"
     one_line(error, fit, name, decoder, task, demonstrations[:1], encoder=encoder)
     one_line("no demonstrations: give at least one", fit, name, decoder, task, [], encoder=encoder)
@@ -67,15 +67,15 @@ def test_encoders_handle_missing_labels_and_refuse_bad_demonstrations(name, task
 def test_setfit_trains_a_copy_and_restores_the_random_state(task, encoder):
     given = made("llama"), task, task.sample(5)
     plain = fit("sentence_embeddings", *given, encoder=encoder)
-    before = plain.scores(TEXTS)
+    before = plain.log_probs(TEXTS)
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
     first, again, other = (fit("setfit", *given, seed=seed, encoder=encoder) for seed in (1, 1, 2))
     assert random.getstate() == states[0]
     assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), states[2])
-    assert torch.equal(first.scores(TEXTS), again.scores(TEXTS))
-    assert not torch.equal(first.scores(TEXTS), other.scores(TEXTS))
-    assert torch.equal(plain.scores(TEXTS), before)
+    assert torch.equal(first.log_probs(TEXTS), again.log_probs(TEXTS))
+    assert not torch.equal(first.log_probs(TEXTS), other.log_probs(TEXTS))
+    assert torch.equal(plain.log_probs(TEXTS), before)
     moved = first.features(TEXTS, None) - vectors(encoder, TEXTS)
     assert np.abs(moved).max() > 1e-4
     size = sum(one.numel() for one in AutoModel.from_pretrained(encoder).parameters())
@@ -136,7 +136,7 @@ def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task,
     assert list(beside) == [*BASELINES, "sentence_embeddings", "i2cl"]
     (rival,) = make_methods(["sentence_embeddings"], {"encoder": encoder})
     texts, gold = zip(*[(row.text, row.label) for row in task.test], strict=True)
-    best = rival.fit(decoder, task, shown, 0).scores(texts).argmax(-1)
+    best = rival.fit(decoder, task, shown, 0).log_probs(texts).argmax(-1)
     assert beside["sentence_embeddings"]["accuracy"] == (best == torch.tensor(gold)).float().mean().item()
     folds = methods(replace(task, train=shown, test=()), 3)
     assert list(folds) == [*BASELINES, "sentence_embeddings", "i2cl"]

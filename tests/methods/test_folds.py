@@ -70,10 +70,10 @@ def test_scores_come_from_the_refit_without_the_text(decoder, task):
     def refit(rest):
         return injected(method.injection(decoder, task, rest, 0), decoder, task)
 
-    result = folded(task, shown, refit, 3, 4).scores([one.text for one in shown])
+    result = folded(task, shown, refit, 3, 4).log_probs([one.text for one in shown])
     for fold in fold_rows(task, shown, 3, 4):
         rest = tuple(one for row, one in enumerate(shown) if row not in fold)
-        expected = refit(rest).scores([shown[row].text for row in fold])
+        expected = refit(rest).log_probs([shown[row].text for row in fold])
         torch.testing.assert_close(result[fold], expected)
 
 
@@ -81,12 +81,12 @@ def test_temperature_uses_refits_and_keeps_predictions(decoder, task):
     shown = task.sample(3)
     (plain,), (warm,) = make_methods(["zero_shot"]), make_methods(["zero_shot+temperature"])
     texts = [row.text for row in task.test]
-    before = plain.fit(decoder, task, shown, 0).scores(texts)
+    before = plain.fit(decoder, task, shown, 0).log_probs(texts)
     predictor = warm.fit(decoder, task, shown, 0)
-    after = predictor.scores(texts)
+    after = predictor.log_probs(texts)
     assert torch.equal(before.argmax(-1), after.argmax(-1))
     gold = np.array([one.label for one in shown])
-    own = plain.fit(decoder, task, shown, 0).scores([one.text for one in shown]).numpy()
+    own = plain.fit(decoder, task, shown, 0).log_probs([one.text for one in shown]).numpy()
     wanted = likely_temperature(own, gold, *plain.temperatures)  # zero-shot uses no rows
     assert predictor.temperature == pytest.approx(wanted, rel=1e-4)
     assert predictor.cost.cached_values == 1
@@ -97,10 +97,10 @@ def test_temperature_is_not_fitted_with_one_example_per_class(decoder, task):
     shown = task.sample(1)
     texts = [row.text for row in task.test]
     names = ("few_shot+temperature", "few_shot")
-    assert torch.equal(*(fit(name, decoder, task, shown).scores(texts) for name in names))
+    assert torch.equal(*(fit(name, decoder, task, shown).log_probs(texts) for name in names))
 
 
 def test_empty_list_gives_no_scores():
     task, shown = of(2), rows(0, 1, 0, 1)
     predictor = folded(task, shown, lambda rest: fit("zero_shot", decoder_of("llama"), task, rest))
-    assert predictor.scores([]).shape == (0, 2)
+    assert predictor.log_probs([]).shape == (0, 2)

@@ -10,7 +10,7 @@ from fitting import SHOWN, TEXTS, block_outputs, fit, ids, made, one_line
 from i2cl import Example, Template
 from i2cl.methods import linear_probe
 from i2cl.models.encoding import TruncationWarning
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 
 
 def probe_features(decoder, films, layer, tokens):
@@ -44,7 +44,7 @@ def test_linear_probe_is_logistic_regression_on_states(layer, tokens, c, films, 
     options = {"probe_layer": layer, "probe_tokens": tokens, "probe_c": c}
     predictor = fit("linear_probe", decoder, films, demonstrations, **options)
     expected = torch.from_numpy(expected).float()
-    torch.testing.assert_close(predictor.scores(TEXTS), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(predictor.log_probs(TEXTS), expected, atol=1e-3, rtol=1e-3)
     assert predictor.cost.trained == states.shape[1] + 1
 
 
@@ -78,11 +78,11 @@ def test_a_probe_is_chosen_by_what_its_folds_get_right(place, other, films, monk
 def test_a_texts_tokens_are_found_in_a_prompt_that_was_cut(front, films):
     decoder = made("llama", max_position_embeddings=48)
     template = Template("Review: {text}\nSentiment: {label}", opening=front)
-    questions = Questions(decoder, replace(films, template=template))
+    scorer = LabelScorer(decoder, replace(films, template=template))
     texts = ["no", "a very warm film about <|endoftext|> " * 9, "x y"]
     with pytest.warns(TruncationWarning):
-        queries = questions.queries(texts)
-    spans = [*zip(queries, linear_probe._spans(questions, texts, queries), strict=True)]
+        queries = scorer.queries(texts)
+    spans = [*zip(queries, linear_probe._spans(scorer, texts, queries), strict=True)]
     parts = [decoder.tokenizer.decode(row[first:last]) for row, (first, last) in spans]
     assert [parts[0].strip(), parts[2].strip()] == ["no", "x y"]
     assert parts[1].strip()

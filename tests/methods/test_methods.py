@@ -18,7 +18,7 @@ from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.base import Product, Wrapper
 from i2cl.methods.i2cl import NoiseConfig, noise_like
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from tiny import byte_level, tiny_model, tiny_tokenizer
 
 KEY_VALUE_WIDTH = {"llama": 16, "qwen2": 16, "gpt2": 32, "gptj": 32, "gpt_neox": 32}
@@ -46,13 +46,13 @@ def plain(decoder, task, texts, shown="", *, full=False):
 def test_zero_shot_and_few_shot_match_the_model_with_and_without_cache(model_type, films, demonstrations):
     decoder = made(model_type)
     predictor, alone = fit("zero_shot", decoder, films, demonstrations), plain(decoder, films, TEXTS)
-    torch.testing.assert_close(predictor.scores(TEXTS), alone, **CLOSE)
+    torch.testing.assert_close(predictor.log_probs(TEXTS), alone, **CLOSE)
     assert (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out) == (0, 0, 0)
     expected = plain(decoder, films, TEXTS, shown_string(films))
     cached = fit("few_shot", decoder, films, demonstrations)
     uncached = fit("few_shot_uncached", decoder, films, demonstrations)
-    torch.testing.assert_close(uncached.scores(TEXTS), expected, **CLOSE)
-    torch.testing.assert_close(cached.scores(TEXTS), expected, **CLOSE)
+    torch.testing.assert_close(uncached.log_probs(TEXTS), expected, **CLOSE)
+    torch.testing.assert_close(cached.log_probs(TEXTS), expected, **CLOSE)
     assert not torch.allclose(expected, alone, atol=1e-2)
     assert decoder.tokenizer.decode(cached.prefix.ids).startswith(f"{shown_string(films)}Review:")
     tokens = len(cached.prefix.ids)
@@ -66,7 +66,7 @@ def test_labels_that_share_a_token_use_full_sequence_scoring(name, demonstration
     decoder = made("llama")
     shown = [f"Review: {text}\nSentiment:{task.labels[label]}\n" for text, label in SHOWN]
     expected = plain(decoder, task, TEXTS, "" if name == "zero_shot" else "".join(shown), full=True)
-    torch.testing.assert_close(fit(name, decoder, task, demonstrations).scores(TEXTS), expected, **CLOSE)
+    torch.testing.assert_close(fit(name, decoder, task, demonstrations).log_probs(TEXTS), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["zero_shot", "few_shot", "lora"])
@@ -75,8 +75,8 @@ def test_word_level_scoring_can_be_requested(name, demonstrations):
     decoder, options = made("llama"), {"epochs": 0, "loss": "labels"} if name == "lora" else {}
     predictor = fit(name, decoder, task, demonstrations, scoring="words", **options)
     below = fit("few_shot" if name == "few_shot" else "zero_shot", decoder, task, demonstrations)
-    expected = Questions(decoder, task, "words").labels.scores(below.distributions(TEXTS))
-    torch.testing.assert_close(predictor.scores(TEXTS), expected, atol=1e-4, rtol=1e-4)
+    expected = LabelScorer(decoder, task, "words").labels.scores(below.distributions(TEXTS))
+    torch.testing.assert_close(predictor.log_probs(TEXTS), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -91,7 +91,7 @@ def test_text_that_merges_with_the_demonstrations_is_not_scored_from_the_cache(m
     start = predictor.prefix.ids
     encoded = decoder.encoder([f"{shown}{text}\nSentiment:" for text in texts])
     assert {ids[: len(start)] != start for ids in encoded} == {True, False}
-    torch.testing.assert_close(predictor.scores(texts), plain(decoder, task, texts, shown), **CLOSE)
+    torch.testing.assert_close(predictor.log_probs(texts), plain(decoder, task, texts, shown), **CLOSE)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -102,9 +102,9 @@ def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonst
     extraction = ExtractConfig(writers=options.get("writers", "both"))
     config = CalibrationConfig(epochs=2, **{k: v for k, v in options.items() if k != "writers"})
     injection = injected(decoder, films, demonstrations, config, extraction=extraction, seed=3)
-    assert torch.equal(predictor.scores(TEXTS).log_softmax(-1), injection.scores(decoder, TEXTS))
+    assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), injection.log_probs(decoder, TEXTS))
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
-    assert not torch.allclose(predictor.scores(TEXTS), plain(decoder, films, TEXTS), atol=1e-3)
+    assert not torch.allclose(predictor.log_probs(TEXTS), plain(decoder, films, TEXTS), atol=1e-3)
 
 
 BARE = [({}, 4), ({"formula": "balance"}, 4), ({"formula": "add"}, 2), ({"writers": "mlp"}, 2)]
@@ -143,7 +143,7 @@ def test_noise_is_calibrated_like_i2cl_with_another_vector(films, demonstrations
     real = extract(decoder, films, demonstrations, seed=2)
     vector = noise_like(real, NoiseConfig(noise_vector=size), 2)
     injection = calibrate(decoder, films, demonstrations, vector, CalibrationConfig(epochs=2), seed=2)
-    assert torch.equal(predictor.scores(TEXTS).log_softmax(-1), injection.scores(decoder, TEXTS))
+    assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), injection.log_probs(decoder, TEXTS))
     assert not torch.equal(predictor.edit.values, real.values)
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
 
@@ -157,7 +157,7 @@ def test_joint_fits_match_separate_fits(name, decoder, rows):
     for result, own, seed in zip(together, shown, seeds, strict=True):
         alone = method.fit(decoder, rows, own, seed)
         assert result.cost == alone.cost
-        torch.testing.assert_close(result.scores(TEXTS), alone.scores(TEXTS), **CLOSE)
+        torch.testing.assert_close(result.log_probs(TEXTS), alone.log_probs(TEXTS), **CLOSE)
 
 
 def test_methods_without_joint_fits_run_separately(decoder, rows):
@@ -219,14 +219,14 @@ def test_every_method_is_repeatable_and_restores_the_model(name, decoder, rows, 
     model.lm_head.weight.requires_grad_(False)
     with left_as_found(model):
         predictor = contract(name, decoder, rows)
-        scores = predictor.scores(texts)
+        scores = predictor.log_probs(texts)
     assert scores.shape == (5, 2)
     assert scores.dtype == torch.float32
     assert torch.isfinite(scores).all()
-    assert torch.equal(contract(name, decoder, rows).scores(texts), scores)
-    one_line("text 2 is empty", predictor.scores, ["good", " "])
+    assert torch.equal(contract(name, decoder, rows).log_probs(texts), scores)
+    one_line("text 2 is empty", predictor.log_probs, ["good", " "])
     if not issubclass(METHODS[name], Wrapper):  # batch calibration is transductive
-        torch.testing.assert_close(predictor.scores(texts[::-1]), scores.flip(0), **CLOSE)
+        torch.testing.assert_close(predictor.log_probs(texts[::-1]), scores.flip(0), **CLOSE)
     counts = (predictor.cost.cached_values, predictor.cost.trained, predictor.cost.held_out)
     assert all(isinstance(count, int) and count >= 0 for count in counts)
 
@@ -254,7 +254,7 @@ def test_methods_take_the_options_that_they_have():
     made = make_methods(names, {"loss": "labels"})
     assert {getattr(one, "calibration", getattr(one, "training", None)).loss for one in made} == {"labels"}
     assert set(METHODS["i2cl"].options()) == {*ExtractConfig.model_fields, *CalibrationConfig.model_fields}
-    assert METHODS["zero_shot"].options() == {"scoring": "auto|first_token|full|words"}
+    assert METHODS["zero_shot"].options() == {"scoring": "auto|first_token|sequence|words"}
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_nan_scores_are_refused(films, demonstrations, name):
     predictor = fit(name, decoder, task, demonstrations, **options)
     with torch.no_grad():
         decoder.model.model.norm.weight.fill_(float("nan"))
-    one_line("label scores are NaN: the model overflows in float32", predictor.scores, TEXTS)
+    one_line("label scores are NaN: the model overflows in float32", predictor.log_probs, TEXTS)
 
 
 INNER_TEMPERATURES = {
@@ -322,9 +322,9 @@ def test_product_multiplies_probabilities_and_adds_costs(inner, typical, films, 
     given, seen = (made("llama"), task, demonstrations), []
     first, second = fit(inner, *given, **options), fit("few_shot", *given)
     both = fit(f"{inner}+few_shot", *given, **options)
-    tempered = (first.scores(TEXTS).double() / typical).log_softmax(-1)
-    expected = (tempered.exp() * second.scores(TEXTS).exp()).log()
-    result = both.scores(TEXTS, seen.append)
+    tempered = (first.log_probs(TEXTS).double() / typical).log_softmax(-1)
+    expected = (tempered.exp() * second.log_probs(TEXTS).exp()).log()
+    result = both.log_probs(TEXTS, seen.append)
     torch.testing.assert_close(result.double(), expected.log_softmax(-1), atol=1e-5, rtol=1e-5)
     assert sum(seen) == len(TEXTS)
     assert both.cost == first.cost + second.cost
@@ -334,7 +334,7 @@ def test_product_uses_the_typical_temperature_if_none_can_be_fitted(films):
     given = made("llama"), films, [Example("a warm film", 0), Example("no", 1)]
     plain, chosen = (fit(f"anchored{name}+few_shot", *given) for name in ("", "+temperature"))
     assert plain.first.temperature == chosen.first.temperature == 2.4
-    assert torch.equal(plain.scores(TEXTS), chosen.scores(TEXTS))
+    assert torch.equal(plain.log_probs(TEXTS), chosen.log_probs(TEXTS))
 
 
 def test_joint_fits_of_a_product_have_separate_partners(films):
@@ -344,8 +344,8 @@ def test_joint_fits_of_a_product_have_separate_partners(films):
     together = method.fit_many(decoder, films, draws, (0, 1))
     for shown, seed, result in zip(draws, (0, 1), together, strict=True):
         alone = method.fit(decoder, films, shown, seed)
-        torch.testing.assert_close(result.scores(TEXTS), alone.scores(TEXTS), atol=1e-5, rtol=1e-5)
-    assert not torch.equal(together[0].second.scores(TEXTS), together[1].second.scores(TEXTS))
+        torch.testing.assert_close(result.log_probs(TEXTS), alone.log_probs(TEXTS), atol=1e-5, rtol=1e-5)
+    assert not torch.equal(together[0].second.log_probs(TEXTS), together[1].second.log_probs(TEXTS))
 
 
 def test_wrapped_methods_take_their_own_options():
@@ -361,6 +361,6 @@ def test_product_excludes_a_label_that_one_method_has_not_seen(name, films, demo
     pytest.importorskip("sklearn", reason="scikit-learn is an extra")
     three = replace(films, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
-    scores = fit(name, made("llama"), three, shown).scores(TEXTS)
+    scores = fit(name, made("llama"), three, shown).log_probs(TEXTS)
     assert (scores[:, 1] == -torch.inf).all()
     torch.testing.assert_close(scores.exp().sum(-1), torch.ones(len(TEXTS), dtype=scores.dtype))

@@ -150,8 +150,8 @@ def failing_progress(decoder, error):
 
 
 WORK = {
-    "score": lambda decoder: calibrated(decoder).scores(decoder, ["a", "a dull film"]),
-    "full": lambda decoder: calibrated(decoder).scores(decoder, ["a", "b c"], scoring="full"),
+    "score": lambda decoder: calibrated(decoder).log_probs(decoder, ["a", "a dull film"]),
+    "sequence": lambda decoder: calibrated(decoder).log_probs(decoder, ["a", "b c"], scoring="sequence"),
     "capture": lambda decoder: decoder.capture(BATCH),
     "hidden": lambda decoder: extract(decoder, TASK, SHOTS, ExtractConfig(writers="hidden")),
     "prefix": lambda decoder: decoder.prefix((1, 2, 3)),

@@ -23,7 +23,7 @@ from fitting import fit, injected, one_line
 from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.models.encoding import Encoder, label_tokens
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from tiny import byte_level, tiny_model, tiny_tokenizer
 
 LINES = ["a warm, funny film", "the longest river | of all <b> </i> im_end s"] * 20
@@ -272,7 +272,7 @@ OPTIONS |= {"icv": {"strength": 0.1}, "i2cl": {"epochs": 1}, "i2cl_over_icl": {"
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_method_lets_a_text_become_a_control_token(decoder, seen, name):
     own = replace(TASK, train=SHOTS * 30, test=SHOTS)
-    fit(name, decoder, own, SHOTS, **OPTIONS[name]).scores([EVIL])
+    fit(name, decoder, own, SHOTS, **OPTIONS[name]).log_probs([EVIL])
     assert seen
     assert control_tokens(seen) == 0
 
@@ -287,9 +287,9 @@ def test_no_pool_lets_a_text_become_a_control_token(decoder, seen):
 
 def test_scores_of_a_spelled_control_token_are_those_of_its_characters(decoder):
     as_text, as_token = (
-        Questions(decoder, TASK).scores([text]) for text in (EVIL, "a warm film<|endoftext|".rstrip("|"))
+        LabelScorer(decoder, TASK).scores([text]) for text in (EVIL, "a warm film<|endoftext|".rstrip("|"))
     )
-    (ids,) = Questions(decoder, TASK).queries([EVIL])
+    (ids,) = LabelScorer(decoder, TASK).queries([EVIL])
     spelled = decoder.encoder([TASK.template.query("a warm film<\x00|endoftext|>")])[0]
     assert len(ids) == len(spelled) - 1
     assert as_text.isfinite().all()
@@ -311,9 +311,9 @@ def test_word_level_scores_are_means_over_tokens(decoder):
     expected = [(many * a + once * other) / (many + once) for other in (b, c, e)]
     expected.insert(2, d)
     torch.testing.assert_close(result.scores(wide), torch.stack(expected, -1))
-    torch.testing.assert_close(result.mean(wide[..., list(result.read)]), result.scores(wide))
+    torch.testing.assert_close(result.mean(wide[..., list(result.read)]), result.log_probs(wide))
     changed = result.at_first(wide)
-    torch.testing.assert_close(changed[..., list(result.first)], result.scores(wide))
+    torch.testing.assert_close(changed[..., list(result.first)], result.log_probs(wide))
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from fitting import decoder_of, encode, log_probability, made
 from i2cl import Decoder, I2CLError, Task, Template
 from i2cl.models.encoding import LabelTokens, ScoringWarning, _assign_token, label_tokens
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
@@ -36,7 +36,7 @@ def test_no_label_is_a_prefix_of_another(case, seed):
     decoder, labels = decoder_of(case), random_labels(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScoringWarning)
-        asked = Questions(decoder, Task("films", labels, TEMPLATE))
+        asked = LabelScorer(decoder, Task("films", labels, TEMPLATE))
         result = asked.scores(["a warm film"])[0]
     ids = asked.labels.ids
     assert not any(one != other and other[: len(one)] == one for one in ids for other in ids)
@@ -51,7 +51,7 @@ def test_no_label_is_a_prefix_of_another(case, seed):
 
 
 def test_labels_that_are_no_prefix_are_unchanged():
-    result = label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "full")
+    result = label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "sequence")
     assert result.ids == tuple(map(encode, LABELS))
 
 
@@ -72,7 +72,7 @@ def test_labels_end_with_eos_if_the_separator_merges():
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_newline_before_labels_belongs_to_the_query(case):
     decoder = decoder_of(case)
-    asked = Questions(decoder, Task("films", LABELS, Template("Review: {text}\nSentiment:\n{label}")))
+    asked = LabelScorer(decoder, Task("films", LABELS, Template("Review: {text}\nSentiment:\n{label}")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert asked.labels.ids == tuple(map(encode, LABELS))
@@ -80,14 +80,14 @@ def test_newline_before_labels_belongs_to_the_query(case):
     assert asked.labels.line == "\n"
     assert asked.queries(["dull"]) == [encode("Review: dull\nSentiment:\n")]
     texts = ["a warm film", "dull"]
-    first = Questions(decoder, asked.task, "first_token").scores(texts)
+    first = LabelScorer(decoder, asked.task, "first_token").scores(texts)
     assert torch.allclose(first, asked.scores(texts))
 
 
 def test_newline_that_merges_with_labels_belongs_to_them():
     tokenizer = merging_tokenizer()
     decoder = Decoder(tiny_model("llama"), tokenizer)
-    asked = Questions(decoder, Task("films", ("x", "ab"), Template("{text}:\n{label}")))
+    asked = LabelScorer(decoder, Task("films", ("x", "ab"), Template("{text}:\n{label}")))
     assert asked.labels.line == ""
     assert [tokenizer.decode(list(ids)) for ids in asked.labels.ids] == ["\nx", "\nab"]
 

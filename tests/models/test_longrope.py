@@ -57,7 +57,7 @@ def test_few_shot_scores_and_context_vectors_match_single_rows(decoder):
     cached, uncached = (fit(name, decoder, task, SHOWN[:1]) for name in ("few_shot", "few_shot_uncached"))
     assert len(cached.prefix.ids) < LIMIT
     texts = ["dull", "dull " * 5, "a warm film " * 9]
-    torch.testing.assert_close(cached.scores(texts), uncached.scores(texts), **SAME)
+    torch.testing.assert_close(cached.log_probs(texts), uncached.log_probs(texts), **SAME)
     alone = torch.stack([extract(decoder, FILMS, [one]).values for one in SHOWN])
     torch.testing.assert_close(extract(decoder, FILMS, SHOWN).values, alone.mean(0), **SAME)
 
@@ -133,8 +133,8 @@ def test_adapter_loss_and_scores_match_single_rows(decoder, monkeypatch, name, o
     predictor = fit(name, decoder, FILMS, SHOWN, **options)
     assert losses[0] == pytest.approx(sum(losses[1:]) / len(SHOWN), abs=1e-5)
     texts = [example.text for example in SHOWN]
-    alone = torch.cat([predictor.scores([text]) for text in texts])
-    torch.testing.assert_close(predictor.scores(texts), alone, **SAME)
+    alone = torch.cat([predictor.log_probs([text]) for text in texts])
+    torch.testing.assert_close(predictor.log_probs(texts), alone, **SAME)
 
 
 def test_pool_scores_match_single_texts(decoder):
@@ -142,9 +142,9 @@ def test_pool_scores_match_single_texts(decoder):
     quick = CalibrationConfig(epochs=1)
     made = {str(seed): calibrate(decoder, FILMS, SHOWN, context, quick, seed=seed) for seed in range(2)}
     texts, names = [example.text for example in SHOWN], ["0", "1", "1", "0", "1"]
-    result = InjectionPool(decoder, made).scores(texts, names)
+    result = InjectionPool(decoder, made).log_probs(texts, names)
     for text, name, row in zip(texts, names, result, strict=True):
-        torch.testing.assert_close(row, made[name].scores(decoder, [text])[0], **SAME)
+        torch.testing.assert_close(row, made[name].log_probs(decoder, [text])[0], **SAME)
 
 
 def test_limits_cover_every_kind_of_layer():

@@ -46,7 +46,7 @@ def test_offloaded_model_has_the_same_identity_and_scores(offloaded, plain, task
     shown, config = task.sample(2, 0), CalibrationConfig(epochs=2)
     made = [injected(one, task, shown, config) for one in (offloaded, plain)]
     assert torch.equal(made[0].coefficients, made[1].coefficients)
-    assert torch.equal(made[0].scores(offloaded, TEXTS), made[1].scores(plain, TEXTS))
+    assert torch.equal(made[0].log_probs(offloaded, TEXTS), made[1].log_probs(plain, TEXTS))
 
 
 def test_offloaded_model_is_restored(offloaded):

@@ -33,7 +33,7 @@ def swapped(model):
 def fitted(decoder):
     context = extract(decoder, TASK, SHOTS)
     injection = calibrate(decoder, TASK, SHOTS, context, CONFIG, seed=3)
-    return context.values, injection.coefficients, injection.scores(decoder, TEXTS)
+    return context.values, injection.coefficients, injection.log_probs(decoder, TEXTS)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -5,7 +5,7 @@ import torch
 
 from fitting import films_in, injected, log_probability, made, one_line
 from i2cl import Decoder
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 TEXTS = ["a film", "dull, dull, dull, all of it"]
@@ -37,7 +37,7 @@ def test_fitting_in_float16_names_the_precision_that_overflows():
     one_line("overflow in float16", injected, decoder, task, task.train[:4])
 
 
-@pytest.mark.parametrize("scoring", ["first_token", "full", "words"])
+@pytest.mark.parametrize("scoring", ["first_token", "sequence", "words"])
 def test_infinite_logit_of_any_token_raises(scoring):
     task = films_in(("good film", "bad film"))
     decoder = made("llama", tie_word_embeddings=False)
@@ -46,13 +46,13 @@ def test_infinite_logit_of_any_token_raises(scoring):
         return logits.index_fill(-1, torch.tensor([299]), torch.inf)  # a token of no label
 
     decoder.model.lm_head.register_forward_hook(overflow)
-    one_line("overflows in float32", Questions(decoder, task, scoring).scores, TEXTS)
+    one_line("overflows in float32", LabelScorer(decoder, task, scoring).scores, TEXTS)
 
 
 def test_impossible_label_is_never_predicted_and_raises_nothing():
     task = films_in(("good", "bad"))
     decoder = made("llama", tie_word_embeddings=False)
-    asked = Questions(decoder, task)
+    asked = LabelScorer(decoder, task)
 
     def forbid(_module, _inputs, logits):
         return logits.index_fill(-1, torch.tensor([asked.labels.first[0]]), -torch.inf)
@@ -67,7 +67,7 @@ def test_impossible_label_is_never_predicted_and_raises_nothing():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_labels_of_unequal_length_match_separate_scores_in_half_precision(attention, dtype):
     decoder = made("llama", dtype=dtype, attn_implementation=attention)
-    asked = Questions(decoder, films_in(("x", "a film of all the ages")), "full")
+    asked = LabelScorer(decoder, films_in(("x", "a film of all the ages")), "sequence")
     texts = ["a", "a film that is so long " * 5, "hm hm"]
     assert decoder.can_fork
     with torch.no_grad():

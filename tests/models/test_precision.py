@@ -32,7 +32,7 @@ def test_model_types_calibrate_in_half_precision(model_type, dtype, task):
     decoder = Decoder(model, tiny_tokenizer(), name=model_type)
     with left_as_found(model):
         injection = injected(decoder, task, task.sample(2, 0), CalibrationConfig(epochs=2))
-        assert injection.scores(decoder, TEXTS).isfinite().all()
+        assert injection.log_probs(decoder, TEXTS).isfinite().all()
     assert injection.coefficients.dtype == injection.context.values.dtype == torch.float32
     assert injection.coefficients.isfinite().all()
     assert (injection.coefficients != injection.coefficients[:1, :1]).any()
@@ -108,11 +108,11 @@ def test_files_changed_since_loading_do_not_count(tmp_path):
 
 def test_an_injection_goes_from_one_dtype_to_another(checkpoint, plain, task, recwarn):
     injection = injected(plain, task, task.sample(2, 0), FAST)
-    expected = injection.scores(plain, TEXTS)
+    expected = injection.log_probs(plain, TEXTS)
     for dtype, tolerance in (("float16", 0.02), ("bfloat16", 0.15)):
         decoder = Decoder.from_pretrained(checkpoint, dtype=dtype)
         injection.require_base(decoder)
-        assert off(injection.scores(decoder, TEXTS), expected) < tolerance
+        assert off(injection.log_probs(decoder, TEXTS), expected) < tolerance
     assert not [warning for warning in recwarn if warning.category is PrecisionWarning]
 
 
@@ -173,7 +173,7 @@ def test_gradients_flow_through_codes(quantized, checkpoint):
 def test_a_quantized_model_calibrates_and_is_left_as_found(quantized, task):
     with left_as_found(quantized.model):
         injection = injected(quantized, task, task.sample(3, 0), FAST)
-        assert injection.scores(quantized, TEXTS).isfinite().all()
+        assert injection.log_probs(quantized, TEXTS).isfinite().all()
     assert min(injection.history) < 0.95 * injection.history[0]
 
 

@@ -14,7 +14,7 @@ from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.models.batching import make_batch
 from i2cl.models.encoding import LabelTokens, ScoringWarning, TruncationWarning, label_tokens
 from i2cl.models.memory import MemoryWarning
-from i2cl.models.scoring import Questions, require_texts, score
+from i2cl.models.scoring import LabelScorer, require_texts, score
 from i2cl.models.training import label_log_probabilities
 from i2cl.models.trie import Trie, TrieIndices, edge_scores
 from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
@@ -42,12 +42,12 @@ def expected(decoder, *, full, texts=TEXTS, before="", labels=LABELS):
     return torch.tensor(rows)
 
 
-def questions(decoder, scoring="auto", labels=LABELS):
-    return Questions(decoder, Task("films", tuple(labels), TEMPLATE), scoring)
+def scorer(decoder, scoring="auto", labels=LABELS):
+    return LabelScorer(decoder, Task("films", tuple(labels), TEMPLATE), scoring)
 
 
 def scores(decoder, scoring="auto", texts=TEXTS, **arguments):
-    asked = questions(decoder, scoring)
+    asked = scorer(decoder, scoring)
     return score(decoder, asked.queries(texts), asked.labels, **arguments)
 
 
@@ -55,13 +55,13 @@ def close(actual, wanted):
     return torch.allclose(actual, wanted, rtol=1e-5, atol=2e-5)
 
 
-@pytest.fixture(params=[False, True], ids=["first_token", "full"])
+@pytest.fixture(params=[False, True], ids=["first_token", "sequence"])
 def full(request):
     return request.param
 
 
 def kind(full):
-    return "full" if full else "first_token"
+    return "sequence" if full else "first_token"
 
 
 @pytest.mark.parametrize(("budget", "side"), [(1, "left"), (40, "right"), (10**6, "left")])
@@ -112,7 +112,7 @@ def test_a_query_runs_once_for_all_labels_if_that_changes_nothing(case, position
     wide = {name: 512 for name in ("sliding_window", "window_size") if decoder_of(case).window}
     model = tiny_model(model_type, **variant | wide)
     decoder = Counting(model, tiny_tokenizer(), name=case, token_budget=256)
-    asked = questions(decoder, "full", MANY)
+    asked = scorer(decoder, "sequence", MANY)
     edit = drawn_edit(decoder, 0.1, 0.9, positions=positions) if positions else None
     queries = asked.queries(TEXTS)
     assert decoder.can_fork is (case not in NO_FORKS and not decoder.rope_limits)
@@ -127,10 +127,10 @@ def test_a_query_runs_once_for_all_labels_if_that_changes_nothing(case, position
 
 @pytest.fixture(params=[("gemma2", "sliding_window"), ("gpt2", "n_positions")], ids=lambda pair: pair[0])
 def limited(request):
-    """A decoder with a context or window of 42 tokens, and questions with many labels."""
+    """A decoder with a context or window of 42 tokens, and scorer with many labels."""
     case, limit = request.param
     decoder = Counting(tiny_model(case, **{limit: 42}), tiny_tokenizer(), name=case)
-    return decoder, questions(decoder, "full", MANY)
+    return decoder, scorer(decoder, "sequence", MANY)
 
 
 def test_queries_beyond_a_window_or_the_context_do_not_share_a_row(limited):
@@ -199,7 +199,7 @@ def test_tree_attention_is_also_used_in_half_precision(case):
 def test_batches_are_halved_when_memory_runs_out(monkeypatch, limit, budget, fork):
     decoder = counting("llama", budget)
     decoder.can_fork = fork
-    asked = questions(decoder, "full", MANY)
+    asked = scorer(decoder, "sequence", MANY)
     queries = asked.queries(["a warm film"] * 30)
     wanted, forward, done = score(decoder, queries, asked.labels), decoder.forward, []
 
@@ -222,7 +222,7 @@ def test_progress_counts_every_query_once(full):
     assert sum(done) == pytest.approx(len(TEXTS))
     assert scores(decoder_of("llama"), kind(full), ()).shape == (0, 2)
     decoder, done = counting("llama"), []  # whose queries run once
-    asked = questions(decoder, "full", MANY)
+    asked = scorer(decoder, "sequence", MANY)
     score(decoder, asked.queries(TEXTS), asked.labels, progress=done.append)
     assert (sum(done), {type(count) for count in done}) == (len(TEXTS), {int})
 
@@ -287,7 +287,9 @@ def test_labels_are_encoded_in_context():
     assert result.ids == tuple(encode(" " + label) for label in LABELS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result, forced = (label_tokens(encoder, TEMPLATE, LABELS, scoring) for scoring in ("auto", "full"))
+        result, forced = (
+            label_tokens(encoder, TEMPLATE, LABELS, scoring) for scoring in ("auto", "sequence")
+        )
     assert result.ids == tuple(encode(label) for label in LABELS)
     assert (result.full, result.room, result.target(0)) == (False, 0, encode("positive")[:1])
     room = max(len(encode(label)) for label in LABELS) - 1
@@ -300,9 +302,9 @@ def test_labels_that_share_their_first_token_use_full_sequences():
         result = label_tokens(decoder.encoder, TEMPLATE, labels)
     assert len(caught) == 1
     assert result.full
-    queries = questions(decoder, labels=labels).queries(TEXTS)
+    queries = scorer(decoder, labels=labels).queries(TEXTS)
     assert close(score(decoder, queries, result), expected(decoder, full=True, labels=labels))
-    one_line("scoring='full'", label_tokens, decoder.encoder, TEMPLATE, labels, "first_token")
+    one_line("scoring='sequence'", label_tokens, decoder.encoder, TEMPLATE, labels, "first_token")
 
 
 def test_labels_that_merge_with_the_prompt_or_have_the_same_tokens_are_refused():
@@ -326,7 +328,7 @@ def test_labels_that_merge_with_the_prompt_or_have_the_same_tokens_are_refused()
 def test_invalid_text_is_named(text, message):
     one_line(f"text 2 {message}", inspect.unwrap(require_texts), ["good", text])
     if isinstance(text, str):
-        one_line(f"text 2 {message}", questions(decoder_of("llama")).queries, ["good", text])
+        one_line(f"text 2 {message}", scorer(decoder_of("llama")).queries, ["good", text])
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt"])
@@ -335,7 +337,7 @@ def test_long_texts_leave_room_for_the_label(case, full):
     assert decoder.max_length == 48
     labels = label_tokens(decoder.encoder, TEMPLATE, LABELS, kind(full))
     with pytest.warns(TruncationWarning, match="1 of 2") as caught:
-        cut, _ = questions(decoder, kind(full)).queries(["a dull film " * 100, "b"])
+        cut, _ = scorer(decoder, kind(full)).queries(["a dull film " * 100, "b"])
     assert len(caught) == 1
     room = max(len(encode(label)) for label in LABELS) - 1 if full else 0
     assert labels.room == room
@@ -348,7 +350,7 @@ def test_shared_labels_are_copied_to_the_device_once_per_batch(monkeypatch):
     copies, to = [], TrieIndices.to
     monkeypatch.setattr(TrieIndices, "to", lambda self, device: [copies.append(1), to(self, device)][1])
     decoder = decoder_of("llama")
-    asked = questions(decoder, "full", MANY)
+    asked = scorer(decoder, "sequence", MANY)
     assert decoder.can_fork
     copies.clear()
     score(decoder, asked.queries(["a warm film"] * 5), asked.labels)
@@ -359,7 +361,7 @@ def test_word_weights_are_copied_to_the_device_once_per_batch(monkeypatch):
     calls, mean = [], LabelTokens.mean
     monkeypatch.setattr(LabelTokens, "mean", lambda self, tokens: [calls.append(1), mean(self, tokens)][1])
     decoder = decoder_of("llama")
-    asked = questions(decoder, "words", MANY)
+    asked = scorer(decoder, "words", MANY)
     queries = asked.queries(TEXTS)
     batch = make_batch(queries, decoder.device)
     gold = [0] * len(queries)

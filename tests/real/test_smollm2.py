@@ -14,7 +14,7 @@ from fitting import random_injection, replacing
 from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, extract, load_task
 from i2cl.export import export_causal_lm, export_gguf, make_golden, verify, verify_gguf
 from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, is_gguf, located
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 
 pytestmark = [
     pytest.mark.real,
@@ -112,17 +112,17 @@ def test_a_chat_is_asked_as_its_template_says(decoder, instruction):
         {"role": "user", "content": "dull"},
     ]
     asked = decoder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    questions = Questions(decoder, chat)
-    prompt = chat.template.prompt([("a warm film", "positive")], "dull") + questions.labels.line
+    scorer = LabelScorer(decoder, chat)
+    prompt = chat.template.prompt([("a warm film", "positive")], "dull") + scorer.labels.line
     assert prompt == asked
-    (ids,) = questions.queries(["dull"])
-    assert ids == tuple(decoder.tokenizer(chat.template.query("dull") + questions.labels.line).input_ids)
-    assert [decoder.tokenizer.decode(list(one)) for one in questions.labels.ids] == list(TASK.labels)
+    (ids,) = scorer.queries(["dull"])
+    assert ids == tuple(decoder.tokenizer(chat.template.query("dull") + scorer.labels.line).input_ids)
+    assert [decoder.tokenizer.decode(list(one)) for one in scorer.labels.ids] == list(TASK.labels)
 
 
 def test_a_short_fit_learns_its_demonstrations(decoder):
     task = load_task("tickets")
-    injection = anchor(decoder, task, task.sample(1, 0), AnchoredConfig(reach=3.0, steps=1))
+    injection = anchor(decoder, task, task.sample(1, 0), AnchoredConfig(prior_std=3.0, steps=1))
     assert injection.history[-1] < 0.8 * injection.history[0]
 
 

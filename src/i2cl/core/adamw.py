@@ -28,13 +28,13 @@ MAX_MONITORED = 2048  # demonstrations whose loss is compared before and after t
 
 
 def fit_adamw(
-    objective: Objective, reach: float, seed: int, progress: StepProgress | None = None
+    objective: Objective, prior_std: float, seed: int, progress: StepProgress | None = None
 ) -> Solution:
     """Minimize the objective by AdamW.
 
     Args:
         objective: the problem; its scale is set here.
-        reach: standard deviation of the label scores under the prior, in nats; 0 yields the plain model.
+        prior_std: standard deviation of the label scores under the prior, in nats; 0 yields the plain model.
         seed: of the order of the demonstrations.
         progress: see `i2cl.models.training.train`.
 
@@ -44,9 +44,9 @@ def fit_adamw(
     Raises:
         I2CLError: if the loss is not finite.
     """
-    decoder, labels = objective.questions.decoder, objective.questions.labels
+    decoder, labels = objective.scorer.decoder, objective.scorer.labels
     variance = objective.scale_by_gold()
-    tau = variance / reach**2 if reach > 0 else math.inf
+    tau = variance / prior_std**2 if prior_std > 0 else math.inf
     count = len(objective.queries)
     rows = list(objective.rows)
     monitored = Random(0).sample(rows, MAX_MONITORED) if count > MAX_MONITORED else rows

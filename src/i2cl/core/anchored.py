@@ -9,9 +9,9 @@ labels compete with each other only. The objective is
 where theta are the vectors that are added to each sublayer's output and w is the weight of a demonstration, 1
 by default. The scale s has one value per site, chosen so that every site moves the label scores equally: one
 over the root of the Fisher information at the start of the fit, where all labels count as equally probable,
-averaged over the values of the site. tau follows from the reach: the standard deviation of a query's label
-scores under the prior, in nats, which means the same on every model. The prior is wide. A fit of few examples
-stays close to the plain model because it starts there and stops early; a narrow prior costs accuracy
+averaged over the values of the site. tau follows from ``prior_std``: the standard deviation of a query's
+label scores under the prior, in nats, which means the same on every model. The prior is wide. A fit of few
+examples stays close to the plain model because it starts there and stops early; a narrow prior costs accuracy
 (docs/results.md).
 
 Labels are scored by their first tokens, or by their words where first tokens are shared. Small fits are
@@ -38,7 +38,7 @@ from i2cl.core.weights import ClassWeight, apply_class_weight
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.memory import MemoryWarning, free_memory
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Task
 
@@ -48,8 +48,8 @@ class AnchoredConfig(Settings):
 
     Attributes:
         writers: which sublayers get a vector: both of every layer, one of them, or each block's output.
-        reach: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 yields the
-            plain model.
+        prior_std: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 yields
+            the plain model.
         steps: maximum number of Gauss-Newton steps. AdamW has its own schedule: of this and the next three
             options it uses only whether ``steps`` is 0.
         tolerance: relative gain of the objective by an undamped step below which the solver stops.
@@ -59,7 +59,7 @@ class AnchoredConfig(Settings):
             all are differentiated in each step.
         say_label: add one more vector to the last sublayer that makes the model say a label unprompted
             without changing which label is the most probable (`i2cl.core.label_mass`).
-        solver: ``"kernel"`` (Gauss-Newton), ``"descent"`` (AdamW), or ``"auto"``: Gauss-Newton up to
+        solver: ``"gauss_newton"`` (Gauss-Newton), ``"adamw"`` (AdamW), or ``"auto"``: Gauss-Newton up to
             `i2cl.core.plan.MAX_KERNEL_COLUMNS` pairs of an example and a wrong label
             (`MAX_WORD_KERNEL_COLUMNS` for word-level scoring) if they fit into the memory. The settings of a
             fit hold the solver as ``solved_by``.
@@ -70,7 +70,7 @@ class AnchoredConfig(Settings):
     """
 
     writers: Writers = "both"
-    reach: Annotated[float, Field(ge=0, le=1e4)] = 30.0
+    prior_std: Annotated[float, Field(ge=0, le=1e4)] = 30.0
     steps: int = Field(4, ge=0)
     tolerance: float = Field(0.02, ge=0)
     trust: float = Field(0.25, ge=0, lt=1)
@@ -106,24 +106,24 @@ def anchor(
 
     Raises:
         I2CLError: without demonstrations, with too many, if the fit does not fit into memory, for
-            ``scoring="full"``, on a decoder whose blocks do not simply add their sublayers' outputs, or on
-            scores that are not finite.
+            ``scoring="sequence"``, on a decoder whose blocks do not simply add their sublayers' outputs, or
+            on scores that are not finite.
     """
     config = config or AnchoredConfig()
     require_demonstrations(task, demonstrations)
     check_fit_size(len(demonstrations), len({example.label for example in demonstrations}))
     decoder.require_identity()
     demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
-    questions = Questions.of_fit(decoder, task, scoring)
-    objective = Objective(questions, tuple(demonstrations), config.writers)
+    scorer = LabelScorer.for_fit(decoder, task, scoring)
+    objective = Objective(scorer, tuple(demonstrations), config.writers)
     plan = plan_fit(objective.size, fit_memory(decoder, config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
     with decoder.frozen():
-        if plan.solver == "kernel":
+        if plan.solver == "gauss_newton":
             solution = fit_gauss_newton(
                 objective,
-                config.reach,
+                config.prior_std,
                 config.steps,
                 tolerance=config.tolerance,
                 trust=config.trust,
@@ -131,19 +131,19 @@ def anchor(
                 progress=progress,
             )
         else:
-            solution = fit_adamw(objective, config.reach if config.steps else 0.0, seed, progress)
+            solution = fit_adamw(objective, config.prior_std if config.steps else 0.0, seed, progress)
     parameters = solution.parameters
     moved = bool(parameters.any())
     if moved:
-        questions = replace(questions, weights=objective.word_weights(parameters))
-    elif config.steps and config.reach:
-        message = "the fit did not lower the loss of the examples and yields the plain model: lower the reach"
+        scorer = replace(scorer, weights=objective.word_weights(parameters))
+    elif config.steps and config.prior_std:
+        message = "the fit did not lower the loss of the examples and yields the plain model: lower prior_std"
         warnings.warn(message, UserWarning, stacklevel=2)
     vectors = objective.vectors(parameters)
     settings = config.model_dump(mode="json", exclude_none=True)
     settings |= {"method": "anchored", "solved_by": plan.solver, "tau": solution.tau}
     if config.say_label and objective.has_last_vector and moved:
-        raised = raise_label_mass(decoder, objective.queries, questions.labels, objective.edit(parameters))
+        raised = raise_label_mass(decoder, objective.queries, scorer.labels, objective.edit(parameters))
         vectors[-1, -1] += raised.vector / decoder.writer_scale
         settings["label_mass"] = [raised.before, raised.after]
     extraction = ExtractConfig(writers=config.writers)
@@ -152,8 +152,8 @@ def anchor(
         coefficients=torch.ones(*vectors.shape[:2], 2),
         task=task.without_data(),
         base=decoder.base,
-        scoring=questions.scoring,
-        word_weights=questions.weights,
+        scoring=scorer.scoring,
+        word_weights=scorer.weights,
         seed=seed,
         settings=settings,
         history=solution.history,

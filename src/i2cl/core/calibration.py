@@ -22,7 +22,7 @@ from i2cl.models.batching import budget_chunks
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.memory import MemoryWarning
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import StepProgress, minimize, train
 from i2cl.tasks import Examples, Task
 
@@ -54,7 +54,7 @@ def calibrate(
         config: recipe and ablation switches.
         seed: of batches, noise and ``positions="random"``.
         scoring: predict each label's first token, or its full sequence. If the loss is among the labels, by
-            first token or by words; see `i2cl.models.scoring.Questions.of_fit`.
+            first token or by words; see `i2cl.models.scoring.LabelScorer.for_fit`.
         start: initial coefficients, instead of the config's.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
         prompt: builds the text in front of a label, instead of the template's query. Tokens that all prompts
@@ -66,9 +66,9 @@ def calibrate(
             or on a loss that is not finite.
     """
     config = config or CalibrationConfig()
-    questions = _questions(decoder, task, scoring, config)
+    scorer = _questions(decoder, task, scoring, config)
     shown = apply_class_weight(demonstrations, task.labels, config.class_weight)
-    run = CalibrationRun(questions, shown, context, seed, start, batches, prompt)
+    run = CalibrationRun(scorer, shown, context, seed, start, batches, prompt)
     return _fit_all([run], config, progress)[0]
 
 
@@ -120,11 +120,11 @@ def calibrate_many(
     return _fit_all(runs, config, progress)
 
 
-def _questions(decoder: Decoder, task: Task, scoring: Scoring, config: CalibrationConfig) -> Questions:
+def _questions(decoder: Decoder, task: Task, scoring: Scoring, config: CalibrationConfig) -> LabelScorer:
     return (
-        Questions.of_fit(decoder, task, scoring)
+        LabelScorer.for_fit(decoder, task, scoring)
         if config.loss == "labels"
-        else Questions(decoder, task, scoring)
+        else LabelScorer(decoder, task, scoring)
     )
 
 
@@ -144,7 +144,7 @@ def _fit_all(
             if not is_out_of_memory(error):
                 raise
             exceeded = True
-        if runs[0].questions.decoder.consensus.any(exceeded):
+        if runs[0].scorer.decoder.consensus.any(exceeded):
             waiting[:0] = _halves(places)  # outside except, where the traceback no longer holds memory
         else:
             injections |= zip(places, fitted, strict=True)
@@ -159,7 +159,7 @@ def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig) -> list[l
     groups = []
     for places in kinds.values():
         longest = max(runs[place].longest for place in places)
-        budget = runs[places[0]].questions.decoder.training_budget
+        budget = runs[places[0]].scorer.decoder.training_budget
         size = max(1, budget // (config.batch_size * longest))
         groups += [places[start : start + size] for start in range(0, len(places), size)]
     return groups
@@ -178,7 +178,7 @@ def _halves(places: list[int]) -> list[list[int]]:
 def _fit(
     group: Sequence[CalibrationRun], config: CalibrationConfig, progress: StepProgress | None
 ) -> list[Injection]:
-    first, decoder = group[0], group[0].questions.decoder
+    first, decoder = group[0], group[0].scorer.decoder
     active = config.active(decoder.layers, first.context.config.writers)
     coefficients = Coefficients(config, active, [run.start for run in group], decoder.device)
     loss = CalibrationLoss(group, config, coefficients)
@@ -196,10 +196,10 @@ def _fit(
         Injection(
             context=run.context,
             coefficients=pairs.clone(),
-            task=run.questions.task.without_data(),
+            task=run.scorer.task.without_data(),
             base=decoder.base,
             positions=config.positions,
-            scoring=run.questions.scoring,
+            scoring=run.scorer.scoring,
             seed=run.seed,
             settings=config.model_dump(mode="json", exclude_none=True),
             history=history,

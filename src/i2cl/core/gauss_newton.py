@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 def fit_gauss_newton(
     objective: Objective,
-    reach: float,
+    prior_std: float,
     steps: int,
     *,
     tolerance: float = 0.02,
@@ -49,7 +49,7 @@ def fit_gauss_newton(
 
     Args:
         objective: the problem; its scale is set here.
-        reach: standard deviation of the label scores under the prior, in nats; 0 yields the plain model.
+        prior_std: standard deviation of the label scores under the prior, in nats; 0 yields the plain model.
         steps: maximum number of linearizations.
         tolerance: relative gain of an undamped step below which the solver stops.
         trust: share of the predicted gain that a step must achieve to be accepted.
@@ -61,7 +61,7 @@ def fit_gauss_newton(
     """
     point, scores, variance = objective.first()
     loss = mean_cross_entropy(scores, objective.gold, objective.weights)
-    tau = variance / reach**2 if reach > 0 else math.inf
+    tau = variance / prior_std**2 if prior_std > 0 else math.inf
     at = Step(torch.zeros(objective.size.parameters), scores, loss * objective.total_weight, 1.0, loss)
     history = [loss]
     steps = steps if 0 < tau < math.inf else 0

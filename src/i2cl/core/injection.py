@@ -23,7 +23,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.models.scoring import Progress, Questions, label_log_probs
+from i2cl.models.scoring import LabelScorer, Progress, label_log_probs
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
@@ -118,12 +118,12 @@ class Injection:
         values, site = self.context.values, self.context.config.site
         return LinearEdit(values, self.coefficients, site, self.positions, self.seed)
 
-    def questions(self, decoder: Decoder, scoring: Scoring | None = None) -> Questions:
+    def scorer(self, decoder: Decoder, scoring: Scoring | None = None) -> LabelScorer:
         """Return the task on a decoder, with the injection's scoring and word weights, or another scoring."""
         scoring = scoring or self.scoring
-        return Questions(decoder, self.task, scoring, self.word_weights if scoring == "words" else None)
+        return LabelScorer(decoder, self.task, scoring, self.word_weights if scoring == "words" else None)
 
-    def scores(
+    def log_probs(
         self,
         decoder: Decoder,
         texts: Sequence[str],
@@ -149,7 +149,7 @@ class Injection:
         """
         self._check(decoder, force=force)
         biases = self.biases(texts, decoder)  # first, so that a missing encoder fails early
-        scores = self.questions(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
+        scores = self.scorer(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
         return label_log_probs(scores, biases, self.temperature)
 
     def label_log_mass(
@@ -170,10 +170,10 @@ class Injection:
                 means over tokens instead of probabilities.
         """
         self._check(decoder, force=force)
-        questions = self.questions(decoder)
-        if questions.labels.words:
+        scorer = self.scorer(decoder)
+        if scorer.labels.words:
             raise I2CLError("label_log_mass is not defined for scoring='words', which yields no probability")
-        return questions.scores(texts, edit=self.edit()).logsumexp(-1)
+        return scorer.scores(texts, edit=self.edit()).logsumexp(-1)
 
     def biases(self, texts: Sequence[str], decoder: Decoder) -> Float[Tensor, "... labels"] | None:
         """Compute the biases of each label, in nats, from the label bias and the sentence encoder.
@@ -189,7 +189,7 @@ class Injection:
 
     def predict(self, decoder: Decoder, texts: Sequence[str], *, force: bool = False) -> list[str]:
         """Return the most probable label word of each text. Arguments and errors as in `scores`."""
-        best = self.scores(decoder, texts, force=force).argmax(-1)
+        best = self.log_probs(decoder, texts, force=force).argmax(-1)
         return [self.task.labels[place] for place in best.tolist()]
 
     def require_base(self, decoder: Decoder | ModelIdentity, *, force: bool = False) -> None:

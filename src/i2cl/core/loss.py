@@ -18,7 +18,7 @@ from i2cl.core.recipe import CalibrationConfig
 from i2cl.core.weights import example_weights
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, packing_pays, shared_front
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import LabelLikelihood
 from i2cl.tasks import Example
 
@@ -27,7 +27,7 @@ from i2cl.tasks import Example
 class CalibrationRun:
     """Inputs of one calibration; see `i2cl.core.calibration.calibrate`."""
 
-    questions: Questions
+    scorer: LabelScorer
     demonstrations: tuple[Example, ...]
     context: ContextVector
     seed: int
@@ -38,7 +38,7 @@ class CalibrationRun:
     @cached_property
     def whole(self) -> list[Ids]:
         """Token ids of each demonstration's query."""
-        return self.questions.queries([example.text for example in self.demonstrations], self.prompt)
+        return self.scorer.queries([example.text for example in self.demonstrations], self.prompt)
 
     @cached_property
     def shared(self) -> Ids:
@@ -52,8 +52,8 @@ class CalibrationRun:
 
     def require_fit(self, config: CalibrationConfig) -> None:
         """Raise I2CLError if the inputs do not fit together; see `i2cl.core.calibration.calibrate`."""
-        require_demonstrations(self.questions.task, self.demonstrations)
-        self.context.require_base(self.questions.decoder)
+        require_demonstrations(self.scorer.task, self.demonstrations)
+        self.context.require_base(self.scorer.decoder)
         shape = (*self.context.values.shape[:2], 2)
         if self.start is not None and config.formula != "linear":
             raise I2CLError(
@@ -82,7 +82,7 @@ class CalibrationRun:
     @property
     def longest(self) -> int:
         """Number of tokens of the longest query with its target."""
-        targets = (self.questions.labels.target(example.label) for example in self.demonstrations)
+        targets = (self.scorer.labels.target(example.label) for example in self.demonstrations)
         return max(len(query) + len(target) for query, target in zip(self.whole, targets, strict=True))
 
 
@@ -123,14 +123,14 @@ class CalibrationLoss:
     def __init__(
         self, group: Sequence[CalibrationRun], config: CalibrationConfig, coefficients: Coefficients
     ) -> None:
-        decoder = self.decoder = group[0].questions.decoder
+        decoder = self.decoder = group[0].scorer.decoder
         self.config = config
         self.coefficients = coefficients
         self.shared = group[0].shared
         self.likelihood = LabelLikelihood(
             decoder,
             [query for run in group for query in run.queries],
-            [run.questions.labels for run in group for _ in run.queries],
+            [run.scorer.labels for run in group for _ in run.queries],
             [example.label for run in group for example in run.demonstrations],
             among_labels=config.loss == "labels",
         )

@@ -25,7 +25,7 @@ from i2cl.core.word_weights import WordWeights
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.encoding import LabelTokens
-from i2cl.models.scoring import Questions, in_order, score
+from i2cl.models.scoring import LabelScorer, in_order, score
 from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
@@ -39,7 +39,7 @@ class Solution(NamedTuple):
     """Result of a solver."""
 
     parameters: Float[Tensor, " parameters"]  # vectors in units of the scale, then word weights, if any
-    tau: float | None  # strength of the prior; None if the reach is 0 or no site moves the scores
+    tau: float | None  # strength of the prior; None if prior_std is 0 or no site moves the scores
     # Mean cross-entropy in nats, without the prior. Gauss-Newton: at the start and after each step. AdamW: at
     # the start, the average of each epoch, and at the end.
     history: tuple[float, ...]
@@ -61,20 +61,20 @@ class Objective:
     """The loss of anchored calibration as a function of its parameters.
 
     Attributes:
-        questions: the task on the frozen model.
+        scorer: the task on the frozen model.
         demonstrations: labelled examples.
         writers: which sites have a vector.
         scale: what one unit of each vector's parameters is; set by `first` or `scale_by_gold`.
         words: the word weights, once `first` or `fit_words` has set their unit; None for other scorings.
     """
 
-    questions: Questions
+    scorer: LabelScorer
     demonstrations: tuple[Example, ...]
     writers: Writers
 
     def __post_init__(self) -> None:
-        decoder = self.questions.decoder
-        self.queries = self.questions.queries([example.text for example in self.demonstrations])
+        decoder = self.scorer.decoder
+        self.queries = self.scorer.queries([example.text for example in self.demonstrations])
         self.rows = range(len(self.queries))
         self.gold = torch.tensor([example.label for example in self.demonstrations])
         self.weights = example_weights(self.demonstrations)  # None: 1 each
@@ -92,7 +92,7 @@ class Objective:
     @property
     def size(self) -> FitSize:
         """Size of the fit."""
-        labels = self.questions.labels
+        labels = self.scorer.labels
         words = len(labels.read) * len(labels.ids) if labels.words else 0
         return FitSize(len(self.queries), len(labels.ids), self.vector_size + words, words > 0)
 
@@ -118,13 +118,13 @@ class Objective:
 
     def labels(self, parameters: Float[Tensor, " parameters"]) -> LabelTokens:
         """Return the label tokens, with the word weights of some parameters."""
-        weights, labels = self.word_weights(parameters), self.questions.labels
+        weights, labels = self.word_weights(parameters), self.scorer.labels
         return labels if weights is None else labels.weighted(weights)
 
     def scores(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
         """Compute the label scores of all demonstrations."""
         labels, edit = self.labels(parameters), self.edit(parameters)
-        return score(self.questions.decoder, self.queries, labels, edit=edit)
+        return score(self.scorer.decoder, self.queries, labels, edit=edit)
 
     def first(self) -> tuple[Linearization, Float[Tensor, "n labels"], float]:
         """Linearize around the plain model, and set the scale and the unit of the word weights.
@@ -135,7 +135,7 @@ class Objective:
         Raises:
             I2CLError: if scores or derivatives are not finite.
         """
-        size, labels = self.size, self.questions.labels
+        size, labels = self.size, self.scorer.labels
         slopes = torch.empty(size.examples, size.labels - 1, size.parameters)
         vectors = slopes[..., : self.vector_size]
         tokens = self._differentiate(slopes, torch.zeros(size.parameters), self.rows)
@@ -157,7 +157,7 @@ class Objective:
                 weights is set so that they add `WORD_SHARE` of it. AdamW, whose steps do not depend on the
                 unit of a gradient, keeps the unit of a single site.
         """
-        self.words = WordWeights(self.questions.labels, tokens)
+        self.words = WordWeights(self.scorer.labels, tokens)
         if variance is not None:
             self.words.unit *= (WORD_SHARE * variance / self.words.start.numel()) ** 0.5
 
@@ -175,7 +175,7 @@ class Objective:
             variance = part.scale_by_gold(most)
             self.scale = part.scale
             return variance
-        labels = len(self.questions.labels.ids)
+        labels = len(self.scorer.labels.ids)
         gold_direction = one_hot(self.gold, labels).float() - 1 / labels
         slopes = torch.empty(len(gold_direction), 1, self.vector_size)
         columns = {row: [0] for row in self.rows}
@@ -231,7 +231,7 @@ class Objective:
         competing: Bool[Tensor, "n labels"] | None = None,
     ) -> Float[Tensor, "chosen read"]:
         """Write the derivatives of the columns of some demonstrations in the vectors; return token scores."""
-        directions = score_directions(self.gold, len(self.questions.labels.ids))
+        directions = score_directions(self.gold, len(self.scorer.labels.ids))
         others = (
             None if competing is None else competing.gather(1, wrong_labels(self.gold, directions.shape[-1]))
         )
@@ -255,7 +255,7 @@ class Objective:
         Rows with similar numbers of columns share batches: a batch takes as many backward passes as its row
         with the most columns.
         """
-        decoder, labels = self.questions.decoder, self.labels(parameters)
+        decoder, labels = self.scorer.decoder, self.labels(parameters)
         groups = defaultdict(list)
         for row, of_row in columns.items():
             groups[len(of_row).bit_length()].append(row)
@@ -298,7 +298,7 @@ class Objective:
     ) -> None:
         """Write the derivatives of the columns of some demonstrations in the word weights."""
         if self.words is not None:
-            directions = score_directions(self.gold[list(rows)], len(self.questions.labels.ids))
+            directions = score_directions(self.gold[list(rows)], len(self.scorer.labels.ids))
             slopes[list(rows), :, self.vector_size :] = self.words.jacobian(tokens, directions)
 
     @property
@@ -310,7 +310,7 @@ class Objective:
         self, parameters: Float[Tensor, " parameters"], rows: Sequence[int], count: int
     ) -> tuple[torch.nn.Parameter, RowsEdit]:
         """Return a copy of the vectors for each row of a batch, out of ``count`` rows, and their edit."""
-        device = self.questions.decoder.device
+        device = self.scorer.decoder.device
         leaf = torch.nn.Parameter(self.vectors(parameters).to(device).repeat(len(rows), 1, 1, 1))
         place = torch.zeros(count, dtype=torch.long, device=device)
         place[list(rows)] = torch.arange(len(rows), device=device)

@@ -12,13 +12,13 @@ from typing import Literal
 from i2cl.errors import I2CLError
 from i2cl.models.training import TrainConfig
 
-Solver = Literal["auto", "kernel", "descent"]  # Gauss-Newton in a kernel, or AdamW
+Solver = Literal["auto", "gauss_newton", "adamw"]  # Gauss-Newton in a kernel, or AdamW
 
 MAX_EXAMPLES = 16_384  # one pass over more would take hours
 MAX_LABELS = 4096
 MAX_KERNEL_COLUMNS = 512  # examples times wrong labels; beyond, AdamW is more accurate (docs/log.md)
 MAX_WORD_KERNEL_COLUMNS = 2048  # the same for word-level scoring, where AdamW takes three times as long
-MAX_REQUESTED_COLUMNS = 4096  # for solver="kernel"
+MAX_REQUESTED_COLUMNS = 4096  # for solver="gauss_newton"
 MAX_SCALE_EXAMPLES = 256  # examples from which AdamW estimates the scale of each site
 JACOBIAN_COPIES = 1.5  # peak memory of the Jacobian, in units of its own size
 ADAMW_COPIES = 5  # parameter vectors that AdamW holds: values, gradient, two moments, one temporary
@@ -77,14 +77,14 @@ class FitPlan:
     """How a fit will be solved.
 
     Attributes:
-        solver: ``"kernel"`` (Gauss-Newton) or ``"descent"`` (AdamW).
+        solver: ``"gauss_newton"`` (Gauss-Newton) or ``"adamw"`` (AdamW).
         passes: expected cost, in inference passes over the examples.
         first_step: share of that cost until the first progress report.
         batch_size: examples per step, or None for as many as a batch holds.
         warning: why the solver is not the usual one for this size, or "".
     """
 
-    solver: Literal["kernel", "descent"]
+    solver: Literal["gauss_newton", "adamw"]
     passes: float
     first_step: float
     batch_size: int | None = None
@@ -104,16 +104,16 @@ def plan_fit(size: FitSize, memory: float, solver: Solver = "auto", steps: int =
         I2CLError: if the fit is too large for the requested solver, or for the memory.
     """
     usual_limit = MAX_WORD_KERNEL_COLUMNS if size.words else MAX_KERNEL_COLUMNS
-    limit = MAX_REQUESTED_COLUMNS if solver == "kernel" else usual_limit
+    limit = MAX_REQUESTED_COLUMNS if solver == "gauss_newton" else usual_limit
     needed = f"the Gauss-Newton solver needs {size.kernel_bytes / 1e9:.3g} GB"
     available = f"{memory / 1e9:.3g} GB may be used"
-    if solver != "descent" and size.columns <= limit and size.kernel_bytes <= memory:
+    if solver != "adamw" and size.columns <= limit and size.kernel_bytes <= memory:
         return _gauss_newton(size, steps)
-    if solver == "kernel":
-        hint = "leave out solver='kernel', or give fewer examples of each class (--shots)"
+    if solver == "gauss_newton":
+        hint = "leave out solver='gauss_newton', or give fewer examples of each class (--shots)"
         if size.columns > limit:
             count = f"{size.columns} pairs of an example and a wrong label"
-            raise I2CLError(f"solver='kernel' takes up to {limit} columns, not {count}: {hint}")
+            raise I2CLError(f"solver='gauss_newton' takes up to {limit} columns, not {count}: {hint}")
         raise I2CLError(f"{needed}, but {available}: raise the limit (--memory), or {hint}")
     if size.adamw_bytes > memory:
         needed = f"a fit of this model needs {size.adamw_bytes / 1e9:.3g} GB beside it"
@@ -126,20 +126,20 @@ def _gauss_newton(size: FitSize, steps: int) -> FitPlan:
     wrong = size.labels - 1
     first = TRAINING_FORWARD + BACKWARD * wrong + 1
     if steps <= 1:
-        return FitPlan("kernel", first + TRAINING_FORWARD, first / (first + TRAINING_FORWARD))
+        return FitPlan("gauss_newton", first + TRAINING_FORWARD, first / (first + TRAINING_FORWARD))
     if size.words:
         later = (steps - 1) * (TRAINING_FORWARD + BACKWARD * max(1.0, LATER_COLUMNS * wrong))
     else:
         later = LATER_STEPS * (TRAINING_FORWARD + BACKWARD * wrong)
     passes = first + later + steps - 1 + TRAINING_FORWARD
-    return FitPlan("kernel", passes, first / passes)
+    return FitPlan("gauss_newton", passes, first / passes)
 
 
 def _adamw(size: FitSize, warning: str) -> FitPlan:
     schedule = adamw_schedule(size.examples, words=size.words)
     epoch = TRAINING_FORWARD + BACKWARD
     passes = (schedule.epochs + 1) * epoch
-    return FitPlan("descent", passes, epoch / passes, schedule.batch_size, warning)
+    return FitPlan("adamw", passes, epoch / passes, schedule.batch_size, warning)
 
 
 def adamw_schedule(examples: int, *, words: bool = False) -> TrainConfig:

@@ -26,7 +26,7 @@ from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import InjectionMethod
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions, next_token_log_probabilities
+from i2cl.models.scoring import LabelScorer, next_token_log_probabilities
 from i2cl.tasks import Example, Examples, Task
 from i2cl.tasks.task import group_by_label, sample_per_class
 
@@ -193,7 +193,7 @@ def _check_size(shown: Examples) -> None:
 class _Speed:
     """Speed of a model on a task's texts: a pass over a batch takes a fixed time, and some for each token."""
 
-    questions: Questions
+    scorer: LabelScorer
     method: Method
     seconds_per_token: float
     seconds_per_batch: float
@@ -202,10 +202,10 @@ class _Speed:
     def of(cls, decoder: Decoder, task: Task, method: Method) -> "_Speed":
         """Time a batch of `TIMED_TOKENS` tokens in texts of median length, and a text of few tokens."""
         anchored = isinstance(method, Anchored)
-        questions = Questions.of_fit(decoder, task) if anchored else Questions(decoder, task, "full")
+        scorer = LabelScorer.for_fit(decoder, task) if anchored else LabelScorer(decoder, task, "sequence")
         usual = median_low(len(row.text) for row in task.train)
         rows = sorted(task.train, key=lambda row: abs(len(row.text) - usual))[:TIMED_TOKENS]
-        queries = questions.queries([row.text for row in rows])
+        queries = scorer.queries([row.text for row in rows])
         count = next((n for n in range(1, len(queries)) if sum(map(len, queries[:n])) >= TIMED_TOKENS), None)
         queries = queries[:count]
         short = [queries[0][:1]]
@@ -213,7 +213,7 @@ class _Speed:
         seconds_per_batch = _seconds(decoder, short)
         seconds = _seconds(decoder, queries)
         per_token = max(seconds - seconds_per_batch, seconds / 2) / sum(map(len, queries))
-        return cls(questions, method, per_token, seconds_per_batch)
+        return cls(scorer, method, per_token, seconds_per_batch)
 
     def seconds(self, shown: Examples) -> float:
         """Estimate the seconds of a fit; infinite if it does not fit into memory."""
@@ -229,17 +229,17 @@ class _Speed:
         fewer steps, and other work on the machine slows it down. Raises I2CLError as `plan_fit`.
         """
         plan = self._plan(shown)
-        tokens = sum(map(len, self.questions.queries([row.text for row in shown])))
-        decoder = self.questions.decoder
+        tokens = sum(map(len, self.scorer.queries([row.text for row in shown])))
+        decoder = self.scorer.decoder
         by_tokens = ceil(tokens / decoder.training_budget)
         batches = max(by_tokens, ceil(len(shown) / plan.batch_size) if plan.batch_size else 1)
         seconds = plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
         return seconds, plan.first_step
 
     def _plan(self, shown: Examples) -> FitPlan:
-        decoder, method = self.questions.decoder, self.method
+        decoder, method = self.scorer.decoder, self.method
         if isinstance(method, Anchored):
-            labels, config = self.questions.labels, method.anchoring
+            labels, config = self.scorer.labels, method.anchoring
             sites = decoder.layers * len(SITES[config.writers])
             words = len(labels.read) * len(labels.ids) if labels.words else 0
             size = FitSize(len(shown), len(labels.ids), sites * decoder.d_model + words, words > 0)
@@ -249,7 +249,7 @@ class _Speed:
         passes, batch_size = 1 + steps * step, None
         if isinstance(method, InjectionMethod) and method.calibration.optimizer == "adamw":
             batch_size = method.calibration.batch_size
-        return FitPlan("descent", passes, step / passes, batch_size)
+        return FitPlan("adamw", passes, step / passes, batch_size)
 
 
 def _seconds(decoder: Decoder, queries: Sequence[Ids]) -> float:

@@ -29,7 +29,7 @@ from i2cl.methods.base import Predictor, count_correct
 from i2cl.methods.calibrated.folds import injected
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task, load_task
 from i2cl.tasks.loaders import default_template
 
@@ -226,7 +226,7 @@ class Transfer(Method):
         self.weights.update({self.anchors[index].task.name: weight for index, weight in made.weights})
         edit = made.injection.edit()
         cost = Cost.of(edit.values, trained=edit.coefficients.numel())
-        return PromptPredictor(Questions(decoder, task), edit=edit, cost=cost)
+        return PromptPredictor(LabelScorer(decoder, task), edit=edit, cost=cost)
 
 
 def _method(bench: Bench, cell: Cell) -> Method:

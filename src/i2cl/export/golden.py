@@ -54,7 +54,7 @@ TEXTS = (
     "Please send the minutes of the last meeting to everyone on the list (see page 4)",
     'He said "later" and went back to sleep.',
 )
-"""Texts of several kinds and lengths: sentences, questions, complaints, news, reviews, notes."""
+"""Texts of several kinds and lengths: sentences, scorer, complaints, news, reviews, notes."""
 
 Form = Literal["", "classifier", "causal-lm", "peft", "gguf"]
 
@@ -139,10 +139,10 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     """
     require_unquantized(decoder.model.config)
     require_foldable(injection)
-    questions = injection.questions(decoder)
-    prompts = [questions.prompt(text) for text in TEXTS]
+    scorer = injection.scorer(decoder)
+    prompts = [scorer.prompt(text) for text in TEXTS]
     ids = decoder.encoder(prompts)
-    whole = [row for row, kept in enumerate(questions.queries(TEXTS)) if kept == ids[row]]
+    whole = [row for row, kept in enumerate(scorer.queries(TEXTS)) if kept == ids[row]]
     if not whole:
         raise I2CLError("no golden text fits into the context: leave them out with --no-golden")
     if decoder.model.dtype != torch.float32:
@@ -151,13 +151,13 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     texts = [TEXTS[row] for row in whole]
     return Golden(
         labels=list(injection.task.labels),
-        label_tokens=scored_tokens(questions.labels),
+        label_tokens=scored_tokens(scorer.labels),
         label_bias=list(injection.label_bias or ()),
         temperature=injection.temperature,
         texts=texts,
         prompts=[prompts[row] for row in whole],
         ids=[list(ids[row]) for row in whole],
-        probabilities=injection.scores(decoder, texts, force=True).double().softmax(-1).tolist(),
+        probabilities=injection.log_probs(decoder, texts, force=True).double().softmax(-1).tolist(),
     )
 
 

@@ -66,7 +66,7 @@ def with_label_prior(
             f"a label prior measured on {len(texts)} texts is unreliable: give at least {MIN_UNLABELLED}"
         )
         warnings.warn(message, FewTextsWarning, stacklevel=2)
-    scores = injection.scores(decoder, texts, force=force, progress=progress)
+    scores = injection.log_probs(decoder, texts, force=force, progress=progress)
     bias = scale * prior_bias(shares, scores)
     record = {"texts": len(texts), "prior": None if prior is None else list(prior)}
     return _replace_bias(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: record})

@@ -19,7 +19,7 @@ from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Site
-from i2cl.models.scoring import Progress, Questions, label_log_probs, require_finite, require_texts, score
+from i2cl.models.scoring import LabelScorer, Progress, label_log_probs, require_finite, require_texts, score
 from i2cl.tasks import Task
 
 
@@ -27,7 +27,7 @@ from i2cl.tasks import Task
 class LoadedTask:
     """An injection prepared for prediction. Immutable: queries keep theirs when it is replaced or dropped."""
 
-    questions: Questions
+    scorer: LabelScorer
     scaled: Float[Tensor, "layers sites d"]  # context vector times lambda, axes [layer, (mha, mlp), d]
     keep: Float[Tensor, "layers sites"]  # beta, axes [layer, (mha, mlp)]
     # (site, full-sequence scoring, positions, seed of random positions); equal kinds can share a batch
@@ -47,7 +47,7 @@ class LoadedTask:
             I2CLError: on an empty text.
             TooLongError: without ``cut``, on a text that exceeds the context.
         """
-        pairs = zip(self.questions.queries(texts, cut=cut), texts, strict=True)
+        pairs = zip(self.scorer.queries(texts, cut=cut), texts, strict=True)
         return [TaskQuery(self, ids, text) for ids, text in pairs]
 
 
@@ -62,7 +62,7 @@ class TaskQuery:
     @property
     def tokens(self) -> int:
         """Maximum number of tokens that run; full-sequence scoring may run the query with each label."""
-        labels = self.task.questions.labels
+        labels = self.task.scorer.labels
         return sum(len(self.ids) + len(label) - 1 for label in labels.ids) if labels.full else len(self.ids)
 
 
@@ -111,12 +111,12 @@ class InjectionPool:
         injection.require_base(self.decoder, force=force)
         if injection.encoder_bias is not None:
             injection.encoder_bias.require_encoder(str(self.decoder.device))
-        questions = injection.questions(self.decoder)
-        full_sequences = questions.labels.full  # invalid labels raise here, before the first query
+        scorer = injection.scorer(self.decoder)
+        full_sequences = scorer.labels.full  # invalid labels raise here, before the first query
         strength, keep = injection.coefficients.unbind(-1)
         seed = injection.seed if injection.positions == "random" else 0
         self._loaded[name] = LoadedTask(
-            questions=questions,
+            scorer=scorer,
             scaled=(strength[..., None] * injection.context.values).to(self.decoder.device),
             keep=keep.contiguous().to(self.decoder.device),
             kind=(injection.context.config.site, full_sequences, injection.positions, seed),
@@ -142,10 +142,10 @@ class InjectionPool:
         """Whether an injection is loaded under a name."""
         return name in self._loaded
 
-    def scores(
+    def log_probs(
         self, texts: Sequence[str], task_ids: Sequence[str], *, progress: Progress | None = None
     ) -> list[Float[Tensor, " labels"]]:
-        """Return the log-probabilities of the labels of each text's task, as `i2cl.Injection.scores`.
+        """Return the log-probabilities of the labels of each text's task, as `i2cl.Injection.log_probs`.
 
         Args:
             texts: the texts.
@@ -161,7 +161,7 @@ class InjectionPool:
         """Return the most probable label word of each text. Raises I2CLError as `scores`."""
         queries = self._queries(texts, task_ids)
         pairs = zip(queries, self.score_queries(queries), strict=True)
-        return [query.task.questions.task.labels[int(row.argmax())] for query, row in pairs]
+        return [query.task.scorer.task.labels[int(row.argmax())] for query, row in pairs]
 
     def task(self, name: str) -> LoadedTask:
         """Return the task that is currently loaded under a name. Raises I2CLError if there is none."""
@@ -184,13 +184,13 @@ class InjectionPool:
 
         It is not loaded under a name. Raises I2CLError if the labels cannot be scored.
         """
-        questions = Questions(self.decoder, task)
+        scorer = LabelScorer(self.decoder, task)
         layers, width, device = self.decoder.layers, self.decoder.d_model, self.decoder.device
         return LoadedTask(
-            questions=questions,
+            scorer=scorer,
             scaled=torch.zeros(layers, 2, width, device=device),
             keep=torch.ones(layers, 2, device=device),
-            kind=("writers", questions.labels.full, "all", 0),
+            kind=("writers", scorer.labels.full, "all", 0),
             bias=None,
             encoder=None,
             temperature=1.0,
@@ -207,11 +207,11 @@ class InjectionPool:
             by_kind[query.task.kind].append(row)
         for rows in by_kind.values():
             tasks = [queries[row].task for row in rows]
-            ids, labels = [queries[row].ids for row in rows], [task.questions.labels for task in tasks]
+            ids, labels = [queries[row].ids for row in rows], [task.scorer.labels for task in tasks]
             values = score(self.decoder, ids, labels, edit=_make_edit(tasks), progress=progress)
             require_finite(values, self.decoder)
             for row, task, padded in zip(rows, tasks, values, strict=True):
-                row_labels = task.questions.labels
+                row_labels = task.scorer.labels
                 label_scores = padded[: len(row_labels.ids)]
                 log_probs = label_log_probs(label_scores, biases.get(row, task.bias), task.temperature)
                 mass = None if row_labels.words else float(label_scores.logsumexp(-1).exp())

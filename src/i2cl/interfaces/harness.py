@@ -39,7 +39,7 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
     """The harness's Hugging Face model with an injection at every token.
 
     This gives the same results as an exported checkpoint with ``--model hf`` (docs/guide/export.md), and as
-    `Injection.scores` with ``scoring="full"``. Log-likelihoods of continuations are divided by the
+    `Injection.log_probs` with ``scoring="sequence"``. Log-likelihoods of continuations are divided by the
     injection's temperature. That does not change accuracy; metrics such as ``brier_score`` use the calibrated
     probabilities. Perplexities of texts are not divided.
 

@@ -22,7 +22,7 @@ from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.restore import uninterrupted
-from i2cl.models.scoring import Progress, Questions
+from i2cl.models.scoring import LabelScorer, Progress
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
 from i2cl.tasks import Examples, Task
 
@@ -102,17 +102,17 @@ class AdapterMethod(Method):
         require_demonstrations(task, demonstrations)
         gold, words = [example.label for example in demonstrations], training.loss == "labels"
         with adapted(decoder, config, start, seed) as adapted_decoder:
-            scorer = Questions.of_fit if words else Questions
-            questions = scorer(adapted_decoder, task, training.scoring)
-            queries = questions.queries([example.text for example in demonstrations])
-            labels = [questions.labels] * len(queries)
+            make_scorer = LabelScorer.for_fit if words else LabelScorer
+            scorer = make_scorer(adapted_decoder, task, training.scoring)
+            queries = scorer.queries([example.text for example in demonstrations])
+            labels = [scorer.labels] * len(queries)
             likelihood = LabelLikelihood(adapted_decoder, queries, labels, gold, among_labels=words)
             word_weights, weight_changes = None, []
-            if training.word_weights and not (words and questions.labels.words):
+            if training.word_weights and not (words and scorer.labels.words):
                 raise I2CLError("word_weights requires scoring=words and loss=labels: set them too (--set)")
             if training.word_weights:
                 word_weights = WordWeights(
-                    questions.labels, token_scores(adapted_decoder, queries, questions.labels)
+                    scorer.labels, token_scores(adapted_decoder, queries, scorer.labels)
                 )
                 changes = torch.zeros_like(word_weights.start, device=decoder.device)
                 weight_changes = [torch.nn.Parameter(changes)]
@@ -120,7 +120,7 @@ class AdapterMethod(Method):
             def loss(chosen: Sequence[int]) -> Tensor:
                 if word_weights is not None:
                     weights = word_weights.at(*weight_changes)
-                    likelihood.labels = [questions.labels.weighted(weights)] * len(queries)
+                    likelihood.labels = [scorer.labels.weighted(weights)] * len(queries)
                 values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
                 return -values.mean(0, keepdim=True)
 
@@ -134,7 +134,7 @@ class AdapterMethod(Method):
             weights = word_weights.at(*weight_changes).detach().cpu() if word_weights is not None else None
         tensors = [*trained.values(), *([] if weights is None else [weights])]
         cost = Cost.of(*tensors, trained=sum(tensor.numel() for tensor in tensors))
-        return AdapterPredictor(replace(questions, decoder=decoder, weights=weights), config, trained, cost)
+        return AdapterPredictor(replace(scorer, decoder=decoder, weights=weights), config, trained, cost)
 
 
 @uninterrupted
@@ -199,15 +199,17 @@ def _restore_modules(model: nn.Module) -> Iterator[None]:
 class AdapterPredictor:
     """A trained adapter, attached to the shared model during each call."""
 
-    questions: Questions  # with the decoder without the adapter
+    scorer: LabelScorer  # with the decoder without the adapter
     config: "PeftConfig"
     state: dict[str, Tensor]
     cost: Cost
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return the log-probability of each label word."""
-        with adapted(self.questions.decoder, self.config, self.state) as adapted_decoder:
-            return replace(self.questions, decoder=adapted_decoder).scores(texts, progress=progress)
+        with adapted(self.scorer.decoder, self.config, self.state) as adapted_decoder:
+            return replace(self.scorer, decoder=adapted_decoder).scores(texts, progress=progress)
 
 
 def attention_targets(decoder: Decoder) -> list[str]:

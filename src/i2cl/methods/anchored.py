@@ -63,9 +63,9 @@ class Anchored(Method):
 
         Gauss-Newton needs no such request: a smaller fit uses it as well, unless memory has become scarce.
         """
-        if injection.settings.get("solved_by") != "descent":
+        if injection.settings.get("solved_by") != "adamw":
             return self
-        return replace(self, anchoring=self.anchoring.model_copy(update={"solver": "descent"}))
+        return replace(self, anchoring=self.anchoring.model_copy(update={"solver": "adamw"}))
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Fit an injection and predict with it."""
@@ -74,7 +74,7 @@ class Anchored(Method):
         weights = injection.word_weights
         trained = sites * decoder.d_model + (0 if weights is None else weights.numel())
         cost = Cost.of(injection.context.values, weights, trained=trained)
-        return PromptPredictor(injection.questions(decoder), edit=injection.edit(), cost=cost)
+        return PromptPredictor(injection.scorer(decoder), edit=injection.edit(), cost=cost)
 
 
 @dataclass(frozen=True)

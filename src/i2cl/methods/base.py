@@ -62,7 +62,9 @@ class Predictor(Protocol):
         """Storage and data that it needs."""
         ...
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Score each label for each text: log-probabilities, or other scores that increase with them."""
         ...
 
@@ -76,9 +78,11 @@ class CalibratedPredictor:
     bias: Float[Tensor, " labels"] | None = None
     temperature: float = 1.0
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return calibrated log-probabilities, normalized over the labels."""
-        return label_log_probs(self.inner.scores(texts, progress), self.bias, self.temperature)
+        return label_log_probs(self.inner.log_probs(texts, progress), self.bias, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,12 @@ class ProductPredictor:
     second: Predictor
     cost: Cost
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return log-probabilities over the labels; minus infinity if either predictor excludes a label."""
-        second = self.second.scores(texts).log_softmax(-1)
-        return (self.first.scores(texts, progress).log_softmax(-1) + second).log_softmax(-1)
+        second = self.second.log_probs(texts).log_softmax(-1)
+        return (self.first.log_probs(texts, progress).log_softmax(-1) + second).log_softmax(-1)
 
 
 class ScoringConfig(Settings):
@@ -206,7 +212,9 @@ class ClassifierPredictor:
     labels: int
     cost: Cost
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return log-probabilities; minus infinity for labels without a demonstration.
 
         Raises:
@@ -229,7 +237,7 @@ def head_cost(head: Any, *stored: Float[np.ndarray, " numbers"]) -> Cost:
 
 def count_correct(predictor: Predictor, rows: Examples) -> int:
     """Return the number of rows whose label a predictor ranks first."""
-    best = predictor.scores([row.text for row in rows]).argmax(-1)
+    best = predictor.log_probs([row.text for row in rows]).argmax(-1)
     return int((best == torch.tensor([row.label for row in rows])).sum())
 
 

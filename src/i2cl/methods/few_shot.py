@@ -9,7 +9,7 @@ from typing import ClassVar
 from i2cl.methods.base import Method, ScoringConfig
 from i2cl.methods.prompts import PromptPredictor, few_shot_predictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task
 
 
@@ -27,7 +27,7 @@ class ZeroShot(Method):
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Return a predictor for the task; nothing is fitted."""
-        return PromptPredictor(Questions(decoder, task, self.config.scoring))
+        return PromptPredictor(LabelScorer(decoder, task, self.config.scoring))
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class FewShot(Method):
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Cache the demonstrations. Raises I2CLError if the context cannot hold one per class."""
-        questions = Questions(decoder, task, self.config.scoring)
-        return few_shot_predictor(questions, demonstrations, cached=self.cache)
+        scorer = LabelScorer(decoder, task, self.config.scoring)
+        return few_shot_predictor(scorer, demonstrations, cached=self.cache)
 
 
 @dataclass(frozen=True)

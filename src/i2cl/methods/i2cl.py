@@ -19,7 +19,7 @@ from i2cl.methods.prompts import PromptPredictor, common_prefix_ids, fit_to_cont
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Example, Examples, Task, Template
 
@@ -135,7 +135,7 @@ class I2CL(InjectionMethod):
         self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
     ) -> list[PromptPredictor]:
         """Extract for each seed, then calibrate all seeds jointly."""
-        questions = Questions(decoder, task)  # the intact task, also if calibration sees a corrupted one
+        scorer = LabelScorer(decoder, task)  # the intact task, also if calibration sees a corrupted one
         pairs = zip(demonstrations, seeds, strict=True)
         inputs = [self.prepare(decoder, task, shown, seed) for shown, seed in pairs]
         tasks, shown, contexts = zip(*(data[:3] for data in inputs), strict=True)
@@ -144,7 +144,7 @@ class I2CL(InjectionMethod):
         for data, calibrated in zip(inputs, injections, strict=True):
             injection = replace(calibrated, context=data.injected or calibrated.context)
             cost = self.cost(injection, held_out=data.held_out)
-            predictors.append(PromptPredictor(questions, edit=injection.edit(), cost=cost))
+            predictors.append(PromptPredictor(scorer, edit=injection.edit(), cost=cost))
         return predictors
 
 
@@ -230,12 +230,12 @@ class I2CLOverICL(InjectionMethod):
             raise I2CLError(
                 f"{self.name} injects at every token: leave out positions={self.calibration.positions}"
             )
-        questions = Questions(decoder, task)
-        pairs = fit_to_context(questions, demonstrations)
+        scorer = LabelScorer(decoder, task)
+        pairs = fit_to_context(scorer, demonstrations)
         context = extract(decoder, task, demonstrations, self.extraction, seed=seed)
         prompt = partial(task.template.prompt, pairs)
         injection = calibrate(
             decoder, task, demonstrations, context, self.calibration, seed=seed, prompt=prompt
         )
-        prefix = decoder.prefix(common_prefix_ids(questions, pairs), edit=injection.edit())
-        return PromptPredictor(questions, pairs, prefix, injection.edit(), self.cost(injection, prefix))
+        prefix = decoder.prefix(common_prefix_ids(scorer, pairs), edit=injection.edit())
+        return PromptPredictor(scorer, pairs, prefix, injection.edit(), self.cost(injection, prefix))

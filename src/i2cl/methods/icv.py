@@ -23,7 +23,7 @@ from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
-from i2cl.models.scoring import Questions, in_order
+from i2cl.models.scoring import LabelScorer, in_order
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -96,13 +96,13 @@ class ICV(Method):
         Raises:
             I2CLError: if too few held-out examples remain, or the paper has no strength for the task.
         """
-        questions = Questions(decoder, task)
+        scorer = LabelScorer(decoder, task)
         variant, strength = self.config.variant, self.config.strength
         unit_vectors = directions(decoder, task, demonstrations, variant)
 
         def make_predictor(strength: float, held_out: int = 0) -> PromptPredictor:
             edit = AddPreservingNorm(unit_vectors, strength, variant)
-            return PromptPredictor(questions, edit=edit, cost=Cost.of(unit_vectors, held_out=held_out))
+            return PromptPredictor(scorer, edit=edit, cost=Cost.of(unit_vectors, held_out=held_out))
 
         if strength == "search":  # ties go to the smaller strength, which comes first
             rows = task.held_out(HELD_OUT, demonstrations, seed)

@@ -15,7 +15,7 @@ from torch import Tensor
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import PromptPredictor, few_shot_predictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, Questions, in_parts
+from i2cl.models.scoring import LabelScorer, Progress, in_parts
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -45,7 +45,7 @@ class KNNPrompting(Method):
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "KNNPredictor":
         """Compute the anchors' distributions. Raises I2CLError on too few examples or too small a context."""
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
-        prompt = few_shot_predictor(Questions(decoder, task), demonstrations)
+        prompt = few_shot_predictor(LabelScorer(decoder, task), demonstrations)
         anchor_log_probs = prompt.distributions([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
         cost = prompt.cost + Cost.of(anchor_log_probs, held_out=len(held_out))
@@ -62,9 +62,11 @@ class KNNPredictor:
     config: KNNConfig
     cost: Cost
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return each label's share of the votes, with half a vote added for the nearest anchor's label."""
-        empty = torch.empty(0, len(self.prompt.questions.task.labels))  # the result without texts
+        empty = torch.empty(0, len(self.prompt.scorer.task.labels))  # the result without texts
         return torch.cat([empty, *in_parts(self._votes, texts, CHUNK_SIZE, progress)])
 
     def _votes(self, texts: Sequence[str]) -> Float[Tensor, "texts labels"]:
@@ -75,7 +77,7 @@ class KNNPredictor:
             distance = divergence(query, self.anchor_log_probs)
         count = min(self.config.neighbours, len(self.anchor_labels))
         nearest = self.anchor_labels[distance.topk(count, largest=False).indices]
-        votes = torch.zeros(len(texts), len(self.prompt.questions.task.labels))
+        votes = torch.zeros(len(texts), len(self.prompt.scorer.task.labels))
         votes.scatter_add_(1, nearest, torch.full(nearest.shape, 1 / count))
         return votes.scatter_add_(1, nearest[:, :1], torch.full((len(texts), 1), 0.5 / count))
 

@@ -10,7 +10,7 @@ from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import Pairs, PromptPredictor, common_prefix_ids, fit_to_context
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task
 
 
@@ -30,18 +30,18 @@ class LabelAnchor(Method):
             I2CLError: if the context cannot hold one demonstration per class, the tokenizer does not report
                 character offsets, or the model caches more than keys and values.
         """
-        questions = Questions(decoder, task)
-        pairs = fit_to_context(questions, demonstrations)
-        ids = common_prefix_ids(questions, pairs)
+        scorer = LabelScorer(decoder, task)
+        pairs = fit_to_context(scorer, demonstrations)
+        ids = common_prefix_ids(scorer, pairs)
         if not decoder.can_split:
             raise I2CLError(
                 f"label_anchor does not support {decoder.model.config.model_type!r}, which caches more than "
                 "keys and values: use few_shot"
             )
         if not ids:
-            return PromptPredictor(questions, pairs)
+            return PromptPredictor(scorer, pairs)
         prefix = decoder.prefix(ids, whole=True).kept_at(anchors(decoder, task, pairs, len(ids)))
-        return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
+        return PromptPredictor(scorer, pairs, prefix, cost=Cost.of(prefix))
 
 
 def anchors(decoder: Decoder, task: Task, pairs: Pairs, count: int) -> tuple[int, ...]:

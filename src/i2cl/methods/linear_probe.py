@@ -20,7 +20,7 @@ from i2cl.methods.base import ClassifierPredictor, Method, head_cost, require_tw
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
-from i2cl.models.scoring import Progress, Questions
+from i2cl.models.scoring import LabelScorer, Progress
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -71,11 +71,11 @@ class LinearProbe(Method):
         """
         needs(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
-        questions = Questions(decoder, task)
+        scorer = LabelScorer(decoder, task)
         choices = self._choices(decoder)
         layers = tuple(sorted({choice.layer for choice in choices}))
         pooled = any(choice.tokens != "last" for choice in choices)
-        states = query_states(questions, [example.text for example in demonstrations], layers, pooled=pooled)
+        states = query_states(scorer, [example.text for example in demonstrations], layers, pooled=pooled)
         labels = np.array([example.label for example in demonstrations])
         by_layer = dict(zip(layers, states.unbind(1), strict=True))
         candidates = {choice: _features(by_layer[choice.layer], choice.tokens) for choice in choices}
@@ -83,7 +83,7 @@ class LinearProbe(Method):
         model = _make_classifier(best.c).fit(candidates[best], labels)
 
         def features(texts: Sequence[str], _progress: Progress | None) -> Float[np.ndarray, "texts _"]:
-            states = query_states(questions, texts, [best.layer], pooled=best.tokens != "last")
+            states = query_states(scorer, texts, [best.layer], pooled=best.tokens != "last")
             return _features(states[:, 0], best.tokens)
 
         return ProbePredictor(features, model, len(task.labels), head_cost(model[-1]), best)
@@ -175,11 +175,11 @@ class CapturePooled(Edit):
 
 
 def query_states(
-    questions: Questions, texts: Sequence[str], layers: Sequence[int], *, pooled: bool
+    scorer: LabelScorer, texts: Sequence[str], layers: Sequence[int], *, pooled: bool
 ) -> Float[Tensor, "texts layers tokens d"]:
     """Return block outputs (float32) at each query's last token and, if pooled, their mean over its text."""
-    decoder, queries = questions.decoder, questions.queries(texts)
-    spans = torch.tensor(list(_spans(questions, texts, queries))) if pooled and texts else None
+    decoder, queries = scorer.decoder, scorer.queries(texts)
+    spans = torch.tensor(list(_spans(scorer, texts, queries))) if pooled and texts else None
     states = torch.empty(len(queries), len(layers), 2 if pooled else 1, decoder.d_model)
 
     def run(batch: Batch) -> Tensor:
@@ -193,13 +193,13 @@ def query_states(
     return states
 
 
-def _spans(questions: Questions, texts: Sequence[str], queries: Sequence[Ids]) -> Iterator[tuple[int, int]]:
+def _spans(scorer: LabelScorer, texts: Sequence[str], queries: Sequence[Ids]) -> Iterator[tuple[int, int]]:
     """Yield the (first, end) token indices of each text in its query.
 
     A token that overlaps the text and the template counts as text. The tokens after the text are counted from
     the end, since a long text was cut at its end.
     """
-    encoder, template, line = questions.decoder.encoder, questions.task.template, questions.labels.line
+    encoder, template, line = scorer.decoder.encoder, scorer.task.template, scorer.labels.line
     head, tail = len(template.opening + template.head), len(template.middle + line)  # characters
     for text, ids in zip(texts, queries, strict=True):
         prompt = template.query(encoder.literal(text)) + line

@@ -21,7 +21,9 @@ class MajorityPredictor:
     log_frequencies: Float[Tensor, " labels"]
     cost: Cost
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return the log-frequency of each label; minus infinity for labels without a row."""
         require_texts(texts)
         if progress is not None:

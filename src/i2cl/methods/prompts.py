@@ -20,8 +20,8 @@ from i2cl.models.edits import Edit
 from i2cl.models.encoding import TruncationWarning
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import (
+    LabelScorer,
     Progress,
-    Questions,
     in_order,
     next_token_log_probabilities,
     require_finite,
@@ -37,22 +37,24 @@ class PromptPredictor:
     """Scores label words after a prompt.
 
     Attributes:
-        questions: encodes queries and labels of the task.
+        scorer: encodes queries and labels of the task.
         shown: demonstrations in front of every query.
         prefix: cached keys and values of these demonstrations, or None to run them with every query.
         edit: edit of the activations.
         cost: storage that it needs.
     """
 
-    questions: Questions
+    scorer: LabelScorer
     shown: Pairs = ()
     prefix: Prefix | None = None
     edit: Edit | None = None
     cost: Cost = field(default_factory=Cost)
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return the log-probability of each label word."""
-        decoder, labels = self.questions.decoder, self.questions.labels
+        decoder, labels = self.scorer.decoder, self.scorer.labels
         scores = torch.empty(len(texts), len(labels.ids))
         for rows, queries, prefix in self._split_by_cache(texts):
             scores[rows] = score(decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
@@ -61,7 +63,7 @@ class PromptPredictor:
 
     def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Return the log-probability of every token as the next one after each prompt."""
-        decoder, edit = self.questions.decoder, self.edit
+        decoder, edit = self.scorer.decoder, self.edit
         return in_order(
             (rows, next_token_log_probabilities(decoder, queries, edit=edit, prefix=prefix))
             for rows, queries, prefix in self._split_by_cache(texts)
@@ -72,7 +74,7 @@ class PromptPredictor:
 
         A prompt cannot use the cache if the tokenizer merges its text with the last token of the prefix.
         """
-        prompts = encode_prompts(self.questions, self.shown, texts)
+        prompts = encode_prompts(self.scorer, self.shown, texts)
         prefix_ids = self.prefix.ids if self.prefix else ()
         start = len(prefix_ids)
         fits = [row for row, ids in enumerate(prompts) if ids[:start] == prefix_ids and len(ids) > start]
@@ -84,27 +86,27 @@ class PromptPredictor:
 
 
 def few_shot_predictor(
-    questions: Questions, demonstrations: Examples, *, cached: bool = True
+    scorer: LabelScorer, demonstrations: Examples, *, cached: bool = True
 ) -> PromptPredictor:
     """Put the demonstrations in front of every query.
 
     Args:
-        questions: encodes queries and labels of the task.
+        scorer: encodes queries and labels of the task.
         demonstrations: the labelled examples.
         cached: run the demonstrations once and cache their keys and values.
 
     Raises:
         I2CLError: as `fit_to_context`.
     """
-    pairs = fit_to_context(questions, demonstrations)
-    ids = common_prefix_ids(questions, pairs)
+    pairs = fit_to_context(scorer, demonstrations)
+    ids = common_prefix_ids(scorer, pairs)
     if not cached or not ids:
-        return PromptPredictor(questions, pairs)
-    prefix = questions.decoder.prefix(ids)
-    return PromptPredictor(questions, pairs, prefix, cost=Cost.of(prefix))
+        return PromptPredictor(scorer, pairs)
+    prefix = scorer.decoder.prefix(ids)
+    return PromptPredictor(scorer, pairs, prefix, cost=Cost.of(prefix))
 
 
-def fit_to_context(questions: Questions, demonstrations: Examples) -> Pairs:
+def fit_to_context(scorer: LabelScorer, demonstrations: Examples) -> Pairs:
     """Return as many demonstrations per class as fit into the context together with a query.
 
     Room is reserved for a query as long as the longest demonstration. Warns (`TruncationWarning`) if some are
@@ -113,8 +115,8 @@ def fit_to_context(questions: Questions, demonstrations: Examples) -> Pairs:
     Raises:
         I2CLError: if not even one per class fits, or a text or label is invalid.
     """
-    require_labels(questions.task, demonstrations)
-    task, encoder, limit = questions.task, questions.decoder.encoder, questions.decoder.max_length
+    require_labels(scorer.task, demonstrations)
+    task, encoder, limit = scorer.task, scorer.decoder.encoder, scorer.decoder.max_length
     ranks: defaultdict[int, Iterator[int]] = defaultdict(partial(count, 1))  # within each label
     pairs = [(encoder.literal(one.text), task.labels[one.label]) for one in demonstrations]
     ranked = [(next(ranks[one.label]), pair) for one, pair in zip(demonstrations, pairs, strict=True)]
@@ -126,7 +128,7 @@ def fit_to_context(questions: Questions, demonstrations: Examples) -> Pairs:
 
     def tokens_needed(per_class: int) -> int:
         prompt = task.template.prompt(first(per_class), longest_text)
-        return len(encoder([prompt])[0]) + questions.labels.room
+        return len(encoder([prompt])[0]) + scorer.labels.room
 
     if limit is None or tokens_needed(largest_class) <= limit:
         return first(largest_class)
@@ -144,11 +146,11 @@ def fit_to_context(questions: Questions, demonstrations: Examples) -> Pairs:
     return first(fits)
 
 
-def encode_prompts(questions: Questions, demonstrations: Pairs, texts: Sequence[str]) -> list[Ids]:
+def encode_prompts(scorer: LabelScorer, demonstrations: Pairs, texts: Sequence[str]) -> list[Ids]:
     """Return the token ids of the demonstrations followed by each text; raises I2CLError if too long."""
-    return questions.queries(texts, partial(questions.task.template.prompt, demonstrations))
+    return scorer.queries(texts, partial(scorer.task.template.prompt, demonstrations))
 
 
-def common_prefix_ids(questions: Questions, demonstrations: Pairs) -> Ids:
+def common_prefix_ids(scorer: LabelScorer, demonstrations: Pairs) -> Ids:
     """Return the tokens that all prompts start with; raises I2CLError as `encode_prompts`."""
-    return shared_front(encode_prompts(questions, demonstrations, ["a", "7"]))
+    return shared_front(encode_prompts(scorer, demonstrations, ["a", "7"]))

@@ -17,7 +17,7 @@ from i2cl.methods.prompts import PromptPredictor, encode_prompts, fit_to_context
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
-from i2cl.models.scoring import Questions, score
+from i2cl.models.scoring import LabelScorer, score
 from i2cl.tasks import Examples, Task
 
 HELD_OUT = 32
@@ -70,27 +70,27 @@ class TaskVector(Method):
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Capture the states of all layers, then choose a layer. Raises I2CLError on too few examples."""
         dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
-        questions = Questions(decoder, task)
-        (prompt,) = encode_prompts(questions, fit_to_context(questions, demonstrations), [dummy.text])
+        scorer = LabelScorer(decoder, task)
+        (prompt,) = encode_prompts(scorer, fit_to_context(scorer, demonstrations), [dummy.text])
         states = decoder.capture(make_batch([prompt], decoder.device), site="hidden")[0, :, 0]
-        scores = layer_scores(questions, states, [example.text for example in held_out])
+        scores = layer_scores(scorer, states, [example.text for example in held_out])
         gold = torch.tensor([example.label for example in held_out])
         correct = (scores.argmax(-1) == gold).sum(1)
         layer = int((correct == correct.max()).nonzero()[0])
         cost = Cost.of(states[layer], held_out=HELD_OUT + 1)
-        return PromptPredictor(questions, edit=ReplaceLast(layer, states[layer]), cost=cost)
+        return PromptPredictor(scorer, edit=ReplaceLast(layer, states[layer]), cost=cost)
 
 
 def layer_scores(
-    questions: Questions, states: Float[Tensor, "layers d"], texts: Sequence[str]
+    scorer: LabelScorer, states: Float[Tensor, "layers d"], texts: Sequence[str]
 ) -> Float[Tensor, "layers texts labels"]:
     """Return the label scores of each text with its last state replaced, separately for each layer.
 
     If the model can resume from cached keys, a text runs only once up to its last token, since a replaced
     last state does not change earlier keys.
     """
-    decoder, labels = questions.decoder, questions.labels
-    queries = questions.queries(texts)
+    decoder, labels = scorer.decoder, scorer.labels
+    queries = scorer.queries(texts)
     if not decoder.can_split or decoder.rope_limits or min(map(len, queries)) < 2:
         each = (score(decoder, queries, labels, edit=ReplaceLast(*one)) for one in enumerate(states))
         return torch.stack(list(each))

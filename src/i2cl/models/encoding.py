@@ -288,7 +288,7 @@ MIN_TOKEN_SCORE = -65504.0
 
 # How labels are scored: by the first token, the full token sequence, or the words in any order. "auto": by
 # the first token if it differs between labels; otherwise fits use words, and other methods full sequences.
-Scoring = Literal["auto", "first_token", "full", "words"]
+Scoring = Literal["auto", "first_token", "sequence", "words"]
 
 
 class SharedFirstTokenError(I2CLError):
@@ -423,15 +423,15 @@ def label_tokens(
     shared = len({ids[0] for ids in sequences}) < len(sequences)
     if shared and scoring == "first_token":
         raise SharedFirstTokenError(
-            "labels share their first token: use scoring='words' or scoring='full', or other label words"
+            "labels share their first token: use scoring='words' or scoring='sequence', or other label words"
         )
     if shared and scoring == "auto":
-        message = "labels share their first token: scoring full label sequences instead"
+        message = "labels share their first token: scoring sequence label sequences instead"
         warnings.warn(message, ScoringWarning, stacklevel=2)
     if begun := _begun(sequences):
         ended = _behind(encoder, template, labels, line, template.separator)
         sequences = _ended(sequences, ended, encoder, [labels[one] for one in begun])
-    return LabelTokens(sequences, full=scoring == "full" or shared, line=line)
+    return LabelTokens(sequences, full=scoring == "sequence" or shared, line=line)
 
 
 def _check_special_tokens(encoder: Encoder, template: Template, labels: Sequence[str]) -> None:

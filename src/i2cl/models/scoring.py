@@ -41,7 +41,7 @@ def require_finite(scores: Float[Tensor, "*queries labels"], decoder: Decoder) -
         dtype = dtype_name(decoder.model.dtype)
         raise NotFiniteError(
             f"label scores are NaN: the model overflows in {dtype}; reload it with --dtype float32, or fit "
-            "again with a lower reach"
+            "again with a lower prior_std"
         )
 
 
@@ -81,7 +81,7 @@ def require_texts(texts: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Questions:
+class LabelScorer:
     """A task on a decoder: encodes its texts as queries and computes label scores.
 
     All methods use this class, so they encode a text and read an answer in the same way.
@@ -99,15 +99,15 @@ class Questions:
     weights: Float[Tensor, "read labels"] | None = field(default=None, compare=False)
 
     @classmethod
-    def of_fit(cls, decoder: Decoder, task: Task, scoring: Scoring = "auto") -> "Questions":
+    def for_fit(cls, decoder: Decoder, task: Task, scoring: Scoring = "auto") -> "LabelScorer":
         """Return the task as a fit among its labels scores it.
 
         ``"auto"`` scores labels by their words where first tokens are shared. Raises I2CLError for
-        ``scoring="full"``, which would cost a pass per example and label in each step.
+        ``scoring="sequence"``, which would cost a pass per example and label in each step.
         """
-        if scoring == "full":
+        if scoring == "sequence":
             raise I2CLError(
-                "scoring='full' is for methods without a fit, such as few_shot: leave it out, or use "
+                "scoring='sequence' is for methods without a fit, such as few_shot: leave it out, or use "
                 "scoring='words'"
             )
         if scoring == "auto":

@@ -39,7 +39,7 @@ def error_of(reply):
 
 def test_classify_returns_the_scores_of_the_library(client, service):
     injection = make_injection(service.decoder, 0)
-    right = injection.scores(service.decoder, list(TEXTS)).softmax(-1)
+    right = injection.log_probs(service.decoder, list(TEXTS)).softmax(-1)
     entry = service.tasks.entry("films")
     reply = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS)})
     outcome = reply.json()

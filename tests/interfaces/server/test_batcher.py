@@ -18,7 +18,7 @@ from i2cl.interfaces.server.fits import SharedDecoder
 from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.i2cl import I2CL
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from processes import until
 
 from .conftest import TEXTS, catch_refusal, make_injection
@@ -97,7 +97,7 @@ def test_answers_belong_to_the_requested_version(batcher_and_store, decoder, see
         if not ticket.done.cancelled():
             answered[digest] += zip(texts, ticket.done.result(), strict=True)
     for digest, pairs in answered.items():
-        right = versions[digest].scores(decoder, [text for text, _ in pairs])
+        right = versions[digest].log_probs(decoder, [text for text, _ in pairs])
         torch.testing.assert_close(
             torch.stack([row.log_probs for _, row in pairs]), right, rtol=1e-5, atol=1e-5
         )
@@ -255,7 +255,7 @@ def test_requests_during_a_fit_do_not_change_its_result(
 ):
     """Every answer triggers the next request, so one is queued at each pause of the fit."""
     batcher, store = batcher_with_task
-    right = store.injection(store.entry("a").digest).scores(decoder, [TEXTS[0]])[0]
+    right = store.injection(store.entry("a").digest).log_probs(decoder, [TEXTS[0]])[0]
     hooks = []
 
     def record_hooks():
@@ -264,7 +264,7 @@ def test_requests_during_a_fit_do_not_change_its_result(
 
     shared = SharedDecoder(batcher, SimpleNamespace(raise_if_cancelled=record_hooks))
     task = task if whole else replace(task, template=Template("{text} ->{label}"))
-    assert Questions(shared, task).labels.full == whole  # otherwise this tests the wrong kind of scoring
+    assert LabelScorer(shared, task).labels.full == whole  # otherwise this tests the wrong kind of scoring
     shown = task.sample(1)
     alone, fit = (batcher.run(lambda: method.injection(shared, task, shown)) for _ in range(2))
     rows, tickets = store.queries("a", [TEXTS[0]])[1], []

@@ -25,7 +25,7 @@ def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     decoder = Decoder.from_pretrained("reference")
     make_injection(decoder, 0).save_pretrained(folder / "films")
-    right = Injection.from_pretrained(folder / "films").scores(decoder, TEXTS).softmax(-1).tolist()
+    right = Injection.from_pretrained(folder / "films").log_probs(decoder, TEXTS).softmax(-1).tolist()
     (folder / "tokens").write_text(f"read {TOKEN}\nadmin 0123456789abcdefA\n")
     options = ("--token-file", folder / "tokens") if request.param else ()
     with serving(folder / "tasks", *options) as url:

@@ -32,7 +32,7 @@ def served(tmp_path_factory):
     decoder = Decoder.from_pretrained("reference")
     make_injection(decoder, 0).save_pretrained(folder / "films")
     injection = Injection.from_pretrained(folder / "films")
-    probabilities = injection.scores(decoder, [TEXT])[0].softmax(-1).tolist()
+    probabilities = injection.log_probs(decoder, [TEXT])[0].softmax(-1).tolist()
     with serving(folder) as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download
         yield url, dict(zip(injection.task.labels, probabilities, strict=True))

@@ -7,7 +7,7 @@ pytest.importorskip("fastapi")
 
 from fitting import random_injection
 from i2cl import Task, Template
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 
 from .conftest import TEXTS
 from .test_app import error_of
@@ -48,7 +48,7 @@ def probabilities(service, injections):
     """Function that returns the probabilities of a task by label, as `i2cl predict` computes them."""
 
     def compute(name):
-        values = injections[name].scores(service.decoder, [TEXT])[0].softmax(-1).tolist()
+        values = injections[name].log_probs(service.decoder, [TEXT])[0].softmax(-1).tolist()
         return dict(zip(TASKS[name], values, strict=True))
 
     return compute
@@ -172,7 +172,7 @@ def test_unknown_options_are_answered_zero_shot_by_the_base_model(client, servic
     assert reply["diagnostics"][0]["answered_by"] == "zero_shot"
     assert reply["diagnostics"][0]["task"] is None
     task = Task("zero-shot", ("warm", "cold"), Template("{text}\nAnswer: {label}"))
-    scores = Questions(service.decoder, task).scores([f"{TEXT}\n\nWhich one?"])[0]
+    scores = LabelScorer(service.decoder, task).scores([f"{TEXT}\n\nWhich one?"])[0]
     expected = dict(zip(task.labels, scores.softmax(-1).tolist(), strict=True))
     assert by_value(reply["answers"][0]) == pytest.approx(expected, abs=1e-5)
     assert reply["diagnostics"][0]["label_mass"] == pytest.approx(float(scores.exp().sum()), rel=1e-4)

@@ -47,7 +47,7 @@ def test_fit_uses_the_encoder_of_the_server(open_service, make_client, task, wor
     assert injection.encoder_bias.encoder == client.get("/v1/tasks/both").json()["encoder"] == "words"
     assert NAME in injection.worth["methods"]
     service.tasks.put("plain", make_injection(service.decoder, 0))
-    expected = injection.scores(service.decoder, TEXTS).softmax(-1).tolist()
+    expected = injection.log_probs(service.decoder, TEXTS).softmax(-1).tolist()
     for actual, wanted in zip(answers(client, "both"), expected, strict=True):
         assert actual == pytest.approx(wanted, abs=1e-5)
 
@@ -85,7 +85,7 @@ def test_encoder_is_identified_by_its_vectors(open_service, make_client, task, w
     client = make_client(service)
     body = tar_of(tmp_path / "new")
     assert client.put("/v1/tasks/both", content=body, headers=TAR).status_code == 200
-    expected = injection.scores(service.decoder, TEXTS).softmax(-1).tolist()
+    expected = injection.log_probs(service.decoder, TEXTS).softmax(-1).tolist()
     for actual, wanted in zip(answers(client, "both"), expected, strict=True):
         assert actual == pytest.approx(wanted, abs=1e-5)
     words_encoder(WordsEncoder(turned=1))

@@ -114,7 +114,7 @@ def test_batch_resumes_after_kill(open_service, tmp_path, monkeypatch):
     body = "\n".join(json.dumps(line) for line in lines).encode()
     message, inputs = batch_job(service, body)
     injections = {name: service.tasks.injection(digest) for name, digest in message["digests"].items()}
-    right = [injections[line["model"]].scores(service.decoder, [line["input"]])[0] for line in lines]
+    right = [injections[line["model"]].log_probs(service.decoder, [line["input"]])[0] for line in lines]
     whole = service.batcher.pool.score_rows
     calls = []
 

@@ -65,7 +65,7 @@ def test_queued_queries_of_a_replaced_task_are_answered(store, decoder):
     assert store.entry("a") == new
     catch_refusal("has been removed", store.queries_of_version, old.digest, TEXTS)
     result = torch.stack(store.pool.score_queries(rows))
-    torch.testing.assert_close(result, before.scores(decoder, TEXTS), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, before.log_probs(decoder, TEXTS), rtol=1e-5, atol=1e-5)
 
 
 def test_version_of_an_unfinished_job_is_not_removed(store, decoder):

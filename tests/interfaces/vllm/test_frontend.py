@@ -33,7 +33,7 @@ TEXTS = ("this film", "nobody expected the river to rise", "good")
 def test_mixed_tasks_match_the_library_scores(llm, base, task, caching):
     llm.llm_engine.vllm_config.cache_config.enable_prefix_caching = caching
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
-    whole = replace(other, task=replace(task, labels=("best film yet", "best film ever")), scoring="full")
+    whole = replace(other, task=replace(task, labels=("best film yet", "best film ever")), scoring="sequence")
     other = replace(other, label_bias=(0.5, -0.5), temperature=1.75)
     words = weighted(base, whole)
     held = {"one": one, "other": other, "whole": whole, "words": words}
@@ -43,7 +43,7 @@ def test_mixed_tasks_match_the_library_scores(llm, base, task, caching):
     texts = [text for text in TEXTS for _ in held]
     result = frontend.classify(llm, texts, list(held) * len(TEXTS))
     for place, (text, name) in enumerate(zip(texts, list(held) * len(TEXTS), strict=True)):
-        wanted = held[name].scores(base, [text])[0]
+        wanted = held[name].log_probs(base, [text])[0]
         torch.testing.assert_close(result[place].scores, wanted, rtol=0, atol=1e-5)
         assert result[place].label == held[name].predict(base, [text])[0]
 
@@ -54,7 +54,7 @@ def test_many_labels_are_split_over_several_prompts(llm, base, task, monkeypatch
     many = injection_for(base, replace(task, labels=labels, train=(), test=()))
     frontend.load(llm, "many", many)
     (result,) = frontend.classify(llm, TEXTS[:1], ["many"])
-    torch.testing.assert_close(result.scores, many.scores(base, TEXTS[:1])[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(result.scores, many.log_probs(base, TEXTS[:1])[0], rtol=0, atol=1e-5)
 
 
 def test_a_name_is_looked_up_for_every_request(llm, base, task):

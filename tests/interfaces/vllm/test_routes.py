@@ -121,7 +121,7 @@ async def test_below_min_confidence_the_label_is_empty_and_probabilities_stay(ap
     least = max(max(one["probs"]) for one in plain) - 1e-9
     result = (await call(app, "POST", path, body | {"min_confidence": least}))[1]["data"]
     statuses = [(await call(app, "POST", path, body | {"min_confidence": bad}))[0] for bad in (0, 1.5)]
-    wanted = warm.scores(base, body["input"]).softmax(-1)
+    wanted = warm.log_probs(base, body["input"]).softmax(-1)
     found_probs = torch.tensor([one["probs"] for one in plain])
     torch.testing.assert_close(found_probs, wanted, rtol=0, atol=1e-5)
     sure = [max(one["probs"]) >= least for one in plain]
@@ -151,7 +151,7 @@ async def test_classify_keeps_its_version_during_reloads(app, base, task, saved)
     assert list(engine.held) == [first]
     await routes._load(app.state, "mood", str(saved / "1"))
     assert list(engine.held) == [frontend.TASKS.get("mood").packed.digest]  # its slot is free again
-    wanted = injection_for(base, task, 0).scores(base, texts).softmax(-1)
+    wanted = injection_for(base, task, 0).log_probs(base, texts).softmax(-1)
     result = torch.tensor([one["probs"] for one in reply["data"]], dtype=wanted.dtype)
     torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
 
@@ -245,7 +245,7 @@ async def test_versions_with_different_priors_have_different_digests(app, base, 
         assert headers[b"x-i2cl-digest"].decode() == described["digest"]
         digests.append(described["digest"])
         probabilities.append(reply["data"][0]["probs"])
-        wanted = injection.scores(base, ["this film"])[0].softmax(-1).tolist()
+        wanted = injection.log_probs(base, ["this film"])[0].softmax(-1).tolist()
         assert probabilities[-1] == pytest.approx(wanted, abs=1e-5)
     assert digests[0] != digests[1]
     assert probabilities[0] != probabilities[1]

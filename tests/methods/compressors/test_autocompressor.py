@@ -94,7 +94,7 @@ def likelihoods(own, soft, ids, labels):
 def test_scores_match_the_release_for_every_batch_size(decoder, release, within, budget):
     decoder.token_budget = budget
     predictor = release.fitted(decoder, "autocompressor")
-    result = predictor.scores(release.record["queries"])
+    result = predictor.log_probs(release.record["queries"])
     torch.testing.assert_close(result, release.expected("query_logits_one_segment"), **within)
     whole = after(summarizer(decoder), release["softprompt_one_segment"], release)
     uncached = whole.log_softmax(-1)[:, [ids[0] for ids in release.labels]]
@@ -106,7 +106,7 @@ def test_scores_match_the_release_for_every_batch_size(decoder, release, within,
 
 def test_segments_do_not_split_demonstrations(decoder, release, segments, within):
     predictor = release.fitted(decoder, "autocompressor", segment=str(max(map(len, segments))))
-    result = predictor.scores(release.record["queries"])
+    result = predictor.log_probs(release.record["queries"])
     torch.testing.assert_close(result, release.expected("query_logits"), **within)
     assert (predictor.prefix.length, predictor.prefix.behind) == (10, 10 if "llama" in release.name else 0)
 
@@ -163,8 +163,8 @@ def rewritten(folder):
 
 def test_converted_pickles_give_equal_scores(release, pickled):
     queries = release.record["queries"]
-    expected = release.fitted(release.decoder(), "autocompressor").scores(queries)
-    assert torch.equal(release.fitted(rewritten(pickled), "autocompressor").scores(queries), expected)
+    expected = release.fitted(release.decoder(), "autocompressor").log_probs(queries)
+    assert torch.equal(release.fitted(rewritten(pickled), "autocompressor").log_probs(queries), expected)
 
 
 def test_code_in_a_pickle_is_not_run(release, pickled):

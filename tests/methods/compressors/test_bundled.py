@@ -41,7 +41,7 @@ def test_training_script_writes_a_compressor_that_fit_uses(kind, script, decoder
     fresh = Decoder.from_pretrained("reference", device="cpu")
     task = load_task("mood-colour-1")
     predictor = fit(kind, fresh, task, task.sample(2, 0))
-    assert torch.isfinite(predictor.scores([one.text for one in task.test[:4]])).all()
+    assert torch.isfinite(predictor.log_probs([one.text for one in task.test[:4]])).all()
     assert all(torch.equal(one, weights[name]) for name, one in fresh.model.state_dict().items())
     trained = {name: one.float() for name, one in compressors.bundled_compressor(fresh, kind).tensors.items()}
     assert sum(one.numel() for one in trained.values()) == record["parameters"]

@@ -67,10 +67,10 @@ def test_states_logits_and_losses_match_the_release(own, release, decoder):
 def test_scores_match_the_release_for_every_batch_size(decoder, release, budget, in_decoder, name):
     decoder.token_budget = budget
     predictor = release.fitted(decoder, "cepe", in_decoder=str(in_decoder))
-    result = predictor.scores(release.record["queries"])
+    result = predictor.log_probs(release.record["queries"])
     torch.testing.assert_close(result, release.expected(name), **CLOSE)
     uncached = replace(predictor, prompt=replace(predictor.prompt, prefix=None))
-    torch.testing.assert_close(uncached.scores(release.record["queries"]), result, **ALIKE)
+    torch.testing.assert_close(uncached.log_probs(release.record["queries"]), result, **ALIKE)
     shared = predictor.prompt.prefix
     assert (shared is None) == (in_decoder == 0)
     keys = 2 * 3 * 16 * shared.length if shared else 0

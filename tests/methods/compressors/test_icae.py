@@ -95,7 +95,7 @@ def test_scores_match_the_release_for_every_batch_size(decoder, release, options
     for form, name in (("ft", "ft"), ("lm", "lm"), ("bare", "continue")):
         if f"query_logits_{name}" in release.tensors:
             predictor = release.fitted(decoder, "icae", form=form, **options)
-            result = predictor.scores(release.record["queries"])
+            result = predictor.log_probs(release.record["queries"])
             torch.testing.assert_close(result, release.expected(f"query_logits_{name}"), **within)
     assert torch.equal(logits_of(decoder, release), before)
 
@@ -111,7 +111,7 @@ def test_labels_of_several_tokens_follow_the_last_vector(decoder, own, release, 
     with torch.no_grad():
         predictor = soft_prompt_predictor(own, task, release["memory_slots"], ICAEConfig(**options))
     with pytest.warns(UserWarning, match="share their first token"):
-        result = predictor.scores(release.record["queries"])
+        result = predictor.log_probs(release.record["queries"])
     for row, ids in enumerate(release.queries):
         parts = forms(own, release, ids)["query_logits_ft"]
         for column, word in enumerate(words):
@@ -204,9 +204,9 @@ def test_a_pickle_of_the_release_gives_equal_scores(decoder, release, options, t
     zeros = {"icae.base_model.model.model.norm.weight": 0.0, "icae.lm_head.weight": torch.zeros(1)}
     torch.save(tensors | zeros, tmp_path / "icae.pt")
     queries = release.record["queries"]
-    expected = release.fitted(decoder, "icae", **options).scores(queries)
+    expected = release.fitted(decoder, "icae", **options).log_probs(queries)
     result = release.fitted(decoder, "icae", **options | {"compressor": str(tmp_path / "icae.pt")})
-    assert torch.equal(result.scores(queries), expected)
+    assert torch.equal(result.log_probs(queries), expected)
 
 
 def test_too_long_file_name_is_refused(decoder, release):

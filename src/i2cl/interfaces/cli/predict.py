@@ -96,7 +96,7 @@ def predict(
         console.note(f"the kept column {name!r} is renamed to {column!r}: the output has its own {name!r}")
 
     def scored(texts: list[str]) -> list[list[float]]:
-        return injection.scores(decoder, texts, force=force).softmax(-1).tolist() if texts else []
+        return injection.log_probs(decoder, texts, force=force).softmax(-1).tolist() if texts else []
 
     given: Any = {"chunk": chunk, "resumes": rereadable, "restart": restart}
     given["finish"] = table.finish if table.deferred else None

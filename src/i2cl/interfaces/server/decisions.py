@@ -206,7 +206,7 @@ class _ZeroShot:
 
 
 def _decision(row: TaskQuery, scores: RowScores, chosen: Sequence[int], task: Entry | None) -> Decision:
-    labels = row.task.questions.task.labels
+    labels = row.task.scorer.task.labels
     probabilities = scores.log_probs[list(chosen)].softmax(-1).tolist()
     return Decision(probabilities, tuple(labels[index] for index in chosen), task, scores.label_mass)
 

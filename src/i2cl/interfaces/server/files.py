@@ -178,7 +178,7 @@ def _answers(
         if isinstance(scores, RefusalError):
             answers[index] = scores.body()
             continue
-        labels, probs = row.task.questions.task.labels, scores.log_probs.softmax(-1).tolist()
+        labels, probs = row.task.scorer.task.labels, scores.log_probs.softmax(-1).tolist()
         digest = digests[chunk[index]["model"]]
         answers[index] = {"digest": digest, "label": labels[probs.index(max(probs))], "probs": probs}
     return answers

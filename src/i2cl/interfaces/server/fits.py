@@ -22,7 +22,7 @@ from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods import Injector, calibrating_method
 from i2cl.methods.anchored import AnchoredWithEmbeddings
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Questions
+from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task, Template, load_task
 from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.rows import unusable_rows
@@ -88,9 +88,9 @@ def read_task(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path)
     instruction = request.instruction or None
     task = task.with_prompt_options(decoder.tokenizer, chat=request.chat, instruction=instruction)
     drawn = _draw(request, task, _method(request, tasks))
-    questions = Questions(decoder, task)
+    scorer = LabelScorer(decoder, task)
     for rows in (task.train, task.test):
-        questions.queries([example.text for example in rows], cut=False)
+        scorer.queries([example.text for example in rows], cut=False)
     return task, drawn
 
 
@@ -255,7 +255,7 @@ def _method(request: FitJob, tasks: TaskStore) -> Injector:
 def _tokens_per_text(decoder: Decoder, task: Task, demonstrations: Examples) -> dict[str, int]:
     """Return the tokens read for a text of median length, by the task (or zero-shot) and by few-shot."""
     rows = task.test or task.train
-    ids = sorted(Questions(decoder, task).queries([row.text for row in rows]), key=len)[len(rows) // 2]
+    ids = sorted(LabelScorer(decoder, task).queries([row.text for row in rows]), key=len)[len(rows) // 2]
     shown = [(row.text, task.labels[row.label]) for row in demonstrations]
     prompt = decoder.encoder([task.template.prompt(shown, "")])[0]
     empty = decoder.encoder([task.template.query("")])[0]

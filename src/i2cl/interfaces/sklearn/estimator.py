@@ -67,7 +67,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             `i2cl.injections.label_prior.with_label_prior`; assumes that classes are equally frequent there.
         min_confidence: `predict` returns an empty string, or -1 for numeric classes, for texts whose highest
             probability is below this; `score` counts them as wrong. Can be changed after `fit`.
-        scoring: ``"first_token"``, ``"full"`` or ``"words"`` of each label, or ``"auto"``.
+        scoring: ``"first_token"``, ``"sequence"`` or ``"words"`` of each label, or ``"auto"``.
         random_state: seed of examples and calibration: an int, a RandomState, or None to draw one.
         evaluate: maximum number of training texts left over by ``shots`` that are scored for `report_` and
             used to fit the temperature of the probabilities; 0 saves the time.
@@ -290,7 +290,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         texts = as_texts(X)
         injection = self.injection_
         stored = injection.settings.get(SETTINGS_KEY, {"classes": injection.task.labels})["classes"]
-        return injection.scores(self._decoder(), texts).double().numpy()[:, np.argsort(stored)]
+        return injection.log_probs(self._decoder(), texts).double().numpy()[:, np.argsort(stored)]
 
     def _options(self, classes: Classes, words: Sequence[str]) -> dict[str, Any]:
         """Return the options of the method, with class weights by label word."""

@@ -32,7 +32,7 @@ from i2cl.models.fingerprint import (
     tokenizer_fingerprint,
 )
 from i2cl.models.precision import dtype_name
-from i2cl.models.scoring import Questions, label_log_probs, require_texts
+from i2cl.models.scoring import LabelScorer, label_log_probs, require_texts
 
 CLASSIFY_PATH = "/v1/i2cl/classify"
 
@@ -42,7 +42,7 @@ class Answer:
     """Classification of a text."""
 
     label: str  # most probable label
-    scores: Float[Tensor, " labels"]  # log-probability of each label, as in `i2cl.Injection.scores`
+    scores: Float[Tensor, " labels"]  # log-probability of each label, as in `i2cl.Injection.log_probs`
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Served:
     name: str  # as used in requests
     packed: Packed  # edit; shared by tasks that differ only in their label bias or temperature
     version: str  # digest of the whole artefact
-    questions: Questions  # builds the prompts
+    questions: LabelScorer  # builds the prompts
     bias: tuple[float, ...] | None  # label bias
     temperature: float  # temperature scaling of the label scores
 
@@ -141,7 +141,7 @@ class ServedTasks:
         injection.require_base(self._models[config.model], force=force)
         decoder = Decoder(skeleton(config.hf_config), tokenizer, token_budget=1)  # no weights: prompts only
         decoder.max_length = min(decoder.max_length or config.max_model_len, config.max_model_len - 1)
-        questions = injection.questions(decoder)
+        questions = injection.scorer(decoder)
         _ = questions.labels  # raises now if the labels cannot be scored
         return Served(
             name, packed, content_digest(injection), questions, injection.label_bias, injection.temperature

@@ -86,15 +86,17 @@ class FoldPredictor:
     fold_of: Mapping[str, int]  # by text
     cost: Cost  # of the fit to all demonstrations
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Compute label scores of the texts that `folded` was given. Raises KeyError for others."""
         if not texts:
-            return self.refits[0].scores([])
+            return self.refits[0].log_probs([])
         rows: dict[int, list[int]] = defaultdict(list)
         for at, text in enumerate(texts):
             rows[self.fold_of[text]].append(at)
         each = ((rows[fold], self.refits[fold]) for fold in sorted(rows))
-        return in_order((rows, refit.scores([texts[at] for at in rows], progress)) for rows, refit in each)
+        return in_order((rows, refit.log_probs([texts[at] for at in rows], progress)) for rows, refit in each)
 
 
 def folded(
@@ -128,17 +130,19 @@ class InjectedPredictor:
     decoder: Decoder
     cost: Cost
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Compute log-probabilities among the labels."""
-        scores = self.below.scores(texts, progress)
+        scores = self.below.log_probs(texts, progress)
         return label_log_probs(scores, self.injection.biases(texts, self.decoder), 1.0)
 
 
 def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
     """Return a predictor for an injection, at a temperature of 1."""
-    questions = replace(injection.questions(decoder), task=task)
+    scorer = replace(injection.scorer(decoder), task=task)
     cost = kept(injection)
-    below = PromptPredictor(questions, edit=injection.edit(), cost=cost)
+    below = PromptPredictor(scorer, edit=injection.edit(), cost=cost)
     plain = (injection.label_bias, injection.encoder_bias) == (None, None)
     return below if plain else InjectedPredictor(injection, below, decoder, cost)
 

@@ -37,7 +37,7 @@ class ContextualCalibration(Wrapper):
 
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Score the content-free texts."""
-        bias = -log_mean(inner.scores(CONTENT_FREE))
+        bias = -log_mean(inner.log_probs(CONTENT_FREE))
         return CalibratedPredictor(inner, inner.cost + Cost.of(bias), bias)
 
 
@@ -66,7 +66,7 @@ class LabelPrior(Wrapper):
         if len(texts) < fewest:
             lack = f"training texts beside the demonstrations, task {task.name!r} has {len(texts)}"
             raise I2CLError(f"label_prior needs {fewest} {lack}: add some, or use contextual_calibration")
-        bias = prior_bias(None, inner.scores(texts))
+        bias = prior_bias(None, inner.log_probs(texts))
         return CalibratedPredictor(inner, inner.cost + Cost.of(bias, unlabelled=len(texts)), bias)
 
 
@@ -95,14 +95,16 @@ class BatchPredictor:
     inner: Predictor
     cost: Cost
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Compute log-probabilities of the labels. Raises I2CLError on a single text."""
         if len(texts) == 1:
             raise I2CLError(
                 "batch_calibration cannot classify a single text, since it subtracts the mean over the "
                 "texts: give many, of all classes, or use contextual_calibration"
             )
-        scores = self.inner.scores(texts, progress)
+        scores = self.inner.log_probs(texts, progress)
         return add_label_bias(scores, -log_mean(scores))
 
 
@@ -130,7 +132,7 @@ class Temperature(Wrapper):
         if unmeasurable(task, shown, parts, seed):
             return inner
         refit = partial(self.inner.fit, decoder, task, seed=seed)
-        scores = folded(task, shown, refit, parts, seed).scores([example.text for example in shown])
+        scores = folded(task, shown, refit, parts, seed).log_probs([example.text for example in shown])
         gold = np.array([example.label for example in shown])
         chosen = likely_temperature(scores.numpy(), gold, *self.inner.temperatures)
         cost = inner.cost + Cost(cached_values=1, cached_bytes=8)

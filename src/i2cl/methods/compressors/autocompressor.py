@@ -73,8 +73,8 @@ class Summarizer:
     def predictor(self, task: Task, soft_prompt: Float[Tensor, "vectors d"]) -> SoftPromptPredictor:
         """Return a predictor that puts summary vectors before each query."""
         prefix = self.decoder.prefix_of(soft_prompt, self.positions(len(soft_prompt), 0, 0))
-        questions = base.questions_without_opening(self.decoder, task)
-        return SoftPromptPredictor(questions, prefix, cost=Cost.of(prefix))
+        scorer = base.questions_without_opening(self.decoder, task)
+        return SoftPromptPredictor(scorer, prefix, cost=Cost.of(prefix))
 
     def segments(self, shown: Sequence[Ids], front: Ids, max_tokens: int) -> list[Ids]:
         """Pack demonstrations into as few segments as possible, in order, without splitting any.

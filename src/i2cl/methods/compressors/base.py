@@ -18,7 +18,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.loading import REFERENCE
 from i2cl.models.prefix import Prefix
-from i2cl.models.scoring import Progress, Questions, require_finite, require_texts, score
+from i2cl.models.scoring import LabelScorer, Progress, require_finite, require_texts, score
 from i2cl.tasks import Examples, Task
 
 T = TypeVar("T")
@@ -127,9 +127,9 @@ def encode_without_special_tokens(decoder: Decoder, texts: Sequence[str]) -> lis
     return [ids[front:] for ids in decoder.encoder(texts)]
 
 
-def questions_without_opening(decoder: Decoder, task: Task) -> Questions:
+def questions_without_opening(decoder: Decoder, task: Task) -> LabelScorer:
     """Return the task's queries without the opening of the template, which precedes the demonstrations."""
-    return Questions(decoder, replace(task, template=replace(task.template, opening="")))
+    return LabelScorer(decoder, replace(task, template=replace(task.template, opening="")))
 
 
 @dataclass(frozen=True)
@@ -137,27 +137,29 @@ class SoftPromptPredictor:
     """Scores label words after a soft prompt and a query.
 
     Attributes:
-        questions: queries without the template's opening.
+        scorer: queries without the template's opening.
         prefix: cached keys and values of the soft prompt.
         right: tokens after each query.
         edit: edit of the activations.
         cost: storage that it needs.
     """
 
-    questions: Questions
+    scorer: LabelScorer
     prefix: Prefix
     right: Ids = ()
     edit: Edit | None = None
     cost: Cost = field(default_factory=Cost)
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return the log-probability of each label word; texts that exceed the context are truncated."""
         require_texts(texts)
-        decoder, labels = self.questions.decoder, self.questions.labels
+        decoder, labels = self.scorer.decoder, self.scorer.labels
         front = len(decoder.encoder.front)  # special tokens are removed from each query
         used = self.prefix.behind + len(self.right) + labels.room - front
         limit = None if decoder.max_length is None else decoder.max_length - used
-        encoded = decoder.encoder.fitted(self.questions.prompt, texts, limit)
+        encoded = decoder.encoder.fitted(self.scorer.prompt, texts, limit)
         queries = [ids[front:] + self.right for ids in encoded]
         scores = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
         require_finite(scores, decoder)

@@ -24,7 +24,7 @@ from i2cl.models.batching import Batch, Ids, budget_chunks, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
 from i2cl.models.encoding import TruncationWarning
-from i2cl.models.scoring import Progress, Questions
+from i2cl.models.scoring import LabelScorer, Progress
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -137,11 +137,13 @@ class CrossPredictor:
     states: Float[Tensor, "tokens width"]
     cost: Cost
 
-    def scores(self, texts: Sequence[str], progress: Progress | None = None) -> Float[Tensor, "texts labels"]:
+    def log_probs(
+        self, texts: Sequence[str], progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
         """Return the log-probability of each label word."""
         with torch.no_grad():
             edit = self.encoder.edit(self.states)
-        return replace(self.prompt, edit=edit).scores(texts, progress)
+        return replace(self.prompt, edit=edit).log_probs(texts, progress)
 
 
 @dataclass(frozen=True)
@@ -168,12 +170,12 @@ class CEPE(Method):
         texts = base.exchanges(decoder, task, demonstrations)[len(first) :]
         chunks = _truncate(base.encode_without_special_tokens(decoder, texts), task)
         shown = tuple((decoder.encoder.literal(one.text), task.labels[one.label]) for one in first)
-        questions = Questions(decoder, task)
+        scorer = LabelScorer(decoder, task)
         with torch.no_grad():
             states = encoder.states(chunks)
             edit = encoder.edit(states)
-            prefix = decoder.prefix(common_prefix_ids(questions, shown), edit=edit) if shown else None
-        prompt = PromptPredictor(questions, shown, prefix)
+            prefix = decoder.prefix(common_prefix_ids(scorer, shown), edit=edit) if shown else None
+        prompt = PromptPredictor(scorer, shown, prefix)
         return CrossPredictor(prompt, encoder, states, Cost.of(states, prefix))
 
 

@@ -176,8 +176,8 @@ def soft_prompt_predictor(
         size = f"{len(vectors)} of {decoder.max_length} positions"
         raise I2CLError(f"the memory slots take {size}: use fewer demonstrations")
     prefix = decoder.prefix_of(vectors)
-    questions = base.questions_without_opening(decoder, task)
-    return SoftPromptPredictor(questions, prefix, right, edit, Cost.of(prefix))
+    scorer = base.questions_without_opening(decoder, task)
+    return SoftPromptPredictor(scorer, prefix, right, edit, Cost.of(prefix))
 
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:

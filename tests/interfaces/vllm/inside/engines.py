@@ -36,11 +36,11 @@ def texts(count, seed=0, most=60):
 
 
 def apart(result, decoder, injections, asked, tasks):
-    """Largest difference of what was found to `Injection.scores`, in nats."""
+    """Largest difference of what was found to `Injection.log_probs`, in nats."""
     worst = 0.0
     for name in set(tasks):
         rows = [row for row, task in enumerate(tasks) if task == name]
-        wanted = injections[name].scores(decoder, [asked[row] for row in rows])
+        wanted = injections[name].log_probs(decoder, [asked[row] for row in rows])
         worst = max(worst, float((torch.tensor([result[row] for row in rows]) - wanted).abs().max()))
     return worst
 

@@ -120,7 +120,7 @@ def test_a_failed_write_fails_only_its_load(run, decoder, artefacts, ranks):
     for one in answers[1:3]:
         assert f"1 of {ranks} workers could not write this task, RuntimeError (no memory)" in one["error"]
     assert "no task 'b' is loaded" in answers[3]["error"]
-    first, other = (injections[name].scores(decoder, asked) for name in ("t0", "t1"))
+    first, other = (injections[name].log_probs(decoder, asked) for name in ("t0", "t1"))
     close(answers[4], first)
     close(answers[7], torch.stack([first[0], other[1]]))
 
@@ -131,7 +131,7 @@ def test_labels_of_many_tokens_are_scored_as_injections_score_them(run, decoder,
     injection = random_injection(decoder, torch.Generator().manual_seed(1), "intents")
     injection.save_pretrained(tmp_path / "intents")
     asked = texts(6, seed=9, most=24)
-    wanted, worst = injection.scores(decoder, asked), {}
+    wanted, worst = injection.log_probs(decoder, asked), {}
     steps = [["classify", asked, ["intents"] * len(asked)]]
     for way, options, rows in (
         ("labels", {"enable_prefix_caching": False}, 256),
@@ -147,7 +147,7 @@ def test_labels_of_many_tokens_are_scored_as_injections_score_them(run, decoder,
 def test_tasks_come_go_and_are_replaced(run, decoder, artefacts):
     folder, injections = artefacts
     asked = texts(2)
-    one = {name: injections[name].scores(decoder, asked) for name in ("t0", "t3", "t4")}
+    one = {name: injections[name].log_probs(decoder, asked) for name in ("t0", "t3", "t4")}
     steps = [
         ["classify", asked, ["a", "a"]],
         ["load", "a", str(folder / "t3")],
@@ -179,13 +179,13 @@ def test_a_replaced_task_does_not_answer_from_the_cache_of_its_predecessor(run, 
     options = {"num_gpu_blocks_override": 400}
     outcome = run(steps, {"a": str(folder / "t0")}, options=options)
     assert outcome["counted"]["vllm:prefix_cache_hits"] > 0
-    close(outcome["answers"][3], injections["t3"].scores(decoder, asked))
+    close(outcome["answers"][3], injections["t3"].log_probs(decoder, asked))
 
 
 def test_a_cold_and_a_warm_cache_agree_on_near_ties(run, decoder, artefacts):
     folder, injections = artefacts
     candidates = texts(200, seed=14)
-    first, second = injections["t0"].scores(decoder, candidates).topk(2, -1).values.unbind(-1)
+    first, second = injections["t0"].log_probs(decoder, candidates).topk(2, -1).values.unbind(-1)
     asked = [candidates[row] for row in (first - second).argsort()[:16]]
     classify = ["classify", asked, ["a"] * len(asked)]
     options = {"num_gpu_blocks_override": 400}
@@ -206,7 +206,7 @@ def test_tasks_that_differ_in_their_prior_alone_keep_their_own_scores(run, decod
     steps = [["classify", asked, [name] * len(asked)] for name in ("up", "down", "up")]
     answers = run(steps, paths(tmp_path, *tasks))["answers"]
     for name, answer in zip(("up", "down", "up"), answers, strict=True):
-        close(answer, tasks[name].scores(decoder, asked))
+        close(answer, tasks[name].log_probs(decoder, asked))
 
 
 def test_a_long_text_in_chunks_among_short_ones_is_scored_as_injections_score_it(run, decoder, artefacts):

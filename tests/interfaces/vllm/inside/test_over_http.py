@@ -24,7 +24,7 @@ def test_over_http_tasks_are_loaded_queried_and_dropped(tmp_path, server, decode
     classify, listed = f"{server}/v1/i2cl/classify", f"{server}/v1/i2cl/tasks"
     complete = f"{server}/v1/completions"
     asked = texts(3, seed=7)
-    wanted = injections["t0"].scores(decoder, asked)
+    wanted = injections["t0"].log_probs(decoder, asked)
 
     def right():
         status, reply, headers = call(classify, {"model": "t0", "input": asked})
@@ -90,7 +90,7 @@ def test_over_http_classify_keeps_its_version_during_reloads(server, decoder, ar
     digests = {}
     for name in ("t3", "t6"):
         _, reply, _ = call(listed, {"name": "turned", "artefact": str(folder / name)}, key=ADMIN)
-        digests[reply["digest"]] = injections[name].scores(decoder, asked).softmax(-1)
+        digests[reply["digest"]] = injections[name].log_probs(decoder, asked).softmax(-1)
     bodies = [{"model": "turned", "input": asked}] * 12
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(call, classify, body) for body in bodies]
@@ -199,7 +199,9 @@ def test_over_http_tasks_answer_the_same_after_sleep(server, decoder, artefacts)
     assert "the engine is asleep: wake it up" in reply
     status, reply, _ = call(f"{server}/v1/i2cl/classify", {"model": "t0", "input": asked})
     probs = torch.tensor([one["probs"] for one in reply["data"]])
-    torch.testing.assert_close(probs, injections["t0"].scores(decoder, asked).softmax(-1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        probs, injections["t0"].log_probs(decoder, asked).softmax(-1), rtol=0, atol=1e-4
+    )
 
 
 def test_over_http_work_stops_when_the_client_leaves(server):
