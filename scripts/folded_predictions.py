@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task
 from i2cl.export import export_causal_lm, export_gguf
-from i2cl.export.llama_cpp import LlamaCpp
+from i2cl.export.servers import LlamaCpp, start_llama_cpp
 from i2cl.models.scoring import LabelScorer
 from i2cl.tasks.corpus import TASKS
 
@@ -115,10 +115,12 @@ def asked_llama_cpp(
     """Return llama.cpp's scores for the ids and for the texts, and the number of texts with the same ids."""
     path = scratch / "model.gguf"
     export_gguf(decoder, injection, path)
-    length = max(map(len, ids)) + 16  # room for an encoding that is longer
-    with LlamaCpp(path, length) as model:
-        own = [model.tokens(injection.task.template.query(text)) for text in texts]
-        answers = [asked(rows, labels, model.logits) for rows in (ids, own)]
+    server = start_llama_cpp(path)
+    model = LlamaCpp(server.listening_address)
+    own = [model.tokens(injection.task.template.query(text)) for text in texts]
+    answers = [
+        torch.tensor([model.log_probs(list(row), list(labels)) for row in rows]) for rows in (ids, own)
+    ]
     return answers, sum(list(one) == other for one, other in zip(ids, own, strict=True))
 
 

@@ -65,7 +65,7 @@ def _run_here(folder: Path, model: str | None, device: str | None, tolerance: fl
 def _show(outcome: "Verification", *, json: bool) -> None:
     count, right = len(outcome.labels), sum(expected == found for expected, found in outcome.labels)
     if json:
-        names = ("passed", "worst", "tolerance", "retokenized", "missing")
+        names = ("passed", "worst", "tolerance", "retokenized")
         record = {name: getattr(outcome, name) for name in names}
         console.print_json(record | {"labels": {"right": right, "of": count}})
         return
@@ -78,6 +78,3 @@ def _show(outcome: "Verification", *, json: bool) -> None:
         console.say(
             f"Its tokenizer gives {len(outcome.retokenized)} prompts other token ids, such as {example!r}."
         )
-    if outcome.missing:
-        more = f" and {len(outcome.missing) - 1} more" if len(outcome.missing) > 1 else ""
-        console.say(f"Biases that hold the task are missing or zero: {outcome.missing[0]}{more}.")
