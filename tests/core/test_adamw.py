@@ -65,7 +65,7 @@ def test_it_ends_where_gauss_newton_ends_and_reports_the_loss(few_steps, monkeyp
 
     def objective(vectors):
         at = (vectors / fit.scale).flatten()
-        loss = cross_entropy(fit.log_probs(at).double(), fit.gold, reduction="sum").item()
+        loss = cross_entropy(fit.scores(at).double(), fit.gold, reduction="sum").item()
         return loss + tau / 2 * at.square().sum().item()
 
     best = objective(fit.vectors(u))

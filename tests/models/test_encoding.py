@@ -313,7 +313,7 @@ def test_word_level_scores_are_means_over_tokens(decoder):
     torch.testing.assert_close(result.scores(wide), torch.stack(expected, -1))
     torch.testing.assert_close(result.mean(wide[..., list(result.read)]), result.scores(wide))
     changed = result.at_first(wide)
-    torch.testing.assert_close(changed[..., list(result.first)], result.log_probs(wide))
+    torch.testing.assert_close(changed[..., list(result.first)], result.scores(wide))
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
 
 

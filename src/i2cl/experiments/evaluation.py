@@ -96,7 +96,7 @@ def measure(
 ) -> Run:
     """Score a fitted method on labelled queries."""
     started = time.perf_counter()
-    scores = fitted.predictor.scores([query.text for query in queries], progress)
+    scores = fitted.predictor.log_probs([query.text for query in queries], progress)
     seconds = time.perf_counter() - started
     gold = np.array([query.label for query in queries])
     best = scores.argmax(-1).numpy()
