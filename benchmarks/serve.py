@@ -107,10 +107,10 @@ class Bench:
 
     def put(self, count: int) -> None:
         """Add random tasks t0, t1, ... up to ``count``."""
-        there = {entry.name for entry in self.service.thttp.entries()}
+        there = {entry.name for entry in self.service.tasks.entries()}
         for number in range(count):
             if f"t{number}" not in there:
-                self.service.thttp.put(f"t{number}", self.work.injection(seed=number))
+                self.service.tasks.put(f"t{number}", self.work.injection(seed=number))
 
     def load(
         self, connections: int = 1, rate: float = 0.0, tasks: int = 8, seconds: float = 0.0
@@ -141,8 +141,8 @@ class Bench:
         return float(values["i2cl_batch_rows_sum"]), float(values["i2cl_batch_rows_count"])
 
     def direct(self, rows: int, seconds: float = 0.0) -> float:
-        """Measure the rows per second of `InjectionPool.scores` on lists of ``rows``."""
-        pool, names = self.service.thttp.pool, list(self.service.thttp.pool)
+        """Measure the rows per second of `InjectionPool.log_probs` on lists of ``rows``."""
+        pool, names = self.service.tasks.pool, list(self.service.tasks.pool)
         texts, count = cycle(self.texts), 0
         started = time.perf_counter()
         while time.perf_counter() - started < (seconds or self.seconds):
@@ -198,7 +198,7 @@ class Bench:
     def mixed(self) -> Iterator[dict[str, Any]]:
         """Compare a batch of 64 tasks with a batch of one task."""
         mixed, alone = self.queries(ROWS), self.queries(1)
-        answers = self.service.thttp.pool.score_rows
+        answers = self.service.tasks.pool.score_rows
         pair = paired(lambda: answers(alone), lambda: answers(mixed), self.decoder.device, self.rounds)
         yield _row("a batch of 64 tasks / of one task, time", pair.ratio, "x", "<= 1.10", vars(pair))
 
@@ -207,12 +207,12 @@ class Bench:
         few = median(median(self.load(tasks=10)["done"]) for _ in range(self.rounds))
         self.put(1000)
         for number in range(1000):
-            self.service.thttp.queries(f"t{number}", [self.texts[0]])
+            self.service.tasks.queries(f"t{number}", [self.texts[0]])
         pairs = [
             (median(self.load(tasks=1000)["done"]), median(self.load(tasks=10)["done"]))
             for _ in range(self.rounds)
         ]
-        detail = {"pairs": pairs, "p50_before": few, "resident": len(self.service.thttp.pool)}
+        detail = {"pairs": pairs, "p50_before": few, "resident": len(self.service.tasks.pool)}
         yield _row("1,000 tasks / 10 tasks, p50", _ratio(pairs), "x", "<= 1.05", detail)
 
     def overload(self) -> Iterator[dict[str, Any]]:
@@ -277,14 +277,14 @@ class Bench:
             yield _row(f"single texts beside {name}, p99", pair[0][0] / pair[1][0], "x", "<= 3", detail)
 
     def queries(self, tasks: int) -> list[TaskQuery]:
-        """Return 64 queries, spread over ``tasks`` thttp."""
+        """Return 64 queries, spread over ``tasks`` tasks."""
         texts = list(islice(cycle(self.texts), ROWS))
-        return [self.service.thttp.queries(f"t{row % tasks}", [text])[1][0] for row, text in enumerate(texts)]
+        return [self.service.tasks.queries(f"t{row % tasks}", [text])[1][0] for row, text in enumerate(texts)]
 
     @contextmanager
     def plain(self) -> Iterator[None]:
         """Let the server predict with the plain model."""
-        pool: Any = self.service.thttp.pool
+        pool: Any = self.service.tasks.pool
 
         def score_rows(rows: Sequence[TaskQuery]) -> list[RowScores]:
             labels = [row.task.scorer.labels for row in rows]
