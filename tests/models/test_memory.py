@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fitting import made
 from i2cl import Decoder, I2CLError
 from i2cl.errors import is_out_of_memory
 from i2cl.models import memory
@@ -283,16 +282,3 @@ def test_tensor_parallel_processes_use_the_same_batches(tmp_path):
 def test_consensus_of_one_process_returns_its_own_value():
     consensus = Consensus.of(torch.nn.Linear(1, 1))
     assert (consensus.any(True), consensus.any(False), consensus.smallest(7)) == (True, False, 7)
-
-
-@pytest.mark.parametrize(
-    ("message", "raised"), [("CUDA error: device-side assert triggered", True), ("sizes must match", False)]
-)
-def test_only_unsupported_masks_disable_tree_attention(message, raised, monkeypatch):
-    decoder = made("llama")
-    monkeypatch.setattr(decoder, "forward", Mock(side_effect=RuntimeError(message)))
-    if raised:
-        with pytest.raises(RuntimeError, match=message):
-            _ = decoder.can_fork
-    else:
-        assert not decoder.can_fork

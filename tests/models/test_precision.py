@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig
 
 from fitting import injected, left_as_found, one_line
 from i2cl import Decoder, make_methods
@@ -198,15 +198,6 @@ def test_a_checkpoint_of_codes(quantized, tmp_path):
     assert again.base.quantization == quantized.base.quantization
     assert again.base.weights != quantized.base.weights  # nobody knows what it was made from
     assert torch.equal(gradients(again), gradients(quantized))
-
-
-@needs_bitsandbytes
-def test_a_model_that_its_user_has_quantized(checkpoint):
-    codes = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    loaded = {"quantization_config": BitsAndBytesConfig(**codes), "device_map": "cpu"}
-    decoder = Decoder(AutoModelForCausalLM.from_pretrained(checkpoint, **loaded), tiny_tokenizer())
-    look(decoder)
-    assert off(gradients(decoder), gradients(decoded(decoder, checkpoint))) < 1e-4
 
 
 @needs_bitsandbytes

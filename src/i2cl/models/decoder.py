@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.models import batching
-from i2cl.models.architectures import Architecture, architecture_of
+from i2cl.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import Batch, Ids, longest_first, make_batch
 from i2cl.models.edits import AnySite, Edit, Keep, Replay, Site, edit_inputs, editing
 from i2cl.models.encoding import Encoder
@@ -28,10 +28,9 @@ from i2cl.models.fingerprint import (
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
 from i2cl.models.memory import BatchLimit, Consensus, MemoryWarning, training_memory
 from i2cl.models.precision import Quantization, dtype_name, execution_device, quantization_of, settle_4bit
-from i2cl.models.prefix import Prefix, holds_keys_alone, window_of
+from i2cl.models.prefix import Prefix, holds_keys_alone, uses_alibi, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
 from i2cl.models.restore import frozen, lock_of
-from i2cl.models.trie import Trie, forked_batch
 
 T = TypeVar("T")
 
@@ -206,30 +205,13 @@ class Decoder:
     def can_fork(self) -> bool:
         """Whether several continuations of a query can share a row under a tree attention mask.
 
-        Tested once on a few tokens, since some models, such as those with ALiBi, ignore masks or positions.
+        This is tested for every supported model type. ALiBi ignores the positions, and only these attention
+        implementations take a mask.
         """
-        ids = self.encoder([PROBE])[0][:12]
-        query, continuations = ids[:4], (ids[4:], ids[-2:])
-        limit = min(self.window or math.inf, self.max_length or math.inf)
-        masks = getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
-        if not (masks and self.can_split) or self.rope_limits or limit < len(ids) + len(continuations[1]):
-            return False
-        trie = Trie.of(tuple((*continuation, 0) for continuation in continuations))
-        tree_batch = forked_batch([query], [trie], self.device)
-        last = [len(query) + trie.edges[steps[-1]][0] for steps in trie.steps]
-        positions = torch.tensor([last], device=self.device)
-        rows = make_batch([query + continuation for continuation in continuations], self.device)
-        try:
-            with self.frozen(), torch.no_grad():
-                shared = self.forward(tree_batch, at=positions)[0].float()
-                separate = self.forward(rows)[:, 0].float()
-        except (RuntimeError, TypeError, ValueError) as error:  # the attention does not accept the mask
-            if is_out_of_memory(error) or "CUDA error" in str(error):  # a failed assert makes CUDA unusable
-                raise
-            return False
-        relative = 1e-3 if self.model.dtype == torch.float32 else 0.05
-        tolerance = relative * (separate[0] - separate[1]).abs().max()
-        return bool((shared - separate.to(shared.device)).abs().max() <= tolerance)
+        config = self.model.config
+        takes_masks = getattr(config, "_attn_implementation", None) in {None, "eager", "sdpa"}
+        supported = self.architecture == ARCHITECTURES.get(self.architecture.model_type)
+        return supported and takes_masks and self.can_split and not (self.rope_limits or uses_alibi(config))
 
     def sites(self, site: AnySite) -> list[tuple[int, int, torch.nn.Module]]:
         """Return (layer, index, module) of every module at a hook point."""
