@@ -256,7 +256,7 @@ def test_scores_after_a_prefix_match_the_full_prompt(case, budget, full, edited)
 def test_prefix_can_keep_all_tokens_in_every_layer(case):
     decoder = decoder_of(case)
     whole = decoder.prefix(encode(SHOWN), whole=True)
-    for prefix in (whole, whole.kept_at(tuple(range(len(whole.ids))))):
+    for prefix in (whole, whole.prune(tuple(range(len(whole.ids))))):
         assert close(scores(decoder, prefix=prefix), expected(decoder, full=False, before=SHOWN))
 
 
