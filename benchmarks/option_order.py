@@ -2,10 +2,10 @@
 
     python benchmarks/option_order.py smollm2 tickets,sst2 --seeds 4 --queries 100 -o results.json
 
-Each method is fitted with the task's labels in three random orders and the same demonstrations. ``flips`` is the
-share of queries whose answer differs between two of the orders, on average over the three pairs; ``accuracy``
-is the mean over orders and seeds. Methods that list the options (`menu`) depend on the order; methods that
-score the label words one by one should not. The paper's tasks need I2CL_DATA_DIR or the hub.
+Each method is fitted with the task's labels in three random orders and the same demonstrations. ``flips`` is
+the share of queries whose answer differs between two of the orders, on average over the three pairs;
+``accuracy`` is the mean over orders and seeds. Methods that list the options (`menu`) depend on the order;
+methods that score the label words one by one should not. The paper's tasks need I2CL_DATA_DIR or the hub.
 """
 
 import argparse

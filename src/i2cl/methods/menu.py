@@ -1,7 +1,7 @@
 """Options by letter: the prompt of a `choice` question in vLLM's decision API, as a baseline.
 
-The label words are listed after the text as "A: ...", "B: ...", and the model answers with a letter. The answer
-depends on the order of the options.
+The label words are listed after the text as "A: ...", "B: ...", and the model answers with a letter. The
+answer depends on the order of the options.
 
 Source: vLLM 0.32, https://github.com/vllm-project/vllm, ``entrypoints/generate/structured_decisions``.
 """
@@ -74,7 +74,7 @@ class Menu(Method):
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> MenuPredictor:
         """Return a predictor for the task. Raises I2CLError for more than 26 labels."""
         order = label_order(len(task.labels), self.config.order)
-        scorer = LabelScorer(decoder, menu_task(decoder, task, order), "first_token")
+        scorer = LabelScorer(decoder, menu_task(decoder, task, order))
         letters = self.predictor(scorer, tuple(menu_examples(demonstrations, order)))
         column = tuple(order.index(label) for label in range(len(order)))
         return MenuPredictor(letters, column, letters.cost)
