@@ -25,10 +25,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from i2cl.core.edits import LinearEdit
 
 import measures
 from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, list_tasks, load_task
-from i2cl.core.edits import LinearEdit
 from i2cl.models.memory import peak_memory
 from measures import Measure, seconds
 from tables import machine

@@ -45,7 +45,7 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
 jaxtyping.jaxtyped = _where_shaped(jaxtyping.jaxtyped)  # by this name the hook's modules call it
 jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
-from i2cl.core import encoder_bias  # noqa: E402
+from i2cl import encoders  # noqa: E402
 from i2cl.methods import embeddings  # noqa: E402
 from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.storage import model_cache  # noqa: E402
@@ -115,7 +115,7 @@ def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEn
     """Every encoder is `WordsEncoder`, without sentence-transformers; a call replaces it by another."""
 
     def put(encoder: WordsEncoder = WordsEncoder()) -> None:  # noqa: B008 - it has no state
-        encoder_bias._probe.cache_clear()
+        encoders._probe.cache_clear()
         for module in (encoder_bias, embeddings):
             monkeypatch.setattr(module, "frozen_encoder", lambda *_: encoder)
             monkeypatch.setattr(module, "needs", lambda *_: None)
@@ -123,7 +123,7 @@ def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEn
 
     put()
     yield put
-    encoder_bias._probe.cache_clear()
+    encoders._probe.cache_clear()
 
 
 @pytest.fixture

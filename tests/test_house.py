@@ -21,6 +21,7 @@ LAYERS = (
     {"errors", "version"},
     {"tasks", "storage"},
     {"models"},
+    {"encoders"},
     {"core"},
     {"injections"},
     {"methods"},
@@ -98,7 +99,7 @@ def test_imports_run_downwards_and_the_checks_find_what_they_are_for():
     TopologicalSorter(import_graph()).prepare()  # which names files that import each other
     assert upward("core.context", "methods.base")
     assert upward("tasks.task", "storage.atomic")
-    assert not upward("core.context", "core.edits")
+    assert not upward("core.anchored", "core.context")
     assert not upward("interfaces.cli.fit", "core.context")
     graph = import_graph()
     assert {"errors", "models.decoder", "core.injection", "methods.base"} <= set().union(*graph.values())

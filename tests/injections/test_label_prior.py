@@ -45,11 +45,11 @@ def test_bias_is_log_prior_minus_log_mean(injection, decoder):
 
 
 def test_results_without_the_bias_are_removed(injection, decoder):
-    message = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
+    message = injection.with_report(metrics={"accuracy": 1.0}, evaluation={"rows": 3}, command="i2cl fit")
     result = with_label_prior(message, decoder, UNLABELLED)
-    assert (result.metrics, result.worth, result.command) == ({}, {}, "")
+    assert (result.metrics, result.evaluation, result.command) == ({}, {}, "")
     assert without_label_prior(injection) is injection
-    plain = without_label_prior(replace(result, metrics={"accuracy": 0.5}))
+    plain = without_label_prior(result.with_report(metrics={"accuracy": 0.5}))
     assert (plain.label_bias, plain.metrics, plain.settings) == (None, {}, injection.settings)
 
 

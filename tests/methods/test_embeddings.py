@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from fitting import SHOWN, TEXTS, fit, injected, made, one_line
-from i2cl import CalibrationConfig, Example
-from i2cl.core import encoder_bias
+from i2cl import CalibrationConfig, Example, encoders
 from i2cl.experiments.evidence.fit_evaluation import BASELINES, evaluate_fit, plan_evaluation
 from i2cl.methods import make_methods
 
@@ -95,7 +94,7 @@ def test_setfit_trains_a_copy_and_restores_the_random_state(task, encoder):
 )
 def test_unusable_encoders_are_refused(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder_bias, "_archive", lambda: None)
-    encoder_bias.release_encoders()
+    encoders.release_encoders()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     AutoTokenizer.from_pretrained(encoder).save_pretrained("pickled")
@@ -128,9 +127,9 @@ def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task,
     def methods(task, folds):
         plan = plan_evaluation(task, shown, folds=folds)
         given = {"method": method, "seconds": 1.0, "refit": make}
-        worth = evaluate_fit(injection, decoder, task, shown, plan, **given).worth
-        assert worth["split"] == ("demonstrations" if folds else "test")
-        return worth["methods"]
+        evaluation = evaluate_fit(injection, decoder, task, shown, plan, **given).evaluation
+        assert evaluation["split"] == ("demonstrations" if folds else "test")
+        return evaluation["methods"]
 
     beside = methods(task, 0)
     assert list(beside) == [*BASELINES, "sentence_embeddings", "i2cl"]
@@ -143,7 +142,7 @@ def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task,
 
 
 @pytest.mark.parametrize(
-    ("here", "result"), [("epc", "minilm"), ("ec", encoder_bias.HUB_ID), ("e", None), ("pc", None)]
+    ("here", "result"), [("epc", "minilm"), ("ec", encoders.HUB_ID), ("e", None), ("pc", None)]
 )
 def test_local_encoder_needs_the_extra_and_the_package_or_cache(here, result, tmp_path, monkeypatch):
     """``here`` has the first letters of those available: extra, package, cache."""
@@ -151,7 +150,7 @@ def test_local_encoder_needs_the_extra_and_the_package_or_cache(here, result, tm
     monkeypatch.setattr(encoder_bias, "find_spec", lambda module: True if "e" in here else None)
     monkeypatch.setattr(encoder_bias, "_archive", lambda: tmp_path if "p" in here else None)
     monkeypatch.setattr(encoder_bias, "_is_cached", lambda name: "c" in here)
-    assert encoder_bias.local_encoder() == result
+    assert encoders.local_encoder() == result
 
 
 @pytest.mark.parametrize("damage", ["none", "cut", "spoiled", "code", "outside"])
@@ -161,7 +160,7 @@ def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypa
     monkeypatch.setattr(encoder_bias, "cached_assets_path", lambda *_, **__: cache)
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("config.json", "{}" * 50)
-    assert (encoder_bias.unpacked(path) / "config.json").read_text() == "{}" * 50
+    assert (encoders.unpacked(path) / "config.json").read_text() == "{}" * 50
     shutil.rmtree(cache / "files")
     whole = path.read_bytes()
     spoiled = whole.replace(b"{}{}", b"[][]", 1)
@@ -169,8 +168,6 @@ def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypa
     if member := {"code": "code.py", "outside": "../../code.py"}.get(damage):
         with zipfile.ZipFile(path, "a") as packed:
             packed.writestr(member, "x")
-    one_line(
-        "is not a valid zip archive|is not an encoder's archive: it contains", encoder_bias.unpacked, path
-    )
+    one_line("is not a valid zip archive|is not an encoder's archive: it contains", encoders.unpacked, path)
     assert [one.name for one in cache.iterdir()] == [".lock"]
     assert not list(tmp_path.rglob("*.py"))
