@@ -286,7 +286,7 @@ def test_a_fitted_vector_claims_no_extraction(tmp_path):
     injection.save_pretrained(tmp_path / "task")
     assert Injection.from_pretrained(tmp_path / "task").context.config.writers == "mlp"
     card = (tmp_path / "task" / "README.md").read_text()
-    assert "separator" not in card.partition("\"extraction\"")[2].partition("}")[0]
+    assert "separator" not in card.partition('"extraction"')[2].partition("}")[0]
 
 
 @pytest.mark.parametrize(
