@@ -92,7 +92,7 @@ def _no_native_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_local_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `fit` and `demo` are set beside does not depend on what is installed."""
-    monkeypatch.setattr(encoder_bias, "local_encoder", lambda: None)
+    monkeypatch.setattr(encoders, "local_encoder", lambda: None)
 
 
 class WordsEncoder:
@@ -116,10 +116,10 @@ def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEn
 
     def put(encoder: WordsEncoder = WordsEncoder()) -> None:  # noqa: B008 - it has no state
         encoders._probe.cache_clear()
-        for module in (encoder_bias, embeddings):
+        for module in (encoders, embeddings):
             monkeypatch.setattr(module, "frozen_encoder", lambda *_: encoder)
             monkeypatch.setattr(module, "needs", lambda *_: None)
-        monkeypatch.setattr(encoder_bias, "encoder_source", lambda name: name)
+        monkeypatch.setattr(encoders, "encoder_source", lambda name: name)
 
     put()
     yield put

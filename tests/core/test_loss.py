@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 import torch
-from i2cl.core.loss import CalibrationLoss, Coefficients
 from torch.nn.functional import cross_entropy
 
 from fitting import encode, injecting, log_probability, made, one_line
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
+from i2cl.core.calibration import CalibrationLoss, Coefficients
 from i2cl.models.scoring import LabelScorer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")

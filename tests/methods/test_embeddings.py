@@ -93,7 +93,7 @@ def test_setfit_trains_a_copy_and_restores_the_random_state(task, encoder):
     ],
 )
 def test_unusable_encoders_are_refused(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoder_bias, "_archive", lambda: None)
+    monkeypatch.setattr(encoders, "_archive", lambda: None)
     encoders.release_encoders()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -115,7 +115,7 @@ def test_missing_extra_is_named(name, who, task, demonstrations, monkeypatch):
 
 @needs_encoders
 def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task, encoder, monkeypatch):
-    monkeypatch.setattr(encoder_bias, "local_encoder", lambda: encoder)
+    monkeypatch.setattr(encoders, "local_encoder", lambda: encoder)
     shown = task.sample(3)
     (method,) = make_methods(["i2cl"], {"epochs": 1})
 
@@ -147,9 +147,9 @@ def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task,
 def test_local_encoder_needs_the_extra_and_the_package_or_cache(here, result, tmp_path, monkeypatch):
     """``here`` has the first letters of those available: extra, package, cache."""
     monkeypatch.undo()  # undo the fixture that disables downloads
-    monkeypatch.setattr(encoder_bias, "find_spec", lambda module: True if "e" in here else None)
-    monkeypatch.setattr(encoder_bias, "_archive", lambda: tmp_path if "p" in here else None)
-    monkeypatch.setattr(encoder_bias, "_is_cached", lambda name: "c" in here)
+    monkeypatch.setattr(encoders, "find_spec", lambda module: True if "e" in here else None)
+    monkeypatch.setattr(encoders, "_archive", lambda: tmp_path if "p" in here else None)
+    monkeypatch.setattr(encoders, "_is_cached", lambda name: "c" in here)
     assert encoders.local_encoder() == result
 
 
@@ -157,7 +157,7 @@ def test_local_encoder_needs_the_extra_and_the_package_or_cache(here, result, tm
 def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypatch):
     cache, path = tmp_path / "cache", tmp_path / "model.zip"
     cache.mkdir()
-    monkeypatch.setattr(encoder_bias, "cached_assets_path", lambda *_, **__: cache)
+    monkeypatch.setattr(encoders, "cached_assets_path", lambda *_, **__: cache)
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("config.json", "{}" * 50)
     assert (encoders.unpacked(path) / "config.json").read_text() == "{}" * 50

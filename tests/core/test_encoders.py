@@ -158,7 +158,7 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
     torch.testing.assert_close(moved.log_probs(decoder, TEXTS), injection.log_probs(decoder, TEXTS))
     encoders._probe.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(encoder_bias, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
+        patch.setattr(encoders, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
         one_line("not here: get it .or give its new location with --encoder", moved.log_probs, decoder, TEXTS)
     words_encoder(WordsEncoder(turned=1))
     one_line("yields other embeddings than at the fit: give the encoder", moved.scores, decoder, TEXTS)
@@ -208,7 +208,7 @@ def loads(monkeypatch):
         names.append(name)
         return object()
 
-    monkeypatch.setattr(encoder_bias, "load_encoder", load)
+    monkeypatch.setattr(encoders, "load_encoder", load)
     encoders.release_encoders()
     yield names
     encoders.release_encoders()
