@@ -226,7 +226,7 @@ class Injection:
         Raises:
             I2CLError: on an empty text, or another model.
         """
-        self._check(decoder, force=force)
+        self.require_base(decoder, force=force)
         bias = self.head.encoder_bias(texts, decoder.device)  # first, so that a missing encoder fails early
         scores = self.scorer(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
         return self.head.log_probs(scores, bias)
@@ -248,7 +248,7 @@ class Injection:
             I2CLError: on an empty text or another model, and for word-level scoring, whose label scores are
                 means over tokens instead of probabilities.
         """
-        self._check(decoder, force=force)
+        self.require_base(decoder, force=force)
         scorer = self.scorer(decoder)
         if scorer.labels.words:
             raise I2CLError("label_log_mass is not defined for scoring='words', which yields no probability")
@@ -272,10 +272,6 @@ class Injection:
         Raises:
             I2CLError: naming the difference.
         """
-        self._check(decoder, force=force)
-
-    def _check(self, decoder: Decoder | ModelIdentity, *, force: bool) -> None:
-        """Run `require_base`, with warnings that point to the caller of the public method."""
         other = decoder.base if isinstance(decoder, Decoder) else decoder
         difference = self.base.difference(other)
         same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)
@@ -286,7 +282,7 @@ class Injection:
         if self.base.quantization != other.quantization:
             mine, theirs = (one.quantization or "no quantization" for one in (self.base, other))
             message = f"this injection was made with {mine} and the model is loaded with {theirs}"
-            warnings.warn(f"{message}: fit it again if predictions differ", PrecisionWarning, stacklevel=3)
+            warnings.warn(f"{message}: fit it again if predictions differ", PrecisionWarning, stacklevel=2)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card, atomically.

@@ -155,29 +155,20 @@ class InjectionPool:
         Raises:
             I2CLError: on an unknown name, an empty text, or lists of different lengths.
         """
-        return self.score_queries(self._queries(texts, task_ids), progress=progress)
+        rows = self.score_rows(self._queries(texts, task_ids), progress=progress)
+        return [row.log_probs for row in rows]
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
         """Return the most probable label word of each text. Raises I2CLError as `scores`."""
         queries = self._queries(texts, task_ids)
-        pairs = zip(queries, self.score_queries(queries), strict=True)
-        return [query.task.scorer.task.labels[int(row.argmax())] for query, row in pairs]
+        pairs = zip(queries, self.score_rows(queries), strict=True)
+        return [query.task.scorer.task.labels[int(row.log_probs.argmax())] for query, row in pairs]
 
     def task(self, name: str) -> LoadedTask:
         """Return the task that is currently loaded under a name. Raises I2CLError if there is none."""
         if (task := self._loaded.get(name)) is None:
             raise self._not_loaded(name)
         return task
-
-    def score_queries(
-        self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
-    ) -> list[Float[Tensor, " labels"]]:
-        """Score encoded queries; their tasks may have been dropped since.
-
-        Raises:
-            I2CLError: if a single row does not fit into memory, or a score is NaN.
-        """
-        return [row.log_probs for row in self.score_rows(queries, progress=progress)]
 
     def plain(self, task: Task) -> LoadedTask:
         """Prepare a task without an injection, for zero-shot scores in the same batches as other tasks.
@@ -193,7 +184,11 @@ class InjectionPool:
     def score_rows(
         self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
     ) -> list[RowScores]:
-        """Score encoded queries, with the total probability of the labels. Raises as `score_queries`."""
+        """Score encoded queries; their tasks may have been dropped since.
+
+        Raises:
+            I2CLError: if a single row does not fit into memory, or a score is NaN.
+        """
         scores: dict[int, RowScores] = {}
         biases = self._encoder_biases(queries)
         by_kind = defaultdict(list)
