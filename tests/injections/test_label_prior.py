@@ -75,4 +75,4 @@ def test_invalid_priors_are_refused(injection, decoder, prior, named):
 
 @pytest.mark.parametrize("bias", [(0.5,), (0.1, 0.2, 0.3), (math.nan, 0.0), (0.0, math.inf)])
 def test_bias_of_the_wrong_size_is_refused(injection, bias):
-    one_line(r"label_bias .* 2 labels", replace, injection, label_bias=bias)
+    one_line(r"label_bias .* 2 labels", injection.with_head, bias=bias)

@@ -89,7 +89,7 @@ def test_injections_can_be_replaced_and_dropped():
 def test_loaded_task_stores_only_its_scaled_vector():
     decoder = decoder_of("llama")
     (loaded,) = pool_of(decoder, [made(decoder, 0)])._loaded.values()
-    assert loaded.scaled.nbytes == 4 * 2 * decoder.layers * decoder.d_model
+    assert loaded.edit.shift.nbytes == 4 * 2 * decoder.layers * decoder.d_model
     assert not any(isinstance(value, Injection | ContextVector) for value in vars(loaded).values())
 
 
@@ -97,7 +97,7 @@ def test_bad_input():
     decoder = decoder_of("llama")
     pool = pool_of(decoder, [made(decoder, 0), made(decoder, 1)])
     one_line("2 texts, but 1 task ids", pool.log_probs, ["a", "b"], ["0"])
-    one_line("text 3 is empty", pool.scores, ["a", "b", " "], ["0", "0", "1"])
+    one_line("text 3 is empty", pool.log_probs, ["a", "b", " "], ["0", "0", "1"])
     one_line("was made on", pool.load, "c", made(decoder_of("gpt2"), 0))
     other = made(decoder, 0)
     other = replace(other, base=replace(other.base, weights="other"))
