@@ -34,7 +34,7 @@ SHARED_BY_METHODS = {"methods.base", "methods.prompts", "methods.adapters"}
 SHARED_BY_METHODS |= {"methods.calibrated.folds", "methods.compressors.base"}
 
 MOST_IN_A_FOLDER = 19
-MOST_ON_TOP = 12
+MOST_ON_TOP = 13
 
 _HEAVY = """torch transformers datasets peft matplotlib sentence_transformers setfit sklearn pandas scipy
 ray gguf llama_cpp lm_eval vllm"""

@@ -158,6 +158,7 @@ class AffineEdit(Edit):
         rows: index of each query's task; None if all queries share one.
     """
 
+    site: Site
     everywhere = True
 
     def __init__(

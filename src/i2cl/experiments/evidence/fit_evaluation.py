@@ -404,8 +404,8 @@ def _with_evaluation(
     injection = injection.with_head(temperature=temperature).with_report(evaluation=asdict(evaluation))
     if plan.folds or plan.missing:  # the model card publishes only accuracies of this fit on every label
         return injection
-    metrics = {"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n}
-    return injection.with_report(metrics=metrics)
+    measured = {"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n}
+    return injection.with_report(metrics=measured)
 
 
 def _advice(method: Method, rival: str) -> str:
