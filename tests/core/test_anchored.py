@@ -9,6 +9,7 @@ from i2cl.core import gauss_newton
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.gauss_newton import Step, gauss_newton_step, solve_kernel_regression, summed_loss
 from i2cl.core.objective import Objective, score_columns, score_directions, score_variance, wrong_labels
+from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import LabelScorer, score
 
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
