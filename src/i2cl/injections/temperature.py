@@ -6,14 +6,13 @@ with a log-normal prior.
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from i2cl.core.injection import Injection
 
-TYPICAL, SPREAD = 2.4, 0.5
+TYPICAL_TEMPERATURE, SPREAD = 2.4, 0.5
 """Prior for anchored calibration: median temperature, and standard deviation of its logarithm between tasks.
 
 Measured on ten tasks and four seeds with SmolLM2 (docs/log.md).
@@ -39,7 +38,7 @@ def with_temperature(injection: Injection, temperature: float) -> Injection:
     Raises:
         I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURES`.
     """
-    return replace(injection, temperature=float(temperature), command="")
+    return injection.with_head(temperature=float(temperature)).with_report(command="")
 
 
 def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
@@ -50,7 +49,7 @@ def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
 
 
 def likely_temperature(
-    scores: Scores, gold: Labels, typical: float = TYPICAL, spread: float = SPREAD
+    scores: Scores, gold: Labels, typical: float = TYPICAL_TEMPERATURE, spread: float = SPREAD
 ) -> float:
     """Return the maximum a posteriori temperature of held-out rows.
 
