@@ -2,7 +2,6 @@
 
 import json
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -45,7 +44,7 @@ def test_the_card_shows_code_that_gives_label_and_probability(scoring, tmp_path,
     decoder, injection = drawn("llama", TASK if scoring == "first_token" else SHARED)
     injection = injection if scoring == "first_token" else weighted(decoder, injection)
     bias = (0.75, -0.5, 0.25)[: len(injection.task.labels)]
-    injection = replace(injection, label_bias=bias, temperature=2.0)
+    injection = injection.with_head(bias=bias, temperature=2.0)
     export_causal_lm(decoder, injection, tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     *label, probability = run_card(tmp_path / "out")
@@ -67,7 +66,7 @@ def test_the_card_is_of_a_text_generation_model_that_pads_on_the_left(tmp_path):
 
 def test_golden_answers_include_label_prior_and_temperature():
     decoder, injection = drawn("llama")
-    injection = replace(injection, label_bias=(0.75, -0.5), temperature=2.0)
+    injection = injection.with_head(bias=(0.75, -0.5), temperature=2.0)
     expected = injection.log_probs(decoder, golden.TEXTS).softmax(-1)
     made = torch.tensor(make_golden(decoder, injection).probabilities)
     torch.testing.assert_close(made, expected.float(), atol=1e-6, rtol=1e-5)

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
@@ -217,14 +216,14 @@ def test_an_export_passes_in_llama_cpp(exported, said):
 @llama_cpp
 def test_word_level_scoring_label_prior_and_temperature_pass_in_llama_cpp(tmp_path):
     decoder, injection = drawn("llama", SHARED)
-    injection = replace(weighted(decoder, injection), label_bias=(0.75, -0.5, 0.25), temperature=2.0)
+    injection = weighted(decoder, injection).with_head(bias=(0.75, -0.5, 0.25), temperature=2.0)
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     assert verify_gguf(tmp_path / "out.gguf").passed
 
 
 def test_the_usage_text_scores_the_labels(tmp_path, monkeypatch):
     decoder, injection = drawn("llama")
-    injection = replace(injection, label_bias=(0.75, -0.5), temperature=2.0)
+    injection = injection.with_head(bias=(0.75, -0.5), temperature=2.0)
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     code = field(tmp_path / "out.gguf", "i2cl.usage").split("```python\n")[1].split("```")[0]
     (ids,) = injection.scorer(decoder).queries(golden.TEXTS[:1])
