@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from i2cl.core.injection import Injection
-from i2cl.export.folding import Folding, write_checkpoint
+from i2cl.export.folding import Folding, save_model
 from i2cl.export.golden import TEXTS, make_golden
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import LabelTokens
@@ -85,10 +85,10 @@ def export_causal_lm(
     path = Path(output)
     require_writable(path, frozenset())
     folding = Folding(decoder, injection, dtype=dtype, force=force)
+    made = folding.build(AutoModelForCausalLM)
+    made.generation_config = decoder.model.generation_config
     with new_folder(path, frozenset()) as fresh:
-        write_checkpoint(fresh, folding.model, folding.tensor, folding.dtype, max_shard_size)
-        if decoder.model.generation_config is not None:
-            decoder.model.generation_config.save_pretrained(fresh)
+        save_model(made, fresh, max_shard_size)
         left_padded(decoder.tokenizer).save_pretrained(fresh)
         write_card(fresh, path.resolve().name, injection, folding.labels, "causal-lm")
         if golden:

@@ -26,9 +26,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export.folding import Folding, lm_head_name, write_checkpoint
+from i2cl.export.folding import Folding, lm_head_name, save_model
 from i2cl.export.golden import TEXTS, Golden, make_golden
-from i2cl.export.verify import load_pipeline, verify_classifier
+from i2cl.export.verify import make_pipeline, verify_classifier
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
@@ -93,18 +93,17 @@ def export_classifier(
         notes += ["Remove whitespace at the end of texts: it is encoded differently than by i2cl."]
     if len(tensors) > 1:
         notes += ["Run it in float32 or bfloat16: float16 overflows in its last layer."]
-
-    def tensor(name: str) -> Tensor:
-        return tensors[name].to(folding.dtype) if name in tensors else folding.tensor(name)
-
+    answers = make_golden(decoder, injection).of_export("classifier", folding.dtype) if golden else None
+    made = folding.build(AutoModelForSequenceClassification, model.config, tensors)
+    if answers is not None:
+        answers = _checked(make_pipeline(made.float(), tokenizer.made), answers)
+        if not answers.left_padding:
+            notes += ["Pad batches on the right, as its tokenizer does: this model type counts padding."]
     with new_folder(path, frozenset()) as fresh:
-        write_checkpoint(fresh, model, tensor, folding.dtype, max_shard_size)
+        save_model(made.to(folding.dtype), fresh, max_shard_size)
         tokenizer.made.save_pretrained(fresh)
-        if golden:
-            answers = _checked(fresh, make_golden(decoder, injection).of_export("classifier", folding.dtype))
+        if answers is not None:
             answers.write(fresh)
-            if not answers.left_padding:
-                notes += ["Pad batches on the right, as its tokenizer does: this model type counts padding."]
         description = injection.description()
         base = description["base_model"] | {"name": public_name(injection.base.name)}
         card = classifier_card(description | {"base_model": base}, path.resolve().name, notes)
@@ -112,13 +111,13 @@ def export_classifier(
     return notes
 
 
-def _checked(folder: Path, golden: Golden) -> Golden:
+def _checked(classify: Any, golden: Golden) -> Golden:
     """Return golden answers with whether they hold for batches padded on the left.
 
     Some model types count positions from the padding. Raises I2CLError if the classifier differs from the
     injected model in a batch padded on the right.
     """
-    classify, some = load_pipeline(folder), golden.first(CHECKED_TEXTS)
+    some = golden.first(CHECKED_TEXTS)
     outcome = verify_classifier(classify, some, ["right"])
     if not outcome.passed:
         raise I2CLError(
@@ -311,13 +310,12 @@ def _with_ids(inner: Tokenizer, prompt: Ids, text: str) -> Tokenizer | None:
     start = next((one for one in starts if prompt[one : one + len(ids)] == ids), None)
     if start is None:
         return None
-    parts, special = ["$A:0"], []
-    for name, piece in (("i2cl_before", prompt[:start]), ("i2cl_after", prompt[start + len(ids) :])):
-        if piece:
-            tokens = [inner.id_to_token(one) for one in piece]
-            special.append({"id": name, "ids": list(piece), "tokens": tokens})
-            parts.insert(0 if name == "i2cl_before" else len(parts), f"{name}:0")
-    inner.post_processor = TemplateProcessing(single=" ".join(parts), special_tokens=special)
+    pieces = {"i2cl_before": prompt[:start], "i2cl_after": prompt[start + len(ids) :]}
+    special = [
+        {"id": name, "ids": list(piece), "tokens": [inner.id_to_token(one) for one in piece]}
+        for name, piece in pieces.items()
+    ]
+    inner.post_processor = TemplateProcessing(single="i2cl_before $A i2cl_after", special_tokens=special)
     return inner
 
 

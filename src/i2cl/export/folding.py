@@ -1,4 +1,4 @@
-"""Fold an injection into the weights of a model, and write the result as a checkpoint.
+"""Fold an injection into the weights of a model.
 
 The last linear map of a sublayer (attention or MLP) computes ``a = W h + b``. To output ``beta a + lambda v``
 instead, ``W`` becomes ``beta W`` and ``b`` becomes ``beta b + lambda v``. This needs a bias: some model types
@@ -6,25 +6,22 @@ have one, some have a config field that adds one, and some are converted to an e
 """
 
 import copy
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from jaxtyping import Float
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, first_line
 from i2cl.models.architectures import ARCHITECTURES
-from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.precision import quantization_of
@@ -117,6 +114,28 @@ class Folding:
         if name in self.constants:
             folded = folded + self.constants[name].to(folded.device)
         return folded.to(dtype or self.dtype)
+
+    def build(
+        self,
+        auto_class: Any,
+        config: PreTrainedConfig | None = None,
+        tensors: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Any:
+        """Return a model with the folded weights, in evaluation mode.
+
+        Args:
+            auto_class: such as ``AutoModelForCausalLM``.
+            config: config of the model, instead of `config`.
+            tensors: tensors by name that replace those of the folded model.
+        """
+        with no_init_weights():
+            made = auto_class.from_config(config or self.config, dtype=self.dtype)
+        with torch.no_grad():
+            for name, parameter in made.state_dict().items():
+                if name not in made.all_tied_weights_keys:
+                    parameter.copy_(tensors[name] if name in tensors else self.tensor(name))
+        made.tie_weights()
+        return made.eval()
 
     def _fold(self, injection: Injection) -> None:
         """Fill `constants` and `scales`."""
@@ -211,39 +230,26 @@ def _head_width(config: PreTrainedConfig) -> int:
 
 def _source_of(name: str, config: PreTrainedConfig) -> tuple[str, Callable[[Tensor], Tensor] | None]:
     """Return the source tensor that a tensor of the folded model is made from, and its conversion."""
-    if config.model_type == "gemma":
-        return name, _gemma_conversion(name, config)
-    return _phi3_source(name, config) if config.model_type == "phi3" else (name, None)
-
-
-def _gemma_conversion(name: str, config: PreTrainedConfig) -> Callable[[Tensor], Tensor] | None:
-    """Convert norms, which multiply by ``1 + w``, and the embedding, which is scaled by ``sqrt(d)``.
-
-    The LM head is not scaled. Source: https://github.com/huggingface/transformers/pull/29402.
-    """
-    if "norm" in name.rsplit(".", 2)[-2]:
-        return lambda weight: (1.0 + weight.float()).to(weight.dtype)
-    if name == "model.embed_tokens.weight":
-        return lambda weight: (weight.float() * float(config.hidden_size) ** 0.5).to(weight.dtype)
-    return None
-
-
-def _phi3_source(name: str, config: PreTrainedConfig) -> tuple[str, Callable[[Tensor], Tensor] | None]:
-    """Split the fused query-key-value and gate-up matrices."""
-    head, wide = _head_width(config), config.intermediate_size
-    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    parts = {
-        "q_proj": ("qkv_proj", 0, queries),
-        "k_proj": ("qkv_proj", queries, keys),
-        "v_proj": ("qkv_proj", queries + keys, keys),
-        "gate_proj": ("gate_up_proj", 0, wide),
-        "up_proj": ("gate_up_proj", wide, wide),
-    }
     module = name.rsplit(".", 2)[-2]
-    if module not in parts or not name.endswith(".weight"):
-        return name, None
-    fused, start, length = parts[module]
-    return name.replace(module, fused), lambda weight: weight.narrow(0, start, length).clone()
+    if config.model_type == "gemma" and "norm" in module:  # its norms multiply by 1 + w
+        return name, lambda weight: (1.0 + weight.float()).to(weight.dtype)
+    if config.model_type == "gemma" and module == "embed_tokens":
+        # Scaled by sqrt(d), unlike the LM head: https://github.com/huggingface/transformers/pull/29402
+        return name, lambda weight: (weight.float() * float(config.hidden_size) ** 0.5).to(weight.dtype)
+    if config.model_type == "phi3" and name.endswith(".weight"):
+        head, wide = _head_width(config), config.intermediate_size
+        queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+        parts = {
+            "q_proj": ("qkv_proj", 0, queries),
+            "k_proj": ("qkv_proj", queries, keys),
+            "v_proj": ("qkv_proj", queries + keys, keys),
+            "gate_proj": ("gate_up_proj", 0, wide),
+            "up_proj": ("gate_up_proj", wide, wide),
+        }
+        if module in parts:
+            fused, start, length = parts[module]
+            return name.replace(module, fused), lambda weight: weight.narrow(0, start, length)
+    return name, None
 
 
 def added_and_scales(
@@ -264,62 +270,20 @@ def fold(decoder: Decoder, injection: Injection) -> PreTrainedModel:
     Raises:
         I2CLError: if the model type or the injection cannot be folded.
     """
-    folding = Folding(decoder, injection, force=True)
-    with no_init_weights():
-        made: Any = AutoModelForCausalLM.from_config(folding.config, dtype=folding.dtype)
-    with torch.no_grad():
-        state = made.state_dict()
-        for name in folding.shapes:
-            state[name].copy_(folding.tensor(name))
-    made.tie_weights()
+    made = Folding(decoder, injection, force=True).build(AutoModelForCausalLM)
     made.generation_config = copy.deepcopy(decoder.model.generation_config)
-    return cast("PreTrainedModel", made.to(decoder.model.device).eval())
+    return cast("PreTrainedModel", made.to(decoder.model.device))
 
 
-def write_checkpoint(
-    folder: Path,
-    model: PreTrainedModel,
-    tensor: Callable[[str], Tensor],
-    dtype: torch.dtype,
-    max_shard_size: int | str,
-) -> None:
-    """Write config and safetensors of a model, with one shard in memory at a time.
-
-    Args:
-        folder: existing folder.
-        model: the model without memory for its weights.
-        tensor: returns the values of a tensor by its name in the model's state dict.
-        dtype: dtype of the tensors.
-        max_shard_size: maximum size of a file, such as ``"5GB"``.
-
-    Raises:
-        I2CLError: on an invalid shard size.
-    """
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = dtype
-    model.config.save_pretrained(folder)
-    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    # transformers and vLLM read the LM head of GPT-NeoX under its older name
-    renamed = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
-    names = {renamed.get(name, name): name for name in state if name not in model.all_tied_weights_keys}
+def save_model(model: PreTrainedModel, folder: Path, max_shard_size: int | str) -> None:
+    """Write a model to an existing folder. Raises I2CLError on an invalid shard size."""
     try:
-        plan = split_torch_state_dict_into_shards(
-            {stored: state[name] for stored, name in names.items()}, max_shard_size=max_shard_size
-        )
-    except ValueError:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    except ValueError as error:
         hint = "give one such as 500MB or 5GB"
-        raise I2CLError(f"{max_shard_size!r} is not a valid shard size: {hint}") from None
-    for file, stored_names in plan.filename_to_tensors.items():
-        # safetensors rejects tensors that share memory
-        shard = {
-            stored: tensor(names[stored]).cpu().clone(memory_format=torch.contiguous_format)
-            for stored in stored_names
-        }
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        del shard  # before the next one is made
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        raise I2CLError(
+            f"{max_shard_size!r} is not a valid shard size ({first_line(error)}): {hint}"
+        ) from None
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

@@ -117,11 +117,6 @@ def _peft() -> Any:
     return peft
 
 
-def is_adapter(folder: str | Path) -> bool:
-    """Return whether a folder holds a PEFT adapter."""
-    return (Path(folder) / CONFIG).is_file()
-
-
 def load_adapter(
     folder: str | Path, model: str | None = None, device: str | torch.device | None = None
 ) -> nn.Module:

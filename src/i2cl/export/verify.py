@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from i2cl.errors import I2CLError
 from i2cl.export.golden import Golden, Verification, compare
-from i2cl.export.peft import is_adapter, load_adapter
+from i2cl.export.peft import load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
 BATCH_SIZE = 5
@@ -38,13 +38,15 @@ def verify(
         I2CLError: if the folder is not an export or cannot be loaded.
     """
     golden = Golden.from_export(folder)
-    if model is not None and not is_adapter(folder):
+    if model is not None and golden.form != "peft":
         raise I2CLError(f"{str(folder)!r} is not a PEFT adapter: leave out --model")
     if golden.form == "classifier":
         sides = ("right", "left") if golden.left_padding else ("right",)
-        return verify_classifier(load_pipeline(folder, device), golden, sides, tolerance=tolerance)
+        return verify_classifier(
+            make_pipeline(str(folder), device=device), golden, sides, tolerance=tolerance
+        )
     loaded: Any
-    if is_adapter(folder):
+    if golden.form == "peft":
         loaded = load_adapter(folder, model, device)
     else:
         loaded, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
@@ -56,11 +58,12 @@ def verify(
     return compare(golden, found, tolerance=tolerance, ids=encoded)
 
 
-def load_pipeline(folder: str | Path, device: str | torch.device | None = None) -> Any:
-    """Load a classifier as transformers' pipeline, in float32."""
+def make_pipeline(model: Any, tokenizer: Any = None, device: str | torch.device | None = None) -> Any:
+    """Return transformers' pipeline of a classifier: a model, or a folder, which is loaded in float32."""
     from transformers import pipeline
 
-    return pipeline("text-classification", model=str(folder), device=device or "cpu", dtype=torch.float32)
+    options = {"device": device or "cpu", "dtype": torch.float32}
+    return pipeline("text-classification", model=model, tokenizer=tokenizer, **options)
 
 
 def verify_classifier(
