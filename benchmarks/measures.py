@@ -1,4 +1,4 @@
-"""Measurements of the benchmark, one function per row of its table.
+"""Part of `run.py` and `gpu.py`: measurements, one function per row of the table.
 
 Comparisons are ratios of adjacent runs, which are much less noisy than absolute times.
 """

@@ -36,6 +36,22 @@ REFERENCE, OTHERS, FAINT = "#D55E00", "#0072B2", "#595959"
 """Colours of the reference row, of other rows, and of auxiliary lines."""
 
 
+_STYLE: Any = {
+    **dict.fromkeys(("font.size", "axes.titlesize"), 10),
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    "axes.edgecolor": FAINT,
+    "grid.color": "#e4e4e4",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "i2cl",
+    "text.parse_math": False,  # task names and label words may contain dollar signs
+}
+
+_styled = style.context(["default", _STYLE])
+"""Decorator: run a drawing function in the report's style, and restore matplotlib's settings."""
+
+
 def _label_of(name: str, tasks: int, results: Results) -> str:
     """Return a row's name, with its number of tasks if some are missing."""
     return name if tasks == len(results.tasks) else f"{name} ({tasks} of {len(results.tasks)} tasks)"
@@ -525,36 +541,22 @@ def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
     return np.asarray(plane)
 
 
-# Style and files
-
-
-_STYLE: Any = {
-    **dict.fromkeys(("font.size", "axes.titlesize"), 10),
-    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
-    "axes.edgecolor": FAINT,
-    "grid.color": "#e4e4e4",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "i2cl",
-    "text.parse_math": False,  # task names and label words may contain dollar signs
-}
-
-
-_styled = style.context(["default", _STYLE])
-"""Decorator: run a drawing function in the report's style, and restore matplotlib's settings."""
+# Figures by view
 
 FIGURES: Mapping[View, Drawing] = {
-    "efficiency": _styled(efficiency),
-    "shots": _styled(shots),
-    "bars": _styled(bars),
-    "reliability": _styled(reliability),
-    "risk-coverage": _styled(risk_coverage),
-    "matrix": _styled(matrix),
-    "vectors": _styled(context_vectors),
-    "coefficient-map": _styled(coefficient_map),
-    "class-vectors": _styled(class_vectors),
-    "coefficients": _styled(coefficients),
+    view: _styled(draw)
+    for view, draw in {
+        "efficiency": efficiency,
+        "shots": shots,
+        "bars": bars,
+        "reliability": reliability,
+        "risk-coverage": risk_coverage,
+        "matrix": matrix,
+        "vectors": context_vectors,
+        "coefficient-map": coefficient_map,
+        "class-vectors": class_vectors,
+        "coefficients": coefficients,
+    }.items()
 }
 """Drawing functions by view. They return None if there are no results for the view."""
 
