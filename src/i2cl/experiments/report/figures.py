@@ -544,19 +544,16 @@ def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
 # Figures by view
 
 FIGURES: Mapping[View, Drawing] = {
-    view: _styled(draw)
-    for view, draw in {
-        "efficiency": efficiency,
-        "shots": shots,
-        "bars": bars,
-        "reliability": reliability,
-        "risk-coverage": risk_coverage,
-        "matrix": matrix,
-        "vectors": context_vectors,
-        "coefficient-map": coefficient_map,
-        "class-vectors": class_vectors,
-        "coefficients": coefficients,
-    }.items()
+    "efficiency": _styled(efficiency),
+    "shots": _styled(shots),
+    "bars": _styled(bars),
+    "reliability": _styled(reliability),
+    "risk-coverage": _styled(risk_coverage),
+    "matrix": _styled(matrix),
+    "vectors": _styled(context_vectors),
+    "coefficient-map": _styled(coefficient_map),
+    "class-vectors": _styled(class_vectors),
+    "coefficients": _styled(coefficients),
 }
 """Drawing functions by view. They return None if there are no results for the view."""
 
