@@ -15,9 +15,10 @@ import secrets
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any, Literal, TypeVar
@@ -97,7 +98,41 @@ class GuardedRoute(APIRoute):
         guard: Guard = scope["app"].state.guard
         required = getattr(self.endpoint, "policy", Policy())
         async with guard.admitted(required, scope, receive) as receive_body:
-            await super().handle(scope, receive_body, send)
+            if required.content_types:
+                handle = partial(super().handle, scope, receive_body)
+                await _cancel_on_disconnect(handle, receive, send)
+            else:
+                await super().handle(scope, receive_body, send)
+
+
+async def _cancel_on_disconnect(
+    handle: Callable[[Send], Coroutine[Any, Any, None]], receive: Receive, send: Send
+) -> None:
+    """Run a handler, and cancel it if the client disconnects before the response begins.
+
+    The body has been received already. Raises RefusalError (499) if the handler was cancelled.
+    """
+
+    async def disconnection() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def send_response(message: Message) -> None:
+        watching.cancel()
+        await send(message)
+
+    watching = asyncio.ensure_future(disconnection())
+    handling = asyncio.ensure_future(handle(send_response))
+    watching.add_done_callback(lambda done: done.cancelled() or handling.cancel())
+    try:
+        await handling
+    except asyncio.CancelledError:
+        if watching.done() and not watching.cancelled():
+            message = "the client disconnected, and the request was cancelled"
+            raise RefusalError(499, "gone", message, "retry") from None
+        raise
+    finally:
+        watching.cancel()
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,13 @@ class TaskStore:
 
     def entry(self, name: str) -> Entry:
         """Return the task of a name. Raises RefusalError: 404 if there is none, 500 if it cannot be used."""
-        entry = self._names().get(normalize_word(name)) or self._folder_entry(name)
-        if entry is None:
+        if (entry := self.find(name)) is None:
             raise RefusalError(404, "unknown_task", f"there is no task {name!r}", "see GET /v1/models")
+        return entry
+
+    def find(self, name: str) -> Entry | None:
+        """Return the task of a name, or None. Raises RefusalError (500) if it cannot be used."""
+        entry = self._names().get(normalize_word(name)) or self._folder_entry(name)
         if isinstance(entry, RefusalError):
             raise entry
         return entry
