@@ -2,7 +2,9 @@
 
 import io
 import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -53,8 +55,10 @@ def batch_job(service, body, model=None):
     """Return the arguments of `Jobs.add` for a batch file."""
     rows = io.BytesIO()
     count, names, size = files.read_lines(io.BytesIO(body), model, service.tasks.entry, rows)
-    with service.tasks.pinned(names) as entries:
-        return files.job_request(entries, count, size), {files.INPUT: rows.getvalue()}
+    folder = Path(tempfile.mkdtemp(dir=service.jobs._root, prefix="."))
+    entries = {name: service.tasks.copy(name, folder) for name in names}
+    inputs = {files.INPUT: rows.getvalue(), files.TASKS: folder}
+    return files.job_request(entries, count, size), inputs
 
 
 def test_fit_publishes_its_steps_and_creates_a_task(service, task):
@@ -215,7 +219,7 @@ def test_cancellation_survives_a_kill(open_service, task, monkeypatch, kind):
 
 def test_number_of_progress_events_is_bounded(service, make_client):
     job = jobs.Job(service.jobs._root / "fit-0", "fit", {}, 0.0)
-    service.jobs._database.add_job(job.id, "fit", 0.0, {}, None)
+    job.folder.mkdir()
     service.jobs._jobs[job.id] = job
     for event in ("queued", "started"):
         service.jobs.record_event(job, event)

@@ -20,7 +20,7 @@ from i2cl.interfaces.server.jobs import Job, Jobs, Kind
 from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, deadline_passed
 from i2cl.interfaces.server.routes.schemas import require_text_count
-from i2cl.interfaces.server.task_store import STATE, Entry, TaskStore, require_no_old_layout
+from i2cl.interfaces.server.task_store import STATE, Entry, TaskStore
 from i2cl.interfaces.server.uploads import unpack, unusable_artefact
 from i2cl.models.decoder import Decoder
 from i2cl.storage.journal import exclusive_lock
@@ -85,7 +85,6 @@ class Service:
         self.metrics = Metrics()
         self._resources = ExitStack()
         if not read_only:
-            require_no_old_layout(folder)
             (folder / STATE).mkdir(parents=True, exist_ok=True)
             hint = "stop it, choose another folder, or add --read-only"
             lock = exclusive_lock(folder / STATE / "lock", f"another process serves {str(folder)!r}: {hint}")
@@ -99,7 +98,6 @@ class Service:
             encoders=enabled,
             reserved=[self.base],
         )
-        self._resources.callback(self.tasks.close)
         _ = decoder.base, decoder.residual_identity  # warm the caches before the first request
         bound = max_queued_tokens or QUEUED_BATCHES * decoder.token_budget
         self.batcher = Batcher(pool, bound, self.metrics)  # runs the model
@@ -111,22 +109,11 @@ class Service:
                 "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
                 "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
             }
-            jobs = Jobs(folder / STATE / "jobs", self.tasks.database, workers)
-            self.jobs = jobs
-            self.tasks.digests_of_jobs = lambda: set().union(
-                *(job.request.get("digests", {}).values() for job in jobs.all() if not job.ended)
-            )
-            self.tasks.sweep()
-            jobs.on_end = self._release
-            jobs.start()
+            self.jobs = Jobs(folder / STATE / "jobs", workers)
+            self.jobs.start()
         waiting = "Tokens in queued and running requests"
         self.metrics.watch("i2cl_waiting_tokens", waiting, lambda: self.batcher.waiting)
         self.metrics.watch("i2cl_resident_tasks", "Tasks on the device", lambda: len(pool))
-
-    def _release(self, job: Job) -> None:
-        """Remove the versions of tasks that only a finished job needed."""
-        for digest in job.request.get("digests", {}).values():
-            self.tasks.release(digest)
 
     @property
     def ready(self) -> bool:

@@ -8,12 +8,13 @@ import json
 import secrets
 import time
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Response
 from pydantic import BaseModel, Field, StrictBool, StrictStr, model_validator
+from typing_extensions import TypedDict  # that of typing has no field types for pydantic before Python 3.12
 
-from i2cl.interfaces.server.decisions import Decision, DecisionMaker, Option, Question
+from i2cl.interfaces.server.decisions import Decision, DecisionMaker, Kind, Option, Question
 from i2cl.interfaces.server.guard import policy
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
@@ -22,6 +23,7 @@ from i2cl.interfaces.server.service import Service
 DECISIONS, SYSTEMONE = "/v1/decisions", "/v1/systemone"
 MAX_QUESTIONS, MAX_CHOICES = 400, 255  # OpenAI's limits
 YES_AND_NO = (Option(("yes",)), Option(("no",)))
+KINDS: dict[str, Kind] = {"noul": "predicate", "choice": "choice", "score": "score"}
 BOOLEAN_WORDS = {True: ("true", "True", "yes", "Yes"), False: ("false", "False", "no", "No")}
 
 ModelName = Annotated[str, Field(min_length=1, description="The base model, or a task.")]
@@ -177,13 +179,13 @@ class NoulQuestion(_StateQuestion):
 
     def options(self) -> tuple[Option, ...]:
         """Return the options true and false."""
-        described = {key: "" if about is None else text_of(about) for key, about in (self.criteria or {}).items()}
+        described = {key: text_of(about) for key, about in (self.criteria or {}).items()}
         return Option(("yes",), described.get("true", "")), Option(("no",), described.get("false", ""))
 
     def answer(self, decision: Decision) -> dict[str, Any]:
         """Return the answer in vLLM's shape, without the confidence."""
-        probability = decision.probabilities[0]
-        return {"type": "noul", "noul": probability, "probabilities": {"yes": probability, "no": decision.probabilities[1]}}
+        yes, no = decision.probabilities
+        return {"type": "noul", "noul": yes, "probabilities": {"yes": yes, "no": no}}
 
 
 class StateChoiceQuestion(_StateQuestion):
@@ -197,9 +199,7 @@ class StateChoiceQuestion(_StateQuestion):
 
     def options(self) -> tuple[Option, ...]:
         """Return the options with their descriptions."""
-        return tuple(
-            Option((name,), "" if about is None else text_of(about)) for name, about in self.criteria.items()
-        )
+        return tuple(Option((name,), text_of(about)) for name, about in self.criteria.items())
 
     def answer(self, decision: Decision) -> dict[str, Any]:
         """Return the answer in vLLM's shape, without the confidence."""
@@ -330,8 +330,8 @@ def add_decisions(app: FastAPI, service: Service) -> None:
         context = f"{body.instructions}\n" if body.instructions else ""
         questions = []
         for name, asked in body.questions.items():
-            instructions = context + ("" if asked.instructions is None else text_of(asked.instructions))
-            kind: Literal["predicate", "choice", "score"] = "predicate" if asked.type == "noul" else asked.type
+            kind = KINDS[asked.type]
+            instructions = context + text_of(asked.instructions)
             questions.append(Question(kind, name, asked.options(), instructions, f"questions.{name}"))
         model = body.model or service.base
         answers, tokens = await maker.decide(model, text_of(body.state), questions, timeout)
@@ -394,7 +394,9 @@ def _parts_text(parts: Parts, param: str) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return a text unchanged, and other JSON as text."""
+    """Return a text unchanged, null as an empty text, and other JSON as text."""
+    if value is None:
+        return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

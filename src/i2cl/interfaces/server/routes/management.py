@@ -259,9 +259,12 @@ def queue_batch(service: Service, request: Request, model: str | None) -> Respon
         path = folder / files.INPUT
         with path.open("wb") as rows:
             count, names, size = files.read_lines(body, model, service.tasks.entry, rows)
-        with service.tasks.pinned(names) as entries:
-            job_request = files.job_request(entries, count, size)
-            return _accepted(request, jobs.add("batch", job_request, {files.INPUT: path}, owner))
+        tasks = folder / files.TASKS
+        entries = {name: service.tasks.copy(name, tasks) for name in names}
+        job_request = files.job_request(entries, count, size)
+        return _accepted(
+            request, jobs.add("batch", job_request, {files.INPUT: path, files.TASKS: tasks}, owner)
+        )
 
 
 def jobs_of(service: Service) -> Jobs:
