@@ -143,5 +143,5 @@ def test_job_without_its_input_fails(batch, service, monkeypatch):
     monkeypatch.setattr(service.jobs, "_workers", {"batch": Mock()})
     with service.jobs._changed:
         job = batch()
-        (job.folder / files.INPUT).unlink()
+        jobs._remove(job, "input.*")
     assert wait_until_ended(job).events[-1]["error"]["code"] == "lost_input"

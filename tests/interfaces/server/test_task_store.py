@@ -154,10 +154,10 @@ def test_loading_a_task_does_not_block_loaded_ones(store, decoder, monkeypatch):
     store.queries("hot", TEXTS)
     read, go, begun = store.injection, threading.Event(), threading.Event()
 
-    def slow(digest):
+    def slow(digest, copies):
         begun.set()
         go.wait(30)
-        return read(digest)
+        return read(digest, copies)
 
     monkeypatch.setattr(store, "injection", slow)
     with ThreadPoolExecutor() as pool:
