@@ -13,7 +13,7 @@ import tarfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import update_wrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
@@ -302,15 +302,14 @@ def _blocking(
 ) -> "Callable[Concatenate[Client, P], T]":
     """Return a method of `Client` that runs a coroutine method of `AsyncClient`."""
 
-    @wraps(method)
-    def call(self: "Client", *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(client: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            method(self._client, *args, **kwargs).send(None)
+            method(client._client, *args, **kwargs).send(None)  # noqa: SLF001
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         raise AssertionError  # a coroutine of `_BlockingClient` is never suspended
 
-    return call
+    return update_wrapper(call, method)
 
 
 class Client:
