@@ -169,16 +169,6 @@ def test_chat_stream_errors_are_plain_json(client):
     assert error_of(reply) == (404, "unknown_task")
 
 
-def test_chat_accepts_the_default_response_format(client):
-    reply = client.post(CHAT, json=CHAT_BODY | {"response_format": {"type": "text"}, "tools": []})
-    assert reply.status_code == 200
-
-
-def test_text_completions_name_the_routes_to_use(client):
-    reply = client.post("/v1/completions", json={"model": "films", "prompt": TEXT})
-    assert "/v1/chat/completions or /v1/classify" in reply.json()["error"]["message"]
-
-
 def test_invalid_paths_methods_bodies_and_headers_are_refused(client, monkeypatch):
     post = client.post
     assert error_of(client.get("/nowhere")) == (404, "not_found")
@@ -201,11 +191,6 @@ def test_invalid_paths_methods_bodies_and_headers_are_refused(client, monkeypatc
     assert error_of(client.put("/v1/tasks/a", content=b"no tar", headers=TAR)) == (422, "bad_artefact")
     assert post(CLASSIFY, json=CLASSIFY_BODY, headers={"X-Request-Timeout": "0"}).status_code == 422
     assert error_of(client.get("/healthz", headers={"Host": "evil.example"})) == (421, "unknown_host")
-
-
-def test_passed_deadline_answers_504(client, service, monkeypatch):
-    monkeypatch.setattr("i2cl.interfaces.server.service.TIMEOUT_SECONDS", -1.0)
-    assert error_of(client.post(CLASSIFY, json=CLASSIFY_BODY)) == (504, "deadline")
 
 
 @pytest.mark.parametrize(
@@ -231,22 +216,6 @@ def test_unexpected_error_does_not_reveal_its_message(client, service, monkeypat
     assert error_of(reply) == (500, "internal")
     assert "a user's text" not in reply.text + caplog.text
     assert "KeyError at test_app.py" in caplog.text
-
-
-def test_roles_of_tokens(service, make_client, tmp_path):
-    service.tasks.put("films", make_injection(service.decoder, 0))
-    file = tmp_path / "tokens"
-    file.write_text("# notes\nadmin 0123456789abcdefA\nread 0123456789abcdefR\n")
-    client = make_client(service, Access(read_tokens(file), frozenset()))
-    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic 0123456789abcdefA"}):
-        assert error_of(client.post(CLASSIFY, json=CLASSIFY_BODY, headers=header)) == (401, "no_token")
-        assert error_of(client.get("/metrics", headers=header))[0] == 401
-    for role, removed in (("R", 403), ("A", 200)):
-        header = {"Authorization": f"Bearer 0123456789abcdef{role}"}
-        assert client.post(CLASSIFY, json=CLASSIFY_BODY, headers=header).status_code == 200
-        assert client.get("/v1/models", headers=header).status_code == 200
-        assert client.delete("/v1/tasks/films", headers=header).status_code == removed
-    assert client.get("/healthz").status_code == client.get("/").status_code == 200
 
 
 def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, make_client, monkeypatch):
@@ -392,17 +361,6 @@ def test_fit_reads_rows_with_their_own_keys(client):
     rows = [{"ticket_text": "x", "category": "billing"}, {"ticket_text": "y", "category": "bug"}]
     reply = client.post("/v1/tasks", json=FIT_BODY | OWN_COLUMNS | {"examples": rows, "test": rows})
     assert (reply.json()["rows"], reply.json()["test_rows"]) == (2, 2)
-
-
-def test_csv_bodies_are_not_supported(client):
-    reply = client.post("/v1/tasks", params=FIT_BODY, content=TICKETS, headers={"Content-Type": "text/csv"})
-    assert error_of(reply) == (415, "content_type")
-    assert reply.json()["error"]["hint"] == "send application/json"
-
-
-def test_fit_reads_a_test_file_of_another_format(client):
-    test = {"name": "test.jsonl", "content": '{"ticket_text": "x", "category": "bug"}'}
-    assert check_file(client, TICKETS, test=test).json()["test_rows"] == 1
 
 
 def test_fit_runs_on_a_file_with_its_own_columns(client, service):

@@ -105,14 +105,6 @@ def test_openai_async_client_gives_the_same_label(served):
     assert asyncio.run(labels()) == (best, best)
 
 
-def test_openai_text_completions_name_the_routes_to_use(served):
-    openai = pytest.importorskip("openai", reason="needs openai")
-    url, token, _ = served
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=token or "none", max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions or /v1/classify"):
-        client.completions.create(model="a/films", prompt=TEXTS[0])
-
-
 def test_client_reports_an_invalid_url_or_folder(tmp_path):
     one_line("begin it with http://", Client, "localhost:8000")
     client = Client("http://127.0.0.1:1")

@@ -127,12 +127,6 @@ def test_jobs_of_a_read_token_have_a_quota(reader, service, monkeypatch):
     assert error_of(refused[0]) == (403, "quota")
 
 
-def test_labels_are_not_repeated_on_every_line(batch):
-    job = wait_until_ended(batch(3))
-    assert job.events[-1]["labels"] == {"films": ["positive", "negative"]}
-    assert b"positive" not in b"".join((job.folder / files.OUTPUT).read_bytes().split(b'"label": "positive"'))
-
-
 def test_size_of_a_job_is_an_upper_bound(batch):
     job = batch(50)
     size = job.request["bytes"]

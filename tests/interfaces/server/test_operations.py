@@ -14,7 +14,6 @@ from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.client import AsyncClient, Client
 from i2cl.interfaces.server.guard import Access, Policy
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.service import LARGE_ANSWER, off_loop
 
 from .test_app import CLASSIFY, CLASSIFY_BODY
 
@@ -64,16 +63,6 @@ def test_requests_and_event_streams_are_bounded_separately(service, monkeypatch)
 
     asyncio.run(open_streams())
     assert app.in_flight.total() == 0
-
-
-def test_large_answers_are_serialized_off_the_event_loop():
-    import threading
-
-    async def thread_of(size):
-        return await off_loop(size, threading.current_thread)
-
-    assert asyncio.run(thread_of(LARGE_ANSWER)) is threading.current_thread()
-    assert asyncio.run(thread_of(LARGE_ANSWER + 1)) is not threading.current_thread()
 
 
 def test_clients_close_their_connections():

@@ -14,7 +14,6 @@ import torch
 from fitting import one_line
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server.task_store import STATE, TaskStore, content_digest
-from i2cl.storage import atomic
 
 from .conftest import LINES, TAR, TEXTS, catch_refusal, make_injection, tar_of
 
@@ -86,17 +85,6 @@ def test_kill_before_the_response_leaves_the_store_unchanged(open_store, decoder
     again = open_store()
     assert files(tmp_path / "tasks") == before
     assert again.queries("a", TEXTS)[0].labels == make_injection(decoder, 0).task.labels
-
-
-def test_artefact_is_synced_before_its_name_is_saved(store, decoder, tmp_path, monkeypatch):
-    order, path = [], type(tmp_path)
-    rename = path.rename
-    monkeypatch.setattr(atomic.os, "fsync", lambda handle: order.append("sync"))
-    monkeypatch.setattr(path, "rename", lambda *at: (order.append("rename"), rename(*at))[1])
-    store.put("a", make_injection(decoder, 0))
-    last = len(order) - 1 - order[::-1].index("rename")
-    assert order[:last].count("sync") >= 3
-    assert "sync" in order[last:]
 
 
 def test_a_reader_sees_what_the_writer_does_and_changes_nothing(store, open_store, decoder):

@@ -55,12 +55,6 @@ def add_chat(app: FastAPI, service: Service) -> None:
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
         return head | {"object": "chat.completion", "choices": [choice], "usage": usage}
 
-    @app.post("/v1/completions", include_in_schema=False)
-    @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def completions() -> None:
-        hint = "send the text to /v1/chat/completions or /v1/classify"
-        raise RefusalError(404, "not_found", "this server has no text completions", hint)
-
 
 def _choice(answer: Answer, top_logprobs: int | None) -> tuple[str, dict[str, Any], dict[str, int]]:
     """Return the most probable label, the log probabilities of the labels, and the token counts."""
