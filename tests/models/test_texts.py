@@ -14,7 +14,7 @@ def test_invalid_texts_are_named_with_their_reason():
 
 
 def test_one_invalid_text_gives_one_short_line():
-    with pytest.raises(I2CLError, match=r"^text 2 is empty: remove it or give it content$"):
+    with pytest.raises(I2CLError, match=r"^text 2 is empty: correct or remove it$"):
         require_texts(["fine", " "])
 
 

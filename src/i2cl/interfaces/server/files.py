@@ -177,7 +177,9 @@ def _answers(
             rows += encode(digests[line["model"]], [line["input"]])
             indices.append(index)
         except TextError as error:
-            answers[index] = RefusalError(422, "bad_input", f"the text {error.problems[0]}").body()
+            answers[index] = RefusalError(
+                422, "bad_input", f"the text {error.problems[0]}", error.hint
+            ).body()
         except I2CLError as error:
             answers[index] = RefusalError.of(error).body()
     scored = batcher.submit_slices(rows).done.result() if rows else ()
