@@ -139,7 +139,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         # report the innermost error of a union; of "text or list of texts", that of the list
         problem = max(error.errors(), key=lambda item: (len(item["loc"]), item["type"] != "string_type"))
-        parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
+        parts = [str(part) for part in problem["loc"] if part not in {"body", "str", "rows", "file"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
         message = f"{place or 'the body'} is invalid, {problem['msg'].removeprefix('Value error, ')}"
         if problem["type"] == "json_invalid":
