@@ -171,7 +171,8 @@ class Service:
         """Score rows of any tasks as one request. Raises RefusalError, see `Batcher.submit`."""
         ticket = self.batcher.submit(rows, deadline)
         try:
-            return list(await asyncio.shield(asyncio.wrap_future(ticket.done)))
+            outcomes = await asyncio.shield(asyncio.wrap_future(ticket.done))
+            return [outcome for outcome in outcomes if isinstance(outcome, RowScores)]  # requests fail as a whole
         finally:
             self.batcher.cancel(ticket)
 
