@@ -61,17 +61,6 @@ def test_a_folder_gives_its_weights_in_evaluation_mode(folder):
     assert load_model_and_tokenizer(str(folder), dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
-def test_tensor_parallel_needs_torchrun_and_then_asks_transformers_for_it(asked, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    given = load_model_and_tokenizer, "someone/model"
-    one_line("torchrun --nproc-per-node", *given, device_map="tensor_parallel")
-    monkeypatch.setenv("RANK", "0")
-    load_model_and_tokenizer("someone/model", device_map="tensor_parallel")
-    named = asked["model"][1]
-    assert named["distributed_config"].tp_plan == "auto"
-    assert "device_map" not in named
-
-
 def test_a_hub_id_its_revision_and_the_precision_are_passed_on(asked, folder):
     decoder = Decoder.from_pretrained("somebody/some-model", revision="v2", device="cpu")
     for name, named in asked.values():

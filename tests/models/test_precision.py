@@ -224,10 +224,3 @@ def test_a_config_of_torchao(checkpoint, plain):
 def test_a_lacking_package_is_told(checkpoint, monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda _name: None)
     one_line(r"pip install 'i2cl\[quant\]'", load_model_and_tokenizer, checkpoint, quantization="8bit")
-
-
-@needs_bitsandbytes
-def test_tensor_parallel_and_quantization_exclude_each_other(checkpoint, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    options = {"quantization": "8bit", "device_map": "tensor_parallel"}
-    one_line("cannot be split by tensor_parallel", load_model_and_tokenizer, checkpoint, **options)

@@ -144,7 +144,7 @@ def _fit_all(
             if not is_out_of_memory(error):
                 raise
             exceeded = True
-        if runs[0].scorer.decoder.consensus.any(exceeded):
+        if exceeded:
             waiting[:0] = _halves(places)  # outside except, where the traceback no longer holds memory
         else:
             injections |= zip(places, fitted, strict=True)
