@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
-from i2cl.core import encoder_bias
-from i2cl.core.encoder_bias import EmbeddingsConfig
+from i2cl import encoders
 from i2cl.core.recipe import RECIPES
+from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
 from i2cl.methods.base import Cost, Method, Predictor, Product, Wrapper
@@ -95,7 +95,7 @@ def calibrating_method(
             name = Anchored.name
     (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
     if name == AnchoredWithEmbeddings.name:
-        default = {"encoder": encoder_bias.local_encoder() or encoder_bias.HUB_ID}
+        default = {"encoder": encoders.local_encoder() or encoders.HUB_ID}
         method = AnchoredWithEmbeddings.configured(default | dict(options or {}))
     return cast("Injector", method)
 
