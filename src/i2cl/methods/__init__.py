@@ -22,11 +22,13 @@ from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.majority import MajorityClass
+from i2cl.methods.menu import Menu, MenuFewShot
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
 from i2cl.methods.task_vector import TaskVector
 
 _ALL: tuple[type[Method], ...] = (
-    *(MajorityClass, ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, ICV),
+    *(MajorityClass, ZeroShot, FewShot, FewShotUncached, Menu, MenuFewShot),
+    *(Noise, LabelAnchor, TaskVector, ICV),
     *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
     *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
     *(label_calibration.ContextualCalibration, label_calibration.BatchCalibration),

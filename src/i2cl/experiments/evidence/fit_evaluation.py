@@ -176,7 +176,7 @@ def plan_evaluation(
 def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...]:
     """Draw up to ``limit`` rows with the same label frequencies, in their order.
 
-    Every label with rows keeps at least one, so many labels can exceed ``limit``.
+    Every label with rows keeps at least one: with more labels than ``limit``, there are more rows.
     """
     if len(rows) <= limit:
         return tuple(rows)
