@@ -15,9 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from export.cases import change
 from fitting import one_line
 from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Task, Template
-from i2cl.export.folding import Folding, StateDict
-from i2cl.export.gguf import Weights
-from i2cl.export.gguf_vocabulary import Vocabulary
+from i2cl.export.folding import Folding
+from i2cl.export.gguf import GgufModel
 from i2cl.models import loading
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.storage import model_cache
@@ -38,11 +37,11 @@ def written(path, model=None, tokenizer=None, *, kind="F32", extra=()):
     decoder = Decoder(model, tokenizer)
     empty = ContextVector(torch.zeros(decoder.layers, 2, decoder.d_model), ExtractConfig(), 1)
     nothing = Injection(empty, torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2), TASK, decoder.base)
-    weights = Weights(gguf, Folding(model.config, StateDict(model), nothing), torch.float32)
+    content = GgufModel(Folding(decoder, nothing), tokenizer)
     writer = gguf.GGUFWriter(path, "llama")
-    weights.write_config(writer)
-    Vocabulary.of(tokenizer, model.config.vocab_size).write(writer, gguf.TokenType)
-    tensors = {name: weights.tensor(name).numpy() for name in weights.names if not name.endswith(".bias")}
+    for name, value in content.fields.items():
+        getattr(writer, f"add_{name}")(value)
+    tensors = {name: content.tensor(name).numpy() for name in content.names if not name.endswith(".bias")}
     for name, values in (tensors | dict(extra)).items():
         code = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(values, code), raw_dtype=code)

@@ -176,18 +176,16 @@ def test_injection_from_quantized_weights_warns_on_others(quantized, plain, inje
 
 
 def test_export_refuses_quantized_weights(quantized, injection, tmp_path):
-    quantized.model.save_pretrained(tmp_path / "codes")
-    tiny_tokenizer().save_pretrained(tmp_path / "codes")
+    injection = injection.with_head(scoring="words")
     for act in (
         lambda: export_causal_lm(quantized, injection, tmp_path / "out"),
-        lambda: export_causal_lm(tmp_path / "codes", injection, tmp_path / "out"),
         lambda: fold(quantized, injection),
         lambda: make_golden(quantized, injection),
     ):
         one_line("export from its unquantized checkpoint", act)
     assert not (tmp_path / "out").exists()
     with pytest.warns(PrecisionWarning):
-        export_causal_lm(quantized.name, injection, tmp_path / "out")
+        export_causal_lm(Decoder.from_pretrained(quantized.name), injection, tmp_path / "out")
     assert quantization_of(AutoConfig.from_pretrained(tmp_path / "out")) is None
 
 
