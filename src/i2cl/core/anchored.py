@@ -30,7 +30,7 @@ from pydantic import Field
 from i2cl.core.adamw import fit_adamw
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_demonstrations
 from i2cl.core.gauss_newton import fit_gauss_newton
-from i2cl.core.injection import Injection
+from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.core.objective import Objective
 from i2cl.core.plan import FREE_MEMORY_SHARE, Solver, check_fit_size, plan_fit
@@ -116,7 +116,7 @@ def anchor(
     demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
     scorer = LabelScorer.for_fit(decoder, task, scoring)
     objective = Objective(scorer, tuple(demonstrations), config.writers)
-    plan = plan_fit(objective.size, fit_memory(decoder, config.memory), config.solver, config.steps)
+    plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
     with decoder.frozen():
@@ -152,18 +152,12 @@ def anchor(
         coefficients=torch.ones(*vectors.shape[:2], 2),
         task=task.without_data(),
         base=decoder.base,
-        scoring=scorer.scoring,
-        word_weights=scorer.weights,
+        head=LabelHead(scorer.scoring, scorer.weights),
+        report=Report(settings, solution.history),
         seed=seed,
-        settings=settings,
-        history=solution.history,
     )
 
 
-def fit_memory(decoder: Decoder, limit: float | None) -> float:
-    """Return the bytes that a fit may take.
-
-    All processes of a tensor-parallel model get the same number, so that they choose the same solver.
-    """
-    free = decoder.consensus.smallest(free_memory())
-    return limit * 1e9 if limit is not None else FREE_MEMORY_SHARE * free
+def fit_memory(limit: float | None) -> float:
+    """Return the bytes that a fit may take."""
+    return limit * 1e9 if limit is not None else FREE_MEMORY_SHARE * free_memory()

@@ -233,10 +233,15 @@ class Jobs:
         job.events = events
 
     def _save(self, job: Job, events: Sequence[dict[str, Any]], folder: Path) -> None:
-        record = {"kind": job.kind, "request": job.request, "created": job.created, "owner": job.owner}
         with self._saving:
-            record["cancelled"] = job.cancelled
-            record["events"] = [event for event in events if event["event"] in PERSISTED_EVENTS]
+            record = {
+                "kind": job.kind,
+                "request": job.request,
+                "created": job.created,
+                "events": [event for event in events if event["event"] in PERSISTED_EVENTS],
+                "cancelled": job.cancelled,
+                "owner": job.owner,
+            }
             write_text_atomic(folder / RECORD, json.dumps(record) + "\n")
 
     def cancel(self, job: Job) -> None:
