@@ -308,7 +308,7 @@ class Diagnostics(BaseModel):
     """How a question was answered.
 
     Attributes:
-        answered_by: whether a task or the base model answered.
+        answered_by: a task, the base model zero-shot, or (in the vLLM plugin) vLLM's own route.
         label_mass: probability of all labels together among everything that could follow the prompt; null
             for labels that are scored by their words.
         task: name of the task.
@@ -316,8 +316,8 @@ class Diagnostics(BaseModel):
         expected_value: expected value of labels that are numbers, for scores.
     """
 
-    answered_by: Literal["task", "zero_shot"]
-    label_mass: float | None
+    answered_by: Literal["task", "zero_shot", "vllm"]
+    label_mass: float | None = None
     task: str | None = None
     digest: str | None = None
     expected_value: float | None = None
@@ -363,22 +363,48 @@ class DecisionRequest(Body):
         text = "\n\n".join(_parts_text(parts, "input") for parts in messages)
         return text, [_question(asked, f"questions[{i}]") for i, asked in enumerate(self.questions)]
 
+    def answer(self, question: Question, decision: Decision) -> dict[str, Any]:
+        """Return an answer in OpenAI's shape."""
+        answer: dict[str, Any] = {"type": question.kind, "name": question.name or None}
+        if question.kind == "predicate":
+            return answer | {"probability": decision.probabilities[0]}
+        values = [option.value for option in question.options]
+        pairs = zip(values, decision.probabilities, strict=True)
+        if question.kind == "choice":
+            return answer | {
+                "choice": values[decision.best],
+                "confidence": decision.confidence,
+                "probabilities": [{"value": value, "probability": p} for value, p in pairs],
+            }
+        return answer | {
+            "score": decision.expected_index,
+            "confidence": decision.confidence,
+            "probabilities": [
+                {"value": index, "label": label, "probability": p} for index, (label, p) in enumerate(pairs)
+            ],
+        }
+
     def respond(
-        self, model: str, questions: Sequence[Question], decisions: Sequence[Decision], tokens: int
+        self,
+        model: str,
+        questions: Sequence[Question],  # noqa: ARG002 - answers are in their order
+        answers: Sequence[dict[str, Any]],
+        diagnostics: Sequence[Diagnostics],
+        input_tokens: int,
+        output_tokens: int = 0,
     ) -> DecisionResponse:
-        """Build the response. ``tokens`` is the number of tokens read."""
-        pairs = [*zip(questions, decisions, strict=True)]
+        """Build the response from one answer and one description per question."""
         return DecisionResponse(
             model=model,
-            answers=[_answer(question, decision) for question, decision in pairs],
+            answers=[*answers],
             usage={
-                "input_tokens": tokens,
+                "input_tokens": input_tokens,
                 "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 0},
-                "output_tokens": 0,
+                "output_tokens": output_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": tokens,
+                "total_tokens": input_tokens + output_tokens,
             },
-            diagnostics=[Diagnostics.of(question, decision) for question, decision in pairs],
+            diagnostics=[*diagnostics],
         )
 
 
@@ -430,18 +456,41 @@ class SystemoneRequest(Body):
         ]
         return _text_of(self.state), questions
 
+    def answer(self, question: Question, decision: Decision) -> dict[str, Any]:
+        """Return an answer in vLLM's shape."""
+        names = [option.words[0] for option in question.options]
+        probabilities = dict(zip(names, decision.probabilities, strict=True))
+        answer = {"confidence": decision.confidence, "probabilities": probabilities}
+        if question.kind == "predicate":
+            return {"type": "noul", "noul": decision.probabilities[0], **answer}
+        if question.kind == "choice":
+            return {"type": "choice", "choice": names[decision.best], **answer}
+        return {
+            "type": "score",
+            "score": decision.expected_index,
+            "legend": {str(index): name for index, name in enumerate(names)},
+            "confidence": decision.confidence,
+            "probabilities": {str(index): p for index, p in enumerate(decision.probabilities)},
+        }
+
     def respond(
-        self, model: str, questions: Sequence[Question], decisions: Sequence[Decision], tokens: int
+        self,
+        model: str,
+        questions: Sequence[Question],
+        answers: Sequence[dict[str, Any]],
+        diagnostics: Sequence[Diagnostics],
+        input_tokens: int,
+        output_tokens: int = 0,
     ) -> SystemoneResponse:
-        """Build the response. ``tokens`` is the number of tokens read."""
-        pairs = [*zip(questions, decisions, strict=True)]
+        """Build the response from one answer and one description per question."""
+        names = [question.name for question in questions]
         return SystemoneResponse(
             id=f"decision-{self.request_id or secrets.token_hex(12)}",
             created=int(time.time()),
             model=model,
-            answers={question.name: _systemone_answer(question, decision) for question, decision in pairs},
-            usage={"input_tokens": tokens, "output_tokens": 0},
-            diagnostics={question.name: Diagnostics.of(question, decision) for question, decision in pairs},
+            answers=dict(zip(names, answers, strict=True)),
+            usage={"input_tokens": input_tokens, "output_tokens": output_tokens},
+            diagnostics=dict(zip(names, diagnostics, strict=True)),
         )
 
 
@@ -490,27 +539,6 @@ def _require_unique(options: Sequence[Option], param: str) -> None:
         raise RefusalError(400, "bad_request", message, "remove one", param=param)
 
 
-def _answer(question: Question, decision: Decision) -> dict[str, Any]:
-    """Return an answer in OpenAI's shape."""
-    answer: dict[str, Any] = {"type": question.kind, "name": question.name or None}
-    if question.kind == "predicate":
-        return answer | {"probability": decision.probabilities[0]}
-    values = [option.value for option in question.options]
-    if question.kind == "choice":
-        pairs = zip(values, decision.probabilities, strict=True)
-        return answer | {
-            "choice": values[decision.best],
-            "confidence": decision.confidence,
-            "probabilities": [{"value": value, "probability": p} for value, p in pairs],
-        }
-    levels = enumerate(zip(values, decision.probabilities, strict=True))
-    return answer | {
-        "score": decision.expected_index,
-        "confidence": decision.confidence,
-        "probabilities": [{"value": index, "label": label, "probability": p} for index, (label, p) in levels],
-    }
-
-
 def _systemone_question(name: str, spec: QuestionSpec, context: str | None) -> Question:
     param = f"questions.{name}"
     if not name:
@@ -549,21 +577,3 @@ def _systemone_options(spec: QuestionSpec, param: str) -> tuple[Option, ...]:
 
 def _described_option(value: str, about: Any) -> Option:
     return Option(value, "" if about is None else _text_of(about))
-
-
-def _systemone_answer(question: Question, decision: Decision) -> dict[str, Any]:
-    """Return an answer in vLLM's shape."""
-    names = [option.words[0] for option in question.options]
-    probabilities = dict(zip(names, decision.probabilities, strict=True))
-    answer = {"confidence": decision.confidence, "probabilities": probabilities}
-    if question.kind == "predicate":
-        return {"type": "noul", "noul": decision.probabilities[0], **answer}
-    if question.kind == "choice":
-        return {"type": "choice", "choice": names[decision.best], **answer}
-    return {
-        "type": "score",
-        "score": decision.expected_index,
-        "legend": {str(index): name for index, name in enumerate(names)},
-        "confidence": decision.confidence,
-        "probabilities": {str(index): p for index, p in enumerate(decision.probabilities)},
-    }

@@ -7,6 +7,7 @@ from i2cl.interfaces.decisions import (
     SYSTEMONE,
     DecisionRequest,
     DecisionResponse,
+    Diagnostics,
     SystemoneRequest,
     SystemoneResponse,
 )
@@ -29,7 +30,10 @@ def add_decisions(app: FastAPI, service: Service) -> None:
         decisions, tokens = await maker.decide(
             model, text, questions, timeout=timeout, disconnected=disconnection(request)
         )
-        response = body.respond(model, questions, decisions, tokens)
+        pairs = [*zip(questions, decisions, strict=True)]
+        answers = [body.answer(question, decision) for question, decision in pairs]
+        diagnostics = [Diagnostics.of(question, decision) for question, decision in pairs]
+        response = body.respond(model, questions, answers, diagnostics, tokens)
         return Response(response.model_dump_json(), media_type=schemas.JSON)
 
     @app.post(
