@@ -524,7 +524,7 @@ def _text_of(value: Any) -> str:
 
 
 def _question(asked: PredicateQuestion | ChoiceQuestion | ScoreQuestion, param: str) -> Question:
-    options = (Option("yes"), Option("no"))
+    options: tuple[Option, ...] = (Option("yes"), Option("no"))
     if isinstance(asked, ChoiceQuestion):
         options = tuple(Option(choice.value, choice.description or "") for choice in asked.choices)
     elif isinstance(asked, ScoreQuestion):
