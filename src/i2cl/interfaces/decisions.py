@@ -10,7 +10,7 @@ Sources: the types of the package openai 3.57 (``resources/decisions.py``), and
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, Protocol
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Protocol
 from jaxtyping import Float
 from pydantic import BaseModel, Field, StrictBool, StrictStr, model_validator
 from torch import Tensor
+from typing_extensions import TypedDict  # that of typing has no field types for pydantic before Python 3.12
 
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes.schemas import Body, Int
@@ -26,9 +27,10 @@ from i2cl.tasks.text import normalize_word
 DECISIONS, SYSTEMONE = "/v1/decisions", "/v1/systemone"
 MAX_QUESTIONS, MAX_CHOICES = 400, 255  # OpenAI's limits
 TRUE_WORDS, FALSE_WORDS = ("yes", "true", "1"), ("no", "false", "0")
-BOOLEAN_LABELS = {True: ("true", "True", "yes", "Yes"), False: ("false", "False", "no", "No")}
+BOOLEAN_WORDS = {True: ("true", "True", "yes", "Yes"), False: ("false", "False", "no", "No")}
 
 Kind = Literal["predicate", "choice", "score"]
+KINDS: dict[str, Kind] = {"noul": "predicate", "choice": "choice", "score": "score"}
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,12 @@ class Option:
     """One option of a question.
 
     Attributes:
-        value: as in the request.
+        words: label words that stand for it. A task may use any of them; zero-shot scores the first.
         description: shown in zero-shot prompts.
     """
 
-    value: str | bool
+    words: tuple[str, ...]
     description: str = ""
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Label words that stand for it. A task may use any of them; zero-shot scores the first."""
-        return (self.value,) if isinstance(self.value, str) else BOOLEAN_LABELS[self.value]
 
 
 @dataclass(frozen=True)
@@ -54,11 +51,12 @@ class Question:
     """A question of either API.
 
     Attributes:
-        kind: a predicate has the options "yes" and "no", in this order; a score has ordered levels.
+        kind: a predicate has the options true and false, in this order; a score has ordered levels.
         name: name of the question, empty if it has none.
         options: what to choose from.
         instructions: the question itself. Tasks have their own prompt and ignore it.
         param: its place in the request, for errors.
+        answer: returns the answer for a decision, in the shape of the API.
     """
 
     kind: Kind
@@ -66,18 +64,19 @@ class Question:
     options: tuple[Option, ...]
     instructions: str
     param: str
+    answer: "Callable[[Decision], dict[str, Any]]"
 
 
 class AnsweringTask(Protocol):
-    """A task that can answer questions."""
+    """A task that answers questions."""
 
     @property
     def name(self) -> str:
-        """Name under which it is loaded."""
+        """Name of the task."""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Label words, in the order of the task's scores."""
+        """Label words, in the order of probabilities."""
 
     @property
     def digest(self) -> str:
@@ -104,14 +103,13 @@ class Decision:
     def of(
         cls,
         log_probs: Float[Tensor, " labels"],
-        labels: Sequence[str],
-        chosen: Sequence[int],
-        task: AnsweringTask | None,
         label_mass: float | None,
+        task: AnsweringTask,
+        indices: Sequence[int],
     ) -> "Decision":
-        """Renormalize the log-probabilities of a task over the labels at ``chosen``, one per option."""
-        probabilities = log_probs[list(chosen)].softmax(-1).tolist()
-        return cls(probabilities, tuple(labels[index] for index in chosen), task, label_mass)
+        """Renormalize the scores of a task over the labels at ``indices``, one per option."""
+        probabilities = log_probs[list(indices)].softmax(-1).tolist()
+        return cls(probabilities, tuple(task.labels[index] for index in indices), task, label_mass)
 
     @property
     def best(self) -> int:
@@ -139,29 +137,24 @@ class Decision:
 
 
 def choose_labels(question: Question, task: AnsweringTask) -> list[int]:
-    """Return the index of the label of ``task`` that stands for each option.
-
-    Raises:
-        RefusalError: 400, code "unknown_option", if an option is not a label of the task.
-    """
+    """Return the label index of each option. Raises RefusalError (400) if an option is not a label."""
     if question.kind == "predicate":
         return _true_and_false(question, task)
     chosen = [_label_index(option, task.labels) for option in question.options]
     if question.kind == "score" and None in chosen:
         chosen = [*_numeric_labels(question, task)]
-    indices = []
-    for option, index in zip(question.options, chosen, strict=True):
-        if index is None:
-            message = f"task {task.name!r} has no label {option.words[0]!r} ({_listed(task.labels)})"
-            raise _unknown_option(question, message, "use its labels, or give the question another name")
-        indices.append(index)
+    missing = [
+        option.words[0] for option, index in zip(question.options, chosen, strict=True) if index is None
+    ]
+    if missing:
+        message = f"{question.param}: task {task.name!r} has no label {missing[0]!r} ({_listed(task.labels)})"
+        hint = "use its labels, or another question name to ask the base model"
+        raise RefusalError(400, "unknown_option", message, hint, param=question.param)
+    indices = [index for index in chosen if index is not None]
     if len({*indices}) < len(indices):
-        raise _unknown_option(question, f"two options are the same label of task {task.name!r}", "remove one")
+        message = f"{question.param}: two options are the same label of task {task.name!r}"
+        raise RefusalError(400, "unknown_option", message, "remove one", param=question.param)
     return indices
-
-
-def _unknown_option(question: Question, message: str, hint: str) -> RefusalError:
-    return RefusalError(400, "unknown_option", f"{question.param}: {message}", hint, param=question.param)
 
 
 def _label_index(option: Option, labels: Sequence[str]) -> int | None:
@@ -177,9 +170,9 @@ def _numeric_labels(question: Question, task: AnsweringTask) -> list[int | None]
     except ValueError:
         return [_label_index(option, task.labels) for option in question.options]
     if len(ascending) != len(question.options):
-        message = f"task {task.name!r} has {len(ascending)} levels ({_listed(task.labels)})"
+        message = f"{question.param}: task {task.name!r} has {len(ascending)} levels ({_listed(task.labels)})"
         hint = f"send {len(ascending)} levels, or levels that are its labels"
-        raise _unknown_option(question, message, hint)
+        raise RefusalError(400, "unknown_option", message, hint, param=question.param)
     return [*ascending]
 
 
@@ -191,8 +184,8 @@ def _true_and_false(question: Question, task: AnsweringTask) -> list[int]:
     """
     labels = task.labels
     if len(labels) != 2:
-        message = f"task {task.name!r} has {len(labels)} labels, but a predicate needs two"
-        raise _unknown_option(question, message, "ask a choice")
+        message = f"{question.param}: task {task.name!r} has {len(labels)} labels, but a predicate needs two"
+        raise RefusalError(400, "unknown_option", message, "ask a choice", param=question.param)
     true, false = question.options
     for index, label in enumerate(labels):
         other = labels[1 - index]
@@ -207,8 +200,9 @@ def _true_and_false(question: Question, task: AnsweringTask) -> list[int]:
             or word in {question.name.casefold(), task.name.casefold()}
         ):
             return [index, 1 - index]
-    message = f"unclear which label of task {task.name!r} means true ({_listed(labels)})"
-    raise _unknown_option(question, message, "make the instructions one of the labels, or ask a choice")
+    message = f"{question.param}: unclear which label of task {task.name!r} means true ({_listed(labels)})"
+    hint = "make the instructions one of the labels, or ask a choice"
+    raise RefusalError(400, "unknown_option", message, hint, param=question.param)
 
 
 def _listed(labels: Sequence[str], limit: int = 10) -> str:
@@ -241,8 +235,7 @@ class InputImage(BaseModel):
     type: Literal["input_image"]
 
 
-Part = Annotated[InputText | InputJSON | InputImage, Field(discriminator="type")]
-Parts = str | list[Part]
+Parts = str | list[Annotated[InputText | InputJSON | InputImage, Field(discriminator="type")]]
 
 
 class InputMessage(Body):
@@ -261,12 +254,30 @@ class InputMessage(Body):
         return value
 
 
-class PredicateQuestion(Body):
+class _DecisionQuestion(Body):
+    instructions: Parts
+    name: str | None = None
+    type: str
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in OpenAI's shape."""
+        return {"type": self.type, "name": self.name, **self._answer(decision)}
+
+    def _answer(self, decision: Decision) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class PredicateQuestion(_DecisionQuestion):
     """How likely a statement is true. Needs a task with two labels, or none for zero-shot."""
 
     type: Literal["predicate"]
-    instructions: Parts
-    name: str | None = None
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the options true and false."""
+        return Option(("yes",)), Option(("no",))
+
+    def _answer(self, decision: Decision) -> dict[str, Any]:
+        return {"probability": decision.probabilities[0]}
 
 
 class Choice(Body):
@@ -276,13 +287,29 @@ class Choice(Body):
     description: str | None = None
 
 
-class ChoiceQuestion(Body):
+class ChoiceQuestion(_DecisionQuestion):
     """Which of several options fits."""
 
     type: Literal["choice"]
-    instructions: Parts
     choices: Annotated[list[Choice], Field(min_length=2, max_length=MAX_CHOICES)]
-    name: str | None = None
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the options; a boolean stands for several words."""
+        return tuple(
+            Option(
+                (choice.value,) if isinstance(choice.value, str) else BOOLEAN_WORDS[choice.value],
+                choice.description or "",
+            )
+            for choice in self.choices
+        )
+
+    def _answer(self, decision: Decision) -> dict[str, Any]:
+        pairs = zip(self.choices, decision.probabilities, strict=True)
+        return {
+            "choice": self.choices[decision.best].value,
+            "confidence": decision.confidence,
+            "probabilities": [{"value": choice.value, "probability": p} for choice, p in pairs],
+        }
 
 
 class Level(Body):
@@ -292,56 +319,50 @@ class Level(Body):
     description: str | None = None
 
 
-class ScoreQuestion(Body):
+class ScoreQuestion(_DecisionQuestion):
     """Where the text lies on a scale of ordered levels."""
 
     type: Literal["score"]
-    instructions: Parts
     levels: Annotated[list[Level], Field(min_length=2, max_length=MAX_CHOICES)]
-    name: str | None = None
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the levels."""
+        return tuple(Option((level.label,), level.description or "") for level in self.levels)
+
+    def _answer(self, decision: Decision) -> dict[str, Any]:
+        pairs = zip(self.levels, decision.probabilities, strict=True)
+        return {
+            "score": decision.expected_index,
+            "confidence": decision.confidence,
+            "probabilities": [
+                {"value": index, "label": level.label, "probability": p}
+                for index, (level, p) in enumerate(pairs)
+            ],
+        }
 
 
-AnyQuestion = Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
-
-
-class Diagnostics(BaseModel):
-    """How a question was answered.
-
-    Attributes:
-        answered_by: a task, the base model zero-shot, or (in the vLLM plugin) vLLM's own route.
-        label_mass: probability of all labels together among everything that could follow the prompt; null
-            for labels that are scored by their words.
-        task: name of the task.
-        digest: version of the task.
-        expected_value: expected value of labels that are numbers, for scores.
-    """
+class Diagnostics(TypedDict):
+    """How a question was answered: by a task, by the base model zero-shot, or by vLLM's own route."""
 
     answered_by: Literal["task", "zero_shot", "vllm"]
-    label_mass: float | None = None
-    task: str | None = None
-    digest: str | None = None
-    expected_value: float | None = None
-
-    @classmethod
-    def of(cls, question: Question, decision: Decision) -> "Diagnostics":
-        """Describe a decision."""
-        task = decision.task
-        return cls(
-            answered_by="zero_shot" if task is None else "task",
-            label_mass=decision.label_mass,
-            task=task and task.name,
-            digest=task and task.digest,
-            expected_value=decision.expected_value if question.kind == "score" else None,
-        )
+    # Probability of all labels together among everything that could follow the prompt; null for labels that
+    # are scored by their words.
+    label_mass: float | None
+    task: str | None  # name of the task
+    digest: str | None  # version of the task
+    expected_value: float | None  # expected value of labels that are numbers, for scores
 
 
-class DecisionResponse(BaseModel):
-    """Answers in the order of the questions; ``diagnostics`` is an extension."""
-
-    model: str
-    answers: list[dict[str, Any]]
-    usage: dict[str, Any]
-    diagnostics: list[Diagnostics]
+def describe(question: Question, decision: Decision) -> Diagnostics:
+    """Describe how a question was answered."""
+    task = decision.task
+    return {
+        "answered_by": "zero_shot" if task is None else "task",
+        "label_mass": decision.label_mass,
+        "task": task and task.name,
+        "digest": task and task.digest,
+        "expected_value": decision.expected_value if question.kind == "score" else None,
+    }
 
 
 class DecisionRequest(Body):
@@ -349,83 +370,128 @@ class DecisionRequest(Body):
 
     model: ModelName
     input: str | Annotated[list[InputMessage], Field(min_length=1)]
-    questions: Annotated[list[AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
+    questions: Annotated[
+        list[Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]],
+        Field(min_length=1, max_length=MAX_QUESTIONS),
+    ]
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
 
     def parse(self) -> tuple[str, list[Question]]:
-        """Return the text and the questions. Raises RefusalError (400) for images and for invalid options."""
-        if isinstance(self.input, list) and (other := {one.role for one in self.input} - {"user"}):
-            problem = f"input messages with role {min(other)!r} are not supported"
-            raise RefusalError(400, "unsupported", problem, "send the text in user messages", param="input")
-        messages = [self.input] if isinstance(self.input, str) else [one.content for one in self.input]
-        text = "\n\n".join(_parts_text(parts, "input") for parts in messages)
-        return text, [_question(asked, f"questions[{i}]") for i, asked in enumerate(self.questions)]
-
-    def answer(self, question: Question, decision: Decision) -> dict[str, Any]:
-        """Return an answer in OpenAI's shape."""
-        answer: dict[str, Any] = {"type": question.kind, "name": question.name or None}
-        if question.kind == "predicate":
-            return answer | {"probability": decision.probabilities[0]}
-        values = [option.value for option in question.options]
-        pairs = zip(values, decision.probabilities, strict=True)
-        if question.kind == "choice":
-            return answer | {
-                "choice": values[decision.best],
-                "confidence": decision.confidence,
-                "probabilities": [{"value": value, "probability": p} for value, p in pairs],
-            }
-        return answer | {
-            "score": decision.expected_index,
-            "confidence": decision.confidence,
-            "probabilities": [
-                {"value": index, "label": label, "probability": p} for index, (label, p) in enumerate(pairs)
-            ],
-        }
+        """Return the text and the questions. Raises RefusalError (400) for images and for other roles."""
+        messages = [self.input] if isinstance(self.input, str) else []
+        for message in self.input if isinstance(self.input, list) else ():
+            if message.role != "user":
+                problem = f"input messages with role {message.role!r} are not supported"
+                hint = "send the text in user messages"
+                raise RefusalError(400, "unsupported", problem, hint, param="input")
+            messages.append(_parts_text(message.content, "input"))
+        questions = []
+        for index, asked in enumerate(self.questions):
+            param = f"questions[{index}]"
+            instructions = _parts_text(asked.instructions, param)
+            questions.append(
+                _question(asked.type, asked.name or "", asked.options(), instructions, param, asked.answer)
+            )
+        return "\n\n".join(messages), questions
 
     def respond(
         self,
         model: str,
-        questions: Sequence[Question],  # noqa: ARG002 - answers are in their order
         answers: Sequence[dict[str, Any]],
         diagnostics: Sequence[Diagnostics],
         input_tokens: int,
         output_tokens: int = 0,
-    ) -> DecisionResponse:
-        """Build the response from one answer and one description per question."""
-        return DecisionResponse(
-            model=model,
-            answers=[*answers],
-            usage={
+    ) -> "DecisionResponse":
+        """Build the response from an answer and a description for each question."""
+        return {
+            "model": model,
+            "answers": [*answers],
+            "usage": {
                 "input_tokens": input_tokens,
                 "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 0},
                 "output_tokens": output_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": input_tokens + output_tokens,
             },
-            diagnostics=[*diagnostics],
-        )
+            "diagnostics": [*diagnostics],
+        }
 
 
-class SystemoneResponse(BaseModel):
-    """Answers and diagnostics by question."""
-
-    id: str
-    object: Literal["structured_decision"] = "structured_decision"
-    created: int
-    model: str
-    answers: dict[str, dict[str, Any]]
-    usage: dict[str, int]
-    diagnostics: dict[str, Diagnostics]
-
-
-class QuestionSpec(Body):
-    """A question of vLLM's API. ``criteria`` depends on the type."""
-
-    type: Literal["choice", "noul", "score"]
+class _StateQuestion(Body):
     instructions: Any = ""
-    criteria: Any = None
+
+
+class NoulQuestion(_StateQuestion):
+    """How likely a statement is true. Needs a task with two labels, or none for zero-shot."""
+
+    type: Literal["noul"]
+    criteria: Annotated[
+        dict[Literal["true", "false"], Any] | None, Field(description="Descriptions of both answers.")
+    ] = None
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the options true and false."""
+        described = {key: text_of(about) for key, about in (self.criteria or {}).items()}
+        return Option(("yes",), described.get("true", "")), Option(("no",), described.get("false", ""))
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in vLLM's shape."""
+        yes, no = decision.probabilities
+        probabilities = {"yes": yes, "no": no}
+        return {
+            "type": "noul",
+            "noul": yes,
+            "confidence": decision.confidence,
+            "probabilities": probabilities,
+        }
+
+
+class StateChoiceQuestion(_StateQuestion):
+    """Which of several options fits."""
+
+    type: Literal["choice"]
+    criteria: Annotated[
+        dict[str, Any],
+        Field(min_length=1, max_length=MAX_CHOICES, description="A description, or null, of each option."),
+    ]
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the options with their descriptions."""
+        return tuple(Option((name,), text_of(about)) for name, about in self.criteria.items())
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in vLLM's shape."""
+        names = [*self.criteria]
+        probabilities = dict(zip(names, decision.probabilities, strict=True))
+        return {
+            "type": "choice",
+            "choice": names[decision.best],
+            "confidence": decision.confidence,
+            "probabilities": probabilities,
+        }
+
+
+class StateScoreQuestion(_StateQuestion):
+    """Where the text lies on a scale of ordered levels."""
+
+    type: Literal["score"]
+    criteria: Annotated[list[Any], Field(min_length=2, max_length=MAX_CHOICES, description="The levels.")]
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the levels."""
+        return tuple(Option((text_of(level),)) for level in self.criteria)
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in vLLM's shape."""
+        return {
+            "type": "score",
+            "score": decision.expected_index,
+            "legend": {str(index): text_of(level) for index, level in enumerate(self.criteria)},
+            "confidence": decision.confidence,
+            "probabilities": {str(index): p for index, p in enumerate(decision.probabilities)},
+        }
 
 
 class SystemoneRequest(Body):
@@ -433,7 +499,13 @@ class SystemoneRequest(Body):
 
     model: ModelName | None = None
     state: Annotated[Any, Field(description="The text, or JSON that is rendered as text.")]
-    questions: Annotated[dict[str, QuestionSpec], Field(min_length=1, max_length=MAX_QUESTIONS)]
+    questions: Annotated[
+        dict[
+            Annotated[str, Field(min_length=1)],
+            Annotated[NoulQuestion | StateChoiceQuestion | StateScoreQuestion, Field(discriminator="type")],
+        ],
+        Field(min_length=1, max_length=MAX_QUESTIONS),
+    ]
     instructions: Annotated[
         str | None, Field(description="Context in front of zero-shot questions; tasks ignore it.")
     ] = None
@@ -446,66 +518,83 @@ class SystemoneRequest(Body):
     request_id: str | None = None
 
     def parse(self) -> tuple[str, list[Question]]:
-        """Return the text and the questions. Raises RefusalError (400) for media and for invalid criteria."""
+        """Return the text and the questions. Raises RefusalError (400) for media and chat options."""
         for field in ("images", "audio", "videos", "chat_template_kwargs"):
             if getattr(self, field):
                 message = f"{field} is not supported"
                 raise RefusalError(400, "unsupported", message, "leave it out", param=field)
-        questions = [
-            _systemone_question(name, spec, self.instructions) for name, spec in self.questions.items()
-        ]
-        return _text_of(self.state), questions
-
-    def answer(self, question: Question, decision: Decision) -> dict[str, Any]:
-        """Return an answer in vLLM's shape."""
-        names = [option.words[0] for option in question.options]
-        probabilities = dict(zip(names, decision.probabilities, strict=True))
-        answer = {"confidence": decision.confidence, "probabilities": probabilities}
-        if question.kind == "predicate":
-            return {"type": "noul", "noul": decision.probabilities[0], **answer}
-        if question.kind == "choice":
-            return {"type": "choice", "choice": names[decision.best], **answer}
-        return {
-            "type": "score",
-            "score": decision.expected_index,
-            "legend": {str(index): name for index, name in enumerate(names)},
-            "confidence": decision.confidence,
-            "probabilities": {str(index): p for index, p in enumerate(decision.probabilities)},
-        }
+        context = f"{self.instructions}\n" if self.instructions else ""
+        questions = []
+        for name, asked in self.questions.items():
+            instructions, param = context + text_of(asked.instructions), f"questions.{name}"
+            questions.append(
+                _question(KINDS[asked.type], name, asked.options(), instructions, param, asked.answer)
+            )
+        return text_of(self.state), questions
 
     def respond(
         self,
         model: str,
-        questions: Sequence[Question],
         answers: Sequence[dict[str, Any]],
         diagnostics: Sequence[Diagnostics],
         input_tokens: int,
         output_tokens: int = 0,
-    ) -> SystemoneResponse:
-        """Build the response from one answer and one description per question."""
-        names = [question.name for question in questions]
-        return SystemoneResponse(
-            id=f"decision-{self.request_id or secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=model,
-            answers=dict(zip(names, answers, strict=True)),
-            usage={"input_tokens": input_tokens, "output_tokens": output_tokens},
-            diagnostics=dict(zip(names, diagnostics, strict=True)),
-        )
+    ) -> "SystemoneResponse":
+        """Build the response from an answer and a description for each question."""
+        return {
+            "id": f"decision-{self.request_id or secrets.token_hex(12)}",
+            "object": "structured_decision",
+            "created": int(time.time()),
+            "model": model,
+            "answers": dict(zip(self.questions, answers, strict=True)),
+            "usage": {"input_tokens": input_tokens, "output_tokens": output_tokens},
+            "diagnostics": dict(zip(self.questions, diagnostics, strict=True)),
+        }
+
+
+class DecisionResponse(TypedDict):
+    """Answers in the order of the questions; ``diagnostics`` is an extension."""
+
+    model: str
+    answers: list[dict[str, Any]]
+    usage: dict[str, Any]
+    diagnostics: list[Diagnostics]
+
+
+class SystemoneResponse(TypedDict):
+    """Answers and diagnostics by question."""
+
+    id: str
+    object: Literal["structured_decision"]
+    created: int
+    model: str
+    answers: dict[str, dict[str, Any]]
+    usage: dict[str, int]
+    diagnostics: dict[str, Diagnostics]
 
 
 def error_response(path: str, refusal: RefusalError) -> tuple[int, dict[str, Any]]:
     """Return status and body of an error in the shape of the route's API; both answer 400 instead of 422."""
     status = 400 if refusal.status == 422 and path in {DECISIONS, SYSTEMONE} else refusal.status
-    body: dict[str, Any] = refusal.body()
-    if path == SYSTEMONE:
-        try:
-            phrase = HTTPStatus(status).phrase.title().replace(" ", "").removesuffix("Error")
-        except ValueError:
-            phrase = "Request"
-        error = {"message": str(refusal), "type": f"{phrase}Error", "param": refusal.param, "code": status}
-        body = {"error": error}
-    return status, body
+    if path != SYSTEMONE:
+        return status, refusal.body()
+    phrase = "Request" if status == 499 else HTTPStatus(status).phrase.title().replace(" ", "")
+    kind = f"{phrase.removesuffix('Error')}Error"
+    return status, {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": status}}
+
+
+def _question(
+    kind: Kind,
+    name: str,
+    options: tuple[Option, ...],
+    instructions: str,
+    param: str,
+    answer: Callable[[Decision], dict[str, Any]],
+) -> Question:
+    if len({option.words for option in options}) < len(options):
+        message = f"{param}: an option is given twice"
+        raise RefusalError(400, "bad_request", message, "remove one", param=param)
+    return Question(kind, name, options, instructions, param, answer)
 
 
 def _parts_text(parts: Parts, param: str) -> str:
@@ -515,65 +604,12 @@ def _parts_text(parts: Parts, param: str) -> str:
     for part in parts:
         if isinstance(part, InputImage):
             raise RefusalError(400, "unsupported", "images are not supported", "send text", param=param)
-        texts.append(part.text if isinstance(part, InputText) else _text_of(part.data))
+        texts.append(part.text if isinstance(part, InputText) else text_of(part.data))
     return "\n".join(texts)
 
 
-def _text_of(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a text unchanged, null as an empty text, and other JSON as text."""
+    if value is None:
+        return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _question(asked: PredicateQuestion | ChoiceQuestion | ScoreQuestion, param: str) -> Question:
-    options: tuple[Option, ...] = (Option("yes"), Option("no"))
-    if isinstance(asked, ChoiceQuestion):
-        options = tuple(Option(choice.value, choice.description or "") for choice in asked.choices)
-    elif isinstance(asked, ScoreQuestion):
-        options = tuple(Option(level.label, level.description or "") for level in asked.levels)
-    _require_unique(options, param)
-    return Question(asked.type, asked.name or "", options, _parts_text(asked.instructions, param), param)
-
-
-def _require_unique(options: Sequence[Option], param: str) -> None:
-    if len({option.words for option in options}) < len(options):
-        message = f"{param}: an option is given twice"
-        raise RefusalError(400, "bad_request", message, "remove one", param=param)
-
-
-def _systemone_question(name: str, spec: QuestionSpec, context: str | None) -> Question:
-    param = f"questions.{name}"
-    if not name:
-        message = "a question has an empty name"
-        raise RefusalError(400, "bad_request", message, "give it a name", param="questions")
-    options = _systemone_options(spec, param)
-    if len(options) > MAX_CHOICES:
-        message = f"{param} has {len(options)} options, but the limit is {MAX_CHOICES}"
-        raise RefusalError(400, "bad_request", message, "send fewer", param=param)
-    _require_unique(options, param)
-    instructions = "" if spec.instructions is None else _text_of(spec.instructions)
-    kind: Kind = "predicate" if spec.type == "noul" else spec.type
-    return Question(kind, name, options, f"{context}\n{instructions}" if context else instructions, param)
-
-
-def _systemone_options(spec: QuestionSpec, param: str) -> tuple[Option, ...]:
-    criteria = spec.criteria
-    if spec.type == "choice":
-        if isinstance(criteria, dict) and criteria:
-            return tuple(_described_option(name, about) for name, about in criteria.items())
-        expected = "an object of option names, each with a description or null"
-    elif spec.type == "noul":
-        criteria = {} if criteria is None else criteria
-        if isinstance(criteria, dict) and criteria.keys() <= {"true", "false"}:
-            return _described_option("yes", criteria.get("true")), _described_option(
-                "no", criteria.get("false")
-            )
-        expected = "null, or an object with true and false"
-    else:
-        if isinstance(criteria, list) and len(criteria) >= 2:
-            return tuple(Option(_text_of(level)) for level in criteria)
-        expected = "a list of at least two levels"
-    message = f"{param}.criteria of type {spec.type} is invalid"
-    raise RefusalError(400, "bad_request", message, f"send {expected}", param=f"{param}.criteria")
-
-
-def _described_option(value: str, about: Any) -> Option:
-    return Option(value, "" if about is None else _text_of(about))
