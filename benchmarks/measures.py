@@ -5,7 +5,7 @@ Comparisons are ratios of adjacent runs, which are much less noisy than absolute
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
@@ -132,7 +132,7 @@ def fitted(work: Workload, recipe: str, **changes: object) -> Injection:
 
 def predict(work: Workload, injection: Injection) -> Measure:
     """Time the classification of all texts, tokenization included, and measure its peak memory."""
-    run = partial(injection.scores, work.decoder, work.texts)
+    run = partial(injection.log_probs, work.decoder, work.texts)
     run()
     with peak_memory(work.decoder.device) as peak:
         taken = seconds(run, work.decoder.device)
@@ -140,19 +140,13 @@ def predict(work: Workload, injection: Injection) -> Measure:
     return Measure("predict", len(work.texts) / taken, "queries/s", detail)
 
 
-def predict_over_forward(
-    work: Workload, injection: Injection, pairs: int, *, same_products: bool = False
-) -> Measure:
-    """Compare the throughput of prediction with the base model's forward on the same tokens without padding.
-
-    With ``same_products``, the forward uses the same matrix products as prediction (`i2cl.models.onednn`).
-    """
+def predict_over_forward(work: Workload, injection: Injection, pairs: int) -> Measure:
+    """Compare the throughput of prediction with the base model's forward on unpadded batches of the texts."""
     groups = [list(group) for _, group in groupby(sorted(work.queries, key=len), key=len)]
-    plain = partial(_base_forward, work, groups, same_products=same_products)
-    whole = partial(injection.scores, work.decoder, work.texts)
+    plain = partial(_base_forward, work, groups)
+    whole = partial(injection.log_probs, work.decoder, work.texts)
     pair = paired(whole, plain, work.decoder.device, pairs)
-    like = ", same products" if same_products else ""
-    return Measure.of(f"predict / plain forward{like}, throughput", pair, queries=len(work.texts))
+    return Measure.of("predict / plain forward, throughput", pair, queries=len(work.texts))
 
 
 def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Measure:
@@ -191,9 +185,9 @@ def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
         took = seconds(partial(_load, pool, names, base), device)
     texts = sorted(work.texts, key=len)[:ROWS]  # short ones: with 64 long rows, a CPU's allocator dominates
     chosen = names[:: max(1, loaded // len(texts))][: len(texts)]
-    mixed = partial(pool.scores, texts, chosen)
+    mixed = partial(pool.log_probs, texts, chosen)
     with _one_batch(work):
-        pair = paired(mixed, partial(base.scores, work.decoder, texts), device, pairs)
+        pair = paired(mixed, partial(base.log_probs, work.decoder, texts), device, pairs)
     return Measure.of(
         f"{len(texts)} tasks in a batch / one task, throughput, {loaded} loaded",
         pair,
@@ -269,9 +263,9 @@ def rows_of(work: Workload, pairs: int, **changes: object) -> Iterator[Measure]:
     yield labels_over_repeated_queries(work, pairs)
 
 
-def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_products: bool) -> None:
+def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]]) -> None:
     model: Any = work.decoder.model.base_model
-    with work.decoder.frozen() if same_products else nullcontext(), torch.no_grad():
+    with torch.no_grad():
         for group in groups:
             size = max(1, work.decoder.token_budget // len(group[0]))
             for start in range(0, len(group), size):
@@ -317,7 +311,7 @@ def against_prefix(
     for count in tasks:
         names = [f"task {row % count}" for row in range(len(work.texts))]
         pool.log_probs(work.texts[:8], names[:8])
-        injected[count] = len(work.texts) / seconds(partial(pool.scores, work.texts, names), device)
+        injected[count] = len(work.texts) / seconds(partial(pool.log_probs, work.texts, names), device)
     for length in tokens:
         report(f"{length} demonstration tokens")
         prefix, first = _timed_prefix(work, tuple((ids * (length // len(ids) + 1))[:length]))
