@@ -359,8 +359,8 @@ def describe(question: Question, decision: Decision) -> Diagnostics:
     return {
         "answered_by": "zero_shot" if task is None else "task",
         "label_mass": decision.label_mass,
-        "task": task and task.name,
-        "digest": task and task.digest,
+        "task": None if task is None else task.name,
+        "digest": None if task is None else task.digest,
         "expected_value": decision.expected_value if question.kind == "score" else None,
     }
 
