@@ -79,7 +79,7 @@ def serve(model: str, tasks: int) -> None:
         scales = 1 + 0.1 * torch.randn(LAYERS, 2, generator=draw)
         edit = PackedEdit.of(0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw), scales)
         llm.collective_rpc(LOAD, args=(edit.rows, edit.scales))
-        TASKS.add(ServedTask(name, edit, name, None, None, 1.0))  # an edit without label words
+        TASKS.add(ServedTask(name, edit, name, None, None))  # an edit without label words
     chosen = random.Random(0)
     prompts = [{"prompt_token_ids": drawn(chosen)} for _ in range(REQUESTS)]
     asked = [

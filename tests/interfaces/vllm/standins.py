@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from fitting import random_injection
-from i2cl.core.edits import LinearEdit
 from i2cl.interfaces.vllm import frontend
 from i2cl.interfaces.vllm.engine import LOAD
 from i2cl.interfaces.vllm.support import DIGEST
 from i2cl.interfaces.vllm.worker import PackedEdit
+from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import next_token_log_probabilities
 
 
@@ -154,8 +154,8 @@ class LLM:
         frontend.TASKS.admit(parameters)
         assert isinstance(parameters.extra_args["i2cl"], str)  # can be sent to any process
         rows, scales = self.edits[parameters.extra_args[DIGEST]].tensors(self.decoder.d_model)
-        pairs = torch.stack([torch.ones_like(scales), scales], -1).view(self.decoder.layers, 2, 2)
-        edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
+        layers = self.decoder.layers
+        edit = AffineEdit(rows.view(layers, 2, -1), scales.view(layers, 2))
         (values,) = next_token_log_probabilities(self.decoder, [ids], edit=edit)
         tokens = parameters.logprob_token_ids
         assert len(tokens) <= frontend.MAX_LABEL_TOKENS

@@ -65,7 +65,7 @@ def injections(base, task, tmp_path):
     injections = {}
     for seed, (name, labels) in enumerate(LABELS.items()):
         named = replace(task, name=name, labels=labels, train=(), test=())
-        injections[name] = replace(injection_for(base, named, seed), temperature=1.5)
+        injections[name] = injection_for(base, named, seed).with_head(temperature=1.5)
         injections[name].save_pretrained(tmp_path / name)
     return injections
 

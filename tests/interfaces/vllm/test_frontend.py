@@ -33,8 +33,8 @@ TEXTS = ("this film", "nobody expected the river to rise", "good")
 def test_mixed_tasks_match_the_library(llm, base, task):
     plain, other = (injection_for(base, task, seed) for seed in (0, 1))
     several_tokens = replace(task, labels=("best film yet", "best film ever"))
-    whole = replace(other, task=several_tokens, scoring="sequence")
-    other = replace(other, label_bias=(0.5, -0.5), temperature=1.75)
+    whole = replace(other, task=several_tokens).with_head(scoring="sequence")
+    other = other.with_head(bias=(0.5, -0.5), temperature=1.75)
     injections = {"plain": plain, "other": other, "whole": whole, "words": weighted(base, whole)}
     for name, injection in injections.items():
         frontend.load(llm, name, injection)
@@ -64,7 +64,7 @@ def test_many_labels_are_split_over_several_prompts(llm, base, task, monkeypatch
 
 def test_labels_with_a_common_prefix_share_its_prompt(llm, base, task):
     several_tokens = replace(task, labels=("best film yet", "best film ever"))
-    frontend.load(llm, "whole", replace(injection_for(base, several_tokens), scoring="sequence"))
+    frontend.load(llm, "whole", injection_for(base, several_tokens).with_head(scoring="sequence"))
     served = frontend.TASKS.get("whole")
     prompts = served.prompts((5, 6, 7))
     prefixes = {ids[:place] for ids in served.scorer.labels.ids for place in range(len(ids))}

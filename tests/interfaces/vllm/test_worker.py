@@ -9,7 +9,6 @@ import torch
 
 from fitting import one_line
 from i2cl import ExtractConfig
-from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.support import digest_of
 from i2cl.interfaces.vllm.worker import (
@@ -22,6 +21,7 @@ from i2cl.interfaces.vllm.worker import (
     wrap_model_forward,
     write_edit,
 )
+from i2cl.models.edits import AffineEdit
 
 from .standins import Linear, Llama, batch_v2, injection_for, params, runner_v1, vllm_config
 
@@ -123,7 +123,7 @@ def test_each_token_is_edited_like_in_the_library(model):
             result, bias = writer(states)
             assert bias is None
             for rows, seed in ((slice(0, 2), 10), (slice(3, 6), 11)):
-                wanted = LinearEdit(*edit(seed)).injected(layer, index, plain[None, rows])[0]
+                wanted = AffineEdit.linear(*edit(seed)).output(layer, index, plain[None, rows])[0]
                 torch.testing.assert_close(result[rows], wanted)
             assert torch.equal(result[2], plain[2])
             assert torch.equal(result[6:], plain[6:])

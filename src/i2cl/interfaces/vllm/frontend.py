@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from i2cl.core.injection import Injection
+from i2cl.core.injection import Injection, LabelHead
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
@@ -34,7 +34,7 @@ from i2cl.models.fingerprint import (
     tokenizer_fingerprint,
 )
 from i2cl.models.precision import dtype_name
-from i2cl.models.scoring import LabelScorer, label_log_probs, require_texts
+from i2cl.models.scoring import LabelScorer, require_texts
 
 MAX_LABEL_TOKENS = 128  # vLLM's limit on ``logprob_token_ids`` per prompt
 Edge = tuple[Ids, int]  # of the trie of label tokens: a label prefix, and a token that follows it
@@ -86,11 +86,10 @@ class ServedTask:
     """A version of a task, prepared for an engine."""
 
     name: str  # as used in requests
-    edit: PackedEdit  # shared by tasks that differ only in their label bias or temperature
+    edit: PackedEdit  # shared by tasks that differ only in their head
     digest: str  # of the whole artefact
     scorer: LabelScorer  # builds the prompts
-    bias: tuple[float, ...] | None  # label bias
-    temperature: float  # temperature scaling of the label scores
+    head: LabelHead  # turns label scores into log-probabilities
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -140,8 +139,7 @@ class ServedTask:
         ]
         scores = tokens.mean(torch.tensor(sums))
         mass = None if tokens.words else float(scores.logsumexp(-1).exp())
-        bias = None if self.bias is None else torch.tensor(self.bias)
-        log_probs = label_log_probs(scores, bias, self.temperature)
+        log_probs = self.head.log_probs(scores)
         return Answer(self.labels[int(log_probs.argmax())], log_probs, mass)
 
 
@@ -215,8 +213,7 @@ class ServedTasks:
         decoder.max_length = min(decoder.max_length or config.max_model_len, config.max_model_len - 1)
         scorer = injection.scorer(decoder)
         _ = scorer.labels  # raises now if the labels cannot be scored
-        bias, temperature = injection.label_bias, injection.temperature
-        return ServedTask(name, edit, artefact_digest(injection), scorer, bias, temperature)
+        return ServedTask(name, edit, artefact_digest(injection), scorer, injection.head)
 
     def add(self, task: ServedTask) -> list[str]:
         """Admit requests for a task, replacing its previous version.

@@ -42,8 +42,8 @@ class PackedEdit:
     def of_injection(cls, injection: Injection) -> "PackedEdit":
         """Pack an injection. Raises I2CLError unless it edits the writers' outputs at all positions."""
         require_foldable(injection)
-        strengths, scales = injection.coefficients.float().unbind(-1)
-        return cls.of(strengths[..., None] * injection.context.values.float(), scales)
+        edit = injection.affine_edit()
+        return cls.of(edit.shift, edit.scale)
 
     @cached_property
     def digest(self) -> str:
