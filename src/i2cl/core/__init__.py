@@ -1,1 +1,1 @@
-"""The paper's method, one file a subsection of its section "Methodology"."""
+"""Fit a task: context vectors, calibration of the paper, anchored calibration, and the resulting injection."""
