@@ -1,1 +1,1 @@
-"""Fit a task: context vectors, calibration of the paper, anchored calibration, and the resulting injection."""
+"""Fit a task: context vectors, the paper's calibration, anchored calibration, and the resulting injection."""

@@ -236,8 +236,8 @@ class Injection:
     ) -> Float[Tensor, " texts"]:
         """Compute the log of the total probability of all labels among everything that could follow a text.
 
-        Near 0 if the model would say a label unprompted. `log_probs` cannot tell, since it compares labels with
-        each other only. Biases and the temperature are not included.
+        Near 0 if the model would say a label unprompted. `log_probs` compares labels with each other only.
+        Biases and the temperature are not included.
 
         Args:
             decoder: the model that the injection was made on.
