@@ -66,7 +66,7 @@ def measure(decoder: Decoder, task: Task, method: Anchored) -> dict[str, Any]:
     def progress(_step: int, _steps: int, _loss: float) -> None:
         updates.append(time.process_time() - started)
 
-    injection = method.injection(decoder, task, task.train, progress=progress)
+    injection = method.fit_injection(decoder, task, task.train, progress=progress)
     seconds = time.process_time() - started
     return {
         "solver": injection.settings["solved_by"],

@@ -4,21 +4,18 @@ No fit is needed. The stored scores have half precision.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Bool
 
 from i2cl.experiments.report.layout import format_accuracy
 from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.experiments.statistics import Difference, accuracy, difference
 from i2cl.injections.temperature import TYPICAL
-from i2cl.methods import Cost
-from i2cl.methods.base import CalibratedPredictor, ProductPredictor
-from i2cl.models.scoring import Progress
+from i2cl.methods.postprocessing import product_of_experts
+from i2cl.models.scoring import label_log_probs
 from results_tables import (
     OURS,
     average,
@@ -56,20 +53,9 @@ def _correct(
     other = outcome(result.records(second, task)[seed])
     if run.scores is None or other.scores is None or other.gold != run.gold:
         raise LookupError(f"{first.name} and {second.name} on {task}: no scores, or other queries")
-    tempered = CalibratedPredictor(_StoredScores(run.scores.array), Cost(), temperature=TYPICAL)
-    product = ProductPredictor(tempered, _StoredScores(other.scores.array), Cost()).log_probs([])
+    scores, others = (torch.from_numpy(stored.array).double() for stored in (run.scores, other.scores))
+    product = product_of_experts(label_log_probs(scores, temperature=TYPICAL), others)
     return np.equal(product.argmax(-1).numpy(), run.gold)
-
-
-@dataclass(frozen=True)
-class _StoredScores:
-    """A predictor that returns stored scores."""
-
-    stored: Float[np.ndarray, "queries labels"]
-    cost: Cost = field(default_factory=Cost)
-
-    def scores(self, _texts: Sequence[str], _progress: Progress | None = None) -> Tensor:
-        return torch.from_numpy(self.stored).double()
 
 
 def together() -> str:

@@ -33,7 +33,7 @@ from i2cl.export.folding import (
 from i2cl.models.checkpoint import INDEX, CheckpointFiles
 from i2cl.models.decoder import Decoder
 from i2cl.models.fingerprint import ModelIdentity, inference_config, tokenizer_fingerprint
-from i2cl.models.loading import is_gguf, load_model_and_tokenizer, located
+from i2cl.models.loading import is_gguf, load_model_and_tokenizer, resolve_name
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def open_base(source: Decoder | str | Path, revision: str | None) -> BaseModel:
         require_known_architecture(source)
         require_unquantized(source.model.config)
         model, tokenizer = source.model, source.tokenizer
-    elif is_gguf(Path(located(str(source)))):
+    elif is_gguf(Path(resolve_name(str(source)))):
         options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "revision": revision}
         model, tokenizer = load_model_and_tokenizer(str(source), **options)
     else:
@@ -112,7 +112,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:
     """Return the folder of a bundled, local or hub model. Raises I2CLError if there is none."""
-    folder = Path(located(name))
+    folder = Path(resolve_name(name))
     if not folder.is_dir():
         try:
             allowed = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]

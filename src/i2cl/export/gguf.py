@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.export.causal_lm import usage
 from i2cl.export.checkpoint import open_base
 from i2cl.export.folding import Folding
@@ -69,7 +69,7 @@ def export_gguf(
             converted, the file cannot be written, or the package gguf is not installed; and as
             `export_causal_lm`.
     """
-    needs("GGUF", "gguf", "gguf")
+    require_packages("GGUF", "gguf", "gguf")
     import gguf as package
 
     path = Path(output)

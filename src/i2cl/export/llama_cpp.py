@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.export.golden import Golden, Verification, compare
 from i2cl.export.verify import sequence_log_probability
 from i2cl.models.loading import gguf_reader
@@ -32,7 +32,7 @@ class LlamaCpp(AbstractContextManager["LlamaCpp"]):
     """
 
     def __init__(self, path: str | Path, length: int) -> None:
-        needs("GGUF", "llama-cpp", "llama_cpp")
+        require_packages("GGUF", "llama-cpp", "llama_cpp")
         self._library: Any = importlib.import_module("llama_cpp")
         gguf_reader(Path(path), "export it again")  # llama.cpp ends the process on some damaged files
         options = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), length) | {"n_gpu_layers": 0}

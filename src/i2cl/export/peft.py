@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, first_line, needs
+from i2cl.errors import I2CLError, first_line, require_packages
 from i2cl.export.causal_lm import left_padded, write_card
 from i2cl.export.families import FAMILIES, LAST_MAPS, REFUSED, USE_HOOKS, family_of
 from i2cl.export.folding import added_and_scales, require_foldable, require_known_architecture, skeleton
@@ -218,7 +218,7 @@ def _adapter(empty: Any, scales: _Scales, constants: _Constants, *, lora: bool) 
 
 def _import_from_peft(name: str) -> Any:
     """Import an attribute of peft. Raises I2CLError if peft is not installed or too old."""
-    needs("a PEFT adapter", "peft", "peft")
+    require_packages("a PEFT adapter", "peft", "peft")
     try:
         return getattr(importlib.import_module("peft"), name)
     except (ImportError, AttributeError):

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.quantization_config import GgufConfig
 
-from i2cl.errors import I2CLError, first_line, needs, require_utf8
+from i2cl.errors import I2CLError, first_line, require_packages, require_utf8
 from i2cl.models.fingerprint import inference_config, tokenizer_fingerprint
 from i2cl.models.precision import (
     Quantization,
@@ -98,7 +98,7 @@ def load_model_and_tokenizer(
         raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")
     if device is not None and device_map is not None:
         raise I2CLError("device and device_map exclude each other: give one of them")
-    source = located(name)
+    source = resolve_name(name)
     path = Path(source)
     if is_gguf(path):
         _require_plain(revision, quantization, device_map, offload_folder)
@@ -158,7 +158,7 @@ def _load_gguf(path: Path, loading: dict[str, Any]) -> Any:
         The model, transformers' loading info, and the tokenizer. Weights are bit-identical with and without
         the cache.
     """
-    needs("a GGUF file as a model", "gguf", "gguf", "accelerate")
+    require_packages("a GGUF file as a model", "gguf", "gguf", "accelerate")
     if not path.is_file():
         raise I2CLError(f"no GGUF file {str(path)!r}: check the path")
     dtype = dtype_name(loading["dtype"])
@@ -290,7 +290,7 @@ def _placement(
             raise I2CLError("a quantized model cannot be split by tensor_parallel: leave one of them out")
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
     if device_map is not None:
-        needs("a device map", "hub", "accelerate")
+        require_packages("a device map", "hub", "accelerate")
     if isinstance(device_map, dict):
         for place in {str(place) for place in device_map.values()} - {"disk"}:
             _device(f"cuda:{place}" if place.isdigit() else place)
@@ -330,7 +330,7 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
         )
 
 
-def located(name: str) -> str:
+def resolve_name(name: str) -> str:
     """Return the path of ``"reference"`` or ``"smollm2"``, or the name itself.
 
     Raises I2CLError if the package with SmolLM2 is not installed.
@@ -358,7 +358,7 @@ def gguf_reader(path: Path, hint: str) -> Any:
 
     Raises I2CLError if the file is missing or damaged (with ``hint``), or the package gguf is not installed.
     """
-    needs("a GGUF file", "gguf", "gguf")
+    require_packages("a GGUF file", "gguf", "gguf")
     if not path.is_file():
         raise I2CLError(f"no GGUF file {str(path)!r}: check the path")
     try:

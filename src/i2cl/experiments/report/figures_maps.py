@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from i2cl.errors import needs
+from i2cl.errors import require_packages
 from i2cl.experiments.report.figures_base import COLOURS, MARKER_SCALE, MARKERS, panels
 from i2cl.experiments.report.results import Results, outcome
 from i2cl.experiments.store import Vectors
@@ -203,7 +203,7 @@ def _embed(groups: Points) -> Points | None:
 
 
 def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
-    needs("the map", "experiments", "sklearn")
+    require_packages("the map", "experiments", "sklearn")
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 

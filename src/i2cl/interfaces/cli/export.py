@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
 
@@ -153,17 +153,17 @@ class _BaseModel:
     @property
     def source(self) -> "Decoder | str":
         """The decoder for a GGUF file, which is slow to load; else the name: tensors are read from disk."""
-        from i2cl.models.loading import is_gguf, located
+        from i2cl.models.loading import is_gguf, resolve_name
 
         name = self.model or self.injection.base.name
-        return self.load("float32") if self.form.golden and is_gguf(Path(located(name))) else name
+        return self.load("float32") if self.form.golden and is_gguf(Path(resolve_name(name))) else name
 
     def golden(self) -> "Golden":
         from i2cl.export import make_golden
 
         if self.form.to == "gguf":  # tell the user before the export takes its time
             try:
-                needs("`i2cl verify` of a GGUF file", "llama-cpp", "llama_cpp")
+                require_packages("`i2cl verify` of a GGUF file", "llama-cpp", "llama_cpp")
             except I2CLError as error:
                 console.note(str(error))
         decoder = self.load("float32")

@@ -162,7 +162,7 @@ def fit(
     texts = _unlabelled(way, rows)
 
     load.libraries()
-    from i2cl.experiments.draw import draw, fitting, warn_of_small_classes
+    from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
     from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
     from i2cl.experiments.fitting import FitRequest, fit_task
     from i2cl.tasks.formats import is_row_file
@@ -184,7 +184,7 @@ def fit(
     loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     with console.waiting("timing the model"):
         if drawn is None:
-            drawn = fitting(decoder, loaded, method, seed, **choice)
+            drawn = draw_within_budget(decoder, loaded, method, seed, **choice)
         else:
             drawn = drawn.timed(decoder, loaded, method)
     demonstrations = drawn.demonstrations
@@ -306,12 +306,12 @@ def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
 def _method_of(way: MethodOptions) -> "Injector":
     """Return the method. Raises I2CLError for a missing encoder, before the model is loaded."""
     from i2cl.core import encoder_bias
-    from i2cl.methods import calibrating_method
+    from i2cl.methods import make_injector
     from i2cl.methods.anchored import AnchoredWithEmbeddings
 
     given = {"memory": way.memory, "class_weight": way.class_weight}
     named = {name: str(value) for name, value in given.items() if value is not None}
-    chosen = calibrating_method(way.method, load.options(way.settings) | named, way.recipe)
+    chosen = make_injector(way.method, load.options(way.settings) | named, way.recipe)
     if isinstance(chosen, AnchoredWithEmbeddings):
         encoder_bias.encoder_source(chosen.embeddings.encoder)
     return chosen
@@ -329,7 +329,7 @@ def _show_fit(
     json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
-    from i2cl.methods.calibrated.folds import kept
+    from i2cl.methods.injecting import injection_cost
     from i2cl.storage.card import describe_confidence, describe_prior, describe_threshold
 
     history, count = injection.history, injection.context.demonstrations
@@ -338,7 +338,7 @@ def _show_fit(
         record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
         record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
         record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
-        record |= {"fit_seconds": seconds, "cached_values": kept(injection).cached_values}
+        record |= {"fit_seconds": seconds, "cached_values": injection_cost(injection).cached_values}
         record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
         record |= {"temperature": injection.temperature, "metrics": injection.metrics}
         console.print_json(record | {"worth": injection.worth or None})

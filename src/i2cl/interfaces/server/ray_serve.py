@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from i2cl.errors import needs
+from i2cl.errors import require_packages
 from i2cl.models.decoder import Decoder
 
 
@@ -95,8 +95,8 @@ def deployment(
     Raises:
         I2CLError: if a package is missing.
     """
-    needs("a deployment of Ray Serve", "ray", "ray", "starlette")
-    needs("a deployment of Ray Serve", "serve", "fastapi", "prometheus_client")
+    require_packages("a deployment of Ray Serve", "ray", "ray", "starlette")
+    require_packages("a deployment of Ray Serve", "serve", "fastapi", "prometheus_client")
     from ray import serve
 
     replica: Any = serve.deployment(Replica)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from i2cl.export import make_golden, verify_server
 from i2cl.models.decoder import Decoder
-from i2cl.models.loading import located
+from i2cl.models.loading import resolve_name
 from processes import until
 
 from .conftest import serving
@@ -166,7 +166,7 @@ def test_over_http_a_task_is_refused_by_routes_that_would_ignore_it(server, deco
 
 def test_over_http_systemone_refuses_a_task_instead_of_answering_without_it(tmp_path):
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(located("reference"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_name("reference"))
     tokenizer.add_tokens(["yes", "no", "<|answer|>"])
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<|answer|>"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}

@@ -1,4 +1,4 @@
-"""Prompts with demonstrations, and the predictor that scores label words after them."""
+"""Prompting: zero-shot and few-shot, and few-shot with a cache pruned to label anchors."""
 
 import warnings
 from bisect import bisect_right
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from i2cl.core.context import require_labels
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost
+from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.models.batching import Ids, shared_front
+from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
-from i2cl.models.encoding import TruncationWarning
+from i2cl.models.encoding import Scoring, TruncationWarning
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import (
     LabelScorer,
@@ -27,7 +29,8 @@ from i2cl.models.scoring import (
     require_finite,
     score,
 )
-from i2cl.tasks import Examples
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
 
 Pairs = tuple[tuple[str, str], ...]  # (text, label word) of each demonstration, in the order of the prompt
 
@@ -41,7 +44,7 @@ class PromptPredictor:
         shown: demonstrations in front of every query.
         prefix: cached keys and values of these demonstrations, or None to run them with every query.
         edit: edit of the activations.
-        cost: storage that it needs.
+        cost: storage and data that the predictor needs.
     """
 
     scorer: LabelScorer
@@ -50,9 +53,7 @@ class PromptPredictor:
     edit: Edit | None = None
     cost: Cost = field(default_factory=Cost)
 
-    def log_probs(
-        self, texts: Sequence[str], progress: Progress | None = None
-    ) -> Float[Tensor, "texts labels"]:
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
         """Return the log-probability of each label word."""
         decoder, labels = self.scorer.decoder, self.scorer.labels
         scores = torch.empty(len(texts), len(labels.ids))
@@ -61,7 +62,7 @@ class PromptPredictor:
         require_finite(scores, decoder)
         return scores
 
-    def distributions(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
+    def next_token_log_probs(self, texts: Sequence[str]) -> Float[Tensor, "texts vocab"]:
         """Return the log-probability of every token as the next one after each prompt."""
         decoder, edit = self.scorer.decoder, self.edit
         return in_order(
@@ -92,18 +93,18 @@ def few_shot_predictor(
 
     Args:
         scorer: encodes queries and labels of the task.
-        demonstrations: the labelled examples.
+        demonstrations: labelled examples.
         cached: run the demonstrations once and cache their keys and values.
 
     Raises:
         I2CLError: as `fit_to_context`.
     """
-    pairs = fit_to_context(scorer, demonstrations)
-    ids = common_prefix_ids(scorer, pairs)
+    shown = fit_to_context(scorer, demonstrations)
+    ids = common_prefix_ids(scorer, shown)
     if not cached or not ids:
-        return PromptPredictor(scorer, pairs)
+        return PromptPredictor(scorer, shown)
     prefix = scorer.decoder.prefix(ids)
-    return PromptPredictor(scorer, pairs, prefix, cost=Cost.of(prefix))
+    return PromptPredictor(scorer, shown, prefix, cost=Cost.of(prefix))
 
 
 def fit_to_context(scorer: LabelScorer, demonstrations: Examples) -> Pairs:
@@ -146,11 +147,121 @@ def fit_to_context(scorer: LabelScorer, demonstrations: Examples) -> Pairs:
     return first(fits)
 
 
-def encode_prompts(scorer: LabelScorer, demonstrations: Pairs, texts: Sequence[str]) -> list[Ids]:
+def encode_prompts(scorer: LabelScorer, shown: Pairs, texts: Sequence[str]) -> list[Ids]:
     """Return the token ids of the demonstrations followed by each text; raises I2CLError if too long."""
-    return scorer.queries(texts, partial(scorer.task.template.prompt, demonstrations))
+    return scorer.queries(texts, partial(scorer.task.template.prompt, shown))
 
 
-def common_prefix_ids(scorer: LabelScorer, demonstrations: Pairs) -> Ids:
+def common_prefix_ids(scorer: LabelScorer, shown: Pairs) -> Ids:
     """Return the tokens that all prompts start with; raises I2CLError as `encode_prompts`."""
-    return shared_front(encode_prompts(scorer, demonstrations, ["a", "7"]))
+    return shared_front(encode_prompts(scorer, shown, ["a", "7"]))
+
+
+class ScoringConfig(Settings):
+    """Label scoring; see `i2cl.models.encoding.Scoring`."""
+
+    scoring: Scoring = "auto"
+
+
+@dataclass(frozen=True)
+class ZeroShot(Method):
+    """Scores label words after the query, without demonstrations."""
+
+    name = "zero_shot"
+    summary = "the query alone"
+    is_stochastic = False
+    paper_row = "Zero-shot"
+    needs = "nothing"
+    settings = (ScoringConfig,)
+    config: ScoringConfig = field(default_factory=ScoringConfig)
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Return a predictor for the task; nothing is fitted."""
+        return PromptPredictor(LabelScorer(decoder, task, self.config.scoring))
+
+
+@dataclass(frozen=True)
+class FewShot(Method):
+    """In-context learning; keys and values of the demonstrations are computed once per task.
+
+    Source: Brown et al. 2020, https://arxiv.org/abs/2005.14165.
+    """
+
+    name = "few_shot"
+    summary = "demonstrations before the query, their keys and values cached once"
+    paper_row = "Few-shot (ICL)"
+    formula = "2MDL"
+    cache: ClassVar[bool] = True
+    settings = (ScoringConfig,)
+    config: ScoringConfig = field(default_factory=ScoringConfig)
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Cache the demonstrations. Raises I2CLError if the context cannot hold one per class."""
+        scorer = LabelScorer(decoder, task, self.config.scoring)
+        return few_shot_predictor(scorer, demonstrations, cached=self.cache)
+
+
+@dataclass(frozen=True)
+class FewShotUncached(FewShot):
+    """In-context learning that recomputes the demonstrations with every query."""
+
+    name = "few_shot_uncached"
+    summary = "demonstrations before the query, run again with every query"
+    formula = "0"
+    cache: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class LabelAnchor(Method):
+    """Few-shot whose cache keeps only template, separator and label tokens, at their original positions.
+
+    Source: paper, "Label-anchor" and its appendix; Wang et al. 2023, https://arxiv.org/abs/2305.14160.
+    """
+
+    name = "label_anchor"
+    summary = "few-shot whose cache keeps only template, newline and label tokens"
+    paper_row = "Label-anchor"
+    formula = "2(M/K)DL"
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Run the demonstrations once and prune their cache to the anchors.
+
+        Raises:
+            I2CLError: if the context cannot hold one demonstration per class, the tokenizer does not report
+                character offsets, or the model caches more than keys and values.
+        """
+        scorer = LabelScorer(decoder, task)
+        shown = fit_to_context(scorer, demonstrations)
+        ids = common_prefix_ids(scorer, shown)
+        if not decoder.can_split:
+            raise I2CLError(
+                f"label_anchor does not support {decoder.model.config.model_type!r}, which caches more than "
+                "keys and values: use few_shot"
+            )
+        if not ids:
+            return PromptPredictor(scorer, shown)
+        prefix = decoder.prefix(ids, whole=True).kept_at(anchor_indices(decoder, task, shown, len(ids)))
+        return PromptPredictor(scorer, shown, prefix, cost=Cost.of(prefix))
+
+
+def anchor_indices(decoder: Decoder, task: Task, shown: Pairs, count: int) -> tuple[int, ...]:
+    """Return the indices of the first ``count`` tokens that are not entirely text of a demonstration.
+
+    Raises:
+        I2CLError: if the tokenizer does not report character offsets.
+    """
+    if not decoder.tokenizer.is_fast:
+        raise I2CLError("label_anchor needs a fast tokenizer: use a model with a tokenizer.json")
+    template = task.template
+    prompt, texts = template.opening, []
+    for text, word in shown:
+        start = len(prompt) + len(template.head)
+        texts.append((start, start + len(text)))
+        prompt += template.exchange(text, word)
+    prompt += template.head
+    is_text = [
+        any(start <= left and right <= end for start, end in texts)
+        for left, right in decoder.encoder.spans(prompt)
+    ]
+    front = len(decoder.encoder.front)
+    return tuple(index for index in range(count) if index < front or not is_text[index - front])
