@@ -172,7 +172,7 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
 def test_label_without_rows_is_refused_before_the_fit(words_encoder):
     some = [row for row in rows_of(TASKS[1]) if row.label]
     method = make_injector(NAME, OPTIONS)
-    one_line("demonstrations of every label", method.injection, decoder_of("llama"), TASKS[1], some)
+    one_line("demonstrations of every label", method.fit_injection, decoder_of("llama"), TASKS[1], some)
 
 
 def test_encoder_is_refused_for_an_injection_without_one(injection, tmp_path):

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from i2cl.methods.calibrated.folds import injected as predictor_of
-from i2cl.methods.calibrated.label_calibration import LabelPrior
+from i2cl.methods.injecting import injection_predictor as predictor_of
+from i2cl.methods.postprocessing import LabelPrior
 
 from fitting import injected, one_line
 from i2cl import CalibrationConfig, Example, with_label_prior
