@@ -20,7 +20,7 @@ from i2cl.models.batching import Ids, shared_front
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import Scoring, TruncationWarning
-from i2cl.models.prefix import Prefix
+from i2cl.models.prefix import Prefix, uses_alibi
 from i2cl.models.scoring import (
     LabelScorer,
     Progress,
@@ -228,19 +228,20 @@ class LabelAnchor(Method):
 
         Raises:
             I2CLError: if the context cannot hold one demonstration per class, the tokenizer does not report
-                character offsets, or the model caches more than keys and values.
+                character offsets, or the model caches more than keys and values or has ALiBi.
         """
         scorer = LabelScorer(decoder, task)
         shown = fit_to_context(scorer, demonstrations)
         ids = common_prefix_ids(scorer, shown)
-        if not decoder.can_split:
+        config = decoder.model.config
+        if not decoder.can_split or uses_alibi(config):
+            reason = "has ALiBi" if decoder.can_split else "caches more than keys and values"
             raise I2CLError(
-                f"label_anchor does not support {decoder.model.config.model_type!r}, which caches more than "
-                "keys and values: use few_shot"
+                f"label_anchor does not support {config.model_type!r}, which {reason}: use few_shot"
             )
         if not ids:
             return PromptPredictor(scorer, shown)
-        prefix = decoder.prefix(ids, whole=True).kept_at(anchor_indices(decoder, task, shown, len(ids)))
+        prefix = decoder.prefix(ids, whole=True).prune(anchor_indices(decoder, task, shown, len(ids)))
         return PromptPredictor(scorer, shown, prefix, cost=Cost.of(prefix))
 
 
