@@ -72,8 +72,8 @@ def test_only_default_i2cl_saves_vectors(bench):
     predictor = keep_short(bench, ONE)
     result = bench.injection(cell())
     assert isinstance(result, Injection)
-    torch.testing.assert_close(result.coefficients, predictor.edit.coefficients)
-    torch.testing.assert_close(result.context.values, predictor.edit.values)
+    torch.testing.assert_close(result.coefficients, predictor.injection.coefficients)
+    torch.testing.assert_close(result.context.values, predictor.injection.context.values)
     task = bench.task(cell())
     shown = [one for one in task.sample(None, 0) if one.label == 2]
     (kept,) = bench.vectors.glob("*.safetensors")
@@ -88,7 +88,7 @@ def test_move_cell_injects_another_tasks_fit(bench):
     predictor = PromptPredictor(LabelScorer(bench.decoder, task), edit=source.edit)
     scores = predictor.log_probs([query.text for query in task.queries(12)])
     assert outcome.predictions == tuple(scores.argmax(-1).tolist())
-    assert outcome.coefficients == source.edit.coefficients.tolist()
+    assert outcome.coefficients == source.injection.coefficients.tolist()
 
 
 def test_transfer_cell_equals_transfer_function(bench, monkeypatch):

@@ -144,7 +144,7 @@ def test_noise_is_calibrated_like_i2cl_with_another_vector(films, demonstrations
     vector = noise_like(real, NoiseConfig(noise_vector=size), 2)
     injection = calibrate(decoder, films, demonstrations, vector, CalibrationConfig(epochs=2), seed=2)
     assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), injection.log_probs(decoder, TEXTS))
-    assert not torch.equal(predictor.edit.values, real.values)
+    assert not torch.equal(predictor.injection.context.values, real.values)
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from jaxtyping import Int
 
-from i2cl.core.edits import LinearEdit
+from i2cl.core.injection import Injection
 from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
@@ -51,10 +51,9 @@ class Fitted:
     held_out: int = 0
 
     @property
-    def edit(self) -> LinearEdit | None:
-        """The edit of an injection, or None if the method does not predict with one."""
-        edit = self.predictor.edit if isinstance(self.predictor, PromptPredictor) else None
-        return edit if isinstance(edit, LinearEdit) else None
+    def injection(self) -> Injection | None:
+        """The injection, or None if the method does not predict with one."""
+        return self.predictor.injection if isinstance(self.predictor, PromptPredictor) else None
 
 
 def fit_method(decoder: Decoder, task: Task, method: Method, demonstrations: Examples, seed: int) -> Fitted:
@@ -108,7 +107,7 @@ def measure(
         fit_seconds=fitted.seconds,
         predict_seconds=seconds,
         cost=fitted.predictor.cost + Cost(held_out=fitted.held_out),
-        coefficients=fitted.edit.coefficients.tolist() if fitted.edit else None,
+        coefficients=fitted.injection.coefficients.tolist() if fitted.injection else None,
         versions=software(decoder),
     )
 

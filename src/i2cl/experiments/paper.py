@@ -77,6 +77,7 @@ class Transfer(Method):
         """Calibrate; see `i2cl.injections.transfer.transfer`."""
         result = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
         self.weights.update({self.anchors[index].task.name: weight for index, weight in result.weights})
-        edit = result.injection.edit()
-        cost = Cost.of(edit.values, trained=edit.coefficients.numel())
-        return PromptPredictor(LabelScorer(decoder, task), edit=edit, cost=cost)
+        injection = result.injection
+        cost = Cost.of(injection.context.values, trained=injection.coefficients.numel())
+        scorer = LabelScorer(decoder, task)
+        return PromptPredictor(scorer, edit=injection.edit(), injection=injection, cost=cost)

@@ -102,13 +102,13 @@ class Bench:
 
         Does nothing for any other cell.
         """
-        edit = fitted.edit
-        if edit is not None and cell == default_i2cl(cell, cell.task):
+        injection = fitted.injection
+        if injection is not None and cell == default_i2cl(cell, cell.task):
             task = self.task(cell)
             classes = [one.values for one in extract_classes(self.decoder, task, fitted.demonstrations)]
             tensors = {
-                "context_vector": edit.values.numpy(),
-                "coefficients": edit.coefficients.numpy(),
+                "context_vector": injection.context.values.numpy(),
+                "coefficients": injection.coefficients.numpy(),
                 "class_vectors": torch.stack(classes).numpy().astype(np.float16),
             }
             with store_errors(self.vectors):

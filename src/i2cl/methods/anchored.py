@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from i2cl.core.anchored import AnchoredConfig, anchor
-from i2cl.core.encoder_bias import EmbeddingsConfig, EncoderBias
 from i2cl.core.injection import Injection
 from i2cl.core.weights import apply_class_weight
+from i2cl.encoders import EmbeddingsConfig, EncoderBias
 from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE
 from i2cl.methods.base import Cost
 from i2cl.methods.injecting import Injector
@@ -91,10 +91,11 @@ class AnchoredWithEmbeddings(Anchored):
     ) -> Injection:
         """Fit the encoder's classifier, then the vectors, which count at their typical temperature.
 
-        Raises I2CLError as `i2cl.core.encoder_bias.EncoderBias.fit`.
+        Raises I2CLError as `i2cl.encoders.EncoderBias.fit`.
         """
         shown = apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
         bias = EncoderBias.fit(self.embeddings, task, shown, str(decoder.device), scale=TYPICAL_TEMPERATURE)
         injection = super().fit_injection(decoder, task, demonstrations, seed, progress, scoring)
         settings = injection.settings | {"embeddings_c": self.embeddings.embeddings_c}
-        return replace(injection, encoder_bias=bias, settings=settings, temperature=TYPICAL_TEMPERATURE)
+        head = {"encoder": bias, "temperature": TYPICAL_TEMPERATURE}
+        return injection.with_head(**head).with_report(settings=settings)

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.core.context import require_demonstrations
-from i2cl.core.encoder_bias import (
+from i2cl.encoders import (
     EmbeddingsConfig,
     EncoderConfig,
     embed,

@@ -157,4 +157,4 @@ class I2CLOverICL(I2CL):
         )
         prefix = decoder.prefix(common_prefix_ids(scorer, shown), edit=injection.edit())
         cost = self.fit_cost(injection) + Cost.of(context.values, prefix)
-        return PromptPredictor(scorer, shown, prefix, injection.edit(), cost)
+        return PromptPredictor(scorer, shown, prefix, injection.edit(), injection, cost)

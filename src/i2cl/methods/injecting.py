@@ -11,7 +11,6 @@ from i2cl.methods.postprocessing import PostProcessedPredictor
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
-from i2cl.models.scoring import label_log_probs
 from i2cl.models.training import StepProgress
 from i2cl.tasks import Examples, Task
 
@@ -81,17 +80,21 @@ def injection_predictor(
     """
     cost += injection_cost(injection)
     scorer = replace(injection.scorer(decoder, scoring), task=task)
-    predictor = PromptPredictor(scorer, edit=injection.edit(), cost=cost)
-    if injection.label_bias is None and injection.encoder_bias is None:
+    predictor = PromptPredictor(scorer, edit=injection.edit(), injection=injection, cost=cost)
+    head = replace(injection.head, temperature=1.0)
+    if head.bias is None and head.encoder is None:
         return predictor
     return PostProcessedPredictor(
-        predictor, lambda scores, texts: label_log_probs(scores, injection.biases(texts, decoder)), cost
+        predictor,
+        lambda scores, texts: head.log_probs(scores, head.encoder_bias(texts, decoder.device)),
+        cost,
     )
 
 
 def injection_cost(injection: Injection) -> Cost:
     """Return the storage cost of an injection, without its coefficients."""
-    bias = None if injection.label_bias is None else torch.tensor(injection.label_bias)
-    encoder = None if injection.encoder_bias is None else injection.encoder_bias.weights
+    head = injection.head
+    bias = None if head.bias is None else torch.tensor(head.bias)
+    encoder = None if head.encoder is None else head.encoder.weights
     texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
-    return Cost.of(injection.context.values, injection.word_weights, bias, encoder, unlabelled=texts)
+    return Cost.of(injection.context.values, head.word_weights, bias, encoder, unlabelled=texts)

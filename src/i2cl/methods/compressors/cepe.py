@@ -168,7 +168,7 @@ class CEPE(Method):
         with torch.no_grad():
             edit = encoder.edit(encoder.states(chunks))
             prefix = decoder.prefix(common_prefix_ids(scorer, shown), edit=edit) if shown else None
-        return PromptPredictor(scorer, shown, prefix, edit, Cost.of(edit.states, prefix))
+        return PromptPredictor(scorer, shown, prefix, edit, cost=Cost.of(edit.states, prefix))
 
 
 def _truncate(chunks: Sequence[Ids], task: Task) -> list[Ids]:
