@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, did_you_mean
-from i2cl.export.checkpoint import checkpoint_folder
 from i2cl.export.folding import skeleton
 from i2cl.interfaces.batch_prediction.prediction import digest as content_digest
 from i2cl.interfaces.vllm.engine import DROP, LOAD
@@ -31,6 +32,7 @@ from i2cl.models.fingerprint import (
     tensors_fingerprint,
     tokenizer_fingerprint,
 )
+from i2cl.models.loading import resolve_name
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import LabelScorer, label_log_probs, require_texts
 
@@ -245,6 +247,22 @@ def model_identity(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIden
     prints = weights, tokenizer_fingerprint(tokenizer)
     more: Any = {"dtype": dtype_name(config.dtype), "config": inference_config(config.hf_config)}
     return ModelIdentity(str(config.model), config.revision, *sizes, *prints, **more)
+
+
+def checkpoint_folder(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a bundled, local or hub model. Raises I2CLError if there is none."""
+    folder = Path(resolve_name(name))
+    if not folder.is_dir():
+        try:
+            allowed = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+            ignored: Any = {"ignore_patterns": ["*/*", "consolidated*"]}
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, **ignored))
+        except (OSError, ValueError) as error:
+            reason = f"no such folder, and the hub says {type(error).__name__}"
+            raise I2CLError(f"no model at {name!r}: {reason}") from None
+    if not (folder / "config.json").is_file():
+        raise I2CLError(f"{name!r} is not a model folder: it has no config.json")
+    return folder
 
 
 def load(llm: Any, name: str, injection: Injection, *, force: bool = False) -> None:
