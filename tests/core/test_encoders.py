@@ -20,13 +20,8 @@ from i2cl.injections.pool import InjectionPool
 from i2cl.injections.temperature import TYPICAL_TEMPERATURE, with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
-<<<<<<< HEAD
-from i2cl.interfaces.vllm.slots import Packed
-from i2cl.methods import make_injector
-=======
 from i2cl.interfaces.vllm.worker import PackedEdit
 from i2cl.methods import make_injector
->>>>>>> main
 from i2cl.models.scoring import add_label_bias
 from i2cl.storage.card import CARD
 from plugin import WordsEncoder

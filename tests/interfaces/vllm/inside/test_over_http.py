@@ -205,13 +205,8 @@ def test_over_http_openai_and_litellm_get_decisions(server, decoder, artefacts, 
 
 def test_over_http_vllm_answers_the_other_questions_of_systemone(tmp_path):
     torch.manual_seed(0)
-<<<<<<< HEAD
-    tokenizer = AutoTokenizer.from_pretrained(resolve_name("reference"))
-    tokenizer.add_tokens(["yes", "no", "<|answer|>"])
-=======
     tokenizer = AutoTokenizer.from_pretrained(resolve_name("reference"))
     tokenizer.add_tokens(["yes", "no", *"AB", "<|answer|>"])
->>>>>>> main
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<|answer|>"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
