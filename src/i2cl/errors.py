@@ -32,7 +32,16 @@ class I2CLError(ValueError):
 
     The message is one line: what is wrong, then what to do. The command line prints it without a traceback
     and exits with code 2.
+
+    Args:
+        message: what is wrong, possibly followed by what to do.
+        hint: what to do, which ends the text of the error after a colon. Programs that show errors can show
+            it separately.
     """
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}: {hint}")
+        self.message, self.hint = message, hint
 
 
 def is_out_of_memory(error: BaseException) -> bool:

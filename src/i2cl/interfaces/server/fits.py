@@ -83,7 +83,9 @@ def read_task(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path)
     except RefusalError:
         raise
     except I2CLError as error:
-        raise RefusalError(422, "bad_input", _with_file_names(str(error), request, folder)) from None
+        message = _with_file_names(error.message, request, folder)
+        hint = error.hint and OPTION.sub("", error.hint)
+        raise RefusalError(422, "bad_input", message, hint) from None
     task = replace(task, name=request.name, title=request.name)
     instruction = request.instruction or None
     task = task.with_prompt_options(decoder.tokenizer, chat=request.chat, instruction=instruction)
