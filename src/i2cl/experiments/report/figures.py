@@ -36,6 +36,22 @@ REFERENCE, OTHERS, FAINT = "#D55E00", "#0072B2", "#595959"
 """Colours of the reference row, of other rows, and of auxiliary lines."""
 
 
+_STYLE: Any = {
+    **dict.fromkeys(("font.size", "axes.titlesize"), 10),
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    "axes.edgecolor": FAINT,
+    "grid.color": "#e4e4e4",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "i2cl",
+    "text.parse_math": False,  # task names and label words may contain dollar signs
+}
+
+_styled = style.context(["default", _STYLE])
+"""Decorator: run a drawing function in the report's style, and restore matplotlib's settings."""
+
+
 def _label_of(name: str, tasks: int, results: Results) -> str:
     """Return a row's name, with its number of tasks if some are missing."""
     return name if tasks == len(results.tasks) else f"{name} ({tasks} of {len(results.tasks)} tasks)"
@@ -525,24 +541,7 @@ def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
     return np.asarray(plane)
 
 
-# Style and files
-
-
-_STYLE: Any = {
-    **dict.fromkeys(("font.size", "axes.titlesize"), 10),
-    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
-    "axes.edgecolor": FAINT,
-    "grid.color": "#e4e4e4",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "i2cl",
-    "text.parse_math": False,  # task names and label words may contain dollar signs
-}
-
-
-_styled = style.context(["default", _STYLE])
-"""Decorator: run a drawing function in the report's style, and restore matplotlib's settings."""
+# Figures by view
 
 FIGURES: Mapping[View, Drawing] = {
     "efficiency": _styled(efficiency),

@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.draw import up_to, warn_of_small_classes
-from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
+from i2cl.experiments.evidence import plan_evaluation
 from i2cl.experiments.fitting import FitRequest, fit_task
 from i2cl.injections.confidence import require_confidence
 from i2cl.injections.temperature import normalised
