@@ -29,7 +29,7 @@ _HINT = "lower the noise or the learning rate, or load the model in float32"
 class Settings(BaseModel):
     """Base class of settings: immutable, and strict about unknown names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TrainConfig(Settings):
