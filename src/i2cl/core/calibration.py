@@ -20,7 +20,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import LabelScorer
-from i2cl.models.training import LabelLikelihood, StepProgress, minimize, train
+from i2cl.models.training import LabelLikelihood, StepProgress, minimize_lbfgs, train
 from i2cl.tasks import Examples, Task
 
 
@@ -93,14 +93,14 @@ def _minimize(
     progress: StepProgress | None,
 ) -> tuple[float, ...]:
     """Fit the coefficients of a loss in place, and return its history."""
-    decoder, free = loss.decoder, [loss.coefficients.free]
+    decoder, free = loss.decoder, loss.coefficients.free
     dtype = decoder.model.dtype
     try:
         with decoder.frozen():
             if config.optimizer == "adamw":
-                return train(free, loss, steps, config, progress, dtype)
+                return train([free], loss, steps, config, progress, dtype)
             chunks = budget_chunks(loss.prompts, decoder.training_budget)
-            return minimize(free, loss.repeatable, chunks, config.passes, config.pull, progress, dtype)
+            return minimize_lbfgs(free, loss.repeatable, chunks, config.passes, config.pull, progress, dtype)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
