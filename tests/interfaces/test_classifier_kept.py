@@ -25,7 +25,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from i2cl.interfaces.sklearn import I2CLClassifier, shared
-from i2cl.methods import calibrating_method
+from i2cl.methods import make_injector
 from interfaces.test_classifier import QUERIES, QUICK, TASK, X, Y, fitted, quick, reference
 
 
@@ -191,7 +191,7 @@ def test_loaded_injection_with_changed_settings_can_be_refitted(tmp_path):
     assert result.settings is None
     again = clone(result).set_params(settings=QUICK, shots=1).fit(X, Y)
     assert again.predict(QUERIES).shape == (len(QUERIES),)
-    calibrating_method(result.method, result.settings, result.recipe)  # its own settings are known options
+    make_injector(result.method, result.settings, result.recipe)  # its own settings are known options
 
 
 @pytest.mark.parametrize("bias", [None, tuple(50.0 * (word == "red") for word in TASK.labels)])

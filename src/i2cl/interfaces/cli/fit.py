@@ -168,7 +168,7 @@ def fit(
     texts = _unlabelled(method_options, rows)
 
     load.libraries()
-    from i2cl.experiments.draw import draw, fitting, warn_of_small_classes
+    from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
     from i2cl.experiments.evidence import plan_evaluation
     from i2cl.experiments.fitting import FitRequest, fit_task
     from i2cl.tasks.formats import is_row_file
@@ -190,7 +190,7 @@ def fit(
     loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     with console.waiting("timing the model"):
         if drawn is None:
-            drawn = fitting(decoder, loaded, method, seed, **choice)
+            drawn = draw_within_budget(decoder, loaded, method, seed, **choice)
         else:
             drawn = drawn.timed(decoder, loaded, method)
     demonstrations = drawn.demonstrations
@@ -307,12 +307,12 @@ def _shares(method_options: MethodOptions, task: "Task") -> list[float] | None:
 def _method_of(method_options: MethodOptions) -> "Injector":
     """Return the method. Raises I2CLError for a missing encoder, before the model is loaded."""
     from i2cl import encoders
-    from i2cl.methods import calibrating_method
+    from i2cl.methods import make_injector
     from i2cl.methods.anchored import AnchoredWithEmbeddings
 
     given = {"memory": method_options.memory, "class_weight": method_options.class_weight}
     named = {name: str(value) for name, value in given.items() if value is not None}
-    chosen = calibrating_method(
+    chosen = make_injector(
         method_options.method, load.options(method_options.settings) | named, method_options.recipe
     )
     if isinstance(chosen, AnchoredWithEmbeddings):
@@ -332,7 +332,7 @@ def _show_fit(
     json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
-    from i2cl.methods.calibrated.folds import kept
+    from i2cl.methods.injecting import injection_cost
     from i2cl.storage.card import describe_confidence, describe_prior, describe_threshold
 
     history, count = injection.history, injection.context.demonstrations
@@ -341,7 +341,7 @@ def _show_fit(
         record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
         record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
         record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
-        record |= {"fit_seconds": seconds, "cached_values": kept(injection).cached_values}
+        record |= {"fit_seconds": seconds, "cached_values": injection_cost(injection).cached_values}
         record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
         record |= {"temperature": injection.temperature, "metrics": injection.metrics}
         console.print_json(record | {"evaluation": injection.evaluation or None})
