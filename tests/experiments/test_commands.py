@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 from unittest.mock import Mock
 
 import psutil
@@ -11,9 +10,9 @@ import pytest
 from experiments.runs import GRID, ONE, cell, kept, run_alone
 from fitting import one_line
 from i2cl import Decoder, load_task
-from i2cl.experiments.library import BUILTIN, ORDER, compare_with, load_experiment, restrict_tasks
+from i2cl.experiments.library import BUILTIN, compare_with, load_experiment, restrict_tasks
+from i2cl.experiments.runner import Bench
 from i2cl.experiments.store import Store
-from i2cl.experiments.studies import Bench
 from i2cl.interfaces.cli.experiment import _cells
 from processes import COMMAND, Program, finished, until
 
@@ -117,7 +116,7 @@ def test_restrict_tasks_and_compare_with():
     one_line(r"task 'trecc': did you mean 'trec'", restrict_tasks, [real, chat], ["sst2", "trecc"])
     assert [one.against for one in compare_with([main_grid, real], "IA3")] == ["I2CL", "IA3"]
     named = ["mood-colour-1", "mood-colour-2", "job-letter-1"]
-    cells, _ = _cells("shots", cell(), named, named, True, None, None)
+    cells = _cells("shots", cell(), named, named, True, None, None)
     assert {one.task for one in cells} == set(named)
 
 
@@ -136,7 +135,6 @@ def test_ls_lists_every_experiment(said):
     asked = load_experiment("real")
     cells = sum(min(asked.full.seeds, row.seeds or 99) for row in asked.rows)
     assert listed["real"]["cells_per_task"] == cells
-    assert [name for name in ORDER if load_experiment(name).timed] == ["main", "peft", "efficiency"]
 
 
 def test_ctrl_c_reports_the_stored_cells(tmp_path, monkeypatch, call):
@@ -195,26 +193,6 @@ def lines(folder):
     """Number of complete lines of a store; -1 before it exists."""
     file = folder / "cells.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else -1
-
-
-def test_tensor_parallel_run_equals_single_process_run(tmp_path, alone):
-    """With two processes as torchrun starts them, the first one writes the store."""
-    folder, words = tmp_path / "store", [*written(tmp_path)[:-2], "--seeds", "1"]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    words += ["--device-map", "tensor_parallel"]
-    programs = [Program(COMMAND, *words, **rank, **meeting) for rank in ranks]
-    (first, expected, errors), (second, *_) = [program.wait() for program in programs]
-    assert (first, second) == (0, 0), errors
-    assert expected.count("6 cells done") == 1
-    records = Store.open(folder).records
-    assert len(records) == len((folder / "cells.jsonl").read_text().splitlines()) == 6
-    for record in records.values():
-        assert record.outcome.predictions == alone(record.cell).outcome.predictions
-        assert record.provenance["weights"] == alone(record.cell).provenance["weights"]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ VECTORS = "vectors"  # folder with one file per cell
 PACKED_VECTORS = "vectors.safetensors"
 
 Vectors = Mapping[str, Mapping[str, np.ndarray]]
-"""context_vector, coefficients and class_vectors by cell key, see `i2cl.experiments.studies.Bench.keep`."""
+"""context_vector, coefficients and class_vectors by cell key, see `i2cl.experiments.runner.Bench.save`."""
 
 
 @dataclass
@@ -86,16 +86,6 @@ class Store:
             finally:
                 if not store.records:  # a run that could not start leaves no empty store behind
                     (path / CELLS).unlink()
-
-    @classmethod
-    @contextmanager
-    def discarding(cls, folder: str | Path) -> Iterator["Store"]:
-        """Open a store without writing to it; appended records are kept in memory only.
-
-        For the processes of a distributed run other than the one that writes.
-        """
-        records = cls.open(folder).records if (Path(folder) / CELLS).is_file() else {}
-        yield cls(Path(folder), records, lambda _line: None)
 
     def done(self, key: str) -> bool:
         """Whether a cell has a record that is done or skipped."""

@@ -129,44 +129,6 @@ def test_large_job_runs_in_slices_between_requests(batcher_with_task, decoder, b
     assert len(large.done.result(TIMEOUT_SECONDS)) == 10 * len(TEXTS)
 
 
-def test_large_requests_run_during_a_fit(batcher_with_task, decoder):
-    """At every pause a small request is queued as well, and there is time for one batch."""
-    batcher, store = batcher_with_task
-    decoder.token_budget = 128
-    small, begun = store.queries("a", [TEXTS[0]])[1], []
-    file, large = batcher.submit_slices, batcher.submit
-    rows = store.queries("a", TEXTS * 10)[1]
-
-    def work():
-        for submit in (file, lambda rows: large(rows, far_deadline())):
-            ticket = submit(rows)
-            for _ in range(10):
-                batcher._work_resumed_at = time.monotonic()
-                batcher.submit(small, far_deadline())
-                batcher.pause()
-            begun.append(ticket.begun)
-
-    batcher.run(work).result(TIMEOUT_SECONDS)
-    assert min(begun) >= 2
-
-
-def test_file_rows_run_before_requests_with_a_later_deadline(
-    batcher_with_task, decoder, busy_model, monkeypatch
-):
-    batcher, store = batcher_with_task
-    decoder.token_budget = 128
-    rows, order = store.queries("a", TEXTS * 10)[1], []
-    monkeypatch.setattr("i2cl.interfaces.server.batcher.MAX_FILE_WAIT_SECONDS", TIMEOUT_SECONDS / 2)
-    first = batcher.submit(rows, time.monotonic() + 1)
-    file, last = batcher.submit_slices(rows), batcher.submit(rows, far_deadline())
-    for name, ticket in (("first", first), ("file", file), ("last", last)):
-        ticket.deadline = float("inf")  # never expires, however slow the test is
-        ticket.done.add_done_callback(lambda _, name=name: order.append(name))
-    busy_model.set()
-    wait([last.done], 2 * TIMEOUT_SECONDS)
-    assert order == ["first", "file", "last"]
-
-
 def test_pause_gives_requests_as_much_time_as_the_fit_had(batcher_with_task, decoder):
     batcher, store = batcher_with_task
     decoder.token_budget = 128
@@ -248,7 +210,7 @@ def test_failing_row_does_not_affect_others(batcher_with_task, busy_model, monke
     assert batcher.waiting == 0
 
 
-@pytest.mark.parametrize("method", [Anchored.configured({"steps": 1}), I2CL.configured({"epochs": 2})])
+@pytest.mark.parametrize("method", [Anchored.from_options({"steps": 1}), I2CL.from_options({"epochs": 2})])
 @pytest.mark.parametrize("whole", [True, False])
 def test_requests_during_a_fit_do_not_change_its_result(
     batcher_with_task, decoder, task, busy_model, method, whole
@@ -266,7 +228,7 @@ def test_requests_during_a_fit_do_not_change_its_result(
     task = task if whole else replace(task, template=Template("{text} ->{label}"))
     assert LabelScorer(shared, task).labels.full == whole  # otherwise this tests the wrong kind of scoring
     shown = task.sample(1)
-    alone, fit = (batcher.run(lambda: method.injection(shared, task, shown)) for _ in range(2))
+    alone, fit = (batcher.run(lambda: method.fit_injection(shared, task, shown)) for _ in range(2))
     rows, tickets = store.queries("a", [TEXTS[0]])[1], []
 
     def send_next(_=None):
