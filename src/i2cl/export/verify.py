@@ -62,7 +62,7 @@ def make_pipeline(model: Any, tokenizer: Any = None, device: str | torch.device 
     """Return transformers' pipeline of a classifier: a model, or a folder, which is loaded in float32."""
     from transformers import pipeline
 
-    options = {"device": device or "cpu", "dtype": torch.float32}
+    options: Any = {"device": device or "cpu", "dtype": torch.float32}
     return pipeline("text-classification", model=model, tokenizer=tokenizer, **options)
 
 
