@@ -22,7 +22,7 @@ from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load
 from i2cl.export import export_causal_lm, export_gguf
 from i2cl.export.llama_cpp import LlamaCpp
 from i2cl.models.scoring import LabelScorer
-from i2cl.tasks.corpus import TASKS
+from i2cl.tasks.generated import TASKS
 
 BEGIN, END = "<!-- folded: begin -->", "<!-- folded: end -->"
 QUERIES = 200

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from i2cl.tasks.corpus import SEPARATOR, TEMPLATE, ReferenceTask, render, sample_categories, sample_words
+from i2cl.tasks.generated import SEPARATOR, TEMPLATE, ReferenceTask, render, sample_categories, sample_words
 
 END_OF_TEXT = "<|endoftext|>"
 BARE_PATTERN = "{determiner} {mood} {job} {place} {weather}"  # only the words of the attributes

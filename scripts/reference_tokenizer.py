@@ -5,7 +5,7 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from i2cl.tasks.corpus import TASKS
+from i2cl.tasks.generated import TASKS
 from reference_documents import END_OF_TEXT, document
 
 MAX_VOCABULARY = 4000

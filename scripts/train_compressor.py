@@ -1,6 +1,6 @@
 """Train a small prompt compressor for the bundled model: ICAE, AutoCompressor or CEPE.
 
-A document of the reference corpus (`i2cl.tasks.corpus`) has 4 to 20 demonstrations of one task, which are
+A document of the reference corpus (`i2cl.tasks.generated`) has 4 to 20 demonstrations of one task, which are
 compressed, and queries, whose labels the loss is computed on. Four tasks and some word combinations are held
 out. The decoder is frozen for icae and cepe; an AutoCompressor is a copy of the model that is trained.
 
@@ -33,7 +33,7 @@ from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import label_log_probabilities
-from i2cl.tasks.corpus import TASKS
+from i2cl.tasks.generated import TASKS
 from reference_documents import sample_example
 
 UNSEEN = ("mood-colour-1", "job-letter-2", "place-colour-2", "weather-letter-1")

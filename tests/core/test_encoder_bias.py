@@ -125,7 +125,9 @@ def test_label_prior_includes_the_encoder(injection):
 def test_changed_or_missing_encoder_is_refused(injection, words_encoder, tmp_path, monkeypatch):
     decoder = decoder_of("llama")
     words_encoder(WordsEncoder(turned=1))
-    one_line("the encoder 'words' yields other embeddings than at the fit", injection.log_probs, decoder, TEXTS)
+    one_line(
+        "the encoder 'words' yields other embeddings than at the fit", injection.log_probs, decoder, TEXTS
+    )
     one_line("yields other embeddings", InjectionPool, decoder, {"both": injection})
     injection.save_pretrained(tmp_path / "new")
     shutil.copytree(tmp_path / "new", tmp_path / "less")

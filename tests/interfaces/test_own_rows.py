@@ -42,8 +42,8 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
     odd = [("ticket 3 about price", "login"), ("ticket 5 about login", "login"), ("caf\u00e9", "Price")]
     path = write(tmp_path / "mine.csv", ROWS + odd, ";", "cp1252")
     out, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
-    assert err.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
-    assert f"warning: {path}: labels 'Price' and 'price' differ only in case" in err
+    assert f"note: {path} is read as Windows-1252" in err
+    assert f"note: {path} is read with semicolons between its cells" in err
     block, rest = out.split("\n\n", 1)
     assert all(len(line) <= 80 for line in block.splitlines())
     message = " ".join(block.split())
@@ -52,6 +52,7 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
         f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens",
         "Labels: Price 1, login 14, price 12.",
         *(
+            "! 'Price' has 1 row: did you mean 'price'? They are treated as different labels.",
             "! 'ticket 3 about price' is labelled login and price: keep one label.",
             "All 27 rows used: about ",
         ),

@@ -9,7 +9,7 @@ import torch
 import i2cl.methods.compressors.base as compressors
 from fitting import fit
 from i2cl import Decoder, evaluate, load_task, make_methods
-from i2cl.tasks.corpus import TASKS
+from i2cl.tasks.generated import TASKS
 
 KINDS = ("autocompressor", "icae", "cepe")
 

@@ -1,10 +1,10 @@
 """Summary of a labelled file, which `i2cl fit` prints before it fits."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from i2cl.interfaces.cli import console
-from i2cl.tasks.text import fold
 
 if TYPE_CHECKING:
     from i2cl.experiments.draw import Draw
@@ -39,12 +39,10 @@ def surveyed(
 
 def _label_lines(survey: "Survey") -> Iterator[str]:
     yield f"Labels: {', '.join(f'{word} {count:,}' for word, count in survey.labels.items())}."
-    for word, other in survey.typos:
-        if fold(word) == fold(other):  # a warning was emitted when the file was read
-            continue
+    for word, other in survey.typos.items():
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
         yield f"! {word!r} has {rows}: did you mean {other!r}? They are treated as different labels."
-    for text, words in survey.contradictions[:MAX_CONTRADICTIONS]:
+    for text, words in islice(survey.contradictions.items(), MAX_CONTRADICTIONS):
         snippet = text if len(text) <= MAX_SNIPPET else f"{text[:MAX_SNIPPET]}..."
         yield f"! {snippet!r} is labelled {' and '.join(words)}: keep one label."
     if len(survey.contradictions) > MAX_CONTRADICTIONS:

@@ -10,7 +10,7 @@ import pydantic
 from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
-from i2cl.errors import first_problem
+from i2cl.errors import I2CLError, first_problem
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.guard import BODY, READER, policy
 from i2cl.interfaces.server.jobs import Job, Jobs, unknown_job
@@ -19,7 +19,7 @@ from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry
 from i2cl.interfaces.server.uploads import max_upload_bytes
-from i2cl.tasks.formats import load_json, repeated_key
+from i2cl.tasks.formats import load_json
 
 MAX_FILE_BODY = 256 * 2**20  # bytes of a file of texts
 EVENT_POLL_SECONDS = 0.2
@@ -200,11 +200,11 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
     jobs = jobs_of(service)
     try:
         given = load_json(body)
+    except I2CLError as error:  # a key is given twice
+        raise RefusalError(422, "bad_request", str(error)) from None
     except (ValueError, RecursionError) as error:
         message = f"the body is not valid JSON ({type(error).__name__})"
         raise RefusalError(422, "bad_request", message, "correct it") from None
-    if (key := repeated_key(given)) is not None:
-        raise RefusalError(422, "bad_request", f"the key {key!r} is given twice", "remove one")
     options = _validated_fit(given)
     service.tasks.require_name(options.name)
     inputs, names = _input_files(options)
