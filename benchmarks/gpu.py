@@ -150,7 +150,7 @@ def speed(work: Workload, scale: Scale) -> list[dict[str, Any]]:
     rows.append(of_measure(injected, "<= 1.02", f"{name}: injected / plain forward, time"))
     mixed = measures.mixed_over_one(work, scale.pairs)
     rows.append(of_measure(mixed, ">= 0.97", f"{name}: {mixed.name}"))
-    predict = partial(injection.scores, decoder, work.texts)
+    predict = partial(injection.log_probs, decoder, work.texts)
     pair = measures.paired(predict, partial(plain_forward, work), device, max(2, scale.pairs // 7))
     parameters = (parameter for block in decoder.blocks for parameter in block.parameters())
     matrices = sum(parameter.numel() for parameter in parameters if parameter.dim() > 1)

@@ -132,7 +132,7 @@ def fitted(work: Workload, recipe: str, **changes: object) -> Injection:
 
 def predict(work: Workload, injection: Injection) -> Measure:
     """Time the classification of all texts, tokenization included, and measure its peak memory."""
-    run = partial(injection.scores, work.decoder, work.texts)
+    run = partial(injection.log_probs, work.decoder, work.texts)
     run()
     with peak_memory(work.decoder.device) as peak:
         taken = seconds(run, work.decoder.device)
@@ -149,7 +149,7 @@ def predict_over_forward(
     """
     groups = [list(group) for _, group in groupby(sorted(work.queries, key=len), key=len)]
     plain = partial(_base_forward, work, groups, same_products=same_products)
-    whole = partial(injection.scores, work.decoder, work.texts)
+    whole = partial(injection.log_probs, work.decoder, work.texts)
     pair = paired(whole, plain, work.decoder.device, pairs)
     like = ", same products" if same_products else ""
     return Measure.of(f"predict / plain forward{like}, throughput", pair, queries=len(work.texts))
@@ -191,9 +191,9 @@ def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
         took = seconds(partial(_load, pool, names, base), device)
     texts = sorted(work.texts, key=len)[:ROWS]  # short ones: with 64 long rows, a CPU's allocator dominates
     chosen = names[:: max(1, loaded // len(texts))][: len(texts)]
-    mixed = partial(pool.scores, texts, chosen)
+    mixed = partial(pool.log_probs, texts, chosen)
     with _one_batch(work):
-        pair = paired(mixed, partial(base.scores, work.decoder, texts), device, pairs)
+        pair = paired(mixed, partial(base.log_probs, work.decoder, texts), device, pairs)
     return Measure.of(
         f"{len(texts)} tasks in a batch / one task, throughput, {loaded} loaded",
         pair,
@@ -317,7 +317,7 @@ def against_prefix(
     for count in tasks:
         names = [f"task {row % count}" for row in range(len(work.texts))]
         pool.log_probs(work.texts[:8], names[:8])
-        injected[count] = len(work.texts) / seconds(partial(pool.scores, work.texts, names), device)
+        injected[count] = len(work.texts) / seconds(partial(pool.log_probs, work.texts, names), device)
     for length in tokens:
         report(f"{length} demonstration tokens")
         prefix, first = _timed_prefix(work, tuple((ids * (length // len(ids) + 1))[:length]))

@@ -134,7 +134,7 @@ class Bench:
         }
 
     def direct(self, rows: int, seconds: float = 0.0) -> float:
-        """Measure the rows per second of `InjectionPool.scores` on lists of ``rows``."""
+        """Measure the rows per second of `InjectionPool.log_probs` on lists of ``rows``."""
         pool, names = self.service.tasks.pool, list(self.service.tasks.pool)
         texts, count = cycle(self.texts), 0
         started = time.perf_counter()

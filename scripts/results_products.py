@@ -68,7 +68,7 @@ class _StoredScores:
     stored: Float[np.ndarray, "queries labels"]
     cost: Cost = field(default_factory=Cost)
 
-    def scores(self, _texts: Sequence[str], _progress: Progress | None = None) -> Tensor:
+    def log_probs(self, _texts: Sequence[str], _progress: Progress | None = None) -> Tensor:
         return torch.from_numpy(self.stored).double()
 
 

@@ -77,7 +77,7 @@ def test_labels_of_several_tokens_are_learned_as_sequences():
         result = fit(task=labels, noise=0.0, batches=[[1]])
     assert len(caught) == 1
     before = fit(task=labels, noise=0.0, epochs=0, scoring="sequence")
-    probability = before.scorer(decoder_of("llama")).log_probs(["dull"], edit=before.edit())[0, 1].item()
+    probability = before.scorer(decoder_of("llama")).scores(["dull"], edit=before.edit())[0, 1].item()
     assert result.history[0] == pytest.approx(-probability, rel=1e-5)
 
 

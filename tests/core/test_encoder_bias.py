@@ -145,7 +145,7 @@ def test_changed_or_missing_encoder_is_refused(injection, words_encoder, tmp_pat
     Injection.from_pretrained(tmp_path / "less").log_probs(decoder, TEXTS)
     monkeypatch.undo()
     monkeypatch.setattr("i2cl.errors.find_spec", lambda module: None)
-    one_line(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.scores, decoder, TEXTS)
+    one_line(r"sentence encoder needs .*'i2cl\[embeddings\]'", injection.log_probs, decoder, TEXTS)
 
 
 def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
         patch.setattr(encoder_bias, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
         one_line("not here: get it .or give its new location with --encoder", moved.log_probs, decoder, TEXTS)
     words_encoder(WordsEncoder(turned=1))
-    one_line("yields other embeddings than at the fit: give the encoder", moved.scores, decoder, TEXTS)
+    one_line("yields other embeddings than at the fit: give the encoder", moved.log_probs, decoder, TEXTS)
     replace(injection, encoder_bias=None).save_pretrained(tmp_path / "plain")
     one_line(
         "plain' uses no sentence encoder", Injection.from_pretrained, tmp_path / "plain", encoder="elsewhere"

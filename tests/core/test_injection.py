@@ -184,7 +184,7 @@ def test_word_weights_are_saved(saved, tmp_path):
     one_line("with scoring 'sequence' and 2 labels", made, scoring="sequence", word_weights=torch.eye(2))
     one_line(r"\(5, 5\) with scoring 'words' and 2", made, scoring="words", word_weights=torch.eye(5))
     other = replace(weighted, word_weights=torch.ones(99, 2))
-    one_line("word weights have .*fit it again", other.scores, decoder_of("llama"), TEXTS)
+    one_line("word weights have .*fit it again", other.log_probs, decoder_of("llama"), TEXTS)
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "with a learned weight for each token (`word_weights`)" in card
     tensors = load_file(tmp_path / "new" / TENSORS)

@@ -276,7 +276,7 @@ def wrong(x=None, y=None, **parameters):
             {"y": np.array(["2020-01-01", "2021-01-01"] * 30, "datetime64[D]"), "labels": DATES},
             "2020.* is not a string or a number",
         ),
-        ({"scoring": "nope"}, "scoring is 'nope': choose one of auto, first_token, full"),
+        ({"scoring": "nope"}, "scoring is 'nope': choose one of auto, first_token, sequence"),
         ({"template": None}, "template is None: give a string with {text} and {label}"),
         ({"settings": [1]}, "settings is a list: give a dict"),
         ({"random_state": 2**70}, "random_state is .*63 bits"),

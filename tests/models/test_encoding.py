@@ -311,9 +311,9 @@ def test_word_level_scores_are_means_over_tokens(decoder):
     expected = [(many * a + once * other) / (many + once) for other in (b, c, e)]
     expected.insert(2, d)
     torch.testing.assert_close(result.scores(wide), torch.stack(expected, -1))
-    torch.testing.assert_close(result.mean(wide[..., list(result.read)]), result.log_probs(wide))
+    torch.testing.assert_close(result.mean(wide[..., list(result.read)]), result.scores(wide))
     changed = result.at_first(wide)
-    torch.testing.assert_close(changed[..., list(result.first)], result.log_probs(wide))
+    torch.testing.assert_close(changed[..., list(result.first)], result.scores(wide))
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
 
 
