@@ -214,7 +214,7 @@ def test_wrong_pairs_of_name_and_code_are_refused(refused, model, tmp_path, labe
 
 def test_pairs_of_name_and_code_are_for_files_alone(refused, tmp_path):
     words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "new", "--labels", "good=True,bad=False"]
-    assert "are for a file of rows" in refused(*words)
+    assert "apply only to a file of rows" in refused(*words)
 
 
 def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_path):
@@ -223,7 +223,7 @@ def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_pa
     bundled = "fit", "reference", "mood-colour-1", "-o", tmp_path / "new"
     assert "--keep-back needs rows from a file" in refused(*bundled, "--keep-back", "3")
     assert "leave them out" in refused(*bundled, "--text-column", "body")
-    assert "{text} 0 times" in refused("fit", "reference", path, "--template", "", "-o", tmp_path / "new")
+    assert "it needs {text}" in refused("fit", "reference", path, "--template", "", "-o", tmp_path / "new")
     for shots in ("0", "-1", "2.5", "every"):
         err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", shots)
         assert f"'{shots}' is neither a positive integer nor 'all'" in err

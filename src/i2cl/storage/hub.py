@@ -82,7 +82,7 @@ def upload(
             repo_id=full_id, folder_path=folder, revision=revision, commit_message=message
         )
     except _HUB_ERRORS as error:
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
         reason = f"{type(error).__name__} ({first_line(error).rstrip('.')})"
         problem = f"the hub says {reason}: correct the name, or try again later"
         raise I2CLError(f"cannot push to {repo_id!r}: {_STATUS_PROBLEMS.get(status, problem)}") from None

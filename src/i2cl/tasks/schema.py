@@ -108,7 +108,8 @@ def parse_spec(data: bytes, source: str, group: str = "user") -> TaskSpec:
         if problem["type"] != "extra_forbidden":
             raise I2CLError(f"{source}: {first_problem(error)}") from error
         *tables, field = map(str, problem["loc"])
-        known = list({"hub": HubSource, "files": FilesSource}.get("".join(tables), TaskSpec).model_fields)
+        models: dict[str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}
+        known = list(models.get("".join(tables), TaskSpec).model_fields)
         name, hint = ".".join((*tables, field)), did_you_mean(field, known)
         raise I2CLError(
             f"{source}: unknown field {name!r}: {hint}remove it or use one of {', '.join(known)}"
