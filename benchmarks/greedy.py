@@ -8,8 +8,6 @@ artefact and its scores on the queries are saved to a folder.
 """
 
 import argparse
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from i2cl.experiments.grid import Cell
 from i2cl.experiments.store import Store
 from i2cl.methods import make_methods
 from i2cl.models.scoring import LabelScorer, next_token_log_probabilities, score
+from tables import measure_missing
 
 
 def measured(
@@ -71,31 +70,27 @@ def measured(
 
 def main() -> None:
     """Run what is missing in the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
-    parser.add_argument("tasks")
+    parser.add_argument("tasks", help="separated by commas")
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--limit", type=int, default=200)
+    parser.add_argument("--limit", type=int, default=200, help="queries per task")
     parser.add_argument("--store", type=Path, help="of `i2cl experiment run real`")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--keep", type=Path)
-    asked = parser.parse_args()
-    lines = asked.output.read_text(encoding="utf-8").splitlines() if asked.output.is_file() else []
-    done = {(one["task"], one["seed"]) for one in map(json.loads, lines)}
-    records = Store.open(asked.store).records if asked.store else {}
-    decoder = Decoder.from_pretrained(asked.model)
-    for seed in range(asked.seeds):
-        for name in asked.tasks.split(","):
-            if (name, seed) in done:
-                continue
-            cell = Cell(model=asked.model, task=name, method="anchored", seed=seed, limit=asked.limit)
-            kept = records.get(cell.key)
-            stored = list(kept.outcome.predictions) if kept and kept.outcome else None
-            row = measured(decoder, load_task(name), seed, asked.limit, stored, asked.keep)
-            with asked.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"task": name, "seed": seed} | row) + "\n")
-            sys.stdout.write(f"{name} {seed} {row}\n")
-            sys.stdout.flush()
+    given = parser.parse_args()
+    records = Store.open(given.store).records if given.store else {}
+    decoder = Decoder.from_pretrained(given.model)
+
+    def measure(task: str, seed: int) -> dict[str, Any]:
+        cell = Cell(model=given.model, task=task, method="anchored", seed=seed, limit=given.limit)
+        record = records.get(cell.key)
+        stored = list(record.outcome.predictions) if record and record.outcome else None
+        return measured(decoder, load_task(task), seed, given.limit, stored, given.keep)
+
+    measure_missing(given.output, given.tasks.split(","), given.seeds, measure)
 
 
 if __name__ == "__main__":

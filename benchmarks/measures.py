@@ -5,7 +5,7 @@ Comparisons are ratios of adjacent runs, which are much less noisy than absolute
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
@@ -140,19 +140,13 @@ def predict(work: Workload, injection: Injection) -> Measure:
     return Measure("predict", len(work.texts) / taken, "queries/s", detail)
 
 
-def predict_over_forward(
-    work: Workload, injection: Injection, pairs: int, *, same_products: bool = False
-) -> Measure:
-    """Compare the throughput of prediction with the base model's forward on the same tokens without padding.
-
-    With ``same_products``, the forward uses the same matrix products as prediction (`i2cl.models.onednn`).
-    """
+def predict_over_forward(work: Workload, injection: Injection, pairs: int) -> Measure:
+    """Compare the throughput of prediction with the base model's forward on unpadded batches of the texts."""
     groups = [list(group) for _, group in groupby(sorted(work.queries, key=len), key=len)]
-    plain = partial(_base_forward, work, groups, same_products=same_products)
+    plain = partial(_base_forward, work, groups)
     whole = partial(injection.log_probs, work.decoder, work.texts)
     pair = paired(whole, plain, work.decoder.device, pairs)
-    like = ", same products" if same_products else ""
-    return Measure.of(f"predict / plain forward{like}, throughput", pair, queries=len(work.texts))
+    return Measure.of("predict / plain forward, throughput", pair, queries=len(work.texts))
 
 
 def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Measure:
@@ -269,9 +263,9 @@ def rows_of(work: Workload, pairs: int, **changes: object) -> Iterator[Measure]:
     yield labels_over_repeated_queries(work, pairs)
 
 
-def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]], *, same_products: bool) -> None:
+def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]]) -> None:
     model: Any = work.decoder.model.base_model
-    with work.decoder.frozen() if same_products else nullcontext(), torch.no_grad():
+    with torch.no_grad():
         for group in groups:
             size = max(1, work.decoder.token_budget // len(group[0]))
             for start in range(0, len(group), size):

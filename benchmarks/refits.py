@@ -7,8 +7,6 @@ existing lines are not run again. The paper's nine tasks need I2CL_DATA_DIR or t
 """
 
 import argparse
-import json
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +16,7 @@ from i2cl import Decoder, Example, Task, anchor, load_task
 from i2cl.methods import Predictor
 from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected
 from i2cl.models.encoding import ScoringWarning
+from tables import measure_missing
 
 
 def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, Any]:
@@ -40,26 +39,22 @@ def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, A
 
 def main() -> None:
     """Run what is missing in the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
-    parser.add_argument("tasks")
+    parser.add_argument("tasks", help="separated by commas")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--folds", type=int, default=FOLDS)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    asked = parser.parse_args()
+    given = parser.parse_args()
     warnings.simplefilter("ignore", ScoringWarning)
-    lines = asked.output.read_text(encoding="utf-8").splitlines() if asked.output.is_file() else []
-    done = {(one["task"], one["seed"], one["folds"]) for one in map(json.loads, lines)}
-    decoder = Decoder.from_pretrained(asked.model)
-    for seed in range(asked.seeds):
-        for name in asked.tasks.split(","):
-            if (name, seed, asked.folds) in done:
-                continue
-            row = measured(decoder, load_task(name), seed, asked.folds)
-            with asked.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"task": name, "seed": seed} | row) + "\n")
-            sys.stdout.write(f"{name} {seed} {row['seconds']} s\n")
-            sys.stdout.flush()
+    decoder = Decoder.from_pretrained(given.model)
+
+    def measure(task: str, seed: int) -> dict[str, Any]:
+        return measured(decoder, load_task(task), seed, given.folds)
+
+    measure_missing(given.output, given.tasks.split(","), given.seeds, measure)
 
 
 if __name__ == "__main__":

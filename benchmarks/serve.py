@@ -44,7 +44,7 @@ SHORTER = 3
 """Factor of more and shorter rounds, for measurements of a few milliseconds on a noisy machine."""
 
 
-def asked(connection: HTTPConnection, task: str, text: str) -> tuple[float, int]:
+def send(connection: HTTPConnection, task: str, text: str) -> tuple[float, int]:
     """Send a request, and return its seconds and status."""
     body = json.dumps({"model": task, "input": text}).encode()
     started = time.perf_counter()
@@ -77,7 +77,7 @@ def client(
                     return
                 time.sleep(max(0.0, due - time.perf_counter()))
                 turn += connections
-            result.append(asked(connection, f"t{draw.randrange(tasks)}", draw.choice(texts)))
+            result.append(send(connection, f"t{draw.randrange(tasks)}", draw.choice(texts)))
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(connections)]
     for thread in threads:
@@ -99,7 +99,7 @@ class Bench:
         self.port = int(listener.getsockname()[1])
         ready = threading.Event()
         app = make_app(self.service, Access())
-        threading.Thread(target=_served, args=(app, listener, ready.set), daemon=True).start()
+        threading.Thread(target=run_server, args=(app, listener, ready), daemon=True).start()
         ready.wait()
         self.texts = sorted(work.texts, key=len)[len(work.texts) // 4 : -len(work.texts) // 4]
         (folder / "texts.json").write_text(json.dumps(self.texts), encoding="utf-8")
@@ -116,12 +116,13 @@ class Bench:
         self, connections: int = 1, rate: float = 0.0, tasks: int = 8, seconds: float = 0.0
     ) -> dict[str, Any]:
         """Run clients, and return the latencies of answers and rejections, the rate, and the batch size."""
-        batches: list[int] = []
-        observer, self.service.batcher._observer = self.service.batcher._observer, _Rows(batches)  # noqa: SLF001
+        rows, batches = self.counted()
         options = [self.port, connections, seconds or self.seconds, rate, tasks, self.file]
         command = [sys.executable, __file__, "--client", *map(str, options)]
         record = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-        self.service.batcher._observer = observer  # noqa: SLF001
+        rows, batches = (
+            after - before for after, before in zip(self.counted(), (rows, batches), strict=True)
+        )
         done = sorted(taken for taken, status in record["requests"] if status == 200)
         refused = sorted(taken for taken, status in record["requests"] if status == 429)
         others = [status for _, status in record["requests"] if status not in {200, 429}]
@@ -130,8 +131,14 @@ class Bench:
             "refused": refused,
             "others": others,
             "rate": len(done) / record["seconds"],
-            "batch": sum(batches) / max(1, len(batches)),
+            "batch": rows / max(1, batches),
         }
+
+    def counted(self) -> tuple[float, float]:
+        """Return the number of rows and of batches that the server has run, from its metrics."""
+        lines = (line.rsplit(maxsplit=1) for line in self.service.metrics.text().decode().splitlines())
+        values = {name: value for name, value in lines if name.startswith("i2cl_batch_rows_")}
+        return float(values["i2cl_batch_rows_sum"]), float(values["i2cl_batch_rows_count"])
 
     def direct(self, rows: int, seconds: float = 0.0) -> float:
         """Measure the rows per second of `InjectionPool.log_probs` on lists of ``rows``."""
@@ -190,7 +197,7 @@ class Bench:
 
     def mixed(self) -> Iterator[dict[str, Any]]:
         """Compare a batch of 64 tasks with a batch of one task."""
-        mixed, alone = self.asked(ROWS), self.asked(1)
+        mixed, alone = self.queries(ROWS), self.queries(1)
         answers = self.service.tasks.pool.score_rows
         pair = paired(lambda: answers(alone), lambda: answers(mixed), self.decoder.device, self.rounds)
         yield _row("a batch of 64 tasks / of one task, time", pair.ratio, "x", "<= 1.10", vars(pair))
@@ -210,7 +217,7 @@ class Bench:
 
     def overload(self) -> Iterator[dict[str, Any]]:
         """Send requests at four times the capacity."""
-        tokens = sum(row.tokens for row in self.asked(1)) / ROWS
+        tokens = sum(row.tokens for row in self.queries(1)) / ROWS
         batcher = self.service.batcher
         capacity = self.load(connections=32)["rate"]
         seen = []
@@ -243,7 +250,7 @@ class Bench:
         """Compare single texts during a fit or a batch file with single texts alone."""
         from i2cl.interfaces.server.client import Client
 
-        asks = Client(f"http://127.0.0.1:{self.port}")
+        http = Client(f"http://127.0.0.1:{self.port}")
         examples = [
             {"text": row.text, "label": self.work.task.labels[row.label]} for row in self.work.demonstrations
         ]
@@ -251,25 +258,25 @@ class Bench:
         fit = {"evaluate": 0, "shots": 5}
         slow = {"evaluate": 0, "shots": 5, "method": "i2cl", "settings": {"epochs": 2000}}
         for name, begin in (
-            ("an anchored fit", lambda: [asks.fit("fit", examples, template, **fit) for _ in range(60)]),
-            ("an I2CL fit", lambda: [asks.fit("fit", examples, template, **slow)]),
-            ("a file of 100,000 rows", lambda: [asks.batch([{"input": self.texts[0]}] * 100_000, "t0")]),
+            ("an anchored fit", lambda: [http.fit("fit", examples, template, **fit) for _ in range(60)]),
+            ("an I2CL fit", lambda: [http.fit("fit", examples, template, **slow)]),
+            ("a file of 100,000 rows", lambda: [http.batch([{"input": self.texts[0]}] * 100_000, "t0")]),
         ):
             alone = self.load(seconds=2 * self.seconds)["done"]
             jobs = begin()
             time.sleep(1.0)
             during = self.load(seconds=2 * self.seconds)["done"]
-            states = Counter(asks.job(job)["status"] for job in jobs)
+            states = Counter(http.job(job)["status"] for job in jobs)
             for job in jobs[::-1]:
-                if asks.job(job)["status"] in {"queued", "running"}:
-                    asks.cancel(job)
-            while any(asks.job(job)["status"] == "running" for job in jobs):
+                if http.job(job)["status"] in {"queued", "running"}:
+                    http.cancel(job)
+            while any(http.job(job)["status"] == "running" for job in jobs):
                 time.sleep(0.1)
             pair = [(_quantile(one, 0.99), median(one), len(one)) for one in (during, alone)]
             detail = {"during": pair[0], "alone": pair[1], "jobs": states}
             yield _row(f"single texts beside {name}, p99", pair[0][0] / pair[1][0], "x", "<= 3", detail)
 
-    def asked(self, tasks: int) -> list[TaskQuery]:
+    def queries(self, tasks: int) -> list[TaskQuery]:
         """Return 64 queries, spread over ``tasks`` tasks."""
         texts = list(islice(cycle(self.texts), ROWS))
         return [self.service.tasks.queries(f"t{row % tasks}", [text])[1][0] for row, text in enumerate(texts)]
@@ -291,28 +298,19 @@ class Bench:
             del pool.score_rows
 
 
-class _Rows:
-    def __init__(self, result: list[int]) -> None:
-        self.result = result
-
-    def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:  # noqa: ARG002
-        """Record the rows of a batch."""
-        self.result.append(rows)
-
-
-def _served(app: Any, listener: Any, ready: Any) -> None:
+def run_server(app: Any, listener: Any, ready: threading.Event) -> None:
+    """Run the application on a listening socket, and set ``ready`` once it accepts requests."""
     import uvicorn
+
+    def wait() -> None:
+        while not server.started:
+            time.sleep(0.01)
+        ready.set()
 
     config = uvicorn.Config(app, log_level="error", access_log=False, timeout_keep_alive=IDLE_SECONDS)
     server = uvicorn.Server(config)
-    threading.Thread(target=_told, args=(server, ready), daemon=True).start()
-    server.run(sockets=[listener])  # `served` would install signal handlers, which need the main thread
-
-
-def _told(server: Any, ready: Any) -> None:
-    while not server.started:
-        time.sleep(0.01)
-    ready()
+    threading.Thread(target=wait, daemon=True).start()
+    server.run(sockets=[listener])  # `i2cl serve` installs signal handlers, which need the main thread
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:

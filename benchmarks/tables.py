@@ -1,13 +1,15 @@
-"""Describe the machine of a benchmark, and print its tables on a terminal or in Markdown:
+"""Shared parts of the benchmarks: the machine, resumable measurements, and the tables of `run.py`.
 
-python benchmarks/tables.py docs/performance/cpu.json
+python benchmarks/tables.py docs/performance/cpu.json     prints a result of `run.py` as Markdown
 """
 
 import json
 import os
 import platform
 import sys
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,20 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def measure_missing(
+    output: Path, tasks: Iterable[str], seeds: int, measure: Callable[[str, int], dict[str, Any]]
+) -> None:
+    """Append a line of JSON to a file for each task and seed that it does not have yet."""
+    lines = output.read_text(encoding="utf-8").splitlines() if output.is_file() else []
+    done = {(row["task"], row["seed"]) for row in map(json.loads, lines)}
+    for seed, task in product(range(seeds), tasks):
+        if (task, seed) not in done:
+            row = {"task": task, "seed": seed} | measure(task, seed)
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(task, seed, flush=True)
 
 
 def show(results: dict[str, Any]) -> None:

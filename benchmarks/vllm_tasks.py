@@ -9,10 +9,6 @@ wall-clock seconds (``--wall``).
 
 With ``--http``, it compares servers over 16 connections: one without the plugin, and one with four tasks,
 with and without a task in the request. It counts the CPU seconds of the server's processes only.
-
-    python benchmarks/vllm_tasks.py --labels [--model smollm2] [--texts 48]
-
-prints the time of a request with labels of several tokens, and the latency of concurrent single texts.
 """
 
 import argparse
@@ -33,7 +29,7 @@ from typing import Any
 
 ENGINES = {"plain": 0, "ten": 10, "thousand": 1000}
 REQUESTS, LAYERS, WIDTH = 48, 8, 576
-CONNECTIONS, TASKS, EACH, TEXTS = 16, 4, 4, 12
+CONNECTIONS, TASKS, EACH = 16, 4, 4
 
 
 def make_model(folder: Path) -> None:
@@ -56,15 +52,6 @@ def make_model(folder: Path) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(located("reference")).save_pretrained(folder)
-
-
-def copy_model(name: str, folder: Path) -> None:
-    """Save a model as a float32 checkpoint."""
-    from i2cl import Decoder
-
-    decoder = Decoder.from_pretrained(name, dtype="float32", device="cpu")
-    decoder.model.save_pretrained(folder)
-    decoder.tokenizer.save_pretrained(folder)
 
 
 def serve(model: str, tasks: int) -> None:
@@ -151,7 +138,7 @@ def turn(engine: Any) -> list[float]:
 
 
 def make_tasks(model: Path, folder: Path) -> None:
-    """Random injections: some with labels of one token, and one with labels of several (intents)."""
+    """Save random injections."""
     import torch
 
     from i2cl import Decoder, Injection
@@ -160,8 +147,8 @@ def make_tasks(model: Path, folder: Path) -> None:
 
     decoder = Decoder.from_pretrained(str(model), dtype="float32", device="cpu")
     draw, names = torch.Generator().manual_seed(0), [f"task-{number}" for number in range(TASKS)]
-    for name in [*names, "intents"]:
-        task = load_task("mood-colour-1" if name in names else name)
+    task = load_task("mood-colour-1")
+    for name in names:
         values = 0.1 * torch.randn(decoder.layers, 2, decoder.d_model, generator=draw)
         pairs = 1 + 0.1 * torch.randn(decoder.layers, 2, 2, generator=draw)
         vector = ContextVector(values, ExtractConfig(), 4, decoder.base)
@@ -171,7 +158,7 @@ def make_tasks(model: Path, folder: Path) -> None:
 class Server:
     """vLLM's server in separate processes."""
 
-    def __init__(self, model: Path, tasks: Path | None, *, caching: bool = False) -> None:
+    def __init__(self, model: Path, tasks: Path | None) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -180,8 +167,7 @@ class Server:
             env["I2CL_VLLM_TASKS"] = str(tasks)
         options = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 64"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += [*options.split(), "--served-model-name", "model"]
-        command += [] if caching else ["--no-enable-prefix-caching"]
+        command += [*options.split(), "--served-model-name", "model", "--no-enable-prefix-caching"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(
             command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -210,13 +196,15 @@ class Server:
         times = [one.cpu_times() for one in (whole, *whole.children(recursive=True))]
         return sum(one.user + one.system for one in times)
 
-    def ask(self, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> list[float]:
+    def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[float]:
         """Send requests sequentially over one connection, and return the seconds of each."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
         taken = []
         for body in bodies:
             before = time.perf_counter()
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
             answer = connection.getresponse()
             content = answer.read()
             if answer.status != 200:
@@ -224,15 +212,6 @@ class Server:
             taken.append(time.perf_counter() - before)
         connection.close()
         return taken
-
-    def counted(self, name: str) -> float:
-        """Return the sum of one of vLLM's metrics."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))
-        )
 
     def turn(self, tasks: Sequence[str | None]) -> float:
         """Run one round over all connections, which alternate between tasks, and return the CPU seconds."""
@@ -277,52 +256,6 @@ def over_http(rounds: int) -> dict[str, list[float]]:
     return taken
 
 
-def with_labels(name: str | None, count: int) -> None:
-    """Time a request of many texts with labels of several tokens, and concurrent single texts.
-
-    Args:
-        name: model; None for a random one.
-        count: number of texts.
-    """
-    path, single = "/v1/i2cl/classify", {"model": "task-0", "input": "the letter arrived"}
-    from i2cl.tasks import load_task
-
-    texts = [example.text for example in load_task("intents").train[:count]]
-    with tempfile.TemporaryDirectory() as scratch:
-        model, tasks = Path(scratch) / "model", Path(scratch) / "tasks"
-        copy_model(name, model) if name else make_model(model)
-        make_tasks(model, tasks)
-        server = Server(model, tasks, caching=True)
-        try:
-            server.wait()
-            server.ask([single] * 8, path)
-            alone = server.ask([single] * 40, path)
-            before = server.counted("vllm:request_success_total"), server.counted("vllm:prompt_tokens_total")
-            spent, waited = server.spent(), []
-            with ThreadPoolExecutor(1) as pool:
-                bulk = pool.submit(server.ask, [{"model": "intents", "input": texts}], path)
-                for _ in range(10_000):
-                    if bulk.done():
-                        break
-                    waited += server.ask([single], path)
-            prompts, tokens = (
-                server.counted(name) - one
-                for name, one in zip(
-                    ("vllm:request_success_total", "vllm:prompt_tokens_total"), before, strict=True
-                )
-            )
-            spent = server.spent() - spent
-        finally:
-            server.process.terminate()
-            server.process.wait(60)
-    took = f"{count} texts {bulk.result()[0]:.1f} s, {spent:.1f} CPU s"
-    print(f"{took}; with the single texts {prompts:.0f} prompts, {tokens:.0f} tokens")
-    print(
-        f"{len(waited)} single texts: {statistics.median(alone):.3f} s alone, "
-        f"{statistics.median(waited):.3f} s during the request"
-    )
-
-
 def in_engines(rounds: int, *, wall: bool) -> dict[str, list[float]]:
     """Time every round of the three engines."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -348,17 +281,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--http", action="store_true")
-    parser.add_argument("--labels", action="store_true")
-    parser.add_argument("--model", help="model for --labels; default: a random one")
-    parser.add_argument("--texts", type=int, default=TEXTS, help="number of texts for --labels")
     parser.add_argument("--serve")
     parser.add_argument("--tasks", type=int, default=0)
     given = parser.parse_args()
     if given.serve:
         serve(given.serve, given.tasks)
-        return
-    if given.labels:
-        with_labels(given.model, given.texts)
         return
     taken = over_http(given.rounds) if given.http else in_engines(given.rounds, wall=given.wall)
     for name, values in taken.items():

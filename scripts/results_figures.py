@@ -12,11 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from i2cl.experiments.confidence import highest, reliability as curve
-from i2cl.experiments.report.figures_base import new_figure
+from i2cl.experiments.report.figures import new_figure
 from i2cl.experiments.report.results import Results
 from i2cl.experiments.statistics import Accuracy
 from i2cl.injections.temperature import normalised
-from results_tables import LABELS, OURS, STORES, confidence_fits, find_line, find_lines, is_complete, results
+from results_confidence import confidence_fits
+from results_tables import LABELS, OURS, STORES, find_line, find_lines, is_complete, results
 
 INK = {
     "#010101": ("ink", "#1f2328", "#f0f6fc"),
@@ -32,7 +33,7 @@ INK = {
 
 def reliability() -> str:
     """Plot accuracy against confidence, as predicted and at the temperature fitted by cross-validation."""
-    _, fits = confidence_fits()
+    fits = confidence_fits()
     figure = new_figure(4.8, 4.0)
     axes = figure.add_subplot()
     axes.plot([0, 100], [0, 100], linestyle="--", color="#020202", label="perfect calibration")

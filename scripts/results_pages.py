@@ -8,16 +8,20 @@ Rows without results in the store are omitted, so they can be listed here before
 
 import json
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from statistics import fmean
 
 import numpy as np
+from jaxtyping import Bool
 
-from i2cl.experiments.report.layout import NO_RESULT, format_interval, format_points
-from i2cl.experiments.report.printed import printed_tables
+from i2cl.experiments.report.paper import printed_tables
+from i2cl.experiments.report.results import Line, Results, outcome
+from i2cl.experiments.report.tables import NO_RESULT, format_accuracy, format_interval, format_points
+from i2cl.experiments.statistics import Difference, accuracy, difference
+from i2cl.injections.temperature import TYPICAL_TEMPERATURE, normalised
+from results_confidence import temperatures, thresholds
 from results_figures import FIGURES
-from results_products import products, together
 from results_tables import (
     LABELS,
     OURS,
@@ -26,10 +30,10 @@ from results_tables import (
     against_ours,
     average,
     by_task,
-    confidence_fits,
     differences,
     find_line,
     find_lines,
+    format_differences,
     is_complete,
     line_of,
     on_task,
@@ -53,6 +57,13 @@ COLUMNS = (
     "Few-shot (ICL)",
 )
 """Columns of the table by task."""
+
+OTHERS = {
+    "sentence_embeddings": "Sentence embeddings",
+    "setfit": "SetFit",
+    "Linear probe": "Linear probe of the LLM",
+}
+EMBEDDINGS = "sentence_embeddings"
 
 
 def main() -> None:
@@ -125,6 +136,81 @@ def losses() -> str:
             where = ", ".join(f"{task} {lead:.1f}" for task, lead in leads.items())
             lines.append(f"- {LABELS[name]}: {where}.")
     return "\n".join(lines) or "No row is more accurate on any task."
+
+
+@cache
+def correct(
+    result: Results, first: Line, second: Line | None, task: str
+) -> Bool[np.ndarray, "seeds queries"]:
+    """Whether a line, or its product with a second one, predicts each query correctly, for shared seeds.
+
+    A product is computed from the stored scores, which have half precision; the first line's are tempered.
+    """
+    others = result.records(second or first, task)
+    predictions = []
+    for seed, record in result.records(first, task).items():
+        if seed not in others:
+            continue
+        run, other = outcome(record), outcome(others[seed])
+        best = np.array(run.predictions)
+        if second is not None:
+            if run.scores is None or other.scores is None or other.gold != run.gold:
+                raise LookupError(f"{first.name} and {second.name} on {task}: no scores, or other queries")
+            best = (
+                normalised(run.scores.array, TYPICAL_TEMPERATURE) + normalised(other.scores.array)
+            ).argmax(1)
+        predictions.append(np.equal(best, run.gold))
+    return np.stack(predictions)
+
+
+def together() -> str:
+    """Tabulate anchored calibration, sentence embeddings, and their product, by task."""
+    result = results("real")
+    ours, theirs = line_of(result, OURS), line_of(result, EMBEDDINGS)
+    product = _product(result, ours, theirs, result.tasks)
+    rows = [["**mean**", average(result, ours), average(result, theirs), product]]
+    for task in result.tasks:
+        product = _product(result, ours, theirs, (task,))
+        rows.append([task, on_task(result, ours, task), on_task(result, theirs, task), product])
+    many = results("many-labels")
+    for task in many.tasks:
+        for shots in (1, 5):
+            ours, theirs = (
+                next(line for line in many.lines if line.row.method == method and line.shots == shots)
+                for method in ("anchored", EMBEDDINGS)
+            )
+            product = _product(many, ours, theirs, (task,))
+            accuracies = (on_task(many, ours, task), on_task(many, theirs, task))
+            rows.append([f"{task}, {shots} per class", *accuracies, product])
+    return table(["Task", "Anchored calibration", "Sentence embeddings", "Both"], rows)
+
+
+def products() -> str:
+    """Compare products of anchored calibration with its factors, and with LoRA and SetFit."""
+    result = results("real")
+    ours = line_of(result, OURS)
+    lines = {name: line_of(result, name) for name in OTHERS}
+    pairs: dict[tuple[str, str], Difference | None] = {}
+    for name, line in lines.items():
+        pair = (ours, line), (ours, None)
+        pairs[f"with {OTHERS[name]}", "Anchored calibration"] = _difference(result, *pair)
+    for name, label in (("LoRA", "LoRA"), *OTHERS.items()):
+        other = find_line(result, name)
+        if other is not None:
+            pair = (ours, lines[EMBEDDINGS]), (other, None)
+            pairs[f"with {OTHERS[EMBEDDINGS]}", label] = _difference(result, *pair)
+    rows = [[*names, *cells] for names, cells in format_differences(pairs).items()]
+    return table(["Anchored calibration", "minus", "Difference", "95 % interval", "q"], rows, 2)
+
+
+def _difference(result: Results, *pair: tuple[Line, Line | None]) -> Difference:
+    ours, theirs = ([correct(result, *lines, task) for task in result.tasks] for lines in pair)
+    return difference(ours, theirs)
+
+
+def _product(result: Results, first: Line, second: Line, tasks: Sequence[str]) -> str:
+    product = accuracy([correct(result, first, second, task) for task in tasks])
+    return format_accuracy(product.mean, product.sd, product.seeds)
 
 
 # Parts of docs/ablations.md
@@ -255,18 +341,6 @@ def chat() -> str:
             cells = [format_points(difference.mean), format_interval(difference), str(difference.seeds)]
             rows.append([plain.name, average(result, line), *cells])
     return table(["Row", "Chat template", "Minus plain prompt", "95 % interval", "Seeds"], rows)
-
-
-def temperatures() -> str:
-    """Tabulate the calibration metrics by rule for the temperature."""
-    functions, fits = confidence_fits()
-    return str(functions["temperature_table"](fits))
-
-
-def thresholds() -> str:
-    """Tabulate how often a confidence threshold exists, and how often it misses the target accuracy."""
-    functions, fits = confidence_fits()
-    return str(functions["threshold_table"](fits, np.random.default_rng(0)))
 
 
 def greedy() -> str:

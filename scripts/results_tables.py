@@ -1,21 +1,22 @@
-"""Results from the committed stores, and the parts that all tables of the pages share."""
+"""Results from the committed stores, and the parts that the tables and figures of the documentation share."""
 
-import runpy
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.records import Record
-from i2cl.experiments.report.layout import (
+from i2cl.experiments.report.results import Line, Results, compare, mean_times, results_of
+from i2cl.experiments.report.tables import (
     NO_RESULT,
     format_accuracy,
     format_interval,
+    format_p,
     format_points,
-    number_range,
+    format_range,
+    markdown_table,
 )
-from i2cl.experiments.report.results import Line, Results, compare, mean_times, results_of
 from i2cl.experiments.statistics import Comparison, Difference
 from i2cl.experiments.store import Store
 
@@ -94,13 +95,6 @@ def is_complete(result: Results, line: Line) -> bool:
     return has_seeds and 3 * len(result.tasks_of(line)) > 2 * len(result.tasks)
 
 
-@cache
-def confidence_fits() -> tuple[dict[str, Any], Any]:
-    """Return the functions of benchmarks/confidence.py, and the fits that it reads."""
-    functions, folder = runpy.run_path(str(ROOT / "benchmarks/confidence.py")), ROOT / "docs/experiments/real"
-    return functions, functions["read"](folder / "refits.jsonl", folder / "scores.safetensors")
-
-
 def average(result: Results, line: Line) -> str:
     """Format the mean over tasks, with the number of tasks if some are missing."""
     accuracy, tasks = result.accuracy(line), len(result.tasks_of(line))
@@ -143,12 +137,12 @@ def format_q(comparison: Comparison) -> str:
     difference, q = comparison.difference, comparison.q
     if not difference.decidable:
         return "one seed" if difference.seeds == 1 else f"{difference.seeds} seeds"
-    return (f"{q:.3f}" if q >= 0.001 else "< 0.001") + ("" if comparison.significant else ", not significant")
+    return format_p(q) + ("" if comparison.significant else ", not significant")
 
 
 def stored_values(result: Results, line: Line) -> str:
     """Format how many numbers a line stores per task: a range if tasks differ."""
-    return number_range(
+    return format_range(
         one.cost.cached_values for task in result.tasks_of(line) for one in result.outcomes(line, task)
     )
 
@@ -178,21 +172,22 @@ def against_ours(result: Results, names: Sequence[str]) -> str:
         [
             name,
             average(result, line),
-            str(seeds_of(result, line)),
+            str(len(result.shared_seeds(line, result.tasks_of(line)))),
             stored_values(result, line),
             fit_time_ratio(result, line, ours),
             *by_name[name],
         ]
         for name, line in lines.items()
     ]
-    own = [average(result, ours), str(seeds_of(result, ours)), stored_values(result, ours), "1", *[""] * 3]
+    own = [
+        average(result, ours),
+        str(len(result.shared_seeds(ours, result.tasks))),
+        stored_values(result, ours),
+        "1",
+        *[""] * 3,
+    ]
     head = ["Row", "Mean", "Seeds", "Stored values", "Fit, ratio", "Difference", "95 % interval", "q"]
     return table(head, [*rows, [f"**{OURS}**", *own]])
-
-
-def seeds_of(result: Results, line: Line) -> int:
-    """Return the number of seeds that a line has on all of its tasks."""
-    return len(result.shared_seeds(line, result.tasks_of(line)))
 
 
 def fit_time_ratio(result: Results, line: Line, ours: Line) -> str:
@@ -204,6 +199,4 @@ def fit_time_ratio(result: Results, line: Line, ours: Line) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """Format a Markdown table; all but the first ``text_columns`` are aligned to the right."""
-    rule = "|" + "---|" * text_columns + "---:|" * (len(head) - text_columns)
-    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
-    return "\n".join([lines[0], rule, *lines[1:]])
+    return markdown_table(head, rows, [index >= text_columns for index in range(len(head))], padded=False)

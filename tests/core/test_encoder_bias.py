@@ -18,7 +18,7 @@ from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.export import export_peft, fold, make_golden
 from i2cl.injections.label_prior import prior_bias, with_label_prior
 from i2cl.injections.pool import InjectionPool
-from i2cl.injections.temperature import TYPICAL, with_temperature
+from i2cl.injections.temperature import TYPICAL_TEMPERATURE, with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.slots import Packed
@@ -57,14 +57,14 @@ def test_scores_match_the_product_of_two_methods(task, words_encoder):
     expected = product.fit(decoder, task, rows, 0).log_probs(TEXTS)
     actual = injection.log_probs(decoder, TEXTS)
     torch.testing.assert_close(actual.float(), expected.float(), atol=1e-4, rtol=1e-4)
-    assert injection.temperature == TYPICAL
+    assert injection.temperature == TYPICAL_TEMPERATURE
     plain = replace(injection, encoder_bias=None)
     assert not torch.allclose(actual, plain.log_probs(decoder, TEXTS))
     assert injection.log_probs(decoder, []).shape == (0, len(task.labels))
     other = with_temperature(injection, 7.0)
     assert torch.equal(other.log_probs(decoder, TEXTS).argmax(-1), actual.argmax(-1))
     fit = calibrating_method(NAME, OPTIONS).fit(decoder, task, rows, 0)
-    torch.testing.assert_close((fit.log_probs(TEXTS) / TYPICAL).log_softmax(-1).float(), actual)
+    torch.testing.assert_close((fit.log_probs(TEXTS) / TYPICAL_TEMPERATURE).log_softmax(-1).float(), actual)
     assert fit.cost.cached_values == plain.context.values.numel() + len(injection.encoder_bias.weights) * 25
 
 
@@ -114,8 +114,10 @@ def test_label_prior_includes_the_encoder(injection):
     with pytest.warns(UserWarning, match="is unreliable"):
         prior = with_label_prior(injection, decoder, TEXTS)
     means = injection.log_probs(decoder, TEXTS).softmax(-1).mean(0)
-    torch.testing.assert_close(torch.tensor(prior.label_bias).double(), -TYPICAL * (3 * means).log().double())
-    assert prior.temperature == TYPICAL
+    torch.testing.assert_close(
+        torch.tensor(prior.label_bias).double(), -TYPICAL_TEMPERATURE * (3 * means).log().double()
+    )
+    assert prior.temperature == TYPICAL_TEMPERATURE
     expected = add_label_bias(
         injection.log_probs(decoder, TEXTS), prior_bias(None, injection.log_probs(decoder, TEXTS))
     )

@@ -5,7 +5,7 @@ import pytest
 
 from i2cl.experiments.confidence import BINS, confidence, highest, reliability, risk_coverage
 from i2cl.injections import temperature
-from i2cl.injections.temperature import TYPICAL, best_temperature, likely_temperature, normalised
+from i2cl.injections.temperature import TYPICAL_TEMPERATURE, best_temperature, likely_temperature, normalised
 
 
 def drawn(seed=0, queries=400, labels=4, sharper=1.0):
@@ -110,21 +110,23 @@ def test_temperature_is_finite_for_any_scores():
     assert np.isfinite(best_temperature(scores, np.array([1, 1])))
     scores = np.array([[0.0, -1.0, -np.inf], [-2.0, 0.0, -np.inf], [0.0, -1.0, -np.inf]])
     result = likely_temperature(scores, np.array([0, 1, 2]))
-    assert TYPICAL < result <= temperature.MAX_TEMPERATURE
+    assert TYPICAL_TEMPERATURE < result <= temperature.MAX_TEMPERATURE
 
 
 def test_temperature_with_prior_minimizes_loss_plus_prior():
     scores, gold = drawn(queries=20_000, sharper=6.0)
     few = likely_temperature(scores[:5], gold[:5])
-    assert likely_temperature(scores[:0], gold[:0]) == TYPICAL
-    assert likely_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == TYPICAL
+    assert likely_temperature(scores[:0], gold[:0]) == TYPICAL_TEMPERATURE
+    assert likely_temperature(np.zeros((3, 2)), np.array([0, 1, 1])) == TYPICAL_TEMPERATURE
     assert likely_temperature(scores, gold) == pytest.approx(6, rel=0.05)
-    assert abs(np.log(few / TYPICAL)) < abs(np.log(best_temperature(scores[:5], gold[:5]) / TYPICAL))
+    assert abs(np.log(few / TYPICAL_TEMPERATURE)) < abs(
+        np.log(best_temperature(scores[:5], gold[:5]) / TYPICAL_TEMPERATURE)
+    )
     assert likely_temperature(scores[:5], gold[:5], 2.4, 1e-6) == pytest.approx(2.4, rel=1e-3)
     scores, gold = drawn(queries=30, sharper=4)
 
     def objective(log_temperature):
         own = measured(normalised(scores, np.exp(log_temperature)), gold).log_loss * len(gold)
-        return own + (log_temperature - np.log(TYPICAL)) ** 2 / (2 * temperature.SPREAD**2)
+        return own + (log_temperature - np.log(TYPICAL_TEMPERATURE)) ** 2 / (2 * temperature.SPREAD**2)
 
     assert likely_temperature(scores, gold) == pytest.approx(searched(objective)[0], rel=1e-4)

@@ -20,7 +20,6 @@ from i2cl.experiments.evidence.fit_evaluation import (
     EvaluationPlan,
     FitObserver,
     evaluate_fit,
-    labelled_rows,
     plan_evaluation,
     sample_rows,
 )
@@ -66,20 +65,20 @@ def measured(decoder, task, limit=160, **more):
     return evaluated(injection, decoder, task, shown, plan_evaluation(task, shown, limit), **more)
 
 
-def test_labelled_rows_are_test_rows_or_unused_training_rows(task):
+def test_held_out_rows_are_test_rows_or_unused_training_rows(task):
     shown = task.sample(2)
-    for limit, rows in ((160, task.test), (0, ())):
-        assert labelled_rows(task, shown, limit) == rows
-    assert labelled_rows(replace(task, test=(*task.test, shown[0])), shown, 160) == task.test
-    one_line("evaluate is -1", labelled_rows, task, shown, -1)
+    assert plan_evaluation(task, shown).rows == task.test
+    assert plan_evaluation(task, shown, 0) == EvaluationPlan()
+    assert plan_evaluation(replace(task, test=(*task.test, shown[0])), shown).rows == task.test
+    one_line("evaluate is -1", plan_evaluation, task, shown, -1)
     twin = Example(task.train[0].text, 1 - task.train[0].label)
     task = replace(task, train=(*task.train, twin), test=())
     shown = (task.train[0], task.train[1])
-    rows = labelled_rows(task, shown, 160)
+    rows = plan_evaluation(task, shown).rows
     assert sorted(row.text for row in rows) == sorted(row.text for row in task.train[2:-1])
-    fewer = labelled_rows(task, shown, 8)
+    fewer = plan_evaluation(task, shown, 8).rows
     assert [row.label for row in fewer].count(0) == len(fewer) // 2 == 4
-    assert labelled_rows(task, task.train, 160) == ()
+    assert plan_evaluation(task, task.train, folds=0).rows == ()
 
 
 def test_sample_rows_preserves_label_frequencies():

@@ -381,9 +381,3 @@ def test_a_model_type_that_cannot_be_folded_is_refused(tmp_path):
         *(export_classifier, decoder, injection_for(decoder), tmp_path / "out"),
     )
     assert listed(tmp_path) == []
-
-
-def test_the_old_name_of_the_language_model_format_is_refused_with_the_new_ones(tmp_path, refused):
-    base, artefact = saved(decoder_of("llama"), tmp_path)
-    message = refused("export", artefact, tmp_path / "out", "--model", base, "--to", "hf")
-    assert "--to hf is now --to causal-lm" in message

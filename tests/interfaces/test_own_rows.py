@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from i2cl import Injection
-from i2cl.injections.temperature import TYPICAL
+from i2cl.injections.temperature import TYPICAL_TEMPERATURE
 from i2cl.interfaces.cli import console
 from tiny import tiny_folder, tiny_tokenizer
 
@@ -112,7 +112,7 @@ def test_shots_beyond_the_rows_of_a_class_are_reported(call, model, tmp_path):
 def test_a_fit_without_evaluation_gets_the_typical_temperature(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
     fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
-    assert Injection.from_pretrained(tmp_path / "new").temperature == TYPICAL
+    assert Injection.from_pretrained(tmp_path / "new").temperature == TYPICAL_TEMPERATURE
     path = write(tmp_path / "one.csv", ROWS[:2])
     fitted(call, model, path, tmp_path / "one", "--evaluate", "0")
     assert Injection.from_pretrained(tmp_path / "one").temperature == 1

@@ -73,15 +73,6 @@ def test_changed_files_invalidate_the_cached_fingerprint(kept, change):
     assert len(reads) == 2
 
 
-def test_swapped_columns_change_the_checksum(kept):
-    model, reads, _ = kept
-    before = weights_fingerprint(model)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight[:, 1:] = 0
-    assert weights_fingerprint(model) != before
-    assert len(reads) == 2
-
-
 @pytest.mark.parametrize("place", [0, 1, 4321, -1])
 def test_cached_fingerprint_is_invalid_for_a_model_edited_in_memory(kept, place):
     """One value of thousands; edits through ``data`` do not change torch's version counters."""
@@ -98,27 +89,17 @@ def test_swapped_rows_change_the_checksum():
     assert torch.equal(torch.cat([*fingerprint._checksums(weight.clone())]), before)
 
 
-def test_every_value_changes_the_fingerprint():
-    model = tiny_model("llama")
-    matrix = model.model.layers[1].mlp.down_proj.weight.detach().view(-1)
-    before = weights_fingerprint(model)
-    for place in range(0, len(matrix), 17):
-        kept = matrix[place].clone()
-        matrix[place] = kept * 1.01
-        assert weights_fingerprint(model) != before, place
-        matrix[place] = kept
-    assert weights_fingerprint(model) == before
-    packed = [torch.tensor([2**20 + last], dtype=torch.int32) for last in (0, 1)]
-    assert packed[0].to(torch.bfloat16) == packed[1].to(torch.bfloat16)
-    assert len({tensors_fingerprint([("qweight", one)]) for one in packed}) == 2
-
-
 @pytest.mark.parametrize("place", [0, fingerprint.CHUNK_SIZE - 1, fingerprint.CHUNK_SIZE, -1])
 def test_every_chunk_of_a_large_tensor_changes_the_fingerprint(place):
     large = torch.zeros(3 * fingerprint.CHUNK_SIZE + 5)
     before = tensors_fingerprint([("large", large)])
     large[place] = 1
     assert tensors_fingerprint([("large", large)]) != before
+
+
+def test_integers_are_not_rounded():
+    packed = [torch.tensor([2**20 + last], dtype=torch.int32) for last in (0, 1)]
+    assert len({tensors_fingerprint([("qweight", one)]) for one in packed}) == 2
 
 
 def test_fingerprint_is_independent_of_chunk_size_and_memory_layout(monkeypatch):

@@ -63,13 +63,13 @@ def test_few_shot_scores_and_context_vectors_match_single_rows(decoder):
 
 
 def test_pruned_cache_is_refused_beyond_the_limit(decoder):
-    prefix = decoder.prefix(ids(12), whole=True).kept_at((0, 3, 11))
+    prefix = decoder.prefix(ids(12), whole=True).prune((0, 3, 11))
     assert score(decoder, [ids(LIMIT - 12)], LABELS, prefix=prefix).isfinite().all()
     message = (
         f"query are {LIMIT + 1} tokens, but this model's rotary embedding .longrope. changes beyond {LIMIT}"
     )
     one_line(message, score, decoder, [ids(LIMIT - 11)], LABELS, prefix=prefix)
-    beyond = decoder.prefix(ids(LIMIT + 1), whole=True).kept_at((0, 3, 11))
+    beyond = decoder.prefix(ids(LIMIT + 1), whole=True).prune((0, 3, 11))
     assert score(decoder, [ids(30)], LABELS, prefix=beyond).isfinite().all()
 
 

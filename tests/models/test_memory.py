@@ -1,7 +1,6 @@
 import os
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fitting import made
 from i2cl import Decoder, I2CLError
 from i2cl.errors import is_out_of_memory
 from i2cl.models import memory
@@ -73,7 +71,7 @@ def rows(count):
 @pytest.mark.parametrize("budget", [1, 7, 20, 1000])
 @pytest.mark.parametrize("reserve", [0, 1, 30])
 def test_batches_contain_every_row_once_within_the_budget(monkeypatch, budget, reserve):
-    monkeypatch.setattr("i2cl.models.decoder.CPU_KEPT_BUDGET", 100)
+    monkeypatch.setattr("i2cl.models.decoder.CPU_KEY_BUDGET", 100)
     ids = rows(23)
     batches = [batch for batch, _ in Runner(budget).run_batches(ids, lambda _: 0, reserve=reserve)]
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(ids)))
@@ -109,7 +107,7 @@ def test_batches_are_halved_on_an_out_of_memory_error_with_one_warning(error):
         result = [row for _, done in runner.run_batches(rows(23), run) for row in done]
     assert sorted(result) == list(range(23))
     assert sum(size > 30 for size in tried) == 3  # then the budget holds for all others
-    assert 15 < runner.current_budget <= 33
+    assert 15 < runner._inference_limit.apply(1000) <= 33
     assert runner.token_budget == 1000
     assert {warning.category for warning in caught} == {MemoryWarning}
 
@@ -182,35 +180,18 @@ def test_inference_budget_recovers_after_an_out_of_memory_error(monkeypatch):
     whole = widths(runner, Mock())
     with pytest.warns(MemoryWarning):
         assert max(widths(runner, exceeding(30))) <= 30
-    assert runner.current_budget < 100
+    assert runner._inference_limit.apply(1000) < 100
     for _ in range(20):  # the shortage is over
         last = widths(runner, Mock())
     assert last == whole
-    assert runner.current_budget == runner.token_budget == 1000
-
-
-def test_permanent_shortage_causes_fewer_and_fewer_retries():
-    runner, failures = Runner(64), []
-
-    def run(batch):
-        if batch.input_ids.numel() > 30:
-            failures.append(number)
-            raise torch.OutOfMemoryError("no room")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MemoryWarning)
-        for number in range(200):  # noqa: B007 - `run` reads it
-            widths(runner, run)
-    waits = [later - earlier for earlier, later in pairwise(sorted(set(failures)))]
-    assert waits == sorted(waits)
-    assert len(waits) > 1
+    assert runner._inference_limit.apply(1000) == 1000
 
 
 def test_out_of_memory_in_training_does_not_change_the_inference_budget():
     runner = Runner(1000)
     with pytest.warns(MemoryWarning):
         assert max(widths(runner, exceeding(30), training=True)) <= 30
-    assert runner.current_budget == 1000
+    assert runner._inference_limit.apply(1000) == 1000
     assert max(widths(runner, Mock(), training=True)) <= 33
 
 
@@ -301,16 +282,3 @@ def test_tensor_parallel_processes_use_the_same_batches(tmp_path):
 def test_consensus_of_one_process_returns_its_own_value():
     consensus = Consensus.of(torch.nn.Linear(1, 1))
     assert (consensus.any(True), consensus.any(False), consensus.smallest(7)) == (True, False, 7)
-
-
-@pytest.mark.parametrize(
-    ("message", "raised"), [("CUDA error: device-side assert triggered", True), ("sizes must match", False)]
-)
-def test_only_unsupported_masks_disable_tree_attention(message, raised, monkeypatch):
-    decoder = made("llama")
-    monkeypatch.setattr(decoder, "forward", Mock(side_effect=RuntimeError(message)))
-    if raised:
-        with pytest.raises(RuntimeError, match=message):
-            _ = decoder.can_fork
-    else:
-        assert not decoder.can_fork

@@ -189,12 +189,6 @@ def test_trie_contains_every_prefix_once(seed):
     assert close(edge_scores(logits, [trie])[0], wanted)
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, "falcon-alibi", "mpt"])
-def test_tree_attention_is_also_used_in_half_precision(case):
-    decoder = Decoder(made(case, dtype=torch.bfloat16).model, tiny_tokenizer(), name=case)
-    assert decoder.can_fork is counting(case).can_fork
-
-
 @pytest.mark.parametrize(("limit", "budget", "fork"), [(10, 1000, True), (2, 100, False)])
 def test_batches_are_halved_when_memory_runs_out(monkeypatch, limit, budget, fork):
     decoder = counting("llama", budget)
@@ -262,7 +256,7 @@ def test_scores_after_a_prefix_match_the_full_prompt(case, budget, full, edited)
 def test_prefix_can_keep_all_tokens_in_every_layer(case):
     decoder = decoder_of(case)
     whole = decoder.prefix(encode(SHOWN), whole=True)
-    for prefix in (whole, whole.kept_at(tuple(range(len(whole.ids))))):
+    for prefix in (whole, whole.prune(tuple(range(len(whole.ids))))):
         assert close(scores(decoder, prefix=prefix), expected(decoder, full=False, before=SHOWN))
 
 

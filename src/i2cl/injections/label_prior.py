@@ -16,7 +16,7 @@ from torch import Tensor
 
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
-from i2cl.injections.temperature import TYPICAL
+from i2cl.injections.temperature import TYPICAL_TEMPERATURE
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
 
@@ -117,7 +117,7 @@ def validate_prior(prior: Sequence[float], labels: Sequence[str]) -> Float[Tenso
 
 def _default_temperature(injection: Injection) -> float:
     """Return the temperature of an injection that has not been calibrated."""
-    return 1.0 if injection.encoder_bias is None else TYPICAL
+    return 1.0 if injection.encoder_bias is None else TYPICAL_TEMPERATURE
 
 
 def _replace_bias(

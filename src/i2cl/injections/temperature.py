@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from i2cl.core.injection import Injection
 
-TYPICAL, SPREAD = 2.4, 0.5
+TYPICAL_TEMPERATURE, SPREAD = 2.4, 0.5
 """Prior for anchored calibration: median temperature, and standard deviation of its logarithm between tasks.
 
 Measured on ten tasks and four seeds with SmolLM2 (docs/log.md).
@@ -50,7 +50,7 @@ def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
 
 
 def likely_temperature(
-    scores: Scores, gold: Labels, typical: float = TYPICAL, spread: float = SPREAD
+    scores: Scores, gold: Labels, typical: float = TYPICAL_TEMPERATURE, spread: float = SPREAD
 ) -> float:
     """Return the maximum a posteriori temperature of held-out rows.
 

@@ -21,7 +21,6 @@ from i2cl.errors import I2CLError, needs
 from i2cl.methods.base import Cost, Method
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
-from i2cl.models.restore import uninterrupted
 from i2cl.models.scoring import LabelScorer, Progress
 from i2cl.models.training import LabelLikelihood, TrainConfig, train
 from i2cl.tasks import Examples, Task
@@ -137,7 +136,7 @@ class AdapterMethod(Method):
         return AdapterPredictor(replace(scorer, decoder=decoder, weights=weights), config, trained, cost)
 
 
-@uninterrupted
+@contextmanager
 def adapted(
     decoder: Decoder, config: "PeftConfig", state: dict[str, Tensor] | None = None, seed: int = 0
 ) -> Iterator[AdaptedDecoder]:

@@ -12,7 +12,7 @@ from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.encoder_bias import EmbeddingsConfig, EncoderBias
 from i2cl.core.injection import Injection
 from i2cl.core.weights import apply_class_weight
-from i2cl.injections.temperature import SPREAD, TYPICAL
+from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE
 from i2cl.methods.base import Cost, Method, Predictor
 from i2cl.methods.calibrated.folds import injected
 from i2cl.methods.prompts import PromptPredictor
@@ -37,7 +37,7 @@ class Anchored(Method):
     @property
     def temperatures(self) -> tuple[float, float]:
         """Typical best temperature, as measured, and the spread of its logarithm."""
-        return TYPICAL, SPREAD
+        return TYPICAL_TEMPERATURE, SPREAD
 
     @property
     def rounds(self) -> int:
@@ -105,10 +105,10 @@ class AnchoredWithEmbeddings(Anchored):
         Raises I2CLError as `i2cl.core.encoder_bias.EncoderBias.fit`.
         """
         shown = apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
-        bias = EncoderBias.fit(self.embeddings, task, shown, str(decoder.device), scale=TYPICAL)
+        bias = EncoderBias.fit(self.embeddings, task, shown, str(decoder.device), scale=TYPICAL_TEMPERATURE)
         injection = super().injection(decoder, task, demonstrations, seed, progress, scoring)
         settings = injection.settings | {"embeddings_c": self.embeddings.embeddings_c}
-        return replace(injection, encoder_bias=bias, settings=settings, temperature=TYPICAL)
+        return replace(injection, encoder_bias=bias, settings=settings, temperature=TYPICAL_TEMPERATURE)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Fit an injection and predict with it, at a temperature of 1."""

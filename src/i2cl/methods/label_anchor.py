@@ -10,6 +10,7 @@ from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
 from i2cl.methods.prompts import Pairs, PromptPredictor, common_prefix_ids, fit_to_context
 from i2cl.models.decoder import Decoder
+from i2cl.models.prefix import uses_alibi
 from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task
 
@@ -28,19 +29,19 @@ class LabelAnchor(Method):
 
         Raises:
             I2CLError: if the context cannot hold one demonstration per class, the tokenizer does not report
-                character offsets, or the model caches more than keys and values.
+                character offsets, or the model caches more than keys and values or has ALiBi.
         """
         scorer = LabelScorer(decoder, task)
         pairs = fit_to_context(scorer, demonstrations)
         ids = common_prefix_ids(scorer, pairs)
-        if not decoder.can_split:
-            raise I2CLError(
-                f"label_anchor does not support {decoder.model.config.model_type!r}, which caches more than "
-                "keys and values: use few_shot"
-            )
+        config = decoder.model.config
+        if not decoder.can_split or uses_alibi(config):
+            reason = "has ALiBi" if decoder.can_split else "caches more than keys and values"
+            hint = "use few_shot"
+            raise I2CLError(f"label_anchor does not support {config.model_type!r}, which {reason}: {hint}")
         if not ids:
             return PromptPredictor(scorer, pairs)
-        prefix = decoder.prefix(ids, whole=True).kept_at(anchors(decoder, task, pairs, len(ids)))
+        prefix = decoder.prefix(ids, whole=True).prune(anchors(decoder, task, pairs, len(ids)))
         return PromptPredictor(scorer, pairs, prefix, cost=Cost.of(prefix))
 
 

@@ -62,14 +62,14 @@ def pack_batch(ids: Sequence[Ids], device: torch.device) -> Batch:
     )
 
 
-def behind(batch: Batch, front: Ids) -> Batch:
-    """Prepend the tokens ``front`` to each row of a padded batch."""
-    shared = torch.tensor([front], device=batch.input_ids.device).expand(len(batch.input_ids), -1)
+def prepend(batch: Batch, prefix: Ids) -> Batch:
+    """Put the tokens of a prefix before each row of a padded batch."""
+    shared = torch.tensor([prefix], device=batch.input_ids.device).expand(len(batch.input_ids), -1)
     return replace(
         batch,
         input_ids=torch.cat([shared, batch.input_ids], dim=1),
-        first=batch.first + len(front),
-        last=batch.last + len(front),
+        first=batch.first + len(prefix),
+        last=batch.last + len(prefix),
     )
 
 
@@ -108,12 +108,12 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [ropes] if "rope_type" in ropes else [one for one in ropes.values() if isinstance(one, dict)]
 
 
-def by_side(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-    """Group rows that may share a batch, by the limits that their lengths lie between; shortest first."""
-    sides = defaultdict(list)
-    for place, length in enumerate(lengths):
-        sides[bisect_left(limits, length)].append(place)
-    return [sides[side] for side in sorted(sides)]
+def group_by_rope_limit(lengths: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+    """Group the indices of rows with the same rotary angles, which may share a batch; shortest rows first."""
+    groups = defaultdict(list)
+    for row, length in enumerate(lengths):
+        groups[bisect_left(limits, length)].append(row)
+    return [groups[group] for group in sorted(groups)]
 
 
 def packing_pays(lengths: Sequence[int], d_model: int) -> bool:
@@ -186,10 +186,3 @@ def shared_front(rows: Sequence[Ids]) -> Ids:
     length = min(map(len, rows)) - 1
     columns = zip(*(row[:length] for row in rows), strict=True)
     return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
-
-
-# Maximum number of keys of a batch, including cached ones, unless the token budget is larger. Every row gets
-# a copy of the cached keys; beyond a few thousand, this costs a CPU more than a larger batch saves
-# (docs/performance.md).
-KEPT_BUDGET = 16384
-CPU_KEPT_BUDGET = 4096

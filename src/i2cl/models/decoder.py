@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.models import batching
-from i2cl.models.architectures import Architecture, architecture_of
-from i2cl.models.batching import CPU_KEPT_BUDGET, KEPT_BUDGET, Batch, Ids, longest_first, make_batch
+from i2cl.models.architectures import ARCHITECTURES, Architecture, architecture_of
+from i2cl.models.batching import Batch, Ids, longest_first, make_batch
 from i2cl.models.edits import AnySite, Edit, Keep, Replay, Site, edit_inputs, editing
 from i2cl.models.encoding import Encoder
 from i2cl.models.fingerprint import (
@@ -26,24 +26,23 @@ from i2cl.models.fingerprint import (
     weights_fingerprint,
 )
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
-from i2cl.models.memory import (
-    BatchLimit,
-    Consensus,
-    MemoryWarning,
-    is_accelerator_error,
-    training_memory,
-)
+from i2cl.models.memory import BatchLimit, Consensus, MemoryWarning, training_memory
 from i2cl.models.precision import Quantization, dtype_name, execution_device, quantization_of, settle_4bit
-from i2cl.models.prefix import Prefix, holds_keys_alone, keys_at, window_of
+from i2cl.models.prefix import Prefix, holds_keys_alone, uses_alibi, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
 from i2cl.models.restore import frozen, lock_of
-from i2cl.models.trie import Trie, forked_batch
 
 T = TypeVar("T")
 
 # Default of `Decoder.token_budget`. Larger batches are slower on a CPU: docs/performance.md.
 GPU_BUDGET = 16384
 CPU_BUDGET = 1024
+
+# Maximum number of keys of a batch, including cached ones, unless the token budget is larger. Every row gets
+# a copy of the cached keys; beyond a few thousand, this costs a CPU more than a larger batch saves
+# (docs/performance.md).
+GPU_KEY_BUDGET = 16384
+CPU_KEY_BUDGET = 4096
 
 # Activation memory of 16-bit training, in bytes per token, block and unit of width (Korthikanti et al.,
 # https://arxiv.org/abs/2205.05198, section 4.1). An upper bound, since frozen weights need less.
@@ -152,30 +151,15 @@ class Decoder:
         """Width of the residual stream."""
         return int(self.model.config.get_text_config().hidden_size)
 
-    @property
-    def current_budget(self) -> int:
-        """`token_budget`, or a temporarily lower one after an out-of-memory error."""
-        return self._inference_limit.apply(self.token_budget)
-
-    @cached_property
-    def training_memory(self) -> int:
-        """Bytes that the activations and gradients of one training batch may take."""
-        return self.consensus.smallest(training_memory(self.model, self.device))
-
-    @property
-    def token_bytes(self) -> int:
-        """Estimated bytes that one token takes in a training batch."""
-        return self.layers * self.d_model * ACTIVATION_BYTES * self.model.dtype.itemsize // 2
-
-    @property
-    def training_budget(self) -> int:
-        """Maximum number of padded tokens in a training batch: `token_budget`, or fewer on little memory."""
-        return max(1, min(self.token_budget, self.training_memory // self.token_bytes))
-
     @cached_property
     def writer_scale(self) -> float:
         """Factor that a block applies to the outputs of its residual writers."""
         return self.architecture.writer_scale(self.model.config)
+
+    @property
+    def window(self) -> int | None:
+        """Smallest attention window of the layers, in tokens, or None without windows."""
+        return window_of(self.model.config)
 
     @cached_property
     def base(self) -> ModelIdentity:
@@ -199,46 +183,12 @@ class Decoder:
                 config=inference_config(self.model.config),
             )
 
-    @property
-    def window(self) -> int | None:
-        """Smallest attention window of the layers, in tokens, or None without windows."""
-        return window_of(self.model.config)
-
     @cached_property
     def residual_identity(self) -> ResidualIdentity:
         """Error of the residual identity, measured once on a few tokens."""
         ids = torch.tensor(self.encoder([PROBE]), device=self.device)
         with self.frozen():
             return residual_identity(self.model, self.architecture, ids)
-
-    @cached_property
-    def can_fork(self) -> bool:
-        """Whether several continuations of a query can share a row under a tree attention mask.
-
-        Tested once on a few tokens, since some models, such as those with ALiBi, ignore masks or positions.
-        """
-        ids = self.encoder([PROBE])[0][:12]
-        query, continuations = ids[:4], (ids[4:], ids[-2:])
-        limit = min(self.window or math.inf, self.max_length or math.inf)
-        masks = getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
-        if not (masks and self.can_split) or self.rope_limits or limit < len(ids) + len(continuations[1]):
-            return False
-        trie = Trie.of(tuple((*continuation, 0) for continuation in continuations))
-        tree_batch = forked_batch([query], [trie], self.device)
-        last = [len(query) + trie.edges[steps[-1]][0] for steps in trie.steps]
-        positions = torch.tensor([last], device=self.device)
-        rows = make_batch([query + continuation for continuation in continuations], self.device)
-        try:
-            with self.frozen(), torch.no_grad():
-                shared = self.forward(tree_batch, at=positions)[0].float()
-                separate = self.forward(rows)[:, 0].float()
-        except (RuntimeError, TypeError, ValueError) as error:  # the attention does not accept the mask
-            if is_out_of_memory(error) or is_accelerator_error(error):
-                raise
-            return False
-        relative = 1e-3 if self.model.dtype == torch.float32 else 0.05
-        tolerance = relative * (separate[0] - separate[1]).abs().max()
-        return bool((shared - separate.to(shared.device)).abs().max() <= tolerance)
 
     def require_identity(self) -> None:
         """Raise I2CLError if blocks do more than add their two writers, as in a post-norm OPT."""
@@ -251,6 +201,18 @@ class Decoder:
                 f"(error {self.residual_identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
             )
 
+    @cached_property
+    def can_fork(self) -> bool:
+        """Whether several continuations of a query can share a row under a tree attention mask.
+
+        This is tested for every supported model type. ALiBi ignores the positions, and only these attention
+        implementations take a mask.
+        """
+        config = self.model.config
+        takes_masks = getattr(config, "_attn_implementation", None) in {None, "eager", "sdpa"}
+        supported = self.architecture == ARCHITECTURES.get(self.architecture.model_type)
+        return supported and takes_masks and self.can_split and not (self.rope_limits or uses_alibi(config))
+
     def sites(self, site: AnySite) -> list[tuple[int, int, torch.nn.Module]]:
         """Return (layer, index, module) of every module at a hook point."""
         if site == "embeddings":
@@ -259,92 +221,12 @@ class Decoder:
             return [(layer, 0, block) for layer, block in enumerate(self.blocks)]
         return [(layer, index, pair[index]) for layer, pair in enumerate(self.writers) for index in (0, 1)]
 
+    def frozen(self) -> AbstractContextManager[None]:
+        """Lock and freeze the model while a block runs; see `i2cl.models.restore.frozen`."""
+        return frozen(self.model)
+
     def pause(self) -> None:
         """Do nothing; subclasses can override this hook, called before each forward and backward pass."""
-
-    def run_batches(
-        self,
-        ids: Sequence[Ids],
-        run: Callable[[Batch], T],
-        *,
-        reserve: int = 0,
-        training: bool = False,
-        row_bytes: int = 0,
-    ) -> Iterator[tuple[Batch, T]]:
-        """Run batches of queries of similar length, longest first, and yield each with its result.
-
-        A batch that runs out of memory is split in two with a warning, and later batches are temporarily
-        smaller. The composition of batches does not depend on the order of the queries. With tensor
-        parallelism, all processes use the same batches.
-
-        Args:
-            ids: token ids of the queries.
-            run: computes the result of a batch.
-            reserve: cached tokens before every query. They take memory but are not computed, so they count
-                only towards `KEPT_BUDGET` (`CPU_KEPT_BUDGET`).
-            training: whether ``run`` computes gradients, so that `training_budget` applies.
-            row_bytes: memory per query in a training batch, independent of its length.
-
-        Raises:
-            I2CLError: if a single query does not fit into memory.
-        """
-        order, start = longest_first(ids), 0
-        limit = self._training_limit if training else self._inference_limit
-        sizes: Iterator[int] | None = None
-        while start < len(order):
-            budget = self.training_budget if training else self.token_budget
-            if sizes is None:
-                lengths = [len(ids[row]) for row in order[start:]]
-                extra = row_bytes if training else None
-                sizes = iter(self._sizes(lengths, reserve, limit.apply(budget), extra))
-            rows = order[start : start + next(sizes)]
-            batch = make_batch([ids[row] for row in rows], self.device, rows)
-            exceeded = False
-            try:
-                result = run(batch)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                exceeded = True
-            if self.consensus.any(exceeded):
-                # outside the except block, so that the traceback no longer holds the tensors
-                limit.shrink(self._recover(len(rows), len(ids[rows[0]]), reserve))
-                sizes = None
-                continue
-            limit.record_fit(budget)
-            yield batch, result
-            start += len(rows)
-
-    def _sizes(
-        self, lengths: Sequence[int], reserve: int, budget: int, row_bytes: int | None = None
-    ) -> list[int]:
-        """Return the number of rows of each batch, for rows of these lengths, longest first.
-
-        ``row_bytes``: see `run_batches`; None for batches without gradients.
-        """
-        room = max(budget, CPU_KEPT_BUDGET if self.device.type == "cpu" else KEPT_BUDGET)
-        groups = reversed(batching.by_side([length + reserve for length in lengths], self.rope_limits))
-        # number of rows, from each row on, with the same rotary frequencies
-        remaining = (count for group in groups for count in range(len(group), 0, -1))
-        max_rows = []
-        for length, count in zip(lengths, remaining, strict=True):
-            rows = min(budget // length, room // (length + reserve), count)
-            if row_bytes is not None:
-                rows = min(rows, self.training_memory // (length * self.token_bytes + row_bytes))
-            max_rows.append(max(1, rows))
-        return batching.batch_sizes(lengths, max_rows, budget / batching.PASSES_A_BATCH)
-
-    def _recover(self, rows: int, length: int, reserve: int) -> int:
-        """Free cached memory, warn, and return the token limit for half of a batch that did not fit."""
-        if rows == 1:
-            hint = "shorten it, or load the model in bfloat16 or with device_map='auto'"
-            raise I2CLError(f"a query of {length + reserve} tokens does not fit into memory: {hint}")
-        empty_cache = getattr(getattr(torch, self.device.type, None), "empty_cache", None)
-        if empty_cache is not None:  # cuda, mps and xpu
-            empty_cache()
-        message = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
-        warnings.warn(message, MemoryWarning, stacklevel=3)
-        return (rows + 1) // 2 * length
 
     def forward(
         self,
@@ -355,40 +237,67 @@ class Decoder:
         prefix: Prefix | None = None,
         replay: Replay | None = None,
     ) -> Float[Tensor, "batch positions vocab"]:
-        """Next-token logits after the tokens at ``at`` (default: each row's last query token).
-        The LM head runs on these positions only. Gradients flow if enabled. If the batch is so
-        long that rotary positions change (longrope), the prefix runs again with every row. A packed batch
-        takes no prefix, since its queries would attend to each other. Raises I2CLError if a prefix that was
-        thinned out, or is made of vectors, would have to run again; or if a window is too short for a
-        thinned-out one.
+        """Return next-token logits. Gradients flow if the caller enables them.
+
+        Args:
+            batch: the queries.
+            at: indices in each query's row of the tokens whose next token is predicted; the LM head runs on
+                these only. Default: the last token of each query.
+            edit: edit of the activations.
+            prefix: cached tokens before every query. If the batch is so long that rotary frequencies change
+                (longrope), they are computed again with every row. Not for a packed batch, whose queries
+                would attend to each other.
+            replay: cached output of the lower blocks.
+
+        Raises:
+            I2CLError: as `_can_reuse`.
         """
         self.pause()
         positions = (batch.last[:, None] if at is None else at) + self.virtual_tokens
         if prefix is not None and not self._can_reuse(prefix, batch.input_ids.shape[1]):
-            batch, positions = batching.behind(batch, prefix.ids), positions + len(prefix.ids)
+            batch, positions = batching.prepend(batch, prefix.ids), positions + len(prefix.ids)
             prefix = None
-        look = partial(batching.gather, positions, batch.packed)
         arguments: dict[str, Any] = {"use_cache": False}
+        if prefix is not None:
+            arguments = prefix.arguments(batch.input_ids)
         if batch.position_ids is not None:
             arguments["position_ids"] = batch.position_ids
         if batch.visible is not None:  # added to the attention's logits, as transformers takes it
             hidden = torch.zeros(batch.visible.shape, dtype=self.model.dtype, device=batch.visible.device)
             hidden.masked_fill_(~batch.visible, torch.finfo(hidden.dtype).min)
             arguments["attention_mask"] = hidden[:, None]
-        placed: AbstractContextManager[None] = nullcontext()
-        if prefix is not None:
-            arguments, keys = prefix.in_front_of(batch.input_ids)
-            if prefix.kept is not None:
-                placed = keys_at(self.model, self.blocks, keys)
-        at_head = edit_inputs([(self.model.get_output_embeddings(), look)])
-        again = nullcontext() if replay is None else replay.during(batch)
-        with lock_of(self.model), placed, at_head, again, editing(edit, self.blocks, self.sites, batch):
+        select = partial(batching.gather, positions, batch.packed)
+        at_head = edit_inputs([(self.model.get_output_embeddings(), select)])
+        replaying = nullcontext() if replay is None else replay.during(batch)
+        with lock_of(self.model), at_head, replaying, editing(edit, self.blocks, self.sites, batch):
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         if not torch.is_grad_enabled():
             # A logit of +inf makes every other token impossible, so that the first label would win a tie of
             # -inf. It becomes NaN, which is refused; finite logits stay as they are.
             logits = logits + 0 * logits.amax(-1, keepdim=True)
         return logits
+
+    def _can_reuse(self, prefix: Prefix, width: int) -> bool:
+        """Return whether a prefix's keys are valid before ``width`` more tokens.
+
+        Raises:
+            I2CLError: if they are not and the prefix cannot be recomputed, because tokens were removed from
+                its cache or it was made from vectors; or if tokens were removed and a sliding window, which
+                counts cached keys, is too short.
+        """
+        tokens, reason = prefix.length + width, ""
+        same_frequencies = len(batching.group_by_rope_limit([prefix.length, tokens], self.rope_limits)) == 1
+        if prefix.is_pruned and self.window is not None and tokens > self.window:
+            reason = f"some layers attend to only {self.window}"
+        elif not same_frequencies and (prefix.is_pruned or not prefix.ids):
+            limits = " or ".join(map(str, self.rope_limits))
+            reason = f"this model's rotary embedding (longrope) changes beyond {limits}"
+        if reason:
+            raise I2CLError(
+                f"demonstrations and query are {tokens} tokens, but {reason}, and this cache cannot be "
+                "recomputed: use fewer or shorter demonstrations"
+            )
+        return same_frequencies
 
     def capture(
         self,
@@ -408,11 +317,8 @@ class Decoder:
         """
         self.pause()
         keep = Keep(site, batch.last if at is None else at)
-        with ExitStack() as stack:
-            stack.enter_context(self.frozen())
-            stack.enter_context(torch.no_grad())
-            for one in (edit, keep):
-                stack.enter_context(editing(one, self.blocks, self.sites, batch))
+        edited, captured = (editing(one, self.blocks, self.sites, batch) for one in (edit, keep))
+        with self.frozen(), torch.no_grad(), edited, captured:
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         states = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
         return states.view(len(states), self.layers, -1, self.d_model)
@@ -469,28 +375,103 @@ class Decoder:
         self.read(vectors, positions, cache)
         return Prefix((), cache, len(vectors), 1 + max(positions or range(len(vectors))))
 
-    def frozen(self) -> AbstractContextManager[None]:
-        """Lock and freeze the model while a block runs; see `i2cl.models.restore.frozen`."""
-        return frozen(self.model)
+    @cached_property
+    def training_memory(self) -> int:
+        """Bytes that the activations and gradients of one training batch may take."""
+        return self.consensus.smallest(training_memory(self.model, self.device))
 
-    def _can_reuse(self, prefix: Prefix, width: int) -> bool:
-        """Return whether a prefix's keys are valid before ``width`` more tokens.
+    @property
+    def token_bytes(self) -> int:
+        """Estimated bytes that one token takes in a training batch."""
+        return self.layers * self.d_model * ACTIVATION_BYTES * self.model.dtype.itemsize // 2
+
+    @property
+    def training_budget(self) -> int:
+        """Maximum number of padded tokens in a training batch: `token_budget`, or fewer on little memory."""
+        return max(1, min(self.token_budget, self.training_memory // self.token_bytes))
+
+    def run_batches(
+        self,
+        ids: Sequence[Ids],
+        run: Callable[[Batch], T],
+        *,
+        reserve: int = 0,
+        training: bool = False,
+        row_bytes: int = 0,
+    ) -> Iterator[tuple[Batch, T]]:
+        """Run batches of queries of similar length, longest first, and yield each with its result.
+
+        A batch that runs out of memory is split in two with a warning, and later batches are temporarily
+        smaller. The composition of batches does not depend on the order of the queries. With tensor
+        parallelism, all processes use the same batches.
+
+        Args:
+            ids: token ids of the queries.
+            run: computes the result of a batch.
+            reserve: cached tokens before every query. They take memory but are not computed, so they count
+                only towards `GPU_KEY_BUDGET` or `CPU_KEY_BUDGET`.
+            training: whether ``run`` computes gradients, so that `training_budget` applies.
+            row_bytes: memory per query in a training batch, independent of its length.
 
         Raises:
-            I2CLError: if they are not and the prefix cannot be recomputed, because tokens were removed from
-                its cache or it was made from vectors; or if tokens were removed and a sliding window, which
-                counts cached keys, is too short.
+            I2CLError: if a single query does not fit into memory.
         """
-        tokens, reason = prefix.length + width, ""
-        same_frequencies = len(batching.by_side([prefix.length, tokens], self.rope_limits)) == 1
-        if prefix.thinned and self.window is not None and tokens > self.window:
-            reason = f"some layers attend to only {self.window}"
-        elif not same_frequencies and (prefix.thinned or not prefix.ids):
-            limits = " or ".join(map(str, self.rope_limits))
-            reason = f"this model's rotary embedding (longrope) changes beyond {limits}"
-        if reason:
-            raise I2CLError(
-                f"demonstrations and query are {tokens} tokens, but {reason}, and this cache cannot be "
-                "recomputed: use fewer or shorter demonstrations"
-            )
-        return same_frequencies
+        order, start = longest_first(ids), 0
+        limit = self._training_limit if training else self._inference_limit
+        sizes: Iterator[int] | None = None
+        while start < len(order):
+            budget = self.training_budget if training else self.token_budget
+            if sizes is None:
+                lengths = [len(ids[row]) for row in order[start:]]
+                extra = row_bytes if training else None
+                sizes = iter(self._sizes(lengths, reserve, limit.apply(budget), extra))
+            rows = order[start : start + next(sizes)]
+            batch = make_batch([ids[row] for row in rows], self.device, rows)
+            exceeded = False
+            try:
+                result = run(batch)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                exceeded = True
+            if self.consensus.any(exceeded):
+                # outside the except block, so that the traceback no longer holds the tensors
+                limit.shrink(self._recover(len(rows), len(ids[rows[0]]), reserve))
+                sizes = None
+                continue
+            limit.record_fit(budget)
+            yield batch, result
+            start += len(rows)
+
+    def _sizes(
+        self, lengths: Sequence[int], reserve: int, budget: int, row_bytes: int | None = None
+    ) -> list[int]:
+        """Return the number of rows of each batch, for rows of these lengths, longest first.
+
+        ``row_bytes``: see `run_batches`; None for batches without gradients.
+        """
+        room = max(budget, CPU_KEY_BUDGET if self.device.type == "cpu" else GPU_KEY_BUDGET)
+        groups = reversed(
+            batching.group_by_rope_limit([length + reserve for length in lengths], self.rope_limits)
+        )
+        # number of rows, from each row on, with the same rotary frequencies
+        remaining = (count for group in groups for count in range(len(group), 0, -1))
+        max_rows = []
+        for length, count in zip(lengths, remaining, strict=True):
+            rows = min(budget // length, room // (length + reserve), count)
+            if row_bytes is not None:
+                rows = min(rows, self.training_memory // (length * self.token_bytes + row_bytes))
+            max_rows.append(max(1, rows))
+        return batching.batch_sizes(lengths, max_rows, budget / batching.PASSES_A_BATCH)
+
+    def _recover(self, rows: int, length: int, reserve: int) -> int:
+        """Free cached memory, warn, and return the token limit for half of a batch that did not fit."""
+        if rows == 1:
+            hint = "shorten it, or load the model in bfloat16 or with device_map='auto'"
+            raise I2CLError(f"a query of {length + reserve} tokens does not fit into memory: {hint}")
+        empty_cache = getattr(getattr(torch, self.device.type, None), "empty_cache", None)
+        if empty_cache is not None:  # cuda, mps and xpu
+            empty_cache()
+        message = f"out of memory with {rows} queries of {length} tokens; using smaller batches"
+        warnings.warn(message, MemoryWarning, stacklevel=3)
+        return (rows + 1) // 2 * length

@@ -7,7 +7,7 @@ Source: paper, section "Context Injection", which changes the outputs of the sub
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -16,13 +16,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from i2cl.models.batching import Batch
-from i2cl.models.restore import uninterrupted
 
 # Returns the replacement of a tensor, or None to keep it.
 Hook = Callable[[Tensor], Tensor | None]
 
 
-@uninterrupted
+@contextmanager
 def held(handles: Iterable[Any]) -> Iterator[None]:
     """Keep hooks registered while the block runs."""
     with ExitStack() as stack:
@@ -70,7 +69,7 @@ class Replay:
         self.kept: dict[tuple[Any, ...], Float[Tensor, "lines tokens d"]] = {}
         self._tuples: dict[int, int] = {}
 
-    @uninterrupted
+    @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
         """Record the blocks' output in a pass over a batch, or replay it."""
         shape = tuple(batch.input_ids.shape)
@@ -159,7 +158,7 @@ class Keep(Edit):
         self.kept.append(output[row, self.at.to(output.device)])  # a copy, also where the block adds in place
 
 
-@uninterrupted
+@contextmanager
 def editing(edit: Edit | None, blocks: Sequence[nn.Module], places: Places, batch: Batch) -> Iterator[None]:
     """Apply an edit to a model while the block runs."""
     if edit is None:

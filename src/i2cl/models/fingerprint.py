@@ -20,13 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.checkpoint import stored_weights
-from i2cl.models.precision import dequantize, offloaded_weight, quantize_and_dequantize
+from i2cl.models.precision import dequantize, offloaded_weight
 from i2cl.storage.atomic import write_text_atomic
 
 # Values processed at once: small enough for a CPU's cache, large enough for a transfer from a device.
 CHUNK_SIZE, DEVICE_CHUNK_SIZE = 2**15, 2**22
 CACHE_MIN_BYTES = 2 * 10**9  # the fingerprints of smaller models are not cached
 CHECKSUM_WORDS = 256  # 8-byte words per checksum
+MAX_QUANTIZATION_ERROR = 0.2  # relative; 8 bits have about 0.01, 4 bits 0.1
 # Configuration fields that do not change the outputs of a model in evaluation mode.
 IGNORED_CONFIG_FIELDS = re.compile(
     r"dropout|pdrop|layerdrop|jitter|initializer|^init_|^lambda_std|aux_loss"  # training
@@ -104,8 +105,9 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     The fingerprint is that of the checkpoint, regardless of how it was loaded. Values are rounded to
     bfloat16, so that float32 and bfloat16 give the same one; integers are exact. The bfloat16 values of
     float16 and quantized weights cannot be recovered from memory. They are read from the checkpoint if it is
-    on this machine and if rounding or quantizing its values again gives the weights in memory. Otherwise, for
-    example for a model constructed in memory, the values in memory are used.
+    on this machine and agrees with the weights in memory: exactly for float16, and to
+    `MAX_QUANTIZATION_ERROR` for quantized ones. Otherwise, for example for a model constructed in memory,
+    the values in memory are used.
 
     Tensors are read or dequantized one by one, at about one gigabyte per second. Sharded tensors are gathered
     first, so all processes must call this.
@@ -115,15 +117,15 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     `_checksums`.
     """
     path = _cache_path(model)
-    if path is None:
-        return tensors_fingerprint(_checkpoint_weights(model))
-    with suppress(OSError, ValueError):
-        cached = path.read_text(encoding="ascii")
-        if re.fullmatch(r"[0-9a-f]{16}", cached):
-            return cached
+    if path is not None:
+        with suppress(OSError, ValueError):
+            cached = path.read_text(encoding="ascii")
+            if re.fullmatch(r"[0-9a-f]{16}", cached):
+                return cached
     fingerprint = tensors_fingerprint(_checkpoint_weights(model))
-    with suppress(I2CLError):
-        write_text_atomic(path, fingerprint)
+    if path is not None:
+        with suppress(I2CLError):
+            write_text_atomic(path, fingerprint)
     return fingerprint
 
 
@@ -184,42 +186,37 @@ def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def _checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and values of every weight; those of the checkpoint if they can be verified."""
+    """Yield the name and values of every weight; see `weights_fingerprint`."""
     files = cache(lambda: stored_weights(model))  # opened only if needed
     for name, weight in named_weights(model):
         if weight.is_meta and name in model.all_tied_weights_keys:
             continue  # the same tensor under another name
-        module = model.get_submodule(name.rpartition(".")[0])
-        values, is_quantized = _materialize(module, name.rpartition(".")[2], weight)
-        stored = files() if is_quantized or values.dtype == torch.float16 else None
-        if stored is not None and name in stored.names:
-            original = stored.read(name)
-            quantized = weight if is_quantized else None
-            if original.shape == values.shape and _rounds_to(original, values, quantized, model):
-                values = original
+        module_name, _, parameter_name = name.rpartition(".")
+        module, values = model.get_submodule(module_name), weight
+        if isinstance(weight, DTensor):
+            values = weight.full_tensor()
+        elif weight.is_meta:
+            values = offloaded_weight(module, parameter_name)
+        dequantized = dequantize(module, values)
+        values = values if dequantized is None else dequantized
+        if dequantized is not None or values.dtype == torch.float16:
+            stored = files()
+            if stored is not None and name in stored.names:
+                original = stored.read(name)
+                if _agrees(original, values, quantized=dequantized is not None):
+                    values = original
         yield name, values
 
 
-def _materialize(module: torch.nn.Module, name: str, weight: Tensor) -> tuple[Tensor, bool]:
-    """Return the values of a weight (gathered, loaded or dequantized), and whether it is quantized."""
-    if isinstance(weight, DTensor):
-        return weight.full_tensor(), False
-    if weight.is_meta:
-        return offloaded_weight(module, name), False
-    numbers = dequantize(module, weight)
-    return (weight, False) if numbers is None else (numbers, True)
-
-
-def _rounds_to(stored: Tensor, values: Tensor, quantized: Tensor | None, model: PreTrainedModel) -> bool:
-    """Return whether a checkpoint's values give those in memory when they are rounded or quantized."""
-    if not stored.is_floating_point():  # a quantized checkpoint
+def _agrees(stored: Tensor, values: Tensor, *, quantized: bool) -> bool:
+    """Return whether the values in memory can come from those of a checkpoint."""
+    if stored.shape != values.shape or not stored.is_floating_point():  # integers: a quantized checkpoint
         return False
-    if quantized is None:
-        return torch.equal(stored.to(values.device, values.dtype), values)
-    settings = model.config.quantization_config
-    dtypes = dict.fromkeys((model.dtype, stored.dtype))  # transformers rounds first
-    candidates = (quantize_and_dequantize(quantized, stored.to(dtype), settings) for dtype in dtypes)
-    return any(candidate is not None and torch.equal(candidate, values) for candidate in candidates)
+    stored = stored.to(values.device)
+    if not quantized:
+        return torch.equal(stored.to(values.dtype), values)
+    error = torch.linalg.vector_norm(values.float() - stored.float())
+    return bool(error <= MAX_QUANTIZATION_ERROR * torch.linalg.vector_norm(stored.float()))
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,20 +1,18 @@
 """Load a causal language model and its tokenizer from safetensors (hub or folder) or a GGUF file."""
 
-import importlib
 import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -23,7 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, first_line, needs, require_utf8
-from i2cl.models.fingerprint import inference_config, tokenizer_fingerprint
+from i2cl.models.fingerprint import tokenizer_fingerprint
 from i2cl.models.precision import (
     Quantization,
     automatic_dtype,
@@ -34,7 +32,7 @@ from i2cl.models.precision import (
 )
 from i2cl.storage.atomic import WriteError
 from i2cl.storage.hub import cached_snapshot, require_reachable
-from i2cl.storage.model_cache import add_entry, entry_folder, remove_entry
+from i2cl.storage.model_cache import CACHE_VARIABLE, add_entry, entry_folder, remove_entry
 
 REFERENCE = "reference"  # name of the bundled model
 SMOLLM2 = "smollm2"  # name of SmolLM2-135M-Instruct, if the package `SMOLLM2_PACKAGE` is installed
@@ -101,7 +99,7 @@ def load_model_and_tokenizer(
     source = located(name)
     path = Path(source)
     if is_gguf(path):
-        _require_plain(revision, quantization, device_map, offload_folder)
+        _check_gguf_options(revision, quantization)
     else:
         _check_path(name, source)
     target = _device(device)
@@ -117,11 +115,10 @@ def load_model_and_tokenizer(
         loading["quantization_config"] = config
     if is_gguf(path):
         loading["dtype"] = _gguf_dtype(requested, automatic, target)
-        model, info, tokenizer = _load_gguf(path, loading)
+        model, tokenizer = _load_gguf(path, loading)
     else:
-        common = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model, info, tokenizer = _load_folder_or_hub(name, source, loading, common)
-    _check_complete(name, info)
+        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+        model, tokenizer = _load_folder_or_hub(name, source, loading, hub)
     if automatic and quantization_of(model.config) is None:
         model = model.to(automatic_dtype(model.dtype, target))
     if device_map is None:
@@ -129,34 +126,33 @@ def load_model_and_tokenizer(
     return model.eval(), tokenizer
 
 
-def _load_folder_or_hub(name: str, source: str, loading: dict[str, Any], common: dict[str, Any]) -> Any:
-    if not Path(source).exists() and not require_reachable(source, common["revision"], NAMES):
+def _load_folder_or_hub(
+    name: str, source: str, loading: dict[str, Any], hub: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer from ``source``; ``name`` is for messages."""
+    if not Path(source).exists() and not require_reachable(source, hub["revision"], NAMES):
         # Some of transformers' requests ignore local_files_only and are retried for half a minute each.
-        source, common = cached_snapshot(source, common["revision"]), common | {"revision": None}
-    tokenizer = _load_tokenizer(name, source, common)
-    with _load_errors(f"the model {name!r}"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **common)
-    return *loaded, tokenizer
-
-
-def _load_tokenizer(name: str, source: str, common: dict[str, Any]) -> Any:
-    what = f"the tokenizer of {name!r}"
+        source, hub = cached_snapshot(source, hub["revision"]), hub | {"revision": None}
+    tokenizer_name = f"the tokenizer of {name!r}"
     try:
-        with _load_errors(what):
-            return AutoTokenizer.from_pretrained(source, **common)
+        with _load_errors(tokenizer_name):
+            tokenizer = AutoTokenizer.from_pretrained(source, **hub)
     except I2CLError:
         raise
     except Exception as error:  # tokenizers raises bare exceptions
         hint = "compare tokenizer_class in tokenizer_config.json with tokenizer.json"
-        raise I2CLError(f"cannot load {what} ({_reason(error)}): {hint}") from error
+        raise I2CLError(f"cannot load {tokenizer_name} ({_reason(error)}): {hint}") from error
+    with _load_errors(f"the model {name!r}"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **hub)
+    model, info = loaded
+    _check_complete(name, info)
+    return model, tokenizer
 
 
-def _load_gguf(path: Path, loading: dict[str, Any]) -> Any:
+def _load_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
     """Load the cached conversion of a GGUF file; convert the file first if there is none.
 
-    Returns:
-        The model, transformers' loading info, and the tokenizer. Weights are bit-identical with and without
-        the cache.
+    If the conversion cannot be saved, the model is loaded without the cache.
     """
     needs("a GGUF file as a model", "gguf", "gguf", "accelerate")
     if not path.is_file():
@@ -171,28 +167,27 @@ def _load_gguf(path: Path, loading: dict[str, Any]) -> Any:
             return _load_entry(path, entry, loading)
         except I2CLError:
             remove_entry(entry)  # damaged: convert again
-    on_cpu = {name: value for name, value in loading.items() if name not in {"device_map", "offload_folder"}}
-    model, info, tokenizer = _convert_gguf(path, on_cpu)
+    model, tokenizer = _convert_gguf(path, loading["dtype"])
     size = sum(parameter.nbytes for parameter in model.parameters())
-    added = add_entry(entry, path, dtype, size, partial(_save_conversion, model, tokenizer))
-    if loading.get("device_map") is None:
-        return model, info, tokenizer
-    del model
-    return _load_entry(path, entry, loading) if added else _convert_gguf(path, loading)
+    if add_entry(entry, path, dtype, size, partial(_save_conversion, model, tokenizer)):
+        del model
+        return _load_entry(path, entry, loading)
+    if loading.get("device_map") is not None or "distributed_config" in loading:
+        hint = f"set {CACHE_VARIABLE} to a folder with space"
+        raise I2CLError(f"cannot save the conversion of {str(path)!r}, which a device map needs: {hint}")
+    return _set_name(path, model, tokenizer)
 
 
-def _load_entry(path: Path, entry: Path, loading: dict[str, Any]) -> Any:
-    what = f"the cached conversion of {str(path)!r}"
-    tokenizer = _load_tokenizer(str(entry), str(entry), {})
-    with _load_errors(what):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(entry, use_safetensors=True, **loading)
-    model, info = loaded
-    _check_complete(what, info)
-    _set_name(path, model, tokenizer)
-    return model, info, tokenizer
+def _load_entry(path: Path, entry: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
+    return _set_name(path, *_load_folder_or_hub(str(entry), str(entry), loading, {}))
 
 
-def _convert_gguf(path: Path, loading: dict[str, Any]) -> Any:
+def _set_name(path: Path, model: Any, tokenizer: Any) -> tuple[Any, Any]:
+    model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = str(path)
+    return model, tokenizer
+
+
+def _convert_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Convert a GGUF file with transformers, which takes 10 s for a model of 30 layers.
 
     Raises:
@@ -201,15 +196,13 @@ def _convert_gguf(path: Path, loading: dict[str, Any]) -> Any:
     file = gguf_reader(path, "download or copy it again")
     if file.get_field("tokenizer.ggml.tokens") is None:
         raise I2CLError(f"{str(path)!r} has no tokenizer: give a GGUF file with a tokenizer, or a folder")
-    source = {"gguf_file": str(path.resolve())}
+    source: Any = {"gguf_file": str(path.resolve())}
+    options: Any = {"quantization_config": GgufConfig(dequantize=True), "output_loading_info": True}
     try:
         # From an empty folder: files beside the GGUF file, such as tokenizer.json, may be another model's.
         with tempfile.TemporaryDirectory() as empty:
             tokenizer: Any = AutoTokenizer.from_pretrained(empty, **source)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                empty, quantization_config=GgufConfig(dequantize=True), **loading, **source
-            )
-            model, info = loaded
+            loaded: Any = AutoModelForCausalLM.from_pretrained(empty, dtype=dtype, **options, **source)
         pre_tokenizer = file.get_field("tokenizer.ggml.pre")
         if pre_tokenizer is not None and pre_tokenizer.contents() in SINGLE_DIGIT_PRETOKENIZERS:
             parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
@@ -217,40 +210,26 @@ def _convert_gguf(path: Path, loading: dict[str, Any]) -> Any:
     except Exception as error:  # tokenizers raises bare exceptions
         hint = "give the model as a folder or a hub id"
         raise I2CLError(f"transformers cannot convert {str(path)!r} ({_reason(error)}): {hint}") from error
+    model, info = loaded
     _check_complete(str(path), info)
     _require_all_read(path, file, model)
-    _set_name(path, model, tokenizer)
-    return model, info, tokenizer
-
-
-def _set_name(path: Path, model: Any, tokenizer: Any) -> None:
-    model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = str(path)
+    return model, tokenizer
 
 
 def _save_conversion(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a converted model, and check that what is loaded from there is bit-identical.
+    """Save a converted model.
 
     Raises:
-        WriteError: if it cannot be saved, or would be loaded as another model.
+        WriteError: if transformers cannot save it, or would load another tokenizer than it saved.
     """
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        loaded = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, dtype=model.dtype)
-        loaded_tokenizer = AutoTokenizer.from_pretrained(folder)
+        saved_tokenizer = AutoTokenizer.from_pretrained(folder)
     except (ValueError, RuntimeError) as error:
         raise WriteError(f"transformers cannot save this model ({_reason(error)})") from error
-    before, after = (dict([*one.named_parameters(), *one.named_buffers()]) for one in (model, loaded))
-    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    same = same and inference_config(model.config) == inference_config(loaded.config)
-    same = same and _tokenizer_state(tokenizer) == _tokenizer_state(loaded_tokenizer)
-    if not same:
-        raise WriteError("transformers would load another model than it saved")
-
-
-def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:
-    template, length = tokenizer.chat_template, tokenizer.model_max_length
-    return tokenizer_fingerprint(tokenizer), tokenizer.special_tokens_map, template, length
+    if tokenizer_fingerprint(saved_tokenizer) != tokenizer_fingerprint(tokenizer):
+        raise WriteError("transformers would load another tokenizer than it saved")
 
 
 def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
@@ -267,16 +246,12 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     raise I2CLError(f"{what}: give the model as a folder or a hub id")
 
 
-def _require_plain(revision: Any, quantization: Any, device_map: Any, offload_folder: Any) -> None:
+def _check_gguf_options(revision: Any, quantization: Any) -> None:
     if revision is not None:
         raise I2CLError("a GGUF file has no revision: leave out --revision")
     if quantization is not None:
         what = "a GGUF file's weights are dequantized to float32 or --dtype and not quantized again"
         raise I2CLError(f"{what}: leave out --quantization; --dtype bfloat16 takes half the memory")
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    if device_map == TENSOR_PARALLEL or "disk" in places or offload_folder is not None:
-        hint = "leave out tensor_parallel, 'disk' and the offload folder"
-        raise I2CLError(f"a GGUF file is loaded as a whole: {hint}")
 
 
 def _placement(
@@ -361,26 +336,12 @@ def gguf_reader(path: Path, hint: str) -> Any:
     needs("a GGUF file", "gguf", "gguf")
     if not path.is_file():
         raise I2CLError(f"no GGUF file {str(path)!r}: check the path")
+    from gguf import GGUFReader
+
     try:
-        return _array_reader()(path)
+        return GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise I2CLError(f"{str(path)!r} is damaged, or not a GGUF file ({error}): {hint}") from None
-
-
-@cache
-def _array_reader() -> Any:
-    """Return a reader class that slices a plain array, which takes half the time of ``numpy.memmap``."""
-
-    class ArrayReader(importlib.import_module("gguf").GGUFReader):  # type: ignore[misc]
-        @property
-        def data(self) -> Any:
-            return self._array
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._array = mapped.view(np.ndarray)
-
-    return ArrayReader
 
 
 def _check_path(name: str, source: str) -> None:

@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 from i2cl.errors import I2CLError
 
 RECOVERY_BATCHES = 64  # batches at a lowered limit before a larger one is tried again
-MAX_RECOVERY_BATCHES = 2**16
 TRAINING_SHARE = 0.5  # of the memory that the weights leave, for one training batch
 CONSENSUS_TIMEOUT = timedelta(minutes=5)
 
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
-# Names of the limit, of the usage, and of the reclaimable page cache within ``memory.stat``.
+# Names of the limit, of the usage, and of the reclaimable page cache in ``memory.stat``.
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
@@ -32,24 +31,12 @@ class MemoryWarning(UserWarning):
     """Something did not fit into memory and continues in smaller parts."""
 
 
-def is_accelerator_error(error: BaseException) -> bool:
-    """Return whether a device reported the error, such as a failed CUDA assert; it is unusable afterwards."""
-    kind = getattr(torch, "AcceleratorError", None)  # from torch 2.8 on
-    return (kind is not None and isinstance(error, kind)) or "CUDA error" in str(error)
-
-
 class BatchLimit:
-    """Token limit of a batch that shrinks on an out-of-memory error and recovers step by step.
-
-    After `RECOVERY_BATCHES` batches that fit, the limit doubles. Where the larger batches run out of memory
-    again, it waits for twice as many batches, so a permanent shortage costs only a few failed attempts.
-    """
+    """Token limit of a batch: lowered when memory runs out, doubled after `RECOVERY_BATCHES` that fit."""
 
     def __init__(self) -> None:
         self._tokens: int | None = None  # None: no limit beyond the configured budget
-        self._wait = RECOVERY_BATCHES
         self._fitted = 0
-        self._raised = False  # whether it was raised since it was last lowered
 
     def apply(self, budget: int) -> int:
         """Return the smaller of a configured budget and the current limit."""
@@ -57,19 +44,14 @@ class BatchLimit:
 
     def shrink(self, tokens: int) -> None:
         """Lower the limit after a batch ran out of memory."""
-        if self._raised:
-            self._wait = min(2 * self._wait, MAX_RECOVERY_BATCHES)
-        self._tokens, self._fitted, self._raised = tokens, 0, False
+        self._tokens, self._fitted = tokens, 0
 
     def record_fit(self, budget: int) -> None:
-        """Count a batch that fitted, and double the limit after enough of them."""
-        if self._tokens is None:
-            return
+        """Count a batch that fitted; double the limit after enough of them, up to the budget."""
         self._fitted += 1
-        if self._fitted >= self._wait:
-            self._fitted, self._tokens, self._raised = 0, 2 * self._tokens, True
-            if self._tokens >= budget:
-                self._tokens = None
+        if self._tokens is not None and self._fitted >= RECOVERY_BATCHES:
+            self._tokens = 2 * self._tokens if 2 * self._tokens < budget else None
+            self._fitted = 0
 
 
 class Consensus:
@@ -91,8 +73,6 @@ class Consensus:
     @classmethod
     def of(cls, model: nn.Module) -> "Consensus":
         """Find the processes that a model's weights are sharded over. All of them have to call this."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return cls()
         meshes = (weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor))
         mesh = next(meshes, None)
         return cls(None if mesh is None else mesh.mesh.flatten().tolist())
@@ -126,9 +106,7 @@ def training_memory(model: nn.Module, device: torch.device) -> int:
     It does not depend on the free memory, so that fits are reproducible.
     """
     total = total_memory(device)
-    weights = sum(weight.nbytes for weight in model.parameters() if weight.device.type == device.type)
-    if device.type == "cuda":
-        weights = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
+    weights = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
     return int(max(TRAINING_SHARE * (total - weights), total / 8))
 
 
@@ -138,53 +116,37 @@ def total_memory(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in cgroup_memory())])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_memory())])
 
 
 def free_memory() -> int:
     """Return the bytes of main memory that this process can still allocate without swapping.
 
-    Limits of the container (cgroup v1 and v2) count, and so does the page cache that the kernel would
-    reclaim.
+    A container's limit (cgroup v1 or v2) counts. Page cache that the kernel would reclaim counts as free.
     """
-    return min([int(psutil.virtual_memory().available), *(free for _, free in cgroup_memory())])
+    return min([int(psutil.virtual_memory().available), *(free for _, free in _cgroup_memory())])
 
 
-def cgroup_memory(root: Path | None = None, membership: Path | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (limit, free) in bytes for every cgroup of this process that has a memory limit.
-
-    Args:
-        root: where the cgroup file systems are mounted. Default: `CGROUPS`.
-        membership: the file that names the cgroups of this process. Default: `CGROUP_MEMBERSHIP`.
-    """
-    for folder, (limit_name, usage_name, cache_name) in _memory_cgroups(
-        root or CGROUPS, membership or CGROUP_MEMBERSHIP
-    ):
-        # OSError: not limited, or another system; ValueError: "max"
-        with suppress(OSError, ValueError):
-            limit = int((folder / limit_name).read_text(encoding="ascii"))
-            used = int((folder / usage_name).read_text(encoding="ascii"))
-            yield limit, max(0, limit - used + _field(folder / "memory.stat", cache_name))
-
-
-def _memory_cgroups(root: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the process's memory cgroups and their ancestors, whose limits hold as well."""
+def _cgroup_memory() -> Iterator[tuple[int, int]]:
+    """Yield (limit, free) in bytes for each cgroup of this process or above it that limits its memory."""
     try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
+        lines = CGROUP_MEMBERSHIP.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, names = root, _CGROUP_V2
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", _CGROUP_V1
-        else:
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        if controllers and "memory" not in controllers.split(","):
             continue
+        root, names = (CGROUPS / "memory", _CGROUP_V1) if controllers else (CGROUPS, _CGROUP_V2)
+        limit_name, usage_name, cache_name = names
         # Inside a container the path may be the host's, so all its ancestors below the mount point are tried.
         parts = [part for part in path.split("/") if part not in {"", ".."}]
         for depth in range(len(parts) + 1):
-            yield base.joinpath(*parts[:depth]), names
+            folder = root.joinpath(*parts[:depth])
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                limit = int((folder / limit_name).read_text(encoding="ascii"))
+                used = int((folder / usage_name).read_text(encoding="ascii"))
+                yield limit, max(0, limit - used + _read_field(folder / "memory.stat", cache_name))
 
 
 @dataclass
@@ -216,14 +178,14 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    peak = Peak(start=resident_peak())
+    peak = Peak(start=_resident_peak())
     yield peak
-    peak.bytes = resident_peak()
+    peak.bytes = _resident_peak()
 
 
-def resident_peak() -> int:
-    """Return the highest number of bytes that this process has had resident; 0 where that is unknown."""
-    if peak := _field(Path("/proc/self/status"), "VmHWM:"):
+def _resident_peak() -> int:
+    """Return the highest number of bytes that this process has had resident; 0 on Windows."""
+    if peak := _read_field(Path("/proc/self/status"), "VmHWM:"):
         return 1024 * peak
     if os.name == "nt":
         return 0
@@ -233,7 +195,7 @@ def resident_peak() -> int:
     return size if sys.platform == "darwin" else 1024 * size
 
 
-def _field(path: Path, name: str) -> int:
+def _read_field(path: Path, name: str) -> int:
     """Return the number after a name in a file with one name and number per line; 0 if either is missing."""
     try:
         fields = map(str.split, path.read_text(encoding="utf-8").splitlines())

@@ -105,42 +105,6 @@ def dequantize(module: Any, parameter: Any) -> Tensor | None:
     return values
 
 
-def quantize_and_dequantize(parameter: Any, values: Tensor, settings: Any) -> Tensor | None:
-    """Quantize values like a parameter and dequantize them again.
-
-    Args:
-        parameter: the quantized parameter.
-        values: values of its shape, before quantization.
-        settings: the model's quantization config.
-
-    Returns:
-        What `dequantize` would return for them, or None if the config does not quantize such a layer.
-    """
-    kind, values = type(parameter).__name__, values.to(parameter.device)
-    result: Tensor
-    if kind == "Params4bit":
-        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-        state = parameter.quant_state
-        options = {"blocksize": state.blocksize, "compress_statistics": state.nested}
-        options |= {"quant_type": state.quant_type, "quant_storage": parameter.quant_storage}
-        result = dequantize_4bit(*quantize_4bit(values.to(state.dtype), **options))
-    elif kind == "Int8Params":
-        from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
-
-        result = int8_vectorwise_dequant(*int8_vectorwise_quant(values.half())[:2])
-    else:
-        from torchao.quantization import quantize_
-
-        layer: Any = nn.Linear(1, 1, bias=False, device="meta")
-        layer.weight = nn.Parameter(values, requires_grad=False)
-        quantize_(layer, settings.get_apply_tensor_subclass())
-        if type(layer.weight) is nn.Parameter:
-            return None
-        result = layer.weight.dequantize()
-    return result
-
-
 def settle_4bit(model: PreTrainedModel) -> None:
     """Keep bitsandbytes' 4-bit layers on a CPU from repacking their weights, so that they have gradients.
 

@@ -1,20 +1,16 @@
-"""Cached keys and values of tokens, or of input vectors, in front of many queries."""
+"""Cached keys and values of tokens, or of input vectors, that precede many queries."""
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from jaxtyping import Int
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from i2cl.models.batching import Ids
-from i2cl.models.edits import held
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,8 @@ class Prefix:
     ids: Ids  #: the tokens; empty if it is made of vectors
     cache: Cache  #: keys and values for one row (transformers Cache); never changed
     length: int  #: number of tokens or vectors it was made of
-    behind: int  #: position of the first token after it; less than ``length`` where vectors share positions
-    kept: tuple[int, ...] | None = None  #: places of the tokens that the cache still holds; None: all
+    next_position: int  #: of the first token after it; less than ``length`` where vectors share positions
+    kept: tuple[int, ...] | None = None  #: indices of the tokens that the cache still holds; None: all
 
     def expanded(self, rows: int) -> Cache:
         """Return a copy of the cache for a batch of ``rows``; gradients flow to the original."""
@@ -35,8 +31,8 @@ class Prefix:
         return cache
 
     @property
-    def thinned(self) -> bool:
-        """Whether the cache lost some of its tokens."""
+    def is_pruned(self) -> bool:
+        """Whether tokens were removed from the cache."""
         return self.kept is not None and len(self.kept) < self.length
 
     @property
@@ -51,19 +47,26 @@ class Prefix:
         layers: Any = self.cache.layers
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
-    def kept_at(self, places: tuple[int, ...]) -> "Prefix":
-        """Return a prefix with only the tokens at ``places``. The cache must hold all tokens."""
-        return replace(self, cache=_changed(self.cache, lambda one: one[:, :, list(places)]), kept=places)
+    def prune(self, kept: tuple[int, ...]) -> "Prefix":
+        """Return a prefix with only the tokens at the indices ``kept``. The cache must hold all tokens."""
+        layers: Any = self.cache.layers
+        tensors = [(layer.keys[:, :, list(kept)], layer.values[:, :, list(kept)]) for layer in layers]
+        return replace(self, cache=DynamicCache(tensors), kept=kept)
 
-    def in_front_of(
-        self, input_ids: Int[Tensor, "batch tokens"]
-    ) -> tuple[dict[str, Any], Int[Tensor, " keys"]]:
-        """Return the model's arguments for rows after this prefix, and the position of every key they see."""
-        (rows, width), seen = input_ids.shape, self.behind
-        cached = range(seen) if self.kept is None else self.kept
-        keys = torch.tensor([*cached, *range(seen, seen + width)], device=input_ids.device)
-        places = keys[-width:].expand(rows, -1)
-        return {"use_cache": True, "past_key_values": self.expanded(rows), "position_ids": places}, keys
+    def arguments(self, input_ids: Int[Tensor, "batch tokens"]) -> dict[str, Any]:
+        """Return the model's arguments for rows after this prefix."""
+        rows, width = input_ids.shape
+        positions = torch.arange(width, device=input_ids.device) + self.next_position
+        return {
+            "use_cache": True,
+            "past_key_values": self.expanded(rows),
+            "position_ids": positions.expand(rows, -1),
+        }
+
+
+def uses_alibi(config: PreTrainedConfig) -> bool:
+    """Return whether a model has ALiBi, which takes the index of a key in the cache for its position."""
+    return config.model_type in {"bloom", "mpt"} or (config.model_type == "falcon" and config.alibi)
 
 
 def holds_keys_alone(config: PreTrainedConfig) -> bool:
@@ -95,48 +98,3 @@ def window_of(config: PreTrainedConfig) -> int | None:
         and (kinds is None or kind in kinds)
     ]
     return min(sizes, default=None)
-
-
-def _changed(cache: Cache, change: Callable[[Tensor], Tensor]) -> DynamicCache:
-    layers: Any = cache.layers
-    return DynamicCache([(change(layer.keys), change(layer.values)) for layer in layers])
-
-
-def keys_at(
-    model: PreTrainedModel, blocks: Sequence[nn.Module], places: Int[Tensor, " keys"]
-) -> AbstractContextManager[None]:
-    """Give each key, cached ones first, the ALiBi bias of its position while the block runs."""
-    name, change = _ALIBI.get(model.config.model_type, ("", None))
-    if change is None or not getattr(model.config, "alibi", True):  # optional in Falcon only
-        return nullcontext()
-    return held(
-        block.get_submodule(name).register_forward_pre_hook(partial(change, places), with_kwargs=True)
-        for block in blocks
-    )
-
-
-def _bloom(places: Int[Tensor, " keys"], _module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-    bias: Float[Tensor, "heads 1 keys"] = keywords["alibi"]
-    slope = bias[..., 1:2] - bias[..., :1]
-    return args, keywords | {"alibi": (slope * places.to(bias.device)).to(bias.dtype)}
-
-
-def _mpt(places: Int[Tensor, " keys"], _module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-    bias: Float[Tensor, "heads 1 length"] = keywords["position_bias"]
-    slope = bias[..., -1:] - bias[..., -2:-1]
-    return args, keywords | {"position_bias": slope * (places - places[-1]).to(bias.device)}
-
-
-def _falcon(places: Int[Tensor, " keys"], module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
-    """Change the mask: Falcon adds the scaled bias to it, rounded to bfloat16."""
-    bias: Float[Tensor, "batch heads 1 keys"] = keywords["alibi"]
-    mask: Float[Tensor, "batch heads queries keys"] = keywords["attention_mask"]
-    slope = (bias[..., 1:2] - bias[..., :1]).bfloat16()
-    moved = (slope * places.to(bias.device)).to(bias.dtype)
-    scale: Any = module.inv_norm_factor
-    allowed = mask > torch.finfo(mask.dtype).min / 2
-    shifted = torch.where(allowed, mask + (moved - bias) * scale, mask)
-    return args, keywords | {"alibi": moved, "attention_mask": shifted}
-
-
-_ALIBI = {"bloom": ("self_attention", _bloom), "falcon": ("self_attention", _falcon), "mpt": ("attn", _mpt)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from i2cl.errors import I2CLError
-from i2cl.models.batching import Batch, Ids, by_side
+from i2cl.models.batching import Batch, Ids, group_by_rope_limit
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit
 from i2cl.models.encoding import LabelTokens
@@ -105,7 +105,7 @@ class LabelLikelihood:
             run: returns those of queries that may share a batch.
             reserve: cached tokens in front of every query.
         """
-        parts = by_side([reserve + self.lengths[row] for row in chosen], self.decoder.rope_limits)
+        parts = group_by_rope_limit([reserve + self.lengths[row] for row in chosen], self.decoder.rope_limits)
         values = torch.cat([run([chosen[place] for place in part]) for part in parts])
         self.decoder.pause()
         order = torch.tensor([place for part in parts for place in part], device=values.device).argsort()

@@ -8,8 +8,7 @@ import numpy as np
 
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.records import COUNTS, Record, Run
-from i2cl.experiments.report.document import build
-from i2cl.experiments.report.render import csv_text
+from i2cl.experiments.report.document import build, csv_text
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 METHODS = {"Zero-shot": "zero_shot", "Few-shot (ICL)": "few_shot", "ICV": "icv", "I2CL": "i2cl"}
@@ -69,6 +68,12 @@ def trial():
     return made
 
 
+def numbers(table, column):
+    """Raw numbers of one column by row."""
+    at = table.columns.index(column)
+    return {row[0].text: row[at].numbers for row in table.rows if row[at].numbers}
+
+
 def section(experiment, records):
     (only,) = build([experiment], records, {}, figures=False).sections
     return only
@@ -76,7 +81,7 @@ def section(experiment, records):
 
 def table(view, experiment, records, place=0):
     """Build one of a view's tables, without computing the other views."""
-    return section(experiment.model_copy(update={"views": (view,)}), records).tables[place]
+    return section(experiment.model_copy(update={"views": (view,)}), records).tables[place].narrow
 
 
 def texts(table):

@@ -16,7 +16,7 @@ from i2cl.experiments.confidence import highest, reliability
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.records import Scores
-from i2cl.experiments.report import figures_maps
+from i2cl.experiments.report import figures
 from i2cl.experiments.report.figures import FIGURES, save
 from i2cl.experiments.report.results import results_of
 from i2cl.injections.temperature import best_temperature, normalised
@@ -116,16 +116,16 @@ def test_figure_files_are_deterministic(view, tmp_path):
     result = results(*EVERYTHING[view])
     vectors = vectors_of(result)
     before = dict(mpl.rcParams)
-    figures = [drawn(view, result, vectors)]
+    images = [drawn(view, result, vectors)]
     with mpl.rc_context({"font.size": 20, "svg.fonttype": "path", "savefig.bbox": "tight"}):
-        figures.append(drawn(view, result, vectors))
-        paths = [save(figure, tmp_path / str(n) / "some.figure") for n, figure in enumerate(figures)]
+        images.append(drawn(view, result, vectors))
+        paths = [save(figure, tmp_path / str(n) / "some.figure") for n, figure in enumerate(images)]
     assert [path.name for path in paths[0]] == ["some.figure.png", "some.figure.svg"]
     assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[1]]
     svg = paths[0][1].read_text()
     assert "<text" in svg
     assert "<dc:date>" not in svg
-    assert figures[0].axes == []
+    assert images[0].axes == []
     assert dict(mpl.rcParams) == before
 
 
@@ -308,7 +308,7 @@ def test_class_vectors_have_a_panel_per_task(monkeypatch):
     for axes in figure.axes:
         assert [len(line.get_xdata()) for line in axes.lines] == [3, 3]
         assert legend_of(axes) == ["good", "$bad"]
-    monkeypatch.setattr(figures_maps, "MAX_LEGEND_CLASSES", 1)
+    monkeypatch.setattr(figures, "MAX_LEGEND_CLASSES", 1)
     axes = drawn("class-vectors", result, whole).axes[0]
     assert (axes.get_legend(), axes.get_xlabel()) == (None, "2 classes")
 

@@ -10,8 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from experiments.report.synthetic import LLAMA, Page, always_right, failed, grid
-from i2cl.experiments.report.document import build
-from i2cl.experiments.report.render import csv_text, html, latex, write
+from i2cl.experiments.report.document import build, csv_text, render, write
 from i2cl.storage.card import CARD
 from i2cl.tasks import Task, Template
 from storage.test_hub import METRICS, made
@@ -58,7 +57,7 @@ def report_of(name, *views, figures=False):
 
 
 def test_html(report, name):
-    text = html(report, {})
+    text = render(report, "html")
     page = Page(text)  # fails on a script
     assert " ".join(name.split()) in {" ".join(cell.split()) for row in page.rows for cell in row}
     assert all(address.startswith("#") for address in page.addresses)
@@ -73,7 +72,7 @@ def test_csv(report):
 
 
 def test_latex(report):
-    body = latex(report).split(r"\begin{document}")[1]
+    body = render(report, "tex").split(r"\begin{document}")[1]
     allowed = r"section\*?|subsection\*?|textbf|textit|texttt|item|small|begin|end|toprule|midrule|bottomrule"
     signs = r"text(backslash|asciitilde|asciicircum)"
     ours = {"textwidth", "resizebox", "ifdim", "width", "else", "fi"}

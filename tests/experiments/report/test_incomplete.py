@@ -10,6 +10,7 @@ from experiments.report.synthetic import (
     grid,
     llama,
     noted,
+    numbers,
     record,
     section,
     table,
@@ -17,8 +18,7 @@ from experiments.report.synthetic import (
     trial,
 )
 from i2cl.experiments.grid import GridRow, Scale
-from i2cl.experiments.report.document import build
-from i2cl.experiments.report.render import csv_text, html, latex, markdown
+from i2cl.experiments.report.document import build, csv_text, render
 from i2cl.experiments.report.results import results_of
 
 
@@ -32,7 +32,9 @@ def test_row_with_missing_tasks_is_marked():
     assert cells(result)["Zero-shot"]["Average"].mark == ""
     assert "1 of 2 tasks, not trec: I2CL." in noted(result, "†")
     compared = table("comparison", three, made)
-    assert compared.values[0]["mean"] == pytest.approx(40 - 220 / 3)  # on sst2 alone
+    assert numbers(compared, "Difference")["Zero-shot"]["mean"] == pytest.approx(
+        40 - 220 / 3
+    )  # on sst2 alone
     assert compared.rows[0][0].mark == "†"
     assert texts(table("comparison", three, made, place=1))["Zero-shot"][1] == "–"
 
@@ -95,9 +97,9 @@ def test_experiment_without_results_shows_its_command():
     result = build([grid(("ICV",))], trial(), {})
     (only,) = result.sections
     assert only.missing == ("no results in this store: run `i2cl experiment run trial`",)
-    assert "no results in this store: run `i2cl experiment run trial`" in markdown(result)
-    assert r"no results in this store: run \texttt{i2cl experiment run trial}" in latex(result)
-    assert "no results in this store: run <code>i2cl experiment run trial</code>" in html(result, {})
+    assert "no results in this store: run `i2cl experiment run trial`" in render(result, "md")
+    assert r"no results in this store: run \texttt{i2cl experiment run trial}" in render(result, "tex")
+    assert "no results in this store: run <code>i2cl experiment run trial</code>" in render(result, "html")
 
 
 def test_results_of_different_queries_rows_or_weights_are_not_mixed():

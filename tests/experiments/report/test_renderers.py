@@ -22,8 +22,7 @@ from experiments.report.synthetic import (
 )
 from fitting import one_line
 from i2cl.errors import I2CLError
-from i2cl.experiments.report.document import CAPTIONS, build
-from i2cl.experiments.report.render import html, latex, markdown, write
+from i2cl.experiments.report.document import CAPTIONS, build, render, write
 
 
 def odd():
@@ -40,13 +39,13 @@ def odd():
 
 def test_every_format_shows_the_same_numbers():
     report = build([grid()], trial(), {}, figures=False)
-    plain = re.sub(r"\\textbf{([^}]*)}", r"\1", latex(report))
+    plain = re.sub(r"\\textbf{([^}]*)}", r"\1", render(report, "tex"))
     assert r"I2CL & 61.7 ± 12.6 & 73.3 ± 25.2 & 50.0 ± 0.0 \\" in plain
     assert r"\begin{tabular}{lrrr}" in plain
-    page = html(report, {})
+    page = render(report, "html")
     assert ["I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"] in Page(page).rows
     assert '<th scope="row">I2CL</th>' in page
-    text = markdown(report)
+    text = render(report, "md")
     lines = [[part.strip(" *") for part in line.split("|")] for line in text.splitlines()]
     assert ["", "I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0", ""] in lines
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -56,48 +55,38 @@ def test_every_format_shows_the_same_numbers():
 
 
 def test_markdown_escapes_and_marks_bold_and_printed_cells():
-    text = markdown(odd())
+    text = render(odd(), "md")
     for part in (
         *(r"50 % of A & B_c \<b>x\</b> \| {y} #1", "**100.0 ± 0.0**", "*94.44 ± 1.44* ‡"),
         *("| hate_speech18 |", r"\<script>alert(1)"),
     ):
         assert part in text
-    assert set(Page(html(odd(), {})).strong) == {"100.0 ± 0.0"}
-    assert all(part in latex(odd()) for part in (r"\textbf{100.0 ± 0.0}", r"of \$memory\_"))
+    assert set(Page(render(odd(), "html")).strong) == {"100.0 ± 0.0"}
+    assert all(part in render(odd(), "tex") for part in (r"\textbf{100.0 ± 0.0}", r"of \$memory\_"))
 
 
 def test_csv_has_raw_measured_and_printed_numbers():
     rows = csv_lines(grid(), trial())
-    result = {(one["row"], one["task"]): one for one in rows if one["view"] == "tasks"}
-    assert len(result) == 6
-    ours = result["I2CL", "sst2"]
+    cells = {(one["table"], one["row"], one["column"]): one for one in rows}
+    ours = cells["Accuracy by task", "I2CL", "sst2"]
     assert float(ours["mean"]) == pytest.approx(220 / 3)
     assert float(ours["sd"]) == pytest.approx(np.std([70, 50, 100], ddof=1))
-    assert float(result["I2CL", "(average)"]["mean"]) == pytest.approx(185 / 3)
-    assert float(result["Zero-shot", "trec"]["mean"]) == 20
-    assert (ours["seeds"], ours["queries"], ours["model"]) == ("3", "10", "reference")
-    assert {one["limit"] for one in rows} == {"40"}
-    cost = {(one["row"], one["task"]): one for one in rows if one["view"] == "cost"}
-    assert float(cost["I2CL", "trec"]["ms_per_query"]) == 200
-    against = [one for one in rows if one["view"] == "comparison" and one["task"] == "(average)"]
-    assert [(one["row"], one["against"]) for one in against] == [("Zero-shot", "I2CL")]
-    assert float(against[0]["mean"]) == pytest.approx(30 - 185 / 3)
+    assert (ours["seeds"], ours["queries"], ours["model"], ours["limit"]) == ("3", "10", "reference", "40")
+    assert float(cells["Average accuracy over tasks", "I2CL", "Average"]["mean"]) == pytest.approx(185 / 3)
+    assert float(cells["Cost", "I2CL", "Query, ms"]["mean"]) == 200
+    difference = cells["Difference from I2CL, average over tasks", "Zero-shot", "Difference"]
+    assert float(difference["mean"]) == pytest.approx(30 - 185 / 3)
     rows = csv_lines(grid(["I2CL"], printed="main"), llama())
-    printed = {one["task"]: one for one in rows if one["view"] == "tasks" and one["origin"] == "paper"}
-    assert len(printed) == 10
+    printed = {one["column"]: one for one in rows if one["row"] == "I2CL (paper)"}
     assert (float(printed["sst2"]["mean"]), float(printed["sst2"]["sd"])) == (87.68, 2.47)
-    assert float(printed["(average)"]["mean"]) == 75.12
+    assert float(printed["Average"]["mean"]) == 75.12
 
 
-def test_html_shades_accuracies_and_escapes_markup():
-    text = html(build([grid()], trial(), {}, figures=False), {})
-    assert '<td style="text-align:right;--share:25%" class="shaded">50.0 ± 0.0</td>' in text
-    tables = dict(re.findall(r"<h3>(.*?)</h3>(.*?)</table>", text, re.DOTALL))
-    assert [title for title, shown in tables.items() if "shaded" in shown] == ["Accuracy by task"]
+def test_headings_are_escaped():
     title = "a &lt; b_ *c* `d` [e](f) ~ ^ \\g"
     report = build([grid(title=title)], trial(), {}, figures=False)
-    assert unescape(re.search("<h2>(.*) .reference.</h2>", html(report, {}))[1]) == title
-    tex = re.search(r"section{(.*) .reference.}", latex(report))[1]
+    assert unescape(re.search("<h2>(.*) .reference.</h2>", render(report, "html"))[1]) == title
+    tex = re.search(r"section{(.*) .reference.}", render(report, "tex"))[1]
     assert tex == (r"a \&lt; b\_ *c* `d` [e](f) \textasciitilde{} \textasciicircum{} \textbackslash{}g")
 
 
@@ -107,9 +96,9 @@ def test_failed_cells_and_provenance_are_listed():
     report = build([grid()], made, {}, figures=False)
     assert len(report.failures.rows) == 1
     row = ["reference", "mr", "i2cl", "1", "I2CLError: too few rows"]
-    assert row in Page(html(report, {})).rows
-    assert " & ".join(row) in latex(report)
-    assert all(part in markdown(report) for part in row)
+    assert row in Page(render(report, "html")).rows
+    assert " & ".join(row) in render(report, "tex")
+    assert all(part in render(report, "md") for part in row)
     assert dict(report.provenance)["Cells"] == ("8 done, 1 failed",)
     made = [
         record("i2cl", "sst2", seed, "10", fit_seconds=3600.0, provenance=provenance)
@@ -154,12 +143,12 @@ def test_write_replaces_an_older_report_atomically(tmp_path, monkeypatch):
     paths = write(build([grid(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert [path.name for path in paths] == ["report.html"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
-    monkeypatch.setattr("i2cl.experiments.report.render.MAX_SVG_BYTES", 10)  # a large drawing as pixels
+    monkeypatch.setattr("i2cl.experiments.report.document.MAX_SVG_BYTES", 10)  # a large drawing as pixels
     (path,) = write(build([grid(views=("bars",))], trial(), {}), tmp_path / "out", ["html"])
     assert 'src="data:image/png;base64,' in path.read_text()
     write(build([grid()], trial(), {}), tmp_path / "out", ["md"])
     before = (tmp_path / "out" / "report.md").read_text()
-    monkeypatch.setattr("i2cl.experiments.report.render.html", lambda *_: 1 / 0)
+    monkeypatch.setattr("i2cl.experiments.report.document.render", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write(build([grid(("I2CL", "ICV"), views=("bars",))], trial(), {}), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.md"]

@@ -13,15 +13,15 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 from i2cl.core import encoder_bias
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, is_out_of_memory
-from i2cl.experiments.confidence import Confidence, confidence, highest
+from i2cl.experiments.confidence import confidence, highest
 from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
 from i2cl.experiments.evidence.selective import require_target, selection
-from i2cl.experiments.evidence.verdicts import verdict, wilson
+from i2cl.experiments.evidence.verdicts import Verdict, verdict, wilson
 from i2cl.experiments.records import Run
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.methods import METHODS, Injector, Method, make_methods
@@ -76,20 +76,13 @@ class Score:
 
 
 @dataclass(frozen=True)
-class FitEvaluation:
+class FitEvaluation(Verdict):
     """Evaluation of a fit and of baselines on held-out rows. `Injection.worth` holds it as JSON.
 
     Attributes:
         rows: number of rows.
         split: where the rows come from; ``"demonstrations"`` means cross-validation, where a refit without a
             row predicts it.
-        outcome: see `i2cl.experiments.evidence.verdicts.Verdict`, as for the next six.
-        verdict: the verdict in words.
-        against: the strongest rival.
-        difference: accuracy minus that rival's, as a share.
-        low: lower bound of its 95 % interval.
-        high: upper bound of it.
-        p: p-value against that rival.
         methods: scores by method.
         not_run: why other methods could not run, by method.
         support: number of rows of each label.
@@ -103,13 +96,6 @@ class FitEvaluation:
 
     rows: int
     split: Split
-    outcome: str
-    verdict: str
-    against: str
-    difference: float
-    low: float
-    high: float
-    p: float
     methods: dict[str, Score]
     not_run: dict[str, str]
     support: dict[str, int]
@@ -159,47 +145,32 @@ def plan_evaluation(
     Args:
         task: with its rows.
         demonstrations: the rows of the fit.
-        limit: maximum number of held-out rows, see `sample_rows`; 0 for no evaluation.
+        limit: maximum number of held-out rows, see `sample_rows`; 0 for no evaluation. Rows with the text
+            of a demonstration are not held out.
         folds: number of folds of a cross-validation; 0 for none.
         seed: of the folds.
 
     Raises:
         I2CLError: on a negative limit.
     """
+    if limit < 0:
+        raise I2CLError(f"evaluate is {limit}: give a number of rows, or 0 for no evaluation")
     if limit == 0:
         return EvaluationPlan()
-    held_out = labelled_rows(task, demonstrations, limit)
-    missing = missing_labels(task, held_out)
+    shown = {example.text: example for example in reversed(demonstrations)}
+    held_out = sample_rows([row for row in task.test or task.train if row.text not in shown], limit)
+    present = {row.label for row in held_out}
+    missing = tuple(word for label, word in enumerate(task.labels) if label not in present)
     if held_out and (task.test or not missing):
         return EvaluationPlan("test" if task.test else "train", held_out, missing=missing)
     if not folds:
         reason = "no labelled rows remain to score: fit with fewer --shots"
     elif not (reason := unmeasurable(task, demonstrations, folds, seed)):
-        shown = {example.text: example for example in reversed(demonstrations)}
         rows = (*reversed(shown.values()), *held_out)
         rows = sample_rows(rows, MAX_CROSS_VALIDATED_ROWS, seed)
         parts = len(fold_rows(task, demonstrations, folds, seed))
         return EvaluationPlan("demonstrations", rows, parts)
     return EvaluationPlan("train", held_out, missing=missing, reason="" if held_out else reason)
-
-
-def missing_labels(task: Task, rows: Examples) -> tuple[str, ...]:
-    """Return the labels without a row."""
-    present = {row.label for row in rows}
-    return tuple(word for label, word in enumerate(task.labels) if label not in present)
-
-
-def labelled_rows(task: Task, demonstrations: Examples, limit: int) -> tuple[Example, ...]:
-    """Return up to ``limit`` test rows, or training rows if the task has no test rows.
-
-    Rows with the text of a demonstration are excluded. Label frequencies are preserved, see `sample_rows`.
-    Raises I2CLError on a negative limit.
-    """
-    if limit < 0:
-        raise I2CLError(f"evaluate is {limit}: give a number of rows, or 0 for no evaluation")
-    shown = {example.text for example in demonstrations}
-    rows = tuple(example for example in task.test or task.train if example.text not in shown)
-    return sample_rows(rows, limit) if limit else ()
 
 
 def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...]:
@@ -312,20 +283,6 @@ def refitting(method: Injector, injection: Injection) -> Callable[..., Injection
     return partial(like.injection, scoring=injection.scoring)
 
 
-def tempered(run: Run, temperatures: tuple[float, float]) -> tuple[float, Confidence]:
-    """Return the most probable temperature given a run's rows, and the calibration metrics at it."""
-    scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
-    gold = np.array(run.gold)
-    temperature = likely_temperature(scores, gold, *temperatures)
-    return temperature, confidence_at(run, temperature)
-
-
-def confidence_at(run: Run, temperature: float) -> Confidence:
-    """Return the calibration metrics of a run's rows at a temperature."""
-    scores = run.scores.array if run.scores else np.empty((0, len(run.labels)))
-    return confidence(normalised(scores, temperature), np.array(run.gold), np.array(run.predictions))
-
-
 def typical_temperature(method: Method, task: Task, demonstrations: Examples) -> float | None:
     """Return the temperature for a fit that is not evaluated; None with one example of some class.
 
@@ -352,8 +309,8 @@ def _run_all(
         try:
             runs[method.called] = measure(decoder, task, fit(method), queries, observer.scored)
         except (I2CLError, RuntimeError) as error:
-            optional = method is not evaluated and method.called != "zero_shot"
-            if not optional or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
+            required = method is evaluated or method.called == "zero_shot"
+            if required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
             not_run[method.called] = str(error) if isinstance(error, I2CLError) else "out of memory"
     return runs, not_run
@@ -369,37 +326,35 @@ def _with_evaluation(
     target: float | None,
 ) -> Injection:
     run = runs[evaluated.called]
-    temperature, metrics = tempered(run, evaluated.temperatures)
-    if plan.missing:  # with rows of some labels only, the fitted temperature would be overconfident
-        temperature = injection.temperature
-        metrics = confidence_at(run, temperature)
-    correct = _correct(run)
+    log_probs = run.scores.array if run.scores else np.empty((0, len(run.labels)))
+    gold, predictions = np.array(run.gold), np.array(run.predictions)
+    temperature = injection.temperature
+    if not plan.missing:  # with rows of some labels only, a fitted temperature would be overconfident
+        temperature = likely_temperature(log_probs, gold, *evaluated.temperatures)
+    tempered = normalised(log_probs, temperature)
+    correct = gold == predictions
     rivals = {name: _correct(one) for name, one in runs.items() if name != evaluated.called}
     counts = {
         name: (int((correct & ~rival).sum()), int((rival & ~correct).sum())) for name, rival in rivals.items()
     }
-    threshold: dict[str, Any] = {}
-    if target is not None and run.scores is not None:
-        threshold = selection(highest(normalised(run.scores.array, temperature)), correct, target)
-    comparison: dict[str, Any] = asdict(
-        verdict(counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, method))
-    )
-    table = confusion_matrix(run)
-    support = table.sum(1).tolist()
+    comparison = verdict(counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, method))
+    confusion = np.zeros((len(run.labels), len(run.labels)), dtype=int)
+    np.add.at(confusion, (gold, predictions), 1)
+    support = confusion.sum(1).tolist()
     evaluation = FitEvaluation(
-        run.n,
-        plan.split,
-        **comparison,
+        **asdict(comparison),
+        rows=run.n,
+        split=plan.split,
         methods={name: _score(one) for name, one in runs.items()},
         not_run=not_run,
         support=dict(zip(run.labels, support, strict=True)),
         recall={
-            word: table[label, label].item() / support[label] if support[label] else None
+            word: confusion[label, label].item() / support[label] if support[label] else None
             for label, word in enumerate(run.labels)
         },
-        confusion=table.tolist(),
-        confidence=asdict(metrics),
-        selection=threshold,
+        confusion=confusion.tolist(),
+        confidence=asdict(confidence(tempered, gold, predictions)),
+        selection=selection(highest(tempered), correct, target) if target is not None else {},
     )
     injection = replace(injection, temperature=temperature, worth=asdict(evaluation))
     if plan.folds or plan.missing:  # the model card publishes only accuracies of this fit on every label
@@ -416,16 +371,8 @@ def _advice(method: Method, rival: str) -> str:
     return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"
 
 
-def confusion_matrix(run: Run) -> Int[np.ndarray, "labels labels"]:
-    """Return the number of rows by true label (first axis) and predicted label."""
-    table = np.zeros((len(run.labels), len(run.labels)), dtype=int)
-    np.add.at(table, (np.array(run.gold), np.array(run.predictions)), 1)
-    return table
-
-
 def _correct(run: Run) -> Bool[np.ndarray, " rows"]:
-    correct: Bool[np.ndarray, " rows"] = np.array(run.gold) == np.array(run.predictions)
-    return correct
+    return np.equal(run.gold, run.predictions)
 
 
 def _score(run: Run) -> Score:

@@ -1,25 +1,41 @@
-"""Build a report: a section for each experiment and setting, the failed cells, and the provenance."""
+"""Build a report, with a section for each experiment and setting, and write it in several formats.
 
+The templates ``report.*.j2`` define the document; this module fills them.
+"""
+
+import base64
+import csv
+import io
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import escape as escape_html
 
 from i2cl.errors import I2CLError, needs
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.records import Record
-from i2cl.experiments.report.layout import Entry, Table
-from i2cl.experiments.report.paper import Paper
-from i2cl.experiments.report.printed import printed_for
-from i2cl.experiments.report.results import Results, Setting, outcome, results_of
-from i2cl.experiments.report.tables import tables_of
+from i2cl.experiments.report.paper import Paper, printed_for
+from i2cl.experiments.report.results import Results, Setting, listing, outcome, results_of
+from i2cl.experiments.report.tables import Entry, Table, markdown_table, tables_of
 from i2cl.experiments.store import Vectors
+from i2cl.storage.atomic import new_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TITLE = "Report of experiments"
+FORMATS = ("md", "tex", "csv", "html")  # file extensions
+FIGURE_FOLDER = "figures"
+OWN_FILES = frozenset({FIGURE_FOLDER, *(f"report.{extension}" for extension in FORMATS)})
 MAX_ANCHOR = 60  # characters of an anchor, which file names of figures begin with
+MAX_ERROR = 300  # characters of an error message in the report
+MAX_SVG_BYTES = 1_000_000  # the HTML page embeds larger figures as PNG
 
 CAPTIONS: Mapping[View, str] = {
     "bars": "Mean accuracy of each row, with the standard deviation over seeds.",
@@ -35,8 +51,6 @@ CAPTIONS: Mapping[View, str] = {
 }
 """Captions of the views with a figure, here because missing figures are listed without matplotlib."""
 
-FIGURE_FOLDER = "figures"
-
 PROVENANCE = {
     "i2cl": "i2cl",
     "commit": "Commit",
@@ -51,8 +65,6 @@ PROVENANCE = {
     "weights": "Weights",
 }
 """Headings for parts of a record's provenance, in order; other parts follow under their own names."""
-
-MAX_ERROR = 300  # characters of an error message in the report
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,11 @@ class Section:
     def heading(self) -> str:
         """Title, with the model."""
         return self.experiment.title + (f" ({self.setting.model})" if self.setting is not None else "")
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment, on one line and without backticks, so that it can be shown as code."""
+        return " ".join(self.experiment.name.replace("`", " ").split())
 
     @property
     def setting_words(self) -> str:
@@ -248,3 +265,166 @@ def _provenance(records: Sequence[Record], failed: int) -> tuple[tuple[str, tupl
         *((PROVENANCE.get(name, name), tuple(distinct)) for name, distinct in values.items()),
     ]
     return tuple((name, facts) for name, facts in lines if facts)
+
+
+@dataclass(frozen=True)
+class Markup:
+    """Syntax of a text format.
+
+    Attributes:
+        escape: returns plain text such that it has no special meaning.
+        bold: format of bold text.
+        italic: format of italic text.
+        code: format of code.
+    """
+
+    escape: Callable[[str], str]
+    bold: str
+    italic: str
+    code: str
+
+    def cell(self, entry: Entry) -> str:
+        """Format a cell of a table."""
+        text = self.escape(entry.text)
+        if text and (entry.bold or entry.printed):
+            text = (self.bold if entry.bold else self.italic).format(text)
+        return f"{text} {entry.mark}" if entry.mark else text
+
+    def with_code(self, text: str) -> str:
+        """Escape text, except for code in backticks."""
+        parts = enumerate(text.split("`"))
+        return "".join(
+            self.code.format(part if self.code == "`{}`" else self.escape(part))
+            if index % 2
+            else self.escape(part)
+            for index, part in parts
+        )
+
+    def grid(self, table: Table) -> str:
+        """Format a table as Markdown."""
+        table = table.narrow
+        rows = [[self.cell(entry) for entry in row] for row in table.rows]
+        return markdown_table([self.escape(name) for name in table.columns], rows, table.numeric)
+
+
+def _escape_markdown(text: str) -> str:
+    """Escape Markdown. Underscores within words have no meaning there, and are left readable."""
+    special = r"[\\`*|\[\]]|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
+    return re.sub(special, r"\\\g<0>", re.sub(r"\s+", " ", text))
+
+
+_TEX_SIGNS = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
+
+
+def _escape_latex(text: str) -> str:
+    """Escape LaTeX; characters that pdfLaTeX cannot print become their code point, such as ``<U+4F60>``."""
+    text = re.sub(r"\s+", " ", text)
+    unprintable = "[^ -~\u00a0-\u00ff–—‘’“”„†‡•…−▲▼]"
+    return re.sub(unprintable, lambda match: f"<U+{ord(match[0]):04X}>", text).translate(_TEX_SIGNS)
+
+
+MARKUP = {
+    "md": Markup(_escape_markdown, "**{}**", "*{}*", "`{}`"),
+    "tex": Markup(_escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}", r"\texttt{{{}}}"),
+    "html": Markup(escape_html, "<strong>{}</strong>", "<em>{}</em>", "<code>{}</code>"),
+}
+"""Text formats by file extension."""
+
+
+def render(report: Report, extension: str, images: Mapping[str, str] | None = None) -> str:
+    """Render a report as Markdown, LaTeX or HTML.
+
+    Args:
+        report: the report.
+        extension: one of `MARKUP`. Markdown and LaTeX refer to figures in the folder ``figures``.
+        images: data URIs of the figures by stem, for HTML.
+    """
+    markup = MARKUP[extension]
+    pages = Environment(
+        loader=PackageLoader("i2cl.experiments.report", ""),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        autoescape=False,  # noqa: S701 - the templates escape in the syntax of their format
+    )
+    pages.filters |= {"e": markup.escape, "listing": listing}
+    pages.filters |= {"cell": markup.cell, "with_code": markup.with_code, "grid": markup.grid}
+    values = {"title": TITLE, "captions": CAPTIONS, "folder": FIGURE_FOLDER, "images": images or {}}
+    return pages.get_template(f"report.{extension}.j2").render(report=report, **values)
+
+
+CSV_COLUMNS = """experiment model revision dtype limit skew table row column mean sd low high p q seeds
+queries gaps"""
+
+
+def csv_text(report: Report) -> str:
+    """Return the raw numbers of all tables in long format, with a line for each cell of a table.
+
+    Accuracies and differences are in percent. ``gaps`` describes the missing tasks and seeds of a row.
+    """
+    file = io.StringIO()
+    writer = csv.DictWriter(file, CSV_COLUMNS.split(), lineterminator="\n")
+    writer.writeheader()
+    for section in report.sections:
+        common = {"experiment": section.experiment.name, **(vars(section.setting) if section.setting else {})}
+        for table in section.tables:
+            for name, *entries in table.rows:
+                for column, entry in zip(table.columns[1:], entries, strict=True):
+                    if entry.numbers:
+                        place = {"table": table.title, "row": name.text, "column": column}
+                        values = common | place | dict(entry.numbers)
+                        writer.writerow({key: _escape_formula(value) for key, value in values.items()})
+    return file.getvalue()
+
+
+def _escape_formula(value: object) -> object:
+    """Quote text that spreadsheets would evaluate, https://owasp.org/www-community/attacks/CSV_Injection."""
+    evaluated = ("=", "+", "-", "@", "\t", "\r", "\n")
+    return f"'{value}" if isinstance(value, str) and value.startswith(evaluated) else value
+
+
+def write(report: Report, folder: str | Path, formats: Iterable[str] = FORMATS) -> list[Path]:
+    """Write all files of a report or none of them, and return their paths.
+
+    Empties the figures, so a report can be written only once.
+
+    Args:
+        report: the report.
+        folder: new or empty folder, or one with an older report, which is replaced.
+        formats: some of `FORMATS`.
+
+    Raises:
+        I2CLError: for an unknown format, or if the folder has other files or cannot be written.
+    """
+    chosen = dict.fromkeys(formats)
+    unknown = [name for name in chosen if name not in FORMATS]
+    if unknown or not chosen:
+        raise I2CLError(f"unknown format {', '.join(unknown)!r}: use one or more of {', '.join(FORMATS)}")
+    path = Path(folder).resolve()
+    with new_folder(path, OWN_FILES) as new:
+        images = _save_figures(report, new / FIGURE_FOLDER)
+        for extension in chosen:
+            content = csv_text(report) if extension == "csv" else render(report, extension, images)
+            (new / f"report.{extension}").write_text(content, encoding="utf-8", newline="\n")
+        if images and not {"md", "tex"} & chosen.keys():
+            shutil.rmtree(new / FIGURE_FOLDER)  # HTML has embedded copies
+        names = sorted(file.relative_to(new) for file in new.rglob("*") if file.is_file())
+    return [path / name for name in names]
+
+
+def _save_figures(report: Report, folder: Path) -> dict[str, str]:
+    """Write all figures, and return them as data URIs by stem."""
+    images = {}
+    for section in report.sections:
+        for view, figure in section.figures:
+            from i2cl.experiments.report.figures import save
+
+            png, svg = save(figure, folder / section.stem(view))
+            small = svg.stat().st_size <= MAX_SVG_BYTES
+            content = base64.b64encode((svg if small else png).read_bytes()).decode()
+            images[section.stem(view)] = f"data:image/{'svg+xml' if small else 'png'};base64,{content}"
+    return images

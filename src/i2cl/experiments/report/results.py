@@ -2,18 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 
 from i2cl.errors import I2CLError
+from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evidence.verdicts import holm
 from i2cl.experiments.grid import Experiment, GridRow, Scale, spread
 from i2cl.experiments.records import Record, Run
 from i2cl.experiments.statistics import ALPHA, Accuracy, Comparison, Difference, accuracy, difference
+from i2cl.injections.temperature import best_temperature, normalised
 from i2cl.methods import METHODS, is_stochastic
 
 Correct = list[Bool[np.ndarray, "_seeds _queries"]]  # by task, see `i2cl.experiments.statistics.Result`
@@ -164,16 +166,15 @@ class Results:
         first: dict[tuple[str, str | None], tuple[object, str]] = {}
         for record in self.cells:
             task, origin = record.cell.task, record.provenance
-            traits: dict[tuple[str, str | None], object] = {}
-            traits["classify different queries", task] = outcome(record).gold
-            if "wording" in origin:  # not in older records
-                problem = "come from different wordings (template, label words, shots)"
-                traits[problem, task] = origin["wording"]
+            traits: dict[tuple[str, str | None], object] = {
+                ("classify different queries", task): outcome(record).gold,
+                ("come from different wordings (template, label words, shots)", task): origin.get("wording"),
+                ("come from different rows", task): origin.get("rows"),
+            }
             if "rows" in origin:  # older records hash weights differently
-                traits["come from different rows", task] = origin["rows"]
                 traits["come from different weights", origin.get("dtype")] = origin.get("weights")
             for trait, value in traits.items():
-                expected, key = first.setdefault(trait, (value, record.key))
+                expected, key = first.setdefault(trait, (value, record.key)) if value else (value, "")
                 if expected != value:
                     raise I2CLError(
                         f"cells {key} and {record.key} {trait[0]} of task {task!r}: use separate stores"
@@ -352,3 +353,46 @@ def _on_common_tasks(experiment: Experiment, setting: Setting, records: Sequence
     tasks = tuple(sorted(task for task, names in rows.items() if 2 * len(names) > len(all_rows)))
     kept = tuple(record for record in records if record.cell.task in tasks)
     return Results(experiment, setting, tasks, kept, tuple(task for task in rows if task not in tasks))
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """Label scores of a line on one task, for the seeds that all tasks of the line share.
+
+    Attributes:
+        temperature: the temperature with the lowest log-loss on these queries.
+        scores: label log-probabilities.
+        gold: gold label ids.
+        predictions: predicted label ids.
+    """
+
+    temperature: float
+    scores: Float[np.ndarray, "seeds queries labels"]
+    gold: Int[np.ndarray, "seeds queries"]
+    predictions: Int[np.ndarray, "seeds queries"]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "TaskScores":
+        """Collect the scores of runs on one task; every run must have them."""
+        scores = np.stack([run.scores.array for run in runs if run.scores is not None])
+        gold = np.array([run.gold for run in runs])
+        predictions = np.array([run.predictions for run in runs])
+        return cls(best_temperature(np.concatenate(scores), gold.ravel()), scores, gold, predictions)
+
+    def at(self, temperature: float) -> Float[np.ndarray, "seeds queries labels"]:
+        """Return the log-probabilities at a temperature."""
+        return np.stack([normalised(scores, temperature) for scores in self.scores])
+
+    def metrics(self, temperature: float) -> Float[np.ndarray, "seeds 4"]:
+        """Return the calibration metrics of each seed at a temperature."""
+        seeds = zip(self.at(temperature), self.gold, self.predictions, strict=True)
+        return np.array([astuple(confidence(*seed)) for seed in seeds])
+
+
+def scores_by_task(results: Results, line: Line) -> dict[str, TaskScores]:
+    """Return the scores of a line by task; empty if a run has no scores, or the tasks share no seed."""
+    tasks = results.tasks_of(line)
+    seeds = sorted(results.shared_seeds(line, tasks))
+    runs = {task: [outcome(results.records(line, task)[seed]) for seed in seeds] for task in tasks}
+    complete = seeds and all(run.scores is not None for each in runs.values() for run in each)
+    return {task: TaskScores.of(each) for task, each in runs.items()} if complete else {}

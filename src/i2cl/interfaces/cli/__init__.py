@@ -9,22 +9,7 @@ import typer
 from typer import Option
 
 from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
-from i2cl.interfaces.cli import (
-    cache,
-    check,
-    console,
-    demo,
-    evaluate,
-    experiment,
-    export,
-    fit,
-    ls,
-    predict,
-    push,
-    report,
-    serve,
-    verify,
-)
+from i2cl.interfaces.cli import console, evaluate, experiment, export, fit, info, predict, serve
 from i2cl.storage.atomic import system_cause
 from i2cl.version import __version__
 
@@ -60,13 +45,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(experiment.app, name="experiment")
-# In the order of the help.
-_COMMANDS: dict[str, Callable[..., None]] = {"demo": demo.demo, "fit": fit.fit, "predict": predict.predict}
-_COMMANDS |= {"eval": evaluate.evaluate, "report": report.report, "export": export.export}
-_COMMANDS |= {"verify": verify.verify, "push": push.push, "serve": serve.serve}
-_COMMANDS |= {"check": check.check, "ls": ls.ls, "cache": cache.cache}
-_COMMANDS |= {"experiment ls": experiment.ls, "experiment run": experiment.run}
-_COMMANDS |= {"experiment pack": experiment.pack, "experiment unpack": experiment.unpack}
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": evaluate.demo,
+    "fit": fit.fit,
+    "predict": predict.predict,
+    "eval": evaluate.evaluate,
+    "report": experiment.report,
+    "export": export.export,
+    "verify": export.verify,
+    "push": export.push,
+    "serve": serve.serve,
+    "check": info.check,
+    "ls": info.ls,
+    "cache": info.cache,
+    "experiment ls": experiment.ls,
+    "experiment run": experiment.run,
+    "experiment pack": experiment.pack,
+    "experiment unpack": experiment.unpack,
+}  # in the order of the help
 for _name, _command in _COMMANDS.items():
     _group = experiment.app if " " in _name else app
     _group.command(_name.split()[-1], epilog=f"Example: {EXAMPLES[_name]}")(_command)

@@ -1,4 +1,4 @@
-"""`i2cl export`."""
+"""`i2cl export`, `i2cl verify` and `i2cl push`: a fitted task for other programs and people."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument
+import typer
+from typer import Argument, Option
 
 from i2cl.errors import I2CLError, needs
 from i2cl.interfaces.cli import console, load, options
@@ -14,7 +15,7 @@ from i2cl.interfaces.cli.options import ModelOptions, opt
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
-    from i2cl.export import Golden
+    from i2cl.export import Golden, Verification
     from i2cl.models.decoder import Decoder
 
 
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 class FormatOptions:
     """Format of the export."""
 
-    to: Literal["classifier", "causal-lm", "peft", "gguf", "hf"] = opt(
+    to: Literal["classifier", "causal-lm", "peft", "gguf"] = opt(
         "classifier",
         "classifier: a transformers text classifier, which takes raw texts and returns labels with "
         "probabilities; causal-lm: a language model whose next token is a label; peft: an adapter; gguf: a "
-        "file for llama.cpp. (hf is the old name of causal-lm.)",
+        "file for llama.cpp.",
     )
     drop_prior: bool = opt(False, "Leave out the label prior.", "--drop-prior")
     golden: bool = opt(True, "Store golden answers for `i2cl verify`, which takes loading the model.")
@@ -40,8 +41,6 @@ class FormatOptions:
 
     def arguments(self, output: Path) -> dict[str, Any]:
         """Return arguments for this format only. Raises I2CLError on options of another format."""
-        if self.to == "hf":
-            raise I2CLError("--to hf is now --to causal-lm; --to classifier, the default, needs no prompts")
         if self.to != "gguf" and (self.dtype is not None or not self.tokenizer):
             raise I2CLError("--dtype and --no-tokenizer are for GGUF: add --to gguf")
         if self.to in {"classifier", "causal-lm"}:
@@ -169,3 +168,98 @@ class _BaseModel:
         decoder = self.load("float32")
         with console.waiting("computing golden answers"):
             return make_golden(decoder, self.injection)
+
+
+@options.expanded
+def verify(
+    folder: Annotated[Path, Argument(help="Folder or GGUF file made by `i2cl export`.")],
+    *,
+    url: str | None = opt(None, "Check a vLLM server that classifies, instead of transformers."),
+    model_name: str | None = opt(None, "The server's name of the model; default: the first it lists."),
+    task: str | None = opt(None, "Name of the task on a server with the vLLM plugin."),
+    tolerance: float | None = opt(None, "Maximum difference of a probability; default: by dtype.", min=0),
+    model: str | None = opt(None, "Base model of a PEFT adapter; default: the one it was made on."),
+    loading: Annotated[ModelOptions, ("device",)],
+    json: options.Json = False,
+) -> None:
+    """Check that an export, or a server that runs it, gives the answers of the injected model.
+
+    The exit code is 1 if it does not.
+    """
+    if not folder.exists():
+        raise I2CLError(f"{str(folder)!r} does not exist: give a folder or a GGUF file made by `i2cl export`")
+    if url is None and not (model_name is None and task is None):
+        raise I2CLError("--model-name and --task are for a server: add --url")
+    if url is not None and not (model is None and loading.device is None):
+        raise I2CLError("--model and --device are for a check without a server: leave out --url")
+    load.quiet()
+    from i2cl.export import Golden, verify_server
+
+    if url is not None:
+        golden = Golden.from_export(folder)
+        outcome = verify_server(golden, url, model=model_name, task=task, tolerance=tolerance)
+    else:
+        outcome = _verify_here(folder, model, loading.device, tolerance)
+    _show_verification(outcome, json=json)
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+def _verify_here(
+    folder: Path, model: str | None, device: str | None, tolerance: float | None
+) -> "Verification":
+    from i2cl.export import verify as verify_folder, verify_gguf
+    from i2cl.models.loading import is_gguf
+
+    if not is_gguf(folder):
+        return verify_folder(folder, model=model, device=device, tolerance=tolerance)
+    if model is not None:
+        raise I2CLError("a GGUF file is a whole model: leave out --model, which is for PEFT adapters")
+    if device not in {None, "cpu"}:
+        raise I2CLError("a GGUF file is checked on the CPU: leave out --device")
+    return verify_gguf(folder, tolerance=tolerance)
+
+
+def _show_verification(outcome: "Verification", *, json: bool) -> None:
+    count, right = len(outcome.labels), sum(expected == found for expected, found in outcome.labels)
+    if json:
+        names = ("passed", "worst", "tolerance", "retokenized", "missing")
+        record = {name: getattr(outcome, name) for name in names}
+        console.print_json(record | {"labels": {"right": right, "of": count}})
+        return
+    console.say(
+        f"{'Passed' if outcome.passed else 'Failed'}: {right} of {count} labels agree, largest difference of "
+        f"a probability {outcome.worst:.1e} (tolerance {outcome.tolerance:.0e})."
+    )
+    if outcome.retokenized:
+        example = outcome.retokenized[0].splitlines()[0]
+        console.say(
+            f"Its tokenizer gives {len(outcome.retokenized)} prompts other token ids, such as {example!r}."
+        )
+    if outcome.missing:
+        more = f" and {len(outcome.missing) - 1} more" if len(outcome.missing) > 1 else ""
+        console.say(f"Biases that hold the task are missing or zero: {outcome.missing[0]}{more}.")
+
+
+def push(
+    artefact: Annotated[Path, Argument(help="Folder made by `i2cl fit`.")],
+    repository: Annotated[str, Argument(help="Such as user/name; created if it does not exist.")],
+    private: Annotated[bool, Option("--private", help="Create the repository as a private one.")] = False,
+    message: Annotated[str | None, Option(help="Commit message.")] = None,
+    branch: Annotated[str | None, Option(help="Created if it does not exist; default: main.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Upload a task and its model card to the Hugging Face hub.
+
+    Creates the repository if needed. The texts of the demonstrations are not uploaded.
+    """
+    if not artefact.is_dir():
+        raise I2CLError(f"{str(artefact)!r} is not a folder: create one with `i2cl fit MODEL TASK -o FOLDER`")
+    load.require_artefact(str(artefact))
+    from i2cl.core.injection import Injection
+
+    load.quiet()
+    injection = Injection.from_pretrained(artefact)
+    address = injection.push_to_hub(repository, private=private, commit_message=message, revision=branch)
+    done = f"Pushed {artefact} to {repository}: {address}\nNext: i2cl predict {repository} FILE"
+    console.answer({"repository": repository, "commit": address}, done, as_json=json)

@@ -1,10 +1,11 @@
-"""`i2cl fit`, and the command line that a model card repeats."""
+"""`i2cl fit`, its summary of a labelled file, and the command line that a model card repeats."""
 
 import math
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,20 +13,25 @@ import typer
 from typer import Argument, Option
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.cli import console, data, load, options
+from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import public_name, require_writable
 from i2cl.storage.layout import own_files
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
-    from i2cl.experiments.draw import Shots
-    from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan
+    from i2cl.experiments.draw import Draw, Shots
+    from i2cl.experiments.evidence import EvaluationPlan
     from i2cl.methods import Injector
+    from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
+    from i2cl.tasks.survey import Survey
 
 ACCURACY = "accuracy (95 %)"
 GUESSING = 0.99  # a loss above this fraction of log(labels) is no better than guessing
+MAX_CONTRADICTIONS = 5  # texts with several labels that are printed
+MAX_SNIPPET = 50  # characters of such a text
+MAX_CODES = 4  # label codes in a suggested --labels
 _NAME_OR_PATH = ("model", "task")  # arguments of type str that may be paths
 
 
@@ -163,7 +169,7 @@ def fit(
 
     load.libraries()
     from i2cl.experiments.draw import draw, fitting, warn_of_small_classes
-    from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
+    from i2cl.experiments.evidence import plan_evaluation
     from i2cl.experiments.fitting import FitRequest, fit_task
     from i2cl.tasks.formats import is_row_file
 
@@ -191,11 +197,11 @@ def fit(
     plan = plan_evaluation(loaded, demonstrations, scoring.evaluate, scoring.folds, seed)
     if scoring.target_accuracy is not None:
         plan.require_target(scoring.target_accuracy)
-    survey, summary = data.surveyed(loaded, decoder, drawn, plan) if is_row_file(task) else (None, "")
+    survey, summary = surveyed(loaded, decoder, drawn, plan) if is_row_file(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     elif not json and (drawn.seconds or 0) > console.SHORT_S:
-        console.note(f"fitting takes {data.about(drawn.seconds)}")
+        console.note(f"fitting takes {about(drawn.seconds)}")
     resolved: Any = {
         "shots": drawing.shots or drawn.shots,
         "keep_back": drawn.keep_back or None,
@@ -429,3 +435,58 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         else:
             named += [word for one in values for word in (parameter.opts[0], one)]
     return shlex.join([*words, *named]).encode(errors="backslashreplace").decode()
+
+
+def surveyed(
+    task: "Task", decoder: "Decoder", draw: "Draw", plan: "EvaluationPlan"
+) -> tuple[dict[str, Any], str]:
+    """Describe the training rows, the draw and the evaluation: as a record, and as lines of text."""
+    from i2cl.tasks.survey import Survey
+
+    survey = Survey.from_task(task)
+    kept_back = len(plan.rows) if plan.split == "train" else 0
+    tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
+    record = survey.record() | {"longest_tokens": tokens, "used": len(draw.demonstrations)}
+    record |= {"shots": draw.shots, "kept_back": kept_back, "estimated_seconds": draw.seconds}
+    window = f" (context: {decoder.max_length:,})" if decoder.max_length else ""
+    distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
+    first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
+    return record, "\n".join(
+        (first, *_label_lines(survey), _usage_line(draw, kept_back, max(0, plan.folds - 1)), "")
+    )
+
+
+def _label_lines(survey: "Survey") -> Iterator[str]:
+    yield f"Labels: {', '.join(f'{word} {count:,}' for word, count in survey.labels.items())}."
+    for word, other in survey.typos.items():
+        rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
+        yield f"! {word!r} has {rows}: did you mean {other!r}? They are treated as different labels."
+    for text, words in islice(survey.contradictions.items(), MAX_CONTRADICTIONS):
+        snippet = text if len(text) <= MAX_SNIPPET else f"{text[:MAX_SNIPPET]}..."
+        yield f"! {snippet!r} is labelled {' and '.join(words)}: keep one label."
+    if len(survey.contradictions) > MAX_CONTRADICTIONS:
+        yield f"! {len(survey.contradictions) - MAX_CONTRADICTIONS} more texts have several labels."
+    if survey.codes:
+        codes = list(survey.labels)[:MAX_CODES]
+        pairs = ",".join(f"NAME={code}" for code in codes) + ",..." * (len(survey.labels) > len(codes))
+        yield f"! The labels are {survey.codes}: name them for the model with --labels '{pairs}'."
+
+
+def _usage_line(draw: "Draw", kept_back: int, refits: int) -> str:
+    used = len(draw.demonstrations)
+    line = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
+    if kept_back:
+        line += f", {kept_back} held out to evaluate on"
+    if draw.seconds is not None:
+        line += f": {about(draw.seconds)}"
+        line += f", then {about(refits * draw.seconds)} for cross-validation" if refits else ""
+    if draw.more is None:
+        return f"{line}."
+    shots, rows, seconds = draw.more
+    what = "all" if rows == draw.rows else f"{rows:,}"
+    return f"{line}; --shots {shots} uses {what}, {about(seconds)}."
+
+
+def about(seconds: float | None) -> str:
+    """Format an estimated time."""
+    return f"about {console.duration(seconds or 0.0)}"

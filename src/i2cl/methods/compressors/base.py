@@ -157,7 +157,7 @@ class SoftPromptPredictor:
         require_texts(texts)
         decoder, labels = self.scorer.decoder, self.scorer.labels
         front = len(decoder.encoder.front)  # special tokens are removed from each query
-        used = self.prefix.behind + len(self.right) + labels.room - front
+        used = self.prefix.next_position + len(self.right) + labels.room - front
         limit = None if decoder.max_length is None else decoder.max_length - used
         encoded = decoder.encoder.fitted(self.scorer.prompt, texts, limit)
         queries = [ids[front:] + self.right for ids in encoded]
