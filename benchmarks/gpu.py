@@ -28,7 +28,7 @@ import torch
 
 import measures
 from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, list_tasks, load_task
-from i2cl.core.edits import LinearEdit
+from i2cl.models.edits import AffineEdit
 from i2cl.models.memory import peak_memory
 from measures import Measure, seconds
 from tables import machine
@@ -109,7 +109,7 @@ def rounding(decoder: Decoder) -> dict[str, Any]:
     values = torch.randn(decoder.layers, 2, decoder.d_model)
     coefficients = torch.tensor([0.1, 1.003]).repeat(decoder.layers, 2, 1)
     batch: Any = None
-    result = LinearEdit(values, coefficients).output(0, 0, output, batch).double().cpu()
+    result = AffineEdit.linear(values, coefficients).output(0, 0, output, batch).double().cpu()
     wanted = 0.1 * values[0, 0].double() + 1.003 * output.double().cpu()
     error = ((result - wanted).norm() / wanted.norm()).item()
     return row(f"{decoder.name}: relative error of an injection", error, "", "<= 0.004")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from i2cl.core.calibration import calibrate, calibrate_many
+from i2cl.core.calibration import calibrate
 from i2cl.core.context import extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
@@ -206,28 +206,6 @@ def _middle(items: Sequence[S]) -> list[S]:
     return sorted(items, key=len)[start : start + ROWS]
 
 
-def together_over_alone(work: Workload, runs: int, epochs: int, pairs: int) -> Measure:
-    """Compare the throughput of calibrating several seeds jointly and separately."""
-    config = CalibrationConfig(epochs=epochs)
-    context = extract(work.decoder, work.task, work.demonstrations)
-    together = partial(
-        calibrate_many,
-        work.decoder,
-        [work.task] * runs,
-        [work.demonstrations] * runs,
-        [context] * runs,
-        config,
-        seeds=range(runs),
-    )
-
-    def alone() -> None:
-        for seed in range(runs):
-            calibrate(work.decoder, work.task, work.demonstrations, context, config, seed=seed)
-
-    pair = paired(together, alone, work.decoder.device, pairs)
-    return Measure.of(f"{runs} calibrations together / one after another, throughput", pair, epochs=epochs)
-
-
 @contextmanager
 def _one_batch(work: Workload) -> Iterator[None]:
     """Raise the token budget so that all compared rows fit into a batch."""
@@ -259,7 +237,6 @@ def rows_of(work: Workload, pairs: int, **changes: object) -> Iterator[Measure]:
     yield injected_over_plain(work, injection, pairs)
     yield predict_over_forward(work, injection, pairs)
     yield mixed_over_one(work, pairs)
-    yield together_over_alone(work, runs=8, epochs=1, pairs=pairs)
     yield labels_over_repeated_queries(work, pairs)
 
 

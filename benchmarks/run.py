@@ -152,7 +152,6 @@ def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
         ("injected / plain", lambda: measures.injected_over_plain(work, injection, scale.pairs), "<= 1.02"),
         ("64 tasks / one", lambda: measures.mixed_over_one(work, scale.pairs), ">= 0.95"),
         ("many loaded", lambda: measures.mixed_over_one(work, scale.pairs, scale.loaded), ">= 0.95"),
-        ("calibrations", lambda: measures.together_over_alone(work, 8, 1, few), ">= 1"),
         ("predict / forward", lambda: measures.predict_over_forward(some, injection, few), ">= 0.9"),
         ("whole labels", lambda: measures.labels_over_repeated_queries(some, few), "> 1"),
     ):

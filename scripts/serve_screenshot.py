@@ -38,7 +38,7 @@ def main() -> None:
         page.click("#example")
         expect(page.locator("#label-column")).to_have_value("label")
         page.click("#begin")
-        page.wait_for_selector("#worth table", timeout=120_000)
+        page.wait_for_selector("#evaluation table", timeout=120_000)
         page.click("#ask .main")
         page.wait_for_selector("#answers table")
         shot = Image.open(BytesIO(page.screenshot(full_page=True)))

@@ -1,15 +1,18 @@
 """Methods fitted on tiny models, and what a plain model is asked to compare them with."""
 
+import dataclasses
 import threading
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cache, partial
 
 import pytest
 import torch
 
 from i2cl import Decoder, Example, I2CLError, Injection, Task, Template, calibrate, extract, make_methods
+from i2cl.core.ablations import at_positions
 from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.injection import LabelHead, Report
+from i2cl.models.edits import AffineEdit
 from tiny import CASES, tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gptj", "gpt_neox", "qwen2")
@@ -148,15 +151,28 @@ def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None,
     sites = 1 if extraction.writers == "hidden" else 2
     values, coefficients = random_edit(decoder, seed, sites=sites, **drawn)
     context = ContextVector(values, extraction, shown)
-    return Injection(context, coefficients, task, base or decoder.base, **fields or {})
+    return injection_of(context, coefficients, task, base or decoder.base, **fields or {})
+
+
+def injection_of(*parts, positions="all", seed=0, **fields):
+    """An injection whose further fields are those of its head or its report."""
+    kinds = [{one.name for one in dataclasses.fields(kind)} for kind in (LabelHead, Report)]
+    assert set(fields) <= kinds[0] | kinds[1]
+    head, report = ({name: fields[name] for name in fields.keys() & kind} for kind in kinds)
+    return Injection(*parts, LabelHead(**head), Report(**report), positions=positions, seed=seed)
+
+
+def linear_edit(values, coefficients, site="writers", positions="all", seed=0):
+    """The edit ``lambda v + beta a`` at some tokens."""
+    return at_positions(AffineEdit.linear(values, coefficients, site), positions, seed)
 
 
 def weighted(decoder, injection, seed=0):
     """The injection with labels told by their words, each of which counts as much as a fit might find."""
-    plain = replace(injection, scoring="words")
+    plain = injection.with_head(scoring="words")
     idf = plain.scorer(decoder).labels.weights
     moved = torch.randn(idf.shape, generator=torch.Generator().manual_seed(seed)) / 4
-    return replace(plain, word_weights=idf + moved - moved.mean(0))
+    return plain.with_head(word_weights=idf + moved - moved.mean(0))
 
 
 def log_probability(decoder, query, label):

@@ -45,7 +45,7 @@ def _where_shaped(check: Callable[..., Any]) -> Callable[..., Any]:
 jaxtyping.jaxtyped = _where_shaped(jaxtyping.jaxtyped)  # by this name the hook's modules call it
 jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
-from i2cl.core import encoder_bias  # noqa: E402
+from i2cl import encoders  # noqa: E402
 from i2cl.methods import embeddings  # noqa: E402
 from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.storage import model_cache  # noqa: E402
@@ -92,7 +92,7 @@ def _no_native_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_local_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `fit` and `demo` are set beside does not depend on what is installed."""
-    monkeypatch.setattr(encoder_bias, "local_encoder", lambda: None)
+    monkeypatch.setattr(encoders, "local_encoder", lambda: None)
 
 
 class WordsEncoder:
@@ -115,15 +115,15 @@ def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEn
     """Every encoder is `WordsEncoder`, without sentence-transformers; a call replaces it by another."""
 
     def put(encoder: WordsEncoder = WordsEncoder()) -> None:  # noqa: B008 - it has no state
-        encoder_bias._probe.cache_clear()
-        for module in (encoder_bias, embeddings):
+        encoders._probe.cache_clear()
+        for module in (encoders, embeddings):
             monkeypatch.setattr(module, "frozen_encoder", lambda *_: encoder)
             monkeypatch.setattr(module, "needs", lambda *_: None)
-        monkeypatch.setattr(encoder_bias, "encoder_source", lambda name: name)
+        monkeypatch.setattr(encoders, "encoder_source", lambda name: name)
 
     put()
     yield put
-    encoder_bias._probe.cache_clear()
+    encoders._probe.cache_clear()
 
 
 @pytest.fixture

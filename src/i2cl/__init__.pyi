@@ -1,5 +1,5 @@
 from .core.anchored import AnchoredConfig as AnchoredConfig, anchor as anchor
-from .core.calibration import calibrate as calibrate, calibrate_many as calibrate_many
+from .core.calibration import calibrate as calibrate
 from .core.context import (
     ContextVector as ContextVector,
     ExtractConfig as ExtractConfig,

@@ -7,9 +7,9 @@ from fitting import made, one_line
 from i2cl import Example, Injection, Task, Template, make_methods
 from i2cl.core import gauss_newton
 from i2cl.core.anchored import AnchoredConfig, anchor
-from i2cl.core.edits import LinearEdit
 from i2cl.core.gauss_newton import Step, gauss_newton_step, solve_kernel_regression, summed_loss
 from i2cl.core.objective import Objective, score_columns, score_directions, score_variance, wrong_labels
+from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import LabelScorer, score
 
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
@@ -276,7 +276,7 @@ def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
     fit = problem(made("llama"), task())
     u = torch.full((fit.scale.numel(),), 0.05)
     vectors = fit.vectors(u)
-    edit = LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2))
+    edit = AffineEdit(vectors, torch.ones(vectors.shape[:2]))
     wanted = score(fit.scorer.decoder, fit.queries, fit.scorer.labels, edit=edit)
     torch.testing.assert_close(fit.scores(u), wanted, atol=0, rtol=0)
 
@@ -287,7 +287,7 @@ def test_a_fitted_vector_claims_no_extraction(tmp_path):
     injection.save_pretrained(tmp_path / "task")
     assert Injection.from_pretrained(tmp_path / "task").context.config.writers == "mlp"
     card = (tmp_path / "task" / "README.md").read_text()
-    assert "aggregate" not in card
+    assert "separator" not in card.partition('"extraction"')[2].partition("}")[0]
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,10 @@ def test_random_token_is_drawn_for_each_demonstration(seed):
     assert sum(bool(close(outcome.values, candidate)) for candidate in candidates) == 1
 
 
-@pytest.mark.parametrize("aggregate", ["mean", "pca"])
 @pytest.mark.parametrize("token", ["last", "random"])
 @pytest.mark.parametrize("budget", [1, 60])
-def test_order_of_demonstrations_does_not_change_the_vector(budget, token, aggregate):
-    decoder = decoder_of("gpt2", budget)
-    config = ExtractConfig(token=token, aggregate=aggregate)
+def test_order_of_demonstrations_does_not_change_the_vector(budget, token):
+    decoder, config = decoder_of("gpt2", budget), ExtractConfig(token=token)
     outcome = [extract(decoder, TASK, order, config).values for order in (SHOTS, SHOTS[3:] + SHOTS[2::-1])]
     assert torch.equal(*outcome)
 
@@ -90,22 +88,6 @@ def test_batch_size_does_not_change_the_vector(case, token):
     assert close(outcome[1], outcome[2])
     other = extract(decoder_of(case), TASK, SHOTS, config, seed=1).values  # affects the random token
     assert torch.equal(other, outcome[2]) == (token == "last")
-
-
-@pytest.mark.parametrize("writers", ["both", "hidden"])
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_pca_is_the_mean_plus_the_first_component(case, writers):
-    decoder = decoder_of(case, 60)
-    outcome = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers, aggregate="pca"))
-    single_runs = rows(decoder, case, writers=writers).double()
-    for index in range(single_runs.shape[2]):
-        flat = single_runs[:, :, index].flatten(1).numpy()
-        mean = flat.mean(0)
-        direction = np.linalg.svd(flat - mean)[2][0]
-        added = outcome.values[:, index].flatten().double().numpy() - mean
-        assert np.linalg.norm(added) == pytest.approx(1, rel=1e-4)
-        assert abs(added @ direction) == pytest.approx(1, rel=1e-4)
-        assert added[np.abs(direction).argmax()] > 0
 
 
 def test_memory_does_not_grow_with_the_number_of_demonstrations(monkeypatch):
@@ -130,7 +112,6 @@ def test_memory_does_not_grow_with_the_number_of_demonstrations(monkeypatch):
     ("shown", "options", "message"),
     [
         ([], {}, "no demonstrations"),
-        ([SHOTS[0]], {"aggregate": "pca"}, "at least two"),
         ([SHOTS[0], Example("a film", 2)], {}, "demonstration 2 has label 2"),
         ([SHOTS[0], Example("a film", -1)], {}, "demonstration 2 has label -1"),
     ],

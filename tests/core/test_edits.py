@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fitting import PATHS, close, decoder_of, random_edit, raw_modules, replacing
-from i2cl.core.edits import LinearEdit, NoisyEdit, RowsEdit, draw_from
+from fitting import PATHS, close, decoder_of, linear_edit, random_edit, raw_modules, replacing
+from i2cl.core import ablations
+from i2cl.core.ablations import NoisyEdit
 from i2cl.models.batching import make_batch
+from i2cl.models.edits import AffineEdit
 from tiny import VOCABULARY
 
 FAMILIES = list(PATHS)
@@ -66,7 +68,7 @@ def plain(decoder):
 def test_coefficients_zero_and_one_do_not_change_the_model(case, positions, dtype):
     decoder = decoder_of(case, getattr(torch, dtype))
     values, coefficients = drawn(decoder)
-    edit = LinearEdit(values, torch.tensor([0.0, 1.0]).expand_as(coefficients), positions=positions)
+    edit = linear_edit(values, torch.tensor([0.0, 1.0]).expand_as(coefficients), positions=positions)
     assert torch.equal(edited(decoder, edit), plain(decoder))
 
 
@@ -85,7 +87,7 @@ MASKS = {"all": None, "first": masked([0] * len(LENGTHS)), "last": masked([n - 1
 def test_edit_matches_the_linear_combination_at_chosen_tokens(case, site, positions):
     decoder = decoder_of(case)
     values, coefficients = drawn(decoder, site)
-    result = edited(decoder, LinearEdit(values, coefficients, site=site, positions=positions))
+    result = edited(decoder, linear_edit(values, coefficients, site=site, positions=positions))
     assert close(result, by_hand(decoder, case, values, coefficients, site=site, mask=MASKS[positions]))
     assert not close(result, plain(decoder))
 
@@ -96,7 +98,7 @@ def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more)
     output = torch.randn(4, 50, 32, generator=generator).to(dtype)
     values = torch.randn(1, 2, 32, generator=generator)
     assert torch.tensor(1 + more).to(dtype) == 1
-    result = LinearEdit(values, torch.tensor([1.0, 1 + more]).expand(1, 2, 2)).output(0, 0, output, BATCH)
+    result = linear_edit(values, torch.tensor([1.0, 1 + more]).expand(1, 2, 2)).output(0, 0, output, BATCH)
     assert result.dtype == dtype
     output, rest = output.double(), result.double() - values[0, 0]
     slope = (rest * output).sum() / output.square().sum()
@@ -106,7 +108,7 @@ def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more)
 def random_places(seed, rows=ROWS):
     """Return the token that "random" chooses, using a writer that outputs zeros."""
     batch, ones = make_batch(rows, torch.device("cpu")), torch.ones(1, 2, 2)
-    edit = LinearEdit(torch.ones(1, 2, 3), ones, positions="random", seed=seed)
+    edit = linear_edit(torch.ones(1, 2, 3), ones, positions="random", seed=seed)
     seen = [edit.output(0, index, torch.zeros(*batch.input_ids.shape, 3), batch) for index in (0, 1)]
     assert torch.equal(*seen)
     assert (seen[0].sum((1, 2)) == 3).all()
@@ -125,7 +127,7 @@ def test_random_position_is_independent_of_batching():
         assert together[::-1] == random_places(seed, ROWS[::-1])
     decoder = decoder_of("gpt2")
     values, coefficients = drawn(decoder)
-    result = edited(decoder, LinearEdit(values, coefficients, positions="random", seed=3))
+    result = edited(decoder, linear_edit(values, coefficients, positions="random", seed=3))
     mask = masked(random_places(3))
     assert close(result, by_hand(decoder, "gpt2", values, coefficients, mask=mask))
 
@@ -137,9 +139,9 @@ def noisy(decoder, *, site="writers", positions="all", active=None, seed=0, coef
     values, drawn_coefficients = drawn(decoder, site)
     coefficients = drawn_coefficients if coefficients is None else coefficients
     active = torch.ones(coefficients.shape[:2], dtype=torch.bool) if active is None else active
-    edit = LinearEdit(values, coefficients, site=site, positions=positions, seed=0)
+    edit = linear_edit(values, coefficients, site=site, positions=positions, seed=0)
     options = {"scale": 1e-2, "place": "residual", "writer_scale": decoder.writer_scale} | more
-    return NoisyEdit(edit, active=active, draw=draw_from(torch.Generator().manual_seed(seed)), **options)
+    return NoisyEdit(edit, active=active, generator=torch.Generator().manual_seed(seed), **options)
 
 
 @pytest.mark.parametrize("place", ["residual", "writer"])
@@ -149,7 +151,7 @@ def test_zero_noise_equals_the_linear_edit(case, place, site, positions):
     decoder = decoder_of(case)
     values, coefficients = drawn(decoder, site)
     result = edited(decoder, noisy(decoder, site=site, scale=0.0, place=place, positions=positions))
-    linear = LinearEdit(values, coefficients, site=site, positions=positions)
+    linear = linear_edit(values, coefficients, site=site, positions=positions)
     assert torch.equal(result, edited(decoder, linear))
 
 
@@ -231,7 +233,7 @@ def test_noise_can_be_added_to_block_outputs():
     values, coefficients = drawn(decoder, "hidden")
     edit = noisy(decoder, site="hidden")
     block_output = torch.randn(*BATCH.input_ids.shape, decoder.d_model)
-    exact = LinearEdit(values, coefficients, site="hidden").output(1, 0, block_output, BATCH)
+    exact = linear_edit(values, coefficients, site="hidden").output(1, 0, block_output, BATCH)
     noise = edit.output(1, 0, block_output, BATCH) - exact
     assert rms(noise / (1e-2 * norms(exact))) == pytest.approx(1, rel=0.1)
 
@@ -270,7 +272,7 @@ def test_noise_has_no_gradient():
     gradients = []
     for noise in (False, True):
         free = coefficients.clone().requires_grad_()
-        edit = LinearEdit(values, free)
+        edit = linear_edit(values, free)
         edit = noisy(decoder, place="writer", scale=0.5, coefficients=free) if noise else edit
         edit.output(0, 1, output, batch).sum().backward()
         gradients.append(free.grad)
@@ -281,8 +283,8 @@ def test_noise_stays_finite_if_the_norm_overflows_in_half_precision():
     decoder = decoder_of("llama", torch.float16)
     output = torch.full((1, 1, decoder.d_model), 3e4, dtype=torch.float16)
     assert output.norm(dim=-1).isinf().all()
-    edit = noisy(decoder, place="writer", scale=1e-3, active=torch.ones(decoder.layers, 2, dtype=torch.bool))
-    edit.injection.coefficients = torch.tensor([0.0, 1.0]).expand_as(edit.injection.coefficients)
+    unchanged = torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2)
+    edit = noisy(decoder, place="writer", scale=1e-3, coefficients=unchanged)
     assert edit.output(0, 0, output, make_batch([(1,)], torch.device("cpu"))).isfinite().all()
 
 
@@ -305,7 +307,7 @@ class FullSizeTensors(TorchDispatchMode):
 @pytest.mark.parametrize("layers", [4, 16])
 def test_the_backward_pass_makes_no_full_size_gradient_for_each_hook_point(layers):
     vectors = torch.zeros(2, layers, 2, 3, requires_grad=True)
-    edit = RowsEdit(vectors, torch.ones(2, layers, 2), torch.tensor([0, 1]))
+    edit = AffineEdit(vectors, torch.ones(2, layers, 2), rows=torch.tensor([0, 1]))
     batch = make_batch([(1, 2), (3, 4)], torch.device("cpu"))
     outputs = torch.ones(2, 2, 3)
     total = sum(
@@ -320,9 +322,11 @@ def test_the_backward_pass_makes_no_full_size_gradient_for_each_hook_point(layer
 def test_random_positions_are_drawn_once_for_a_batch(monkeypatch):
     decoder, drawn_for = decoder_of("llama"), []
     monkeypatch.setattr(
-        LinearEdit, "_drawn", lambda _, batch: [drawn_for.append(batch), torch.zeros_like(batch.last)][1]
+        ablations._PositionEdit,
+        "_drawn",
+        lambda _, batch: [drawn_for.append(batch), torch.zeros_like(batch.last)][1],
     )
-    edit = LinearEdit(*drawn(decoder), positions="random")
+    edit = linear_edit(*drawn(decoder), positions="random")
     other = make_batch(ROWS[:2], torch.device("cpu"))
     for batch in (BATCH, other, BATCH):
         edited(decoder, edit, batch, at=batch.last[:, None])
@@ -331,17 +335,17 @@ def test_random_positions_are_drawn_once_for_a_batch(monkeypatch):
 
 def test_an_edit_can_be_used_on_a_model_that_moved_to_another_precision(monkeypatch):
     """The cache of vectors depends on the precision."""
-    monkeypatch.setattr("i2cl.core.edits._keeps_alpha", lambda *_: True)
+    monkeypatch.setattr("i2cl.models.edits._keeps_alpha", lambda *_: True)
     values, pairs = torch.rand(1, 1, 8), torch.full((1, 1, 2), 0.7)
     outputs = torch.zeros(1, 2, 8)
-    moved, fresh = LinearEdit(values, pairs), LinearEdit(values, pairs)
-    moved.injected(0, 0, outputs.bfloat16())
-    assert torch.equal(moved.injected(0, 0, outputs), fresh.injected(0, 0, outputs))
+    moved, fresh = (AffineEdit.linear(values, pairs) for _ in range(2))
+    moved.output(0, 0, outputs.bfloat16())
+    assert torch.equal(moved.output(0, 0, outputs), fresh.output(0, 0, outputs))
 
 
 def test_trained_vectors_can_be_differentiated_in_several_passes():
     values = torch.ones(1, 1, 8, requires_grad=True)
-    edit = LinearEdit(values, torch.ones(1, 1, 2))
+    edit = AffineEdit(values, torch.ones(1, 1))
     for _ in range(2):
-        edit.injected(0, 0, torch.zeros(1, 1, 8)).sum().backward()
+        edit.output(0, 0, torch.zeros(1, 1, 8)).sum().backward()
     assert torch.equal(values.grad, torch.full_like(values, 2.0))

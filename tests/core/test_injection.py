@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import listed
-from fitting import TASKS, decoder_of, one_line, random_injection
+from fitting import TASKS, decoder_of, linear_edit, one_line, random_injection
 from i2cl import Decoder, Example, ExtractConfig, Injection, InjectionPool, Task, Template
-from i2cl.core.artefact import DESCRIPTION, FORMAT_VERSION, TENSORS
-from i2cl.core.edits import LinearEdit
+from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
 from i2cl.models.encoding import label_tokens
@@ -24,8 +23,6 @@ ROWS = {"train": (Example("secret", 0),), "title": "Films"}
 TASK = Task("Größe ☃", ("positive", "negative"), TEMPLATE, **ROWS)
 TEXTS = ["a warm film", "dull"]
 OTHER_SIZES = [("gemma2", {}, "layers 2 and not 3"), ("llama", {"hidden_size": 64}, "d_model 32 and not 64")]
-OF_FORMAT_1 = {"name": "x", "revision": None, "model_type": "llama", "layers": 2, "d_model": 32}
-OF_FORMAT_1 |= {"weights": "a", "tokenizer": "b"}
 
 
 def made(case="llama", *, writers="both", base=None, **fields):
@@ -58,7 +55,7 @@ def test_scores_match_a_linear_edit(writers, positions):
     decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
     labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
     record = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
-    edit = LinearEdit(injection.context.values, injection.coefficients, seed=injection.seed, **record)
+    edit = linear_edit(injection.context.values, injection.coefficients, seed=injection.seed, **record)
     for text, result in zip(TEXTS, injection.log_probs(decoder, TEXTS), strict=True):
         ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
         batch = make_batch([ids], torch.device("cpu"))
@@ -141,7 +138,7 @@ def test_roundtrip_is_exact(tmp_path, case, writers):
 
 def test_label_bias_is_saved(saved, tmp_path):
     assert "label_bias" not in described(saved)
-    injection = made(label_bias=(0.1 + 0.2, -1.5))
+    injection = made(bias=(0.1 + 0.2, -1.5))
     injection.save_pretrained(tmp_path / "new")
     record = {"label_bias": [0.1 + 0.2, -1.5]}
     assert described(tmp_path / "new") == described(saved) | record
@@ -159,7 +156,7 @@ def test_temperature_is_saved_unless_it_is_1(saved, tmp_path):
     made(temperature=1.0).save_pretrained(tmp_path / "one" / saved.name)
     for name in (DESCRIPTION, TENSORS, CARD):
         assert (tmp_path / "one" / saved.name / name).read_bytes() == (saved / name).read_bytes()
-    made(temperature=2.25, label_bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
+    made(temperature=2.25, bias=(0.5, 0.0)).save_pretrained(tmp_path / "new")
     record = {"temperature": 2.25, "label_bias": [0.5, 0.0]}
     assert described(tmp_path / "new") == described(saved) | record
     assert Injection.from_pretrained(tmp_path / "new").temperature == 2.25
@@ -171,7 +168,7 @@ def test_temperature_is_saved_unless_it_is_1(saved, tmp_path):
 def test_word_weights_are_saved(saved, tmp_path):
     plain = made(scoring="words")
     sizes = plain.scorer(decoder_of("llama")).labels.weights.shape
-    weighted = replace(plain, word_weights=torch.randn(sizes).T.contiguous().T)
+    weighted = plain.with_head(word_weights=torch.randn(sizes).T.contiguous().T)
     weighted.save_pretrained(tmp_path / "new")
     record = {"word_weights": True, "scoring": "words"}
     assert described(tmp_path / "new") == described(saved) | record
@@ -183,7 +180,7 @@ def test_word_weights_are_saved(saved, tmp_path):
     assert Injection.from_pretrained(saved).word_weights is None
     one_line("with scoring 'sequence' and 2 labels", made, scoring="sequence", word_weights=torch.eye(2))
     one_line(r"\(5, 5\) with scoring 'words' and 2", made, scoring="words", word_weights=torch.eye(5))
-    other = replace(weighted, word_weights=torch.ones(99, 2))
+    other = weighted.with_head(word_weights=torch.ones(99, 2))
     one_line("word weights have .*fit it again", other.log_probs, decoder_of("llama"), TEXTS)
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "with a learned weight for each token (`word_weights`)" in card
@@ -199,7 +196,7 @@ def test_word_weights_are_saved(saved, tmp_path):
 )
 def test_card_states_the_assumption_of_a_label_bias(tmp_path, prior, message):
     settings = {"label_prior": {"texts": 64, "prior": prior}}
-    made(label_bias=(0.5, -0.5), settings=settings).save_pretrained(tmp_path / "out")
+    made(bias=(0.5, -0.5), settings=settings).save_pretrained(tmp_path / "out")
     message = f"Measured on 64 unlabelled texts, assuming that classes are {message}"
     assert message in " ".join((tmp_path / "out" / CARD).read_text(encoding="utf-8").split())
 
@@ -209,9 +206,9 @@ def test_description_is_readable_and_contains_no_demonstrations(saved, tmp_path)
     assert "Größe ☃" in text
     assert len(text.splitlines()) > 20
     value = described(saved)
-    assert (value["format_version"], value["base_model"]["name"]) == (FORMAT_VERSION, "llama")
+    assert (value["format_version"], value["base_model"]["name"]) == (1, "llama")
     assert (value["task"]["labels"], value["task"]["separator"]) == (["positive", "negative"], "\n\n")
-    assert value["loss"] == [1.5, 0.1 + 0.2]
+    assert value["history"] == [1.5, 0.1 + 0.2]
     assert listed(saved) == sorted([DESCRIPTION, TENSORS, CARD])
     replace(made(), task=TASK).save_pretrained(tmp_path / "out")
     assert b"secret" not in b"".join(entry.read_bytes() for entry in (tmp_path / "out").iterdir())
@@ -249,14 +246,12 @@ def test_malformed_description_is_refused(saved, content):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format_version": FORMAT_VERSION + 1, "later": 1}, "newer than this i2cl supports: upgrade"),
+        ({"format_version": 2, "later": 1}, "format_version=2: this i2cl reads version 1"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
         ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
-        ({"loss": ["low"]}, "loss.0='low': "),
+        ({"history": ["low"]}, "history.0='low': "),
         ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
-        ({"format_version": 1, "base_model": OF_FORMAT_1}, "base_model entry is malformed.*fit it again"),
-        ({"format_version": 4, "read_out": {}}, "read_out: Extra inputs"),
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
         ({"label_bias": [0.5, float("nan")]}, "not one finite number for each of 2 labels"),
         ({"label_bias": ["low", 0.5]}, "label_bias.0='low': "),
@@ -310,9 +305,9 @@ def test_repository_or_path_without_an_injection_is_refused(tmp_path, monkeypatc
 
 FORMS = [
     {},
-    {"label_bias": (0.5, -0.5)},
+    {"bias": (0.5, -0.5)},
     {"temperature": 2.5},
-    {"temperature": 0.3, "label_bias": (0.5, -0.5)},
+    {"temperature": 0.3, "bias": (0.5, -0.5)},
     {"scoring": "sequence"},
     {"scoring": "words"},
 ]
@@ -335,7 +330,7 @@ def test_label_log_mass_is_the_log_probability_of_any_label():
     wide = next_token_log_probabilities(decoder, asked.queries(TEXTS), edit=injection.edit())
     wanted = wide[:, list(asked.labels.first)].logsumexp(-1)
     torch.testing.assert_close(injection.label_log_mass(decoder, TEXTS), wanted)
-    biased = replace(injection, label_bias=(3.0, 0.0), temperature=2.0)
+    biased = injection.with_head(bias=(3.0, 0.0), temperature=2.0)
     torch.testing.assert_close(biased.label_log_mass(decoder, TEXTS), wanted)
-    words = replace(injection, scoring="words")
+    words = injection.with_head(scoring="words")
     one_line("not defined for scoring='words'", words.label_log_mass, decoder, TEXTS)

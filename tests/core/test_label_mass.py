@@ -6,10 +6,9 @@ import torch
 from fitting import made, random_edit
 from i2cl import AnchoredConfig, Example, Task, Template, anchor
 from i2cl.core import label_mass
-from i2cl.core.edits import LinearEdit
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.models.batching import make_batch
-from i2cl.models.edits import edit_outputs
+from i2cl.models.edits import AffineEdit, edit_outputs
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import LabelScorer, next_token_log_probabilities
 from tiny import CASES, PATHS
@@ -34,7 +33,7 @@ TASK = Task("films", ("good", "bad", "unsure"), Template("Review: {text}\nSentim
 
 def edit_of(decoder, size=0.3):
     values, _ = random_edit(decoder)
-    return LinearEdit(size * values, torch.ones(decoder.layers, 2, 2))
+    return AffineEdit(size * values, torch.ones(decoder.layers, 2))
 
 
 def logits(decoder, ids, edit):
@@ -59,9 +58,9 @@ def test_vector_makes_a_label_the_most_probable_token(case):
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
     assert result.after > result.before or case == "modernbert-decoder"  # its head is a network
-    values = edit.values.clone()
-    values[-1, -1] += result.vector / decoder.writer_scale
-    pushed = LinearEdit(values, edit.coefficients)
+    shift = edit.shift.clone()
+    shift[-1, -1] += result.vector / decoder.writer_scale
+    pushed = AffineEdit(shift, edit.scale)
     after = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(LABELS)]
     assert after.logsumexp(-1).exp().mean().item() == pytest.approx(result.after, abs=1e-4)
     before = next_token_log_probabilities(decoder, OTHERS, edit=edit)[:, list(LABELS)]
@@ -74,9 +73,9 @@ def test_words_become_probable_with_an_exported_head():
     decoder = made("llama")
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, WORDS, edit)
-    values = edit.values.clone()
-    values[-1, -1] += result.vector / decoder.writer_scale
-    pushed = LinearEdit(values, edit.coefficients)
+    shift = edit.shift.clone()
+    shift[-1, -1] += result.vector / decoder.writer_scale
+    pushed = AffineEdit(shift, edit.scale)
     tables = [next_token_log_probabilities(decoder, OTHERS, edit=one) for one in (edit, pushed)]
     assert torch.equal(*(WORDS.scores(table).argmax(-1) for table in tables))
     with edit_outputs([(decoder.model.lm_head, WORDS.at_first)]):

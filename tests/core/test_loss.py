@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from fitting import encode, injecting, log_probability, made, one_line
 from i2cl import CalibrationConfig, Decoder, Example, Task, Template, calibrate, extract
-from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
+from i2cl.core.calibration import CalibrationLoss, Coefficients
 from i2cl.models.scoring import LabelScorer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}")
@@ -72,19 +72,19 @@ def by_hand(decoder, task, values, coefficients):
 @cases
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_match_a_computation_by_hand(monkeypatch, case, task, packed):
-    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
+    monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: packed)
     decoder, config = made(case), QUIET
     context = extract(decoder, task, SHOTS)
-    run = CalibrationRun(LabelScorer.for_fit(decoder, task), SHOTS, context, seed=0)
+    scorer = LabelScorer.for_fit(decoder, task)
     active = config.active(decoder.layers, "both")
-    coefficients = Coefficients(config, active, [None], decoder.device)
+    coefficients = Coefficients(config, active, None, decoder.device)
     with decoder.frozen():
-        loss = CalibrationLoss([run], config, coefficients)(range(len(SHOTS)))
-        loss.sum().backward()
+        loss = CalibrationLoss(scorer, SHOTS, context, coefficients, config)(range(len(SHOTS)))
+        loss.backward()
     first = torch.tensor([0.1, 1.0]).repeat(decoder.layers, 2, 1).requires_grad_()
     wanted = by_hand(decoder, task, context.values, first)
     (gradient,) = torch.autograd.grad(wanted, first)
-    assert loss.tolist() == [pytest.approx(wanted.item(), rel=1e-5)]
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert gradient.abs().min() > 1e-5
     torch.testing.assert_close(coefficients.free.grad.view_as(gradient), gradient, rtol=1e-3, atol=1e-5)
 

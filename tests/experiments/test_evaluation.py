@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fitting import one_line
-from i2cl import Example, I2CLError
+from i2cl import Example
 from i2cl.experiments.confidence import NAMES, confidence
-from i2cl.experiments.evaluation import Evaluation, SkippedWarning, evaluate, macro_f1, summarize, sweep
+from i2cl.experiments.evaluation import SkippedWarning, evaluate, macro_f1, summarize, sweep
 from i2cl.methods import Cost, Method, make_methods
 from i2cl.version import __version__
 
@@ -106,33 +106,6 @@ def test_seeds_and_methods_get_the_same_queries(decoder, task):
 
 
 COUNTS = {"trainable_parameters", "cached_values", "cached_bytes", "held_out"}
-
-
-def test_joint_methods_fit_all_seeds_in_one_call(decoder, task):
-    ours, few_shot = make_methods(["i2cl", "few_shot"], {"epochs": 3})
-    together = Evaluation(task, (ours,), (0, 1, 2), 2).run(decoder)
-    assert [(run.seed, run.together, run.shots) for run in together] == [(0, 3, 2), (1, 3, 2), (2, 3, 2)]
-    assert len({run.fit_seconds for run in together}) == 1
-    assert all(set(run.record()) >= COUNTS for run in together)
-    for run in together:
-        alone = evaluate(decoder, task, ours, shots=2, seed=run.seed)
-        assert (alone.together, alone.cost, alone.demonstrations) == (1, run.cost, run.demonstrations)
-        coefficients = [torch.tensor(one.coefficients) for one in (run, alone)]
-        torch.testing.assert_close(*coefficients, atol=1e-5, rtol=1e-5)
-    assert [run.together for run in Evaluation(task, (few_shot,), (0, 1), 2).run(decoder)] == [1, 1]
-
-
-def test_failing_seed_is_reported_by_a_separate_fit(decoder, task, monkeypatch):
-    (ours,) = make_methods(["i2cl"], {"epochs": 1})
-    seen = []
-
-    def refuse(_self, _decoder, _task, _demonstrations, seed):
-        seen.append(seed)
-        raise I2CLError(f"seed {seed} is no good")
-
-    monkeypatch.setattr(type(ours), "prepare", refuse)
-    one_line("seed 4 is no good", Evaluation(task, (ours,), (4, 5), 2).run, decoder)
-    assert seen == [4, 4]  # first jointly, then separately
 
 
 def test_run_json_round_trip(decoder, task):

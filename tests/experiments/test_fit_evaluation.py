@@ -95,7 +95,7 @@ def test_sample_rows_keeps_every_label():
 
 def test_evaluation_equals_separate_runs_and_is_saved(decoder, task, tmp_path):
     injection = measured(decoder, task)
-    value = injection.worth
+    value = injection.evaluation
     assert (value["rows"], value["split"], value["not_run"]) == (16, "test", {})
     assert list(value["methods"]) == [*BASELINES, "i2cl"]
     names = [*BASELINES, "i2cl"]
@@ -114,28 +114,28 @@ def test_evaluation_equals_separate_runs_and_is_saved(decoder, task, tmp_path):
     assert value["difference"] == pytest.approx(ours.accuracy - max(rivals.values()))
     assert rivals[value["against"]] == max(rivals.values())
     injection.save_pretrained(tmp_path / "with")
-    assert Injection.from_pretrained(tmp_path / "with").worth == injection.worth
-    replace(injection, worth={}).save_pretrained(tmp_path / "without")
-    assert "worth" not in json.loads((tmp_path / "without" / "injection.json").read_text())
-    assert Injection.from_pretrained(tmp_path / "without").worth == {}
+    assert Injection.from_pretrained(tmp_path / "with").evaluation == injection.evaluation
+    injection.with_report(evaluation={}).save_pretrained(tmp_path / "without")
+    assert "evaluation" not in json.loads((tmp_path / "without" / "injection.json").read_text())
+    assert Injection.from_pretrained(tmp_path / "without").evaluation == {}
 
 
 def test_label_prior_is_part_of_the_evaluated_fit(decoder, task):
     shown, injection = fitted(decoder, task)
     settings = {"label_prior": {"texts": 64, "prior": None}}
-    forced = replace(injection, label_bias=(50.0, 0.0), settings=settings)
+    forced = injection.with_head(bias=(50.0, 0.0)).with_report(settings=settings)
     result = evaluated(forced, decoder, task, shown)
-    assert list(result.worth["methods"]) == [*BASELINES, "i2cl+label_prior"]
+    assert list(result.evaluation["methods"]) == [*BASELINES, "i2cl+label_prior"]
     assert result.metrics["accuracy"] == 0.5  # it predicts the same class for every text
-    mine = result.worth["methods"]["i2cl+label_prior"]
+    mine = result.evaluation["methods"]["i2cl+label_prior"]
     assert mine["cached_bytes"] == 4 * (injection.context.values.numel() + 2)
-    plain = measured(decoder, task).worth["methods"]
+    plain = measured(decoder, task).evaluation["methods"]
     for name in BASELINES:
-        assert result.worth["methods"][name]["accuracy"] == plain[name]["accuracy"]
+        assert result.evaluation["methods"][name]["accuracy"] == plain[name]["accuracy"]
 
 
 def test_unused_training_rows_are_scored_with_progress(decoder, task):
-    value = measured(decoder, replace(task, test=()), limit=6).worth
+    value = measured(decoder, replace(task, test=()), limit=6).evaluation
     assert (value["rows"], value["split"]) == (6, "train")
     seen = Recorder()
     measured(decoder, task, observer=seen)
@@ -145,13 +145,13 @@ def test_unused_training_rows_are_scored_with_progress(decoder, task):
 
 def test_failing_few_shot_is_listed_and_other_errors_are_raised(decoder, task, monkeypatch):
     short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
-    value = measured(short, task).worth
+    value = measured(short, task).evaluation
     assert list(value["methods"]) == [*FREE, "i2cl"]
     assert "the context holds 64" in value["not_run"]["few_shot"]
     shown, injection = fitted(decoder, task)
     one_line("the evaluation plan has no rows", evaluated, injection, decoder, task, shown, EvaluationPlan())
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=torch.OutOfMemoryError("no room")))
-    assert measured(decoder, task).worth["not_run"] == {"few_shot": "out of memory"}
+    assert measured(decoder, task).evaluation["not_run"] == {"few_shot": "out of memory"}
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         measured(decoder, task)
@@ -170,7 +170,7 @@ def test_cross_validation_scores_rows_by_refits_without_them(decoder, task, name
 
     seen, plan = Recorder(), plan_evaluation(replace(task, train=shown, test=()), shown)
     result = evaluated(injection, decoder, task, shown, plan, method=method, refit=make, observer=seen)
-    value = result.worth
+    value = result.evaluation
     assert (value["rows"], value["split"]) == (len(shown), "demonstrations")
     assert seen.names == list(value["methods"]) == [*BASELINES, name]
     assert (sum(seen.rows), len(asked)) == (5 * len(shown), 3)
@@ -200,15 +200,15 @@ def test_cross_validation_counts_copies_of_a_text_once(decoder, task):
     shown = task.sample(2, 0)
     plan, result = cross_validated(decoder, replace(task, train=shown), (*shown, *shown))
     assert plan.folds == 3
-    assert result.worth["rows"] == len(shown)
+    assert result.evaluation["rows"] == len(shown)
 
 
 def test_cross_validation_scores_a_limited_number_of_rows(decoder, task, monkeypatch):
     monkeypatch.setattr(fit_evaluation, "MAX_CROSS_VALIDATED_ROWS", 4)
     seen, shown = Recorder(), task.sample(4, 0)
     _, result = cross_validated(decoder, replace(task, train=shown), shown, observer=seen)
-    assert result.worth["rows"] == 4 < len(shown)
-    assert sum(seen.rows) == 4 * len(result.worth["methods"])
+    assert result.evaluation["rows"] == 4 < len(shown)
+    assert sum(seen.rows) == 4 * len(result.evaluation["methods"])
 
 
 @pytest.fixture
@@ -229,13 +229,13 @@ def test_held_out_rows_of_one_label_lead_to_cross_validation_over_all_rows(imbal
 def test_cross_validation_reports_the_rare_label(decoder, imbalanced):
     shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
     _, result = cross_validated(decoder, imbalanced, shown)
-    worth = result.worth
-    assert list(worth["support"].values()) == [10, 2]
-    assert [sum(row) for row in worth["confusion"]] == [10, 2]
-    assert worth["recall"][imbalanced.labels[1]] == worth["confusion"][1][1] / 2
-    assert worth["methods"]["majority_class"]["accuracy"] == pytest.approx(10 / 12)
-    assert worth["methods"]["majority_class"]["macro_f1"] == pytest.approx((20 / 22) / 2)
-    assert worth["outcome"] != "better"
+    evaluation = result.evaluation
+    assert list(evaluation["support"].values()) == [10, 2]
+    assert [sum(row) for row in evaluation["confusion"]] == [10, 2]
+    assert evaluation["recall"][imbalanced.labels[1]] == evaluation["confusion"][1][1] / 2
+    assert evaluation["methods"]["majority_class"]["accuracy"] == pytest.approx(10 / 12)
+    assert evaluation["methods"]["majority_class"]["macro_f1"] == pytest.approx((20 / 22) / 2)
+    assert evaluation["outcome"] != "better"
 
 
 def test_no_verdict_from_rows_that_miss_a_label(decoder, imbalanced):
@@ -244,9 +244,9 @@ def test_no_verdict_from_rows_that_miss_a_label(decoder, imbalanced):
     assert plan.missing == (imbalanced.labels[1],)
     injection = injected(decoder, imbalanced, shown, CalibrationConfig(epochs=2))
     result = evaluated(injection, decoder, imbalanced, shown, plan)
-    assert result.worth["outcome"] == "unknown"
-    assert f"is labelled {imbalanced.labels[1]!r}" in result.worth["verdict"]
-    assert result.worth["recall"][imbalanced.labels[1]] is None
+    assert result.evaluation["outcome"] == "unknown"
+    assert f"is labelled {imbalanced.labels[1]!r}" in result.evaluation["verdict"]
+    assert result.evaluation["recall"][imbalanced.labels[1]] is None
     assert result.temperature == injection.temperature
     assert result.metrics == {}
 
@@ -289,7 +289,7 @@ def test_fit_needs_no_extra(tmp_path):
     options = ["--recipe", "fast", "--set", "passes=1", "--shots", "1", "--evaluate", "4"]
     code, _, errors = finished(FIT, "fit", "reference", "mood-colour-1", *options, "-o", tmp_path / "out")
     assert code == 0, errors
-    assert Injection.from_pretrained(tmp_path / "out").worth["rows"] == 4
+    assert Injection.from_pretrained(tmp_path / "out").evaluation["rows"] == 4
 
 
 def test_temperature_is_fitted_on_the_rows_and_keeps_predictions(decoder, task):
@@ -304,14 +304,14 @@ def test_temperature_is_fitted_on_the_rows_and_keeps_predictions(decoder, task):
     expected = confidence(
         normalised(result.log_probs(decoder, texts).numpy()), gold, scores.argmax(-1).numpy()
     )
-    assert result.worth["confidence"] == pytest.approx(asdict(expected), abs=2e-3)
-    assert result.worth["selection"] == {}
+    assert result.evaluation["confidence"] == pytest.approx(asdict(expected), abs=2e-3)
+    assert result.evaluation["selection"] == {}
 
 
 def test_target_accuracy_gives_a_threshold(decoder, task):
     one_line("needs at least 22 held-out rows", measured, decoder, task, limit=10, target=0.9)
     rows = tuple(replace(row, text=f"{row.text} {at}") for at in range(8) for row in task.test)
-    value = measured(decoder, replace(task, test=rows), target=0.5).worth["selection"]
+    value = measured(decoder, replace(task, test=rows), target=0.5).evaluation["selection"]
     assert value["target"] == 0.5
     known = {"target", "rows"}
     assert set(value) in (known | {"needed"}, known | {"threshold", "coverage", "accuracy"})

@@ -1,14 +1,13 @@
 """Order, groups, shared fits and failures of cells, and stores of other weights or rows."""
 
 import pytest
-import torch
 
 from commands import jsonl
 from experiments.runs import OTHER, cell, kept, quick, run_alone, run_groups_of, shot, single
 from fitting import one_line
 from i2cl import Decoder, I2CLError
 from i2cl.experiments import runner, studies
-from i2cl.experiments.runner import Group, pending, run_groups, run_job
+from i2cl.experiments.runner import pending, run_groups, run_job
 from i2cl.experiments.store import Store
 from i2cl.methods.few_shot import FewShot
 from i2cl.methods.i2cl import I2CL
@@ -27,55 +26,6 @@ def test_pending_orders_cells_and_drops_duplicates(tmp_path):
         assert pending(cells, store) == single(cell(), shot(0), moved, shot(1), cell(seed=1))
 
 
-def whole(*cells):
-    """A group without results in the store."""
-    return Group(cells, cells)
-
-
-def test_seeds_are_fitted_jointly_unless_timed_or_used(tmp_path):
-    cells = [quick(seed) for seed in (2, 0, 1)]
-    other = [quick(seed, task=OTHER) for seed in (0, 1)]
-    moved = cell(study="move", sources=(OTHER,))
-    plain_ones = [cell(seed=seed, task=OTHER) for seed in (0, 1, 2)]
-    with Store.writing(tmp_path) as store:
-        groups = [group.cells for group in pending([*cells, *other], store)]
-        assert groups == [(quick(0), quick(1), quick(2)), tuple(other)]
-        assert pending(cells, store, {quick(1).key}) == [whole(quick(0), quick(2)), *single(quick(1))]
-        expected = [*single(plain_ones[0], moved), whole(*plain_ones[1:])]
-        assert pending([moved, *plain_ones], store) == expected
-
-
-@pytest.mark.parametrize("options", [{"optimizer": "lbfgs"}, {"positions": "random"}, {"epochs": "many"}])
-def test_methods_without_joint_fit_stay_separate(options, tmp_path):
-    cells = [cell(seed=seed, options=options) for seed in (0, 1)]
-    with Store.writing(tmp_path) as store:
-        assert pending(cells, store) == single(*cells)
-
-
-def test_joint_group_is_refitted_as_a_whole(decoder, tmp_path):
-    cells = tuple(quick(seed) for seed in range(3))
-    with Store.writing(tmp_path / "store") as store:
-        straight = {one.key: one for one in run_job(pending(cells, store), None, tmp_path, (), decoder)}
-        store.append(straight[cells[1].key])  # as if the run was killed here
-        (rest,) = pending(cells, store)
-        assert rest == Group(cells, (cells[0], cells[2]))
-        again = run_job([rest], None, tmp_path, (), decoder)
-        timed = pending(cells, store, {cells[1].key})
-        assert timed == [
-            whole(cells[0], cells[2]),
-            *single(cells[1]),
-        ]  # its stored time is a share of a joint fit
-    assert [one.key for one in again] == [cells[0].key, cells[2].key]
-    for one in again:
-        assert kept(one) == kept(straight[one.key])
-        assert one.outcome.together == 3
-        by_itself = run_alone(one.cell, decoder, tmp_path)
-        assert by_itself.outcome.together == 1
-        both = [torch.tensor(made.outcome.coefficients) for made in (one, by_itself)]
-        torch.testing.assert_close(*both, atol=1e-4, rtol=1e-4)
-    assert len({one.outcome.fit_seconds for one in straight.values()}) == 1
-
-
 def test_failing_seed_does_not_fail_others(decoder, tmp_path, monkeypatch):
     cells = tuple(quick(seed) for seed in range(3))
 
@@ -85,10 +35,9 @@ def test_failing_seed_does_not_fail_others(decoder, tmp_path, monkeypatch):
         return prepare(self, decoder, task, demonstrations, seed)
 
     monkeypatch.setattr(I2CL, "prepare", refuse)
-    records = run_job([whole(*cells)], None, tmp_path, (), decoder)
+    records = run_job(single(*cells), None, tmp_path, (), decoder)
     assert [one.status for one in records] == ["done", "failed", "done"]
     assert records[1].error == "I2CLError: not this one"
-    assert {one.outcome.together for one in (records[0], records[2])} == {1}
 
 
 def test_cells_that_share_a_fit_are_one_job(decoder, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from experiments.runs import ONE, OTHER, cell, run_alone, run_groups_of
 from fitting import one_line
-from i2cl import CalibrationConfig, Decoder, Injection, calibrate_many, extract, load_task, transfer
+from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task, transfer
 from i2cl.experiments.evaluation import fit_seeds
 from i2cl.experiments.grid import Experiment
 from i2cl.experiments.report.document import build
@@ -77,8 +77,8 @@ def test_only_default_i2cl_saves_vectors(bench):
     predictor = keep_short(bench, ONE)
     result = bench.injection(cell())
     assert isinstance(result, Injection)
-    torch.testing.assert_close(result.coefficients, predictor.edit.coefficients)
-    torch.testing.assert_close(result.context.values, predictor.edit.values)
+    torch.testing.assert_close(result.coefficients, predictor.injection.coefficients)
+    torch.testing.assert_close(result.context.values, predictor.injection.context.values)
     task = bench.task(cell())
     shown = [one for one in task.sample(None, 0) if one.label == 2]
     (kept,) = bench.vectors.glob("*.safetensors")
@@ -93,7 +93,7 @@ def test_move_cell_injects_another_tasks_fit(bench):
     predictor = PromptPredictor(LabelScorer(bench.decoder, task), edit=source.edit)
     scores = predictor.log_probs([query.text for query in task.queries(12)])
     assert outcome.predictions == tuple(scores.argmax(-1).tolist())
-    assert outcome.coefficients == source.edit.coefficients.tolist()
+    assert outcome.coefficients == source.injection.coefficients.tolist()
 
 
 def test_transfer_cell_equals_transfer_function(bench, monkeypatch):
@@ -111,11 +111,11 @@ def test_transfer_cell_equals_transfer_function(bench, monkeypatch):
 
 def test_missing_source_fits_are_made_on_demand(bench, monkeypatch):
     calls = []
-    monkeypatch.setattr("i2cl.methods.i2cl.calibrate_many", lambda *a, **k: calls.append(1) or quick(*a, **k))
+    monkeypatch.setattr("i2cl.methods.i2cl.calibrate", lambda *a, **k: calls.append(1) or quick(*a, **k))
 
-    def quick(decoder, tasks, demonstrations, contexts, config, **more):
+    def quick(decoder, task, demonstrations, context, config, **more):
         short = config.model_copy(update={"epochs": 1})
-        return calibrate_many(decoder, tasks, demonstrations, contexts, short, **more)
+        return calibrate(decoder, task, demonstrations, context, short, **more)
 
     bench.injection(cell(task=OTHER))
     bench.injection(cell(task=OTHER))

@@ -36,7 +36,7 @@ def run_card(folder):
 @pytest.mark.parametrize("task", [cases.TASK, cases.SHARED], ids=["first token", "full sequence"])
 def test_the_card_shows_code_that_gives_label_and_probability(task, tmp_path, monkeypatch):
     decoder, injection = drawn("llama", replace(cases.TASK, labels=task.labels))
-    injection = replace(injection, label_bias=(0.75, -0.5, 0.25)[: len(task.labels)], temperature=2.0)
+    injection = injection.with_head(bias=(0.75, -0.5, 0.25)[: len(task.labels)], temperature=2.0)
     export_causal_lm(decoder, injection, tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     *label, probability = run_card(tmp_path / "out")
@@ -63,7 +63,7 @@ def test_the_tokenizer_pads_on_the_left_and_the_card_says_so(tmp_path):
 
 def test_golden_answers_include_label_prior_and_temperature(tmp_path):
     decoder, injection = drawn("llama")
-    injection = replace(injection, label_bias=(0.75, -0.5), temperature=2.0)
+    injection = injection.with_head(bias=(0.75, -0.5), temperature=2.0)
     made = cases.with_golden(export_causal_lm, (decoder, injection), tmp_path / "out")
     expected = injection.log_probs(decoder, golden.TEXTS).softmax(-1)
     torch.testing.assert_close(torch.tensor(made.probabilities), expected.float(), atol=1e-6, rtol=1e-5)

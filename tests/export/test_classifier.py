@@ -84,7 +84,7 @@ def test_model_types_without_a_classifier_in_transformers_are_refused(case, tmp_
 @pytest.mark.parametrize("case", ["gpt2", "opt", "gpt_neox", "falcon"])
 def test_a_layer_norm_holds_a_label_prior(case, tmp_path):
     decoder = decoder_of(case)
-    injection = replace(injection_for(decoder), label_bias=(1.5, -0.25), temperature=2.0)
+    injection = injection_for(decoder).with_head(bias=(1.5, -0.25), temperature=2.0)
     _, classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
@@ -96,7 +96,7 @@ LLAMAS = [case for case in CLASSIFIERS if target(case) == "llama"]
 @pytest.mark.parametrize("case", LLAMAS)
 def test_an_extra_layer_of_a_llama_holds_a_label_prior(case, tmp_path):
     decoder = decoder_of(case)
-    injection = replace(injection_for(decoder), label_bias=(1.5, -0.25), temperature=2.0)
+    injection = injection_for(decoder).with_head(bias=(1.5, -0.25), temperature=2.0)
     _, classify = exported(decoder, injection, tmp_path / "out")
     assert classify.model.config.num_hidden_layers == decoder.layers + 1
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
@@ -107,7 +107,7 @@ def test_an_extra_layer_of_a_llama_holds_a_label_prior(case, tmp_path):
 
 def test_a_label_prior_holds_in_bfloat16(tmp_path):
     decoder = decoder_of("llama", torch.bfloat16)
-    injection = replace(injection_for(decoder), label_bias=(1.5, -0.25))
+    injection = injection_for(decoder).with_head(bias=(1.5, -0.25))
     exported(decoder, injection, tmp_path / "out")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype="bfloat16")
     classify = pipeline("text-classification", model, tokenizer=str(tmp_path / "out"), top_k=None)
@@ -120,17 +120,17 @@ def test_a_label_prior_holds_in_bfloat16(tmp_path):
 @pytest.mark.parametrize(("case", "dtype"), [("smollm3", torch.float32), ("llama", torch.float16)])
 def test_a_label_prior_that_cannot_be_exact_is_refused(case, dtype, tmp_path):
     decoder = decoder_of(case, dtype)
-    injection = replace(injection_for(decoder), label_bias=(1.5, -0.25))
+    injection = injection_for(decoder).with_head(bias=(1.5, -0.25))
     one_line("--drop-prior.*--to causal-lm", export_classifier, decoder, injection, tmp_path / "out")
     assert listed(tmp_path) == []
 
 
 def test_drop_prior_leaves_the_label_prior_out(tmp_path, said):
     base, artefact = saved(decoder_of("smollm3"), tmp_path)
-    injection = replace(Injection.from_pretrained(artefact), label_bias=(1.5, -0.25), temperature=2.0)
+    injection = Injection.from_pretrained(artefact).with_head(bias=(1.5, -0.25), temperature=2.0)
     injection.save_pretrained(tmp_path / "prior")
     said("export", tmp_path / "prior", tmp_path / "out", "--model", base, "--drop-prior")
-    expected = replace(injection, label_bias=None).log_probs(Decoder.from_pretrained(str(base)), TEXTS)
+    expected = injection.with_head(bias=None).log_probs(Decoder.from_pretrained(str(base)), TEXTS)
     classify = pipeline("text-classification", str(tmp_path / "out"), top_k=None)
     found = probabilities(classify, TEXTS, TASK.labels)
     torch.testing.assert_close(found, expected.softmax(-1).float(), atol=1e-5, rtol=1e-4)
@@ -147,7 +147,7 @@ def test_word_level_scoring_is_a_linear_head(tmp_path):
     decoder = decoder_of("llama")
     extraction = ExtractConfig(separator=False)
     injection = random_injection(decoder, SHARED, extraction=extraction, shown=4)
-    injection = replace(injection, scoring="words")
+    injection = injection.with_head(scoring="words")
     _, classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, SHARED.labels), expected, atol=1e-5, rtol=1e-4)
@@ -312,7 +312,7 @@ def test_trainer_predicts_and_evaluates_the_classifier(tmp_path):
 @pytest.mark.parametrize("label_bias", [None, (1.5, -0.25)], ids=["plain", "label prior"])
 def test_trainer_trains_the_classifier_further(label_bias, tmp_path):
     decoder = decoder_of("llama")
-    injection = replace(injection_for(decoder), label_bias=label_bias)
+    injection = injection_for(decoder).with_head(bias=label_bias)
     exported(decoder, injection, tmp_path / "out")
     options = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-4}
     trainer, _ = trainer_of(tmp_path / "out", **options)

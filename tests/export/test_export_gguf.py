@@ -235,7 +235,7 @@ def test_an_export_holds(exported, said):
 @pytest.mark.parametrize("task", [cases.TASK, cases.SHARED], ids=["first token", "full sequence"])
 def test_the_usage_text_shows_code_that_gives_label_and_probability(task, tmp_path, monkeypatch):
     decoder, injection = drawn("llama", replace(cases.TASK, labels=task.labels))
-    injection = replace(injection, label_bias=(0.75, -0.5, 0.25)[: len(task.labels)], temperature=2.0)
+    injection = injection.with_head(bias=(0.75, -0.5, 0.25)[: len(task.labels)], temperature=2.0)
     export_gguf(decoder, injection, tmp_path / "out.gguf")
     monkeypatch.chdir(tmp_path)
     code = field("out.gguf", "i2cl.usage").split("```python\n")[1].split("```")[0]

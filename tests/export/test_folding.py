@@ -29,7 +29,7 @@ FIGURES = json.loads((ROOT / "docs" / "architectures.json").read_text(encoding="
 
 def test_word_level_rows_of_the_head_are_rounded_once():
     decoder, injection = drawn("llama", SHARED, dtype=torch.bfloat16)
-    injection = replace(injection, scoring="words")
+    injection = injection.with_head(scoring="words")
     weights = StateDict(decoder.model)
     head, labels = weights.read("lm_head.weight").float(), label_tokens_of(injection, decoder.tokenizer)
     made = Folding(decoder.model.config, weights, injection, decoder.tokenizer).tensor("lm_head.weight")
@@ -130,7 +130,7 @@ def test_injections_that_are_no_bias_and_models_of_others_are_refused():
 
 def test_a_label_prior_is_refused_in_memory():
     decoder, injection = drawn("llama")
-    one_line("no place for a label prior", fold, decoder, replace(injection, label_bias=(0.5, -0.5)))
+    one_line("no place for a label prior", fold, decoder, injection.with_head(bias=(0.5, -0.5)))
 
 
 def test_no_remote_code_is_named(tmp_path):

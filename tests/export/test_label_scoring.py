@@ -91,7 +91,7 @@ def test_only_the_head_of_an_export_changes_for_words(tied, tmp_path):
 
 def test_golden_answers_of_words_are_those_of_the_injection():
     decoder, injection = scored_by_words()
-    injection = replace(injection, temperature=2.0)
+    injection = injection.with_head(temperature=2.0)
     made = torch.tensor(make_golden(decoder, injection).probabilities)
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(made, expected, atol=1e-6, rtol=1e-5)

@@ -45,11 +45,11 @@ def test_bias_is_log_prior_minus_log_mean(injection, decoder):
 
 
 def test_results_without_the_bias_are_removed(injection, decoder):
-    message = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
+    message = injection.with_report(metrics={"accuracy": 1.0}, evaluation={"rows": 3}, command="i2cl fit")
     result = with_label_prior(message, decoder, UNLABELLED)
-    assert (result.metrics, result.worth, result.command) == ({}, {}, "")
+    assert (result.metrics, result.evaluation, result.command) == ({}, {}, "")
     assert without_label_prior(injection) is injection
-    plain = without_label_prior(replace(result, metrics={"accuracy": 0.5}))
+    plain = without_label_prior(result.with_report(metrics={"accuracy": 0.5}))
     assert (plain.label_bias, plain.metrics, plain.settings) == (None, {}, injection.settings)
 
 
@@ -75,4 +75,4 @@ def test_invalid_priors_are_refused(injection, decoder, prior, named):
 
 @pytest.mark.parametrize("bias", [(0.5,), (0.1, 0.2, 0.3), (math.nan, 0.0), (0.0, math.inf)])
 def test_bias_of_the_wrong_size_is_refused(injection, bias):
-    one_line(r"label_bias .* 2 labels", replace, injection, label_bias=bias)
+    one_line(r"label_bias .* 2 labels", injection.with_head, bias=bias)

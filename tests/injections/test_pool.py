@@ -43,11 +43,11 @@ def test_mixed_kinds_of_injections_match_separate_scores():
     kinds = [*places, {"writers": "hidden"}, {"scoring": "sequence"}]
     injections = [made(decoder, number, **fields) for number, fields in enumerate(kinds)]
     injections.append(replace(made(decoder, 7, scoring="sequence"), task=TASKS[0]))
-    more = [{"label_bias": (0.0, 4.0)}, {"label_bias": (-3.0, 0.0), "scoring": "sequence"}]
-    more += [{"temperature": 0.5}, {"temperature": 3.0, "label_bias": (0.75, -0.5)}]
+    more = [{"bias": (0.0, 4.0)}, {"bias": (-3.0, 0.0), "scoring": "sequence"}]
+    more += [{"temperature": 0.5}, {"temperature": 3.0, "bias": (0.75, -0.5)}]
     more += [{"temperature": 2.0, "scoring": "sequence"}]
     injections += [made(decoder, 3 * number, **fields) for number, fields in enumerate(more)]
-    injections.append(made(decoder, 1, label_bias=(1.0, -1.0, 2.0)))
+    injections.append(made(decoder, 1, bias=(1.0, -1.0, 2.0)))
     texts = [text for text in TEXTS for _ in injections]
     names = [str(number) for _ in TEXTS for number in range(len(injections))]
     outcome = pool_of(decoder, injections).log_probs(texts, names)
@@ -89,7 +89,7 @@ def test_injections_can_be_replaced_and_dropped():
 def test_loaded_task_stores_only_its_scaled_vector():
     decoder = decoder_of("llama")
     (loaded,) = pool_of(decoder, [made(decoder, 0)])._loaded.values()
-    assert loaded.scaled.nbytes == 4 * 2 * decoder.layers * decoder.d_model
+    assert loaded.edit.shift.nbytes == 4 * 2 * decoder.layers * decoder.d_model
     assert not any(isinstance(value, Injection | ContextVector) for value in vars(loaded).values())
 
 

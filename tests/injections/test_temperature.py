@@ -1,7 +1,6 @@
 """Temperature scaling changes probabilities and never predictions."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,8 +22,8 @@ def injection(decoder, task):
 
 @pytest.mark.parametrize("bias", [None, BIAS])
 def test_temperature_is_applied_after_the_label_prior(injection, decoder, bias):
-    plain = replace(injection, label_bias=bias).log_probs(decoder, TEXTS).double()
-    result = with_temperature(replace(injection, label_bias=bias), 2.5).log_probs(decoder, TEXTS)
+    plain = injection.with_head(bias=bias).log_probs(decoder, TEXTS).double()
+    result = with_temperature(injection.with_head(bias=bias), 2.5).log_probs(decoder, TEXTS)
     wanted = (plain / 2.5).log_softmax(-1).float()
     torch.testing.assert_close(result, wanted, atol=1e-6, rtol=0)
     odds = (result[:, 1] - result[:, 0]) * 2.5
@@ -56,9 +55,9 @@ def test_impossible_labels_keep_probability_zero():
 
 
 def test_metrics_are_kept_and_a_label_prior_resets_the_temperature(injection, decoder):
-    message = replace(injection, metrics={"accuracy": 1.0}, worth={"rows": 3}, command="i2cl fit")
+    message = injection.with_report(metrics={"accuracy": 1.0}, evaluation={"rows": 3}, command="i2cl fit")
     result = with_temperature(message, 2.0)
-    assert (result.metrics, result.worth, result.command) == (message.metrics, message.worth, "")
+    assert (result.metrics, result.evaluation, result.command) == (message.metrics, message.evaluation, "")
     assert with_temperature(result, 3.0).temperature == 3
     result = with_label_prior(with_temperature(injection, 2.0), decoder, UNLABELLED)
     assert result.temperature == 1

@@ -27,7 +27,7 @@ def anchor(coefficients, case="llama", *, writers="both", seed=0, **fields):
     values = torch.randn(*shape, decoder.d_model, generator=torch.Generator().manual_seed(seed))
     context = ContextVector(values, ExtractConfig(writers=writers), demonstrations=3)
     coefficients = torch.as_tensor(coefficients).expand(*shape, 2).contiguous()
-    return Injection(context, coefficients, OTHER, **({"base": decoder.base} | fields))
+    return Injection(context, coefficients, OTHER, fields.pop("base", decoder.base), **fields)
 
 
 def at_angle(degrees, **arguments):

@@ -133,7 +133,7 @@ def test_a_loaded_task_keeps_the_order_that_its_numbers_are_in(tmp_path):
     """Labels that are not sorted: bias and word weights belong to places, also of what is saved again."""
     task = replace(TASK.without_data(), labels=tuple(sorted(TASK.labels, reverse=True)))
     plain = replace(anchor(reference(), *shown_of(fitted(), 1), AnchoredConfig(steps=1)), task=task)
-    injection = replace(weighted(reference(), plain), label_bias=(0.5, 0.0, -0.5, 1.0))
+    injection = weighted(reference(), plain).with_head(bias=(0.5, 0.0, -0.5, 1.0))
     injection.save_pretrained(tmp_path / "one")
     for name, after in (("one", "two"), ("two", "three")):
         result = I2CLClassifier.from_pretrained(tmp_path / name, model=reference())

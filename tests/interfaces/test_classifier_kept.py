@@ -186,7 +186,7 @@ def test_anchored_calibration_is_kept_and_fitted_again(tmp_path, words_encoder, 
 
 
 def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
-    replace(fitted().injection_, settings={"combined": []}).save_pretrained(tmp_path / "both")
+    fitted().injection_.with_report(settings={"combined": []}).save_pretrained(tmp_path / "both")
     result = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())
     assert result.settings is None
     again = clone(result).set_params(settings=QUICK, shots=1).fit(X, Y)
@@ -198,7 +198,7 @@ def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path
 def test_an_injection_is_a_classifier_of_its_label_words_whose_bias_follows_them(tmp_path, bias):
     assert list(TASK.labels) != sorted(TASK.labels)
     backwards = replace(fitted().injection_.task, labels=TASK.labels)
-    injection = replace(fitted().injection_, task=backwards, settings={}, label_bias=bias)
+    injection = replace(fitted().injection_, task=backwards).with_head(bias=bias).with_report(settings={})
     injection.save_pretrained(tmp_path / "mood")
     result = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
     assert result.classes_.tolist() == sorted(TASK.labels)

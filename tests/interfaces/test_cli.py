@@ -87,28 +87,28 @@ def test_fit_ends_with_a_verdict(call, home, tmp_path):
     arguments = fit_arguments(home, tmp_path / "new")
     message, out = (call(*arguments, *more)[1] for more in (["--json"], []))
     record = json.loads(message)
-    worth = record["worth"]
-    assert (worth["rows"], worth["split"]) == (12, "train")  # of 16 rows, 4 are demonstrations
-    assert list(worth["methods"]) == [*BASELINES, "i2cl"]
-    assert worth["methods"]["i2cl"]["accuracy"] == record["metrics"]["accuracy"]
-    assert worth["methods"]["i2cl"]["fit_seconds"] == record["fit_seconds"]
-    kept = Injection.from_pretrained(tmp_path / "new").worth
-    assert kept["verdict"] == worth["verdict"]  # what is timed differs
+    evaluation = record["evaluation"]
+    assert (evaluation["rows"], evaluation["split"]) == (12, "train")  # of 16 rows, 4 are demonstrations
+    assert list(evaluation["methods"]) == [*BASELINES, "i2cl"]
+    assert evaluation["methods"]["i2cl"]["accuracy"] == record["metrics"]["accuracy"]
+    assert evaluation["methods"]["i2cl"]["fit_seconds"] == record["fit_seconds"]
+    kept = Injection.from_pretrained(tmp_path / "new").evaluation
+    assert kept["verdict"] == evaluation["verdict"]  # what is timed differs
     saved = f"Saved {tmp_path / 'new'}: films by i2cl, 4 demonstrations, loss "
     assert out.split("\n\n")[1].startswith(saved)
     words = out.split()
-    assert set(words) >= {*worth["methods"], "0", str(worth["methods"]["few_shot"]["cached_bytes"])}
-    score = worth["methods"]["few_shot"]
+    assert set(words) >= {*evaluation["methods"], "0", str(evaluation["methods"]["few_shot"]["cached_bytes"])}
+    score = evaluation["methods"]["few_shot"]
     for part in (
         f"{score['accuracy']:.3f} ({score['low']:.3f}–{score['high']:.3f})",
         *("on 12 training rows that are not demonstrations", "needs the whole batch"),
-        f"Verdict: {worth['verdict']}.",
+        f"Verdict: {evaluation['verdict']}.",
     ):
         assert part in out
     assert kept["verdict"] in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
     arguments = fit_arguments(home, tmp_path / "new", "--test", str(home / "test.jsonl"), "--json")
-    worth = json.loads(call(*arguments, "--evaluate", "6")[1])["worth"]
-    assert (worth["rows"], worth["split"]) == (6, "test")  # where there are some
+    evaluation = json.loads(call(*arguments, "--evaluate", "6")[1])["evaluation"]
+    assert (evaluation["rows"], evaluation["split"]) == (6, "test")  # where there are some
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_fit_without_rows_to_evaluate_on_says_how_to_give_some(call, home, tmp_p
         arguments[2] = str(jsonl(tmp_path / "single.jsonl", single))
     (line,) = [line for line in call(*arguments)[1].splitlines() if line.startswith("Not evaluated")]
     assert line == f"Not evaluated: {why}, or give rows with --test FILE."
-    assert json.loads(call(*arguments, "--json")[1])["worth"] is None
-    assert Injection.from_pretrained(tmp_path / "new").worth == {}
+    assert json.loads(call(*arguments, "--json")[1])["evaluation"] is None
+    assert Injection.from_pretrained(tmp_path / "new").evaluation == {}
 
 
 def test_fit_without_rows_to_evaluate_on_cross_validates(call, home, tmp_path):
@@ -137,9 +137,9 @@ def test_fit_without_rows_to_evaluate_on_cross_validates(call, home, tmp_path):
     code, out, err = call(*arguments)
     assert code == 0, err
     record = json.loads(out)
-    worth = record["worth"]
-    assert (worth["rows"], worth["split"], record["metrics"]) == (16, "demonstrations", {})
-    assert list(worth["methods"]) == [*BASELINES, "i2cl"]
+    evaluation = record["evaluation"]
+    assert (evaluation["rows"], evaluation["split"], record["metrics"]) == (16, "demonstrations", {})
+    assert list(evaluation["methods"]) == [*BASELINES, "i2cl"]
     assert "no held-out rows of every label: running 2-fold cross-validation" in err
     card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
     assert "16 labelled rows by cross-validation" in card
@@ -152,7 +152,7 @@ def test_fit_measures_nothing_if_asked_not_to_and_one_fold_is_refused(call, refu
     arguments = fit_arguments(home, tmp_path / "new", "--evaluate", "0")
     assert "Verdict" not in call(*arguments)[1]
     record = json.loads(call(*arguments, "--json")[1])
-    assert (record["worth"], record["metrics"]) == (None, {})
+    assert (record["evaluation"], record["metrics"]) == (None, {})
 
 
 def test_fit_goes_on_where_few_shot_exceeds_the_context(said, home, tmp_path):
@@ -161,7 +161,7 @@ def test_fit_goes_on_where_few_shot_exceeds_the_context(said, home, tmp_path):
     out = said(*task, "--shots", "2", "--set", "epochs=1")
     assert "not run" in next(line for line in out.splitlines() if line.startswith(" few_shot"))
     assert "few_shot was not run: one demonstration per class" in out
-    assert "holds 40" in Injection.from_pretrained(tmp_path / "new").worth["not_run"]["few_shot"]
+    assert "holds 40" in Injection.from_pretrained(tmp_path / "new").evaluation["not_run"]["few_shot"]
 
 
 def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch):
@@ -185,7 +185,7 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     plain = Injection.from_pretrained(home / "artefact")
     wanted = with_label_prior(plain, decoder, [f"film {number}" for number in range(40)], (0.75, 0.25))
     torch.testing.assert_close(torch.tensor(injection.label_bias), torch.tensor(wanted.label_bias))
-    assert list(injection.worth["methods"])[-1] == "i2cl+label_prior"
+    assert list(injection.evaluation["methods"])[-1] == "i2cl+label_prior"
     assert "--unlabelled texts.csv --prior '0.75, 0.25'" in injection.command
     _, result = parsed(call("predict", tmp_path / "new", texts)[1])
     wanted = with_temperature(wanted, injection.temperature)  # chosen behind the prior
@@ -208,7 +208,7 @@ def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(
     arguments += ["--set", "encoder=words", "--set", "steps=1", "--json", "--evaluate"]
     record = json.loads(call(*arguments, "8", "-o", str(tmp_path / "new"))[1])
     assert record["method"] == "anchored+sentence_embeddings"
-    assert list(record["worth"]["methods"])[-1] == "anchored+sentence_embeddings"
+    assert list(record["evaluation"]["methods"])[-1] == "anchored+sentence_embeddings"
     injection = Injection.from_pretrained(tmp_path / "new")
     assert record["cached_values"] >= injection.encoder_bias.weights.numel()
     decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
@@ -223,7 +223,7 @@ def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(
     assert call(*named)[0] == 0
     again = Injection.from_pretrained(tmp_path / "named")
     assert torch.equal(again.encoder_bias.weights, injection.encoder_bias.weights)
-    monkeypatch.setattr("i2cl.core.encoder_bias.local_encoder", lambda: "words")
+    monkeypatch.setattr("i2cl.encoders.local_encoder", lambda: "words")
     out = call(*arguments[:7], "-o", tmp_path / "alone")[1]
     assert "To combine anchored and sentence_embeddings, refit with --set encoder=words." in out
 

@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from export.cases import TASK as FILMS, decoder_of, injection_for, stored
 from fitting import injected, left_as_found, one_line
 from i2cl import CalibrationConfig, Decoder, I2CLError, load_task, with_temperature
-from i2cl.core.encoder_bias import EncoderBias
+from i2cl.encoders import EncoderBias
 from i2cl.export import export_causal_lm, fold
 from i2cl.interfaces.harness import I2CLHarness, main
 from i2cl.models.scoring import LabelScorer, score
@@ -161,12 +161,11 @@ def test_bad_input():
     injection = injection_for(decoder)
     one_line("neither a model nor an injection", I2CLHarness)
     with pytest.raises(I2CLError, match="word-level scoring: evaluate it with `i2cl predict`"):
-        I2CLHarness(replace(injection, scoring="words"), decoder)
+        I2CLHarness(injection.with_head(scoring="words"), decoder)
     with pytest.raises(I2CLError, match="positions='last': fit one with positions=all"):
         I2CLHarness(replace(injection, positions="last"), decoder)
-    encoded = replace(
-        injection,
-        encoder_bias=EncoderBias("words", torch.ones(len(injection.task.labels), 25), torch.eye(24)[0]),
+    encoded = injection.with_head(
+        encoder=EncoderBias("words", torch.ones(len(injection.task.labels), 25), torch.eye(24)[0])
     )
     one_line("does not support sentence encoders: fit with --method anchored", I2CLHarness, encoded, decoder)
     other = decoder_of("llama", rms_norm_eps=1e-3)

@@ -92,7 +92,7 @@ def test_ctrl_c_during_the_evaluation_leaves_the_task(call, model, tmp_path, mon
     path = write(tmp_path / "mine.csv", ROWS)
     code, _, err = call("fit", model, path, "-o", tmp_path / "new", "--set", "steps=1")
     assert (code, f"{tmp_path / 'new'} is saved but not evaluated" in err) == (130, True)
-    assert not Injection.from_pretrained(tmp_path / "new").worth
+    assert not Injection.from_pretrained(tmp_path / "new").evaluation
 
 
 def test_refits_are_announced_with_the_fit(call, model, tmp_path):

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import tracemalloc
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -138,11 +137,11 @@ def test_digest_depends_on_everything_that_changes_predictions(home, tmp_path):
     assert digest(injection) == digest(again)
     again.coefficients[0, 0, 0] += 0.5
     assert digest(injection) != digest(again)
-    biased = [replace(injection, label_bias=(shift, 0.0, 0.0, 0.0)) for shift in (0.0, 1.0)]
+    biased = [injection.with_head(bias=(shift, 0.0, 0.0, 0.0)) for shift in (0.0, 1.0)]
     assert len({digest(one) for one in [injection, *biased]}) == 3
     assert digest(with_temperature(injection, 2.0)) != digest(injection)
-    words = replace(injection, scoring="words")
-    weighted = [replace(words, word_weights=torch.full((4, 4), size)) for size in (0.25, 0.5)]
+    words = injection.with_head(scoring="words")
+    weighted = [words.with_head(word_weights=torch.full((4, 4), size)) for size in (0.25, 0.5)]
     assert len({digest(one) for one in (words, *weighted)}) == 3
 
 

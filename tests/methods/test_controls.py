@@ -17,8 +17,8 @@ def test_unseen_variant_injects_the_vector_of_other_demonstrations(films, demons
     decoder = made("llama")
     seen = fit("i2cl", decoder, films, demonstrations, epochs=2)
     unseen = fit("i2cl_unseen", decoder, films, demonstrations, epochs=2)
-    assert torch.equal(seen.edit.coefficients, unseen.edit.coefficients)
-    assert not torch.equal(seen.edit.values, unseen.edit.values)
+    assert torch.equal(seen.injection.coefficients, unseen.injection.coefficients)
+    assert not torch.equal(seen.injection.context.values, unseen.injection.context.values)
     assert unseen.cost.held_out == len(SHOWN)
 
 
@@ -27,7 +27,10 @@ def test_i2cl_over_icl_injects_into_demonstrations(model_type, films, demonstrat
     decoder = made(model_type)
     predictor = fit("i2cl_over_icl", decoder, films, demonstrations, epochs=2)
     prompts = [shown_string(films) + films.template.query(text) for text in TEXTS]
-    with torch.no_grad(), injecting(decoder, predictor.edit.values, predictor.edit.coefficients):
+    with (
+        torch.no_grad(),
+        injecting(decoder, predictor.injection.context.values, predictor.injection.coefficients),
+    ):
         expected = plain_logits(decoder, prompts).log_softmax(-1)[:, first_tokens(decoder, films)]
     torch.testing.assert_close(predictor.log_probs(TEXTS), expected, **CLOSE)
 
@@ -37,10 +40,12 @@ def test_i2cl_over_icl_calibration_can_cache_demonstrations(model_type, films, d
     """Caching the demonstrations once per step gives the same coefficients."""
     options = {"epochs": 2, "noise": 0.0}
     shared = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
-    monkeypatch.setattr("i2cl.core.loss.shared_front", lambda _queries: ())
+    monkeypatch.setattr("i2cl.core.calibration.shared_front", lambda _queries: ())
     whole = fit("i2cl_over_icl", made(model_type), films, demonstrations, **options)
-    assert not torch.equal(whole.edit.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
-    torch.testing.assert_close(shared.edit.coefficients, whole.edit.coefficients, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(whole.injection.coefficients, torch.tensor([0.1, 1.0]).expand(2, 2, 2))
+    torch.testing.assert_close(
+        shared.injection.coefficients, whole.injection.coefficients, atol=1e-4, rtol=1e-4
+    )
 
 
 CORRUPTIONS = ("random_label", "random_order", "without_format")
@@ -68,13 +73,13 @@ def test_one_stage_sees_corrupted_demonstrations(corruption, stage, films, demon
     assert stages[0] != stages[1]
     vector = extract(decoder, *stages[0])
     injection = calibrate(decoder, *stages[1], vector, config, seed=3)
-    assert torch.equal(predictor.edit.values, vector.values)
-    assert torch.equal(predictor.edit.coefficients, injection.coefficients)
+    assert torch.equal(predictor.injection.context.values, vector.values)
+    assert torch.equal(predictor.injection.coefficients, injection.coefficients)
     asked = replace(injection, task=films)  # queries keep the template
     assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), asked.log_probs(decoder, TEXTS))
-    intact = fit("i2cl", decoder, films, demonstrations, 3, epochs=2).edit
-    assert torch.equal(predictor.edit.values, intact.values) == (stage == "calibration")
-    assert not torch.equal(predictor.edit.coefficients, intact.coefficients)
+    intact = fit("i2cl", decoder, films, demonstrations, 3, epochs=2).injection
+    assert torch.equal(predictor.injection.context.values, intact.context.values) == (stage == "calibration")
+    assert not torch.equal(predictor.injection.coefficients, intact.coefficients)
 
 
 def test_corruption_changes_only_what_it_names(films):

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from fitting import SHOWN, TEXTS, fit, injected, made, one_line
-from i2cl import CalibrationConfig, Example
-from i2cl.core import encoder_bias
+from i2cl import CalibrationConfig, Example, encoders
 from i2cl.experiments.evidence.fit_evaluation import BASELINES, evaluate_fit, plan_evaluation
 from i2cl.methods import make_methods
 
@@ -94,8 +93,8 @@ def test_setfit_trains_a_copy_and_restores_the_random_state(task, encoder):
     ],
 )
 def test_unusable_encoders_are_refused(name, message, task, demonstrations, encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoder_bias, "_archive", lambda: None)
-    encoder_bias.release_encoders()
+    monkeypatch.setattr(encoders, "_archive", lambda: None)
+    encoders.release_encoders()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     AutoTokenizer.from_pretrained(encoder).save_pretrained("pickled")
@@ -116,7 +115,7 @@ def test_missing_extra_is_named(name, who, task, demonstrations, monkeypatch):
 
 @needs_encoders
 def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task, encoder, monkeypatch):
-    monkeypatch.setattr(encoder_bias, "local_encoder", lambda: encoder)
+    monkeypatch.setattr(encoders, "local_encoder", lambda: encoder)
     shown = task.sample(3)
     (method,) = make_methods(["i2cl"], {"epochs": 1})
 
@@ -128,9 +127,9 @@ def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task,
     def methods(task, folds):
         plan = plan_evaluation(task, shown, folds=folds)
         given = {"method": method, "seconds": 1.0, "refit": make}
-        worth = evaluate_fit(injection, decoder, task, shown, plan, **given).worth
-        assert worth["split"] == ("demonstrations" if folds else "test")
-        return worth["methods"]
+        evaluation = evaluate_fit(injection, decoder, task, shown, plan, **given).evaluation
+        assert evaluation["split"] == ("demonstrations" if folds else "test")
+        return evaluation["methods"]
 
     beside = methods(task, 0)
     assert list(beside) == [*BASELINES, "sentence_embeddings", "i2cl"]
@@ -143,25 +142,25 @@ def test_fit_evaluation_includes_sentence_embeddings_if_installed(decoder, task,
 
 
 @pytest.mark.parametrize(
-    ("here", "result"), [("epc", "minilm"), ("ec", encoder_bias.HUB_ID), ("e", None), ("pc", None)]
+    ("here", "result"), [("epc", "minilm"), ("ec", encoders.HUB_ID), ("e", None), ("pc", None)]
 )
 def test_local_encoder_needs_the_extra_and_the_package_or_cache(here, result, tmp_path, monkeypatch):
     """``here`` has the first letters of those available: extra, package, cache."""
     monkeypatch.undo()  # undo the fixture that disables downloads
-    monkeypatch.setattr(encoder_bias, "find_spec", lambda module: True if "e" in here else None)
-    monkeypatch.setattr(encoder_bias, "_archive", lambda: tmp_path if "p" in here else None)
-    monkeypatch.setattr(encoder_bias, "_is_cached", lambda name: "c" in here)
-    assert encoder_bias.local_encoder() == result
+    monkeypatch.setattr(encoders, "find_spec", lambda module: True if "e" in here else None)
+    monkeypatch.setattr(encoders, "_archive", lambda: tmp_path if "p" in here else None)
+    monkeypatch.setattr(encoders, "_is_cached", lambda name: "c" in here)
+    assert encoders.local_encoder() == result
 
 
 @pytest.mark.parametrize("damage", ["none", "cut", "spoiled", "code", "outside"])
 def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypatch):
     cache, path = tmp_path / "cache", tmp_path / "model.zip"
     cache.mkdir()
-    monkeypatch.setattr(encoder_bias, "cached_assets_path", lambda *_, **__: cache)
+    monkeypatch.setattr(encoders, "cached_assets_path", lambda *_, **__: cache)
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("config.json", "{}" * 50)
-    assert (encoder_bias.unpacked(path) / "config.json").read_text() == "{}" * 50
+    assert (encoders.unpacked(path) / "config.json").read_text() == "{}" * 50
     shutil.rmtree(cache / "files")
     whole = path.read_bytes()
     spoiled = whole.replace(b"{}{}", b"[][]", 1)
@@ -169,8 +168,6 @@ def test_an_archive_that_is_no_encoder_leaves_nothing(damage, tmp_path, monkeypa
     if member := {"code": "code.py", "outside": "../../code.py"}.get(damage):
         with zipfile.ZipFile(path, "a") as packed:
             packed.writestr(member, "x")
-    one_line(
-        "is not a valid zip archive|is not an encoder's archive: it contains", encoder_bias.unpacked, path
-    )
+    one_line("is not a valid zip archive|is not an encoder's archive: it contains", encoders.unpacked, path)
     assert [one.name for one in cache.iterdir()] == [".lock"]
     assert not list(tmp_path.rglob("*.py"))

@@ -144,30 +144,8 @@ def test_noise_is_calibrated_like_i2cl_with_another_vector(films, demonstrations
     vector = noise_like(real, NoiseConfig(noise_vector=size), 2)
     injection = calibrate(decoder, films, demonstrations, vector, CalibrationConfig(epochs=2), seed=2)
     assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), injection.log_probs(decoder, TEXTS))
-    assert not torch.equal(predictor.edit.values, real.values)
+    assert not torch.equal(predictor.injection.context.values, real.values)
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
-
-
-@pytest.mark.parametrize("name", ["i2cl", "noise", "i2cl_unseen", "i2cl_corrupted", "i2cl+batch_calibration"])
-def test_joint_fits_match_separate_fits(name, decoder, rows):
-    (method,) = make_methods([name], {"epochs": 3})
-    assert method.joint
-    shown, seeds = [rows.sample(2, seed) for seed in (3, 4)], (3, 4)
-    together = method.fit_many(decoder, rows, shown, seeds)
-    for result, own, seed in zip(together, shown, seeds, strict=True):
-        alone = method.fit(decoder, rows, own, seed)
-        assert result.cost == alone.cost
-        torch.testing.assert_close(result.log_probs(TEXTS), alone.log_probs(TEXTS), **CLOSE)
-
-
-def test_methods_without_joint_fits_run_separately(decoder, rows):
-    alone = {"i2cl_over_icl": {"epochs": 1}, "i2cl": {"optimizer": "lbfgs"}, "few_shot": {}}
-    for name, options in alone.items():
-        (method,) = make_methods([name], options)
-        assert not method.joint
-    result = method.fit_many(decoder, rows, [rows.sample(1, 0), rows.sample(1, 1)], (0, 1))
-    assert [len(one.shown) for one in result] == [2, 2]
-    assert result[0].shown != result[1].shown
 
 
 def test_costs_add_up(decoder):
@@ -335,17 +313,6 @@ def test_product_uses_the_typical_temperature_if_none_can_be_fitted(films):
     plain, chosen = (fit(f"anchored{name}+few_shot", *given) for name in ("", "+temperature"))
     assert plain.first.temperature == chosen.first.temperature == 2.4
     assert torch.equal(plain.log_probs(TEXTS), chosen.log_probs(TEXTS))
-
-
-def test_joint_fits_of_a_product_have_separate_partners(films):
-    decoder, (method,) = made("llama"), make_methods(["i2cl+few_shot"], {"epochs": 1})
-    assert method.joint
-    draws = [films.sample(2, seed) for seed in (0, 1)]
-    together = method.fit_many(decoder, films, draws, (0, 1))
-    for shown, seed, result in zip(draws, (0, 1), together, strict=True):
-        alone = method.fit(decoder, films, shown, seed)
-        torch.testing.assert_close(result.log_probs(TEXTS), alone.log_probs(TEXTS), atol=1e-5, rtol=1e-5)
-    assert not torch.equal(together[0].second.log_probs(TEXTS), together[1].second.log_probs(TEXTS))
 
 
 def test_wrapped_methods_take_their_own_options():

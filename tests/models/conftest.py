@@ -7,8 +7,8 @@ import torch
 
 from fitting import random_edit
 from i2cl import Decoder
-from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import make_batch
+from i2cl.models.edits import AffineEdit
 from i2cl.models.training import Backward
 from tiny import tiny_folder
 
@@ -38,18 +38,20 @@ def plain(checkpoint):
 
 
 def edit_of(decoder):
+    """An edit, and its coefficients, to which gradients flow."""
     values, _ = random_edit(decoder)
-    return LinearEdit(values, torch.tensor([0.3, 1.1]).repeat(decoder.layers, 2, 1).requires_grad_())
+    coefficients = torch.tensor([0.3, 1.1]).repeat(decoder.layers, 2, 1).requires_grad_()
+    return AffineEdit.linear(values, coefficients), coefficients
 
 
 def gradients(decoder, scale=1.0, through=None):
     """Gradient of a label's log-probability with respect to every lambda and beta."""
-    edit = edit_of(decoder)
+    edit, coefficients = edit_of(decoder)
     batch = make_batch([(5, 9, 2, 7, 30), (11, 40, 3)], decoder.device)
     with decoder.frozen(), torch.enable_grad():
         value = decoder.forward(batch, edit=edit)[:, 0].float().log_softmax(-1)[:, 7].mean()
-        (through or Backward([edit.coefficients]))(value * scale)
-    return edit.coefficients.grad / scale
+        (through or Backward([coefficients]))(value * scale)
+    return coefficients.grad / scale
 
 
 def look(decoder):

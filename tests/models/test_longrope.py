@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fitting import fit, log_probability, one_line
-from i2cl import CalibrationConfig, Decoder, Example, InjectionPool, Task, Template, calibrate, calibrate_many
+from i2cl import CalibrationConfig, Decoder, Example, InjectionPool, Task, Template, calibrate
 from i2cl.core.context import extract
 from i2cl.methods import adapters
 from i2cl.models.batching import rope_limits
@@ -84,7 +84,7 @@ def test_pruned_cache_is_refused_beyond_the_limit(decoder):
     ],
 )
 def test_loss_matches_single_rows(decoder, monkeypatch, packed, shown, among, labels):
-    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
+    monkeypatch.setattr("i2cl.core.calibration.packing_pays", lambda *_: packed)
     prompt = partial(FILMS.template.prompt, (("funny", "positive"),)) if shown else None
     task = replace(FILMS, labels=labels)
     context = extract(decoder, task, SHOWN)
@@ -96,19 +96,6 @@ def test_loss_matches_single_rows(decoder, monkeypatch, packed, shown, among, la
 
     alone = [loss([row]) for row in range(len(SHOWN))]
     assert loss([0, 1, 2, 3, 4]) == pytest.approx(sum(alone) / 5, abs=1e-5)
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("packed", [True, False])
-def test_joint_calibration_matches_separate_runs(decoder, monkeypatch, packed, noise):
-    monkeypatch.setattr("i2cl.core.loss.packing_pays", lambda *_: packed)
-    config = CalibrationConfig(epochs=3, noise=noise, lr=0.05)
-    seeds, context = [3, 0, 1], extract(decoder, FILMS, SHOWN)
-    together = calibrate_many(decoder, [FILMS] * 3, [SHOWN] * 3, [context] * 3, config, seeds=seeds)
-    for seed, result in zip(seeds, together, strict=True):
-        alone = calibrate(decoder, FILMS, SHOWN, context, config, seed=seed)
-        torch.testing.assert_close(result.coefficients, alone.coefficients, rtol=1e-3, atol=1e-4)
-        assert result.history == pytest.approx(alone.history, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 
 from fitting import close, injecting, left_as_found, made, random_edit, replacing
 from i2cl import CalibrationConfig, Example, Task, Template, calibrate, extract
-from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import make_batch
+from i2cl.models.edits import AffineEdit
 from tiny import CASES, PATHS
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"))
@@ -51,7 +51,7 @@ def test_injection_matches_plain_hooks(decoder):
     ends = torch.arange(len(SHOTS)), batch.last
 
     def edited(coefficients):
-        return decoder.forward(batch, edit=LinearEdit(values, coefficients))[:, 0]
+        return decoder.forward(batch, edit=AffineEdit.linear(values, coefficients))[:, 0]
 
     with torch.no_grad():
         plain = decoder.model(input_ids=batch.input_ids, use_cache=False).logits[ends]
@@ -75,7 +75,7 @@ def test_gradients_of_all_coefficients_match_finite_differences(decoder):
         wanted = gradient(decoder.model(input_ids=ids, use_cache=False).logits[0, -1])
     with decoder.frozen():
         batch = make_batch([tuple(ids[0].tolist())], torch.device("cpu"))
-        result = gradient(decoder.forward(batch, edit=LinearEdit(values, coefficients))[0, 0])
+        result = gradient(decoder.forward(batch, edit=AffineEdit.linear(values, coefficients))[0, 0])
     assert result.shape == (decoder.layers, 2, 2)
     assert (result.abs() > 1e-6).all()
     assert (result - wanted).abs().max() <= 1e-4 * wanted.abs().max()

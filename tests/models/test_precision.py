@@ -43,11 +43,11 @@ def test_small_gradients_survive_float16_when_the_loss_is_scaled(checkpoint, pla
     expected, small = gradients(plain), 2.0**-20
     assert off(gradients(half), expected) < 0.01
     assert off(gradients(half, small), expected) > 0.1  # what is lost without
-    edit = edit_of(half)
-    scaled = Backward([edit.coefficients], torch.float16)
+    _, coefficients = edit_of(half)
+    scaled = Backward([coefficients], torch.float16)
 
     def through(value):
-        scaled.parameters = [leaf for leaf in leaves(value) if leaf.shape == edit.coefficients.shape]
+        scaled.parameters = [leaf for leaf in leaves(value) if leaf.shape == coefficients.shape]
         scaled(value)
 
     assert off(gradients(half, small, through), expected) < 0.01

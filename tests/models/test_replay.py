@@ -5,17 +5,16 @@ import torch
 
 from core.test_label_mass import LABELS, QUERIES, edit_of
 from fitting import made
-from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import make_batch
-from i2cl.models.edits import Edit, Replay
+from i2cl.models.edits import AffineEdit, Edit, Replay
 from tiny import CASES
 
 
 def above(edit, layer):
     """Another edit, applied from a layer on."""
-    values = edit.values.clone()
-    values[:layer] = 0
-    return LinearEdit(values, edit.coefficients)
+    shift = edit.shift.clone()
+    shift[:layer] = 0
+    return AffineEdit(shift, edit.scale)
 
 
 class Broken(Edit):

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 import torch
 
-from fitting import decoder_of, encode, log_probability, made, one_line, random_edit
+from fitting import decoder_of, encode, linear_edit, log_probability, made, one_line, random_edit
 from i2cl import Decoder, Task, Template
-from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.models.batching import make_batch
+from i2cl.models.edits import AffineEdit
 from i2cl.models.encoding import LabelTokens, ScoringWarning, TruncationWarning, label_tokens
 from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import LabelScorer, require_texts, score
@@ -99,7 +99,7 @@ def counting(case, budget=64):
 def drawn_edit(decoder, *pair, **options):
     """Random vectors with one pair of coefficients."""
     values, _ = random_edit(decoder)
-    return LinearEdit(values, torch.tensor(pair).expand(decoder.layers, 2, 2), **options)
+    return linear_edit(values, torch.tensor(pair).expand(decoder.layers, 2, 2), **options)
 
 
 WAYS = sorted({*PATHS, *NO_FORKS, *SLIDING})
@@ -153,9 +153,9 @@ def test_queries_keep_their_own_vectors_in_mixed_batches(limited):
     draw = torch.Generator().manual_seed(0)
     vectors = torch.randn(4, decoder.layers, 2, decoder.d_model, generator=draw)
     keep = torch.ones(4, decoder.layers, 2)
-    result = score(decoder, queries, asked.labels, edit=RowsEdit(vectors, keep, torch.arange(4)))
+    result = score(decoder, queries, asked.labels, edit=AffineEdit(vectors, keep, rows=torch.arange(4)))
     for row, query in enumerate(queries):
-        own = RowsEdit(vectors[row : row + 1], keep[:1], torch.zeros(1, dtype=torch.long))
+        own = AffineEdit(vectors[row], keep[0])
         assert close(result[row : row + 1], score(decoder, [query], asked.labels, edit=own))
 
 

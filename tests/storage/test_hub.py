@@ -79,20 +79,24 @@ SCORE = {"accuracy": 0.5, "low": 0.1, "high": 0.9, "macro_f1": 0.25}
 SCORE |= {"fit_seconds": 2.0, "milliseconds_per_query": 3.25}
 VERDICT = "zero_shot is significantly better by 50.0 points (1 to 90) on 2 rows: use it instead"
 CACHED_BYTES = {"zero_shot": 0, "zero_shot+batch_calibration": 0, "i2cl": 77}
-WORTH = {"rows": 2, "split": "train", "verdict": VERDICT, "not_run": {"few_shot": "too long"}}
-WORTH |= {"support": {"no": 1, "yes": 3}, "recall": {"no": 0.0, "yes": 1.0}, "confusion": [[0, 1], [0, 3]]}
-WORTH |= {"confidence": dict.fromkeys(("log_loss", "brier", "ece", "aurc"), 0.5), "selection": {}}
-WORTH |= {"methods": {name: SCORE | {"cached_bytes": size} for name, size in CACHED_BYTES.items()}}
+EVALUATION = {"rows": 2, "split": "train", "verdict": VERDICT, "not_run": {"few_shot": "too long"}}
+EVALUATION |= {
+    "support": {"no": 1, "yes": 3},
+    "recall": {"no": 0.0, "yes": 1.0},
+    "confusion": [[0, 1], [0, 3]],
+}
+EVALUATION |= {"confidence": dict.fromkeys(("log_loss", "brier", "ece", "aurc"), 0.5), "selection": {}}
+EVALUATION |= {"methods": {name: SCORE | {"cached_bytes": size} for name, size in CACHED_BYTES.items()}}
 
 
-@pytest.mark.parametrize("worth", [{}, WORTH], ids=["alone", "compared"])
-def test_metrics_become_eval_results_of_the_hub(tmp_path, worth):
-    made(metrics=METRICS, worth=worth).save_pretrained(tmp_path / "out")
+@pytest.mark.parametrize("evaluation", [{}, EVALUATION], ids=["alone", "compared"])
+def test_metrics_become_eval_results_of_the_hub(tmp_path, evaluation):
+    made(metrics=METRICS, evaluation=evaluation).save_pretrained(tmp_path / "out")
     results = {result.metric_type: result for result in card_of(tmp_path / "out").data.eval_results}
     assert (results["accuracy"].metric_value, results["f1"].metric_value) == (0.5, 0.5)
-    assert results["accuracy"].dataset_split == ("train" if worth else "test")
+    assert results["accuracy"].dataset_split == ("train" if evaluation else "test")
     text = card_of(tmp_path / "out").text
-    assert f"on 2 {'training rows that are not demonstrations' if worth else 'test rows'}." in text
+    assert f"on 2 {'training rows that are not demonstrations' if evaluation else 'test rows'}." in text
     for part in (
         *("| i2cl | 0.500 | 0.100 to 0.900 | 0.250 | 2.0 | 3.25 | 77 |", "| few_shot | not run: too long |"),
         *(
@@ -102,9 +106,9 @@ def test_metrics_become_eval_results_of_the_hub(tmp_path, worth):
         ),
         "| no | 0 | 1 |",
     ):
-        assert (part in text) == bool(worth)
+        assert (part in text) == bool(evaluation)
     loaded = Injection.from_pretrained(tmp_path / "out")
-    assert (loaded.metrics, loaded.worth) == (METRICS, worth)
+    assert (loaded.metrics, loaded.evaluation) == (METRICS, evaluation)
 
 
 def test_card_does_not_contain_local_paths(tmp_path):

@@ -68,7 +68,7 @@ def fit_adamw(
         weights = objective.word_weights(parameters)
         return labels.mean(tokens) if weights is None else tokens @ weights.to(tokens)
 
-    def loss(chosen: Sequence[int]) -> Float[Tensor, " 1"]:
+    def loss(chosen: Sequence[int]) -> Float[Tensor, ""]:
         """Mean loss of some demonstrations, with its gradient, in batches that fit into memory."""
 
         def run(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -89,10 +89,10 @@ def fit_adamw(
         value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
         # The reported value is the loss alone; the prior contributes its gradient only.
         only_gradient = (parameters * slope).sum() + tau / 2 * parameters.square().sum() / total
-        return (value + only_gradient - only_gradient.detach())[None]
+        return value + only_gradient - only_gradient.detach()
 
     schedule = adamw_schedule(count, words=bool(labels.words))
-    (means,) = train([parameters], loss, schedule.batches(count, seed), schedule, progress)
+    means = train([parameters], loss, schedule.batches(count, seed), schedule, progress)
     parameters.requires_grad_(False)
     end = mean_cross_entropy(
         label_scores(token_scores(decoder, queries, labels, objective.edit(parameters))),

@@ -30,7 +30,7 @@ from pydantic import Field
 from i2cl.core.adamw import fit_adamw
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_demonstrations
 from i2cl.core.gauss_newton import fit_gauss_newton
-from i2cl.core.injection import Injection
+from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.label_mass import raise_label_mass
 from i2cl.core.objective import Objective
 from i2cl.core.plan import FREE_MEMORY_SHARE, Solver, check_fit_size, plan_fit
@@ -152,11 +152,9 @@ def anchor(
         coefficients=torch.ones(*vectors.shape[:2], 2),
         task=task.without_data(),
         base=decoder.base,
-        scoring=scorer.scoring,
-        word_weights=scorer.weights,
+        head=LabelHead(scorer.scoring, scorer.weights),
+        report=Report(settings, solution.history),
         seed=seed,
-        settings=settings,
-        history=solution.history,
     )
 
 

@@ -10,38 +10,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from i2cl.core.context import SITES, ContextVector, ExtractConfig
-from i2cl.core.edits import Positions
-from i2cl.core.encoder_bias import EncoderBias
+from i2cl.core.ablations import Positions
+from i2cl.core.context import SITES, ExtractConfig
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.storage import layout
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import model_card
-from i2cl.tasks import Task
 
-FORMAT_VERSION = 9  # older versions miss some of the fields with a default
+FORMAT_VERSION = 1
 TENSORS, DESCRIPTION, CARD, FILES = layout.TENSORS, layout.DESCRIPTION, layout.CARD, layout.FILES
 own_files = layout.own_files
-ENCODER_TENSORS = {
-    "encoder_weights": "weights",
-    "encoder_probe": "probe",
-}  # fields of the encoder, by the name of their tensor
-_UNCHANGED_FIELDS = (
-    "positions",
-    "scoring",
-    "seed",
-    "metrics",
-    "command",
-    "worth",
-    "label_bias",
-    "temperature",
-)
 
 
 class Stored(pydantic.BaseModel):
-    """The JSON description of an artefact. Fields with a default are optional."""
+    """The JSON description of an injection. Fields with a default are optional."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -51,52 +35,41 @@ class Stored(pydantic.BaseModel):
     demonstrations: int
     extraction: ExtractConfig
     positions: Positions
-    scoring: Scoring
     seed: int
-    calibration: dict[str, Any]
-    loss: list[float]
-    metrics: dict[str, int | float] = {}
-    command: str = ""
-    worth: dict[str, Any] = {}
+    scoring: Scoring
+    settings: dict[str, Any]
+    history: tuple[float, ...]
+    word_weights: bool = False  # whether there is a tensor with them
     label_bias: tuple[float, ...] | None = None
     temperature: float = 1.0
     encoder: str = ""
-    word_weights: bool = False  # whether the tensors have them
+    metrics: dict[str, int | float] = {}
+    command: str = ""
+    evaluation: dict[str, Any] = {}
 
     @pydantic.field_validator("format_version")
     @classmethod
-    def _known(cls, version: int) -> int:
-        if version > FORMAT_VERSION:
-            raise ValueError(f"format version {version} is newer than this i2cl supports: upgrade i2cl")
+    def _supported(cls, version: int) -> int:
+        if version != FORMAT_VERSION:
+            raise ValueError(f"this i2cl reads version {FORMAT_VERSION}, upgrade it for a newer one")
         return version
 
-    def fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the fields of an `i2cl.Injection`.
-
-        Raises KeyError if a tensor is missing, and I2CLError on unexpected shapes or values.
-        """
-        values, coefficients = tensors["context_vector"], tensors["coefficients"]
-        base = ModelIdentity.from_dict(self.base_model)
-        shape = (base.layers, len(SITES[self.extraction.writers]), base.d_model)
-        if values.shape != shape or coefficients.shape != (*shape[:2], 2):
-            shapes = f"{tuple(values.shape)} and {tuple(coefficients.shape)}"
-            described = f"{shape} and {(*shape[:2], 2)}"
-            raise I2CLError(f"{TENSORS} holds shapes {shapes}, but {described} are described: fit it again")
-        for name, tensor in tensors.items():
+    def require_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise KeyError if a tensor is missing, and I2CLError on unexpected shapes or values."""
+        names = ["context_vector", "coefficients"] + ["word_weights"] * self.word_weights
+        names += ["encoder_weights", "encoder_probe"] if self.encoder else []
+        for name in names:
+            tensor = tensors[name]
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{name} in {TENSORS} is not finite: copy the file again, or fit it again")
-        of_encoder = {field: tensors[name] for name, field in ENCODER_TENSORS.items()} if self.encoder else {}
-        return {
-            "context": ContextVector(values, self.extraction, self.demonstrations, base),
-            "coefficients": coefficients,
-            "word_weights": tensors["word_weights"] if self.word_weights else tensors.get("word_weights"),
-            "encoder_bias": EncoderBias(self.encoder, **of_encoder) if self.encoder else None,
-            "task": Task.from_dict(self.task),
-            "base": base,
-            "settings": self.calibration,
-            "history": tuple(self.loss),
-            **{name: getattr(self, name) for name in _UNCHANGED_FIELDS},
-        }
+        base = ModelIdentity.from_dict(self.base_model)
+        expected = base.layers, len(SITES[self.extraction.writers])
+        shapes = tuple(tensors["context_vector"].shape), tuple(tensors["coefficients"].shape)
+        if shapes != (described := ((*expected, base.d_model), (*expected, 2))):
+            raise I2CLError(
+                f"{TENSORS} holds shapes {shapes[0]} and {shapes[1]}, but {described[0]} and {described[1]} "
+                "are described: fit it again"
+            )
 
 
 def write(
@@ -137,13 +110,17 @@ def write(
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def read(folder: Path, name: str) -> dict[str, Any]:
-    """Read the fields of an `i2cl.Injection`. Raises I2CLError if it is missing, damaged or too new."""
+def read(folder: Path, name: str) -> tuple[Stored, dict[str, Tensor]]:
+    """Read description and tensors of an `i2cl.Injection`.
+
+    Raises I2CLError if it is missing, damaged or of another format version.
+    """
     if not (folder / DESCRIPTION).is_file():
         raise I2CLError(f"{name!r} is not an injection: it has no {DESCRIPTION} (written by `i2cl fit`)")
     try:
         stored = Stored.model_validate_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        return stored.fields(load_file(folder / TENSORS))
+        tensors = load_file(folder / TENSORS)
+        stored.require_tensors(tensors)
     except (pydantic.ValidationError, UnicodeDecodeError) as error:
         raise I2CLError(
             f"{folder / DESCRIPTION} cannot be read ({first_problem(error)}): fit it again"
@@ -152,3 +129,4 @@ def read(folder: Path, name: str) -> dict[str, Any]:
         raise I2CLError(
             f"{folder / TENSORS} is damaged or missing ({error}): copy the file again, or fit it again"
         ) from None
+    return stored, tensors

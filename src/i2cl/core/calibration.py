@@ -1,29 +1,26 @@
 """Noisy self-calibration: lambda and beta of every writer, fitted to the demonstrations' own labels.
 
-Source: paper, subsection "Noisy Self-calibration". A step of one run reads two short queries, which leaves
-most of a processor idle. `calibrate_many` therefore lets several runs take their steps together; `calibrate`
-fits a single one.
+Source: paper, subsection "Noisy Self-calibration".
 """
 
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from i2cl.core.context import ContextVector
-from i2cl.core.injection import Injection
-from i2cl.core.loss import CalibrationLoss, CalibrationRun, Coefficients
+from i2cl.core.ablations import NoisyEdit, at_positions
+from i2cl.core.context import ContextVector, require_demonstrations
+from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.core.weights import apply_class_weight
+from i2cl.core.weights import apply_class_weight, example_weights
 from i2cl.errors import I2CLError, is_out_of_memory
-from i2cl.models.batching import budget_chunks
+from i2cl.models.batching import Batch, budget_chunks, packing_pays, shared_front
 from i2cl.models.decoder import Decoder
+from i2cl.models.edits import AffineEdit
 from i2cl.models.encoding import Scoring
-from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import LabelScorer
-from i2cl.models.training import StepProgress, minimize, train
+from i2cl.models.training import LabelLikelihood, StepProgress, minimize, train
 from i2cl.tasks import Examples, Task
 
 
@@ -62,155 +59,166 @@ def calibrate(
         progress: called after each epoch.
 
     Raises:
-        I2CLError: without demonstrations, on a context vector of another model, on sizes that do not fit,
-            or on a loss that is not finite.
+        I2CLError: without demonstrations, on a context vector of another model, on sizes that do not fit, on
+            a loss that is not finite, or if a step does not fit into memory.
     """
     config = config or CalibrationConfig()
-    scorer = _questions(decoder, task, scoring, config)
-    shown = apply_class_weight(demonstrations, task.labels, config.class_weight)
-    run = CalibrationRun(scorer, shown, context, seed, start, batches, prompt)
-    return _fit_all([run], config, progress)[0]
-
-
-def calibrate_many(
-    decoder: Decoder,
-    tasks: Sequence[Task],
-    demonstrations: Sequence[Examples],
-    contexts: Sequence[ContextVector],
-    config: CalibrationConfig | None = None,
-    *,
-    seeds: Sequence[int] | None = None,
-    scoring: Scoring = "auto",
-    progress: StepProgress | None = None,
-) -> list[Injection]:
-    """Run `calibrate` for several tasks, sets of demonstrations and context vectors, in less time.
-
-    Each run has the batches, learning rates and noise that it would have separately, so the coefficients are
-    the same to rounding. The token budget and the memory limit how many take their steps together; L-BFGS
-    takes one at a time. If one run diverges, all end with its error.
-
-    Args:
-        decoder: the frozen model.
-        tasks: of each run; one task may occur with several seeds or demonstrations.
-        demonstrations: of each run.
-        contexts: the context vector of each run.
-        config: of all runs, as ``scoring`` is.
-        seeds: of each run; default: 0 for all.
-        scoring: see `calibrate`.
-        progress: called after each epoch of each group of runs.
-
-    Raises:
-        I2CLError: as `calibrate`; for lists of different lengths.
-    """
-    seeds = [0] * len(tasks) if seeds is None else seeds
-    lengths = [len(tasks), len(demonstrations), len(contexts), len(seeds)]
-    if len(set(lengths)) > 1:
-        counts = "{} tasks, {} sets of demonstrations, {} context vectors and {} seeds".format(*lengths)
-        raise I2CLError(f"{counts}: give one of each for every run")
-    config = config or CalibrationConfig()
-    runs = [
-        CalibrationRun(
-            _questions(decoder, task, scoring, config),
-            apply_class_weight(shown, task.labels, config.class_weight),
-            context,
-            seed,
-        )
-        for task, shown, context, seed in zip(tasks, demonstrations, contexts, seeds, strict=True)
-    ]
-    return _fit_all(runs, config, progress)
-
-
-def _questions(decoder: Decoder, task: Task, scoring: Scoring, config: CalibrationConfig) -> LabelScorer:
-    return (
-        LabelScorer.for_fit(decoder, task, scoring)
-        if config.loss == "labels"
-        else LabelScorer(decoder, task, scoring)
+    make_scorer = LabelScorer.for_fit if config.loss == "labels" else LabelScorer
+    scorer = make_scorer(decoder, task, scoring)
+    require_demonstrations(task, demonstrations)
+    context.require_base(decoder)
+    _require_options(config, context, start, batches, len(demonstrations))
+    active = config.active(decoder.layers, context.config.writers)
+    coefficients = Coefficients(config, active, start, decoder.device)
+    weighted = apply_class_weight(demonstrations, task.labels, config.class_weight)
+    loss = CalibrationLoss(scorer, weighted, context, coefficients, config, seed=seed, prompt=prompt)
+    free, dtype = [coefficients.free], decoder.model.dtype
+    try:
+        with decoder.frozen():
+            if config.optimizer == "lbfgs":
+                chunks = budget_chunks(loss.prompts, decoder.training_budget)
+                history = minimize(free, loss.repeatable, chunks, config.passes, config.pull, progress, dtype)
+            else:
+                steps = config.batches(len(demonstrations), seed) if batches is None else batches
+                history = train(free, loss, steps, config, progress, dtype)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        hint = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
+        raise I2CLError(f"a step of calibration does not fit into memory: {hint}") from None
+    return Injection(
+        context=context,
+        coefficients=coefficients.linear().detach().cpu(),
+        task=task.without_data(),
+        base=decoder.base,
+        positions=config.positions,
+        seed=seed,
+        head=LabelHead(scorer.scoring),
+        report=Report(config.model_dump(mode="json", exclude_none=True), history),
     )
 
 
-def _fit_all(
-    runs: Sequence[CalibrationRun], config: CalibrationConfig, progress: StepProgress | None
-) -> list[Injection]:
-    for run in runs:
-        run.require_fit(config)
-    injections: dict[int, Injection] = {}
-    waiting = _groups(runs, config)
-    while waiting:
-        places = waiting.pop(0)
-        exceeded = False
-        try:
-            fitted = _fit([runs[one] for one in places], config, progress)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            exceeded = True
-        if runs[0].scorer.decoder.consensus.any(exceeded):
-            waiting[:0] = _halves(places)  # outside except, where the traceback no longer holds memory
-        else:
-            injections |= zip(places, fitted, strict=True)
-    return [injections[place] for place in range(len(runs))]
-
-
-def _groups(runs: Sequence[CalibrationRun], config: CalibrationConfig) -> list[list[int]]:
-    """Group the runs that can be fitted together, as many as the token budget allows."""
-    kinds = defaultdict(list)
-    for place, run in enumerate(runs):
-        kinds[run.kind(place, config)].append(place)
-    groups = []
-    for places in kinds.values():
-        longest = max(runs[place].longest for place in places)
-        budget = runs[places[0]].scorer.decoder.training_budget
-        size = max(1, budget // (config.batch_size * longest))
-        groups += [places[start : start + size] for start in range(0, len(places), size)]
-    return groups
-
-
-def _halves(places: list[int]) -> list[list[int]]:
-    if len(places) == 1:
-        hint = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
-        raise I2CLError(f"a step of one run does not fit into memory: {hint}")
-    half = (len(places) + 1) // 2
-    message = f"out of memory with {len(places)} calibrations together; continuing with {half}"
-    warnings.warn(message, MemoryWarning, stacklevel=4)
-    return [places[:half], places[half:]]
-
-
-def _fit(
-    group: Sequence[CalibrationRun], config: CalibrationConfig, progress: StepProgress | None
-) -> list[Injection]:
-    first, decoder = group[0], group[0].scorer.decoder
-    active = config.active(decoder.layers, first.context.config.writers)
-    coefficients = Coefficients(config, active, [run.start for run in group], decoder.device)
-    loss = CalibrationLoss(group, config, coefficients)
-    free, dtype = [coefficients.free], decoder.model.dtype
-    with decoder.frozen():
-        if config.optimizer == "lbfgs":
-            chunks = budget_chunks(first.whole, decoder.training_budget)
-            histories: Sequence[tuple[float, ...]] = [
-                minimize(free, loss.mean, chunks, config.passes, config.pull, progress, dtype)
-            ]
-        else:
-            histories = train(free, loss, _steps(group, config), config, progress, dtype)
-    values = coefficients.linear().detach().cpu()
-    return [
-        Injection(
-            context=run.context,
-            coefficients=pairs.clone(),
-            task=run.scorer.task.without_data(),
-            base=decoder.base,
-            positions=config.positions,
-            scoring=run.scorer.scoring,
-            seed=run.seed,
-            settings=config.model_dump(mode="json", exclude_none=True),
-            history=history,
+def _require_options(
+    config: CalibrationConfig,
+    context: ContextVector,
+    start: Float[Tensor, "layers sites 2"] | None,
+    batches: Sequence[Sequence[int]] | None,
+    count: int,
+) -> None:
+    """Raise I2CLError if the arguments of `calibrate` do not fit together."""
+    shape = (*context.values.shape[:2], 2)
+    if start is not None and config.formula != "linear":
+        raise I2CLError(
+            f"start coefficients are linear, but formula={config.formula!r}: use formula='linear'"
         )
-        for run, pairs, history in zip(group, values, histories or [()] * len(group), strict=True)
-    ]
+    if start is not None and start.shape != shape:
+        raise I2CLError(
+            f"start coefficients have shape {tuple(start.shape)}, but {shape} is needed: use those of an "
+            "injection into this model"
+        )
+    if batches is not None and config.optimizer == "lbfgs":
+        raise I2CLError("optimizer='lbfgs' reads all demonstrations at once: leave out batches, or use adamw")
+    if not all(rows and set(rows) <= set(range(count)) for rows in batches or ()):
+        raise I2CLError(f"batches must hold demonstration indices from 0 to {count - 1}")
 
 
-def _steps(group: Sequence[CalibrationRun], config: CalibrationConfig) -> list[list[int]]:
-    """Return the demonstrations of every step, numbered through all runs."""
-    count = len(group[0].demonstrations)
-    each = [config.batches(count, run.seed) if run.batches is None else run.batches for run in group]
-    steps = zip(*each, strict=True)
-    return [[place * count + row for place, rows in enumerate(step) for row in rows] for step in steps]
+class Coefficients:
+    """The trained scalars, in the form of their formula and as linear coefficients."""
+
+    def __init__(
+        self,
+        config: CalibrationConfig,
+        active: Bool[Tensor, "layers sites"],
+        start: Float[Tensor, "layers sites 2"] | None,
+        device: torch.device,
+    ) -> None:
+        self.formula = config.formula
+        self.active = active
+        unchanged = torch.tensor([0.0, 1.0]).expand(*active.shape, 2)
+        first = torch.tensor([config.init_lambda, 1.0 if config.formula == "add" else config.init_beta])
+        values = first.expand_as(unchanged) if start is None else start.float().cpu()
+        self.base = torch.where(active[..., None], values, unchanged).to(device)
+        trained = active[..., None] & torch.tensor([True, config.formula != "add"])
+        self.trained = trained.contiguous().to(device)
+        self.free = torch.nn.Parameter(self.base[self.trained].clone())
+
+    def linear(self) -> Float[Tensor, "layers sites 2"]:
+        """Return (lambda, beta) such that every formula becomes ``lambda v + beta a``."""
+        amount, scale = self.base.masked_scatter(self.trained, self.free).unbind(-1)
+        if self.formula == "add":
+            amount = amount.relu()
+        elif self.formula == "balance":
+            scale = scale.relu()
+            amount, scale = amount * scale, (1 - amount) * scale
+        return torch.stack([amount, scale], dim=-1)
+
+
+class CalibrationLoss:
+    """Cross-entropy of the gold labels under the injection and its noise; see `calibrate`.
+
+    Attributes:
+        prompts: token ids of each demonstration's query.
+        shared: tokens that a prompt with demonstrations has in front of every query.
+    """
+
+    def __init__(
+        self,
+        scorer: LabelScorer,
+        demonstrations: Examples,
+        context: ContextVector,
+        coefficients: Coefficients,
+        config: CalibrationConfig,
+        *,
+        seed: int = 0,
+        prompt: Callable[[str], str] | None = None,
+    ) -> None:
+        decoder = self.decoder = scorer.decoder
+        self.config = config
+        self.coefficients = coefficients
+        self.prompts = scorer.queries([example.text for example in demonstrations], prompt)
+        self.shared = shared_front(self.prompts) if prompt else ()
+        self.likelihood = LabelLikelihood(
+            decoder,
+            [ids[len(self.shared) :] for ids in self.prompts],
+            scorer.labels,
+            [example.label for example in demonstrations],
+            among_labels=config.loss == "labels",
+        )
+        self.weights = example_weights(demonstrations)
+        self.values = context.values.to(decoder.device)
+        self.site = context.config.site
+        self.seed = seed
+        self.generator = torch.Generator(decoder.device).manual_seed(seed)
+
+    def __call__(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
+        """Compute the mean loss over the chosen demonstrations, in nats."""
+        likelihoods = self.likelihood(chosen, self._log_likelihoods, reserve=len(self.shared))
+        if self.weights is not None:
+            likelihoods = likelihoods * self.weights[list(chosen)].to(likelihoods)
+        return -likelihoods.mean()
+
+    def repeatable(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
+        """Compute the loss with the same noise whenever the same demonstrations are chosen."""
+        self.generator.manual_seed(self.seed + chosen[0])
+        return self(chosen)
+
+    def _log_likelihoods(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
+        """Compute the log-probabilities of the gold labels of rows that may share a batch."""
+        edit = AffineEdit.linear(self.values, self.coefficients.linear(), self.site)
+        noisy = NoisyEdit(
+            at_positions(edit, self.config.positions, self.seed),
+            active=self.coefficients.active,
+            scale=self.config.noise,
+            place=self.config.noise_place,
+            writer_scale=self.decoder.writer_scale,
+            generator=self.generator,
+        )
+        batch = self._batch(rows)
+        prefix = self.decoder.prefix(self.shared, edit=noisy) if self.shared else None
+        return self.likelihood.of_rows(rows, batch, noisy, prefix)
+
+    def _batch(self, rows: Sequence[int]) -> Batch:
+        """Make a batch, packed into one row if the model allows it, there is no prefix, and it saves work."""
+        lengths = [self.likelihood.lengths[row] for row in rows]
+        packs = self.decoder.architecture.packs and not self.shared
+        return self.likelihood.batch(rows, packed=packs and packing_pays(lengths, self.decoder.d_model))

@@ -35,14 +35,12 @@ class ExtractConfig(Settings):
         writers: sites that are captured and later injected: both sublayers, one of them, or each block's
             output ("Target Module" ablation).
         token: which token of a demonstration is kept.
-        aggregate: the mean, or the mean plus the first principal direction (option of the released code).
         separator: end each demonstration with the template's separator, whose token is then the last one (as
             in the released code behind all published numbers), or with the label.
     """
 
     writers: Writers = "both"
     token: Literal["last", "first", "random"] = "last"
-    aggregate: Literal["mean", "pca"] = "mean"
     separator: bool = True
 
     @property
@@ -118,14 +116,14 @@ def extract(
 ) -> ContextVector:
     """Run each demonstration separately and average the sublayers' outputs at its last token.
 
-    The mean is updated batch by batch, so memory does not grow with the number of demonstrations, except for
-    ``aggregate="pca"``, which keeps layers x sites x d values of each. The order does not matter.
+    The mean is updated batch by batch, so memory does not grow with the number of demonstrations. Their order
+    does not matter.
 
     Args:
         decoder: the model.
         task: gives template and label words.
         demonstrations: labelled examples.
-        config: what is captured, and how it is averaged.
+        config: what is captured.
         seed: of ``token="random"``.
 
     Raises:
@@ -149,14 +147,9 @@ def extract(
         return decoder.capture(batch, at, site=config.site)
 
     mean, seen = torch.zeros(()), 0
-    kept: list[Tensor] = []
     for _, captured in decoder.run_batches(ids, captured_at):
         seen += len(captured)
         mean = mean + (captured - mean).sum(0) / seen
-        if config.aggregate == "pca":
-            kept.append(captured)
-    if kept:
-        mean = mean + _first_direction(torch.cat(kept) - mean)
     return ContextVector(mean, config, len(demonstrations), decoder.base)
 
 
@@ -209,17 +202,3 @@ def require_labels(task: Task, demonstrations: Examples) -> None:
             raise I2CLError(f"demonstration {number} has label {example.label}, {known}: correct it")
         if LONE_SURROGATE.search(example.text):
             raise I2CLError(f"demonstration {number} contains a lone surrogate: repair its text")
-
-
-def _first_direction(
-    centred: Float[Tensor, "demonstrations layers sites d"],
-) -> Float[Tensor, "layers sites d"]:
-    """Return the first principal direction of each site, with unit norm over all layers."""
-    count, layers, sites, d = centred.shape
-    if count < 2:
-        raise I2CLError("aggregate='pca' needs at least two demonstrations")
-    flat = centred.permute(2, 0, 1, 3).reshape(sites, count, layers * d)
-    first: Tensor = torch.linalg.svd(flat, full_matrices=False).Vh[:, 0]
-    largest = first.abs().argmax(-1, keepdim=True)
-    first = first * first.gather(-1, largest).sign()  # fix the arbitrary sign
-    return first.reshape(sites, layers, d).permute(1, 0, 2)

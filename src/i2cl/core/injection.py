@@ -1,4 +1,4 @@
-"""Injection: what context vectorization and calibration come to, applied to a decoder.
+"""A fitted task: an edit of a frozen model, a label head, and a report of the fit.
 
 Source: paper, subsection "Context Injection".
 """
@@ -6,8 +6,9 @@ Source: paper, subsection "Context Injection".
 import math
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.core import artefact
+from i2cl.core.ablations import Positions, at_positions
 from i2cl.core.context import ContextVector
-from i2cl.core.edits import LinearEdit, Positions
-from i2cl.core.encoder_bias import EncoderBias, absolute
+from i2cl.encoders import EncoderBias, absolute
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
+from i2cl.models.edits import AffineEdit, Edit
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.scoring import LabelScorer, Progress, label_log_probs
@@ -37,67 +39,39 @@ class PrecisionWarning(UserWarning):
 
 
 @dataclass(frozen=True, eq=False)
-class Injection:
-    """Context vector, coefficients and task, bound to one base model (paper, "Context Injection").
+class LabelHead:
+    """Turns the model's answer to a query into log-probabilities of the labels.
 
-    At the tokens of a query every sublayer outputs ``lambda * v + beta * a`` instead of ``a``. Other formulas
-    of calibration are stored in this linear form, so (0, 1) always means an unchanged sublayer.
+    Label scores are log-probabilities of first tokens or full sequences, or weighted means over the tokens of
+    the label words (`i2cl.models.encoding.LabelTokens`). Biases are added, then the temperature divides.
 
     Attributes:
-        context: the context vector, axes [layer, (mha, mlp), d].
-        coefficients: axes [layer, (mha, mlp), (lambda, beta)].
-        task: name, label words and template; saved without its splits.
-        base: the model it belongs to.
-        positions: injected tokens of the query.
         scoring: how labels are scored, in the fit and in prediction.
-        seed: of calibration, and of ``positions="random"``.
-        settings: of calibration, JSON-serializable.
-        history: mean cross-entropy over the demonstrations in nats, without a prior or penalty: of each epoch
-            or pass of `calibrate`; of `anchor` at the start and after each Gauss-Newton step, or at the
-            start, on average during each pass of AdamW, and at the end.
-        metrics: accuracy, macro-F1 and number of rows, if measured
-            (`i2cl.experiments.evidence.fit_evaluation.evaluate_fit`).
-        command: the command line that reproduces it, if any.
-        worth: held-out evaluation beside baselines, with the verdict; JSON of
-            `i2cl.experiments.evidence.fit_evaluation.FitEvaluation`.
-        label_bias: nats per label, added to the log-probabilities among the labels
-            (`i2cl.models.scoring.add_label_bias`), or None.
-        temperature: divides the log-probabilities among the labels, after the label bias
-            (`i2cl.models.scoring.label_log_probs`). Above 1 confidence falls; predictions stay the same.
         word_weights: fitted weights of the labels' words in each label's score
-            (`i2cl.core.word_weights`); None: weights by inverse document frequency
-            (`i2cl.models.encoding.LabelTokens`).
-        encoder_bias: classifier on a sentence encoder, added to the log-probabilities among the labels, or
-            None.
-
-    Raises:
-        I2CLError: if the label bias is not one finite number per label, the temperature is outside
-            `TEMPERATURES`, word weights or encoder bias do not fit the labels, or there are word weights
-            without word-level scoring.
+            (`i2cl.core.word_weights`); None: weights by inverse document frequency.
+        bias: nats per label, added to the log-probabilities among the labels, or None.
+        temperature: divides the log-probabilities among the labels, after the biases. Above 1 confidence
+            falls; predictions stay the same.
+        encoder: classifier on a sentence encoder, whose log-odds are added as a bias of each text, or None.
     """
 
-    context: ContextVector
-    coefficients: Float[Tensor, "layers sites 2"]
-    task: Task
-    base: ModelIdentity
-    positions: Positions = "all"
     scoring: Scoring = "auto"
-    seed: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)
-    history: tuple[float, ...] = ()
-    metrics: dict[str, int | float] = field(default_factory=dict)
-    command: str = ""
-    worth: dict[str, Any] = field(default_factory=dict)
-    label_bias: tuple[float, ...] | None = None
-    temperature: float = 1.0
     word_weights: Float[Tensor, "tokens labels"] | None = None
-    encoder_bias: EncoderBias | None = None
+    bias: tuple[float, ...] | None = None
+    temperature: float = 1.0
+    encoder: EncoderBias | None = None
 
-    def __post_init__(self) -> None:
-        bias, count = self.label_bias, len(self.task.labels)
-        if bias is not None and not (len(bias) == count and all(map(math.isfinite, bias))):
+    def require_labels(self, count: int) -> None:
+        """Check that the head fits ``count`` labels.
+
+        Raises:
+            I2CLError: if the bias is not one finite number per label, the temperature is outside
+                `TEMPERATURES`, word weights or encoder do not fit the labels, or there are word weights
+                without word-level scoring.
+        """
+        if self.bias is not None and not (len(self.bias) == count and all(map(math.isfinite, self.bias))):
             raise I2CLError(
-                f"label_bias {bias} is not one finite number for each of {count} labels: fit it again"
+                f"label_bias {self.bias} is not one finite number for each of {count} labels: fit it again"
             )
         least, most = TEMPERATURES
         if not least <= self.temperature <= most:
@@ -108,20 +82,125 @@ class Injection:
         if weights is not None and (self.scoring != "words" or weights.shape[1:] != (count,)):
             what = f"word weights {tuple(weights.shape)} with scoring {self.scoring!r} and {count} labels"
             raise I2CLError(f"{what} do not fit together: fit it again with scoring='words'")
-        encoder = self.encoder_bias
+        encoder = self.encoder
         if encoder is not None and encoder.weights.shape != (count, len(encoder.probe) + 1):
             what = f"encoder weights {tuple(encoder.weights.shape)} for {count} labels"
             raise I2CLError(f"{what} and embeddings of {len(encoder.probe)} values: fit it again")
 
-    def edit(self) -> LinearEdit:
+    def encoder_bias(
+        self, texts: Sequence[str], device: torch.device
+    ) -> Float[Tensor, "texts labels"] | None:
+        """Compute the encoder's bias of each text's labels, in nats; None without an encoder.
+
+        Raises I2CLError as `i2cl.encoders.EncoderBias.of`.
+        """
+        return None if self.encoder is None else self.encoder.of(texts, str(device))
+
+    def log_probs(
+        self,
+        scores: Float[Tensor, "*queries labels"],
+        encoder_bias: Float[Tensor, "*queries labels"] | None = None,
+    ) -> Float[Tensor, "*queries labels"]:
+        """Turn label scores into log-probabilities among the labels, normalized, in float32.
+
+        Args:
+            scores: scores of the labels, up to a constant per query.
+            encoder_bias: the `encoder_bias` of the queries' texts.
+        """
+        bias = encoder_bias
+        if self.bias is not None:
+            bias = torch.tensor(self.bias) if bias is None else bias + torch.tensor(self.bias)
+        return label_log_probs(scores, bias, self.temperature)
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """How a fit was made and what it achieved. Predictions do not depend on it.
+
+    Attributes:
+        settings: of the fit, JSON-serializable.
+        history: mean cross-entropy over the demonstrations in nats, without a prior or penalty: of each epoch
+            or pass of `calibrate`; of `anchor` at the start and after each Gauss-Newton step, or at the
+            start, on average during each pass of AdamW, and at the end.
+        metrics: accuracy, macro-F1 and number of rows, if measured.
+        command: the command line that reproduces it, if any.
+        evaluation: comparison with baselines on held-out rows, with the verdict; JSON of
+            `i2cl.experiments.evidence.fit_evaluation.FitEvaluation`.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    history: tuple[float, ...] = ()
+    metrics: dict[str, int | float] = field(default_factory=dict)
+    command: str = ""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Injection:
+    """A fitted task: an edit of one base model and a label head (paper, "Context Injection").
+
+    At the tokens of a query every sublayer outputs ``lambda * v + beta * a`` instead of ``a``. Other formulas
+    of calibration are stored in this linear form, so (0, 1) always means an unchanged sublayer.
+
+    Attributes:
+        context: the context vector, axes [layer, (mha, mlp), d].
+        coefficients: axes [layer, (mha, mlp), (lambda, beta)].
+        task: name, label words and template; saved without its splits.
+        base: the model it belongs to.
+        head: how labels are scored.
+        report: settings and results of the fit.
+        seed: of the fit, and of ``positions="random"``.
+        positions: injected tokens of the query; other values than ``"all"`` are for the paper's ablation.
+
+    Raises:
+        I2CLError: if the head does not fit the labels; see `LabelHead.require_labels`.
+    """
+
+    context: ContextVector
+    coefficients: Float[Tensor, "layers sites 2"]
+    task: Task
+    base: ModelIdentity
+    head: LabelHead = field(default_factory=LabelHead)
+    report: Report = field(default_factory=Report)
+    seed: int = 0
+    positions: Positions = "all"
+
+    # Fields of the head and the report, for reading
+    scoring = property(attrgetter("head.scoring"))
+    label_bias = property(attrgetter("head.bias"))
+    temperature = property(attrgetter("head.temperature"))
+    word_weights = property(attrgetter("head.word_weights"))
+    encoder_bias = property(attrgetter("head.encoder"))
+    settings = property(attrgetter("report.settings"))
+    history = property(attrgetter("report.history"))
+    metrics = property(attrgetter("report.metrics"))
+    command = property(attrgetter("report.command"))
+    evaluation = property(attrgetter("report.evaluation"))
+
+    def __post_init__(self) -> None:
+        self.head.require_labels(len(self.task.labels))
+
+    def with_head(self, **changes: Any) -> "Injection":
+        """Return a copy with changed fields of the `LabelHead`."""
+        return replace(self, head=replace(self.head, **changes))
+
+    def with_report(self, **changes: Any) -> "Injection":
+        """Return a copy with changed fields of the `Report`."""
+        return replace(self, report=replace(self.report, **changes))
+
+    def affine_edit(self) -> AffineEdit:
+        """Return shift and scale of every sublayer's output, as an edit of all tokens."""
+        return AffineEdit.linear(self.context.values, self.coefficients, self.context.config.site)
+
+    def edit(self) -> Edit:
         """Return the edit that applies this injection in `Decoder.forward`."""
-        values, site = self.context.values, self.context.config.site
-        return LinearEdit(values, self.coefficients, site, self.positions, self.seed)
+        return at_positions(self.affine_edit(), self.positions, self.seed)
 
     def scorer(self, decoder: Decoder, scoring: Scoring | None = None) -> LabelScorer:
         """Return the task on a decoder, with the injection's scoring and word weights, or another scoring."""
-        scoring = scoring or self.scoring
-        return LabelScorer(decoder, self.task, scoring, self.word_weights if scoring == "words" else None)
+        scoring = scoring or self.head.scoring
+        weights = self.head.word_weights if scoring == "words" else None
+        return LabelScorer(decoder, self.task, scoring, weights)
 
     def log_probs(
         self,
@@ -147,10 +226,10 @@ class Injection:
         Raises:
             I2CLError: on an empty text, or another model.
         """
-        self._check(decoder, force=force)
-        biases = self.biases(texts, decoder)  # first, so that a missing encoder fails early
+        self.require_base(decoder, force=force)
+        bias = self.head.encoder_bias(texts, decoder.device)  # first, so that a missing encoder fails early
         scores = self.scorer(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
-        return label_log_probs(scores, biases, self.temperature)
+        return self.head.log_probs(scores, bias)
 
     def label_log_mass(
         self, decoder: Decoder, texts: Sequence[str], *, force: bool = False
@@ -169,23 +248,11 @@ class Injection:
             I2CLError: on an empty text or another model, and for word-level scoring, whose label scores are
                 means over tokens instead of probabilities.
         """
-        self._check(decoder, force=force)
+        self.require_base(decoder, force=force)
         scorer = self.scorer(decoder)
         if scorer.labels.words:
             raise I2CLError("label_log_mass is not defined for scoring='words', which yields no probability")
         return scorer.scores(texts, edit=self.edit()).logsumexp(-1)
-
-    def biases(self, texts: Sequence[str], decoder: Decoder) -> Float[Tensor, "... labels"] | None:
-        """Compute the biases of each label, in nats, from the label bias and the sentence encoder.
-
-        The encoder runs on the decoder's device. Returns None without either. Raises I2CLError as
-        `i2cl.core.encoder_bias.EncoderBias.of`.
-        """
-        fixed = None if self.label_bias is None else torch.tensor(self.label_bias)
-        if self.encoder_bias is None:
-            return fixed
-        by_text = self.encoder_bias.of(texts, str(decoder.device))
-        return by_text if fixed is None else by_text + fixed
 
     def predict(self, decoder: Decoder, texts: Sequence[str], *, force: bool = False) -> list[str]:
         """Return the most probable label word of each text. Arguments and errors as in `scores`."""
@@ -205,10 +272,6 @@ class Injection:
         Raises:
             I2CLError: naming the difference.
         """
-        self._check(decoder, force=force)
-
-    def _check(self, decoder: Decoder | ModelIdentity, *, force: bool) -> None:
-        """Run `require_base`, with warnings that point to the caller of the public method."""
         other = decoder.base if isinstance(decoder, Decoder) else decoder
         difference = self.base.difference(other)
         same_shape = (self.base.layers, self.base.d_model) == (other.layers, other.d_model)
@@ -219,7 +282,7 @@ class Injection:
         if self.base.quantization != other.quantization:
             mine, theirs = (one.quantization or "no quantization" for one in (self.base, other))
             message = f"this injection was made with {mine} and the model is loaded with {theirs}"
-            warnings.warn(f"{message}: fit it again if predictions differ", PrecisionWarning, stacklevel=3)
+            warnings.warn(f"{message}: fit it again if predictions differ", PrecisionWarning, stacklevel=2)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, JSON and a model card, atomically.
@@ -262,11 +325,11 @@ class Injection:
 
     def _write(self, folder: Path, name: str, *, shared: bool) -> None:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
-        if self.word_weights is not None:
-            tensors["word_weights"] = self.word_weights
-        if self.encoder_bias is not None:
-            held = artefact.ENCODER_TENSORS.items()
-            tensors |= {name: getattr(self.encoder_bias, field) for name, field in held}
+        if self.head.word_weights is not None:
+            tensors["word_weights"] = self.head.word_weights
+        if self.head.encoder is not None:
+            tensors["encoder_weights"] = self.head.encoder.weights
+            tensors["encoder_probe"] = self.head.encoder.probe
         artefact.write(folder, tensors, self.description(), name, shared=shared)
 
     @classmethod
@@ -281,42 +344,59 @@ class Injection:
             encoder: new location of the sentence encoder, if it has moved since the fit.
 
         Raises:
-            I2CLError: if the injection is missing, damaged or too new, or uses no encoder but gets one.
+            I2CLError: if the injection is missing, damaged or of another format version, or uses no encoder
+                but gets one.
         """
         folder = Path(name)
         if not folder.exists():
             folder = download(str(name), revision, artefact.FILES)
-        injection = cls(**artefact.read(folder, str(name)))
+        injection = cls._of(*artefact.read(folder, str(name)))
         if encoder is None:
             return injection
-        if injection.encoder_bias is None:
+        if injection.head.encoder is None:
             raise I2CLError(f"{str(name)!r} uses no sentence encoder: leave out {encoder!r}")
-        return replace(injection, encoder_bias=replace(injection.encoder_bias, encoder=absolute(encoder)))
+        return injection.with_head(encoder=replace(injection.head.encoder, encoder=absolute(encoder)))
 
-    def _extraction(self) -> dict[str, Any]:
-        """Return the extraction settings; for fitted vectors, only which sites have one."""
-        fitted = self.settings.get("method") == "anchored"
-        return self.context.config.model_dump(include={"writers"} if fitted else None)
+    @classmethod
+    def _of(cls, stored: artefact.Stored, tensors: Mapping[str, Tensor]) -> "Injection":
+        base, encoder = ModelIdentity.from_dict(stored.base_model), None
+        if stored.encoder:
+            encoder = EncoderBias(stored.encoder, tensors["encoder_weights"], tensors["encoder_probe"])
+        weights = tensors["word_weights"] if stored.word_weights else None
+        return cls(
+            context=ContextVector(tensors["context_vector"], stored.extraction, stored.demonstrations, base),
+            coefficients=tensors["coefficients"],
+            task=Task.from_dict(stored.task),
+            base=base,
+            head=LabelHead(stored.scoring, weights, stored.label_bias, stored.temperature, encoder),
+            report=Report(stored.settings, stored.history, stored.metrics, stored.command, stored.evaluation),
+            seed=stored.seed,
+            positions=stored.positions,
+        )
 
     def description(self) -> dict[str, Any]:
         """Return the JSON description that `save_pretrained` writes."""
-        optional: dict[str, Any] = {"metrics": self.metrics, "command": self.command, "worth": self.worth}
-        optional["word_weights"] = self.word_weights is not None
-        if self.label_bias is not None:
-            optional["label_bias"] = list(self.label_bias)
-        if self.temperature != 1:
-            optional["temperature"] = self.temperature
-        if self.encoder_bias is not None:
-            optional["encoder"] = self.encoder_bias.encoder
-        return {
+        head, report = self.head, self.report
+        fitted = report.settings.get("method") == "anchored"  # nothing was extracted
+        description = {
             "format_version": artefact.FORMAT_VERSION,
             "base_model": asdict(self.base),
             "task": self.task.to_dict(),
             "demonstrations": self.context.demonstrations,
-            "extraction": self._extraction(),
+            "extraction": self.context.config.model_dump(include={"writers"} if fitted else None),
             "positions": self.positions,
-            "scoring": self.scoring,
             "seed": self.seed,
-            "calibration": self.settings,
-            "loss": list(self.history),
-        } | {name: value for name, value in optional.items() if value}
+            "scoring": head.scoring,
+            "settings": report.settings,
+            "history": list(report.history),
+        }
+        optional = {
+            "word_weights": head.word_weights is not None,
+            "label_bias": None if head.bias is None else list(head.bias),
+            "temperature": head.temperature if head.temperature != 1 else None,
+            "encoder": None if head.encoder is None else head.encoder.encoder,
+            "metrics": report.metrics,
+            "command": report.command,
+            "evaluation": report.evaluation,
+        }
+        return description | {name: value for name, value in optional.items() if value}

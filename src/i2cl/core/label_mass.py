@@ -20,10 +20,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from i2cl.core.edits import LinearEdit
 from i2cl.models.batching import Batch, Ids, make_batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Edit, Replay
+from i2cl.models.edits import AffineEdit, Edit, Replay
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import in_order
 from i2cl.models.training import Backward
@@ -44,7 +43,7 @@ class LabelMass(NamedTuple):
 
 
 def raise_label_mass(
-    decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: LinearEdit
+    decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: AffineEdit
 ) -> LabelMass:
     """Find the vector that makes the labels' first tokens probable after the demonstrations' queries.
 
@@ -69,7 +68,7 @@ def raise_label_mass(
     return LabelMass(vector.cpu(), before, after)
 
 
-def _streams(decoder: Decoder, queries: Sequence[Ids], edit: LinearEdit) -> Float[Tensor, "queries d"]:
+def _streams(decoder: Decoder, queries: Sequence[Ids], edit: AffineEdit) -> Float[Tensor, "queries d"]:
     """Return the residual stream after the last block at each query's last token, in float32."""
 
     def run(batch: Batch) -> Tensor:

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from i2cl.core.context import SITES, ExtractConfig, Writers
-from i2cl.core.edits import LinearEdit, RowsEdit
 from i2cl.core.plan import MAX_SCALE_EXAMPLES, FitSize
 from i2cl.core.weights import example_weights
 from i2cl.core.word_weights import WordWeights
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
+from i2cl.models.edits import AffineEdit
 from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import LabelScorer, in_order, score
 from i2cl.models.training import Backward
@@ -105,10 +105,10 @@ class Objective:
         """Return the vectors of some parameters."""
         return self.scale * parameters[: self.vector_size].view_as(self.scale)
 
-    def edit(self, parameters: Float[Tensor, " parameters"]) -> LinearEdit:
+    def edit(self, parameters: Float[Tensor, " parameters"]) -> AffineEdit:
         """Return the edit that adds the vectors."""
         vectors = self.vectors(parameters)
-        return LinearEdit(vectors, torch.ones(*vectors.shape[:2], 2), self.site)
+        return AffineEdit(vectors, torch.ones(vectors.shape[:2]), self.site)
 
     def word_weights(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "read labels"] | None:
         """Return the word weights of some parameters, or None where there are none."""
@@ -308,13 +308,13 @@ class Objective:
 
     def _row_vectors(
         self, parameters: Float[Tensor, " parameters"], rows: Sequence[int], count: int
-    ) -> tuple[torch.nn.Parameter, RowsEdit]:
+    ) -> tuple[torch.nn.Parameter, AffineEdit]:
         """Return a copy of the vectors for each row of a batch, out of ``count`` rows, and their edit."""
         device = self.scorer.decoder.device
         leaf = torch.nn.Parameter(self.vectors(parameters).to(device).repeat(len(rows), 1, 1, 1))
         place = torch.zeros(count, dtype=torch.long, device=device)
         place[list(rows)] = torch.arange(len(rows), device=device)
-        return leaf, RowsEdit(leaf, torch.ones(leaf.shape[:-1], device=device), place, self.site)
+        return leaf, AffineEdit(leaf, torch.ones(leaf.shape[:-1], device=device), self.site, place)
 
     def _in_units(self, slopes: Tensor | None) -> Float[Tensor, "batch parameters"]:
         if slopes is None:

@@ -11,8 +11,8 @@ from jaxtyping import Bool
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
+from i2cl.core.ablations import Positions
 from i2cl.core.context import SITES, Writers
-from i2cl.core.edits import Positions
 from i2cl.core.weights import ClassWeight
 from i2cl.errors import I2CLError
 from i2cl.models.training import TrainConfig
@@ -90,11 +90,6 @@ class CalibrationConfig(TrainConfig):
     def rounds(self) -> int:
         """Number of progress updates: one per epoch or evaluation."""
         return self.passes if self.optimizer == "lbfgs" else self.epochs
-
-    @property
-    def joint(self) -> bool:
-        """Whether several runs can take their steps together; see `i2cl.core.calibration`."""
-        return self.optimizer == "adamw" and self.positions != "random"
 
     def active(self, layers: int, writers: Writers) -> Bool[Tensor, "layers sites"]:
         """Return which sites are trained; others keep (0, 1). Raises I2CLError on unknown or no layers."""

@@ -14,7 +14,7 @@ import torch
 import transformers
 from jaxtyping import Int
 
-from i2cl.core.edits import LinearEdit
+from i2cl.core.injection import Injection
 from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
@@ -53,10 +53,9 @@ class Fitted:
     held_out: int = 0
 
     @property
-    def injected(self) -> LinearEdit | None:
-        """The injected edit, or None if the method does not predict with one."""
-        edit = self.predictor.edit if isinstance(self.predictor, PromptPredictor) else None
-        return edit if isinstance(edit, LinearEdit) else None
+    def injection(self) -> Injection | None:
+        """The injection, or None if the method does not predict with one."""
+        return self.predictor.injection if isinstance(self.predictor, PromptPredictor) else None
 
 
 def fit_seeds(
@@ -117,7 +116,7 @@ def measure(
         predict_seconds=seconds,
         together=fitted.together,
         cost=fitted.predictor.cost + Cost(held_out=fitted.held_out),
-        coefficients=fitted.injected.coefficients.tolist() if fitted.injected else None,
+        coefficients=fitted.injection.coefficients.tolist() if fitted.injection else None,
         versions=software(decoder),
     )
 

@@ -4,7 +4,7 @@ import time
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from i2cl.core.injection import Injection
 from i2cl.experiments.evidence.fit_evaluation import (
@@ -90,9 +90,9 @@ def fit_task(
             injection, decoder, request.unlabelled, request.shares, progress=observer.scored
         )
     seconds = clock() - started
-    injection = replace(injection, command=request.command)
+    injection = injection.with_report(command=request.command)
     if temperature := typical_temperature(request.method, task, demonstrations):
-        injection = replace(injection, temperature=temperature)
+        injection = injection.with_head(temperature=temperature)
     observer.fitted(injection, seconds)
     if not plan.rows:
         return injection

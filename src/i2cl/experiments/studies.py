@@ -80,13 +80,13 @@ class Bench:
 
         Does nothing for any other cell.
         """
-        edit = fitted.injected
-        if edit is not None and cell == plain(cell, cell.task):
+        injection = fitted.injection
+        if injection is not None and cell == plain(cell, cell.task):
             task = self.task(cell)
             classes = [one.values for one in extract_classes(self.decoder, task, fitted.demonstrations)]
             tensors = {
-                "context_vector": edit.values.numpy(),
-                "coefficients": edit.coefficients.numpy(),
+                "context_vector": injection.context.values.numpy(),
+                "coefficients": injection.coefficients.numpy(),
                 "class_vectors": torch.stack(classes).numpy().astype(np.float16),
             }
             with store_errors(self.vectors):
@@ -224,9 +224,11 @@ class Transfer(Method):
         """Calibrate; see `i2cl.injections.transfer.transfer`."""
         made = transfer(decoder, task, demonstrations, self.anchors, seed=seed, first=self.first)
         self.weights.update({self.anchors[index].task.name: weight for index, weight in made.weights})
-        edit = made.injection.edit()
-        cost = Cost.of(edit.values, trained=edit.coefficients.numel())
-        return PromptPredictor(LabelScorer(decoder, task), edit=edit, cost=cost)
+        injection = made.injection
+        cost = Cost.of(injection.context.values, trained=injection.coefficients.numel())
+        return PromptPredictor(
+            LabelScorer(decoder, task), edit=injection.edit(), injection=injection, cost=cost
+        )
 
 
 def _method(bench: Bench, cell: Cell) -> Method:

@@ -167,8 +167,8 @@ def added_and_scales(
     injection: Injection,
 ) -> tuple[Float[Tensor, "layers sublayers d"], Float[Tensor, "layers sublayers"]]:
     """Return ``lambda * v``, added to each sublayer's output, and beta, which scales it; in float32."""
-    lambdas, betas = injection.coefficients.float().cpu().unbind(-1)
-    return lambdas[..., None] * injection.context.values.float().cpu(), betas
+    edit = injection.affine_edit()
+    return edit.shift.float().cpu(), edit.scale.float().cpu()
 
 
 def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedModel:

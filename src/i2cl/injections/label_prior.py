@@ -7,8 +7,6 @@ unlabelled texts; afterwards, texts can be classified one at a time.
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -41,8 +39,8 @@ def with_label_prior(
 
     With a sentence encoder the bias is multiplied by the temperature of the product of both models. The bias
     is a single step, so the means over the texts are close to the prior afterwards, but not equal. It
-    replaces an existing bias. Results of the uncorrected injection (metrics, worth, command, temperature) are
-    removed.
+    replaces an existing bias. Results of the uncorrected injection (metrics, evaluation, command and
+    temperature) are removed.
 
     Args:
         injection: the injection to correct.
@@ -57,7 +55,7 @@ def with_label_prior(
             another model.
     """
     scale = _default_temperature(injection)
-    injection = replace(without_label_prior(injection), temperature=scale)
+    injection = without_label_prior(injection).with_head(temperature=scale)
     shares = None if prior is None else validate_prior(prior, injection.task.labels)
     if not texts:
         raise I2CLError(f"no texts were given: a label prior takes at least {MIN_UNLABELLED}")
@@ -69,14 +67,14 @@ def with_label_prior(
     scores = injection.log_probs(decoder, texts, force=force, progress=progress)
     bias = scale * prior_bias(shares, scores)
     record = {"texts": len(texts), "prior": None if prior is None else list(prior)}
-    return _replace_bias(injection, tuple(bias.tolist()), injection.settings | {LABEL_PRIOR: record})
+    return _replace_bias(injection, tuple(bias.tolist()), injection.report.settings | {LABEL_PRIOR: record})
 
 
 def without_label_prior(injection: Injection) -> Injection:
     """Return an injection without its `label_bias`, and without results that were measured with it."""
-    if injection.label_bias is None:
+    if injection.head.bias is None:
         return injection
-    settings = {name: value for name, value in injection.settings.items() if name != LABEL_PRIOR}
+    settings = {name: value for name, value in injection.report.settings.items() if name != LABEL_PRIOR}
     return _replace_bias(injection, None, settings)
 
 
@@ -117,12 +115,12 @@ def validate_prior(prior: Sequence[float], labels: Sequence[str]) -> Float[Tenso
 
 def _default_temperature(injection: Injection) -> float:
     """Return the temperature of an injection that has not been calibrated."""
-    return 1.0 if injection.encoder_bias is None else TYPICAL_TEMPERATURE
+    return 1.0 if injection.head.encoder is None else TYPICAL_TEMPERATURE
 
 
 def _replace_bias(
     injection: Injection, bias: tuple[float, ...] | None, settings: dict[str, object]
 ) -> Injection:
     """Set the label bias and reset everything that was measured with another one."""
-    reset: Any = {"metrics": {}, "worth": {}, "command": "", "temperature": _default_temperature(injection)}
-    return replace(injection, label_bias=bias, settings=settings, **reset)
+    reset = injection.with_report(settings=settings, metrics={}, evaluation={}, command="")
+    return reset.with_head(bias=bias, temperature=_default_temperature(injection))

@@ -7,19 +7,20 @@ a copy of the model, only 2 x layers x d numbers.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.edits import Positions, RowsEdit
-from i2cl.core.encoder_bias import EncoderBias, encoder_biases
-from i2cl.core.injection import Injection
+from i2cl.core.ablations import Positions, at_positions
+from i2cl.core.injection import Injection, LabelHead
+from i2cl.encoders import encoder_biases
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Site
-from i2cl.models.scoring import LabelScorer, Progress, label_log_probs, require_finite, require_texts, score
+from i2cl.models.edits import AffineEdit, Edit, Site
+from i2cl.models.scoring import LabelScorer, Progress, require_finite, require_texts, score
 from i2cl.tasks import Task
 
 
@@ -28,13 +29,15 @@ class LoadedTask:
     """An injection prepared for prediction. Immutable: queries keep theirs when it is replaced or dropped."""
 
     scorer: LabelScorer
-    scaled: Float[Tensor, "layers sites d"]  # context vector times lambda, axes [layer, (mha, mlp), d]
-    keep: Float[Tensor, "layers sites"]  # beta, axes [layer, (mha, mlp)]
-    # (site, full-sequence scoring, positions, seed of random positions); equal kinds can share a batch
-    kind: tuple[Site, bool, Positions, int]
-    bias: Float[Tensor, " labels"] | None  # label bias, in nats
-    encoder: EncoderBias | None  # further bias from a sentence encoder, for each text
-    temperature: float  # applied after the biases
+    edit: AffineEdit  # on the device of the model
+    head: LabelHead
+    positions: Positions = "all"
+    seed: int = 0  # of random positions
+
+    @cached_property
+    def kind(self) -> tuple[Site, bool, Positions, int]:
+        """Tasks of equal kind can share a batch."""
+        return self.edit.site, self.scorer.labels.full, self.positions, self.seed
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
         """Encode texts.
@@ -109,20 +112,17 @@ class InjectionPool:
             I2CLError: if it was fitted on another model, or its sentence encoder is not installed.
         """
         injection.require_base(self.decoder, force=force)
-        if injection.encoder_bias is not None:
-            injection.encoder_bias.require_encoder(str(self.decoder.device))
-        scorer = injection.scorer(self.decoder)
-        full_sequences = scorer.labels.full  # invalid labels raise here, before the first query
-        strength, keep = injection.coefficients.unbind(-1)
-        seed = injection.seed if injection.positions == "random" else 0
+        device = self.decoder.device
+        if injection.head.encoder is not None:
+            injection.head.encoder.require_encoder(str(device))
+        scorer, edit = injection.scorer(self.decoder), injection.affine_edit()
+        _ = scorer.labels  # invalid labels raise here, before the first query
         self._loaded[name] = LoadedTask(
-            scorer=scorer,
-            scaled=(strength[..., None] * injection.context.values).to(self.decoder.device),
-            keep=keep.contiguous().to(self.decoder.device),
-            kind=(injection.context.config.site, full_sequences, injection.positions, seed),
-            bias=None if injection.label_bias is None else torch.tensor(injection.label_bias),
-            encoder=injection.encoder_bias,
-            temperature=injection.temperature,
+            scorer,
+            AffineEdit(edit.shift.to(device), edit.scale.contiguous().to(device), edit.site),
+            injection.head,
+            injection.positions,
+            injection.seed if injection.positions == "random" else 0,
         )
 
     def drop(self, name: str) -> None:
@@ -155,13 +155,14 @@ class InjectionPool:
         Raises:
             I2CLError: on an unknown name, an empty text, or lists of different lengths.
         """
-        return self.score_queries(self._queries(texts, task_ids), progress=progress)
+        rows = self.score_rows(self._queries(texts, task_ids), progress=progress)
+        return [row.log_probs for row in rows]
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
         """Return the most probable label word of each text. Raises I2CLError as `scores`."""
         queries = self._queries(texts, task_ids)
-        pairs = zip(queries, self.score_queries(queries), strict=True)
-        return [query.task.scorer.task.labels[int(row.argmax())] for query, row in pairs]
+        pairs = zip(queries, self.score_rows(queries), strict=True)
+        return [query.task.scorer.task.labels[int(row.log_probs.argmax())] for query, row in pairs]
 
     def task(self, name: str) -> LoadedTask:
         """Return the task that is currently loaded under a name. Raises I2CLError if there is none."""
@@ -169,37 +170,25 @@ class InjectionPool:
             raise self._not_loaded(name)
         return task
 
-    def score_queries(
-        self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
-    ) -> list[Float[Tensor, " labels"]]:
-        """Score encoded queries; their tasks may have been dropped since.
-
-        Raises:
-            I2CLError: if a single row does not fit into memory, or a score is NaN.
-        """
-        return [row.log_probs for row in self.score_rows(queries, progress=progress)]
-
     def plain(self, task: Task) -> LoadedTask:
         """Prepare a task without an injection, for zero-shot scores in the same batches as other tasks.
 
         It is not loaded under a name. Raises I2CLError if the labels cannot be scored.
         """
         scorer = LabelScorer(self.decoder, task)
+        _ = scorer.labels
         layers, width, device = self.decoder.layers, self.decoder.d_model, self.decoder.device
-        return LoadedTask(
-            scorer=scorer,
-            scaled=torch.zeros(layers, 2, width, device=device),
-            keep=torch.ones(layers, 2, device=device),
-            kind=("writers", scorer.labels.full, "all", 0),
-            bias=None,
-            encoder=None,
-            temperature=1.0,
-        )
+        shift, scale = torch.zeros(layers, 2, width, device=device), torch.ones(layers, 2, device=device)
+        return LoadedTask(scorer, AffineEdit(shift, scale), LabelHead())
 
     def score_rows(
         self, queries: Sequence[TaskQuery], *, progress: Progress | None = None
     ) -> list[RowScores]:
-        """Score encoded queries, with the total probability of the labels. Raises as `score_queries`."""
+        """Score encoded queries; their tasks may have been dropped since.
+
+        Raises:
+            I2CLError: if a single row does not fit into memory, or a score is NaN.
+        """
         scores: dict[int, RowScores] = {}
         biases = self._encoder_biases(queries)
         by_kind = defaultdict(list)
@@ -213,22 +202,18 @@ class InjectionPool:
             for row, task, padded in zip(rows, tasks, values, strict=True):
                 row_labels = task.scorer.labels
                 label_scores = padded[: len(row_labels.ids)]
-                log_probs = label_log_probs(label_scores, biases.get(row, task.bias), task.temperature)
+                log_probs = task.head.log_probs(label_scores, biases.get(row))
                 mass = None if row_labels.words else float(label_scores.logsumexp(-1).exp())
                 scores[row] = RowScores(log_probs, mass)
         return [scores[row] for row in range(len(queries))]
 
     def _encoder_biases(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, " labels"]]:
-        """Return the total label bias, by row, of queries whose task has a sentence encoder."""
-        encoders = {row: one.task.encoder for row, one in enumerate(queries) if one.task.encoder is not None}
-        values = encoder_biases(
-            [*encoders.values()], [queries[row].text for row in encoders], str(self.decoder.device)
-        )
-        biases = {}
-        for row, value in zip(encoders, values, strict=True):
-            label_bias = queries[row].task.bias
-            biases[row] = value if label_bias is None else value + label_bias
-        return biases
+        """Return the encoder's label bias, by row, of queries whose task has a sentence encoder."""
+        rows = {row: query.task.head.encoder for row, query in enumerate(queries)}
+        encoders = {row: encoder for row, encoder in rows.items() if encoder is not None}
+        texts = [queries[row].text for row in encoders]
+        values = encoder_biases([*encoders.values()], texts, str(self.decoder.device))
+        return dict(zip(encoders, values, strict=True))
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
         if len(texts) != len(task_ids):
@@ -268,10 +253,11 @@ def predict(
     return InjectionPool(decoder, used).predict(texts, task_ids)
 
 
-def _make_edit(rows: Sequence[LoadedTask]) -> RowsEdit:
-    """Return the edit of a batch from the task of each row."""
-    index = {task: number for number, task in enumerate(dict.fromkeys(rows))}
-    scaled, keep = torch.stack([task.scaled for task in index]), torch.stack([task.keep for task in index])
-    owners = torch.tensor([index[task] for task in rows], device=scaled.device)
-    site, _, positions, seed = rows[0].kind
-    return RowsEdit(scaled, keep, owners, site=site, positions=positions, seed=seed)
+def _make_edit(tasks: Sequence[LoadedTask]) -> Edit:
+    """Return the edit of a batch of queries from the task of each."""
+    index = {task: number for number, task in enumerate(dict.fromkeys(tasks))}
+    shift = torch.stack([task.edit.shift for task in index])
+    scale = torch.stack([task.edit.scale for task in index])
+    rows = torch.tensor([index[task] for task in tasks], device=shift.device)
+    edit = AffineEdit(shift, scale, tasks[0].edit.site, rows)
+    return at_positions(edit, tasks[0].positions, tasks[0].seed)

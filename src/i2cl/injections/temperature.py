@@ -6,7 +6,6 @@ with a log-normal prior.
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -39,7 +38,7 @@ def with_temperature(injection: Injection, temperature: float) -> Injection:
     Raises:
         I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURES`.
     """
-    return replace(injection, temperature=float(temperature), command="")
+    return injection.with_head(temperature=float(temperature)).with_report(command="")
 
 
 def normalised(scores: Scores, temperature: float = 1.0) -> Scores:

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from pydantic import Field
 
+from i2cl.core.ablations import Positions
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, Writers, extract
-from i2cl.core.edits import Positions
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
@@ -141,7 +141,7 @@ def transfer(
     related_anchors = [anchors[index] for index, _ in weights]
     context = ContextVector.mean([one.context for one in related_anchors], [weight for _, weight in weights])
     start = torch.stack([weight * anchors[index].coefficients for index, weight in weights]).sum(0)
-    return Transferred(fit(context, start=start, scoring=first.scoring), first, weights)
+    return Transferred(fit(context, start=start, scoring=first.head.scoring), first, weights)
 
 
 def _require_compatible(
@@ -169,7 +169,7 @@ def _require_same_task(first: Injection, task: Task, decoder: Decoder, positions
 
 def _require_base(name: str, injection: Injection, base: Decoder | ModelIdentity) -> None:
     identity = base.base if isinstance(base, Decoder) else base
-    if injection.settings.get("method") == "anchored":  # coefficients are 1 for every task
+    if injection.report.settings.get("method") == "anchored":  # coefficients are 1 for every task
         raise I2CLError(f"the coefficients of {name} do not depend on its task (anchored): fit it with i2cl")
     if difference := injection.base.difference(identity):
         fitted = f"{name} was fitted on {injection.base.name!r}, not {base.name!r} ({difference})"

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from i2cl.core.edits import LinearEdit
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, needs
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import edit_outputs
+from i2cl.models.edits import AffineEdit, edit_outputs
 from i2cl.models.loading import is_gguf, located
 
 try:
@@ -90,7 +89,7 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         self._edits: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
         if chosen is not None:
             chosen.require_base(self._decoder, force=force)
-            edit = chosen.edit()
+            edit = chosen.affine_edit()
             sites = self._decoder.sites(edit.site)
             self._edits = [(module, _edit_all_tokens(edit, layer, index)) for layer, index, module in sites]
 
@@ -134,10 +133,10 @@ def _require_supported(injection: Injection) -> None:
         raise I2CLError("the harness does not support sentence encoders: fit with --method anchored")
 
 
-def _edit_all_tokens(edit: LinearEdit, layer: int, index: int) -> Callable[[Tensor], Tensor]:
+def _edit_all_tokens(edit: AffineEdit, layer: int, index: int) -> Callable[[Tensor], Tensor]:
     def change(output: Tensor) -> Tensor:
         lines = output.view(-1, *output.shape[-2:])  # OPT's fc2 is 2-D
-        return edit.injected(layer, index, lines).view(output.shape)
+        return edit.output(layer, index, lines).view(output.shape)
 
     return change
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
-from i2cl.core import encoder_bias
-from i2cl.core.encoder_bias import EmbeddingsConfig
+from i2cl import encoders
 from i2cl.core.recipe import RECIPES
+from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
 from i2cl.methods.base import Cost, Method, Predictor, Product, Wrapper
@@ -22,11 +22,13 @@ from i2cl.methods.knn_prompting import KNNPrompting
 from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.linear_probe import LinearProbe
 from i2cl.methods.majority import MajorityClass
+from i2cl.methods.menu import Menu, MenuFewShot
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
 from i2cl.methods.task_vector import TaskVector
 
 _ALL: tuple[type[Method], ...] = (
-    *(MajorityClass, ZeroShot, FewShot, FewShotUncached, Noise, LabelAnchor, TaskVector, ICV),
+    *(MajorityClass, ZeroShot, FewShot, FewShotUncached, Menu, MenuFewShot),
+    *(Noise, LabelAnchor, TaskVector, ICV),
     *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
     *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
     *(label_calibration.ContextualCalibration, label_calibration.BatchCalibration),
@@ -95,7 +97,7 @@ def calibrating_method(
             name = Anchored.name
     (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
     if name == AnchoredWithEmbeddings.name:
-        default = {"encoder": encoder_bias.local_encoder() or encoder_bias.HUB_ID}
+        default = {"encoder": encoders.local_encoder() or encoders.HUB_ID}
         method = AnchoredWithEmbeddings.configured(default | dict(options or {}))
     return cast("Injector", method)
 

@@ -104,8 +104,7 @@ class AdapterMethod(Method):
             make_scorer = LabelScorer.for_fit if words else LabelScorer
             scorer = make_scorer(adapted_decoder, task, training.scoring)
             queries = scorer.queries([example.text for example in demonstrations])
-            labels = [scorer.labels] * len(queries)
-            likelihood = LabelLikelihood(adapted_decoder, queries, labels, gold, among_labels=words)
+            likelihood = LabelLikelihood(adapted_decoder, queries, scorer.labels, gold, among_labels=words)
             word_weights, weight_changes = None, []
             if training.word_weights and not (words and scorer.labels.words):
                 raise I2CLError("word_weights requires scoring=words and loss=labels: set them too (--set)")
@@ -119,9 +118,9 @@ class AdapterMethod(Method):
             def loss(chosen: Sequence[int]) -> Tensor:
                 if word_weights is not None:
                     weights = word_weights.at(*weight_changes)
-                    likelihood.labels = [scorer.labels.weighted(weights)] * len(queries)
+                    likelihood.labels = scorer.labels.weighted(weights)
                 values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
-                return -values.mean(0, keepdim=True)
+                return -values.mean()
 
             parameters = [
                 parameter for parameter in adapted_decoder.model.parameters() if parameter.requires_grad

@@ -9,9 +9,9 @@ from typing import ClassVar, Self
 import pydantic
 
 from i2cl.core.anchored import AnchoredConfig, anchor
-from i2cl.core.encoder_bias import EmbeddingsConfig, EncoderBias
 from i2cl.core.injection import Injection
 from i2cl.core.weights import apply_class_weight
+from i2cl.encoders import EmbeddingsConfig, EncoderBias
 from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE
 from i2cl.methods.base import Cost, Method, Predictor
 from i2cl.methods.calibrated.folds import injected
@@ -74,7 +74,9 @@ class Anchored(Method):
         weights = injection.word_weights
         trained = sites * decoder.d_model + (0 if weights is None else weights.numel())
         cost = Cost.of(injection.context.values, weights, trained=trained)
-        return PromptPredictor(injection.scorer(decoder), edit=injection.edit(), cost=cost)
+        return PromptPredictor(
+            injection.scorer(decoder), edit=injection.edit(), injection=injection, cost=cost
+        )
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,15 @@ class AnchoredWithEmbeddings(Anchored):
     ) -> Injection:
         """Fit the encoder's classifier, then the vectors, which count at their typical temperature.
 
-        Raises I2CLError as `i2cl.core.encoder_bias.EncoderBias.fit`.
+        Raises I2CLError as `i2cl.encoders.EncoderBias.fit`.
         """
         shown = apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
         bias = EncoderBias.fit(self.embeddings, task, shown, str(decoder.device), scale=TYPICAL_TEMPERATURE)
         injection = super().injection(decoder, task, demonstrations, seed, progress, scoring)
         settings = injection.settings | {"embeddings_c": self.embeddings.embeddings_c}
-        return replace(injection, encoder_bias=bias, settings=settings, temperature=TYPICAL_TEMPERATURE)
+        return injection.with_head(encoder=bias, temperature=TYPICAL_TEMPERATURE).with_report(
+            settings=settings
+        )
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
         """Fit an injection and predict with it, at a temperature of 1."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from i2cl.core.encoder_bias import (
+from i2cl.encoders import (
     EmbeddingsConfig,
     EncoderConfig,
     embed,

@@ -1,7 +1,6 @@
 """I2CL, and variants that change the source of the context vector or of the coefficients."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
@@ -9,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 import pydantic
 import torch
 
-from i2cl.core.calibration import calibrate, calibrate_many
+from i2cl.core.calibration import calibrate
 from i2cl.core.context import ContextVector, ExtractConfig, extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
@@ -99,11 +98,6 @@ class I2CL(InjectionMethod):
     row: ClassVar[str] = "I2CL (ours)"
 
     @property
-    def joint(self) -> bool:
-        """Whether several seeds can be calibrated in the same steps."""
-        return self.calibration.joint
-
-    @property
     def rounds(self) -> int:
         """Number of progress updates of a calibration."""
         return self.calibration.rounds
@@ -128,24 +122,12 @@ class I2CL(InjectionMethod):
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Extract, calibrate, and return a predictor that injects."""
-        (predictor,) = self.fit_many(decoder, task, [demonstrations], [seed])
-        return predictor
-
-    def fit_many(
-        self, decoder: Decoder, task: Task, demonstrations: Sequence[Examples], seeds: Sequence[int]
-    ) -> list[PromptPredictor]:
-        """Extract for each seed, then calibrate all seeds jointly."""
         scorer = LabelScorer(decoder, task)  # the intact task, also if calibration sees a corrupted one
-        pairs = zip(demonstrations, seeds, strict=True)
-        inputs = [self.prepare(decoder, task, shown, seed) for shown, seed in pairs]
-        tasks, shown, contexts = zip(*(data[:3] for data in inputs), strict=True)
-        injections = calibrate_many(decoder, tasks, shown, contexts, self.calibration, seeds=seeds)
-        predictors = []
-        for data, calibrated in zip(inputs, injections, strict=True):
-            injection = replace(calibrated, context=data.injected or calibrated.context)
-            cost = self.cost(injection, held_out=data.held_out)
-            predictors.append(PromptPredictor(scorer, edit=injection.edit(), cost=cost))
-        return predictors
+        data = self.prepare(decoder, task, demonstrations, seed)
+        calibrated = calibrate(decoder, *data[:3], self.calibration, seed=seed)
+        injection = replace(calibrated, context=data.injected or calibrated.context)
+        cost = self.cost(injection, held_out=data.held_out)
+        return PromptPredictor(scorer, edit=injection.edit(), injection=injection, cost=cost)
 
 
 @dataclass(frozen=True)
@@ -238,4 +220,6 @@ class I2CLOverICL(InjectionMethod):
             decoder, task, demonstrations, context, self.calibration, seed=seed, prompt=prompt
         )
         prefix = decoder.prefix(common_prefix_ids(scorer, pairs), edit=injection.edit())
-        return PromptPredictor(scorer, pairs, prefix, injection.edit(), self.cost(injection, prefix))
+        return PromptPredictor(
+            scorer, pairs, prefix, injection.edit(), injection, self.cost(injection, prefix)
+        )

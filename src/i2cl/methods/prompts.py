@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.core.context import require_labels
+from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost
 from i2cl.models.batching import Ids, shared_front
@@ -41,6 +42,7 @@ class PromptPredictor:
         shown: demonstrations in front of every query.
         prefix: cached keys and values of these demonstrations, or None to run them with every query.
         edit: edit of the activations.
+        injection: the injection that the edit is of, if any.
         cost: storage that it needs.
     """
 
@@ -48,6 +50,7 @@ class PromptPredictor:
     shown: Pairs = ()
     prefix: Prefix | None = None
     edit: Edit | None = None
+    injection: Injection | None = None
     cost: Cost = field(default_factory=Cost)
 
     def log_probs(

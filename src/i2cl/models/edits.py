@@ -1,14 +1,14 @@
 """Edits that read or change the outputs of a decoder's layers, and their hooks.
 
-Every hook lives inside a ``with`` block and is removed on success and on error alike
-(`torch.nn.Module.register_forward_hook`,
+`AffineEdit` is the edit of an injection. Every hook lives inside a ``with`` block and is removed on success
+and on error alike (`torch.nn.Module.register_forward_hook`,
 https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
 Source: paper, section "Context Injection", which changes the outputs of the sublayers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -142,6 +142,93 @@ class Edit:
     def output(self, layer: int, index: int, output: States, batch: Batch) -> States | None:
         """Return the replacement of ``output`` as a new tensor, or None to keep it."""
         raise NotImplementedError
+
+
+class AffineEdit(Edit):
+    """Outputs ``scale * output + shift`` instead of ``output`` at every token of a query.
+
+    The scale stays in float32 on models in lower precision, where a scale of 1.003 would round to 1.
+
+    Args:
+        shift: added to the output of each sublayer; with ``rows`` one for each task. Gradients flow to it and
+            to ``scale`` if enabled.
+        scale: factor of the output of each sublayer.
+        site: hook points; with ``"hidden"`` the sites axis has length 1.
+        rows: index of each query's task; None if all queries share one.
+    """
+
+    site: Site
+    everywhere = True
+
+    def __init__(
+        self,
+        shift: Float[Tensor, "*tasks layers sites d"],
+        scale: Float[Tensor, "*tasks layers sites"],
+        site: Site = "writers",
+        rows: Int[Tensor, " queries"] | None = None,
+    ) -> None:
+        self.shift = shift
+        self.scale = scale
+        self.site = site
+        self.rows = rows
+        # Unbound once: indexing at every hook point would allocate a full-size gradient each time.
+        self._shifts = [layer.unbind(-2) for layer in shift.unbind(-3)]
+        self._scales = [layer.unbind(-1) for layer in scale.unbind(-2)]
+        self._constants: dict[tuple[int, int, torch.device, torch.dtype], tuple[Tensor, float]] = {}
+        self._batch: Batch | None = None  # the batch of `_owners`
+        self._owners = torch.empty(0, dtype=torch.long)
+
+    @classmethod
+    def linear(
+        cls,
+        values: Float[Tensor, "layers sites d"],
+        coefficients: Float[Tensor, "layers sites 2"],
+        site: Site = "writers",
+    ) -> "AffineEdit":
+        """Return the edit ``lambda * v + beta * output`` of the paper, with (lambda, beta) for each site."""
+        strength, scale = coefficients.unbind(-1)
+        return cls(strength[..., None] * values, scale, site)
+
+    def output(self, layer: int, index: int, output: States, batch: Batch | None = None) -> States:
+        """Return the edited output. ``batch`` is needed if rows belong to different tasks."""
+        if self.rows is None and not self.scale.requires_grad:
+            constant, factor = self._constant(layer, index, output)
+            return torch.add(constant, output, alpha=factor).to(output.dtype)  # the only cost of an injection
+        shift, scale = self._shifts[layer][index], self._scales[layer][index]
+        if self.rows is not None and batch is not None:
+            owners, across = self._owners_of(self.rows, batch), 0 if batch.packed else 1
+            shift = shift.index_select(0, owners).unsqueeze(across)
+            scale = scale.index_select(0, owners)[:, None].unsqueeze(across)
+        mixed: Tensor = torch.addcmul(shift.to(output.device), scale.to(output.device), output)
+        return mixed.to(output.dtype)
+
+    def _constant(self, layer: int, index: int, output: Tensor) -> tuple[Float[Tensor, " d"], float]:
+        """Return shift and scale on the output's device, cached unless the shift is trained."""
+        key = layer, index, output.device, output.dtype
+        if (constant := self._constants.get(key)) is not None:
+            return constant
+        dtype = output.dtype if _keeps_alpha(output.device, output.dtype) else torch.float32
+        constant = self._shifts[layer][index].to(output.device, dtype), self._scales[layer][index].item()
+        if not self.shift.requires_grad:  # do not keep a graph beyond its pass
+            self._constants[key] = constant
+        return constant
+
+    def _owners_of(self, rows: Int[Tensor, " queries"], batch: Batch) -> Int[Tensor, " owners"]:
+        """Return the task of each row, or of each token of a packed batch."""
+        if self._batch is not batch:
+            owners = rows[list(batch.rows)]
+            if batch.packed:
+                end = batch.first.new_tensor([batch.input_ids.shape[1]])
+                owners = owners.repeat_interleave(torch.diff(batch.first, append=end))
+            self._batch, self._owners = batch, owners
+        return self._owners
+
+
+@cache
+def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether ``torch.add`` uses alpha unrounded; CPU kernels round it to lower precisions."""
+    one = torch.ones(1, device=device, dtype=dtype)
+    return bool(torch.add(-one, one, alpha=1.0001) != 0)
 
 
 class Keep(Edit):

@@ -81,18 +81,18 @@ class LabelLikelihood:
         self,
         decoder: Decoder,
         queries: Sequence[Ids],
-        labels: Sequence[LabelTokens],
+        labels: LabelTokens,
         gold: Sequence[int],
         *,
         among_labels: bool,
     ) -> None:
-        if not among_labels and any(tokens.words for tokens in labels):
+        if not among_labels and labels.words:
             raise I2CLError("scoring='words' compares labels with each other: set loss='labels' as well")
-        if among_labels and any(tokens.full for tokens in labels):
+        if among_labels and labels.full:
             raise I2CLError("loss='labels' cannot score full sequences: use scoring='words'")
         self.decoder, self.labels, self.gold = decoder, labels, gold
         self.queries, self.among_labels = queries, among_labels
-        self.targets = [tokens.target(right) for tokens, right in zip(labels, gold, strict=True)]
+        self.targets = [labels.target(right) for right in gold]
         self.lengths = [len(ids) + len(end) - 1 for ids, end in zip(queries, self.targets, strict=True)]
 
     def __call__(
@@ -121,7 +121,7 @@ class LabelLikelihood:
     ) -> Float[Tensor, " rows"]:
         """Run a batch and return its log-probabilities, in nats; gradients flow if enabled."""
         if self.among_labels:
-            labels, gold = [self.labels[row] for row in rows], [self.gold[row] for row in rows]
+            labels, gold = [self.labels] * len(rows), [self.gold[row] for row in rows]
             return label_log_probabilities(self.decoder, batch, labels, gold, edit, prefix)
         targets = [self.targets[row] for row in rows]
         return sequence_log_probabilities(self.decoder, batch, targets, edit, prefix)
@@ -129,24 +129,24 @@ class LabelLikelihood:
 
 def train(
     parameters: Sequence[torch.nn.Parameter],
-    loss: Callable[[Sequence[int]], Float[Tensor, " runs"]],
+    loss: Callable[[Sequence[int]], Float[Tensor, ""]],
     batches: Sequence[Sequence[int]],
     config: TrainConfig,
     progress: StepProgress | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[tuple[float, ...], ...]:
-    """Take one AdamW step per batch, for one run or for several that share steps but no parameters.
+) -> tuple[float, ...]:
+    """Take one AdamW step per batch.
 
     Args:
         parameters: what is trained.
-        loss: returns each run's mean loss, in nats, of the demonstrations with the given indices.
+        loss: returns the mean loss of the demonstrations with the given indices, in nats.
         batches: demonstration indices of every step.
         config: learning rates and number of epochs.
         progress: called every `PROGRESS_STEPS` steps and at the end of each epoch.
         dtype: of the model, for loss scaling in float16 (`Backward`).
 
     Returns:
-        The mean loss of each epoch, for each run.
+        The mean loss of each epoch.
 
     Raises:
         I2CLError: if the loss or the parameters are not finite.
@@ -155,14 +155,14 @@ def train(
     backward, steps = Backward(parameters, dtype), len(batches)
     per_epoch = max(1, steps // max(1, config.epochs))
     losses: list[Tensor] = []
-    means: list[Tensor] = []
+    means: list[float] = []
     for step, chosen in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step, steps)
         with torch.enable_grad():
             value = loss(chosen)
             optimizer.zero_grad()
-            backward(value.sum())
+            backward(value)
         optimizer.step()
         losses.append(value.detach())
         ends = len(losses) == per_epoch or step == steps - 1
@@ -170,21 +170,19 @@ def train(
             continue
         mean = _finite_mean(losses, step)
         if progress is not None:
-            progress(step + 1, steps, mean.mean().item())
+            progress(step + 1, steps, mean)
         if ends:
             means.append(mean)
             losses.clear()
     if not all(parameter.isfinite().all() for parameter in parameters):
         raise I2CLError(f"trained parameters are not finite after {steps} steps: {_HINT}")
-    return tuple(map(tuple, torch.stack(means, -1).tolist())) if means else ()
+    return tuple(means)
 
 
-def _finite_mean(losses: Sequence[Tensor], step: int) -> Tensor:
-    mean = torch.stack(list(losses)).mean(0)
-    if not mean.isfinite().all():
-        bad = (~mean.isfinite()).nonzero()[:, 0].tolist() if mean.dim() else []
-        which = f" of run {bad[0] + 1} of {len(mean)}" if len(bad) and len(mean) > 1 else ""
-        raise I2CLError(f"the training loss{which} became {mean.max().item()} by step {step + 1}: {_HINT}")
+def _finite_mean(losses: Sequence[Tensor], step: int) -> float:
+    mean = torch.stack(list(losses)).mean().item()
+    if not math.isfinite(mean):
+        raise I2CLError(f"the training loss became {mean} by step {step + 1}: {_HINT}")
     return mean
 
 
@@ -240,7 +238,7 @@ def minimize(
             away = [(one - start).square().sum() for one, start in zip(parameters, starts, strict=True)]
             held = pull * torch.stack(away).sum()
             held.backward()
-        history.append(_finite_mean([total], len(history)).item())
+        history.append(_finite_mean([total], len(history)))
         value = total + held.detach()
         if value.item() < best[0]:
             best = value.item(), [parameter.detach().clone() for parameter in parameters]

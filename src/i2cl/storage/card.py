@@ -31,7 +31,7 @@ BATCH_METHOD_NOTE = (
 MIN_IMBALANCE = 1.5  # recall per label is reported from this ratio of the largest to the smallest class
 MAX_RECALLS = 20  # labels whose recall is reported, lowest first
 
-# Rows that `Injection.worth` was measured on, by its split.
+# Rows that `Injection.evaluation` was measured on, by its split.
 EVALUATION_ROWS = {
     "test": "test rows",
     "train": "training rows that are not demonstrations",
@@ -50,7 +50,7 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     """
     base, task, command = description["base_model"], description["task"], description.get("command")
     base_name = public_name(base["name"])
-    anchored = description["calibration"].get("method") == "anchored"
+    anchored = description["settings"].get("method") == "anchored"
     content = "a vector" if anchored else "a context vector and two coefficients"
     method = f"{PAPER} (ICLR 2025)"
     if anchored:
@@ -152,7 +152,7 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
             task_type=TASK_TYPE,
             dataset_type=task["name"],
             dataset_name=task["title"] or task["name"],
-            dataset_split=description.get("worth", {}).get("split", "test"),
+            dataset_split=description.get("evaluation", {}).get("split", "test"),
             metric_type=kind,
             metric_name=metric_name,
             metric_value=round(metrics[key], 4),
@@ -173,7 +173,7 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
 
 def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield paragraphs on the demonstrations, the loss and the optional parts of a fit."""
-    losses = description["loss"]
+    losses = description["history"]
     loss = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats" if losses else "coefficients not calibrated"
     yield (
         f"Fitted on {description['demonstrations']} demonstrations, whose texts are not part of this "
@@ -194,7 +194,7 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
             f"{description['temperature']:g}. This does not change predicted labels."
         )
     if "label_bias" in description:
-        prior = description["calibration"].get("label_prior")
+        prior = description["settings"].get("label_prior")
         details = f" {_escape(describe_prior(description['task']['labels'], prior))}" if prior else ""
         yield f"`label_bias` is added to the log-probabilities over the labels.{details}"
 
@@ -220,23 +220,25 @@ def describe_confidence(temperature: float, scores: Mapping[str, float]) -> str:
     return f"temperature {temperature:.2f} (fitted on these rows), {numbers}"
 
 
-def describe_recall(worth: Mapping[str, Any]) -> str:
+def describe_recall(evaluation: Mapping[str, Any]) -> str:
     """Describe recall per label, lowest first; empty if classes are about equally frequent."""
-    support = {label: rows for label, rows in worth["support"].items() if rows}
+    support = {label: rows for label, rows in evaluation["support"].items() if rows}
     if not support or max(support.values()) < MIN_IMBALANCE * min(support.values()):
         return ""
-    lowest = sorted(support, key=lambda label: worth["recall"][label])[:MAX_RECALLS]
-    listed = ", ".join(f"{label} {worth['recall'][label]:.2f} ({support[label]} rows)" for label in lowest)
+    lowest = sorted(support, key=lambda label: evaluation["recall"][label])[:MAX_RECALLS]
+    listed = ", ".join(
+        f"{label} {evaluation['recall'][label]:.2f} ({support[label]} rows)" for label in lowest
+    )
     more = f" and {len(support) - MAX_RECALLS} more labels" if len(support) > MAX_RECALLS else ""
     return f"Recall per label: {listed}{more}"
 
 
-def _confusion(worth: Mapping[str, Any]) -> str:
+def _confusion(evaluation: Mapping[str, Any]) -> str:
     """Return the confusion matrix as a Markdown table: true labels in rows, predicted labels in columns."""
-    labels = [_escape(label) for label in worth["support"]]
+    labels = [_escape(label) for label in evaluation["support"]]
     lines = ["| true \\ predicted |" + "".join(f" {label} |" for label in labels)]
     lines += ["|---|" + "---:|" * len(labels)]
-    for label, counts in zip(labels, worth["confusion"], strict=True):
+    for label, counts in zip(labels, evaluation["confusion"], strict=True):
         lines.append(f"| {label} |" + "".join(f" {count} |" for count in counts))
     return "\n".join(lines)
 
@@ -259,17 +261,17 @@ def describe_threshold(selection: Mapping[str, Any]) -> str:
 
 def _results(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield paragraphs with the verdict, the compared methods and the metrics."""
-    metrics, worth = description.get("metrics", {}), description.get("worth", {})
+    metrics, evaluation = description.get("metrics", {}), description.get("evaluation", {})
     figures = [f"{name} {metrics[key]:.3f}" for key, (_, name) in METRICS.items() if key in metrics]
-    rows = f" on {metrics['n']} {EVALUATION_ROWS[worth.get('split', 'test')]}" if "n" in metrics else ""
+    rows = f" on {metrics['n']} {EVALUATION_ROWS[evaluation.get('split', 'test')]}" if "n" in metrics else ""
     if figures:
         yield f"{', '.join(figures)}{rows}."
-    if not worth:
+    if not evaluation:
         if not metrics:
             yield "Not evaluated (`i2cl fit` evaluates if there are held-out or test rows)."
         return
-    yield f"Verdict: {worth['verdict']}."
-    yield f"Accuracy on {worth['rows']} {EVALUATION_ROWS[worth['split']]}:"
+    yield f"Verdict: {evaluation['verdict']}."
+    yield f"Accuracy on {evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}:"
     ms = "milliseconds_per_query"  # not measured by a server, which does other work at the same time
     lines = ["| method | accuracy | 95 % interval | macro-F1 | fit s | ms/query | bytes |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
@@ -277,19 +279,22 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
         f"| {name} | {result['accuracy']:.3f} | {result['low']:.3f} to {result['high']:.3f} "
         f"| {result['macro_f1']:.3f} | {result['fit_seconds']:.1f} "
         f"| {f'{result[ms]:.2f}' if ms in result else ''} | {result['cached_bytes']} |"
-        for name, result in worth["methods"].items()
+        for name, result in evaluation["methods"].items()
     ]
-    lines += [f"| {name} | not run: {_escape(why)} | | | | | |" for name, why in worth["not_run"].items()]
+    lines += [
+        f"| {name} | not run: {_escape(why)} | | | | | |" for name, why in evaluation["not_run"].items()
+    ]
     yield "\n".join(lines)
-    if any("batch_calibration" in name for name in worth["methods"]):
+    if any("batch_calibration" in name for name in evaluation["methods"]):
         yield BATCH_METHOD_NOTE
-    if recall := describe_recall(worth):
+    if recall := describe_recall(evaluation):
         yield f"{recall}."
-    if len(worth["support"]) <= MAX_RECALLS:
-        yield f"Confusion matrix:\n\n{_confusion(worth)}"
-    yield f"Calibration: {describe_confidence(description.get('temperature', 1.0), worth['confidence'])}."
-    if worth.get("selection"):
-        yield f"Confidence threshold: {describe_threshold(worth['selection'])}."
+    if len(evaluation["support"]) <= MAX_RECALLS:
+        yield f"Confusion matrix:\n\n{_confusion(evaluation)}"
+    temperature = description.get("temperature", 1.0)
+    yield f"Calibration: {describe_confidence(temperature, evaluation['confidence'])}."
+    if evaluation.get("selection"):
+        yield f"Confidence threshold: {describe_threshold(evaluation['selection'])}."
 
 
 def _escape(text: str) -> str:

@@ -17,7 +17,7 @@ def make_injection(decoder, number, **fields):
     """Return a random injection of one of three tasks, a different one for each number."""
     task = TASKS[number % len(TASKS)]
     if number % 4 == 1:
-        fields |= {"label_bias": tuple(0.5 * place for place in range(len(task.labels)))}
+        fields |= {"bias": tuple(0.5 * place for place in range(len(task.labels)))}
     return random_injection(decoder, task, number, fields=fields)
 
 

@@ -45,7 +45,7 @@ def test_fit_uses_the_encoder_of_the_server(open_service, make_client, task, wor
     until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["status"] == "done")
     injection = service.tasks.injection(service.tasks.entry("both").digest)
     assert injection.encoder_bias.encoder == client.get("/v1/tasks/both").json()["encoder"] == "words"
-    assert NAME in injection.worth["methods"]
+    assert NAME in injection.evaluation["methods"]
     service.tasks.put("plain", make_injection(service.decoder, 0))
     expected = injection.log_probs(service.decoder, TEXTS).softmax(-1).tolist()
     for actual, wanted in zip(answers(client, "both"), expected, strict=True):

@@ -64,8 +64,8 @@ def test_fit_publishes_its_steps_and_creates_a_task(service, task):
     assert job.status == "done", job.events[-1]
     last = job.events[-1]
     assert last["digest"] == service.tasks.entry("films").digest
-    assert last["worth"]["methods"].keys() >= {"zero_shot", "few_shot", "anchored"}
-    assert not any("milliseconds_per_query" in one for one in last["worth"]["methods"].values())
+    assert last["evaluation"]["methods"].keys() >= {"zero_shot", "few_shot", "anchored"}
+    assert not any("milliseconds_per_query" in one for one in last["evaluation"]["methods"].values())
     assert last["tokens"]["few_shot"] > last["tokens"]["task"]
     until(lambda: not list(job.folder.glob("input.*")))
     assert service.tasks.injection(last["digest"]).task.labels == tuple(sorted(task.labels))
@@ -245,7 +245,7 @@ def test_persisted_events_survive_a_restart(open_service, task):
 def test_cross_validated_fit_stores_no_timings(service, task):
     job = run_fit(service, replace(task, train=task.train[:4]))
     assert job.status == "done", job.events[-1]
-    methods = service.tasks.injection(job.events[-1]["digest"]).worth["methods"]
+    methods = service.tasks.injection(job.events[-1]["digest"]).evaluation["methods"]
     assert methods.keys() >= {"zero_shot", "anchored"}
     assert not any("milliseconds_per_query" in one for one in methods.values())
     card = (service.tasks._artefacts / job.events[-1]["digest"] / "README.md").read_text()

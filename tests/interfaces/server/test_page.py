@@ -158,11 +158,11 @@ def test_a_task_is_created_tried_and_evaluated_by_keyboard(open_page, url):
     assert listed.keys() == {"blue", "green", "red", "yellow"}
     assert sum(map(float, listed.values())) == pytest.approx(1, abs=5e-3)
     assert listed["blue"] == rows[0][2] == max(listed.values())
-    worth = [row.split("\t") for row in page.inner_text("#worth table").splitlines()]
-    scores = {row[0]: dict(zip(worth[0], row, strict=True)) for row in worth[1:]}
+    evaluation = [row.split("\t") for row in page.inner_text("#evaluation table").splitlines()]
+    scores = {row[0]: dict(zip(evaluation[0], row, strict=True)) for row in evaluation[1:]}
     assert scores.keys() >= {"Zero-shot", "Zero-shot, calibrated", "Few-shot", "This task"}
-    assert re.fullmatch(r"Accuracy on \d+ rows", worth[0][1])
-    assert "%" in scores["This task"][worth[0][1]]
+    assert re.fullmatch(r"Accuracy on \d+ rows", evaluation[0][1])
+    assert "%" in scores["This task"][evaluation[0][1]]
     assert int(scores["Few-shot"]["Tokens read"]) > int(scores["This task"]["Tokens read"]) > 0
     tab_to("[data-call=Python]")
     keys.press("Enter")
@@ -314,7 +314,7 @@ def test_a_file_with_its_own_columns_and_a_test_file_is_fitted(open_page, url):
     page.click("#begin")
     expect_text(page, "#state", "Task my tickets is ready, fitted on 2 examples")
     expect_text(page, "#counted", "^2 rows, 1 test rows")
-    expect_text(page, "#worth", "Accuracy on 1 rows")
+    expect_text(page, "#evaluation", "Accuracy on 1 rows")
     assert Client(url).tasks()[-1]["labels"] == ["billing", "bug"]
     Client(url).delete("my tickets")
 
@@ -442,7 +442,7 @@ def task_json(labels, methods):
         "recall": {label: None if label == labels[0] else 0.5 for label in labels},
         "confusion": [[7 if row == column else 3 for column in labels] for row in labels],
     }
-    return {"digest": "d", "labels": labels, "demonstrations": 24, "worth": scores}
+    return {"digest": "d", "labels": labels, "demonstrations": 24, "evaluation": scores}
 
 
 def mock_task(page, labels, methods):
@@ -459,8 +459,8 @@ def mock_task(page, labels, methods):
 def test_evaluation_shows_every_method_macro_f1_and_the_confusion_matrix(open_page):
     page = open_page()
     mock_task(page, MANY, ["majority_class", "zero_shot", "some_baseline", "anchored"])
-    expect_text(page, "#worth", "Majority class")
-    head, *rows = [row.split("\t") for row in page.inner_text("#worth table").splitlines()]
+    expect_text(page, "#evaluation", "Majority class")
+    head, *rows = [row.split("\t") for row in page.inner_text("#evaluation table").splitlines()]
     assert head == ["Method", "Accuracy on 120 rows", "95\u00a0% interval", "Macro-F1"]
     assert [row[0] for row in rows] == ["Majority class", "Zero-shot", "some baseline", "This task"]
     assert page.locator("#confusion").is_hidden()
@@ -472,7 +472,7 @@ def test_evaluation_shows_every_method_macro_f1_and_the_confusion_matrix(open_pa
     check_accessible(page)
 
 
-CUT = """() => [...document.querySelectorAll("#answers *, #worth *")].filter((node) =>
+CUT = """() => [...document.querySelectorAll("#answers *, #evaluation *")].filter((node) =>
   node.getBoundingClientRect().right > document.documentElement.clientWidth && node.closest("thead") === null)
   .map((node) => node.textContent)"""
 

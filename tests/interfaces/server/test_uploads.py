@@ -6,7 +6,6 @@ import tarfile
 import threading
 import tracemalloc
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -166,11 +165,11 @@ TENSORS_REFUSED = {
     "int": fill("context_vector", 1, torch.int64),
 }
 TOLD_REFUSED = {
-    "loss nan": {"loss": [float("nan")]},
-    "settings inf": {"calibration": {"steps": float("inf")}},
-    "worth": {"worth": {"a": 1}},
+    "history nan": {"history": [float("nan")]},
+    "settings inf": {"settings": {"steps": float("inf")}},
+    "evaluation": {"evaluation": {"a": 1}},
     "labels": {"task": {"name": "a", "labels": [f"l{at}" for at in range(MAX_LABELS + 1)]}},
-    "bias": {"format_version": 3, "label_bias": [1e308, 0.0]},
+    "bias": {"label_bias": [1e308, 0.0]},
 }
 
 
@@ -190,9 +189,9 @@ def test_artefacts_with_invalid_values_are_refused(client, service, files, kind)
 
 
 def test_overflowing_word_weights_are_refused(service, files):
-    plain = replace(unpack(tar(files)), scoring="words")
+    plain = unpack(tar(files)).with_head(scoring="words")
     for size in (1.0, 3e37):
-        heavy = replace(plain, word_weights=torch.full((3, 2), size))
+        heavy = plain.with_head(word_weights=torch.full((3, 2), size))
         with nullcontext() if size == 1 else pytest.raises(RefusalError, match="overflow in this model"):
             require_finite_in_use(heavy, service.decoder)
 

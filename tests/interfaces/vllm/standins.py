@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fitting import random_injection
-from i2cl.core.edits import LinearEdit
 from i2cl.interfaces.vllm import frontend, prompts
 from i2cl.interfaces.vllm.engine import LOAD
 from i2cl.interfaces.vllm.slots import DIGEST, Packed
+from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import next_token_log_probabilities
 
 
@@ -151,8 +151,8 @@ class LLM:
         frontend.TASKS.admit(asked)
         assert asked.extra_args["i2cl"].isidentifier()  # a name again, which any channel carries
         rows, scales = self.held[asked.extra_args[DIGEST]].tensors(self.decoder.d_model)
-        pairs = torch.stack([torch.ones_like(scales), scales], -1).view(self.decoder.layers, 2, 2)
-        edit = LinearEdit(rows.view(self.decoder.layers, 2, -1), pairs)
+        layers = self.decoder.layers
+        edit = AffineEdit(rows.view(layers, 2, -1), scales.view(layers, 2))
         own = [] if asked.prompt_logprobs is None else [ids[:end] for end in range(1, len(ids))]
         *before, message = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
         assert len(asked.logprob_token_ids) <= prompts.MAX_LABEL_TOKENS

@@ -33,8 +33,10 @@ TEXTS = ("this film", "nobody expected the river to rise", "good")
 def test_mixed_tasks_match_the_library_scores(llm, base, task, caching):
     llm.llm_engine.vllm_config.cache_config.enable_prefix_caching = caching
     one, other = (injection_for(base, task, seed) for seed in (0, 1))
-    whole = replace(other, task=replace(task, labels=("best film yet", "best film ever")), scoring="sequence")
-    other = replace(other, label_bias=(0.5, -0.5), temperature=1.75)
+    whole = replace(other, task=replace(task, labels=("best film yet", "best film ever"))).with_head(
+        scoring="sequence"
+    )
+    other = other.with_head(bias=(0.5, -0.5), temperature=1.75)
     words = weighted(base, whole)
     held = {"one": one, "other": other, "whole": whole, "words": words}
     for name, injection in held.items():

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -237,7 +236,7 @@ async def test_versions_with_different_priors_have_different_digests(app, base, 
     engine.go.set()
     probabilities, digests = [], []
     for prior in ((0.5, -0.5), (-0.5, 0.5)):
-        injection = replace(injection_for(base, task, 0), label_bias=prior)
+        injection = injection_for(base, task, 0).with_head(bias=prior)
         injection.save_pretrained(tmp_path / "mood")
         body = {"name": "mood", "artefact": str(tmp_path / "mood")}
         described = (await call(app, "POST", "/v1/i2cl/tasks", body))[1]

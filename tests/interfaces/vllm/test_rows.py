@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fitting import one_line
-from i2cl.core.edits import LinearEdit
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.model import Hooked, find_writers
 from i2cl.interfaces.vllm.slots import PLAIN, Packed
 from i2cl.interfaces.vllm.tables import RowsV2, forward_v1
+from i2cl.models.edits import AffineEdit
 
 from .standins import Linear, Llama, batch_v2, params, runner_v1, vllm_config
 
@@ -113,7 +113,7 @@ def test_each_token_is_edited_like_in_the_library(model):
             result, bias = writer(states)
             assert bias is None
             for rows, seed in ((slice(0, 2), 10), (slice(3, 6), 11)):
-                wanted = LinearEdit(*edit(seed)).injected(layer, index, plain[None, rows])[0]
+                wanted = AffineEdit.linear(*edit(seed)).output(layer, index, plain[None, rows])[0]
                 torch.testing.assert_close(result[rows], wanted)
             assert torch.equal(result[2], plain[2])
             assert torch.equal(result[6:], plain[6:])

@@ -7,7 +7,7 @@ statistics are in `i2cl.experiments.evidence.verdicts`.
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from random import Random
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool
 
-from i2cl.core import encoder_bias
+from i2cl import encoders
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import confidence, highest
@@ -77,7 +77,7 @@ class Score:
 
 @dataclass(frozen=True)
 class FitEvaluation(Verdict):
-    """Evaluation of a fit and of baselines on held-out rows. `Injection.worth` holds it as JSON.
+    """Evaluation of a fit and of baselines on held-out rows. `Injection.evaluation` holds it as JSON.
 
     Attributes:
         rows: number of rows.
@@ -176,7 +176,7 @@ def plan_evaluation(
 def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...]:
     """Draw up to ``limit`` rows with the same label frequencies, in their order.
 
-    Every label with rows keeps at least one, so many labels can exceed ``limit``.
+    Every label with rows keeps at least one: with more labels than ``limit``, there are more rows.
     """
     if len(rows) <= limit:
         return tuple(rows)
@@ -195,7 +195,7 @@ def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...
 
 def baselines() -> list[Method]:
     """Return `BASELINES`, and sentence embeddings if their encoder is available without a download."""
-    encoder, rival = encoder_bias.local_encoder(), METHODS["sentence_embeddings"]
+    encoder, rival = encoders.local_encoder(), METHODS["sentence_embeddings"]
     return make_methods(BASELINES) + ([rival.configured({"encoder": encoder})] if encoder else [])
 
 
@@ -356,16 +356,17 @@ def _with_evaluation(
         confidence=asdict(confidence(tempered, gold, predictions)),
         selection=selection(highest(tempered), correct, target) if target is not None else {},
     )
-    injection = replace(injection, temperature=temperature, worth=asdict(evaluation))
+    injection = injection.with_head(temperature=temperature).with_report(evaluation=asdict(evaluation))
     if plan.folds or plan.missing:  # the model card publishes only accuracies of this fit on every label
         return injection
-    return replace(injection, metrics={"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n})
+    measured = {"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n}
+    return injection.with_report(metrics=measured)
 
 
 def _advice(method: Method, rival: str) -> str:
     """Return what to do if a rival is more accurate than the fit."""
     if rival == "sentence_embeddings" and method.name == Anchored.name:
-        return f"use it, or combine both with --set encoder={encoder_bias.local_encoder()}"
+        return f"use it, or combine both with --set encoder={encoders.local_encoder()}"
     if rival == "majority_class":
         return "give more rows of the rarer labels"
     return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"

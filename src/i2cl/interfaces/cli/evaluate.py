@@ -155,7 +155,7 @@ def demo(
     Takes about a minute; with --real, a few minutes.
     """
     load.libraries()
-    from i2cl.core.encoder_bias import local_encoder
+    from i2cl.encoders import local_encoder
     from i2cl.experiments.evaluation import sweep
     from i2cl.methods import make_methods
     from i2cl.models.loading import REFERENCE, SMOLLM2

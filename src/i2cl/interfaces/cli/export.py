@@ -81,7 +81,7 @@ def export(
 
     injection = Injection.from_pretrained(artefact)
     if form.drop_prior:
-        injection = replace(without_label_prior(injection), temperature=injection.temperature)
+        injection = without_label_prior(injection).with_head(temperature=injection.temperature)
     name, task = model or injection.base.name, injection.task.name
     loading = load.of_artefact(loading, injection, model)
     load.quiet()

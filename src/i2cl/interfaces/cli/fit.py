@@ -311,7 +311,7 @@ def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
 
 def _method_of(way: MethodOptions) -> "Injector":
     """Return the method. Raises I2CLError for a missing encoder, before the model is loaded."""
-    from i2cl.core import encoder_bias
+    from i2cl import encoders
     from i2cl.methods import calibrating_method
     from i2cl.methods.anchored import AnchoredWithEmbeddings
 
@@ -319,7 +319,7 @@ def _method_of(way: MethodOptions) -> "Injector":
     named = {name: str(value) for name, value in given.items() if value is not None}
     chosen = calibrating_method(way.method, load.options(way.settings) | named, way.recipe)
     if isinstance(chosen, AnchoredWithEmbeddings):
-        encoder_bias.encoder_source(chosen.embeddings.encoder)
+        encoders.encoder_source(chosen.embeddings.encoder)
     return chosen
 
 
@@ -347,7 +347,7 @@ def _show_fit(
         record |= {"fit_seconds": seconds, "cached_values": kept(injection).cached_values}
         record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
         record |= {"temperature": injection.temperature, "metrics": injection.metrics}
-        console.print_json(record | {"worth": injection.worth or None})
+        console.print_json(record | {"evaluation": injection.evaluation or None})
         return
     summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     what = f"{injection.task.name} by {method}, {count} demonstrations"
@@ -358,45 +358,49 @@ def _show_fit(
     if injection.label_bias is not None:
         console.say(f"Label prior: {describe_prior(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     threshold = ""
-    if injection.worth:
-        _show_evaluation(injection.worth)
-        chosen = describe_confidence(injection.temperature, injection.worth["confidence"])
+    if injection.evaluation:
+        _show_evaluation(injection.evaluation)
+        chosen = describe_confidence(injection.temperature, injection.evaluation["confidence"])
         console.say(f"Calibration: {chosen}.")
-        if summary := injection.worth["selection"]:
+        if summary := injection.evaluation["selection"]:
             console.say(f"Confidence threshold: {describe_threshold(summary)}.")
             threshold = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
     elif plan.reason:
         console.say(f"Not evaluated: {plan.reason}, or give rows with --test FILE.")
-    if not injection.worth and injection.temperature != 1:
+    if not injection.evaluation and injection.temperature != 1:
         console.say(
             f"Calibration: temperature {injection.temperature:g} (typical of such fits, not measured)."
         )
     console.say(f"Next: i2cl predict {shlex.quote(str(output))} FILE{threshold}")
 
 
-def _show_evaluation(worth: Mapping[str, Any]) -> None:
-    from i2cl.core import encoder_bias
+def _show_evaluation(evaluation: Mapping[str, Any]) -> None:
+    from i2cl import encoders
     from i2cl.storage.card import BATCH_METHOD_NOTE, EVALUATION_ROWS, describe_recall
 
     rows: list[Mapping[str, object]] = [
         {"method": name, ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
         | {"macro-F1": f"{one['macro_f1']:.3f}", "fit s": f"{one['fit_seconds']:.1f}"}
         | {"ms/query": f"{one['milliseconds_per_query']:.2f}", "bytes": one["cached_bytes"]}
-        for name, one in worth["methods"].items()
+        for name, one in evaluation["methods"].items()
     ]
-    rows += [dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in worth["not_run"]]
-    console.say(f"\nAccuracy with 95 % interval on {worth['rows']} {EVALUATION_ROWS[worth['split']]}:")
+    rows += [
+        dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in evaluation["not_run"]
+    ]
+    console.say(
+        f"\nAccuracy with 95 % interval on {evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}:"
+    )
     console.print_table("", rows)
-    for name, why in worth["not_run"].items():
+    for name, why in evaluation["not_run"].items():
         console.say(f"{name} was not run: {why}.")
-    if any("batch_calibration" in name for name in worth["methods"]):
+    if any("batch_calibration" in name for name in evaluation["methods"]):
         console.say(BATCH_METHOD_NOTE)
-    if {"anchored", "sentence_embeddings"} <= worth["methods"].keys():
-        encoder = encoder_bias.local_encoder()
+    if {"anchored", "sentence_embeddings"} <= evaluation["methods"].keys():
+        encoder = encoders.local_encoder()
         console.say(f"To combine anchored and sentence_embeddings, refit with --set encoder={encoder}.")
-    if recall := describe_recall(worth):
+    if recall := describe_recall(evaluation):
         console.say(f"{recall}.")
-    console.say(f"\nVerdict: {worth['verdict']}.")
+    console.say(f"\nVerdict: {evaluation['verdict']}.")
 
 
 def _public(value: object) -> str:

@@ -139,7 +139,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         )
         options = FitRequest(method, request.seed)
         injection = fit_task(decoder, task, demonstrations, options, plan, observer, observer.clock)
-        return (_without_timings(injection) if injection.worth else injection), demonstrations
+        return (_without_timings(injection) if injection.evaluation else injection), demonstrations
 
     injection, demonstrations = batcher.run(work).result()
     entry = tasks.put(request.name, injection)
@@ -149,7 +149,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         "labels": list(entry.labels),
         "demonstrations": len(demonstrations),
         "history": list(injection.history),
-        "worth": injection.worth or None,
+        "evaluation": injection.evaluation or None,
         "tokens": _tokens_per_text(decoder, task, demonstrations),
     }
 
@@ -231,9 +231,9 @@ def _without_timings(injection: Injection) -> Injection:
     """Drop the time per text from the evaluation: it was measured in short passes between other requests."""
     methods = {
         name: {key: value for key, value in score.items() if key != "milliseconds_per_query"}
-        for name, score in injection.worth["methods"].items()
+        for name, score in injection.evaluation["methods"].items()
     }
-    return replace(injection, worth=injection.worth | {"methods": methods})
+    return injection.with_report(evaluation=injection.evaluation | {"methods": methods})
 
 
 def _method(request: FitJob, tasks: TaskStore) -> Injector:

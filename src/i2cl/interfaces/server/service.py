@@ -12,7 +12,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from starlette.responses import Response
 
-from i2cl.core import encoder_bias
+from i2cl import encoders as sentence_encoders
 from i2cl.injections.pool import InjectionPool, RowScores, TaskQuery
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.batcher import Batcher
@@ -79,10 +79,10 @@ class Service:
             I2CLError: if an encoder is missing, the folder cannot be used, or another process writes to it.
         """
         if encoders is None:
-            enabled = [name for name in [encoder_bias.local_encoder()] if name]
+            enabled = [name for name in [sentence_encoders.local_encoder()] if name]
         else:
-            enabled = [encoder_bias.absolute(name) for name in encoders]
-            encoder_bias.require_encoders(enabled, str(decoder.device))
+            enabled = [sentence_encoders.absolute(name) for name in encoders]
+            sentence_encoders.require_encoders(enabled, str(decoder.device))
         self.decoder, self.base, self.learned_only = decoder, decoder.name, learned_only
         self.metrics = Metrics()
         self._resources = ExitStack()

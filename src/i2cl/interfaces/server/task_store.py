@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Literal
 
 from i2cl.core.artefact import DESCRIPTION, FILES
-from i2cl.core.encoder_bias import absolute
 from i2cl.core.injection import Injection
+from i2cl.encoders import absolute
 from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.injections.pool import InjectionPool, LoadedTask, TaskQuery
 from i2cl.interfaces.server.database import Database
@@ -194,12 +194,12 @@ class TaskStore:
 
     def _with_encoder(self, injection: Injection) -> Injection:
         """Use the enabled encoder whose vectors equal those of the fit: its path may differ by machine."""
-        bias, device = injection.encoder_bias, str(self.pool.decoder.device)
+        bias, device = injection.head.encoder, str(self.pool.decoder.device)
         if bias is None or absolute(bias.encoder) in self.encoders:
             return injection
         for name in self.encoders:
             if bias.is_of(name, device):
-                return replace(injection, encoder_bias=replace(bias, encoder=name))
+                return injection.with_head(encoder=replace(bias, encoder=name))
         self.require_encoder(bias.encoder)
         return injection
 

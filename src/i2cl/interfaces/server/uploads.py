@@ -33,9 +33,9 @@ def max_upload_bytes(decoder: Decoder) -> int:
 
 def require_finite_in_use(injection: Injection, decoder: Decoder) -> None:
     """Raise RefusalError (422) for tensors that overflow when squared, or when cast to the model's dtype."""
-    scale, keep = injection.coefficients.float().unbind(-1)
-    shift = scale[..., None] * injection.context.values.float()
-    values = [shift.square().sum(-1), shift.to(decoder.model.dtype), keep.square()]
+    edit = injection.affine_edit()
+    shift, scale = edit.shift.float(), edit.scale.float()
+    values = [shift.square().sum(-1), shift.to(decoder.model.dtype), scale.square()]
     values.append(torch.tensor(injection.label_bias or (0.0,)).square())
     if injection.word_weights is not None:
         values.append(injection.word_weights.float().square())

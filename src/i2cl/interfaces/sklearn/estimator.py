@@ -7,7 +7,6 @@ copied: clones share it, and pickles contain its name and fingerprint instead of
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -162,7 +161,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         request = FitRequest(method, seed, self.scoring, unlabelled)
         injection = fit_task(decoder, task, shown, request, plan)
         state = {"classes": classes.tolist(), "dtype": classes.dtype.str, "shots": shots}
-        self.injection_ = replace(injection, settings=injection.settings | {SETTINGS_KEY: state})
+        self.injection_ = injection.with_report(settings=injection.settings | {SETTINGS_KEY: state})
         self.classes_ = classes
         return self
 
@@ -173,7 +172,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         Raises NotFittedError before `fit`.
         """
         check_is_fitted(self)
-        return self.injection_.worth or None
+        return self.injection_.evaluation or None
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
         """Return the most probable class of each text, or the placeholder below ``min_confidence``.

@@ -46,8 +46,8 @@ class Packed:
     def of_injection(cls, injection: Injection) -> "Packed":
         """Pack an injection. Raises I2CLError unless it edits the writers' outputs at all positions."""
         require_foldable(injection)
-        strengths, scales = injection.coefficients.float().unbind(-1)
-        return cls.of(strengths[..., None] * injection.context.values.float(), scales)
+        edit = injection.affine_edit()
+        return cls.of(edit.shift, edit.scale)
 
     @cached_property
     def digest(self) -> str:

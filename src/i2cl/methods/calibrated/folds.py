@@ -14,7 +14,7 @@ from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Predictor
 from i2cl.methods.prompts import PromptPredictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import Progress, in_order, label_log_probs
+from i2cl.models.scoring import Progress, in_order
 from i2cl.tasks import Example, Task
 
 FOLDS = 3  # default number of folds
@@ -135,14 +135,15 @@ class InjectedPredictor:
     ) -> Float[Tensor, "texts labels"]:
         """Compute log-probabilities among the labels."""
         scores = self.below.log_probs(texts, progress)
-        return label_log_probs(scores, self.injection.biases(texts, self.decoder), 1.0)
+        head = replace(self.injection.head, temperature=1.0)
+        return head.log_probs(scores, head.encoder_bias(texts, self.decoder.device))
 
 
 def injected(injection: Injection, decoder: Decoder, task: Task) -> Predictor:
     """Return a predictor for an injection, at a temperature of 1."""
     scorer = replace(injection.scorer(decoder), task=task)
     cost = kept(injection)
-    below = PromptPredictor(scorer, edit=injection.edit(), cost=cost)
+    below = PromptPredictor(scorer, edit=injection.edit(), injection=injection, cost=cost)
     plain = (injection.label_bias, injection.encoder_bias) == (None, None)
     return below if plain else InjectedPredictor(injection, below, decoder, cost)
 

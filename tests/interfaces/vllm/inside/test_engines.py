@@ -4,7 +4,6 @@ Each test starts engines in processes of their own.
 """
 
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -197,7 +196,7 @@ def test_tasks_that_differ_in_their_prior_alone_keep_their_own_scores(run, decod
     _, injections = artefacts
     prior = torch.linspace(0, 2, len(injections["t0"].task.labels))
     tasks = {
-        name: replace(injections["t0"], label_bias=tuple(bias.tolist()))
+        name: injections["t0"].with_head(bias=tuple(bias.tolist()))
         for name, bias in (("up", prior), ("down", -prior))
     }
     for name, injection in tasks.items():

@@ -362,11 +362,11 @@ async function showTask() {
   const name = $("tasks").value;
   $("about").hidden = !name;
   if (!name) return;
-  const task = await json("GET", `v1/tasks/${urlName(name)}`), scores = task.worth;
+  const task = await json("GET", `v1/tasks/${urlName(name)}`), scores = task.evaluation;
   if ($("tasks").value !== name) return; // another task was chosen meanwhile
   const how = scores?.split === "demonstrations" ? " Evaluated by cross-validation." : "";
   $("what").textContent = `${name}: ${task.labels.length} labels, fitted on ${task.demonstrations} examples.${how}`;
-  $("worth").hidden = !scores;
+  $("evaluation").hidden = !scores;
   $("errors").hidden = !scores?.confusion;
   $("verdict").textContent = scores ? `Verdict: ${scores.verdict}.` : "Not evaluated: no labelled rows were left for that.";
   if (!scores) return;
@@ -386,7 +386,7 @@ function showScores(scores, tokens) {
   };
   const shown = Object.entries(columns).filter(([, cell]) => methods.every(([method, score]) => cell(score, method)));
   const title = (method) => METHODS[method] ?? (method === fitted ? "This task" : method.replaceAll("_", " "));
-  $("worth").replaceChildren(
+  $("evaluation").replaceChildren(
     table(["Method", ...shown.map(([name]) => name)], methods.map(([method, score]) => [title(method), ...shown.map(([, cell]) => cell(score, method))]), "stack"),
     ...Object.entries(scores.not_run).map(([method, reason]) => element("p", `${title(method)} was not evaluated: ${reason}`)));
 }

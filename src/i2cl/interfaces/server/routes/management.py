@@ -73,7 +73,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
             "settings": injection.settings,
             "history": list(injection.history),
             "metrics": injection.metrics,
-            "worth": injection.worth or None,
+            "evaluation": injection.evaluation or None,
             "label_bias": injection.label_bias,
             "temperature": injection.temperature,
             "encoder": None if injection.encoder_bias is None else injection.encoder_bias.encoder,

@@ -1,4 +1,4 @@
-"""Classifier on sentence embeddings whose log-odds are added to the label scores of an injection.
+"""Sentence encoders, and a classifier on their embeddings whose log-odds are added to label scores.
 
 Beyond the paper. The encoder is a second, small model that sentence-transformers runs (https://sbert.net).
 Only safetensors, and weights-only files of further modules, are loaded, and no code of a model runs. The sum
@@ -29,7 +29,6 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 
-from i2cl.core.weights import example_weights
 from i2cl.errors import I2CLError, first_line, needs
 from i2cl.models.scoring import Progress, in_parts, require_texts
 from i2cl.models.training import Settings
@@ -139,9 +138,8 @@ def regression(config: EmbeddingsConfig, demonstrations: Examples, device: str) 
 
     vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])
     head = LogisticRegression(C=config.embeddings_c, max_iter=10_000)
-    weights = example_weights(demonstrations)
-    importance = None if weights is None else weights.numpy()
-    return head.fit(vectors, [example.label for example in demonstrations], sample_weight=importance)
+    labels, weights = zip(*((example.label, example.weight) for example in demonstrations), strict=True)
+    return head.fit(vectors, labels, sample_weight=weights)
 
 
 def encoder_biases(

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fitting import ASKED, TASKS, decoder_of, one_line, random_injection
-from i2cl import Example, I2CLError, Injection, make_methods
-from i2cl.core import encoder_bias
+from i2cl import Example, I2CLError, Injection, encoders, make_methods
 from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.export import export_peft, fold, make_golden
 from i2cl.injections.label_prior import prior_bias, with_label_prior
@@ -58,7 +57,7 @@ def test_scores_match_the_product_of_two_methods(task, words_encoder):
     actual = injection.log_probs(decoder, TEXTS)
     torch.testing.assert_close(actual.float(), expected.float(), atol=1e-4, rtol=1e-4)
     assert injection.temperature == TYPICAL_TEMPERATURE
-    plain = replace(injection, encoder_bias=None)
+    plain = injection.with_head(encoder=None)
     assert not torch.allclose(actual, plain.log_probs(decoder, TEXTS))
     assert injection.log_probs(decoder, []).shape == (0, len(task.labels))
     other = with_temperature(injection, 7.0)
@@ -74,7 +73,7 @@ def test_named_encoder_is_used(monkeypatch):
     assert calibrating_method("anchored").called == "anchored"
     one_line("no chosen method has the option 'encoder'", calibrating_method, "i2cl", {"encoder": "words"})
     one_line("takes no recipe", calibrating_method, NAME, {}, "fast")
-    monkeypatch.setattr("i2cl.core.encoder_bias.local_encoder", lambda: "here")
+    monkeypatch.setattr("i2cl.encoders.local_encoder", lambda: "here")
     assert calibrating_method(NAME).embeddings.encoder == "here"
     assert calibrating_method(NAME, {"encoder": "words"}).embeddings.encoder == "words"
 
@@ -87,10 +86,10 @@ def test_encoder_is_saved_and_pooled(injection, tmp_path):
     assert (stored["encoder"], "word_weights" in stored) == ("words", False)
     loaded = Injection.from_pretrained(tmp_path / "new")
     torch.testing.assert_close(loaded.log_probs(decoder, TEXTS), scores)
-    assert digest(loaded) == digest(injection) != digest(replace(injection, encoder_bias=None))
+    assert digest(loaded) == digest(injection) != digest(injection.with_head(encoder=None))
     card = " ".join((tmp_path / "new" / CARD).read_text(encoding="utf-8").split())
     assert "The sentence encoder words runs beside the model" in card
-    plain, biased = random_injection(decoder, TASKS[0], 3), replace(injection, label_bias=(1.0, 0.0, -1.0))
+    plain, biased = random_injection(decoder, TASKS[0], 3), injection.with_head(bias=(1.0, 0.0, -1.0))
     pool = InjectionPool(decoder, {"both": loaded, "plain": plain, "biased": biased})
     names = ["both", "plain", "biased"] * 2
     tasks = {"both": injection, "plain": plain, "biased": biased}
@@ -100,7 +99,7 @@ def test_encoder_is_saved_and_pooled(injection, tmp_path):
 
 
 def test_missing_word_weights_beside_an_encoder_are_reported(injection, tmp_path):
-    both = replace(injection, scoring="words", word_weights=torch.full((5, 3), 0.25))
+    both = injection.with_head(scoring="words", word_weights=torch.full((5, 3), 0.25))
     both.save_pretrained(tmp_path / "new")
     assert torch.equal(Injection.from_pretrained(tmp_path / "new").word_weights, both.word_weights)
     tensors = load_file(tmp_path / "new" / TENSORS)
@@ -159,13 +158,13 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
     assert moved.encoder_bias.encoder == str(place)
     decoder = decoder_of("llama")
     torch.testing.assert_close(moved.log_probs(decoder, TEXTS), injection.log_probs(decoder, TEXTS))
-    encoder_bias._probe.cache_clear()
+    encoders._probe.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(encoder_bias, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
+        patch.setattr(encoders, "frozen_encoder", Mock(side_effect=I2CLError("it is not here: get it")))
         one_line("not here: get it .or give its new location with --encoder", moved.log_probs, decoder, TEXTS)
     words_encoder(WordsEncoder(turned=1))
     one_line("yields other embeddings than at the fit: give the encoder", moved.log_probs, decoder, TEXTS)
-    replace(injection, encoder_bias=None).save_pretrained(tmp_path / "plain")
+    injection.with_head(encoder=None).save_pretrained(tmp_path / "plain")
     one_line(
         "plain' uses no sentence encoder", Injection.from_pretrained, tmp_path / "plain", encoder="elsewhere"
     )
@@ -195,7 +194,7 @@ def test_encoder_path_is_not_written_to_the_artefact(injection, tmp_path, monkey
 
     monkeypatch.setattr("i2cl.core.injection.upload", upload)
     bias = replace(injection.encoder_bias, encoder=str(tmp_path / "mine"))
-    replace(injection, encoder_bias=bias).push_to_hub("me/task")
+    injection.with_head(encoder=bias).push_to_hub("me/task")
     assert seen["encoder"] == "mine"
     assert _without_folders(f"encoder={tmp_path / 'mine'}") == "encoder=mine"
     assert _without_folders("prior_std=2") == "prior_std=2"
@@ -211,15 +210,15 @@ def loads(monkeypatch):
         names.append(name)
         return object()
 
-    monkeypatch.setattr(encoder_bias, "load_encoder", load)
-    encoder_bias.release_encoders()
+    monkeypatch.setattr(encoders, "load_encoder", load)
+    encoders.release_encoders()
     yield names
-    encoder_bias.release_encoders()
+    encoders.release_encoders()
 
 
 def test_encoder_is_loaded_once_by_several_threads(loads):
     with ThreadPoolExecutor(4) as threads:
-        results = [*threads.map(lambda _: encoder_bias.frozen_encoder("hub/id", "cpu"), range(4))]
+        results = [*threads.map(lambda _: encoders.frozen_encoder("hub/id", "cpu"), range(4))]
     assert loads == ["hub/id"]
     assert len(set(map(id, results))) == 1
 
@@ -228,15 +227,15 @@ def test_relative_and_absolute_path_share_an_encoder(loads, tmp_path, monkeypatc
     (tmp_path / "encoder").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("encoder", str(tmp_path / "encoder"), "./encoder"):
-        encoder_bias.frozen_encoder(name, "cpu")
+        encoders.frozen_encoder(name, "cpu")
     assert loads == [str(tmp_path / "encoder")]
 
 
 def test_encoder_cache_is_bounded_and_can_be_cleared(loads):
-    count = encoder_bias.MAX_LOADED_ENCODERS
+    count = encoders.MAX_LOADED_ENCODERS
     for name in map(str, [*range(count), 0, count, 1]):
-        encoder_bias.frozen_encoder(name, "cpu")
+        encoders.frozen_encoder(name, "cpu")
     assert loads == [*map(str, [*range(count), count, 1])], "the least recently used one is dropped"
-    encoder_bias.release_encoders()
-    encoder_bias.frozen_encoder("1", "cpu")
+    encoders.release_encoders()
+    encoders.frozen_encoder("1", "cpu")
     assert loads[-1] == "1"
