@@ -60,8 +60,8 @@ def serve(model: str, tasks: int) -> None:
     from vllm import LLM, SamplingParams
 
     from i2cl.interfaces.vllm.engine import LOAD
-    from i2cl.interfaces.vllm.frontend import TASKS, Served
-    from i2cl.interfaces.vllm.slots import Packed
+    from i2cl.interfaces.vllm.frontend import TASKS, ServedTask
+    from i2cl.interfaces.vllm.worker import PackedEdit
 
     options = {"i2cl": {"slots": max(2, tasks)}} if tasks else {}
     llm = LLM(
@@ -77,9 +77,9 @@ def serve(model: str, tasks: int) -> None:
     draw = torch.Generator().manual_seed(0)
     for name in names:
         scales = 1 + 0.1 * torch.randn(LAYERS, 2, generator=draw)
-        packed = Packed.of(0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw), scales)
-        llm.collective_rpc(LOAD, args=(packed.rows, packed.scales))
-        TASKS.add(Served(name, packed, name, None, None, 1.0))  # an edit without label words
+        edit = PackedEdit.of(0.1 * torch.randn(LAYERS, 2, WIDTH, generator=draw), scales)
+        llm.collective_rpc(LOAD, args=(edit.rows, edit.scales))
+        TASKS.add(ServedTask(name, edit, name, None, None))  # an edit without label words
     chosen = random.Random(0)
     prompts = [{"prompt_token_ids": drawn(chosen)} for _ in range(REQUESTS)]
     asked = [

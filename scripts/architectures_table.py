@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from i2cl import Decoder, Example, Injection, Task, Template
+from i2cl import Decoder, Example, I2CLError, Injection, Task, Template
 from i2cl.core.calibration import calibrate
 from i2cl.core.context import extract
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.export import export_causal_lm, fold, make_golden, verify
-from i2cl.export.families import FAMILIES, REFUSED
+from i2cl.export import export_causal_lm, fold, verify
+from i2cl.export.folding import PARALLEL_BLOCKS
 from i2cl.models.architectures import ARCHITECTURES, Architecture
 from i2cl.models.batching import make_batch
 
@@ -107,14 +107,16 @@ CONFIG = CalibrationConfig(epochs=20, batch_size=len(SHOTS), lr=0.05)
 IDS = tuple((torch.arange(1, 25) * 7 % 300).tolist())
 
 
-def folding(model_type: str) -> str:
-    """Describe how a model type is folded."""
-    if model_type in REFUSED:
-        return f"no: {REFUSED[model_type]}"
-    row = FAMILIES[model_type]
-    if row.target:
-        return f"as {row.target}"
-    return "in place, both constants in one bias" if row.joint else "in place"
+def folding(decoder: Decoder, injection: Injection) -> str:
+    """Describe how a model type is folded, or why it cannot be."""
+    model_type = decoder.model.config.model_type
+    try:
+        folded_type = fold(decoder, injection).config.model_type
+    except I2CLError as error:
+        return f"no: {str(error).split(': ')[1].split('; ')[0]}"
+    if folded_type != model_type:
+        return f"as {folded_type}"
+    return "in place, both vectors in one bias" if model_type in PARALLEL_BLOCKS else "in place"
 
 
 def bound(value: float) -> str:
@@ -156,12 +158,13 @@ def measured(model_type: str) -> dict[str, str]:
     row = {
         "identity": bound(decoder.residual_identity.worst),
         "calibrate": f"{injection.history[0]:.1f} -> {injection.history[-1]:.1f}",
+        "fold": folding(decoder, injection),
     }
-    if model_type in REFUSED:
+    if row["fold"].startswith("no"):
         return row | {"float32": "-", "bfloat16": "-", "verify": "-"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        export_causal_lm(decoder, injection, out, golden=lambda: make_golden(decoder, injection))
+        export_causal_lm(decoder, injection, out)
         holds = "holds" if verify(out, device="cpu").passed else "does not hold"
     return row | {
         "float32": bound(fold_error(decoder, injection)),
@@ -170,21 +173,21 @@ def measured(model_type: str) -> dict[str, str]:
     }
 
 
-def line(row: Architecture) -> str:
+def line(row: Architecture, fold: str) -> str:
     """Format a row of the first table."""
     packs = "yes" if row.packs else "no"
-    kind = row.model_type
-    return f"| {kind} | `{row.attention}` | `{row.mlp}` | {packs} | {folding(kind)} |"
+    return f"| {row.model_type} | `{row.attention}` | `{row.mlp}` | {packs} | {fold} |"
 
 
 def page() -> str:
     """Format the page."""
     figures: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    folds = {kind: row.pop("fold") for kind, row in figures["types"].items()}
     record = {"wrappers": ", ".join(WRAPPERS.split()), "epochs": CONFIG.epochs, "shots": len(SHOTS)}
     return "\n".join(
         [
             HEAD.format(count=len(ARCHITECTURES)),
-            *(line(row) for row in ARCHITECTURES.values()),
+            *(line(row, folds[kind]) for kind, row in ARCHITECTURES.items()),
             TEMPLATE.format(**record),
             *(f"| {kind} | {' | '.join(row.values())} |" for kind, row in figures["types"].items()),
             REST.format(version=figures["transformers"]),

@@ -32,7 +32,7 @@ from i2cl.models.batching import Ids, make_batch
 from i2cl.models.edits import Edit
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import LabelScorer
-from i2cl.models.training import label_log_probabilities
+from i2cl.models.training import gold_log_probs
 from i2cl.tasks.generated import TASKS
 from reference_documents import sample_example
 
@@ -210,10 +210,10 @@ def train(made: Compressor, steps: int, rate: float, seed: int) -> float:
             task, decoder = tasks[name], made.decoder
             prefix, edit, right = made.front(task, shown)
             ids = [one + right for one in decoder.encoder([task.template.query(one.text) for one in asked])]
-            result = label_log_probabilities(
+            result = gold_log_probs(
                 decoder,
                 make_batch(ids, decoder.device),
-                [labels[name]] * len(asked),
+                labels[name],
                 [one.label for one in asked],
                 edit,
                 prefix,

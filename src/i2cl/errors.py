@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 # Names on PyPI that differ from the name of the module.
 _DISTRIBUTIONS = {
-    "llama_cpp": "llama-cpp-python",
     "prometheus_client": "prometheus-client",
     "sentence_transformers": "sentence-transformers",
     "sklearn": "scikit-learn",

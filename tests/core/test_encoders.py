@@ -20,7 +20,7 @@ from i2cl.injections.pool import InjectionPool
 from i2cl.injections.temperature import TYPICAL_TEMPERATURE, with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
-from i2cl.interfaces.vllm.slots import Packed
+from i2cl.interfaces.vllm.worker import PackedEdit
 from i2cl.methods import calibrating_method
 from i2cl.models.scoring import add_label_bias
 from i2cl.storage.card import CARD
@@ -182,7 +182,7 @@ def test_encoder_is_refused_for_an_injection_without_one(injection, tmp_path):
     for work in (fold, make_golden):
         one_line(refused, work, decoder, injection)
     one_line(refused, export_peft, decoder, injection, tmp_path / "out")
-    one_line(refused, Packed.of_injection, injection)
+    one_line(refused, PackedEdit.of_injection, injection)
 
 
 def test_encoder_path_is_not_written_to_the_artefact(injection, tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Which solver and scoring a fit uses, by its size and the memory that it may take."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,13 +122,6 @@ def test_the_limit_is_not_stored():
 
 def test_more_examples_than_the_maximum_are_refused():
     one_line(r"16384 examples, not 18000.*--shots", anchor, made("llama"), LETTERS, SHOWN * 3000)
-
-
-def test_processes_of_a_tensor_parallel_model_choose_the_same_solver(monkeypatch):
-    decoder = made("llama")
-    other = 80_000  # bytes that another process has free
-    monkeypatch.setattr(decoder, "consensus", SimpleNamespace(smallest=lambda value: min(value, other)))
-    assert anchored.fit_memory(decoder, None) == other / 4
 
 
 def test_derivatives_are_taken_in_batches_that_the_training_memory_holds(monkeypatch):

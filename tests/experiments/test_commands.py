@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 from unittest.mock import Mock
 
 import psutil
@@ -195,26 +194,6 @@ def lines(folder):
     """Number of complete lines of a store; -1 before it exists."""
     file = folder / "cells.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else -1
-
-
-def test_tensor_parallel_run_equals_single_process_run(tmp_path, alone):
-    """With two processes as torchrun starts them, the first one writes the store."""
-    folder, words = tmp_path / "store", [*written(tmp_path)[:-2], "--seeds", "1"]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    words += ["--device-map", "tensor_parallel"]
-    programs = [Program(COMMAND, *words, **rank, **meeting) for rank in ranks]
-    (first, expected, errors), (second, *_) = [program.wait() for program in programs]
-    assert (first, second) == (0, 0), errors
-    assert expected.count("6 cells done") == 1
-    records = Store.open(folder).records
-    assert len(records) == len((folder / "cells.jsonl").read_text().splitlines()) == 6
-    for record in records.values():
-        assert record.outcome.predictions == alone(record.cell).outcome.predictions
-        assert record.provenance["weights"] == alone(record.cell).provenance["weights"]
 
 
 @pytest.mark.parametrize(

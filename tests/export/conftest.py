@@ -1,6 +1,6 @@
 import pytest
 
-from export.cases import drawn, with_golden
+from export.cases import drawn
 from i2cl.export import export_causal_lm
 
 
@@ -11,6 +11,6 @@ def _few_golden_prompts(few_golden_prompts):
 
 @pytest.fixture
 def exported(tmp_path):
-    """A folded tiny Llama with its golden values."""
-    with_golden(export_causal_lm, drawn("llama"), tmp_path / "out")
+    """A folded tiny Llama with golden answers."""
+    export_causal_lm(*drawn("llama"), tmp_path / "out")
     return tmp_path / "out"

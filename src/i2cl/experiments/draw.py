@@ -243,7 +243,7 @@ class _Speed:
             sites = decoder.layers * len(SITES[config.writers])
             words = len(labels.read) * len(labels.ids) if labels.words else 0
             size = FitSize(len(shown), len(labels.ids), sites * decoder.d_model + words, words > 0)
-            return plan_fit(size, fit_memory(decoder, config.memory), config.solver, config.steps)
+            return plan_fit(size, fit_memory(config.memory), config.solver, config.steps)
         steps = max(1, getattr(method, "rounds", 1))
         step = TRAINING_FORWARD + BACKWARD
         passes, batch_size = 1 + steps * step, None

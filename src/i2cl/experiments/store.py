@@ -87,16 +87,6 @@ class Store:
                 if not store.records:  # a run that could not start leaves no empty store behind
                     (path / CELLS).unlink()
 
-    @classmethod
-    @contextmanager
-    def discarding(cls, folder: str | Path) -> Iterator["Store"]:
-        """Open a store without writing to it; appended records are kept in memory only.
-
-        For the processes of a distributed run other than the one that writes.
-        """
-        records = cls.open(folder).records if (Path(folder) / CELLS).is_file() else {}
-        yield cls(Path(folder), records, lambda _line: None)
-
     def done(self, key: str) -> bool:
         """Whether a cell has a record that is done or skipped."""
         return key in self.records and self.records[key].status != "failed"

@@ -32,7 +32,7 @@ def is_small(decoder: Decoder) -> bool:
 
 def _default_workers(decoder: Decoder, jobs: int) -> int:
     """Return one process per core for a small model and enough jobs to amortize the start, else 1."""
-    if not is_small(decoder) or jobs < 4 or "RANK" in os.environ:  # torchrun starts its own processes
+    if not is_small(decoder) or jobs < 4:
         return 1
     return max(1, min(os.cpu_count() or 1, jobs // 2))
 

@@ -5,9 +5,9 @@ from i2cl.export.classifier import export_classifier
 from i2cl.export.folding import fold
 from i2cl.export.gguf import export_gguf
 from i2cl.export.golden import Golden, Verification, make_golden
-from i2cl.export.llama_cpp import verify_gguf
 from i2cl.export.peft import export_peft
-from i2cl.export.verify import verify, verify_server
+from i2cl.export.servers import verify_gguf, verify_server
+from i2cl.export.verify import verify
 
 __all__ = [
     "Golden",

@@ -6,8 +6,7 @@ row of ``score.weight``. The prompt template goes into the tokenizer: a post-pro
 before and after the text (https://huggingface.co/docs/tokenizers/api/post-processors).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,21 +26,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export.checkpoint import open_base, write_shards
-from i2cl.export.folding import Folding, label_tokens_of, skeleton
-from i2cl.export.golden import TEXTS, Golden
-from i2cl.export.verify import load_pipeline, run_pipeline
+from i2cl.export.folding import Folding, lm_head_name, write_checkpoint
+from i2cl.export.golden import TEXTS, Golden, make_golden
+from i2cl.export.verify import load_pipeline, verify_classifier
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Encoder, LabelTokens
+from i2cl.models.encoding import Encoder
 from i2cl.storage.atomic import new_folder, public_name, require_writable
 from i2cl.storage.card import CARD, classifier_card
 from i2cl.tasks import Template
 
 USE_CAUSAL_LM = "export it as a language model instead (--to causal-lm)"
 DROP_PRIOR = f"leave the prior out with --drop-prior, or {USE_CAUSAL_LM}"
-CHECKED_TEXTS = 6  # golden texts that an export is compared with before it is written
+CHECKED_TEXTS = 5  # golden texts that an export is compared with before it is written
 MIN_SIGNAL_TO_NOISE = 100.0  # of a constant direction; below it, rounding would change label scores
 # Scales of the layer that computes label scores with a prior (`add_prior_layer`), powers of two.
 GATE, SCORE_SCALE, CONSTANT = 2.0**5, 2.0**28, 2.0**16
@@ -55,190 +53,141 @@ PROBES = (*TEXTS, *_STARTS.split("|"), *_ENDS.split("|"), *_OTHER.split("|"), "x
 TRAILING = ("trailing space ", "trailing newline\n", "trailing spaces  ")
 
 
-@dataclass(frozen=True)
-class TemplateTokenizer:
-    """A tokenizer that adds a prompt template to each text, with the ids of the prompt for all `PROBES`.
-
-    Attributes:
-        tokenizer: encodes a raw text to the ids of its prompt.
-        trailing: whether that also holds for texts that end in whitespace.
-    """
-
-    tokenizer: PreTrainedTokenizerFast
-    trailing: bool
-
-
-@dataclass
-class Head:
-    """The classification head of an export.
-
-    Attributes:
-        config: of the classifier.
-        model: the classifier without memory for its weights.
-        tensors: of the classifier that are not tensors of the folded model, in float32.
-    """
-
-    config: PreTrainedConfig
-    model: PreTrainedModel
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-
 def export_classifier(
-    source: Decoder | str | Path,
+    decoder: Decoder,
     injection: Injection,
     output: str | Path,
     *,
-    golden: Callable[[], Golden] | None = None,
-    revision: str | None = None,
+    golden: bool = True,
     force: bool = False,
+    dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-) -> TemplateTokenizer:
+) -> list[str]:
     """Write a task as a transformers text classifier.
 
     Args:
-        source: the base model: a decoder, or the name of one.
+        decoder: the base model, which is not changed.
         injection: fitted task, injected at all positions into the residual writers.
         output: a folder that is new or empty; it appears when it is complete.
-        golden: returns golden answers (`make_golden`); called once it is known that the task can be exported.
-            The classifier is compared with some of them before it is written.
-        revision: of a hub id.
+        golden: store golden answers for `verify`, and compare the classifier with some of them before it is
+            written. They are computed in float32.
         force: accept other weights of the same shape than those the injection was fitted on.
+        dtype: dtype of the weights; default: the base model's.
         max_shard_size: maximum size of a file, such as ``"5GB"``.
 
     Returns:
-        The tokenizer with the template.
+        Sentences on how to use it, which its README.md has too; none in most cases.
 
     Raises:
-        I2CLError: if the task cannot become a classifier, with the reason and an alternative; if the folder
-            cannot be used; or if the injection was fitted on another model.
+        I2CLError: if the task cannot be exported, with the reason and an alternative; if the folder cannot be
+            used; or if the injection was fitted on another model.
     """
     path = Path(output)
     require_writable(path, frozenset())
-    base = open_base(source, revision)
-    labels = label_tokens_of(injection, base.tokenizer)
-    if labels.full:
-        what = "labels that share their first token are scored as full sequences, unlike a linear head"
-        raise I2CLError(f"{what}: refit with scoring='words' in Python, or {USE_CAUSAL_LM}")
-    folding = Folding(base.config, base.weights, injection)
-    head = classification_head(folding, injection, labels)
-    base.require_base_of(injection, folding, force=force)
-    made = template_tokenizer(base.tokenizer, injection.task.template, labels.line)
-    if made is None:
-        raise I2CLError(f"the tokenizer cannot hold this prompt template exactly: {USE_CAUSAL_LM}")
-    config = _classifier_config(head.config, injection, made, base.tokenizer)
-    answers = golden() if golden is not None else None
+    folding = Folding(decoder, injection, dtype=dtype, force=force, label_scores=False)
+    model, tensors = add_classification_head(folding, injection)
+    tokenizer = TemplateTokenizer(decoder.tokenizer, injection.task.template, folding.labels.line)
+    _complete_config(model.config, injection, tokenizer.made, decoder.tokenizer)
+    notes = []
+    if not tokenizer.encodes(TRAILING):
+        notes += ["Remove whitespace at the end of texts: it is encoded differently than by i2cl."]
+    if len(tensors) > 1:
+        notes += ["Run it in float32 or bfloat16: float16 overflows in its last layer."]
+
+    def tensor(name: str) -> Tensor:
+        return tensors[name].to(folding.dtype) if name in tensors else folding.tensor(name)
+
     with new_folder(path, frozenset()) as fresh:
-        shapes = {name: tensor.shape for name, tensor in head.model.state_dict().items()}
-
-        def tensor(name: str) -> Tensor:
-            return head.tensors[name].to(folding.dtype) if name in head.tensors else folding.tensor(name)
-
-        write_shards(fresh, shapes, tensor, folding.dtype, max_shard_size)
-        config.architectures = [type(head.model).__name__]
-        config.dtype = folding.dtype
-        config.save_pretrained(fresh)
-        made.tokenizer.save_pretrained(fresh)
-        if answers is not None:
-            answers = _checked(fresh, answers.of_export("classifier", folding.dtype))
+        write_checkpoint(fresh, model, tensor, folding.dtype, max_shard_size)
+        tokenizer.made.save_pretrained(fresh)
+        if golden:
+            answers = _checked(fresh, make_golden(decoder, injection).of_export("classifier", folding.dtype))
             answers.write(fresh)
-        notes = []
-        if not made.trailing:
-            notes += ["Remove whitespace at the end of texts: it is encoded differently than by i2cl."]
-        if answers is not None and not answers.left_padding:
-            notes += ["Pad batches on the right, as its tokenizer does: this model type counts padding."]
-        if len(head.tensors) > 1:
-            notes += ["Run it in float32 or bfloat16: float16 overflows in its last layer."]
+            if not answers.left_padding:
+                notes += ["Pad batches on the right, as its tokenizer does: this model type counts padding."]
         description = injection.description()
-        description["base_model"] = {
-            **description["base_model"],
-            "name": public_name(injection.base.name),
-        }
-        card = classifier_card(description, path.resolve().name, notes)
+        base = description["base_model"] | {"name": public_name(injection.base.name)}
+        card = classifier_card(description | {"base_model": base}, path.resolve().name, notes)
         (fresh / CARD).write_text(card, encoding="utf-8")
-    return made
+    return notes
 
 
 def _checked(folder: Path, golden: Golden) -> Golden:
     """Return golden answers with whether they hold for batches padded on the left.
 
     Some model types count positions from the padding. Raises I2CLError if the classifier differs from the
-    injected model in batches padded on the right.
+    injected model in a batch padded on the right.
     """
     classify, some = load_pipeline(folder), golden.first(CHECKED_TEXTS)
-    outcome = run_pipeline(classify, some, "right")
+    outcome = verify_classifier(classify, some, ["right"])
     if not outcome.passed:
         raise I2CLError(
             f"the classifier differs from the injected model by {outcome.worst:.1e} in a probability "
             f"(tolerance {golden.tolerance:.0e}), so it was not written: {USE_CAUSAL_LM}"
         )
-    return golden.model_copy(update={"left_padding": run_pipeline(classify, some, "left").passed})
+    return golden.model_copy(update={"left_padding": verify_classifier(classify, some, ["left"]).passed})
 
 
-def classification_head(folding: Folding, injection: Injection, labels: LabelTokens) -> Head:
+def add_classification_head(
+    folding: Folding, injection: Injection
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Turn the LM head's rows of the labels into a classification head.
 
-    Raises I2CLError if transformers has no sequence classifier of the model type, or if the head cannot hold
-    the label prior.
+    Returns:
+        The classifier without memory for its weights, and those of its tensors that are not tensors of the
+        folded model, in float32.
+
+    Raises:
+        I2CLError: if transformers has no sequence classifier of the model type whose head is a linear map
+            without bias, or if the head cannot hold the label prior.
     """
-    head = _empty_head(folding.config, len(labels.ids))
-    score = _score_name(head.model, folding)
-    rows, offsets = label_rows(folding, injection, labels)
+    count = len(injection.task.labels)
+    model = _empty_classifier(folding.config, count)
+    new = {name: tensor for name, tensor in model.state_dict().items() if name not in folding.shapes}
+    if len(new) != 1 or next(iter(new.values())).shape[:1] != (count,):
+        what = f"the head of {type(model).__name__} is not a linear map without bias"
+        raise I2CLError(f"{what}: {USE_CAUSAL_LM}")
+    rows, offsets = label_rows(folding, injection)
     if offsets.abs().max() > 0:
-        direction = constant_direction(folding, head.model)
+        direction = constant_direction(folding, model)
         if direction is None:
             return add_prior_layer(folding, rows, offsets)
         rows = rows + offsets[:, None] * direction
-    head.tensors[score] = rows
-    return head
+    return model, dict.fromkeys(new, rows)
 
 
-def _empty_head(config: PreTrainedConfig, labels: int, extra_layers: int = 0) -> Head:
+def _empty_classifier(config: PreTrainedConfig, labels: int, extra_layers: int = 0) -> PreTrainedModel:
     fields = {"num_labels": labels, "num_hidden_layers": config.num_hidden_layers + extra_layers}
     config = type(config).from_dict(config.to_dict() | fields)
     kind = config.model_type
     if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise I2CLError(f"transformers has no sequence classifier of the type {kind!r}: {USE_CAUSAL_LM}")
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config)
-    return Head(config, cast("PreTrainedModel", model))
-
-
-def _score_name(model: PreTrainedModel, folding: Folding) -> str:
-    """Return the name of the score weights. Raises I2CLError if the head is not a linear map without bias."""
-    state = model.state_dict()
-    own = [name for name in state if name not in folding.shapes]
-    if len(own) != 1 or state[own[0]].shape[:1] != (model.config.num_labels,):
-        what = f"the head of {type(model).__name__} is not a linear map without bias"
-        raise I2CLError(f"{what}: {USE_CAUSAL_LM}")
-    return own[0]
+        return cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(config))
 
 
 def label_rows(
-    folding: Folding, injection: Injection, labels: LabelTokens
+    folding: Folding, injection: Injection
 ) -> tuple[Float[Tensor, "labels d"], Float[Tensor, " labels"]]:
     """Return weights and offsets of the label scores, divided by the temperature, in float32.
 
     Offsets come from a label prior or from biases of the LM head; they sum to zero, since a softmax ignores
     what all labels share.
     """
-    causal = skeleton(folding.config)
-    name = next(name for name, one in causal.named_modules() if one is causal.get_output_embeddings())
-    weight = f"{name}.weight"
+    head, labels = lm_head_name(folding.model), folding.labels
     read = list(labels.read)
-    rows = folding.tensor(causal.all_tied_weights_keys.get(weight, weight))[read].float().cpu()
+    weight = f"{head}.weight"
+    rows = folding.tensor(folding.model.all_tied_weights_keys.get(weight, weight))[read].float().cpu()
     offsets = torch.zeros(len(read))
-    if f"{name}.bias" in folding.shapes:
-        offsets = folding.tensor(f"{name}.bias")[read].float().cpu()
-    rows, offsets = labels.mean(rows.T * _logit_scale(folding.config)).T, labels.mean(offsets)
+    if f"{head}.bias" in folding.shapes:
+        offsets = folding.tensor(f"{head}.bias")[read].float().cpu()
+    # logits are the LM head's output times this factor
+    scale, divisor = (getattr(folding.config, name, None) for name in ("logit_scale", "logits_scaling"))
+    rows = rows * float(scale or 1.0) / float(divisor or 1.0)
+    rows, offsets = labels.mean(rows.T).T, labels.mean(offsets)
     if injection.label_bias is not None:
         offsets = offsets + torch.tensor(injection.label_bias)
     return rows / injection.temperature, (offsets - offsets.mean()) / injection.temperature
-
-
-def _logit_scale(config: PreTrainedConfig) -> float:
-    """Return the factor between the LM head's output and the logits."""
-    scale, divisor = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
-    return float(scale) / float(divisor)
 
 
 def constant_direction(folding: Folding, model: PreTrainedModel) -> Float[Tensor, " d"] | None:
@@ -247,12 +196,13 @@ def constant_direction(folding: Folding, model: PreTrainedModel) -> Float[Tensor
     The output of a final LayerNorm is ``w * n + b``, where the entries of ``n`` sum to zero. So its product
     with ``1 / w`` is the sum of ``b / w``, whatever the text. An RMSNorm has no such direction.
     """
-    norms = [name for name, module in model.base_model.named_modules() if type(module) is torch.nn.LayerNorm]
+    norms = [name for name, module in model.named_modules() if type(module) is torch.nn.LayerNorm]
     blocks = ARCHITECTURES[folding.source_config.model_type].layers
-    for name in [name for name in norms if not name.startswith(f"{blocks}.")][-1:]:
-        scale = folding.tensor(f"{model.base_model_prefix}.{name}.weight").double().cpu()
-        bias_name = f"{model.base_model_prefix}.{name}.bias"
-        bias = folding.tensor(bias_name).double().cpu() if bias_name in folding.shapes else scale * 0
+    for name in [name for name in norms if f".{blocks}." not in name][-1:]:
+        scale = folding.tensor(f"{name}.weight").double().cpu()
+        bias = (
+            folding.tensor(f"{name}.bias").double().cpu() if f"{name}.bias" in folding.shapes else 0 * scale
+        )
         total = (bias / scale).sum()
         # rounding error of d terms that cancel except for this sum
         noise = len(scale) ** 0.5 * torch.finfo(folding.dtype).eps
@@ -263,8 +213,8 @@ def constant_direction(folding: Folding, model: PreTrainedModel) -> Float[Tensor
 
 def add_prior_layer(
     folding: Folding, rows: Float[Tensor, "labels d"], offsets: Float[Tensor, " labels"]
-) -> Head:
-    """Return a head with offsets for a Llama, whose RMSNorm has no constant direction.
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """Return a classifier with offsets for a Llama, whose RMSNorm has no constant direction.
 
     An extra layer computes the label scores: its MLP gets the normalized hidden state ``n``, its gate is
     constant, and it writes ``SCORE_SCALE * (rows @ n, CONSTANT)`` to the residual stream. The
@@ -280,9 +230,9 @@ def add_prior_layer(
     if room < count or folding.dtype == torch.float16:
         what = "labels have a prior or offsets, and this model's classification head cannot hold them"
         raise I2CLError(f"{what}: {DROP_PRIOR}")
-    head = _empty_head(config, count, extra_layers=1)
+    model = _empty_classifier(config, count, extra_layers=1)
     layer = f"model.layers.{config.num_hidden_layers}"
-    shapes = {name: tensor.shape for name, tensor in head.model.state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     new = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in folding.shapes}
     new["model.norm.weight"] = torch.ones(width)
     new[f"{layer}.input_layernorm.weight"] = torch.ones(width)
@@ -294,39 +244,46 @@ def add_prior_layer(
     root = width**0.5
     new["score.weight"][range(count), range(count)] = CONSTANT / root
     new["score.weight"][:, count] = offsets / root
-    head.tensors = new
-    return head
+    return model, new
 
 
-def template_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, template: Template, line: str = ""
-) -> TemplateTokenizer | None:
-    """Put a prompt template into a tokenizer; None if no form gives the ids of the prompt for all `PROBES`.
+class TemplateTokenizer:
+    """A tokenizer that adds a prompt template to each text.
 
     Tries to encode the text alone, then with the template's whitespace around it, between the ids of the rest
     of the template.
 
     Args:
-        tokenizer: of the base model.
-        template: of the task.
+        tokenizer: tokenizer of the base model.
+        template: template of the task.
         line: what the prompts have after the template's query (`LabelTokens.line`).
+
+    Attributes:
+        made: the tokenizer.
+
+    Raises:
+        I2CLError: if no form gives the ids of the prompt for all `PROBES`.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    encoder = Encoder.of(tokenizer)
 
-    def prompts(texts: Sequence[str]) -> list[Ids]:
-        return encoder([template.query(encoder.literal(text)) + line for text in texts])
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, line: str = "") -> None:
+        self._encoder, self._template, self._line = Encoder.of(tokenizer), template, line
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        (prompt,) = self._prompts(PROBES[:1])
+        inner = () if backend is None else _inner_tokenizers(backend, template.head, template.middle + line)
+        for made in (_with_ids(one, prompt, PROBES[0]) for one in inner):
+            if made is not None:
+                self.made = _fast(made, tokenizer)
+                if self.encodes(PROBES):
+                    return
+        raise I2CLError(f"the tokenizer cannot hold this prompt template exactly: {USE_CAUSAL_LM}")
 
-    def is_exact(made: PreTrainedTokenizerFast, texts: Sequence[str]) -> bool:
-        return [tuple(ids) for ids in made(list(texts))["input_ids"]] == prompts(texts)
+    def encodes(self, texts: Sequence[str]) -> bool:
+        """Return whether it encodes raw texts to the ids of their prompts."""
+        return [tuple(ids) for ids in self.made(list(texts))["input_ids"]] == self._prompts(texts)
 
-    for inner in _inner_tokenizers(backend, template.head, template.middle + line):
-        made = _with_ids(inner, prompts(PROBES[:1])[0], PROBES[0])
-        if made is not None and is_exact(fast := _fast(made, tokenizer), PROBES):
-            return TemplateTokenizer(fast, trailing=is_exact(fast, TRAILING))
-    return None
+    def _prompts(self, texts: Sequence[str]) -> list[Ids]:
+        query, literal = self._template.query, self._encoder.literal
+        return self._encoder([query(literal(text)) + self._line for text in texts])
 
 
 def _inner_tokenizers(backend: Tokenizer, before: str, after: str) -> Iterator[Tokenizer]:
@@ -378,20 +335,16 @@ def _fast(backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> PreTrainedT
     )
 
 
-def _classifier_config(
-    config: PreTrainedConfig, injection: Injection, made: TemplateTokenizer, base: PreTrainedTokenizerBase
-) -> Any:
-    """Return the config with labels and a padding token, which the tokenizer gets too."""
-    tokenizer: Any = made.tokenizer
+def _complete_config(
+    config: Any, injection: Injection, tokenizer: Any, base: PreTrainedTokenizerBase
+) -> None:
+    """Add labels and padding token to the config, and padding token and context length to the tokenizer."""
     length = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
     tokenizer.model_max_length = min(tokenizer.model_max_length, length)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = base.eos_token or base.unk_token or base.bos_token
     words = injection.task.labels
-    fields: dict[str, Any] = {
-        "id2label": dict(enumerate(words)),
-        "label2id": {word: place for place, word in enumerate(words)},
-        "problem_type": "single_label_classification",
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    return type(config).from_dict(config.to_dict() | fields)
+    config.id2label = dict(enumerate(words))
+    config.label2id = {word: place for place, word in enumerate(words)}
+    config.problem_type = "single_label_classification"
+    config.pad_token_id = tokenizer.pad_token_id

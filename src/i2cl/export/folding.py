@@ -1,166 +1,249 @@
-"""Fold an injection into the weights of a model: one rule per tensor, for models in memory and on disk."""
+"""Fold an injection into the weights of a model, and write the result as a checkpoint.
+
+The last linear map of a sublayer (attention or MLP) computes ``a = W h + b``. To output ``beta a + lambda v``
+instead, ``W`` becomes ``beta W`` and ``b`` becomes ``beta b + lambda v``. This needs a bias: some model types
+have one, some have a config field that adds one, and some are converted to an equivalent type that has one.
+"""
 
 import copy
-from collections.abc import Set as AbstractSet
-from functools import cached_property
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from jaxtyping import Float
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.export.families import USE_HOOKS, Linear, family_of
 from i2cl.models.architectures import ARCHITECTURES
-from i2cl.models.checkpoint import CheckpointFiles
+from i2cl.models.checkpoint import INDEX
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Encoder, LabelTokens, label_tokens
-from i2cl.models.fingerprint import named_weights, tensors_fingerprint
+from i2cl.models.encoding import LabelTokens
 from i2cl.models.precision import quantization_of
 
-
-class StateDict:
-    """The weights of a model in memory, read-only. Raises I2CLError if some are offloaded."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        state: dict[str, Tensor] = model.state_dict()
-        if any(tensor.is_meta for tensor in state.values()):
-            raise I2CLError("parts of this model are not in memory: export it by its name or folder instead")
-        self.names: AbstractSet[str] = state.keys()
-        self.read = state.__getitem__  # returns one tensor by its name, on its device
-
-
-Weights = StateDict | CheckpointFiles
+USE_HOOKS = "predict with hooks instead (`i2cl predict`)"
+# Config fields that add a bias to the last linear map of a sublayer. Other biases that they add are zero.
+BIAS_SWITCHES = ("attention_bias", "attention_out_bias", "bias", "enable_bias", "mlp_bias", "use_bias")
+# Model types that are converted to another type that computes the same and has the biases.
+CONVERSIONS = {
+    "gemma": "llama",
+    "ministral": "llama",
+    "mistral": "llama",
+    "phi3": "llama",
+    "qwen2": "llama",
+    "qwen3": "hy_v3",  # without experts: a Llama that normalizes queries and keys
+}
+# Model types with parallel blocks of which only one sublayer has a bias. It takes both vectors, since the
+# block adds the two outputs.
+PARALLEL_BLOCKS = {"codegen", "cohere", "cohere2", "cohere_compass_text", "gptj"}
 
 
 class Folding:
     """The tensors of a folded model, each computed when it is read.
 
     Args:
-        config: of the base model.
-        source: weights of the base model.
+        decoder: the base model.
         injection: fitted task.
-        tokenizer: of the base model; needed to fold word-level scoring into the LM head.
+        dtype: dtype of the folded weights; default: the base model's.
+        force: accept other weights of the same shape than those the injection was fitted on.
+        label_scores: with word-level scoring, change the LM head so that the logit of a label's first token
+            is the label's score.
 
     Attributes:
-        config: of the folded model.
-        shapes: of its tensors, without tied ones.
-        constants: what is added to biases (``lambda * v``, in float32), by the name of the bias.
-        scales: beta, by the names of the tensors that it multiplies.
-        head: names of the LM head's tensors, if word-level scoring changes its rows.
+        config: config of the folded model.
+        model: the folded model, without memory for its weights.
+        shapes: shapes of its tensors by name, without tied ones.
+        constants: float32 vectors ``lambda * v`` by the name of the bias that they are added to.
+        scales: beta by the names of the tensors that it multiplies.
+        labels: the label tokens that the injection scores.
 
     Raises:
-        I2CLError: if the model type or the injection cannot be folded.
+        I2CLError: if the model or the injection cannot be folded, or the injection was fitted on another
+            model.
     """
 
     def __init__(
         self,
-        config: PreTrainedConfig,
-        source: Weights,
+        decoder: Decoder,
         injection: Injection,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        force: bool = False,
+        label_scores: bool = True,
     ) -> None:
-        require_foldable(injection)
-        self.family = family_of(config)
-        self.config = self.family.config(config)
-        self.labels: LabelTokens | None = None
-        if tokenizer is not None and injection.scoring == "words":
-            self.labels = label_tokens_of(injection, tokenizer)
+        self.labels = require_exportable(decoder, injection)
+        self.source_config = decoder.model.config
+        self.config = _folded_config(self.source_config)
+        self.dtype = dtype or decoder.model.dtype
+        self._changes_head = label_scores and injection.scoring == "words"
+        if self._changes_head:
             self.config.tie_word_embeddings = False  # the head changes, the embedding does not
-        self.source = source
-        self.source_config = config
-        empty, self._empty_source = skeleton(self.config), skeleton(config)
-        self._source_names = self._empty_source.state_dict().keys()
-        tied = empty.all_tied_weights_keys
-        self.shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if name not in tied}
+        self.model = skeleton(self.config)
+        state, tied = self.model.state_dict(), self.model.all_tied_weights_keys
+        self.shapes = {name: tensor.shape for name, tensor in state.items() if name not in tied}
         self.constants: dict[str, Float[Tensor, " d"]] = {}
         self.scales: dict[str, float] = {}
-        self._fold(injection, f"{empty.base_model_prefix}.{ARCHITECTURES[config.model_type].layers}")
-        self.head: tuple[str, ...] = () if self.labels is None else self._head_names(empty)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the folded weights."""
-        return self._read(min(name for name in self.scales if name.endswith(".weight"))).dtype
+        self._fold(injection)
+        injection.require_base(decoder, force=force)
+        self._source: dict[str, Tensor] = decoder.model.state_dict()
+        if any(tensor.is_meta for tensor in self._source.values()):
+            raise I2CLError("parts of this model are not in memory: load it without a device map")
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Compute one tensor of the folded model in float32, and round it once.
 
         Args:
-            name: in the state dict of the folded model.
-            dtype: of the result; default: the source's.
-
-        Raises:
-            I2CLError: if the source does not have the tensor it is made from, or in another shape.
+            name: name in the state dict of the folded model.
+            dtype: dtype of the result, instead of `dtype`.
         """
-        source, transform = self.family.piece(name, self.source_config)
-        new = source not in self._source_names
-        value = torch.zeros(self.shapes[name], dtype=self.dtype) if new else self._read(source)
-        value = value if transform is None else transform(value)
-        if value.shape != self.shapes[name]:
-            shapes = f"{tuple(value.shape)} instead of {tuple(self.shapes[name])}"
-            raise I2CLError(f"{source} has the shape {shapes}: these weights are of another model")
-        folded = value
-        if name in self.head and self.labels is not None:
-            folded = self.labels.at_first(value.float().movedim(0, -1)).movedim(-1, 0)
+        source, convert = _source_of(name, self.source_config)
+        if source in self._source:
+            folded = self._source[source]
+            folded = folded if convert is None else convert(folded)
+        else:  # a bias that only the folded model has
+            folded = torch.zeros(self.shapes[name])
+        if self._changes_head and name.rpartition(".")[0] == lm_head_name(self.model):
+            folded = self.labels.at_first(folded.float().movedim(0, -1)).movedim(-1, 0)
         if name in self.scales:
             folded = folded.float() * self.scales[name]
         if name in self.constants:
             folded = folded + self.constants[name].to(folded.device)
-        return folded.to(dtype or value.dtype)
+        return folded.to(dtype or self.dtype)
 
-    def stored_name(self, name: str) -> str:
-        """Return the name of a tensor in files."""
-        return name if self.family.target else name.replace("lm_head.", f"{self.family.head}.")
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the source (see `i2cl.models.fingerprint.weights_fingerprint`)."""
-        names = [name for name, _ in named_weights(self._empty_source)]
-        return tensors_fingerprint((name, self._read(name)) for name in names)
-
-    def nonzero_biases(self) -> list[str]:
-        """Return the names of the bias tensors that hold a part of the injection."""
-        return [name for name in self.constants if self.tensor(name).any()]
-
-    def _read(self, name: str) -> Tensor:
-        if name not in self.source.names:
-            name = self._empty_source.all_tied_weights_keys.get(name, name)
-        if name not in self.source.names:
-            hint = "it is incomplete, or of an older format (load and save it again)"
-            raise I2CLError(f"the base model has no tensor {name}: {hint}")
-        return self.source.read(name)
-
-    def _head_names(self, empty: PreTrainedModel) -> tuple[str, ...]:
-        head = next(name for name, one in empty.named_modules() if one is empty.get_output_embeddings())
-        if f"{head}.weight" not in self.shapes:
-            kind = self.config.model_type
-            what = (
-                f"a {kind!r} model ties its LM head to its embedding, which word-level scoring would change"
-            )
-            raise I2CLError(f"{what}: export with --to classifier, or {USE_HOOKS}")
-        return tuple(name for name in (f"{head}.weight", f"{head}.bias") if name in self.shapes)
-
-    def _fold(self, injection: Injection, layers: str) -> None:
+    def _fold(self, injection: Injection) -> None:
         """Fill `constants` and `scales`."""
-        added, scales = added_and_scales(injection)
+        added, betas = added_and_scales(injection)
         shape = (self.config.num_hidden_layers, self.config.hidden_size)
         if (own := (added.shape[0], added.shape[2])) != shape:
             problem = f"this injection is for (layers, width) {own}, the model has {shape}"
             raise I2CLError(f"{problem}: fit it again")
-        paths = (_tensor_names(self.family.attention), _tensor_names(self.family.mlp))
-        for layer, betas in enumerate(scales.tolist()):
-            for sublayer, path in enumerate(paths):
-                home = {"attention": paths[0], "mlp": paths[1]}.get(self.family.joint, path)
-                bias = f"{layers}.{layer}.{home[-1]}"
+        for layer, pair in enumerate(output_projections(self.model)):
+            for sublayer, name in enumerate(pair):
+                tensors = [one for one in (f"{name}.weight", f"{name}.bias") if one in self.shapes]
+                self.scales |= dict.fromkeys(tensors, float(betas[layer, sublayer]))
+                bias = f"{name}.bias"
+                if bias not in self.shapes and self.config.model_type in PARALLEL_BLOCKS:
+                    bias = f"{pair[1 - sublayer]}.bias"
                 if bias not in self.shapes:
-                    raise I2CLError(f"{self.config.model_type!r} has no tensor {bias}: {USE_HOOKS}")
-                previous = self.constants.get(bias, torch.zeros(shape[1]))
-                self.constants[bias] = previous + added[layer, sublayer]
-                scaled = path if home == path else path[:-1]
-                self.scales |= {f"{layers}.{layer}.{name}": betas[sublayer] for name in scaled}
+                    what = f"its {('attention', 'MLP')[sublayer]} has no bias, and its config cannot add one"
+                    raise _refusal(self.source_config.model_type, what)
+                self.constants[bias] = self.constants.get(bias, 0.0) + added[layer, sublayer]
+
+
+def output_projections(model: PreTrainedModel) -> list[tuple[str, str]]:
+    """Return the names of the last linear maps of attention and MLP, for each layer.
+
+    Raises I2CLError if the model type is not supported, or a sublayer does not end with a linear map.
+    """
+    config, names = model.config, {module: name for name, module in model.named_modules()}
+    pairs = ARCHITECTURES[config.model_type].writers(model)
+    return [(names[_last_linear(one, config)], names[_last_linear(two, config)]) for one, two in pairs]
+
+
+def _last_linear(sublayer: nn.Module, config: PreTrainedConfig) -> nn.Module:
+    if "Norm" in type(sublayer).__name__:
+        what = "its blocks normalize the output of a sublayer, and no weight can add a vector after that"
+        raise _refusal(config.model_type, what)
+    modules = dict(sublayer.named_modules())
+    if any(re.search("expert|router", name) for name in modules):
+        raise _refusal(config.model_type, "it is a mixture of experts, whose output no bias is added to")
+    linear = [module for module in modules.values() if isinstance(module, nn.Linear | Conv1D)]
+    # modules are registered in the order in which they run, except the queries, keys and values of Phi-3
+    widths = [module.out_features if isinstance(module, nn.Linear) else module.nf for module in linear]
+    return [module for module, width in zip(linear, widths, strict=True) if width == config.hidden_size][-1]
+
+
+def _folded_config(source: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the folded model: of a type with biases, or with all biases turned on."""
+    if (kind := source.model_type) in CONVERSIONS:
+        for obstacle in _obstacles(source, CONVERSIONS[kind]):
+            raise _refusal(kind, obstacle)
+        return _converted_config(source, CONVERSIONS[kind])
+    fields = source.to_dict()
+    fields.pop("auto_map", None)  # remote code, which the folded model does not need
+    return type(source).from_dict(fields | {name: True for name in BIAS_SWITCHES if name in fields})
+
+
+def _refusal(kind: str, reason: str) -> I2CLError:
+    return I2CLError(f"a {kind!r} model cannot hold an injection in its weights: {reason}; {USE_HOOKS}")
+
+
+def _obstacles(config: PreTrainedConfig, target: str) -> Iterator[str]:
+    """Yield the features of a config that the target type does not have."""
+    window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is not None and window < length and "sliding_attention" in kinds:
+        sizes = f"its sliding window of {window} tokens is shorter than its context of {length}"
+        yield f"{sizes}, and {target} has no sliding window"
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"its rotary embedding is partial, which {target} does not support"
+    if getattr(config, "use_bidirectional_attention", None):
+        yield f"its attention is bidirectional, which {target} does not support"
+    if target == "llama" and config.hidden_size % config.num_attention_heads:
+        yield "its width is not a multiple of its number of heads, which llama requires"
+
+
+def _converted_config(source: PreTrainedConfig, target: str) -> PreTrainedConfig:
+    known = AutoConfig.for_model(target).to_dict().keys() - {"architectures", "model_type"}
+    fields = {name: value for name, value in source.to_dict().items() if name in known}
+    original = getattr(source, "original_max_position_embeddings", None)
+    if original is not None and fields["rope_parameters"].get("rope_type") == "longrope":
+        fields["rope_parameters"].setdefault("original_max_position_embeddings", original)
+    # Gemma scales its embedding, but not its LM head
+    fields["tie_word_embeddings"] = source.tie_word_embeddings and source.model_type != "gemma"
+    fields |= {"attention_bias": True, "mlp_bias": True, "head_dim": _head_width(source)}
+    if target == "hy_v3":
+        fields["mlp_layer_types"] = ["dense"] * source.num_hidden_layers
+    return AutoConfig.for_model(target, **fields)
+
+
+def _head_width(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _source_of(name: str, config: PreTrainedConfig) -> tuple[str, Callable[[Tensor], Tensor] | None]:
+    """Return the source tensor that a tensor of the folded model is made from, and its conversion."""
+    if config.model_type == "gemma":
+        return name, _gemma_conversion(name, config)
+    return _phi3_source(name, config) if config.model_type == "phi3" else (name, None)
+
+
+def _gemma_conversion(name: str, config: PreTrainedConfig) -> Callable[[Tensor], Tensor] | None:
+    """Convert norms, which multiply by ``1 + w``, and the embedding, which is scaled by ``sqrt(d)``.
+
+    The LM head is not scaled. Source: https://github.com/huggingface/transformers/pull/29402.
+    """
+    if "norm" in name.rsplit(".", 2)[-2]:
+        return lambda weight: (1.0 + weight.float()).to(weight.dtype)
+    if name == "model.embed_tokens.weight":
+        return lambda weight: (weight.float() * float(config.hidden_size) ** 0.5).to(weight.dtype)
+    return None
+
+
+def _phi3_source(name: str, config: PreTrainedConfig) -> tuple[str, Callable[[Tensor], Tensor] | None]:
+    """Split the fused query-key-value and gate-up matrices."""
+    head, wide = _head_width(config), config.intermediate_size
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    parts = {
+        "q_proj": ("qkv_proj", 0, queries),
+        "k_proj": ("qkv_proj", queries, keys),
+        "v_proj": ("qkv_proj", queries + keys, keys),
+        "gate_proj": ("gate_up_proj", 0, wide),
+        "up_proj": ("gate_up_proj", wide, wide),
+    }
+    module = name.rsplit(".", 2)[-2]
+    if module not in parts or not name.endswith(".weight"):
+        return name, None
+    fused, start, length = parts[module]
+    return name.replace(module, fused), lambda weight: weight.narrow(0, start, length).clone()
 
 
 def added_and_scales(
@@ -171,27 +254,17 @@ def added_and_scales(
     return edit.shift.float().cpu(), edit.scale.float().cpu()
 
 
-def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedModel:
+def fold(decoder: Decoder, injection: Injection) -> PreTrainedModel:
     """Return a plain transformers model that computes what the injected one does, without hooks.
 
-    The result is a new model in evaluation mode on the same device, in the source's dtype; some model types
-    become another type that computes the same. The source is not changed. With word-level scoring, the
-    result's logit of a label's first token is the label's score.
+    The result is a new model in evaluation mode on the same device, in the same dtype; some model types
+    become another type that computes the same. With word-level scoring, the logit of a label's first token is
+    the label's score. A label prior and a temperature are left out.
 
     Raises:
-        I2CLError: if the model type or the injection cannot be folded, or has a label prior.
+        I2CLError: if the model type or the injection cannot be folded.
     """
-    tokenizer = None
-    if isinstance(model, Decoder):
-        require_known_architecture(model)
-        tokenizer, model = model.tokenizer, model.model
-    require_unquantized(model.config)
-    if injection.label_bias is not None:
-        what = "a folded model has no place for a label prior"
-        raise I2CLError(f"{what}: fold without_label_prior(injection), or use export_classifier")
-    if tokenizer is None and injection.scoring == "words":
-        raise I2CLError("word-level scoring needs the tokenizer: pass a Decoder instead of a model")
-    folding = Folding(model.config, StateDict(model), injection, tokenizer)
+    folding = Folding(decoder, injection, force=True)
     with no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(folding.config, dtype=folding.dtype)
     with torch.no_grad():
@@ -199,12 +272,54 @@ def fold(model: Decoder | PreTrainedModel, injection: Injection) -> PreTrainedMo
         for name in folding.shapes:
             state[name].copy_(folding.tensor(name))
     made.tie_weights()
-    made.generation_config = copy.deepcopy(model.generation_config)
-    return cast("PreTrainedModel", made.to(model.device).eval())
+    made.generation_config = copy.deepcopy(decoder.model.generation_config)
+    return cast("PreTrainedModel", made.to(decoder.model.device).eval())
 
 
-def _tensor_names(linear: Linear) -> tuple[str, ...]:
-    return (f"{linear}.weight", f"{linear}.bias") if isinstance(linear, str) else linear
+def write_checkpoint(
+    folder: Path,
+    model: PreTrainedModel,
+    tensor: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    max_shard_size: int | str,
+) -> None:
+    """Write config and safetensors of a model, with one shard in memory at a time.
+
+    Args:
+        folder: existing folder.
+        model: the model without memory for its weights.
+        tensor: returns the values of a tensor by its name in the model's state dict.
+        dtype: dtype of the tensors.
+        max_shard_size: maximum size of a file, such as ``"5GB"``.
+
+    Raises:
+        I2CLError: on an invalid shard size.
+    """
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
+    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    # transformers and vLLM read the LM head of GPT-NeoX under its older name
+    renamed = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
+    names = {renamed.get(name, name): name for name in state if name not in model.all_tied_weights_keys}
+    try:
+        plan = split_torch_state_dict_into_shards(
+            {stored: state[name] for stored, name in names.items()}, max_shard_size=max_shard_size
+        )
+    except ValueError:
+        hint = "give one such as 500MB or 5GB"
+        raise I2CLError(f"{max_shard_size!r} is not a valid shard size: {hint}") from None
+    for file, stored_names in plan.filename_to_tensors.items():
+        # safetensors rejects tensors that share memory
+        shard = {
+            stored: tensor(names[stored]).cpu().clone(memory_format=torch.contiguous_format)
+            for stored in stored_names
+        }
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        del shard  # before the next one is made
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
@@ -213,24 +328,32 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
 
 
-def label_tokens_of(injection: Injection, tokenizer: PreTrainedTokenizerBase) -> LabelTokens:
-    """Return the label tokens that an injection scores."""
-    task, weights = injection.task, injection.word_weights
-    labels = label_tokens(Encoder.of(tokenizer), task.template, task.labels, injection.scoring)
-    return labels if weights is None else labels.weighted(weights)
+def lm_head_name(model: PreTrainedModel) -> str:
+    """Return the name of the LM head."""
+    head = model.get_output_embeddings()
+    return next(str(name) for name, module in model.named_modules() if module is head)
 
 
-def require_known_architecture(decoder: Decoder) -> None:
-    """Raise I2CLError if the architecture of a decoder is not the registered one."""
+def require_exportable(decoder: Decoder, injection: Injection) -> LabelTokens:
+    """Return the label tokens that an export scores.
+
+    Raises I2CLError if the model or the injection cannot be folded, or the injection scores full label
+    sequences, whose probabilities the next token does not hold.
+    """
+    config = decoder.model.config
     if decoder.architecture != ARCHITECTURES.get(decoder.architecture.model_type):
         raise I2CLError(f"a custom Architecture cannot be folded into weights: {USE_HOOKS}")
-
-
-def require_unquantized(config: PreTrainedConfig) -> None:
-    """Raise I2CLError if weights are quantized: beta would have to be folded into their codes."""
+    if config.get_text_config() is not config:
+        raise _refusal(config.model_type, "it is a part of a multimodal model")
     if method := quantization_of(config):
         hint = "export from its unquantized checkpoint (--model FOLDER), then quantize the export"
         raise I2CLError(f"a quantized model ({method}) cannot be folded: {hint}")
+    require_foldable(injection)
+    labels = injection.scorer(decoder).labels
+    if labels.full:
+        what = "labels that share their first token are scored as full sequences, which no export can hold"
+        raise I2CLError(f"{what}: fit it again with scoring='words', or {USE_HOOKS}")
+    return labels
 
 
 def require_foldable(injection: Injection) -> None:

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 import torch
@@ -16,16 +16,14 @@ from torch import Tensor
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, first_problem
-from i2cl.export.folding import require_foldable, require_unquantized
+from i2cl.export.folding import require_exportable
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import LabelTokens
 from i2cl.models.loading import gguf_reader, is_gguf
 from i2cl.models.precision import dtype_name
 from i2cl.version import __version__
 
 GOLDEN = "i2cl_golden.json"
 GOLDEN_KEY = "i2cl.golden"  # metadata key of a GGUF file, which holds the same JSON
-FORMAT_VERSION = 2
 # Maximum difference of a probability, by the dtype of the stored weights.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
@@ -54,7 +52,7 @@ TEXTS = (
     "Please send the minutes of the last meeting to everyone on the list (see page 4)",
     'He said "later" and went back to sleep.',
 )
-"""Texts of several kinds and lengths: sentences, scorer, complaints, news, reviews, notes."""
+"""Texts of several kinds and lengths: sentences, questions, complaints, news, reviews, notes."""
 
 Form = Literal["", "classifier", "causal-lm", "peft", "gguf"]
 
@@ -62,38 +60,33 @@ Form = Literal["", "classifier", "causal-lm", "peft", "gguf"]
 class Golden(pydantic.BaseModel):
     """Texts and the injected model's answers, computed in float32."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[1] = 1
     i2cl: str = __version__  #: version that wrote it
     form: Form = ""  #: format of the export
     labels: list[str]  #: label words, in the order of the classes
-    #: tokens of each label after the prompt; the sum of their log-probabilities scores the label
-    label_tokens: list[list[int]]
-    label_bias: list[float] = []  #: label prior: added to the log-probabilities among the labels, in nats
-    temperature: float = 1.0  #: divides the log-probabilities among the labels, after the label prior
+    label_tokens: list[int]  #: token after the prompt whose log-probability scores each label
+    label_bias: list[float] = []  #: label prior: added to the log-probabilities of the labels, in nats
+    temperature: float = 1.0  #: divides the log-probabilities of the labels, after the label prior
     texts: list[str]  #: raw texts
     prompts: list[str]  #: texts in the prompt template
     ids: list[list[int]]  #: token ids of the prompts
     probabilities: list[list[float]]  #: probability of each label for each text
     tolerance: float = TOLERANCES["float32"]  #: maximum difference of a probability
     left_padding: bool = True  #: whether batches may be padded on the left
-    biases: list[str] = []  #: nonzero bias tensors of the export that hold a part of the injection
 
-    def of_export(self, form: Form, dtype: torch.dtype, biases: Sequence[str] = ()) -> "Golden":
+    def of_export(self, form: Form, dtype: torch.dtype) -> "Golden":
         """Return a copy for an export of this form, whose weights are stored in this dtype."""
         tolerance = TOLERANCES.get(dtype_name(dtype), max(TOLERANCES.values()))
-        return self.model_copy(update={"form": form, "tolerance": tolerance, "biases": list(biases)})
+        return self.model_copy(update={"form": form, "tolerance": tolerance})
 
     def first(self, count: int) -> "Golden":
         """Return a copy with the first few texts only."""
         names = ("texts", "prompts", "ids", "probabilities")
         return self.model_copy(update={name: getattr(self, name)[:count] for name in names})
 
-    def label_probabilities(
-        self, log_probabilities: Float[Tensor, "texts labels"]
-    ) -> Float[Tensor, "texts labels"]:
-        """Apply the label prior and the temperature to the log-probabilities of the labels' tokens."""
-        bias = torch.tensor(self.label_bias) if self.label_bias else 0.0
-        return ((log_probabilities + bias) / self.temperature).softmax(-1)
+    def label_probabilities(self, logits: Float[Tensor, "texts labels"]) -> Float[Tensor, "texts labels"]:
+        """Compute the label probabilities from the logits or log-probabilities of the label tokens."""
+        return ((logits + torch.tensor(self.label_bias or 0.0)) / self.temperature).softmax(-1)
 
     def write(self, folder: Path) -> None:
         """Store it in the folder of an export."""
@@ -101,30 +94,22 @@ class Golden(pydantic.BaseModel):
 
     @classmethod
     def from_export(cls, export: str | Path) -> "Golden":
-        """Read it from the folder or GGUF file of an export.
-
-        Raises I2CLError if it is missing, damaged, or written by another version.
-        """
+        """Read it from the folder or GGUF file of an export. Raises I2CLError if it is missing or damaged."""
         path = Path(export)
+        text = None
         try:
             if is_gguf(path):
                 field = gguf_reader(path, "export it again").get_field(GOLDEN_KEY)
                 text = None if field is None else str(field.contents())
-            else:
-                path /= GOLDEN
-                text = path.read_text(encoding="utf-8") if path.is_file() else None
+            elif (path / GOLDEN).is_file():
+                text = (path / GOLDEN).read_text(encoding="utf-8")
             if text is None:
                 hint = "give a folder or a GGUF file that `i2cl export` wrote"
                 raise I2CLError(f"{str(export)!r} has no {GOLDEN}: {hint}")
-            version = pydantic.TypeAdapter(dict[str, Any]).validate_json(text).get("format_version")
-            if isinstance(version, int) and version > FORMAT_VERSION:
-                raise I2CLError(f"{str(path)!r} was written by a newer version: upgrade i2cl")
-            if version != FORMAT_VERSION:
-                raise I2CLError(f"{str(path)!r} was written by an older version: export the task again")
             return cls.model_validate_json(text)
         except (pydantic.ValidationError, UnicodeDecodeError) as error:
-            problem = first_problem(error)
-            raise I2CLError(f"{str(path)!r} cannot be read ({problem}): export it again") from None
+            what = f"the {GOLDEN} of {str(export)!r} cannot be read ({first_problem(error)})"
+            raise I2CLError(f"{what}: export it again") from None
 
 
 def make_golden(decoder: Decoder, injection: Injection) -> Golden:
@@ -137,8 +122,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
         I2CLError: if the injection cannot be exported or does not fit the decoder, the model is quantized, or
             no text fits into the context.
     """
-    require_unquantized(decoder.model.config)
-    require_foldable(injection)
+    labels = require_exportable(decoder, injection)
     scorer = injection.scorer(decoder)
     prompts = [scorer.prompt(text) for text in TEXTS]
     ids = decoder.encoder(prompts)
@@ -151,7 +135,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     texts = [TEXTS[row] for row in whole]
     return Golden(
         labels=list(injection.task.labels),
-        label_tokens=scored_tokens(scorer.labels),
+        label_tokens=list(labels.first),
         label_bias=list(injection.label_bias or ()),
         temperature=injection.temperature,
         texts=texts,
@@ -159,11 +143,6 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
         ids=[list(ids[row]) for row in whole],
         probabilities=injection.log_probs(decoder, texts, force=True).double().softmax(-1).tolist(),
     )
-
-
-def scored_tokens(labels: LabelTokens) -> list[list[int]]:
-    """Return the tokens of each label whose log-probabilities score it in an exported language model."""
-    return [list(ids) for ids in labels.ids] if labels.full else [[token] for token in labels.first]
 
 
 @dataclass(frozen=True)
@@ -175,20 +154,18 @@ class Verification:
         worst: largest difference of a probability; infinite if one is not a number.
         tolerance: maximum difference.
         retokenized: prompts to which the program's tokenizer gives other token ids.
-        missing: bias tensors that the export should have and that are missing or zero.
     """
 
     labels: tuple[tuple[str, str], ...]
     worst: float
     tolerance: float
     retokenized: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
         """Whether labels and token ids agree, and probabilities do within the tolerance."""
         same = all(expected == found for expected, found in self.labels)
-        return same and not self.retokenized and not self.missing and self.worst <= self.tolerance
+        return same and not self.retokenized and self.worst <= self.tolerance
 
 
 def compare(
@@ -197,7 +174,6 @@ def compare(
     *,
     tolerance: float | None = None,
     ids: Sequence[Sequence[int]] | None = None,
-    missing: Sequence[str] = (),
 ) -> Verification:
     """Compare the label probabilities of a program with the golden ones.
 
@@ -206,15 +182,13 @@ def compare(
         found: probability of each label for each text.
         tolerance: maximum difference of a probability; default: the export's.
         ids: token ids of the prompts by the program's tokenizer, if it has one.
-        missing: bias tensors that are missing or zero.
     """
     expected = torch.tensor(golden.probabilities)
     best, answered = ([golden.labels[place] for place in one.argmax(-1)] for one in (expected, found))
-    encoded = () if ids is None else zip(golden.prompts, golden.ids, ids, strict=True)
+    encoded = zip(golden.prompts, golden.ids, ids or golden.ids, strict=True)
     return Verification(
         labels=tuple(zip(best, answered, strict=True)),
         worst=float((found - expected).abs().max().nan_to_num(float("inf"))),
         tolerance=golden.tolerance if tolerance is None else tolerance,
         retokenized=tuple(prompt for prompt, wanted, given in encoded if list(given) != wanted),
-        missing=tuple(missing),
     )

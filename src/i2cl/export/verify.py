@@ -1,18 +1,11 @@
-"""Check an export in transformers, in PEFT, or on a server that runs it."""
+"""Check an export in transformers or PEFT."""
 
-import json
 import math
-import os
 from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from i2cl.errors import I2CLError
@@ -20,8 +13,7 @@ from i2cl.export.golden import Golden, Verification, compare
 from i2cl.export.peft import is_adapter, load_adapter
 from i2cl.models.loading import load_model_and_tokenizer
 
-KEY = "VLLM_API_KEY"  # environment variable with the server's API key, as vLLM's own server reads it
-SERVER_TOLERANCE = 0.05  # servers run in lower precision
+BATCH_SIZE = 5
 
 
 def verify(
@@ -33,8 +25,8 @@ def verify(
 ) -> Verification:
     """Run an export with transformers, an adapter with PEFT, in float32 and compare its golden answers.
 
-    A classifier runs in one batch through transformers' pipeline, padded on the right and, where its model
-    type allows it, on the left.
+    A classifier runs in transformers' pipeline, in batches padded on the right and, if its model type allows
+    it, on the left.
 
     Args:
         folder: a classifier, a language model, or a PEFT adapter.
@@ -49,47 +41,19 @@ def verify(
     if model is not None and not is_adapter(folder):
         raise I2CLError(f"{str(folder)!r} is not a PEFT adapter: leave out --model")
     if golden.form == "classifier":
-        return verify_classifier(folder, golden, device=device, tolerance=tolerance)
+        sides = ("right", "left") if golden.left_padding else ("right",)
+        return verify_classifier(load_pipeline(folder, device), golden, sides, tolerance=tolerance)
     loaded: Any
     if is_adapter(folder):
-        loaded, state = load_adapter(folder, model, device)
+        loaded = load_adapter(folder, model, device)
     else:
         loaded, _ = load_model_and_tokenizer(str(folder), dtype="float32", device=device)
-        state = loaded.state_dict()
-    rows = []
     with torch.no_grad():
-        for ids in golden.ids:
-            scores: list[float] = []
-            for tokens in golden.label_tokens:
-                batch = torch.tensor([[*ids, *tokens[:-1]]], device=loaded.device)
-                if len(tokens) > 1 or not scores:  # labels of one token share a forward pass
-                    logits = loaded(input_ids=batch, use_cache=False).logits[0, len(ids) - 1 :].float().cpu()
-                scores.append(sequence_log_probability(logits, tokens))
-            rows.append(scores)
+        rows = [torch.tensor([ids], device=loaded.device) for ids in golden.ids]
+        logits = torch.stack([loaded(input_ids=row, use_cache=False).logits[0, -1].cpu() for row in rows])
     encoded = AutoTokenizer.from_pretrained(str(folder))(golden.prompts)["input_ids"]
-    missing = [name for name in golden.biases if name not in state or not state[name].any()]
-    found = golden.label_probabilities(torch.tensor(rows))
-    return compare(golden, found, tolerance=tolerance, ids=encoded, missing=missing)
-
-
-def sequence_log_probability(logits: Float[Tensor, "positions vocab"], tokens: Sequence[int]) -> float:
-    """Sum the log-probabilities of tokens, from the logits at the positions that predict them."""
-    values = logits[: len(tokens)].log_softmax(-1)
-    return float(values[range(len(tokens)), list(tokens)].sum())
-
-
-def verify_classifier(
-    folder: str | Path,
-    golden: Golden,
-    *,
-    device: str | torch.device | None = None,
-    tolerance: float | None = None,
-) -> Verification:
-    """Run a classifier in transformers' pipeline; of the padding sides, the worse outcome counts."""
-    classify = load_pipeline(folder, device)
-    sides = ("right", "left") if golden.left_padding else ("right",)
-    outcomes = [run_pipeline(classify, golden, side, tolerance) for side in sides]
-    return max(outcomes, key=lambda outcome: (not outcome.passed, outcome.worst))
+    found = golden.label_probabilities(logits[:, golden.label_tokens].float())
+    return compare(golden, found, tolerance=tolerance, ids=encoded)
 
 
 def load_pipeline(folder: str | Path, device: str | torch.device | None = None) -> Any:
@@ -99,85 +63,17 @@ def load_pipeline(folder: str | Path, device: str | torch.device | None = None) 
     return pipeline("text-classification", model=str(folder), device=device or "cpu", dtype=torch.float32)
 
 
-def run_pipeline(
-    classify: Any, golden: Golden, padding_side: str, tolerance: float | None = None
+def verify_classifier(
+    classify: Any, golden: Golden, sides: Sequence[str], *, tolerance: float | None = None
 ) -> Verification:
-    """Classify the golden texts in one batch."""
-    classify.tokenizer.padding_side = padding_side
-    options = {"top_k": None, "batch_size": len(golden.texts), "function_to_apply": "softmax"}
-    answers = [{one["label"]: one["score"] for one in answer} for answer in classify(golden.texts, **options)]
-    found = torch.tensor([[answer.get(label, math.nan) for label in golden.labels] for answer in answers])
+    """Classify the golden texts in transformers' pipeline, in batches padded on alternating sides."""
+    found = torch.zeros(len(golden.texts), len(golden.labels))
+    order = sorted(range(len(golden.texts)), key=lambda row: len(golden.ids[row]))
+    options = {"top_k": None, "batch_size": BATCH_SIZE, "function_to_apply": "softmax"}
+    for start in range(0, len(order), BATCH_SIZE):
+        rows = order[start : start + BATCH_SIZE]
+        classify.tokenizer.padding_side = sides[start // BATCH_SIZE % len(sides)]
+        for row, answer in zip(rows, classify([golden.texts[row] for row in rows], **options), strict=True):
+            scores = {one["label"]: one["score"] for one in answer}
+            found[row] = torch.tensor([scores.get(label, math.nan) for label in golden.labels])
     return compare(golden, found, tolerance=tolerance, ids=classify.tokenizer(golden.texts)["input_ids"])
-
-
-def verify_server(
-    golden: Golden,
-    url: str,
-    *,
-    model: str | None = None,
-    task: str | None = None,
-    tolerance: float | None = None,
-    timeout: float = 60.0,
-) -> Verification:
-    """Send the golden texts to a vLLM server and compare its answers.
-
-    Source: https://docs.vllm.ai/en/latest/models/pooling_models/, Classification API.
-
-    Args:
-        golden: of the classifier that the server runs, or of any export of ``task``.
-        url: of the server, with or without ``/v1``.
-        model: the server's name of the classifier; default: the first that it lists.
-        task: name of a task on a server of the base model with the vLLM plugin, instead of a classifier.
-        tolerance: maximum difference of a probability; default: 0.05, which holds in lower precision.
-        timeout: seconds to wait for an answer.
-
-    Raises:
-        I2CLError: if the server cannot be reached, refuses, or does not classify.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise I2CLError(f"{url!r} is not a server's URL: give one such as http://localhost:8000")
-    if golden.form != "classifier" and task is None:
-        hint = "export with --to classifier, or name a task of the vLLM plugin with --task"
-        raise I2CLError(
-            f"this export is a language model, and only servers that classify are checked: {hint}"
-        )
-    root = url.rstrip("/").removesuffix("/classify").removesuffix("/v1")
-    path = "/classify" if task is None else "/v1/i2cl/classify"
-    body = {"model": task or model or _first_model(root, timeout), "input": golden.texts}
-    reply = _request(f"{root}{path}", body, timeout)
-    try:
-        answers = sorted(reply["data"], key=lambda answer: int(answer["index"]))
-        found = torch.tensor([[float(value) for value in answer["probs"]] for answer in answers])
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise I2CLError(f"{root}{path} returns no probabilities: does the server classify?") from None
-    if found.shape != (shape := (len(golden.texts), len(golden.labels))):
-        sizes = f"{tuple(found.shape)} probabilities instead of {shape}"
-        raise I2CLError(f"{root}{path} returns {sizes}: does it run another model?")
-    limit = max(SERVER_TOLERANCE, golden.tolerance) if tolerance is None else tolerance
-    return compare(golden, found, tolerance=limit)
-
-
-def _first_model(root: str, timeout: float) -> str:
-    listed = _request(f"{root}/v1/models", None, timeout)
-    try:
-        return str(listed["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
-        raise I2CLError(f"{root}/v1/models lists no model: name it with --model-name") from None
-
-
-def _request(url: str, body: dict[str, Any] | None, timeout: float) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY):
-        headers["Authorization"] = f"Bearer {key}"
-    request = Request(url, data, headers)  # noqa: S310 - http or https
-    try:
-        with urlopen(request, timeout=timeout) as reply:  # noqa: S310
-            return json.load(reply)
-    except HTTPError as error:
-        answer = " ".join(error.read().decode(errors="replace")[:200].split())
-        raise I2CLError(f"{url} answers {error.code} ({answer})") from None
-    except (OSError, HTTPException) as error:
-        raise I2CLError(f"cannot reach {url} ({error}): is the server running?") from None
-    except (ValueError, RecursionError):
-        raise I2CLError(f"{url} does not return JSON: is it a vLLM server?") from None

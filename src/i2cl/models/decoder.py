@@ -26,7 +26,7 @@ from i2cl.models.fingerprint import (
     weights_fingerprint,
 )
 from i2cl.models.loading import NAMES, load_model_and_tokenizer
-from i2cl.models.memory import BatchLimit, Consensus, MemoryWarning, training_memory
+from i2cl.models.memory import BatchLimit, MemoryWarning, training_memory
 from i2cl.models.precision import Quantization, dtype_name, execution_device, quantization_of, settle_4bit
 from i2cl.models.prefix import Prefix, holds_keys_alone, uses_alibi, window_of
 from i2cl.models.residual_check import ResidualIdentity, residual_identity
@@ -93,7 +93,6 @@ class Decoder:
         self.revision = revision
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else GPU_BUDGET)
         self._inference_limit, self._training_limit = BatchLimit(), BatchLimit()
-        self.consensus = Consensus.of(model)
         self.encoder = Encoder.of(tokenizer)
         self.max_length = batching.context_length(model.config.get_text_config(), tokenizer.model_max_length)
         self.rope_limits = batching.rope_limits(model.config.get_text_config())
@@ -378,7 +377,7 @@ class Decoder:
     @cached_property
     def training_memory(self) -> int:
         """Bytes that the activations and gradients of one training batch may take."""
-        return self.consensus.smallest(training_memory(self.model, self.device))
+        return training_memory(self.model, self.device)
 
     @property
     def token_bytes(self) -> int:
@@ -402,8 +401,7 @@ class Decoder:
         """Run batches of queries of similar length, longest first, and yield each with its result.
 
         A batch that runs out of memory is split in two with a warning, and later batches are temporarily
-        smaller. The composition of batches does not depend on the order of the queries. With tensor
-        parallelism, all processes use the same batches.
+        smaller. The composition of batches does not depend on the order of the queries.
 
         Args:
             ids: token ids of the queries.
@@ -434,8 +432,7 @@ class Decoder:
                 if not is_out_of_memory(error):
                     raise
                 exceeded = True
-            if self.consensus.any(exceeded):
-                # outside the except block, so that the traceback no longer holds the tensors
+            if exceeded:  # outside the except block, so that the traceback no longer holds the tensors
                 limit.shrink(self._recover(len(rows), len(ids[rows[0]]), reserve))
                 sizes = None
                 continue

@@ -15,7 +15,6 @@ import pydantic
 import torch
 from huggingface_hub import cached_assets_path
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError, first_problem
@@ -109,8 +108,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     `MAX_QUANTIZATION_ERROR` for quantized ones. Otherwise, for example for a model constructed in memory,
     the values in memory are used.
 
-    Tensors are read or dequantized one by one, at about one gigabyte per second. Sharded tensors are gathered
-    first, so all processes must call this.
+    Tensors are read or dequantized one by one, at about one gigabyte per second.
 
     For models of `CACHE_MIN_BYTES` or more, the result is cached among huggingface_hub's assets. The cache is
     valid while the checkpoint's files have the same size and time, and the weights in memory have the same
@@ -132,8 +130,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 def _cache_path(model: PreTrainedModel) -> Path | None:
     """Return the file that caches the fingerprint; None for a small model or one not loaded from files."""
     named = named_weights(model)
-    if any(weight.is_meta or isinstance(weight, DTensor) for _, weight in named):
-        return None  # offloaded or sharded
+    if any(weight.is_meta for _, weight in named):  # offloaded
+        return None
     is_large = sum(weight.nbytes for _, weight in named) >= CACHE_MIN_BYTES
     stored = stored_weights(model) if is_large else None
     if stored is None:
@@ -193,9 +191,7 @@ def _checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             continue  # the same tensor under another name
         module_name, _, parameter_name = name.rpartition(".")
         module, values = model.get_submodule(module_name), weight
-        if isinstance(weight, DTensor):
-            values = weight.full_tensor()
-        elif weight.is_meta:
+        if weight.is_meta:
             values = offloaded_weight(module, parameter_name)
         dequantized = dequantize(module, values)
         values = values if dequantized is None else dequantized

@@ -1,6 +1,5 @@
 """Load a causal language model and its tokenizer from safetensors (hub or folder) or a GGUF file."""
 
-import os
 import sys
 import tempfile
 import warnings
@@ -17,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, first_line, needs, require_utf8
@@ -42,7 +40,6 @@ GGUF = ".gguf"
 
 # Pre-tokenizers that split digits one by one in llama.cpp (src/llama-vocab.cpp) but not in transformers 5.23.
 SINGLE_DIGIT_PRETOKENIZERS = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
-TENSOR_PARALLEL = "tensor_parallel"  # device map that splits layers over the processes of ``torchrun``
 MAX_REASON_LENGTH = 300  # characters of another library's message quoted in an error
 CHECKPOINT_DTYPE = "checkpoint"
 DTYPES = ("auto", CHECKPOINT_DTYPE, "float32", "bfloat16", "float16")
@@ -74,9 +71,7 @@ def load_model_and_tokenizer(
             the checkpoint's own on an accelerator, and on a CPU `i2cl.models.precision.automatic_dtype`.
             Default: float32 on a CPU, the checkpoint's own on an accelerator.
         device: such as ``"cpu"`` or ``"cuda:1"``. Default: an accelerator if there is one.
-        device_map: passed to transformers (needs the package accelerate), or ``"tensor_parallel"``: split
-            over the processes that ``torchrun`` started
-            (https://huggingface.co/docs/transformers/perf_infer_gpu_multi); excludes ``device``.
+        device_map: passed to transformers (needs the package accelerate); excludes ``device``.
         offload_folder: where to write weights that the device map puts on ``"disk"``, if their
             checkpoint cannot be read in place.
         quantization: ``"8bit"`` or ``"4bit"`` (bitsandbytes: LLM.int8 or NF4), or a config of transformers
@@ -108,9 +103,15 @@ def load_model_and_tokenizer(
     automatic = dtype == "auto" and device_map is None and config is None
     if config is not None and device_map is None:
         device_map = {"": str(target)}  # weights are quantized on the way to the device
-    loading = _placement(device_map, offload_folder, quantized=config is not None) | {"dtype": requested}
-    # reported by `_check_complete`, in one line
-    loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    _check_device_map(device_map)
+    loading = {
+        "dtype": requested,
+        "device_map": device_map,
+        "offload_folder": offload_folder,
+        # reported by `_check_complete`, in one line
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
     if config is not None:  # None would drop the config of a quantized checkpoint
         loading["quantization_config"] = config
     if is_gguf(path):
@@ -172,7 +173,7 @@ def _load_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
     if add_entry(entry, path, dtype, size, partial(_save_conversion, model, tokenizer)):
         del model
         return _load_entry(path, entry, loading)
-    if loading.get("device_map") is not None or "distributed_config" in loading:
+    if loading["device_map"] is not None:
         hint = f"set {CACHE_VARIABLE} to a folder with space"
         raise I2CLError(f"cannot save the conversion of {str(path)!r}, which a device map needs: {hint}")
     return _set_name(path, model, tokenizer)
@@ -254,22 +255,12 @@ def _check_gguf_options(revision: Any, quantization: Any) -> None:
         raise I2CLError(f"{what}: leave out --quantization; --dtype bfloat16 takes half the memory")
 
 
-def _placement(
-    device_map: str | dict[str, Any] | None, offload_folder: str | Path | None, *, quantized: bool
-) -> dict[str, Any]:
-    if device_map == TENSOR_PARALLEL:
-        if "RANK" not in os.environ:
-            command = "torchrun --nproc-per-node 2 --no-python i2cl ..."
-            raise I2CLError(f"device map tensor_parallel needs torchrun: {command}")
-        if quantized:
-            raise I2CLError("a quantized model cannot be split by tensor_parallel: leave one of them out")
-        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+def _check_device_map(device_map: str | dict[str, Any] | None) -> None:
     if device_map is not None:
         needs("a device map", "hub", "accelerate")
     if isinstance(device_map, dict):
         for place in {str(place) for place in device_map.values()} - {"disk"}:
             _device(f"cuda:{place}" if place.isdigit() else place)
-    return {"device_map": device_map, "offload_folder": offload_folder}
 
 
 @contextmanager

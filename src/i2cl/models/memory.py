@@ -5,20 +5,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-
-from i2cl.errors import I2CLError
 
 RECOVERY_BATCHES = 64  # batches at a lowered limit before a larger one is tried again
 TRAINING_SHARE = 0.5  # of the memory that the weights leave, for one training batch
-CONSENSUS_TIMEOUT = timedelta(minutes=5)
 
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
@@ -52,51 +46,6 @@ class BatchLimit:
         if self._tokens is not None and self._fitted >= RECOVERY_BATCHES:
             self._tokens = 2 * self._tokens if 2 * self._tokens < budget else None
             self._fitted = 0
-
-
-class Consensus:
-    """Makes processes that share a tensor-parallel model take the same decisions.
-
-    Every forward pass of such a model is a collective operation. If one process ran a different number of
-    passes, because only it ran out of memory or has less free memory, all of them would hang. Without tensor
-    parallelism, all methods return their argument.
-    """
-
-    def __init__(self, ranks: list[int] | None = None) -> None:
-        self._group = None
-        if ranks is not None and len(ranks) > 1:
-            # A separate group, since a process may be stuck in one of the model's collectives.
-            self._group = dist.new_group(
-                ranks, timeout=CONSENSUS_TIMEOUT, backend="gloo", use_local_synchronization=True
-            )
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "Consensus":
-        """Find the processes that a model's weights are sharded over. All of them have to call this."""
-        meshes = (weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor))
-        mesh = next(meshes, None)
-        return cls(None if mesh is None else mesh.mesh.flatten().tolist())
-
-    def any(self, value: bool) -> bool:
-        """Return whether the value is true in any of the processes."""
-        return bool(self._largest(int(value)))
-
-    def smallest(self, value: int) -> int:
-        """Return the smallest value of all processes."""
-        return -self._largest(-value)
-
-    def _largest(self, value: int) -> int:
-        if self._group is None:
-            return value
-        shared = torch.tensor(value)
-        try:
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            raise I2CLError(
-                "another process of this tensor-parallel model ran out of memory or stopped: restart all of "
-                "them with shorter texts or a smaller model"
-            ) from error
-        return int(shared)
 
 
 def training_memory(model: nn.Module, device: torch.device) -> int:

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch, Ids, group_by_rope_limit
@@ -121,8 +120,8 @@ class LabelLikelihood:
     ) -> Float[Tensor, " rows"]:
         """Run a batch and return its log-probabilities, in nats; gradients flow if enabled."""
         if self.among_labels:
-            labels, gold = [self.labels] * len(rows), [self.gold[row] for row in rows]
-            return label_log_probabilities(self.decoder, batch, labels, gold, edit, prefix)
+            gold = [self.gold[row] for row in rows]
+            return gold_log_probs(self.decoder, batch, self.labels, gold, edit, prefix)
         targets = [self.targets[row] for row in rows]
         return sequence_log_probabilities(self.decoder, batch, targets, edit, prefix)
 
@@ -294,32 +293,24 @@ class Backward:
             self.scale /= 2
 
 
-def label_log_probabilities(
+def gold_log_probs(
     decoder: Decoder,
     batch: Batch,
-    labels: Sequence[LabelTokens],
+    labels: LabelTokens,
     gold: Sequence[int],
     edit: Edit | None = None,
     prefix: Prefix | None = None,
 ) -> Float[Tensor, " batch"]:
-    """Compute the log-probability of each query's gold label among its labels, in nats.
+    """Compute the log-probability of each query's gold label among the labels, in nats.
 
     Args:
         decoder: the model.
         batch: one row per query.
-        labels: of each query, scored by first tokens or words; queries may have different numbers of labels.
+        labels: scored by first tokens or words.
         gold: index of each query's gold label.
-        edit: what changes the model's layers, if anything.
-        prefix: cached tokens in front of every query.
+        edit: edit of the activations.
+        prefix: cached tokens before every query.
     """
     logits = decoder.forward(batch, edit=edit, prefix=prefix)[:, 0].float()
-    if all(tokens is labels[0] for tokens in labels):  # word weights are copied to the device once
-        return right_among(list(labels[0].scores(logits)), gold)
-    return right_among([tokens.scores(row) for row, tokens in zip(logits, labels, strict=True)], gold)
-
-
-def right_among(scores: Sequence[Tensor], gold: Sequence[int]) -> Float[Tensor, " queries"]:
-    """Compute the log-probability of each query's gold label from the scores of its labels."""
-    padded = pad_sequence(list(scores), batch_first=True, padding_value=-torch.inf)
-    right = torch.tensor(gold, device=padded.device)
-    return padded.log_softmax(-1).gather(-1, right[:, None])[:, 0]
+    log_probs = labels.scores(logits).log_softmax(-1)
+    return log_probs.gather(-1, torch.tensor(gold, device=logits.device)[:, None])[:, 0]

@@ -9,21 +9,22 @@ import torch
 from torch import nn
 
 from fitting import random_injection
-from i2cl.interfaces.vllm import frontend, prompts
+from i2cl.interfaces.vllm import frontend
 from i2cl.interfaces.vllm.engine import LOAD
-from i2cl.interfaces.vllm.slots import DIGEST, Packed
+from i2cl.interfaces.vllm.support import DIGEST
+from i2cl.interfaces.vllm.worker import PackedEdit
 from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import next_token_log_probabilities
 
 
 def in_a_loop(test):
-    """Runs an async test in an event loop of its own."""
+    """Run an async test in its own event loop."""
 
     @wraps(test)
-    def ran(*given, **named):
-        return asyncio.run(test(*given, **named))
+    def run(*args, **kwargs):
+        return asyncio.run(test(*args, **kwargs))
 
-    return ran
+    return run
 
 
 def injection_for(decoder, task, seed=0, **more):
@@ -59,11 +60,11 @@ class Llama(nn.Module):
 
 
 def vllm_config(**changes):
-    """A ``VllmConfig`` of one engine that is served; fields are changed by their dotted names."""
+    """Return a supported ``VllmConfig``, with changes to fields; ``__`` in their names stands for a dot."""
     model = {"architecture": "LlamaForCausalLM", "logprobs_mode": "raw_logprobs"}
-    sizes = ("decode_context", "prefill_context", "pipeline", "data")
-    parallel = {f"{one}_parallel_size": 1 for one in sizes} | {"_api_process_count": 1}
-    parallel |= {"enable_dbo": False, "ubatch_size": 0, "worker_extension_cls": ""}
+    kinds = ("decode_context", "prefill_context", "pipeline", "data")
+    parallel = {f"{kind}_parallel_size": 1 for kind in kinds} | {"_api_process_count": 1}
+    parallel |= {"enable_dbo": False, "ubatch_size": 0}
     config = SimpleNamespace(
         additional_config={},
         **dict.fromkeys(("kv_transfer_config", "lora_config", "speculative_config")),
@@ -89,7 +90,7 @@ def params(digest=None, **extra):
 
 
 def batch_v2(idx_mapping, lengths, padded, requests_padded):
-    """``InputBatch`` of model runner V2, padded behind its requests, as for graphs that are replayed."""
+    """``InputBatch`` of model runner V2, with padding after its requests as for captured graphs."""
     starts = np.zeros(requests_padded + 1, dtype=np.int32)
     starts[1 : len(lengths) + 1] = np.cumsum(lengths)
     starts[len(lengths) + 1 :] = sum(lengths)
@@ -102,35 +103,35 @@ def batch_v2(idx_mapping, lengths, padded, requests_padded):
 
 
 def runner_v1(model, requests, order, lengths, most=8):
-    """``GPUModelRunner``: ``requests`` holds all that are known, ``order`` those of this batch."""
+    """``GPUModelRunner`` with known ``requests``; ``order`` lists those of the current batch."""
     starts = np.full(most + 1, sum(lengths), dtype=np.int32)
     starts[0] = 0
     starts[1 : len(lengths) + 1] = np.cumsum(lengths)
     return SimpleNamespace(
         model=model,
         input_batch=SimpleNamespace(num_reqs=len(order), req_ids=list(order)),
-        requests={name: SimpleNamespace(sampling_params=one) for name, one in requests.items()},
+        requests={name: SimpleNamespace(sampling_params=params) for name, params in requests.items()},
         query_start_loc=SimpleNamespace(np=starts),
     )
 
 
-def parameters(served, asked):
-    """``SamplingParams``, as `frontend.parameters` makes them."""
-    return SimpleNamespace(
-        extra_args={"i2cl": frontend.Bound(served.name, served.packed.digest)},
-        logprob_token_ids=list(asked.tokens),
-        prompt_logprobs=0 if asked.with_prefix else None,
-    )
+def parameters(task, prompt):
+    """``SamplingParams``, as `frontend.ServedTask.parameters` makes them."""
+    version = frontend.TaskVersion(task.name, task.edit.digest)
+    return SimpleNamespace(extra_args={"i2cl": version}, logprob_token_ids=list(prompt.tokens))
 
 
 class LLM:
-    """``vllm.LLM``: the decoder answers, under the edit of the digest that a request was admitted with."""
+    """``vllm.LLM``: the decoder answers, under the edit of the digest that a request was admitted with.
+
+    As in the engine core, a dropped edit stays until its slot is reused, which does not happen here.
+    """
 
     def __init__(self, decoder, folder):
         text = decoder.model.config
-        self.decoder, self.sent, self.held = decoder, [], {}
-        known = {"dtype": torch.float32, "max_model_len": 64, "hf_config": text, "hf_text_config": text}
-        config = SimpleNamespace(model=str(folder), revision=None, **known)
+        self.decoder, self.sent, self.edits, self.loaded = decoder, [], {}, set()
+        model = {"dtype": torch.float32, "max_model_len": 64, "hf_config": text, "hf_text_config": text}
+        config = SimpleNamespace(model=str(folder), revision=None, served_model_name="base", **model)
         self.llm_engine = SimpleNamespace(model_config=config, vllm_config=vllm_config())
 
     def get_tokenizer(self):
@@ -139,30 +140,24 @@ class LLM:
     def collective_rpc(self, method, args):
         self.sent.append(method)
         if method == LOAD:
-            self.held[Packed(*args).digest] = Packed(*args)
+            edit = PackedEdit(*args)
+            self.edits[edit.digest] = edit
+            self.loaded.add(edit.digest)
         else:
-            del self.held[args[0]]
+            self.loaded.remove(args[0])
 
-    def generate(self, prompts, given, *, use_tqdm):
-        asked = zip((tuple(one["prompt_token_ids"]) for one in prompts), given, strict=True)
-        return [self.answer(*one) for one in asked]
+    def generate(self, prompts, parameters, *, use_tqdm):
+        ids = (tuple(prompt["prompt_token_ids"]) for prompt in prompts)
+        return [self.answer(*request) for request in zip(ids, parameters, strict=True)]
 
-    def answer(self, ids, asked):
-        frontend.TASKS.admit(asked)
-        assert asked.extra_args["i2cl"].isidentifier()  # a name again, which any channel carries
-        rows, scales = self.held[asked.extra_args[DIGEST]].tensors(self.decoder.d_model)
+    def answer(self, ids, parameters):
+        frontend.TASKS.admit(parameters)
+        assert isinstance(parameters.extra_args["i2cl"], str)  # can be sent to any process
+        rows, scales = self.edits[parameters.extra_args[DIGEST]].tensors(self.decoder.d_model)
         layers = self.decoder.layers
         edit = AffineEdit(rows.view(layers, 2, -1), scales.view(layers, 2))
-        own = [] if asked.prompt_logprobs is None else [ids[:end] for end in range(1, len(ids))]
-        *before, message = next_token_log_probabilities(self.decoder, [*own, ids], edit=edit)
-        assert len(asked.logprob_token_ids) <= prompts.MAX_LABEL_TOKENS
-        steps = zip(ids[1:], before, strict=True) if own else ()
-        answer = {"logprobs": [told_of(message, asked.logprob_token_ids)], "finish_reason": "length"}
-        return SimpleNamespace(
-            outputs=[SimpleNamespace(**answer)],
-            prompt_logprobs=[None, *(told_of(step, [token]) for token, step in steps)],
-        )
-
-
-def told_of(values, tokens):
-    return {token: SimpleNamespace(logprob=float(values[token])) for token in tokens}
+        (values,) = next_token_log_probabilities(self.decoder, [ids], edit=edit)
+        tokens = parameters.logprob_token_ids
+        assert len(tokens) <= frontend.MAX_LABEL_TOKENS
+        logprobs = {token: SimpleNamespace(logprob=float(values[token])) for token in tokens}
+        return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[logprobs], finish_reason="length")])

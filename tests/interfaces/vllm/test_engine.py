@@ -1,6 +1,5 @@
-"""Patched methods of the engine core, with stand-ins for vLLM, and the canary."""
+"""Engine core with stand-ins for vLLM: slots, cache salts, sleep mode and the canary."""
 
-from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +8,13 @@ import torch
 from fitting import one_line
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm import engine
-from i2cl.interfaces.vllm.engine import DROP, LOAD, RESTORE, SAVE, WRITE, Core, Worker
+from i2cl.interfaces.vllm.engine import DROP, LOAD, Core, SlotAllocator
 from i2cl.interfaces.vllm.plugin import _patch
-from i2cl.interfaces.vllm.slots import Packed
-from i2cl.interfaces.vllm.support import WORKER
-from i2cl.interfaces.vllm.tables import Tables
+from i2cl.interfaces.vllm.worker import PackedEdit, restore_tables, save_tables, write_edit
 
 from .standins import params, vllm_config
 
-ONE = Packed.of(torch.ones(1, 2, 4), torch.zeros(1, 2))
+ONE = PackedEdit.of(torch.ones(1, 2, 4), torch.zeros(1, 2))
 
 
 class Request:
@@ -95,7 +92,7 @@ def asked(digest=None, salt=None):
 def test_load_allocates_a_slot_and_writes_it_once(core):
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
     assert core.collective_rpc(LOAD, None, (ONE.rows, ONE.scales), None) == [1]
-    assert core.sent == [(WRITE, 1, ONE.digest, ONE.rows, ONE.scales)]
+    assert core.sent == [(write_edit, 1, ONE.digest, ONE.rows, ONE.scales)]
     assert core.collective_rpc(DROP, args=(ONE.digest,)) == []
     assert core.collective_rpc("another", args=(1,)) == [None, None]
     assert core.sent[1:] == [("another", 1)]
@@ -110,7 +107,7 @@ def test_a_failed_write_frees_the_slot(core, message):
         one_line("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
     core.message = [None, None]
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
-    assert [method for method, *_ in core.sent] == [WRITE] * 3
+    assert [method for method, *_ in core.sent] == [write_edit] * 3
     assert Request.from_engine_core_request(asked(ONE.digest), None).cache_salt
 
 
@@ -119,7 +116,7 @@ def test_a_task_cannot_be_loaded_while_the_engine_sleeps(core):
     one_line(r"asleep: wake it up \(POST /wake_up\)", core.collective_rpc, LOAD, None, (ONE.rows, ONE.scales))
     core.model_executor.is_sleeping = False
     assert core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales)) == [1]
-    assert core.sent == [(WRITE, 1, ONE.digest, ONE.rows, ONE.scales)]
+    assert core.sent == [(write_edit, 1, ONE.digest, ONE.rows, ONE.scales)]
 
 
 def test_tables_are_saved_before_sleep_and_restored_once_all_memory_is_awake(core):
@@ -128,25 +125,13 @@ def test_tables_are_saved_before_sleep_and_restored_once_all_memory_is_awake(cor
     executor.sleep(1)  # asleep already: what is in the tables must not be saved now
     executor.wake_up(["weights"])
     executor.wake_up(["kv_cache"])
-    assert executor.sent == [SAVE, "sleep 2", "sleep 1", "wake_up", "wake_up", RESTORE]
-
-
-def test_a_worker_returns_its_error_and_stays_usable():
-    tables = Tables([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], 3, 4, 8)
-    worker = Worker()
-    worker.model_runner = SimpleNamespace(model=SimpleNamespace(i2cl_tables=tables))
-    for layers, width, fault in ((2, 4, "edits 4 residual writers"), (1, 3, "RuntimeError")):
-        packed = Packed.of(torch.ones(layers, 2, width), torch.ones(layers, 2))
-        assert fault in worker.i2cl_write(1, packed.digest, packed.rows, packed.scales)
-        assert not tables.places
-    assert worker.i2cl_write(1, ONE.digest, ONE.rows, ONE.scales) is None
-    assert tables.places == {ONE.digest: 1}
+    assert executor.sent == [save_tables, "sleep 2", "sleep 1", "wake_up", "wake_up", restore_tables]
 
 
 def test_a_request_gets_its_tasks_salt_and_a_plain_one_keeps_its_own(core):
     core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
     result = Request.from_engine_core_request(asked(ONE.digest, "mine"), None).cache_salt
-    assert result == Core.current.salts.of("mine", ONE.digest) != "mine"
+    assert result == Core.current.cache_salt("mine", ONE.digest) != "mine"
     assert Request.from_engine_core_request(asked(salt="mine"), None).cache_salt == "mine"
     assert Request.from_engine_core_request(asked(), None).cache_salt is None
     assert Request.from_engine_core_request(asked(salt=result), None).cache_salt != result
@@ -159,26 +144,16 @@ def test_a_request_for_a_replaced_slot_is_rejected(core):
     late = Request.from_engine_core_request(asked(ONE.digest), None)  # let in before the drop
     del running, late
     for number in (2, 3):
-        other = Packed.of(torch.full((1, 2, 4), float(number)), torch.zeros(1, 2))
+        other = PackedEdit.of(torch.full((1, 2, 4), float(number)), torch.zeros(1, 2))
         core.collective_rpc(LOAD, args=(other.rows, other.scales))
     one_line("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
-
-
-def test_patching_twice_has_no_effect(core):
-    before = Request.from_engine_core_request.__func__, EngineCore.collective_rpc
-    _patch(Request, "from_engine_core_request", engine.wrap_request)
-    _patch(EngineCore, "collective_rpc", engine.wrap_rpc)
-    assert before == (Request.from_engine_core_request.__func__, EngineCore.collective_rpc)
 
 
 def test_the_executor_gets_the_settings_or_the_start_fails(core):
     config = vllm_config(additional_config={"other": 1})
     assert Executor(config).vllm_config.additional_config["i2cl"]["slots"] == 64
     assert config.additional_config["other"] == 1
-    assert Core.current.ledger.slots == 64
-    assert config.parallel_config.worker_extension_cls == WORKER
-    assert resolve_name(WORKER) is Worker
-    assert Executor(config).vllm_config is config  # which it has extended itself
+    assert Core.current.slots.count == 64
     one_line("LoRA", Executor, vllm_config(lora_config=object()))
 
 
@@ -187,6 +162,63 @@ def test_the_canary_runs_once_before_the_first_request(core, monkeypatch):
     monkeypatch.setattr(engine, "run_canary", runs.append)
     assert core.get_supported_tasks() == core.get_supported_tasks() == ("generate",)
     assert runs == [core]
+
+
+class Running:
+    """A request that can be referenced weakly."""
+
+
+@pytest.fixture
+def written():
+    """Slots that were written."""
+    return []
+
+
+@pytest.fixture
+def slots(written):
+    """Allocator of two slots, both of them in use."""
+    allocator = SlotAllocator(2)
+    assert [allocator.load(digest, written.append) for digest in ("a", "b")] == [1, 2]
+    return allocator
+
+
+def test_slot_is_not_reused_while_a_request_needs_it(slots, written):
+    running = Running()
+    slots.admit("a", running)
+    slots.drop("a")
+    one_line(r'all 2 slots hold tasks.*"slots": 4', slots.load, "c", written.append)
+    del running
+    assert slots.load("c", written.append) == 1
+    assert slots.load("b", written.append) == 2
+    assert written == [1, 2, 1]
+
+
+def test_dropped_edit_is_admitted_until_its_slot_is_reused(slots, written):
+    late = Running()
+    slots.drop("a")
+    slots.admit("a", late)  # its front end admitted it before the drop
+    one_line("all 2 slots", slots.load, "c", written.append)
+    assert slots.load("a", written.append) == 1
+    slots.drop("a")
+    del late
+    slots.load("c", written.append)
+    for digest in ("a", "never"):
+        one_line("dropped before it began", slots.admit, digest, Running())
+    slots.drop("never")
+
+
+def test_salts_separate_tasks_clients_and_plain_requests():
+    core = Core(2)
+    sent = [(salt, digest) for salt in (None, "mine", "a:", "a") for digest in ("a", "b")]
+    assert len({core.cache_salt(*one) for one in sent}) == len(sent)
+    task = core.cache_salt(None, "a")
+    # guesses of a plain client: the public digest, the salt itself, and what the salt becomes
+    guesses = ["|i2cl:a", "i2cl:a", "i2cl:", task, core.cache_salt(task, None)]
+    plain = {core.cache_salt(guess, None) for guess in guesses}
+    assert task not in plain
+    assert len(plain) == len(guesses)
+    assert Core(2).cache_salt(None, "a") != task
+    assert [core.cache_salt(salt, None) for salt in (None, "", "mine")] == [None, "", "mine"]
 
 
 class Blocks:

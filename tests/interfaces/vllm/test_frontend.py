@@ -1,4 +1,4 @@
-"""Tasks by name, admission and classification, with a front end that stands in for vLLM's."""
+"""Front end with stand-ins for vLLM: loaded tasks, admission and classification."""
 
 import asyncio
 import copy
@@ -12,51 +12,64 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from fitting import one_line, weighted
-from i2cl.interfaces.vllm import frontend, prompts
+from i2cl.errors import I2CLError
+from i2cl.interfaces.vllm import frontend
 from i2cl.interfaces.vllm.engine import DROP, LOAD
-from i2cl.interfaces.vllm.slots import DIGEST
+from i2cl.interfaces.vllm.support import DIGEST
 
-from .standins import LLM, injection_for, parameters, params, vllm_config
+from .standins import LLM, injection_for, parameters, params
 
 
 @pytest.fixture
 def llm(base, monkeypatch):
     monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())
-    monkeypatch.setattr(frontend, "parameters", parameters)
+    monkeypatch.setattr(frontend.ServedTask, "parameters", parameters)
     return LLM(base, base.name)
 
 
 TEXTS = ("this film", "nobody expected the river to rise", "good")
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_mixed_tasks_match_the_library_scores(llm, base, task, caching):
-    llm.llm_engine.vllm_config.cache_config.enable_prefix_caching = caching
-    one, other = (injection_for(base, task, seed) for seed in (0, 1))
-    whole = replace(other, task=replace(task, labels=("best film yet", "best film ever"))).with_head(
-        scoring="sequence"
-    )
+def test_mixed_tasks_match_the_library(llm, base, task):
+    plain, other = (injection_for(base, task, seed) for seed in (0, 1))
+    several_tokens = replace(task, labels=("best film yet", "best film ever"))
+    whole = replace(other, task=several_tokens).with_head(scoring="sequence")
     other = other.with_head(bias=(0.5, -0.5), temperature=1.75)
-    words = weighted(base, whole)
-    held = {"one": one, "other": other, "whole": whole, "words": words}
-    for name, injection in held.items():
+    injections = {"plain": plain, "other": other, "whole": whole, "words": weighted(base, whole)}
+    for name, injection in injections.items():
         frontend.load(llm, name, injection)
     assert llm.sent == [LOAD] * 4
-    texts = [text for text in TEXTS for _ in held]
-    result = frontend.classify(llm, texts, list(held) * len(TEXTS))
-    for place, (text, name) in enumerate(zip(texts, list(held) * len(TEXTS), strict=True)):
-        wanted = held[name].log_probs(base, [text])[0]
-        torch.testing.assert_close(result[place].scores, wanted, rtol=0, atol=1e-5)
-        assert result[place].label == held[name].predict(base, [text])[0]
+    rows = [(text, name) for text in TEXTS for name in injections]
+    answers = frontend.classify(llm, *map(list, zip(*rows, strict=True)))
+    for (text, name), answer in zip(rows, answers, strict=True):
+        injection = injections[name]
+        expected = injection.log_probs(base, [text])[0]
+        torch.testing.assert_close(answer.log_probs, expected, rtol=0, atol=1e-5)
+        assert answer.label == injection.predict(base, [text])[0]
+        if name == "words":
+            assert answer.label_mass is None
+        else:
+            mass = injection.label_log_mass(base, [text]).exp().item()
+            assert answer.label_mass == pytest.approx(mass, rel=1e-4)
 
 
 def test_many_labels_are_split_over_several_prompts(llm, base, task, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_LABEL_TOKENS", 2)
+    monkeypatch.setattr(frontend, "MAX_LABEL_TOKENS", 2)
     labels = ("positive", "negative", "good", "bad", "this")
     many = injection_for(base, replace(task, labels=labels, train=(), test=()))
     frontend.load(llm, "many", many)
-    (result,) = frontend.classify(llm, TEXTS[:1], ["many"])
-    torch.testing.assert_close(result.scores, many.log_probs(base, TEXTS[:1])[0], rtol=0, atol=1e-5)
+    (answer,) = frontend.classify(llm, TEXTS[:1], ["many"])
+    torch.testing.assert_close(answer.log_probs, many.log_probs(base, TEXTS[:1])[0], rtol=0, atol=1e-5)
+
+
+def test_labels_with_a_common_prefix_share_its_prompt(llm, base, task):
+    several_tokens = replace(task, labels=("best film yet", "best film ever"))
+    frontend.load(llm, "whole", injection_for(base, several_tokens).with_head(scoring="sequence"))
+    served = frontend.TASKS.get("whole")
+    prompts = served.prompts((5, 6, 7))
+    prefixes = {ids[:place] for ids in served.scorer.labels.ids for place in range(len(ids))}
+    assert sorted(prompt.prefix for prompt in prompts) == sorted(prefixes)
+    assert {prompt.query for prompt in prompts} == {(5, 6, 7)}
 
 
 def test_a_name_is_looked_up_for_every_request(llm, base, task):
@@ -72,16 +85,16 @@ def test_a_name_is_looked_up_for_every_request(llm, base, task):
     assert asked.extra_args["other"] == 1
     assert mine == before
     assert llm.sent == [LOAD, LOAD, DROP]
-    assert set(llm.held) == {asked.extra_args[DIGEST]}
+    assert llm.loaded == {asked.extra_args[DIGEST]}
 
 
 def test_an_edit_that_two_names_share_stays_until_both_are_gone(llm, base, task):
     for name in ("a", "b"):
         frontend.load(llm, name, injection_for(base, task))
     frontend.drop(llm, "a")
-    assert llm.held
+    assert llm.loaded
     frontend.drop(llm, "b")
-    assert not llm.held
+    assert not llm.loaded
     one_line(r"no task 'b' is loaded \(of 0\)", frontend.drop, llm, "b")
 
 
@@ -104,33 +117,21 @@ def test_requests_for_unknown_tasks_are_rejected(llm, base, task, extra, reason)
 
 
 def test_a_request_keeps_its_task_version(llm, base, task):
-    """Under reloads and a drop, until nobody holds it."""
-    one, other = (injection_for(base, task, seed) for seed in (0, 1))
-    frontend.load(llm, "a", one)
+    first, second = (injection_for(base, task, seed) for seed in (0, 1))
+    frontend.load(llm, "a", first)
     served = frontend.TASKS.get("a")
-    digest = served.packed.digest
-    with frontend.TASKS.in_use(served):
-        frontend.load(llm, "a", other)
-        frontend.drop(llm, "a")
-        each = served.label_prompts.prompts((5, 6, 7), prompts.EngineLimits.of(vllm_config()))[0]
-        assert llm.answer(each.ids, parameters(served, each))
-        assert digest in llm.held
-        frontend.load(llm, "a", one)
-        frontend.load(llm, "a", other)
-        assert digest in llm.held
-    frontend.load(llm, "b", other)
-    assert set(llm.held) == {frontend.TASKS.get("a").packed.digest}
+    frontend.load(llm, "a", second)
+    frontend.drop(llm, "a")
+    request = parameters(served, served.prompts((5, 6, 7))[0])
+    frontend.TASKS.admit(request)
+    assert request.extra_args == {"i2cl": "a", DIGEST: served.edit.digest}
 
 
-def test_beam_search_rejects_tasks_and_verify_calls_the_original(llm):
-    beams = partial(frontend.wrap_beam_search, lambda request, *args: args)
-    assert beams(SimpleNamespace(vllm_xargs=None), 4) == (4,)
-    assert beams(SimpleNamespace(vllm_xargs={"other": 1}), 4) == (4,)
-    one_line("beam search does not support tasks", beams, SimpleNamespace(vllm_xargs={"i2cl": "mood"}), 4)
-    seen = []
-    verify = partial(frontend.wrap_verify, lambda params, *args: seen.append(args))
+def test_verify_calls_the_original_and_rejects_unknown_tasks(llm):
+    calls = []
+    verify = partial(frontend.wrap_verify, lambda params, *args: calls.append(args))
     verify(params(), "config")
-    assert seen == [("config",)]
+    assert calls == [("config",)]
     one_line("no task", verify, params(i2cl="a"), "config")
 
 
@@ -143,10 +144,11 @@ class Body(BaseModel):
 
 class BodyWithTasks(Body):
     vllm_xargs: dict[str, str] | None = None
+    use_beam_search: bool = False
 
 
-def checked(body):
-    """What ``BaseServing._check_model`` returns on a server of the model "base"."""
+def check_model(body):
+    """Return what ``BaseServing._check_model`` returns on a server of the model "base"."""
 
     async def original(serving, request):
         return None if request.model in {None, "base"} else f"no model {request.model}"
@@ -156,27 +158,36 @@ def checked(body):
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"),
+    "body",
     [
-        (Body(model="base", vllm_xargs={"i2cl": "mood"}), "route ignores tasks .*: send the texts to"),
-        (Body(model="base", i2cl="mood"), "'i2cl' is not a field of this route: send .*classify$"),
-        (BodyWithTasks(i2cl="mood"), r'not a field .*classify, or name the task in "vllm_xargs"'),
-        (Body(model="mood"), "'mood' is a task, not a model: send the texts to .*classify$"),
-        (BodyWithTasks(model="mood"), "'mood' is a task, not a model: .* in \"vllm_xargs\": "),
+        Body(model="base", vllm_xargs={"i2cl": "mood"}),
+        Body(model="base", i2cl="mood"),
+        BodyWithTasks(i2cl="mood"),
+        Body(model="mood"),
+        BodyWithTasks(model="mood"),
+        BodyWithTasks(vllm_xargs={"i2cl": "mood"}, use_beam_search=True),
     ],
 )
-def test_a_task_that_vllm_would_ignore_is_rejected(llm, base, task, body, problem):
+def test_a_task_that_vllm_would_ignore_is_rejected(llm, base, task, body):
     frontend.load(llm, "mood", injection_for(base, task))
-    assert re.search(problem, checked(body))
+    assert re.search("answered without its task: send texts to /v1/i2cl/classify", check_model(body))
 
 
 def test_requests_without_a_misplaced_task_pass_as_before(llm, base, task):
     for name in ("mood", "base"):  # a task may have the model's name
         frontend.load(llm, name, injection_for(base, task))
-    for body in (Body(), Body(model="base", other=1, vllm_xargs={"other": "x"}), Body(vllm_xargs=None)):
-        assert checked(body) is None
-    assert checked(BodyWithTasks(model="base", vllm_xargs={"i2cl": "mood"})) is None
-    assert checked(Body(model="else")) == "no model else"
+    plain_beams = BodyWithTasks(use_beam_search=True)
+    for body in (Body(), Body(model="base", other=1, vllm_xargs={"other": "x"}), plain_beams):
+        assert check_model(body) is None
+    assert check_model(BodyWithTasks(model="base", vllm_xargs={"i2cl": "mood"})) is None
+    assert check_model(Body(model="else")) == "no model else"
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_interrupted_request_raises(reason):
+    output = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason, logprobs=None)])
+    with pytest.raises(I2CLError, match=r"the engine ended this request: .*: retry once the engine runs"):
+        frontend.Prompt((1, 2), (), (3,)).edges(output)
 
 
 def test_a_task_of_another_model_and_bad_questions_are_refused(llm, base, task):
@@ -185,7 +196,7 @@ def test_a_task_of_another_model_and_bad_questions_are_refused(llm, base, task):
     one_line("weights", frontend.load, llm, "a", other)
     one_line("needs a name", frontend.load, llm, " ", injection_for(base, task))
     assert not llm.sent
-    assert not frontend.TASKS.served
+    assert not frontend.TASKS.by_name
     frontend.load(llm, "a", other, force=True)
     frontend.load(llm, "a", injection_for(base, task))
     for texts, names, reason in (

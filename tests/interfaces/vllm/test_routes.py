@@ -1,4 +1,4 @@
-"""The routes in an app of their own, on an engine that stands in for vLLM's."""
+"""Routes of the plugin in an application of their own, with an engine that stands in for vLLM's."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from i2cl import Injection, with_temperature
 from i2cl.interfaces.vllm import frontend, plugin, routes
 from i2cl.interfaces.vllm.engine import ASLEEP
-from i2cl.interfaces.vllm.slots import DIGEST
+from i2cl.interfaces.vllm.support import DIGEST
 
 from .standins import LLM, in_a_loop, injection_for, parameters, vllm_config
 
@@ -48,20 +48,29 @@ class Engine(LLM):
             self.ended += 1
 
 
-@pytest.fixture
-def app(base, monkeypatch):
+def make_app(monkeypatch, app):
+    """Attach the plugin's routes to an application, without any task."""
     for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.serve", "vllm.entrypoints.serve.utils"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
-    own = SimpleNamespace(with_cancellation=lambda handler: handler)  # vLLM's is tested in vLLM
-    monkeypatch.setitem(sys.modules, "vllm.entrypoints.serve.utils.api_utils", own)
+    api_utils = SimpleNamespace(with_cancellation=lambda handler: handler)  # tested with vLLM itself
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.serve.utils.api_utils", api_utils)
     monkeypatch.setattr(plugin, "install_in_server", lambda: None)
     monkeypatch.setattr(frontend, "TASKS", frontend.ServedTasks())
     monkeypatch.setattr(routes, "TASKS", frontend.TASKS)
-    monkeypatch.setattr(routes, "parameters", parameters)
+    monkeypatch.setattr(frontend.ServedTask, "parameters", parameters)
     monkeypatch.setenv(routes.ADMIN_KEY_ENV, "key")
-    result = FastAPI()
-    routes.Routes().attach_router(result)
-    return result
+    before = [*app.router.routes]
+    routes.Routes().attach_router(app)
+    # as vLLM does: routes of a plugin replace others with the same path
+    added = [route for route in app.router.routes if route not in before]
+    replaced = {route.path for route in added}
+    app.router.routes[:] = [route for route in before if route.path not in replaced] + added
+    return app
+
+
+@pytest.fixture
+def app(monkeypatch):
+    return make_app(monkeypatch, FastAPI())
 
 
 async def started(app, base, *injections):
@@ -135,7 +144,7 @@ async def test_classify_keeps_its_version_during_reloads(app, base, task, saved)
     texts = ["this film", "good", "bad indeed"] * 4
 
     engine = await started(app, base, ("mood", str(saved / "0")))
-    first, version = frontend.TASKS.get("mood").packed.digest, frontend.TASKS.get("mood").version
+    first, version = frontend.TASKS.get("mood").edit.digest, frontend.TASKS.get("mood").digest
     running = asyncio.create_task(classify(app, "mood", texts))
     await until(lambda: engine.inside == 4)  # the rest of its prompts are not even in the engine
     await routes._load(app.state, "mood", str(saved / "1"))
@@ -147,9 +156,7 @@ async def test_classify_keeps_its_version_during_reloads(app, base, task, saved)
     assert headers[b"x-i2cl-digest"].decode() == version
     assert engine.digests == [first] * engine.ended
     assert engine.ended > len(texts)  # their labels have several tokens
-    assert list(engine.held) == [first]
-    await routes._load(app.state, "mood", str(saved / "1"))
-    assert list(engine.held) == [frontend.TASKS.get("mood").packed.digest]  # its slot is free again
+    assert not engine.loaded
     wanted = injection_for(base, task, 0).log_probs(base, texts).softmax(-1)
     result = torch.tensor([one["probs"] for one in reply["data"]], dtype=wanted.dtype)
     torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
@@ -184,7 +191,7 @@ async def test_a_disconnect_cancels_only_its_own_request(app, base, saved):
     bulk = asyncio.create_task(classify(app, "mood", ["good"] * 200))
     await until(lambda: engine.inside == 4)
     single = asyncio.create_task(classify(app, "mood", "good"))
-    await until(lambda: frontend.TASKS._uses.total() == 2)
+    await until(app.state.i2cl_limiter._turn.locked)
     bulk.cancel()  # as vLLM does when the client leaves
     with pytest.raises(asyncio.CancelledError):
         await bulk
@@ -193,7 +200,7 @@ async def test_a_disconnect_cancels_only_its_own_request(app, base, saved):
     engine.go.set()
     assert (await single)[0] == 200
     assert engine.ended - 4 == len(engine.digests) < 10
-    assert not frontend.TASKS._uses.total()
+    assert not app.state.i2cl_limiter._prompts
 
 
 @in_a_loop
@@ -255,10 +262,10 @@ async def test_versions_with_different_priors_have_different_digests(app, base, 
 async def test_a_classify_that_the_engine_interrupts_is_503(app, base, saved, reason):
     engine = await started(app, base, ("mood", str(saved / "0")))
     engine.go.set()
-    output = SimpleNamespace(finish_reason=reason, logprobs=None, token_ids=[])
+    output = SimpleNamespace(finish_reason=reason, logprobs=None)
 
     async def interrupted(prompt, params, name):
-        yield SimpleNamespace(outputs=[output], prompt_logprobs=None)
+        yield SimpleNamespace(outputs=[output])
 
     engine.generate = interrupted
     status, reply, headers = await classify(app, "mood", ["good"] * 3)
@@ -269,7 +276,7 @@ async def test_a_classify_that_the_engine_interrupts_is_503(app, base, saved, re
 @in_a_loop
 async def test_a_load_into_a_sleeping_engine_is_503_and_changes_nothing(app, base, saved):
     engine = await started(app, base, ("mood", str(saved / "0")))
-    before = frontend.TASKS.get("mood").version
+    before = frontend.TASKS.get("mood").digest
 
     async def asleep(method, args):
         raise RuntimeError(f"Call to collective_rpc method failed: {ASLEEP}")
@@ -277,8 +284,8 @@ async def test_a_load_into_a_sleeping_engine_is_503_and_changes_nothing(app, bas
     engine.collective_rpc = asleep
     body = {"name": "mood", "artefact": str(saved / "1")}
     status, reply, _ = await call(app, "POST", "/v1/i2cl/tasks", body)
-    assert (status, reply["detail"]) == (503, ASLEEP)
-    assert frontend.TASKS.get("mood").version == before
+    assert (status, reply["error"]["message"]) == (503, ASLEEP)
+    assert frontend.TASKS.get("mood").digest == before
 
 
 @pytest.mark.parametrize("name", ["team/mood", "a b/c", "mood"])
@@ -288,5 +295,38 @@ async def test_every_name_that_can_be_loaded_can_be_dropped(app, base, saved, na
     body = {"name": name, "artefact": str(saved / "0")}
     assert (await call(app, "POST", "/v1/i2cl/tasks", body))[0] == 200
     status, reply, _ = await call(app, "DELETE", f"/v1/i2cl/tasks/{name}")
-    assert (status, reply["name"], frontend.TASKS.served) == (200, name, {})
+    assert (status, reply["name"], frontend.TASKS.by_name) == (200, name, {})
     assert (await call(app, "DELETE", f"/v1/i2cl/tasks/{name}"))[0] == 404
+
+
+@in_a_loop
+async def test_the_limiter_bounds_prompts_and_tokens():
+    limiter, inside, peaks = routes.PromptLimiter(4, 100), [], []
+
+    async def run(size):
+        inside.append(size)
+        peaks.append((len(inside), sum(inside)))
+        await asyncio.sleep(0)
+        inside.remove(size)
+        limiter.leave(size)
+
+    async with asyncio.TaskGroup() as group:
+        for size in [10] * 20 + [40] * 20 + [5000]:  # the last one exceeds the limit and runs alone
+            await limiter.enter(size)
+            group.create_task(run(size))
+    assert max(count for count, _ in peaks) == 4
+    assert max(tokens for _, tokens in peaks[:-1]) <= 100
+    assert peaks[-1] == (1, 5000)
+
+
+@in_a_loop
+async def test_a_cancelled_waiter_releases_its_place():
+    limiter = routes.PromptLimiter(1, 10)
+    await limiter.enter(10)
+    cancelled, waiting = (asyncio.create_task(limiter.enter(10)) for _ in range(2))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    limiter.leave(10)
+    await asyncio.wait_for(waiting, 60)

@@ -34,7 +34,6 @@ REFUSED = {
     "lora_config": (object(), "LoRA"),
     "speculative_config": (object(), "drafts"),
     "kv_transfer_config": (object(), "leave kv_transfer_config"),
-    "parallel_config__worker_extension_cls": ("other.Extension", "worker_extension_cls"),
     "model_config__logprobs_mode": ("processed_logprobs", "logprobs_mode"),
 }
 

@@ -4,7 +4,6 @@ import codecs
 import io
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -33,12 +32,11 @@ SPEED_PERIOD = 3600.0  # seconds of progress that the estimated time left is bas
 HEARTBEAT_S = 60.0  # time between two lines of progress where stderr is not a terminal
 SHORT_S = 10.0  # the estimated time of a shorter fit is not printed
 
-FIRST = os.environ.get("RANK", "0") == "0"  # only the first process of a distributed run prints and writes
 ESCAPED = "i2cl.escaped"  # name of the codec error handler
 
 # emoji=False: codes such as :joy: may be labels
-out = Console(highlight=False, emoji=False, quiet=not FIRST)
-err = Console(stderr=True, highlight=False, emoji=False, quiet=not FIRST)
+out = Console(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
@@ -63,8 +61,6 @@ _BARS: list["Bar"] = []  # active progress bars; only the innermost one is shown
 
 def print_json(value: Any) -> None:
     """Print a JSON document on stdout, with null for numbers that are not finite."""
-    if not FIRST:
-        return
     with write_errors("stdout"):
         json.dump(_finite(value), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         sys.stdout.write("\n")
@@ -167,7 +163,7 @@ def progress(total: float | None, what: str, *, shown: bool = True) -> Iterator[
 @contextmanager
 def _heartbeat(bar: "Bar") -> Iterator[None]:
     """Print a line of progress every `HEARTBEAT_S` seconds where stderr is not a terminal."""
-    if err.is_terminal or not FIRST or parent_process() is not None:
+    if err.is_terminal or parent_process() is not None:
         yield
         return
     done = threading.Event()

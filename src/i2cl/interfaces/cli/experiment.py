@@ -88,7 +88,7 @@ def run(
         load.task(name, replace(rows, template=wording.template, test=test))
     data_dir = str(rows.data_dir) if rows.data_dir else None
     source = partial(load.decoder, model, loading)
-    with Store.writing(folder) if console.FIRST else Store.discarding(folder) as opened:
+    with Store.writing(folder) as opened:
         groups = pending(cells, opened, timed)
         missing = [cell for group in groups for cell in group.missing]
         try:

@@ -1,7 +1,7 @@
 """`i2cl export`, `i2cl verify` and `i2cl push`: a fitted task for other programs and people."""
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,9 +14,7 @@ from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
 
 if TYPE_CHECKING:
-    from i2cl.core.injection import Injection
-    from i2cl.export import Golden, Verification
-    from i2cl.models.decoder import Decoder
+    from i2cl.export import Verification
 
 
 @dataclass(frozen=True)
@@ -30,30 +28,30 @@ class FormatOptions:
         "file for llama.cpp.",
     )
     drop_prior: bool = opt(False, "Leave out the label prior.", "--drop-prior")
-    golden: bool = opt(True, "Store golden answers for `i2cl verify`, which takes loading the model.")
+    golden: bool = opt(True, "Store golden answers for `i2cl verify`, which are computed in float32.")
     max_shard_size: str | None = opt(
         None, "classifier, causal-lm: maximum size of a file, such as 500MB; default: 5GB."
     )
     dtype: Literal["float32", "float16", "bfloat16"] | None = opt(
-        None, "gguf: of the matrices; default: as in the base model."
+        None, "Dtype of the weights, except for peft; default: as in the base model."
     )
-    tokenizer: bool = opt(True, "gguf: include the tokenizer; without it the file takes token ids only.")
 
     def arguments(self, output: Path) -> dict[str, Any]:
         """Return arguments for this format only. Raises I2CLError on options of another format."""
-        if self.to != "gguf" and (self.dtype is not None or not self.tokenizer):
-            raise I2CLError("--dtype and --no-tokenizer are for GGUF: add --to gguf")
-        if self.to in {"classifier", "causal-lm"}:
-            return {"max_shard_size": self.max_shard_size or "5GB"}
+        arguments: dict[str, Any] = {}
         if self.max_shard_size is not None:
-            raise I2CLError(f"--max-shard-size is not for --to {self.to}: leave it out")
-        if self.to == "peft":
-            return {}
-        if output.suffix != ".gguf":
-            raise I2CLError(f"{str(output)!r} is not the name of a GGUF file: end it with .gguf")
-        import torch
+            if self.to not in {"classifier", "causal-lm"}:
+                raise I2CLError(f"--max-shard-size is not for --to {self.to}: leave it out")
+            arguments["max_shard_size"] = self.max_shard_size
+        if self.dtype is not None:
+            if self.to == "peft":
+                raise I2CLError("--dtype is not for --to peft: leave it out")
+            import torch
 
-        return {"dtype": getattr(torch, self.dtype) if self.dtype else None, "tokenizer": self.tokenizer}
+            arguments["dtype"] = getattr(torch, self.dtype)
+        if self.to == "gguf" and output.suffix != ".gguf":
+            raise I2CLError(f"{str(output)!r} is not the name of a GGUF file: end it with .gguf")
+        return arguments
 
 
 @options.expanded
@@ -73,32 +71,36 @@ def export(
     """
     load.require_artefact(artefact)
     load.require_options(loading)
-    arguments = form.arguments(output)
+    arguments = form.arguments(output) | {"golden": form.golden, "force": force}
     load.libraries()
+    from i2cl import export as formats
     from i2cl.core.injection import Injection
-    from i2cl.export import export_causal_lm, export_classifier, export_gguf, export_peft
     from i2cl.injections.label_prior import without_label_prior
 
     injection = Injection.from_pretrained(artefact)
     if form.drop_prior:
         injection = without_label_prior(injection).with_head(temperature=injection.temperature)
     name, task = model or injection.base.name, injection.task.name
-    loading = load.of_artefact(loading, injection, model)
-    load.quiet()
-    base = _BaseModel(injection, model, loading, form)
-    arguments |= {"golden": base.golden if form.golden else None, "force": force}
-    arguments["revision"] = loading.revision
-    trailing = True
+    loading = replace(load.of_artefact(loading, injection, model), dtype="checkpoint")
+    if form.to == "gguf" and form.golden:
+        try:  # tell the user before the export takes its time
+            needs("`i2cl verify` of a GGUF file", "llama-cpp", "xllamacpp")
+        except I2CLError as error:
+            console.note(str(error))
+    decoder = load.artefact_decoder(injection, model, loading)
+    notes: Sequence[str] = ()
     with console.progress(None, f"exporting {task}"):
         if form.to == "classifier":
-            trailing = export_classifier(base.source, injection, output, **arguments).trailing
+            notes = formats.export_classifier(decoder, injection, output, **arguments)
             result = f"{task} as a text classifier on {name}"
         elif form.to == "peft":
-            adapter = export_peft(base.load("checkpoint"), injection, output, **arguments)
-            result = f"{task} as a {adapter.tuner} adapter of {name}"
+            formats.export_peft(decoder, injection, output, **arguments)
+            result = f"{task} as a LoRA adapter of {name}"
+        elif form.to == "gguf":
+            formats.export_gguf(decoder, injection, output, **arguments)
+            result = f"{name} with {task} in its weights"
         else:
-            write: Callable[..., None] = export_gguf if form.to == "gguf" else export_causal_lm
-            write(base.source, injection, output, **arguments)
+            formats.export_causal_lm(decoder, injection, output, **arguments)
             result = f"{name} with {task} in its weights"
     files = [output] if output.is_file() else output.glob("*.safetensors")
     size = sum(path.stat().st_size for path in files)
@@ -107,67 +109,20 @@ def export(
         console.print_json(record | {"golden": form.golden, "bytes": size})
         return
     console.say(f"Saved {output}: {result}, {size:,} bytes.")
-    for line in _hints(output, form, trailing=trailing):
+    for line in (*notes, *_hints(output, form)):
         console.say(line)
 
 
-def _hints(output: Path, form: FormatOptions, *, trailing: bool) -> Iterator[str]:
+def _hints(output: Path, form: FormatOptions) -> Iterator[str]:
     """Yield lines on what to do with an export."""
-    if not trailing:
-        yield "Remove whitespace at the end of texts: it is encoded differently than by i2cl."
     if form.to == "classifier":
         yield f'Use: pipeline("text-classification", "{output}")(["a text"])'
-    elif form.to != "gguf":
-        yield f"Use: as {output / 'README.md'} shows."
-    elif form.tokenizer:
+    elif form.to == "gguf":
         yield "Use: as its metadata key i2cl.usage shows, in llama.cpp (transformers refuses it)."
+    else:
+        yield f"Use: as {output / 'README.md'} shows."
     if form.golden:
         yield f"Next: i2cl verify {shlex.quote(str(output))}"
-
-
-@dataclass
-class _BaseModel:
-    """The base model of an export, which is loaded at most once.
-
-    Attributes:
-        injection: fitted task.
-        model: name of the base model, if it is not the injection's.
-        loading: options.
-        form: of the export.
-        decoder: once it is loaded.
-    """
-
-    injection: "Injection"
-    model: str | None
-    loading: ModelOptions
-    form: FormatOptions
-    decoder: "Decoder | None" = None
-
-    def load(self, dtype: Literal["checkpoint", "float32"]) -> "Decoder":
-        if self.decoder is None:
-            loading = replace(self.loading, dtype=dtype)
-            self.decoder = load.artefact_decoder(self.injection, self.model, loading)
-        return self.decoder
-
-    @property
-    def source(self) -> "Decoder | str":
-        """The decoder for a GGUF file, which is slow to load; else the name: tensors are read from disk."""
-        from i2cl.models.loading import is_gguf, located
-
-        name = self.model or self.injection.base.name
-        return self.load("float32") if self.form.golden and is_gguf(Path(located(name))) else name
-
-    def golden(self) -> "Golden":
-        from i2cl.export import make_golden
-
-        if self.form.to == "gguf":  # tell the user before the export takes its time
-            try:
-                needs("`i2cl verify` of a GGUF file", "llama-cpp", "llama_cpp")
-            except I2CLError as error:
-                console.note(str(error))
-        decoder = self.load("float32")
-        with console.waiting("computing golden answers"):
-            return make_golden(decoder, self.injection)
 
 
 @options.expanded
@@ -223,7 +178,7 @@ def _verify_here(
 def _show_verification(outcome: "Verification", *, json: bool) -> None:
     count, right = len(outcome.labels), sum(expected == found for expected, found in outcome.labels)
     if json:
-        names = ("passed", "worst", "tolerance", "retokenized", "missing")
+        names = ("passed", "worst", "tolerance", "retokenized")
         record = {name: getattr(outcome, name) for name in names}
         console.print_json(record | {"labels": {"right": right, "of": count}})
         return
@@ -236,9 +191,6 @@ def _show_verification(outcome: "Verification", *, json: bool) -> None:
         console.say(
             f"Its tokenizer gives {len(outcome.retokenized)} prompts other token ids, such as {example!r}."
         )
-    if outcome.missing:
-        more = f" and {len(outcome.missing) - 1} more" if len(outcome.missing) > 1 else ""
-        console.say(f"Biases that hold the task are missing or zero: {outcome.missing[0]}{more}.")
 
 
 def push(

@@ -216,7 +216,7 @@ def fit(
         with _saved_at_least(observer, output):
             injection = fit_task(decoder, loaded, demonstrations, request, plan, observer)
     if plan.rows:
-        _save(injection, output)
+        injection.save_pretrained(output)
     _show_fit(injection, method.name, output, model, observer.seconds, survey, plan, json=json)
 
 
@@ -235,7 +235,7 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
             bar.epoch(done, total, loss)
 
         def fitted(self, injection: "Injection", seconds: float) -> None:
-            _save(injection, output)  # the evaluation may take longer than the fit
+            injection.save_pretrained(output)  # the evaluation may take longer than the fit
             self.saved, self.seconds = True, seconds
             if plan.folds:
                 console.note(
@@ -256,11 +256,6 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
 
     bar.expect(first_step)
     return Observer()
-
-
-def _save(injection: "Injection", output: Path) -> None:
-    if console.FIRST:
-        injection.save_pretrained(output)
 
 
 @contextmanager

@@ -94,8 +94,7 @@ class ModelOptions:
     )
     device_map: str | None = opt(
         None,
-        'auto, or JSON such as \'{"": "disk"}\' (both need accelerate), or tensor_parallel with '
-        "torchrun (fit, eval, experiment).",
+        'auto, or JSON such as \'{"": "disk"}\' (both need accelerate).',
     )
     offload_folder: Path | None = opt(None, "Folder for weights that the device map places on 'disk'.")
     quantization: Literal["8bit", "4bit"] | None = opt(

@@ -3,20 +3,21 @@
 `i2cl.interfaces.vllm.plugin` lists every vLLM method that is patched.
 """
 
+import secrets
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.vllm.slots import DIGEST, Ledger, Packed, Salts, digest_of
-from i2cl.interfaces.vllm.support import NAME, WORKER, plugin_settings, require_supported
+from i2cl.interfaces.vllm.support import DIGEST, NAME, digest_of, plugin_settings, require_supported
+from i2cl.interfaces.vllm.worker import PackedEdit, restore_tables, save_tables, write_edit
 
-# RPC names. LOAD and DROP go to the engine core, which allocates the slot and sends WRITE to the workers.
-LOAD, DROP, WRITE = "i2cl_load", "i2cl_drop", "i2cl_write"
-SAVE, RESTORE = "i2cl_save", "i2cl_restore"  # sent to the workers around vLLM's sleep mode
+LOAD, DROP = "i2cl_load", "i2cl_drop"  # RPCs from a front end to the engine core
 
 ASLEEP = "the engine is asleep: wake it up (POST /wake_up), then load the task"
 
@@ -25,29 +26,114 @@ CANARY_TOLERANCE = 0.05
 MAX_CANARY_STEPS = 1000
 
 
+class SlotAllocator:
+    """Slots of an engine core's edits. A slot is never reused while a request may still need it.
+
+    A dropped edit keeps its slot until another edit needs one and all of its admitted requests, running or
+    waiting, have ended. Requests are tracked by weak references, so none can leak. Thread-safe.
+
+    Args:
+        count: number of slots, without the one of plain requests.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count, 0, -1))
+        self._slots: dict[str, int] = {}  # by digest of the edit
+        self._dropped: dict[str, None] = {}  # oldest first
+        self._requests: dict[str, WeakSet[Any]] = {}
+        self._lock = RLock()
+
+    def load(self, digest: str, write: Callable[[int], None]) -> int:
+        """Return the slot of an edit. A new edit gets a slot, and ``write`` is called with it.
+
+        Raises:
+            I2CLError: if no slot is free.
+            Exception: as ``write``, after which the slot is free again.
+        """
+        with self._lock:
+            self._dropped.pop(digest, None)
+            if digest not in self._slots:
+                if not self._free:
+                    self._reclaim()
+                self._slots[digest], self._requests[digest] = self._free.pop(), WeakSet()
+                try:
+                    write(self._slots[digest])
+                except BaseException:
+                    self._release(digest)
+                    raise
+            return self._slots[digest]
+
+    def drop(self, digest: str) -> None:
+        """Release the slot of an edit once no request needs it."""
+        with self._lock:
+            if digest in self._slots:
+                self._dropped[digest] = None
+
+    def admit(self, digest: str, request: Any) -> None:
+        """Hold the slot of an edit until the request is garbage-collected.
+
+        A dropped edit is admitted as long as its slot is not reused; otherwise raises I2CLError.
+        """
+        with self._lock:
+            if digest not in self._slots:
+                raise I2CLError("the task of this request was dropped before it began: send it again")
+            self._requests[digest].add(request)
+
+    def _reclaim(self) -> None:
+        """Release the slot that was dropped first and is not in use. Raises I2CLError if there is none."""
+        for digest in self._dropped:
+            if not self._requests[digest]:
+                del self._dropped[digest]
+                self._release(digest)
+                return
+        raise I2CLError(
+            f"all {self.count} slots hold tasks that are loaded or still in use: drop some, or restart with "
+            f'more slots (--additional-config \'{{"i2cl": {{"slots": {2 * self.count}}}}}\')'
+        )
+
+    def _release(self, digest: str) -> None:
+        del self._requests[digest]
+        self._free.append(self._slots.pop(digest))
+
+
 class Core:
     """Plugin state of an engine core. A process has at most one engine core at a time."""
 
     current: "Core | None" = None
 
     def __init__(self, slots: int) -> None:
-        self.ledger = Ledger(slots)
-        self.salts = Salts()
+        self.slots = SlotAllocator(slots)
         self.canary_passed = False
+        self._secret = secrets.token_hex(16)
+
+    def cache_salt(self, salt: str | None, digest: str | None) -> str | None:
+        """Return the prefix-cache salt of a request, which keeps the cache entries of different edits apart.
+
+        The salt of a task contains a random secret of this process, because digests are public. A client's
+        salt that begins with our prefix gets another prefix, so no plain request can read a task's entries.
+
+        Args:
+            salt: salt that the client sent.
+            digest: digest of the task's edit; None for a plain request.
+        """
+        prefix = f"{NAME}:"
+        if digest is not None:
+            return f"{prefix}{self._secret}:{digest}:{salt or ''}"
+        return f"{prefix}plain:{salt}" if salt is not None and salt.startswith(prefix) else salt
 
 
 def wrap_executor(
-    original: Callable[..., None], executor: Any, vllm_config: Any, *args: Any, **more: Any
+    original: Callable[..., None], executor: Any, vllm_config: Any, *args: Any, **options: Any
 ) -> None:
     """Wrap ``Executor.__init__``, the first step of an engine core, to reject unsupported configurations."""
     require_supported(vllm_config)
     settings = plugin_settings(vllm_config)
     # additional_config is part of the compile cache key, which ignores hooks: without this entry, vLLM
     # would reuse graphs compiled without the plugin.
-    vllm_config.parallel_config.worker_extension_cls = WORKER
     vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
     Core.current = Core(settings["slots"])
-    original(executor, vllm_config, *args, **more)
+    original(executor, vllm_config, *args, **options)
 
 
 def wrap_supported_tasks(original: Callable[..., Any], core: Any) -> Any:
@@ -71,36 +157,26 @@ def wrap_rpc(
     """Wrap ``EngineCore.collective_rpc`` to allocate and release slots on LOAD and DROP."""
     if method not in {LOAD, DROP} or Core.current is None:
         return original(core, method, timeout, args, kwargs)
-    ledger = Core.current.ledger
+    slots = Core.current.slots
     if method == DROP:
-        ledger.drop(*args)
+        slots.drop(*args)
         return []
-    packed = Packed(*args)
-    slot, is_new = ledger.load(packed.digest)
-    if is_new:
-        try:
-            _require_awake(core)
-            _require_written(original(core, WRITE, timeout, (slot, packed.digest, *args), None))
-        except BaseException:
-            ledger.cancel_load(packed.digest)
-            raise
-    return [slot]
+    edit = PackedEdit(*args)
 
+    def write(slot: int) -> None:
+        if core.model_executor.is_sleeping:  # the tables' memory is unmapped during sleep
+            raise I2CLError(ASLEEP)
+        results = original(core, write_edit, timeout, (slot, edit.digest, *args), None)
+        if errors := [error for error in results if error is not None]:
+            raise I2CLError(f"{len(errors)} of {len(results)} workers could not write this task, {errors[0]}")
 
-def _require_awake(core: Any) -> None:
-    if core.model_executor.is_sleeping:  # the tables' memory is unmapped during sleep
-        raise I2CLError(ASLEEP)
-
-
-def _require_written(results: list[str | None]) -> None:
-    if errors := [error for error in results if error is not None]:
-        raise I2CLError(f"{len(errors)} of {len(results)} workers could not write this task, {errors[0]}")
+    return [slots.load(edit.digest, write)]
 
 
 def wrap_sleep(original: Callable[..., None], executor: Any, level: int = 1) -> None:
     """Wrap ``Executor.sleep`` to copy the tables to the host first, at every sleep level and backend."""
     if "weights" not in executor.sleeping_tags:  # already asleep: vLLM ignores the call
-        executor.collective_rpc(SAVE)
+        executor.collective_rpc(save_tables)
     original(executor, level)
 
 
@@ -108,7 +184,7 @@ def wrap_wake_up(original: Callable[..., None], executor: Any, tags: list[str] |
     """Wrap ``Executor.wake_up`` to restore the tables once all memory is mapped again."""
     original(executor, tags)
     if not executor.is_sleeping:
-        executor.collective_rpc(RESTORE)
+        executor.collective_rpc(restore_tables)
 
 
 def wrap_request(original: Callable[..., Any], cls: Any, request: Any, block_hasher: Any) -> Any:
@@ -117,44 +193,15 @@ def wrap_request(original: Callable[..., Any], cls: Any, request: Any, block_has
     if core is None:
         return original(cls, request, block_hasher)
     digest = digest_of(request.sampling_params)
-    request.cache_salt = core.salts.of(request.cache_salt, digest)
+    request.cache_salt = core.cache_salt(request.cache_salt, digest)
     engine_request = original(cls, request, block_hasher)
     if digest is not None:
-        core.ledger.admit(digest, engine_request)
+        core.slots.admit(digest, engine_request)
     return engine_request
 
 
-class Worker:
-    """Mixin that vLLM adds to its worker class (``worker_extension_cls``)."""
-
-    def i2cl_write(self, slot: int, digest: str, rows: bytes, scales: bytes) -> str | None:
-        """Write a task into this worker's tables. Return an error message, or None on success.
-
-        Never raises: after an exception in one worker, vLLM stops reading replies and would take the other
-        ranks' replies as the results of its next call.
-        """
-        worker: Any = self
-        try:
-            worker.model_runner.model.i2cl_tables.write(slot, digest, Packed(rows, scales))
-        except I2CLError as error:
-            return str(error)
-        except Exception as error:  # noqa: BLE001 - returned to the core, which raises it
-            return f"{type(error).__name__} ({error}): see the server log, then load the task again"
-        return None
-
-    def i2cl_save(self) -> None:
-        """Copy the tables to the host before sleep."""
-        worker: Any = self
-        worker.model_runner.model.i2cl_tables.save()
-
-    def i2cl_restore(self) -> None:
-        """Copy the tables back after sleep."""
-        worker: Any = self
-        worker.model_runner.model.i2cl_tables.restore()
-
-
-def canaries(layers: int, d: int) -> tuple[Packed, Packed]:
-    """Build two tasks that give the same answer if, and only if, every residual writer is edited.
+def canaries(layers: int, d: int) -> tuple[PackedEdit, PackedEdit]:
+    """Build two edits that give the same answer if, and only if, every residual writer is edited.
 
     Both zero the writers' outputs and add the same vector to the residual stream: the first at the first
     writer, the second in equal parts at all writers. A writer that is not edited sees a different stream in
@@ -165,11 +212,11 @@ def canaries(layers: int, d: int) -> tuple[Packed, Packed]:
     at_first_writer[0, 0] = vector
     at_all_writers = (vector / (2 * layers)).expand(layers, 2, d)
     scales = torch.zeros(layers, 2)
-    return Packed.of(at_first_writer, scales), Packed.of(at_all_writers, scales)
+    return PackedEdit.of(at_first_writer, scales), PackedEdit.of(at_all_writers, scales)
 
 
 def run_canary(core: Any) -> None:
-    """Send one prompt to a newly started ``EngineCore``, without a task and under both canary tasks.
+    """Send one prompt to a newly started ``EngineCore``, without a task and under both canaries.
 
     Raises:
         I2CLError: if the edit has no effect, or not all residual writers are edited.
@@ -178,12 +225,13 @@ def run_canary(core: Any) -> None:
     pair = canaries(config.get_total_num_hidden_layers(), config.get_hidden_size())
     size = config.get_vocab_size()
     prompt = [size // 7, size // 3, size // 2]
-    for packed in pair:
-        core.collective_rpc(LOAD, args=(packed.rows, packed.scales))
-    digests = (None, *(packed.digest for packed in pair))
-    plain, first, second = (next_token_scores(core, prompt, digest) for digest in digests)
-    for packed in pair:
-        core.collective_rpc(DROP, args=(packed.digest,))
+    for edit in pair:
+        core.collective_rpc(LOAD, args=(edit.rows, edit.scales))
+    plain, first, second = (
+        next_token_log_probs(core, prompt, digest) for digest in (None, *(edit.digest for edit in pair))
+    )
+    for edit in pair:
+        core.collective_rpc(DROP, args=(edit.digest,))
     require_edited(plain, first, second)
 
 
@@ -194,8 +242,8 @@ def require_edited(
 
     Args:
         plain: log-probabilities without a task.
-        first: log-probabilities under the first canary task.
-        second: log-probabilities under the second canary task.
+        first: log-probabilities under the first canary.
+        second: log-probabilities under the second canary.
 
     Raises:
         I2CLError: if the edit has no effect, or not all residual writers are edited.
@@ -214,7 +262,7 @@ def require_edited(
     )
 
 
-def next_token_scores(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]:
+def next_token_log_probs(core: Any, prompt: list[int], digest: str | None) -> Float[Tensor, " n"]:
     """Return the next-token log-probabilities of token ids 0 to 15, before any front end uses the core.
 
     Raises I2CLError if the engine does not answer.

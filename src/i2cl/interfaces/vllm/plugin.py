@@ -4,13 +4,11 @@ vLLM calls `register` (group ``vllm.general_plugins``) in the front end, the eng
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm.support import NAME, WRITERS, require_version
-
-_MARK = "_i2cl_wraps"
 
 
 def register() -> None:
@@ -26,10 +24,11 @@ def register() -> None:
         return
     require_version(vllm.__version__)
     for architecture in WRITERS:
-        vllm.ModelRegistry.register_model(architecture, f"i2cl.interfaces.vllm.model:{architecture}")
+        vllm.ModelRegistry.register_model(architecture, f"i2cl.interfaces.vllm.worker:{architecture}")
     _install()
 
 
+@cache
 def _install() -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -38,47 +37,37 @@ def _install() -> None:
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from i2cl.interfaces.vllm import engine, frontend, tables
+    from i2cl.interfaces.vllm import engine, frontend, worker
 
     refusal = type("TaskError", (VLLMValidationError, I2CLError), {})  # vLLM's server answers 400
-    _patch(SamplingParams, "verify", partial(frontend.wrap_verify, refusal=refusal))  # an unknown task
-    _patch(Executor, "__init__", engine.wrap_executor)  # configuration checks, worker extension
+    _patch(SamplingParams, "verify", partial(frontend.wrap_verify, refusal=refusal))  # admits tasks
+    _patch(Executor, "__init__", engine.wrap_executor)  # checks the configuration
     _patch(Executor, "sleep", engine.wrap_sleep)  # keeps the tables through sleep mode
     _patch(Executor, "wake_up", engine.wrap_wake_up)
-    _patch(EngineCore, "get_supported_tasks", engine.wrap_supported_tasks)  # the canary
-    _patch(EngineCore, "collective_rpc", engine.wrap_rpc)  # slots
-    _patch(Request, "from_engine_core_request", engine.wrap_request)  # cache salt
-    _patch(GPUModelRunner, "_model_forward", tables.forward_v1)  # slots for model runner V1
+    _patch(EngineCore, "get_supported_tasks", engine.wrap_supported_tasks)  # runs the canary
+    _patch(EngineCore, "collective_rpc", engine.wrap_rpc)  # allocates slots
+    _patch(Request, "from_engine_core_request", engine.wrap_request)  # salts the prefix cache
+    _patch(GPUModelRunner, "_model_forward", worker.wrap_model_forward)  # slots for model runner V1
 
 
+@cache
 def install_in_server() -> None:
-    """Patch the modules that only vLLM's HTTP server imports."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    """Patch the module that only vLLM's HTTP server imports."""
     from vllm.entrypoints.serve.engine.serving import BaseServing
-    from vllm.exceptions import VLLMValidationError
 
     from i2cl.interfaces.vllm import frontend
 
-    refusal = type("BeamError", (VLLMValidationError, I2CLError), {})
-    for body in (CompletionRequest, ChatCompletionRequest):
-        _patch(body, "to_beam_search_params", partial(frontend.wrap_beam_search, refusal=refusal))
-    _patch(BaseServing, "_check_model", frontend.wrap_check_model)  # tasks that vLLM would ignore
+    _patch(BaseServing, "_check_model", frontend.wrap_check_model)  # requests that would ignore their task
 
 
 def _patch(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
-    """Replace a method by ``wrap``, which gets the original method as its first argument.
-
-    Has no effect if the method is patched already.
-    """
+    """Replace a method by ``wrap``, which gets the original method as its first argument."""
     attribute = vars(owner)[name]
     is_classmethod = isinstance(attribute, classmethod)
     original = attribute.__func__ if is_classmethod else attribute
-    if not hasattr(original, _MARK):
 
-        @wraps(original)  # the engine core decodes front-end calls by this signature
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            return wrap(original, *args, **kwargs)
+    @wraps(original)  # the engine core decodes front-end calls by this signature
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrap(original, *args, **kwargs)
 
-        setattr(patched, _MARK, original)
-        setattr(owner, name, classmethod(patched) if is_classmethod else patched)
+    setattr(owner, name, classmethod(patched) if is_classmethod else patched)

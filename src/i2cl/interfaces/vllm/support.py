@@ -1,4 +1,4 @@
-"""Supported vLLM versions, architectures and configurations.
+"""Supported vLLM versions, architectures and configurations, and the plugin's keys in a request.
 
 Does not import vLLM, so it can be tested without it.
 """
@@ -12,12 +12,12 @@ from i2cl.errors import I2CLError
 from i2cl.version import __version__
 
 NAME = "i2cl"  # plugin name in ``VLLM_PLUGINS``, and the key of the task in a request's extra arguments
+DIGEST = "i2cl_digest"  # key of the digest of the task's edit, set by the front end only
 
 # Minor versions that pass the tests. The patched methods are internal to vLLM and may change in any other.
 TESTED_VERSIONS = ("0.32",)
 
 ANY_VERSION_ENV = "I2CL_VLLM_ANY"  # environment variable: 1 accepts an untested version
-WORKER = "i2cl.interfaces.vllm.engine.Worker"  # extension of vLLM's worker class
 DEFAULT_SLOTS = 64  # maximum number of loaded tasks
 
 
@@ -85,35 +85,47 @@ def require_supported(config: Any) -> None:
     """Raise I2CLError, with the first reason found, if a ``VllmConfig`` is not supported by the plugin."""
     model, parallel = config.model_config, config.parallel_config
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    supported = ", ".join(sorted(WRITERS))
-    multiple_front_ends = (
-        "tasks need one front end and one engine: start several servers behind a load balancer"
+    checks = (
+        (
+            model.architecture in WRITERS,
+            f"unknown residual writers (supported: {', '.join(sorted(WRITERS))})",
+        ),
+        (
+            not parallel.enable_dbo and parallel.ubatch_size <= 1,
+            "dual-batch overlap splits batches, which the slots do not follow: disable it",
+        ),
+        (ranks == 1, "context parallelism splits a request's tokens over ranks: disable it"),
+        (
+            parallel.pipeline_parallel_size == 1,
+            "pipeline parallelism was not tested: use tensor parallelism",
+        ),
+        (
+            parallel.data_parallel_size == 1 and parallel._api_process_count == 1,  # noqa: SLF001
+            "tasks need one front end and one engine: start several servers behind a load balancer",
+        ),
+        (
+            config.lora_config is None,
+            "LoRA replaces the residual writers by its own layers, which bypass the edit: disable it",
+        ),
+        (config.speculative_config is None, "speculative decoding (drafts) was not tested: disable it"),
+        (
+            config.kv_transfer_config is None,
+            "transferred KV blocks do not identify their task: leave kv_transfer_config and offloading unset",
+        ),
+        (
+            model.logprobs_mode == "raw_logprobs",
+            "label scores need unmodified log-probabilities: leave logprobs_mode at raw_logprobs",
+        ),
     )
-    problems = {
-        f"unknown residual writers (supported: {supported})": model.architecture not in WRITERS,
-        "dual-batch overlap splits batches, which the slots do not follow: disable it": (
-            parallel.enable_dbo or parallel.ubatch_size > 1
-        ),
-        "context parallelism splits a request's tokens over ranks: disable it": ranks > 1,
-        "pipeline parallelism was not tested: use tensor parallelism": parallel.pipeline_parallel_size > 1,
-        multiple_front_ends: parallel.data_parallel_size > 1 or parallel._api_process_count > 1,  # noqa: SLF001
-        "LoRA replaces the residual writers by its own layers, which bypass the edit: disable it": (
-            config.lora_config is not None
-        ),
-        "speculative decoding (drafts) was not tested: disable it": config.speculative_config is not None,
-        "transferred KV blocks do not identify their task: leave kv_transfer_config and offloading unset": (
-            config.kv_transfer_config is not None
-        ),
-        "i2cl sets worker_extension_cls itself: leave it unset": (
-            parallel.worker_extension_cls not in {"", None, WORKER}
-        ),
-        "label scores need unmodified log-probabilities: leave logprobs_mode at raw_logprobs": (
-            model.logprobs_mode != "raw_logprobs"
-        ),
-    }
-    for problem, found in problems.items():
-        if found:
+    for supported, problem in checks:
+        if not supported:
             raise I2CLError(
                 f"i2cl cannot serve {model.architecture} with this configuration: {problem} (or remove i2cl "
                 "from VLLM_PLUGINS)"
             )
+
+
+def digest_of(params: Any) -> str | None:
+    """Return the digest of the task's edit in a request's ``SamplingParams``, or None for a plain request."""
+    extra: Mapping[str, Any] = getattr(params, "extra_args", None) or {}
+    return extra.get(DIGEST)

@@ -1,6 +1,6 @@
-"""Engines of vLLM, each in a process of its own that is forked from this one, which has imported all of it.
+"""Run vLLM engines, each in a process that is forked from this one after the imports.
 
-Every line that comes in is a job as JSON, and is answered with the exit status of the process that did it.
+Every line of stdin is a job as JSON; the answer is the exit status of its process.
 A job: ``result``, the file to write; ``log``; ``env``; ``model`` and ``options`` of ``vllm.LLM``; ``tasks``,
 artefact folders by name; and ``steps``, each the name of a method of `Engine` and its arguments.
 """
@@ -25,15 +25,15 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 
 from i2cl import I2CLError, Injection
-from i2cl.interfaces.vllm import classify, drop, engine as core, load, prompts, tables
+from i2cl.interfaces.vllm import classify, drop, load, worker as plugin_worker
+from i2cl.interfaces.vllm.engine import Core
 from i2cl.interfaces.vllm.frontend import TASKS
-from i2cl.interfaces.vllm.slots import Salts
 
 COUNTED = {"vllm:num_preemptions", "vllm:prefix_cache_hits"}
 
 
 class Engine:
-    """An engine and what it is asked."""
+    """An engine, with a method for every kind of step."""
 
     def __init__(self, job):
         torch.set_num_threads(1)
@@ -43,7 +43,7 @@ class Engine:
             self.load(name, folder)
 
     def classify(self, texts, tasks):
-        return [one.scores.tolist() for one in classify(self.llm, texts, tasks)]
+        return [answer.log_probs.tolist() for answer in classify(self.llm, texts, tasks)]
 
     def load(self, name, folder):
         load(self.llm, name, Injection.from_pretrained(folder))
@@ -57,27 +57,27 @@ class Engine:
         return message(output)
 
     def digest(self, task):
-        return TASKS.get(task).packed.digest
+        return TASKS.get(task).edit.digest
 
     def stolen(self, ids, task):
-        """A plain request with the task's salt, which nobody outside the engine's process knows."""
-        return self.ask(ids, None, 1, core.Core.current.salts.of(None, self.digest(task)))
+        """Send a plain request with the task's salt, which only the engine's process knows."""
+        return self.ask(ids, None, 1, Core.current.cache_salt(None, self.digest(task)))
 
     def spoil(self, rank):
-        """From now on one worker cannot write."""
+        """Make the writes of one worker fail."""
         self.llm.collective_rpc(spoiled, args=(rank,))
 
     def reload_weights(self):
         self.llm.collective_rpc("reload_weights")
 
     def sleep_and_lose_tables(self, level):
-        """Sleep mode, whose memory comes back with other contents."""
+        """Sleep and wake up, with other contents in the tables' memory."""
         self.llm.sleep(level)
         self.llm.collective_rpc(lose_tables)
         self.llm.wake_up()
 
     def crowd(self, seed, size):
-        """Requests of random tasks and lengths, some of which are aborted, as the engine goes."""
+        """Send requests of random tasks and lengths, and abort some of them while the engine runs."""
         draw, engine = random.Random(seed), self.llm.llm_engine
         names = [*self.job["tasks"], None]
         asked = {
@@ -139,10 +139,9 @@ def message(output):
 
 def main(job):
     if job.get("unsalted"):
-        Salts.of = lambda self, salt, digest: salt
-    prompts.MIN_PROMPT_LOGPROBS = job.get("rows", prompts.MIN_PROMPT_LOGPROBS)
+        Core.cache_salt = lambda self, salt, digest: salt
     if job.get("unedited"):
-        tables.edit_hook = lambda writer, inputs, output: None
+        plugin_worker.apply_edit = lambda writer, inputs, output: None
     engine = Engine(job)
     answers = [engine.step(*step) for step in job["steps"]]
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
@@ -153,7 +152,7 @@ def main(job):
 
 
 def forked(job):
-    """The exit status of a process that does a job."""
+    """Run a job in a forked process, and return its exit status."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.request import urlopen
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -122,7 +123,11 @@ def test_over_http_errors_say_why_and_what_to_do(server, decoder, artefacts):
             413,
             "text 2 takes .* and 255 fit into the context: ",
         ),
-        ({"model": "t0", "input": ["x"] * 2049}, 413, "has 2049 texts, and 2048 may come at once: send"),
+        (
+            {"model": "t0", "input": ["x"] * 2049},
+            413,
+            "the request has 2049 texts, but the limit is 2048: split",
+        ),
         ({"model": "t0", "input": []}, 400, "at least 1 item"),
     ):
         status, expected, _ = call(classify, body)
@@ -136,38 +141,72 @@ def test_over_http_errors_say_why_and_what_to_do(server, decoder, artefacts):
     assert call(f"{server}/v1/completions", body)[0] == 200
     status, expected, _ = call(f"{server}/v1/completions", body | {"vllm_xargs": {"i2cl": "t0"}})
     assert status == 400
-    assert "beam search does not support tasks" in expected
+    assert "and without beam search" in expected
 
     for name, path in (("team/mood", "team/mood"), ("team/other", "team%2Fother"), ("a b", "a%20b")):
         assert call(listed, {"name": name, "artefact": str(folder / "t2")}, key=ADMIN)[0] == 200
         assert call(f"{listed}/{path}", key=ADMIN, method="DELETE")[1]["name"] == name
 
 
-def refused(url, body):
-    """The message of a 400."""
-    status, reply, _ = call(url, body)
-    assert status == 400
-    return json.loads(reply)["error"]["message"]
-
-
 def test_over_http_a_task_is_refused_by_routes_that_would_ignore_it(server, decoder):
     model, named = str(decoder.name), {"vllm_xargs": {"i2cl": "t0"}}
     messages = [{"role": "user", "content": "a quiet morning"}]
     template = {"chat_template": "{{ messages[0]['content'] }}"}
+    complete, prompt = "/v1/completions", {"prompt": [5, 6], "max_tokens": 1}
+    scoring = {"query": [5, 6], "items": [[7]], "label_token_ids": [8, 9]}
     for path, body in (
-        ("/generative_scoring", {"query": [5, 6], "items": [[7]], "label_token_ids": [8, 9]}),
-        ("/v1/chat/completions/batch", {"messages": [messages], "max_tokens": 1} | template),
+        ("/generative_scoring", scoring | {"model": model} | named),
+        ("/v1/chat/completions/batch", {"messages": [messages], "model": model} | template | named),
+        (complete, prompt | {"model": "t0"}),
+        (complete, prompt | {"model": model, "i2cl": "t0"}),
     ):
-        assert "this route ignores tasks" in refused(f"{server}{path}", body | {"model": model} | named)
-    complete, body = f"{server}/v1/completions", {"prompt": [5, 6], "max_tokens": 1}
-    assert "'t0' is a task, not a model" in refused(complete, body | {"model": "t0"})
-    assert "'i2cl' is not a field" in refused(complete, body | {"model": model, "i2cl": "t0"})
+        status, reply, _ = call(f"{server}{path}", body)
+        assert status == 400
+        assert "this request would be answered without its task: send texts to" in reply
 
 
-def test_over_http_systemone_refuses_a_task_instead_of_answering_without_it(tmp_path):
+def probabilities(decoder, injection, text):
+    values = injection.log_probs(decoder, [text])[0].softmax(-1).tolist()
+    return dict(zip(injection.task.labels, values, strict=True))
+
+
+def choice(name, labels):
+    choices = [{"value": label} for label in labels]
+    return {"type": "choice", "name": name, "instructions": "Which?", "choices": choices}
+
+
+def test_over_http_decisions_of_many_tasks_match_the_library(server, decoder, artefacts):
+    _, injections = artefacts
+    text = "a quiet morning on the letter"
+    questions = [choice(name, injections[name].task.labels) for name in ("t0", "t1")]
+    status, reply, _ = call(f"{server}/v1/decisions", {"model": "x", "input": text, "questions": questions})
+    assert status == 200
+    for name, answer in zip(("t0", "t1"), reply["answers"], strict=True):
+        values = {item["value"]: item["probability"] for item in answer["probabilities"]}
+        assert values == pytest.approx(probabilities(decoder, injections[name], text), abs=1e-5)
+
+
+def test_over_http_openai_and_litellm_get_decisions(server, decoder, artefacts, monkeypatch):
+    _, injections = artefacts
+    text, labels = "a quiet morning on the letter", injections["t0"].task.labels
+    expected = pytest.approx(probabilities(decoder, injections["t0"], text), abs=1e-5)
+    openai = pytest.importorskip("openai", reason="needs openai")
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key=USER, max_retries=0)
+    answer = client.decisions.create(model="t0", input=text, questions=[choice("x", labels)]).answers[0]
+    assert {item.value: item.probability for item in answer.probabilities} == expected
+    with pytest.raises(openai.BadRequestError, match="has no label 'other'"):
+        client.decisions.create(model="t0", input=text, questions=[choice("x", ["other", labels[0]])])
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download
+    litellm = pytest.importorskip("litellm", reason="needs litellm")
+    api = {"api_base": f"{server}/v1", "api_key": USER}
+    reply = litellm.decisions(model="openai/t0", input=text, questions=[choice("x", labels)], **api)
+    assert {item.value: item.probability for item in reply.answers[0].probabilities} == expected
+
+
+def test_over_http_vllm_answers_the_other_questions_of_systemone(tmp_path):
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(located("reference"))
-    tokenizer.add_tokens(["yes", "no", "<|answer|>"])
+    tokenizer.add_tokens(["yes", "no", *"AB", "<|answer|>"])
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<|answer|>"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
@@ -177,15 +216,30 @@ def test_over_http_systemone_refuses_a_task_instead_of_answering_without_it(tmp_
     decoder = Decoder.from_pretrained(str(tmp_path / "model"), dtype="float32", device="cpu")
     injection = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
     injection.save_pretrained(tmp_path / "mood")
-    question = {"type": "choice", "criteria": dict.fromkeys(injection.task.labels)}
-    body = {"model": str(tmp_path / "model"), "state": "a quiet morning", "questions": {"mood": question}}
+    text, labels = "a quiet morning", injection.task.labels
+    mood, place = ({"type": "choice", "criteria": dict.fromkeys(names)} for names in (labels, "ab"))
     with serving(tmp_path, tmp_path / "model", {"mood": tmp_path / "mood"}) as url:
-        ask = f"{url}/v1/systemone"
-        assert call(ask, body)[0] == 200
-        ignored = refused(ask, body | {"vllm_xargs": {"i2cl": "mood"}})
-        unknown = refused(ask, body | {"model": "mood"})
-    assert "this route ignores tasks" in ignored
-    assert unknown == "'mood' is a task, not a model: send the texts to /v1/i2cl/classify"
+
+        def ask(questions, **fields):
+            return call(f"{url}/v1/systemone", {"state": text, "questions": questions} | fields)
+
+        status, plain, _ = ask({"place": place})
+        assert (status, plain["diagnostics"]["place"].keys()) == (200, {"label_mass", "argmax_is_label"})
+        status, mixed, _ = ask({"place": place, "mood": mood})
+        for name in ("place", "mood"):
+            assert sum(mixed["answers"][name]["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+        own = plain["answers"]["place"]["probabilities"]
+        assert mixed["answers"]["place"]["probabilities"] == pytest.approx(own, abs=1e-5)
+        expected = pytest.approx(probabilities(decoder, injection, text), abs=1e-5)
+        assert mixed["answers"]["mood"]["probabilities"] == expected
+        assert [item["answered_by"] for item in mixed["diagnostics"].values()] == ["vllm", "task"]
+        for fields in ({"model": "mood"}, {"vllm_xargs": {"i2cl": "mood"}}):
+            _, reply, _ = ask({"x": mood}, **fields)
+            assert reply["answers"]["x"]["probabilities"] == expected
+            status, reply, _ = ask({"x": place}, **fields)
+            assert (status, "task 'mood' has no label 'a'" in reply) == (400, True)
+        status, reply, _ = call(f"{url}/v1/decisions", {"input": text, "questions": [choice("x", "ab")]})
+        assert (status, "no task answers these questions" in reply) == (400, True)
 
 
 def test_over_http_tasks_answer_the_same_after_sleep(server, decoder, artefacts):
