@@ -309,8 +309,8 @@ REPEATED = '{"text": "x", "label": 0, "label": 1}'
 )
 def test_repeated_json_key_is_refused(tmp_path, name, content, place):
     path = write(tmp_path, name, content)
-    assert f"{path}{place}: the key 'label' is given twice in {{" in failure(path)
-    assert f"{path}{place}: the key 'label' is given twice in {{" in query_failure(path)
+    assert f"{path}{place}: the key 'label' is given twice: remove" in failure(path)
+    assert f"{path}{place}: the key 'label' is given twice: remove" in query_failure(path)
 
 
 LONE_SURROGATE = '{"text": "\\ud83d", "label": 0}'

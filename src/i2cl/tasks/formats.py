@@ -282,7 +282,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for key, value in pairs:
         if key in record:
-            raise I2CLError(f"the key {key!r} is given twice in {preview(dict(pairs))}: remove one")
+            raise I2CLError(f"the key {key!r} is given twice: remove one")
         record[key] = value
     return record
 
