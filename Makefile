@@ -47,10 +47,8 @@ test: $(READY)  ## every test, offline; its processes share their bytecode, and 
 fuzz: $(READY)  ## 10,000 spoiled inputs, 1,000 artefacts, 100 kills and full disks, counted (an hour)
 	$(VENV)/bin/python scripts/fuzz.py
 
-fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load, a replica of Ray Serve killed; counted
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load; counted
 	$(VENV)/bin/python scripts/fuzz_serve.py
-	$(VENV)/bin/python scripts/fuzz_ray.py
 
 test-serve: $(READY)  ## `i2cl serve` as others see it: clients, a fuzzed description, its page in Chromium; and Ray Data
 	-timeout 120 $(VENV)/bin/pip install --quiet --disable-pip-version-check litellm schemathesis playwright axe-playwright-python

@@ -32,7 +32,16 @@ class I2CLError(ValueError):
 
     The message is one line: what is wrong, then what to do. The command line prints it without a traceback
     and exits with code 2.
+
+    Args:
+        message: what is wrong, possibly followed by what to do.
+        hint: what to do, which ends the text of the error after a colon. Programs that show errors can show
+            it separately.
     """
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}: {hint}")
+        self.message, self.hint = message, hint
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -60,7 +69,7 @@ def require_utf8(text: str, name: str) -> None:
         raise I2CLError(f"{name} {text!a} contains a lone surrogate or is not UTF-8: rename it or correct it")
 
 
-def needs(what: str, extra: str, *modules: str, instead: str = "") -> None:
+def require_packages(what: str, extra: str, *modules: str, instead: str = "") -> None:
     """Raise I2CLError, with the command that installs them, if packages of an optional extra are missing.
 
     Args:

@@ -97,13 +97,16 @@ def test_full_sequences_are_refused():
 def test_a_refit_uses_the_solver_and_scoring_of_the_fit(monkeypatch):
     decoder, method = made("llama"), Anchored(AnchoredConfig(steps=1))
     monkeypatch.setattr(plan, "MAX_WORD_KERNEL_COLUMNS", 1)
-    fit = method.injection(decoder, SHARED, SHOWN[:2])
+    fit = method.fit_injection(decoder, SHARED, SHOWN[:2])
     monkeypatch.undo()
-    assert method.injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "gauss_newton"
+    assert method.fit_injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "gauss_newton"
     again = refitting(method, fit)(decoder, SHARED, SHOWN[:2])
     assert (again.settings["solved_by"], again.scoring) == ("adamw", "words")
     i2cl = I2CL(calibration=CalibrationConfig(epochs=1))
-    assert refitting(i2cl, i2cl.injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring == "auto"
+    assert (
+        refitting(i2cl, i2cl.fit_injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring
+        == "auto"
+    )
 
 
 def test_the_default_limit_is_a_quarter_of_the_free_memory(monkeypatch):

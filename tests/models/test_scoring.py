@@ -313,7 +313,7 @@ def test_labels_that_merge_with_the_prompt_or_have_the_same_tokens_are_refused()
     [
         *((text, "is empty") for text in ("", " \n\t")),
         ("b \ud83d", "contains a lone surrogate"),
-        *((text, "is .* and no string") for text in (None, 1, float("nan"), b"bytes")),
+        *((text, "is .*, not a string") for text in (None, 1, float("nan"), b"bytes")),
     ],
 )
 def test_invalid_text_is_named(text, message):

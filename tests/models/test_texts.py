@@ -14,12 +14,12 @@ def test_invalid_texts_are_named_with_their_reason():
 
 
 def test_one_invalid_text_gives_one_short_line():
-    with pytest.raises(I2CLError, match=r"^text 2 is empty: remove it or give it content$"):
+    with pytest.raises(I2CLError, match=r"^text 2 is empty: correct or remove it$"):
         require_texts(["fine", " "])
 
 
 def test_many_invalid_texts_are_counted():
-    with pytest.raises(TextError, match=r"12 of 12 texts .*text 5 is empty.*; and 7 more$"):
+    with pytest.raises(TextError, match=r"12 of 12 texts .*text 5 is empty; and 7 more: correct or"):
         require_texts([""] * 12)
 
 

@@ -20,7 +20,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import LabelScorer
-from i2cl.models.training import LabelLikelihood, StepProgress, minimize, train
+from i2cl.models.training import LabelLikelihood, StepProgress, minimize_lbfgs, train
 from i2cl.tasks import Examples, Task
 
 
@@ -72,15 +72,17 @@ def calibrate(
     coefficients = Coefficients(config, active, start, decoder.device)
     weighted = apply_class_weight(demonstrations, task.labels, config.class_weight)
     loss = CalibrationLoss(scorer, weighted, context, coefficients, config, seed=seed, prompt=prompt)
-    free, dtype = [coefficients.free], decoder.model.dtype
+    free, dtype = coefficients.free, decoder.model.dtype
     try:
         with decoder.frozen():
             if config.optimizer == "lbfgs":
                 chunks = budget_chunks(loss.prompts, decoder.training_budget)
-                history = minimize(free, loss.repeatable, chunks, config.passes, config.pull, progress, dtype)
+                history = minimize_lbfgs(
+                    free, loss.repeatable, chunks, config.passes, config.pull, progress, dtype
+                )
             else:
                 steps = config.batches(len(demonstrations), seed) if batches is None else batches
-                history = train(free, loss, steps, config, progress, dtype)
+                history = train([free], loss, steps, config, progress, dtype)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

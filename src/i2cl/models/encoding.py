@@ -233,7 +233,7 @@ class Encoder:
         long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
         if long and not cut:
             problem = f"text {long[0] + 1} takes {len(ids[long[0]])} tokens with its prompt"
-            raise TooLongError(f"{problem}, and {limit} fit into the context: shorten it")
+            raise TooLongError(f"{problem}, and {limit} fit into the context", "shorten it")
         for row in long:
             ids[row] = self._cut(builds[row], texts[row], limit)
         if long:

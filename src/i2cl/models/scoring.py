@@ -52,7 +52,7 @@ class TextError(I2CLError):
         problems: what is wrong with each of them, by its index (from 0). The others can be classified.
     """
 
-    def __init__(self, problems: Mapping[int, str], count: int) -> None:
+    def __init__(self, problems: Mapping[int, str], count: int, hint: str) -> None:
         self.problems = dict(problems)
         named = [
             f"text {index + 1} {problem}" for index, problem in islice(problems.items(), MAX_NAMED_TEXTS)
@@ -60,24 +60,24 @@ class TextError(I2CLError):
         if len(problems) > MAX_NAMED_TEXTS:
             named.append(f"and {len(problems) - MAX_NAMED_TEXTS} more")
         several = f"{len(problems)} of {count} texts cannot be classified: " if len(problems) > 1 else ""
-        super().__init__(several + "; ".join(named))
+        super().__init__(several + "; ".join(named), hint)
 
 
 def require_texts(texts: Sequence[str]) -> None:
     """Check that texts can be classified. Raises TextError naming all that are blank or not valid Unicode."""
     if isinstance(texts, str):
-        raise I2CLError("texts is one string: give a list of texts")
+        raise I2CLError("texts is one string", "give a list of texts")
     problems: dict[int, str] = {}
     given: Sequence[object] = texts
     for index, text in enumerate(given):
         if not isinstance(text, str):
-            problems[index] = f"is {text!r:.60} and no string: remove it, or make it one"
+            problems[index] = f"is {text!r:.60}, not a string"
         elif is_blank(text):
-            problems[index] = "is empty: remove it or give it content"
+            problems[index] = "is empty"
         elif LONE_SURROGATE.search(text):
-            problems[index] = "contains a lone surrogate, which is no character: remove it"
+            problems[index] = "contains a lone surrogate, which is not a character"
     if problems:
-        raise TextError(problems, len(texts))
+        raise TextError(problems, len(texts), "correct or remove " + ("them" if len(problems) > 1 else "it"))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, get_args
 
-from i2cl.errors import I2CLError, did_you_mean, first_line, needs
+from i2cl.errors import I2CLError, did_you_mean, first_line, require_packages
 from i2cl.tasks.files import (
     COMPRESSION_SUFFIXES,
     UTF_8,
@@ -289,7 +289,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parquet_rows(file: IO[bytes], columns: Columns, name: str) -> Iterator[Row]:
     """Yield the rows of a Parquet file, numbered from 1."""
-    needs(f"{name}, a Parquet file,", "tables", "pyarrow", instead="save it as CSV")
+    require_packages(f"{name}, a Parquet file,", "tables", "pyarrow", instead="save it as CSV")
     arrow: Any = import_module("pyarrow")
     parquet: Any = import_module("pyarrow.parquet")
     number = 0
@@ -313,7 +313,7 @@ def _excel_rows(file: IO[bytes], columns: Columns, name: str) -> Iterator[Row]:
 
     Numbers in the text column are converted to strings, as in CSV.
     """
-    needs(f"{name}, an Excel file,", "tables", "openpyxl", instead="save it as CSV")
+    require_packages(f"{name}, an Excel file,", "tables", "openpyxl", instead="save it as CSV")
     try:
         book = import_module("openpyxl").load_workbook(file, read_only=True, data_only=True)
     except Exception as error:  # openpyxl raises errors of many unrelated types on damaged files

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, cast
 
-from i2cl.errors import I2CLError, did_you_mean, first_line, needs
+from i2cl.errors import I2CLError, did_you_mean, first_line, require_packages
 from i2cl.tasks import generated
 from i2cl.tasks.formats import ROW_SUFFIXES, is_row_file, name_of
 from i2cl.tasks.labels import LabelLookup, is_blank
@@ -72,7 +72,7 @@ def load_task(
 
     Args:
         name_or_path: a known name (`list_tasks`), the path of a task TOML, or the path of a file of rows
-            (.csv, .tsv, .jsonl, .json, .parquet, .xlsx, or compressed), which needs a template.
+            (.csv, .tsv, .jsonl, .json, .parquet, .xlsx, or compressed), which require_packages a template.
         data_dir: folder with the rows of known tasks.
         template: prompt format, instead of the task's own.
         labels: label words, instead of the task's own. For a file of rows, whose labels may be ids or codes:
@@ -95,7 +95,7 @@ def load_task(
         train, lookup = read(path, labels)
         if template is None:
             example = "'Review: {text}\\nSentiment: {label}'"
-            raise I2CLError(f"{path} needs a template: pass one such as {example}")
+            raise I2CLError(f"{path} require_packages a template: pass one such as {example}")
         test = () if test_path is None else read(Path(test_path), lookup)[0]
         return Task(name_of(path), lookup.labels, template, train, test, title=name_of(path))
     if isinstance(labels, Mapping) or (text_column, label_column) != ("text", "label"):
@@ -228,7 +228,7 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
 
 
 def _download(source: HubSource, split: str) -> "Dataset":
-    needs(f"loading {source.dataset}", "hub", "datasets", instead=_DATA_DIR_HINT)
+    require_packages(f"loading {source.dataset}", "hub", "datasets", instead=_DATA_DIR_HINT)
     from datasets import load_dataset
 
     try:

@@ -111,11 +111,6 @@ def test_location_of_a_job_includes_the_prefix(client):
     assert reply.headers["Location"] == f"{prefix}/v1/jobs/{reply.json()['id']}"
 
 
-def test_wrong_method_lists_the_allowed_ones(client):
-    reply = client.put("v1/tasks", content=b"x")
-    assert (reply.status_code, reply.headers["Allow"]) == (405, "GET, POST")
-
-
 def test_route_without_a_policy_needs_an_admin_token(service):
     guarded = make_app(service, ACCESS)
     assert isinstance(guarded, Guard)

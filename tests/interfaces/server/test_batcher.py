@@ -129,27 +129,6 @@ def test_large_job_runs_in_slices_between_requests(batcher_with_task, decoder, b
     assert len(large.done.result(TIMEOUT_SECONDS)) == 10 * len(TEXTS)
 
 
-def test_large_requests_run_during_a_fit(batcher_with_task, decoder):
-    """At every pause a small request is queued as well, and there is time for one batch."""
-    batcher, store = batcher_with_task
-    decoder.token_budget = 128
-    small, begun = store.queries("a", [TEXTS[0]])[1], []
-    file, large = batcher.submit_slices, batcher.submit
-    rows = store.queries("a", TEXTS * 10)[1]
-
-    def work():
-        for submit in (file, lambda rows: large(rows, far_deadline())):
-            ticket = submit(rows)
-            for _ in range(10):
-                batcher._work_resumed_at = time.monotonic()
-                batcher.submit(small, far_deadline())
-                batcher.pause()
-            begun.append(ticket.begun)
-
-    batcher.run(work).result(TIMEOUT_SECONDS)
-    assert min(begun) >= 2
-
-
 def test_file_rows_run_before_requests_with_a_later_deadline(
     batcher_with_task, decoder, busy_model, monkeypatch
 ):
@@ -248,7 +227,7 @@ def test_failing_row_does_not_affect_others(batcher_with_task, busy_model, monke
     assert batcher.waiting == 0
 
 
-@pytest.mark.parametrize("method", [Anchored.configured({"steps": 1}), I2CL.configured({"epochs": 2})])
+@pytest.mark.parametrize("method", [Anchored.from_options({"steps": 1}), I2CL.from_options({"epochs": 2})])
 @pytest.mark.parametrize("whole", [True, False])
 def test_requests_during_a_fit_do_not_change_its_result(
     batcher_with_task, decoder, task, busy_model, method, whole
@@ -266,7 +245,7 @@ def test_requests_during_a_fit_do_not_change_its_result(
     task = task if whole else replace(task, template=Template("{text} ->{label}"))
     assert LabelScorer(shared, task).labels.full == whole  # otherwise this tests the wrong kind of scoring
     shown = task.sample(1)
-    alone, fit = (batcher.run(lambda: method.injection(shared, task, shown)) for _ in range(2))
+    alone, fit = (batcher.run(lambda: method.fit_injection(shared, task, shown)) for _ in range(2))
     rows, tickets = store.queries("a", [TEXTS[0]])[1], []
 
     def send_next(_=None):

@@ -1,12 +1,14 @@
-"""OpenAI's client against a running server, with and without a token."""
+"""Clients: OpenAI's against a running server, with and without a token, and the retries of our own."""
 
 import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from fitting import one_line
 from i2cl import Decoder, Injection, load_task
-from i2cl.interfaces.server.client import Client
+from i2cl.interfaces.server.client import Client, ServerError, _retry_after
 
 from .conftest import make_injection
 from .test_serve import serving
@@ -103,16 +105,70 @@ def test_openai_async_client_gives_the_same_label(served):
     assert asyncio.run(labels()) == (best, best)
 
 
-def test_openai_text_completions_name_the_routes_to_use(served):
-    openai = pytest.importorskip("openai", reason="needs openai")
-    url, token, _ = served
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=token or "none", max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions or /v1/classify"):
-        client.completions.create(model="a/films", prompt=TEXTS[0])
-
-
 def test_client_reports_an_invalid_url_or_folder(tmp_path):
     one_line("begin it with http://", Client, "localhost:8000")
     client = Client("http://127.0.0.1:1")
     one_line("texts is one string", client.classify, "films", "abc")
     one_line("give a folder that `i2cl fit` wrote", client.upload, "films", tmp_path / "none")
+
+
+@pytest.fixture
+def proxy():
+    """URL of a fake proxy, its responses to come (status 0 drops the connection), and the paths requested."""
+    responses, requests = [], []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = responses.pop(0)
+            if status:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Retry-After", "0")
+                self.end_headers()
+                self.wfile.write(body)
+
+        def do_POST(self):
+            self.do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}", responses, requests
+        server.shutdown()
+
+
+def test_client_retries_errors_of_a_proxy(proxy):
+    url, expected, _ = proxy
+    expected += [(500, b"Internal Server Error"), (502, b"<html>"), (200, b'{"data": [{"id": "films"}]}')]
+    expected += [(500, b'{"error": {"code": "internal", "message": "the server failed: please report it"}}')]
+    expected += [(504, b"<html>")]
+    client = Client(url)
+    assert client.tasks() == [{"id": "films"}]
+    with pytest.raises(ServerError, match="please report it"):
+        client.tasks()
+    with pytest.raises(ServerError, match="status 504"):  # once: the fit may have begun
+        client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
+    assert not expected
+
+
+def test_lost_connection_does_not_start_a_fit_twice(proxy):
+    url, expected, requests = proxy
+    expected += [(0, b"")] * 3
+    client = Client(url, retries=1)
+    with pytest.raises(ServerError, match="and whether the request took effect"):
+        client.fit("films", [{"text": "a", "label": "b"}], "{text} {label}")
+    with pytest.raises(ServerError, match=r"check that the server runs$"):
+        client.classify("films", ["a"])
+    assert requests == ["/v1/tasks", "/v1/classify", "/v1/classify"]
+    client = Client("http://[fe80::beef]", retries=0)
+    one_line("no response from http://.*check that the server runs", client.tasks)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("5", 5), ("3600", 60), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
+def test_retry_after_is_at_most_a_minute(given, seconds):
+    assert _retry_after(given) == seconds

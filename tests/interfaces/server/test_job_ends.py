@@ -30,42 +30,30 @@ def full_disk(*_, **__):
 
 
 def test_full_disk_at_the_end_fails_the_job(batch, service, open_service, monkeypatch, caplog):
-    record = service.jobs._database.add_event
+    save = service.jobs._save
 
-    def only_starts(identity, event):
-        return record(identity, event) if event["event"] in {"queued", "started"} else full_disk()
+    def save_starts(job, events, folder):
+        return save(job, events, folder) if events[-1]["event"] in {"queued", "started"} else full_disk()
 
     with monkeypatch.context() as patch:
-        patch.setattr(service.jobs._database, "add_event", only_starts)
+        patch.setattr(service.jobs, "_save", save_starts)
         job = wait_until_ended(batch())
     assert (job.status, job.events[-1]["error"]["code"]) == ("failed", "disk_full")
     assert f"the end of job {job.id} could not be saved" in caplog.text
-    wait_until_ended(batch())  # the disk has room again: the pending event is saved when the next job ends
-    until(lambda: not service.jobs._unsaved)
     service.close()
-    assert open_service().jobs.get(job.id).status == "failed"
+    assert wait_until_ended(open_service().jobs.get(job.id)).events[-1]["error"]["code"] == "lost_input"
 
 
 def test_end_is_saved_when_removing_the_input_makes_room(batch, service, monkeypatch):
-    record = service.jobs._database.add_event
+    save = service.jobs._save
 
-    def needs_room(identity, event):
-        if event["event"] == "done" and list((service.jobs._root / identity).glob("input.*")):
+    def needs_room(job, events, folder):
+        if events[-1]["event"] == "done" and list(folder.glob("input.*")):
             full_disk()
-        record(identity, event)
+        save(job, events, folder)
 
-    monkeypatch.setattr(service.jobs._database, "add_event", needs_room)
+    monkeypatch.setattr(service.jobs, "_save", needs_room)
     assert wait_until_ended(batch()).status == "done"
-    assert service.jobs._unsaved == []
-
-
-def test_sqlite_reports_a_full_disk_as_such(service):
-    database = service.tasks.database
-    (pages,) = database._connection.execute("PRAGMA page_count").fetchone()
-    database._connection.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as full:
-        database.put_task("a", "x" * 10**6, 0, ())
-    assert full.value.errno == errno.ENOSPC
 
 
 def test_answers_that_do_not_fit_on_the_disk_fail_the_job(batch, monkeypatch):
@@ -139,12 +127,6 @@ def test_jobs_of_a_read_token_have_a_quota(reader, service, monkeypatch):
     assert error_of(refused[0]) == (403, "quota")
 
 
-def test_labels_are_not_repeated_on_every_line(batch):
-    job = wait_until_ended(batch(3))
-    assert job.events[-1]["labels"] == {"films": ["positive", "negative"]}
-    assert b"positive" not in b"".join((job.folder / files.OUTPUT).read_bytes().split(b'"label": "positive"'))
-
-
 def test_size_of_a_job_is_an_upper_bound(batch):
     job = batch(50)
     size = job.request["bytes"]
@@ -155,5 +137,5 @@ def test_job_without_its_input_fails(batch, service, monkeypatch):
     monkeypatch.setattr(service.jobs, "_workers", {"batch": Mock()})
     with service.jobs._changed:
         job = batch()
-        (job.folder / files.INPUT).unlink()
+        jobs._remove(job, "input.*")
     assert wait_until_ended(job).events[-1]["error"]["code"] == "lost_input"

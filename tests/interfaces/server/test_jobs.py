@@ -2,7 +2,9 @@
 
 import io
 import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -53,8 +55,10 @@ def batch_job(service, body, model=None):
     """Return the arguments of `Jobs.add` for a batch file."""
     rows = io.BytesIO()
     count, names, size = files.read_lines(io.BytesIO(body), model, service.tasks.entry, rows)
-    with service.tasks.pinned(names) as entries:
-        return files.job_request(entries, count, size), {files.INPUT: rows.getvalue()}
+    folder = Path(tempfile.mkdtemp(dir=service.jobs._root, prefix="."))
+    entries = {name: service.tasks.copy(name, folder) for name in names}
+    inputs = {files.INPUT: rows.getvalue(), files.TASKS: folder}
+    return files.job_request(entries, count, size), inputs
 
 
 def test_fit_publishes_its_steps_and_creates_a_task(service, task):
@@ -89,19 +93,6 @@ def test_killed_fit_restarts_with_the_same_result(open_service, task, tmp_path, 
     assert torch.equal(after.context.values, before.context.values)
     assert after.history == before.history
     assert again.jobs.get(whole.id).status == "done"
-
-
-def test_blank_text_gets_an_error_without_failing_the_file(open_service):
-    service = open_service()
-    service.tasks.put("a", make_injection(service.decoder, 0))
-    message, inputs = batch_job(service, b'{"input": "good"}\n{"input": "\\u200b "}\n{"input": "bad"}\n', "a")
-    job = wait_until_ended(service.jobs.add("batch", message, inputs))
-    assert job.status == "done"
-    assert job.events[-1]["failed"] == 1
-    first, blank, last = answers(job)
-    assert {"label", "probs"} <= first.keys() & last.keys()
-    assert blank["line"] == 2
-    assert blank["error"]["message"].startswith("the text is empty")
 
 
 def test_batch_resumes_after_kill(open_service, tmp_path, monkeypatch):
@@ -215,7 +206,7 @@ def test_cancellation_survives_a_kill(open_service, task, monkeypatch, kind):
 
 def test_number_of_progress_events_is_bounded(service, make_client):
     job = jobs.Job(service.jobs._root / "fit-0", "fit", {}, 0.0)
-    service.jobs._database.add_job(job.id, "fit", 0.0, {}, None)
+    job.folder.mkdir()
     service.jobs._jobs[job.id] = job
     for event in ("queued", "started"):
         service.jobs.record_event(job, event)
@@ -231,15 +222,6 @@ def test_number_of_progress_events_is_bounded(service, make_client):
     seen = round(1000 * job.events[-2]["at"])
     reply = make_client(service).get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": str(seen)})
     assert reply.text.startswith(f"id: {round(1000 * job.events[-1]['at'])}\nevent: done\n")
-
-
-def test_persisted_events_survive_a_restart(open_service, task):
-    service = open_service()
-    job = run_fit(service, task, evaluate=0)
-    service.close()
-    again = open_service().jobs.get(job.id)
-    persisted = [one for one in job.events if one["event"] in jobs.PERSISTED_EVENTS]
-    assert again.events == persisted
 
 
 def test_cross_validated_fit_stores_no_timings(service, task):

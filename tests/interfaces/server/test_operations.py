@@ -14,10 +14,8 @@ from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.client import AsyncClient, Client
 from i2cl.interfaces.server.guard import Access, Policy
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.service import LARGE_ANSWER, off_loop
 
 from .test_app import CLASSIFY, CLASSIFY_BODY
-from .test_authorization import ACCESS, READ
 
 
 def test_request_id_is_returned_and_logged(client, caplog):
@@ -47,64 +45,36 @@ def test_error_log_has_the_request_id(client, service, monkeypatch, caplog):
     assert re.search(r"ZeroDivisionError at test_operations.py:.* id=seven", caplog.text)
 
 
-def test_event_streams_take_no_request_slots(service, monkeypatch):
+def test_requests_and_event_streams_are_bounded_separately(service, monkeypatch):
     monkeypatch.setattr(guard, "MAX_REQUESTS", 1)
-    monkeypatch.setattr(guard, "MAX_STREAMS_PER_READER", 2)
-    app = make_app(service, ACCESS)
-    headers = [(b"authorization", f"Bearer {READ}".encode())]
-
-    def enter(policy):
-        return app.admitted(policy, {"type": "http", "method": "GET", "headers": headers}, None)
-
-    async def open_streams():
-        stream = Policy("read", stream=True)
-        async with enter(stream), enter(stream), enter(Policy("read")):
-            for policy, status in ((stream, 429), (Policy("read"), 503)):
-                with pytest.raises(RefusalError) as refused:
-                    await enter(policy).__aenter__()
-                assert refused.value.status == status
-
-    asyncio.run(open_streams())
-    assert (app.running, app.streams) == (0, {})
-
-
-def test_event_streams_are_bounded_over_all_tokens(service, monkeypatch):
-    monkeypatch.setattr(guard, "MAX_STREAMS", 0)
+    monkeypatch.setattr(guard, "MAX_STREAMS", 2)
     app = make_app(service, Access())
 
-    async def open_stream():
-        async with app.admitted(Policy("read", stream=True), {"type": "http", "headers": []}, None):
-            pass
+    def enter(policy):
+        return app.admitted(policy, {"type": "http", "method": "GET", "headers": []}, None)
 
-    with pytest.raises(RefusalError, match="event streams are open"):
-        asyncio.run(open_stream())
+    async def open_streams():
+        stream, request = Policy("read", stream=True), Policy("read")
+        async with enter(stream), enter(stream), enter(request):
+            for policy in (stream, request):
+                with pytest.raises(RefusalError) as refused:
+                    await enter(policy).__aenter__()
+                assert refused.value.status == 503
 
-
-def test_large_answers_are_serialized_off_the_event_loop():
-    import threading
-
-    async def thread_of(size):
-        return await off_loop(size, threading.current_thread)
-
-    assert asyncio.run(thread_of(LARGE_ANSWER)) is threading.current_thread()
-    assert asyncio.run(thread_of(LARGE_ANSWER + 1)) is not threading.current_thread()
+    asyncio.run(open_streams())
+    assert app.in_flight.total() == 0
 
 
-def test_client_closes_its_connections():
-    with Client("http://127.0.0.1:1") as client:
-        pass
-    assert client._http.is_closed
-    assert client._once.is_closed
-
-
-def test_async_client_closes_its_connections():
+def test_clients_close_their_connections():
     async def use():
         async with AsyncClient("http://127.0.0.1:1") as client:
             return client
 
-    client = asyncio.run(use())
-    assert client._http.is_closed
-    assert client._once.is_closed
+    with Client("http://127.0.0.1:1") as client:
+        pass
+    for closed in (client._client, asyncio.run(use())):
+        assert closed._http.is_closed
+        assert closed._once.is_closed
 
 
 def test_client_without_httpx_says_what_to_install(monkeypatch):

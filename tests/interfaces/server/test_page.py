@@ -243,29 +243,6 @@ def test_invalid_rows_are_listed(open_page):
     check_narrow_screen(page)
 
 
-def test_one_error_is_shown_once(open_page):
-    page = open_page()
-    page.fill("#examples", "text,label\na,x\n,y\n")
-    page.click("#check")
-    expect_text(page, "#state", "pasted text row 3: the text is empty")
-    assert page.locator("#refused li").count() == 0
-    assert page.inner_text("body").count("the text is empty") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"text": "a", "label": "x"}\n{', "pasted text line 2: bad JSON"),
-        ('[{"text": "a"', "pasted text: bad JSON"),
-    ],
-)
-def test_broken_json_is_reported_with_its_place(open_page, text, message):
-    page = open_page()
-    page.fill("#examples", text)
-    page.click("#check")
-    expect_text(page, "#state", message)
-
-
 def choose_file(page, name, content, field="#file"):
     """Choose a file in a file input."""
     buffer = content if isinstance(content, bytes) else content.encode()
@@ -319,16 +296,6 @@ def test_a_file_with_its_own_columns_and_a_test_file_is_fitted(open_page, url):
     Client(url).delete("my tickets")
 
 
-def test_label_words_name_class_ids(open_page):
-    page = open_page()
-    page.fill("#examples", "text,label\ngood film,1\nbad film,0\n")
-    page.click("#check")
-    expect_text(page, "#state", "class ids|numbers")
-    page.fill("#labels", "negative, positive")
-    page.click("#check")
-    expect_text(page, "#counts", "negative 1, positive 1")
-
-
 def test_columns_have_to_be_chosen_and_different(open_page):
     page = open_page()
     page.fill("#examples", "a,b,c\n1,2,3\n")
@@ -342,14 +309,6 @@ def test_columns_have_to_be_chosen_and_different(open_page):
     assert page.inner_text("#state") == ""
 
 
-def test_errors_name_the_file_of_the_user(open_page):
-    page = open_page()
-    choose_file(page, "tickets.csv", TICKETS + ",bug\n")
-    expect_text(page, "#text-column", "ticket_text")
-    page.click("#check")
-    expect_text(page, "#state", "^tickets.csv row 4: the text is empty")
-
-
 def test_the_name_comes_from_the_file_until_the_user_types_one(open_page):
     page = open_page()
     for name in ("first.csv", "second.v2.csv"):
@@ -359,21 +318,6 @@ def test_the_name_comes_from_the_file_until_the_user_types_one(open_page):
     choose_file(page, "third.csv", TICKETS.replace("category", "topic"))
     expect_text(page, "#label-column", "topic")
     assert page.input_value("#name") == "mine"
-
-
-def test_the_page_leaves_defaults_to_the_server(open_page):
-    page = open_page()
-    page.fill("#examples", "text,label\na,x\nb,y\n")
-    with page.expect_request("**/v1/tasks") as sent:
-        page.click("#check")
-    assert sent.value.post_data_json.keys() == {
-        "name",
-        "template",
-        "examples",
-        "text_column",
-        "label_column",
-        "check",
-    }
 
 
 def test_a_file_that_is_not_utf_8_is_read_as_windows_1252_with_a_notice(open_page):
@@ -389,42 +333,6 @@ def test_a_binary_file_is_refused(open_page):
     for field in ("#file", "#test"):
         choose_file(page, "a.xlsx", b"PK\x03\x04\0\0", field)
         expect_text(page, "#state", "a.xlsx is not a text file: save it as CSV, TSV, JSON or JSON Lines")
-
-
-def test_evaluation_hides_the_steps_of_the_fit(open_page):
-    page = open_page()
-    stream = "".join(
-        f"data: {event}\n\n"
-        for event in (
-            '{"event": "started", "at": 1}',
-            '{"event": "step", "step": 4, "steps": 4, "loss": 1, "at": 2}',
-            '{"event": "scoring", "method": "zero_shot", "at": 3}',
-        )
-    )
-    page.route(
-        "**/v1/jobs",
-        lambda route: route.fulfill(
-            json={"data": [{"id": "fit-1", "kind": "fit", "status": "running", "name": "n"}]}
-        ),
-    )
-    page.route(
-        "**/v1/jobs/fit-1/events", lambda route: route.fulfill(body=stream, content_type="text/event-stream")
-    )
-    states = page.evaluate("""async () => {
-        const seen = [], note = () => seen.push(["state", "step", "left"].map((id) => {
-            const node = document.getElementById(id);
-            return node.checkVisibility() ? node.textContent : "";
-        }));
-        const changes = { subtree: true, childList: true, attributes: true };
-        new MutationObserver(note).observe(document.body, changes);
-        load();
-        while (!seen.some(([state]) => state.startsWith("Evaluating"))) {
-            await new Promise((done) => setTimeout(done, 10));
-        }
-        return seen;
-    }""")
-    assert ["Evaluating: Zero-shot", "", ""] in states
-    assert all(step == left == "" for state, step, left in states if state.startswith("Evaluating"))
 
 
 MANY = [f"customer asks about topic number {number}" for number in range(12)]
@@ -512,29 +420,6 @@ def test_page_follows_a_fit_across_reload_and_lost_connection(open_page, url):
     expect_text(page, "#state", "Cancelled")
     assert Client(url).job(job)["status"] == "cancelled"
     assert page.evaluate("document.activeElement.id") == "begin"
-
-
-def test_page_shows_many_long_labels_and_an_unreachable_server(open_page, url):
-    labels = [f"{'very ' * 6}long label {number} {'of' * 30}" for number in range(20)]
-    rows = [{"text": f"text {number} {label[-9:]}", "label": label} for number, label in enumerate(labels)]
-    client = Client(url)
-    client.wait(client.fit("n" * 128, rows, "{text} {label}", evaluate=0, settings={"steps": 0}))
-    page = open_page()
-    page.select_option("#tasks", "n" * 128)
-    expect_text(page, "#verdict", "Not evaluated")
-    page.fill("#texts", f"{'w' * 300}\nshort")
-    page.click("#ask .main")
-    expect_text(page, "#answered", "2 texts")
-    assert page.locator("#answers td.label").count() == 2
-    check_narrow_screen(page, {"of" * 30})  # wider than a column
-    page.fill("#texts", "long " * 3000)
-    page.click("#ask .main")
-    expect_text(page, "#answered", "exceed|context|tokens")
-    assert page.locator("#answers").is_hidden()
-    page.route("**/v1/**", lambda route: route.abort())
-    page.click("#ask .main")
-    expect_text(page, "#answered", "cannot be reached")
-    client.delete("n" * 128)
 
 
 def test_page_asks_for_a_token_and_does_not_show_it(open_page, tmp_path):

@@ -47,7 +47,6 @@ REFUSED = [
     (CHAT, CHAT_BODY | {"modalities": ["text", "audio"]}, 400, "unsupported"),
     (CHAT, CHAT_BODY | {"messages": CHAT_BODY["messages"] * 2}, 400, "unsupported"),
     (CHAT, CHAT_BODY | {"messages": [{"role": "system", "content": "a"}]}, 400, "unsupported"),
-    ("/v1/completions", {"model": "films", "prompt": TEXT}, 404, "not_found"),
 ]
 
 

@@ -3,12 +3,9 @@
 import errno
 import json
 import os
-import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +14,6 @@ import torch
 from fitting import one_line
 from i2cl.injections.pool import InjectionPool
 from i2cl.interfaces.server.task_store import STATE, TaskStore, content_digest
-from i2cl.storage import atomic
 
 from .conftest import LINES, TAR, TEXTS, catch_refusal, make_injection, tar_of
 
@@ -68,16 +64,6 @@ def test_queued_queries_of_a_replaced_task_are_answered(store, decoder):
     torch.testing.assert_close(result, before.log_probs(decoder, TEXTS), rtol=1e-5, atol=1e-5)
 
 
-def test_version_of_an_unfinished_job_is_not_removed(store, decoder):
-    old = store.put("a", make_injection(decoder, 0))
-    store.digests_of_jobs = lambda: {old.digest}
-    store.put("a", make_injection(decoder, 1))
-    assert len(store.queries_of_version(old.digest, TEXTS)) == len(TEXTS)
-    store.digests_of_jobs = frozenset
-    store.sweep()
-    catch_refusal("has been removed", store.queries_of_version, old.digest, TEXTS)
-
-
 def test_least_recently_used_task_is_evicted_and_reloaded(open_store, decoder):
     store = open_store(max_resident_tasks=2)
     digests = [store.put(name, make_injection(decoder, number)).digest for number, name in enumerate("abc")]
@@ -97,20 +83,8 @@ def test_kill_before_the_response_leaves_the_store_unchanged(open_store, decoder
         with pytest.raises(KeyboardInterrupt):
             store.put("a", make_injection(decoder, 1))
     again = open_store()
-    again.sweep()
     assert files(tmp_path / "tasks") == before
     assert again.queries("a", TEXTS)[0].labels == make_injection(decoder, 0).task.labels
-
-
-def test_artefact_is_synced_before_its_name_is_saved(store, decoder, tmp_path, monkeypatch):
-    order, path = [], type(tmp_path)
-    rename = path.rename
-    monkeypatch.setattr(atomic.os, "fsync", lambda handle: order.append("sync"))
-    monkeypatch.setattr(path, "rename", lambda *at: (order.append("rename"), rename(*at))[1])
-    store.put("a", make_injection(decoder, 0))
-    last = len(order) - 1 - order[::-1].index("rename")
-    assert order[:last].count("sync") >= 3
-    assert "sync" in order[last:]
 
 
 def test_a_reader_sees_what_the_writer_does_and_changes_nothing(store, open_store, decoder):
@@ -139,37 +113,17 @@ def test_an_artefact_of_another_model_is_refused(store, decoder, tmp_path):
     assert files(tmp_path / "tasks") == []
 
 
-def test_damaged_database_is_reported(open_store, decoder, tmp_path):
-    store = open_store()
-    store.put("a", make_injection(decoder, 0))
-    store.close()
-    (tmp_path / "tasks" / STATE / "state.sqlite").write_bytes(b"x" * 8192)
-    one_line("state.sqlite' is damaged .*restore it from a backup", open_store)
+def test_damaged_names_are_reported(open_store, decoder, tmp_path):
+    open_store().put("a", make_injection(decoder, 0))
+    (tmp_path / "tasks" / STATE / "tasks.json").write_bytes(b"x" * 8192)
+    one_line("tasks.json' is damaged .*restore it from a backup", open_store)
 
 
-def test_missing_database_is_reported_before_artefacts_are_removed(open_store, decoder, tmp_path):
-    store = open_store()
-    digest = store.put("a", make_injection(decoder, 0)).digest
-    store.close()
-    (tmp_path / "tasks" / STATE / "state.sqlite").unlink()
-    one_line("state.sqlite' is missing", open_store)
+def test_missing_names_are_reported_before_artefacts_are_removed(open_store, decoder, tmp_path):
+    digest = open_store().put("a", make_injection(decoder, 0)).digest
+    (tmp_path / "tasks" / STATE / "tasks.json").unlink()
+    one_line("tasks.json' is missing", open_store)
     assert (tmp_path / "tasks" / STATE / "artefacts" / digest).is_dir()
-
-
-def test_database_of_a_later_version_is_not_touched(open_store, tmp_path):
-    open_store().close()
-    with closing(sqlite3.connect(tmp_path / "tasks" / STATE / "state.sqlite")) as database:
-        database.execute("PRAGMA user_version = 99")
-    one_line("written by a later version of i2cl: upgrade i2cl", open_store)
-
-
-@pytest.mark.parametrize("read_only", [False, True])
-def test_folder_of_an_earlier_version_is_reported(open_store, tmp_path, read_only):
-    for name in ("names", "artefacts"):
-        (tmp_path / "tasks" / name).mkdir(parents=True)
-    (tmp_path / "tasks" / "names" / f"{'0' * 32}.json").write_text("{}")
-    one_line("written by an earlier version", partial(open_store, read_only=read_only))
-    assert not (tmp_path / "tasks" / STATE).exists()
 
 
 def test_upload_repairs_a_damaged_version(store, decoder, tmp_path):
@@ -188,10 +142,10 @@ def test_loading_a_task_does_not_block_loaded_ones(store, decoder, monkeypatch):
     store.queries("hot", TEXTS)
     read, go, begun = store.injection, threading.Event(), threading.Event()
 
-    def slow(digest):
+    def slow(digest, copies):
         begun.set()
         go.wait(30)
-        return read(digest)
+        return read(digest, copies)
 
     monkeypatch.setattr(store, "injection", slow)
     with ThreadPoolExecutor() as pool:

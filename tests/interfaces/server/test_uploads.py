@@ -3,7 +3,6 @@
 import io
 import json
 import tarfile
-import threading
 import tracemalloc
 from contextlib import contextmanager, nullcontext
 from unittest.mock import Mock
@@ -12,18 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from i2cl.interfaces.server import files as of_texts, service as services
+from i2cl.interfaces.server import files as of_texts
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import (
     MAX_DESCRIPTION,
     MAX_LABELS,
-    max_upload_bytes,
     require_finite_in_use,
     unpack,
 )
 from i2cl.models.scoring import NotFiniteError
 
-from .conftest import LINES, TAR, catch_refusal, make_injection, tar_of
+from .conftest import LINES, TAR, catch_refusal, make_injection
 
 BLOCK = tarfile.BLOCKSIZE
 CLAIM = 4 * 2**30
@@ -37,11 +35,6 @@ def files(decoder, tmp_path):
 
 
 TENSORS = "injection.safetensors"
-
-
-def test_upload_limit_allows_two_tokens_per_label(decoder):
-    weights = {"word_weights": torch.zeros(2 * MAX_LABELS, MAX_LABELS)}
-    assert len(save(weights)) + 2 * MAX_DESCRIPTION < max_upload_bytes(decoder)
 
 
 def member(name, content=b"", kind=tarfile.REGTYPE, size=None, fields=()):
@@ -202,35 +195,6 @@ def test_upload_with_nan_scores_is_refused(client, service, files, monkeypatch):
     reply = client.put("/v1/tasks/new", content=tar(files), headers=TAR)
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "bad_artefact")
     assert [entry.name for entry in service.tasks.entries()] == ["films"]
-
-
-def test_slow_uploads_do_not_block_requests(client, service, tmp_path, monkeypatch):
-    make_injection(service.decoder, 1).save_pretrained(tmp_path / "topics")
-    go, begun = threading.Event(), threading.Semaphore(0)
-
-    def slow(body):
-        begun.release()
-        go.wait(30)
-        return unpack(body)
-
-    monkeypatch.setattr(services, "unpack", slow)
-    replies = []
-
-    def upload(name):
-        replies.append(client.put(f"/v1/tasks/{name}", content=tar_of(tmp_path / "topics"), headers=TAR))
-
-    threads = [threading.Thread(target=upload, args=(str(at),)) for at in range(40)]
-    with client:  # one event loop for all requests
-        for thread in threads:
-            thread.start()
-        assert all(begun.acquire(timeout=30) for _ in range(services.PARSING_THREADS))
-        with service.tasks._writing:  # classifying does not need this lock
-            reply = client.post("/v1/classify", json={"model": "films", "input": "a warm film"})
-        assert (reply.status_code, replies) == (200, [])
-        go.set()
-        for thread in threads:
-            thread.join()
-    assert [reply.status_code for reply in replies] == [200] * len(threads)
 
 
 def test_batch_file_is_checked_line_by_line(client, service, monkeypatch):

@@ -18,7 +18,7 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.server.guard import Access, Guard, GuardedRoute, policy
 from i2cl.interfaces.server.refusals import RefusalError, model_failed, stopping
 from i2cl.interfaces.server.routes import completions, decisions, management, schemas
-from i2cl.interfaces.server.service import DIGEST_HEADER, Service, answer_request
+from i2cl.interfaces.server.service import DIGEST_HEADER, Service
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")
@@ -84,8 +84,9 @@ def _add_classification(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/classify", summary="Classify texts", response_model=schemas.Classification)
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def classify(body: schemas.Classify, request: Request, timeout: schemas.Timeout = None) -> Response:
-        answer = await answer_request(service, request, body.model, body.input, timeout)
+    async def classify(body: schemas.Classify, timeout: schemas.Timeout = None) -> Response:
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        answer = await service.classify(body.model, texts, timeout)
 
         def serialize() -> str:
             probabilities = answer.probabilities
@@ -138,7 +139,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         # report the innermost error of a union; of "text or list of texts", that of the list
         problem = max(error.errors(), key=lambda item: (len(item["loc"]), item["type"] != "string_type"))
-        parts = [str(part) for part in problem["loc"] if part not in {"body", "str"}]
+        parts = [str(part) for part in problem["loc"] if part not in {"body", "str", "rows", "file"}]
         place = ".".join(part for part in parts if not part.startswith(("constrained-", "list[")))
         message = f"{place or 'the body'} is invalid, {problem['msg'].removeprefix('Value error, ')}"
         if problem["type"] == "json_invalid":

@@ -6,16 +6,15 @@ base model answers zero-shot: options are scored as label words after the text a
 lists no options, so their order has no influence.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from i2cl.errors import I2CLError
-from i2cl.injections.pool import InjectionPool, LoadedTask, RowScores, TaskQuery
+from i2cl.injections.pool import LoadedTask, RowScores, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.service import Disconnected, Service, client_gone, deadline_of
+from i2cl.interfaces.server.service import Service, deadline_of
 from i2cl.interfaces.server.task_store import Entry
 from i2cl.tasks import Task, Template
 from i2cl.tasks.labels import is_blank, normalize_word
@@ -100,21 +99,30 @@ class Decision:
         return sum(value * p for value, p in zip(values, self.probabilities, strict=True))
 
 
+@dataclass(frozen=True)
+class _Row:
+    """An encoded question.
+
+    Attributes:
+        query: the text with the prompt of the task; questions for the same task share it.
+        chosen: indices of the options among the labels of the task.
+        task: the task; None for zero-shot.
+    """
+
+    query: TaskQuery
+    chosen: Sequence[int]
+    task: Entry | None
+
+
 class DecisionMaker:
     """Answers questions with the tasks and the model of a service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._zero_shot = lru_cache(ZERO_SHOT_TASKS)(_ZeroShot(service.tasks.pool))
+        self._zero_shot_task = lru_cache(ZERO_SHOT_TASKS)(self._make_zero_shot_task)
 
     async def decide(
-        self,
-        model: str,
-        text: str,
-        questions: Sequence[Question],
-        *,
-        timeout: float | None = None,
-        disconnected: Disconnected | None = None,
+        self, model: str, text: str, questions: Sequence[Question], timeout: float | None = None
     ) -> tuple[list[Decision], int]:
         """Answer questions about a text, all of them in one request to the model.
 
@@ -123,52 +131,46 @@ class DecisionMaker:
             text: what the questions are about.
             questions: one or more.
             timeout: seconds within which the model has to start on them.
-            disconnected: returns when the client has disconnected.
 
         Returns:
             The decisions in the order of the questions, and the number of tokens read.
 
         Raises:
             RefusalError: 400 if the text is empty, or a question does not fit its task; 404 for an unknown
-                model; see also `Service.queries` and `Service.score`.
+                model; see also `Service.encode` and `Service.score`.
         """
         if is_blank(text):
             raise RefusalError(400, "bad_input", "the text is empty", "send the text to decide about")
         deadline = deadline_of(timeout)
-        self._service.batcher.require_room()
-        # on a worker thread: looking up a new task folder reads it
-        names = await asyncio.to_thread(lambda: [self._task_of(question, model) for question in questions])
-        rows: dict[tuple[str | None, str], TaskQuery] = {}  # by task; zero-shot: by question
-        entries: dict[str, Entry] = {}
-        chosen: list[Sequence[int]] = []  # places of the options among the labels
-        for question, name in zip(questions, names, strict=True):
-            if name is None:
-                rows[None, question.param] = await asyncio.to_thread(self._zero_shot_row, question, text)
-                chosen.append(range(len(question.options)))
-                continue
-            if name not in entries:
-                entries[name], (rows[name, ""],) = await self._service.queries(name, [text])
-            chosen.append(_choose(question, entries[name]))
-        scores = await self._service.score([*rows.values()], deadline, disconnected)
-        if scores is None:
-            raise client_gone()
-        scored = dict(zip(rows, scores, strict=True))
-        decisions = []
-        for question, name, indices in zip(questions, names, chosen, strict=True):
-            key = (None, question.param) if name is None else (name, "")
-            task = None if name is None else entries[name]
-            decisions.append(_decision(rows[key], scored[key], indices, task))
-        return decisions, sum(len(row.ids) for row in rows.values())
+        rows = await self._service.encode(lambda: self._encode(model, text, questions), deadline)
+        queries = [*dict.fromkeys(row.query for row in rows)]
+        scores = dict(zip(queries, await self._service.score(queries, deadline), strict=True))
+        decisions = [
+            _decision(question, row, scores[row.query]) for question, row in zip(questions, rows, strict=True)
+        ]
+        return decisions, sum(len(query.ids) for query in queries)
 
-    def _task_of(self, question: Question, model: str) -> str | None:
+    def _encode(self, model: str, text: str, questions: Sequence[Question]) -> list[_Row]:
+        rows, encoded = [], {}
+        for question in questions:
+            _require_distinct(question)
+            name = self._task_name(question, model)
+            if name is None:
+                query, indices = self._zero_shot_query(question, text), range(len(question.options))
+                rows.append(_Row(query, indices, None))
+                continue
+            if name not in encoded:
+                entry, (query,) = self._service.tasks.queries(name, [text])
+                encoded[name] = entry, query
+            entry, query = encoded[name]
+            rows.append(_Row(query, _choose(question, entry), entry))
+        return rows
+
+    def _task_name(self, question: Question, model: str) -> str | None:
         """Return the name of the task that answers a question, None for the base model."""
         tasks = self._service.tasks
-        if question.name:
-            try:
-                return tasks.entry(question.name).name
-            except RefusalError as error:
-                if error.status != 404:
-                    raise
+        if question.name and tasks.find(question.name) is not None:
+            return question.name
         if model != self._service.base:
             return tasks.entry(model).name
         if self._service.learned_only:
@@ -177,38 +179,35 @@ class DecisionMaker:
             raise RefusalError(400, "no_task", what, hint, param=question.param)
         return None
 
-    def _zero_shot_row(self, question: Question, text: str) -> TaskQuery:
-        labels = tuple(option.words[0] for option in question.options)
+    def _zero_shot_query(self, question: Question, text: str) -> TaskQuery:
         described = [option for option in question.options if option.description]
         lines = sorted(f"{option.words[0]}: {option.description}" for option in described)
         prompt = "\n".join(part for part in (f"{text}\n", question.instructions, *lines) if part)
         try:
-            return self._zero_shot(labels).queries([prompt], cut=False)[0]
+            task = self._zero_shot_task(tuple(option.words[0] for option in question.options))
+            return task.queries([prompt], cut=False)[0]
         except I2CLError as error:
             refusal = RefusalError.of(error)
-            raise RefusalError(
-                400 if refusal.status == 422 else refusal.status,
-                refusal.code,
-                refusal.message,
-                refusal.hint,
-                param=question.param,
-            ) from None
+            refusal.param = question.param
+            raise refusal from None
+
+    def _make_zero_shot_task(self, labels: tuple[str, ...]) -> LoadedTask:
+        return self._service.tasks.pool.plain(Task("zero-shot", labels, ZERO_SHOT_TEMPLATE))
 
 
-class _ZeroShot:
-    """Prepares sets of labels for zero-shot scoring."""
-
-    def __init__(self, pool: InjectionPool) -> None:
-        self._pool = pool
-
-    def __call__(self, labels: tuple[str, ...]) -> LoadedTask:
-        return self._pool.plain(Task("zero-shot", labels, ZERO_SHOT_TEMPLATE))
+def _require_distinct(question: Question) -> None:
+    if len({option.words for option in question.options}) < len(question.options):
+        message = f"{question.param}: an option is given twice"
+        raise RefusalError(400, "bad_request", message, "remove one", param=question.param)
 
 
-def _decision(row: TaskQuery, scores: RowScores, chosen: Sequence[int], task: Entry | None) -> Decision:
-    labels = row.task.scorer.task.labels
-    probabilities = scores.log_probs[list(chosen)].softmax(-1).tolist()
-    return Decision(probabilities, tuple(labels[index] for index in chosen), task, scores.label_mass)
+def _decision(question: Question, row: _Row, scores: RowScores) -> Decision:
+    probabilities = scores.log_probs[list(row.chosen)].softmax(-1).tolist()
+    if row.task is None:
+        labels = tuple(option.words[0] for option in question.options)
+    else:
+        labels = tuple(row.task.labels[index] for index in row.chosen)
+    return Decision(probabilities, labels, row.task, scores.label_mass)
 
 
 def _choose(question: Question, task: Entry) -> list[int]:

@@ -11,6 +11,7 @@ from typing import IO, Any
 import pydantic
 
 from i2cl.errors import I2CLError, first_problem
+from i2cl.injections.pool import TaskQuery
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import RefusalError
@@ -21,6 +22,7 @@ from i2cl.tasks.formats import load_json
 from i2cl.tasks.labels import is_blank
 
 INPUT, OUTPUT = "input.jsonl", "output.jsonl"
+TASKS = "input.tasks"  # folder with a copy of each task, which may be replaced before the job has finished
 CHUNK = 64  # lines classified and written together; a kill loses at most one chunk
 MAX_LINE = 2**20  # bytes; longer than any model's context
 MAX_ERRORS = 1000  # checking stops after this many malformed lines
@@ -142,7 +144,9 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         deque(islice(lines, done), maxlen=0)
         while chunk := [json.loads(line) for line in islice(lines, CHUNK)]:
             job.raise_if_cancelled()
-            answers = _answers(chunk, digests, batcher, tasks)
+            answers = _answers(
+                chunk, digests, batcher, partial(tasks.queries_of_version, copies=job.folder / TASKS)
+            )
             records = [
                 {name: line[name] for name in ("line", "custom_id", "model")} | answer
                 for line, answer in zip(chunk, answers, strict=True)
@@ -159,17 +163,22 @@ def _json_line(record: dict[str, Any]) -> bytes:
 
 
 def _answers(
-    chunk: Sequence[dict[str, Any]], digests: dict[str, str], batcher: Batcher, tasks: TaskStore
+    chunk: Sequence[dict[str, Any]],
+    digests: dict[str, str],
+    batcher: Batcher,
+    encode: Callable[[str, list[str]], list[TaskQuery]],
 ) -> list[dict[str, Any]]:
     """Return the label and probabilities of each line, or its error."""
     answers: list[dict[str, Any]] = [{} for _ in chunk]
     rows, indices = [], []
     for index, line in enumerate(chunk):
         try:
-            rows += tasks.queries_of_version(digests[line["model"]], [line["input"]])
+            rows += encode(digests[line["model"]], [line["input"]])
             indices.append(index)
         except TextError as error:
-            answers[index] = RefusalError(422, "bad_input", f"the text {error.problems[0]}").body()
+            answers[index] = RefusalError(
+                422, "bad_input", f"the text {error.problems[0]}", error.hint
+            ).body()
         except I2CLError as error:
             answers[index] = RefusalError.of(error).body()
     scored = batcher.submit_slices(rows).done.result() if rows else ()

@@ -15,9 +15,10 @@ import secrets
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any, Literal, TypeVar
@@ -43,7 +44,6 @@ MAX_BODY_BYTES = 2**29  # of all bodies in flight; up to `SMALL_BODY` bytes are 
 SMALL_BODY = 2**16  # bytes
 MAX_REQUESTS = 512  # concurrent requests, not counting public routes and event streams
 MAX_STREAMS = 256  # concurrent event streams
-MAX_STREAMS_PER_READER = 16
 
 # Keys of the ASGI scope: the body as a file that is closed with the request; the id of the read token.
 BODY, READER = "i2cl.body", "i2cl.reader"
@@ -97,7 +97,41 @@ class GuardedRoute(APIRoute):
         guard: Guard = scope["app"].state.guard
         required = getattr(self.endpoint, "policy", Policy())
         async with guard.admitted(required, scope, receive) as receive_body:
-            await super().handle(scope, receive_body, send)
+            if required.content_types:
+                handle = partial(super().handle, scope, receive_body)
+                await _cancel_on_disconnect(handle, receive, send)
+            else:
+                await super().handle(scope, receive_body, send)
+
+
+async def _cancel_on_disconnect(
+    handle: Callable[[Send], Coroutine[Any, Any, None]], receive: Receive, send: Send
+) -> None:
+    """Run a handler, and cancel it if the client disconnects before the response begins.
+
+    The body has been received already. Raises RefusalError (499) if the handler was cancelled.
+    """
+
+    async def disconnection() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def send_response(message: Message) -> None:
+        watching.cancel()
+        await send(message)
+
+    watching = asyncio.ensure_future(disconnection())
+    handling = asyncio.ensure_future(handle(send_response))
+    watching.add_done_callback(lambda done: done.cancelled() or handling.cancel())
+    try:
+        await handling
+    except asyncio.CancelledError:
+        if watching.done() and not watching.cancelled():
+            message = "the client disconnected, and the request was cancelled"
+            raise RefusalError(499, "gone", message, "retry") from None
+        raise
+    finally:
+        watching.cancel()
 
 
 @dataclass(frozen=True)
@@ -177,9 +211,7 @@ class Guard:
     app: Any  # the application inside
     access: Access
     metrics: Metrics  # counts requests and errors
-    body_bytes: int = 0  # bytes of request bodies in flight
-    running: int = 0  # requests in flight, not counting public routes and event streams
-    streams: Counter[str | None] = field(default_factory=Counter)  # open event streams by read token
+    in_flight: Counter[str] = field(default_factory=Counter)  # requests, event streams and body bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection; see https://asgi.readthedocs.io."""
@@ -233,34 +265,20 @@ class Guard:
                 reader = self.access.authorize(required.role, header)
                 if reader is not None:
                     scope[READER] = reader
-                cleanup.enter_context(self._count_request(reader, stream=required.stream))
+                what, limit = (
+                    ("event streams", MAX_STREAMS) if required.stream else ("requests", MAX_REQUESTS)
+                )
+                if self.in_flight[what] >= limit:
+                    raise busy(503, f"the server has {limit} {what} open")
+                self._count(what, 1, cleanup)
             if required.content_types:
                 receive = await self._body(required, scope, receive, cleanup)
             yield receive
 
-    def _count_request(self, reader: str | None, *, stream: bool) -> ExitStack:
-        """Count a request until the result is closed. Raises RefusalError (429, 503) at the limit."""
-        cleanup = ExitStack()
-        if stream:
-            if reader is not None and self.streams[reader] >= MAX_STREAMS_PER_READER:
-                raise busy(429, f"this token has {MAX_STREAMS_PER_READER} event streams open")
-            if self.streams.total() >= MAX_STREAMS:
-                raise busy(503, f"{MAX_STREAMS} event streams are open")
-            self.streams[reader] += 1
-            cleanup.callback(self._close_stream, reader)
-        else:
-            if self.running >= MAX_REQUESTS:
-                raise busy(503, f"{MAX_REQUESTS} requests are running")
-            self.running += 1
-            cleanup.callback(self._release, "running", 1)
-        return cleanup
-
-    def _close_stream(self, reader: str | None) -> None:
-        self.streams[reader] -= 1
-        self.streams += Counter()  # drops zero counts
-
-    def _release(self, counter: Literal["body_bytes", "running"], amount: int) -> None:
-        setattr(self, counter, getattr(self, counter) - amount)
+    def _count(self, what: str, amount: int, cleanup: ExitStack) -> None:
+        """Add to `in_flight` until the cleanup."""
+        self.in_flight[what] += amount
+        cleanup.callback(self.in_flight.subtract, {what: amount})
 
     async def _body(self, required: Policy, scope: Scope, receive: Receive, cleanup: ExitStack) -> Receive:
         """Receive the body into a file, and return a ``receive`` that returns it in one message."""
@@ -294,11 +312,10 @@ class Guard:
             async with asyncio.timeout(BODY_SECONDS) as timeout:
                 async for part in request.stream():
                     size += len(part)
-                    self.body_bytes += len(part)
-                    cleanup.callback(self._release, "body_bytes", len(part))
+                    self._count("body bytes", len(part), cleanup)
                     if size > limit:
                         raise too_long
-                    if size > SMALL_BODY and self.body_bytes > MAX_BODY_BYTES:
+                    if size > SMALL_BODY and self.in_flight["body bytes"] > MAX_BODY_BYTES:
                         raise busy(429, f"request bodies of {MAX_BODY_BYTES} bytes are being received")
                     body.write(part)
                     timeout.reschedule(began + BODY_SECONDS + size / BODY_RATE)

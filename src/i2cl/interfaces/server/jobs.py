@@ -1,12 +1,14 @@
 """Persistent queue of long jobs (fits and files), with events, cancellation and crash recovery.
 
-    DIR/.i2cl-server/state.sqlite    jobs and their events
-    DIR/.i2cl-server/jobs/ID/        input.*, and what the job writes
+    DIR/.i2cl-server/jobs/ID/
+        job.json                    request and events
+        input.*, output.jsonl       see `i2cl.interfaces.server.fits` and `i2cl.interfaces.server.files`
 
 A job is saved before it is acknowledged, and so is its cancellation. Its events are queued, started, progress
 events, and finally done, failed or cancelled. A job without a final event runs again at the next start.
 """
 
+import json
 import logging
 import secrets
 import shutil
@@ -14,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,11 +25,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from i2cl.interfaces.server.batcher import FitStoppedError
-from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError, busy, stopping
-from i2cl.storage.atomic import sync_to_disk
+from i2cl.storage.atomic import WriteError, sync_to_disk, write_text_atomic
 
 Kind = Literal["fit", "batch"]
+RECORD = "job.json"
 FINAL_STATES = ("done", "failed", "cancelled")
 PERSISTED_EVENTS = ("queued", "started", "resumed", *FINAL_STATES)
 MAX_QUEUED = 100  # queued jobs of a kind
@@ -35,6 +37,7 @@ MAX_QUEUED_PER_READER = 10  # queued jobs of a kind and of one read token
 MAX_FINISHED = 1000  # finished jobs that are kept; older ones are removed
 MAX_BYTES_PER_READER = 4 * 2**30  # on the disk, of all jobs of one read token
 MAX_PROGRESS_EVENTS = 100  # of a job, in memory
+RESUMED_CODES = ("stopping", "model_failed")  # after these errors, the job continues at the next start
 
 _log = logging.getLogger("i2cl.server")
 
@@ -111,29 +114,22 @@ class Job:
 class Jobs:
     """All jobs of a server. One job of each kind runs at a time, in the order of arrival."""
 
-    def __init__(
-        self,
-        root: Path,
-        database: Database,
-        workers: Mapping[Kind, Callable[[Job], dict[str, Any]]],
-    ) -> None:
+    def __init__(self, folder: Path, workers: Mapping[Kind, Callable[[Job], dict[str, Any]]]) -> None:
         """Read the jobs of an earlier process.
 
         Args:
-            root: folder for files of jobs.
-            database: jobs and their events.
+            folder: has a folder for each job.
             workers: functions that run a job of each kind, from where it stopped, and return the fields of
                 its ``done`` event.
         """
-        self._root, self._database, self._workers = root, database, workers
-        self.on_end: Callable[[Job], None] = lambda _: None  # called after a job has ended
+        self._root, self._workers = folder, workers
         self._jobs: dict[str, Job] = {}  # oldest first
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
-        self._unsaved: list[tuple[Job, dict[str, Any]]] = []  # final events to save when the disk has room
         self._changed = threading.Condition()
+        self._saving = threading.Lock()
         self._stops = False
-        root.mkdir(parents=True, exist_ok=True)
-        self._read()
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._load()
         thread = partial(threading.Thread, target=self._loop, daemon=True)
         self._threads = [thread(args=(kind,), name=f"{kind} jobs") for kind in workers]
 
@@ -180,12 +176,13 @@ class Jobs:
     ) -> Job:
         """Queue a job, which is on the disk when this returns.
 
-        ``files``: contents by name; a path in a `scratch` folder is moved. Raises RefusalError, see
-        `require_room`; OSError if it cannot be written.
+        ``files``: contents by name; a file or folder in a `scratch` folder is moved. Raises RefusalError, see
+        `require_room`; OSError or WriteError if it cannot be written.
         """
         self.require_room(kind, owner, int(request.get("bytes", 0)))
         folder = self._root / f"{kind}-{secrets.token_hex(8)}"
         job = Job(folder, kind, dict(request), round(time.time(), 3), owner=owner)
+        job.events = [job.make_event("queued")]
         with self.scratch() as scratch:
             fresh = scratch / "job"
             fresh.mkdir()
@@ -194,16 +191,10 @@ class Jobs:
                     content.rename(fresh / name)
                 else:
                     (fresh / name).write_bytes(content)
-            sync_to_disk(*fresh.iterdir(), fresh)
+            self._save(job, job.events, fresh)
+            sync_to_disk(*fresh.rglob("*"), fresh)
             fresh.rename(folder)
             sync_to_disk(self._root)
-        try:
-            with self._database.transaction():
-                self._database.add_job(job.id, kind, job.created, job.request, owner)
-                self.record_event(job, "queued")
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
         with self._changed:
             self._jobs[job.id] = job
             self._waiting[kind].append(job)
@@ -236,14 +227,26 @@ class Jobs:
         return jobs[:limit], len(jobs) > limit
 
     def record_event(self, job: Job, event: str, **fields: Any) -> None:
-        """Add an event to a job, and save it. Raises OSError if that fails."""
-        record = job.make_event(event, **fields)
-        self._database.add_event(job.id, record)
-        job.events = [*job.events, record]
+        """Add an event to a job, and save it. Raises OSError or WriteError if that fails."""
+        events = [*job.events, job.make_event(event, **fields)]
+        self._save(job, events, job.folder)
+        job.events = events
+
+    def _save(self, job: Job, events: Sequence[dict[str, Any]], folder: Path) -> None:
+        with self._saving:
+            record = {
+                "kind": job.kind,
+                "request": job.request,
+                "created": job.created,
+                "events": [event for event in events if event["event"] in PERSISTED_EVENTS],
+                "cancelled": job.cancelled,
+                "owner": job.owner,
+            }
+            write_text_atomic(folder / RECORD, json.dumps(record) + "\n")
 
     def cancel(self, job: Job) -> None:
-        """Cancel a queued or running job; a finished one does not change. Raises OSError if the cancellation
-        cannot be saved.
+        """Cancel a queued or running job; a finished one does not change. Raises OSError or WriteError if the
+        cancellation cannot be saved.
         """
         with self._changed:
             if job.ended:
@@ -251,7 +254,7 @@ class Jobs:
             job.cancelled = True
             if queued := job in self._waiting[job.kind]:
                 self._waiting[job.kind].remove(job)
-            self._database.cancel_job(job.id)
+            self._save(job, job.events, job.folder)
         if queued:
             self._end(job, "cancelled")
 
@@ -262,11 +265,9 @@ class Jobs:
         if not job.ended:
             hint = f"cancel it first (POST /v1/jobs/{job.id}/cancel)"
             raise RefusalError(409, "not_finished", f"job {job.id!r} is {job.status}", hint)
-        self._database.delete_job(job.id)
-        with self._changed:
+        with self._changed, self.scratch() as scratch:
+            job.folder.rename(scratch / "deleted")
             self._jobs.pop(job.id, None)
-            self._unsaved = [pair for pair in self._unsaved if pair[0] is not job]
-        shutil.rmtree(job.folder, ignore_errors=True)
 
     def close(self) -> None:
         """Start no more jobs, and wait until running ones notice the shutdown."""
@@ -275,16 +276,18 @@ class Jobs:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        self._save_ends()
 
-    def _read(self) -> None:
-        for record in self._database.jobs():
-            fields = {name: record[name] for name in ("kind", "request", "created", "events", "owner")}
-            job = Job(self._root / record["id"], cancelled=record["cancelled"], **fields)
-            self._jobs[job.id] = job
+    def _load(self) -> None:
+        jobs = []
         for folder in self._root.iterdir():
-            if folder.name not in self._jobs:  # never acknowledged, or deleted
+            if folder.name.startswith("."):  # of a killed process: never acknowledged, or deleted
                 shutil.rmtree(folder, ignore_errors=True)
+                continue
+            try:
+                jobs.append(_load_job(folder))
+            except (OSError, LookupError, TypeError, ValueError) as error:
+                _log.warning("job %s is ignored: %s cannot be read (%s)", folder.name, RECORD, error)
+        self._jobs = {job.id: job for job in sorted(jobs, key=lambda job: (job.created, job.id))}
         for job in [job for job in self._jobs.values() if not job.ended]:
             if job.cancelled:
                 self._end(job, "cancelled")
@@ -304,7 +307,9 @@ class Jobs:
     def _run(self, job: Job) -> None:
         try:
             job.raise_if_cancelled()
-            _require_input(job)
+            if not any(job.folder.glob("input.*")):
+                message = "the input was removed when the disk was full"
+                raise RefusalError(500, "lost_input", message, "send it again")  # noqa: TRY301
             self.record_event(job, "started" if job.status == "queued" else "resumed")
             fields = self._workers[job.kind](job)
         except (FitStoppedError, CancelledError):
@@ -312,44 +317,31 @@ class Jobs:
                 self._end(job, "cancelled")
         except Exception as error:  # noqa: BLE001 - becomes the end of the job
             refusal = RefusalError.of(error)
-            if refusal.code not in {
-                "stopping",
-                "model_failed",
-            }:  # in these cases it runs again after a restart
+            if refusal.code not in RESUMED_CODES:
                 self._end(job, "failed", **refusal.body())
         else:
             self._end(job, "done", **fields)
 
     def _end(self, job: Job, event: str, **fields: Any) -> None:
-        """Finish a job, even on a full disk: make room, or else finish it in memory only."""
+        """Finish a job. On a full disk, remove its files to make room.
+
+        If the end cannot be saved even then, the job ends in memory only. After a restart it fails, because
+        its input is gone.
+        """
         try:
             self.record_event(job, event, **fields)
-        except OSError as error:
+        except (OSError, WriteError) as error:
             _remove(job, "input.*")
             try:
                 self.record_event(job, event, **fields)
-            except OSError:
+            except (OSError, WriteError):
                 if event != "cancelled":
                     event, fields = "failed", RefusalError.of(error).body()
-                _remove(job, "*")
-                record = job.make_event(event, **fields)
-                job.events = [*job.events, record]
-                _log.error("the end of job %s could not be saved (%s)", job.id, error.strerror)
-                self._unsaved.append((job, record))
+                _remove(job, "output.*")
+                job.events = [*job.events, job.make_event(event, **fields)]
+                _log.error("the end of job %s could not be saved (%s)", job.id, error)
         _remove(job, "input.*")  # do not keep texts and examples
-        self._save_ends()
-        self.on_end(job)
         self._prune()
-
-    def _save_ends(self) -> None:
-        """Save final events that could not be saved before."""
-        with self._changed:
-            unsaved, self._unsaved = self._unsaved, []
-            for job, record in unsaved:
-                try:
-                    self._database.add_event(job.id, record)
-                except OSError:
-                    self._unsaved.append((job, record))
 
     def _prune(self) -> None:
         """Remove the oldest finished jobs beyond `MAX_FINISHED`."""
@@ -359,15 +351,25 @@ class Jobs:
                 self.delete(job)
 
 
+def _load_job(folder: Path) -> Job:
+    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    return Job(
+        folder,
+        record["kind"],
+        record["request"],
+        record["created"],
+        record["events"],
+        record["cancelled"],
+        record["owner"],
+    )
+
+
 def _remove(job: Job, pattern: str) -> None:
     for path in job.folder.glob(pattern):
-        path.unlink(missing_ok=True)
-
-
-def _require_input(job: Job) -> None:
-    if not any(job.folder.glob("input.*")):
-        message = "the input was removed when the disk was full"
-        raise RefusalError(500, "lost_input", message, "send it again")
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def unknown_job(identity: str) -> RefusalError:

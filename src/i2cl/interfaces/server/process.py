@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +14,8 @@ from i2cl.errors import I2CLError
 
 DRAIN_SECONDS = 30  # time limit for running requests after SIGTERM
 BACKLOG = 2048  # connections that may wait to be accepted
-# Idle timeout of connections without a complete header, and of clients that do not read their response.
-# Longer than the timeouts of proxies and clients.
-IDLE_SECONDS = 75
-MAX_CONNECTIONS = 800  # open connections; beyond this, the longest idle ones are closed
+IDLE_SECONDS = 75  # before an idle connection is closed; longer than the timeouts of proxies and clients
+MAX_CONNECTIONS = 800  # open connections; requests on others are answered with a 503
 
 _log = logging.getLogger("i2cl.server")
 
@@ -60,11 +57,11 @@ def run_server(
     """
     config = uvicorn.Config(
         app,
-        http="h11",  # `_Server.sweep` depends on it
         ws="none",
         log_level="error",
         access_log=False,  # `Guard` has its own
         server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
@@ -85,8 +82,6 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._ready, self._ending, self._failed = ready, ending, failed
-        self._seen: dict[Any, tuple[Any, int, float]] = {}
-        self._sweeps = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,36 +105,7 @@ class _Server(uvicorn.Server):
         if self._failed() and not self.should_exit:
             _log.critical("shutting down because the model thread has died: restart the server")
             self.should_exit = True
-        if self._sweeps:
-            try:
-                self.sweep(time.monotonic())
-            except AttributeError as error:  # internals of uvicorn, which may change
-                self._sweeps = False
-                hint = "put a reverse proxy in front, or install another version"
-                _log.warning("idle connections are not closed with this uvicorn (%s): %s", error, hint)
         return await super().on_tick(counter)
-
-    def sweep(self, now: float) -> None:
-        """Close connections that have been idle for too long, and the longest idle ones beyond the maximum.
-
-        uvicorn's own timeout only applies after a request, and only until the next byte arrives.
-        """
-        seen, idle = {}, []
-        connection: Any
-        for connection in self.server_state.connections:
-            cycle = connection.cycle  # the current request and response
-            unsent = connection.transport.get_write_buffer_size()
-            last_cycle, last_unsent, since = self._seen.get(connection, (None, -1, now))
-            since = since if last_cycle is cycle and last_unsent == unsent else now
-            seen[connection] = (cycle, unsent, since)
-            if cycle is None or cycle.response_complete or unsent:
-                idle.append((since, connection.transport))
-        self._seen = seen
-        idle.sort(key=lambda pair: pair[0])
-        excess = len(seen) - MAX_CONNECTIONS
-        for index, (since, transport) in enumerate(idle):
-            if index < excess or now - since > IDLE_SECONDS:
-                transport.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting requests."""

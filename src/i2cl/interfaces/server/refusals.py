@@ -21,7 +21,7 @@ class RefusalError(I2CLError):
         status: HTTP status.
         code: one word for programs.
         message: what is wrong.
-        hint: what to do about it; None if the message says so, as messages of the library do.
+        hint: what to do about it; None if the message says so, as some messages of the library do.
         param: the field of the request that is wrong, if known.
         headers: headers of the response.
         rows: what is wrong with each invalid row, if known.
@@ -38,8 +38,8 @@ class RefusalError(I2CLError):
         headers: dict[str, str] | None = None,
         rows: list[str] | None = None,
     ) -> None:
-        super().__init__(message if hint is None else f"{message}: {hint}")
-        self.status, self.code, self.message, self.hint, self.param = status, code, message, hint, param
+        super().__init__(message, hint)
+        self.status, self.code, self.param = status, code, param
         self.headers, self.rows = headers or {}, rows
 
     @classmethod
@@ -50,9 +50,10 @@ class RefusalError(I2CLError):
         if isinstance(error, WriteError | OSError):
             return _storage_error(error)
         if isinstance(error, TooLongError):
-            return cls(413, "text_too_long", str(error))
+            return cls(413, "text_too_long", error.message, error.hint)
         if isinstance(error, I2CLError):
-            return cls(422, "bad_input", OPTION.sub("", str(error)))
+            hint = None if error.hint is None else OPTION.sub("", error.hint)
+            return cls(422, "bad_input", OPTION.sub("", error.message), hint)
         return cls(500, "internal", f"the server failed with a {type(error).__name__}", "please report it")
 
     def at(self, place: str) -> "RefusalError":

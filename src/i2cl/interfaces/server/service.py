@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from i2cl.interfaces.server.jobs import Job, Jobs, Kind
 from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, deadline_passed
 from i2cl.interfaces.server.routes.schemas import require_text_count
-from i2cl.interfaces.server.task_store import STATE, Entry, TaskStore, require_no_old_layout
+from i2cl.interfaces.server.task_store import STATE, Entry, TaskStore
 from i2cl.interfaces.server.uploads import unpack, unusable_artefact
 from i2cl.models.decoder import Decoder
 from i2cl.storage.journal import exclusive_lock
@@ -30,12 +30,10 @@ MAX_RESIDENT_TASKS = 1000  # default maximum number of tasks on the model's devi
 TIMEOUT_SECONDS = 60.0  # default time within which the model has to start on a request
 MAX_TIMEOUT_SECONDS = 1e9  # finite, because an infinite deadline marks rows of files
 PARSING_THREADS = 2
-LOADING_THREADS = 2
+ENCODING_THREADS = 32  # most of them wait if many requests name a task that is being loaded
 
 DIGEST_HEADER = "X-I2CL-Digest"
 LARGE_ANSWER = 4096  # probabilities above which an answer is serialized on a worker thread
-
-Disconnected = Callable[[], Awaitable[Any]]  # returns when the client has disconnected
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -87,7 +85,6 @@ class Service:
         self.metrics = Metrics()
         self._resources = ExitStack()
         if not read_only:
-            require_no_old_layout(folder)
             (folder / STATE).mkdir(parents=True, exist_ok=True)
             hint = "stop it, choose another folder, or add --read-only"
             lock = exclusive_lock(folder / STATE / "lock", f"another process serves {str(folder)!r}: {hint}")
@@ -101,80 +98,51 @@ class Service:
             encoders=enabled,
             reserved=[self.base],
         )
-        self._resources.callback(self.tasks.close)
         _ = decoder.base, decoder.residual_identity  # warm the caches before the first request
         bound = max_queued_tokens or QUEUED_BATCHES * decoder.token_budget
         self.batcher = Batcher(pool, bound, self.metrics)  # runs the model
         self._parsing = ThreadPoolExecutor(PARSING_THREADS, "parsing")
-        self._loading = ThreadPoolExecutor(LOADING_THREADS, "loading")
-        self._loads: dict[str, Future[None]] = {}  # of digests
+        self._encoding = ThreadPoolExecutor(ENCODING_THREADS, "encoding")
         self.jobs: Jobs | None = None  # None if read-only
         if not read_only:
             workers: dict[Kind, Callable[[Job], dict[str, Any]]] = {
                 "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
                 "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
             }
-            jobs = Jobs(folder / STATE / "jobs", self.tasks.database, workers)
-            self.jobs = jobs
-            self.tasks.digests_of_jobs = lambda: set().union(
-                *(job.request.get("digests", {}).values() for job in jobs.all() if not job.ended)
-            )
-            self.tasks.sweep()
-            jobs.on_end = self._release
-            jobs.start()
+            self.jobs = Jobs(folder / STATE / "jobs", workers)
+            self.jobs.start()
         waiting = "Tokens in queued and running requests"
         self.metrics.watch("i2cl_waiting_tokens", waiting, lambda: self.batcher.waiting)
         self.metrics.watch("i2cl_resident_tasks", "Tasks on the device", lambda: len(pool))
-
-    def _release(self, job: Job) -> None:
-        """Remove the versions of tasks that only a finished job needed."""
-        for digest in job.request.get("digests", {}).values():
-            self.tasks.release(digest)
 
     @property
     def ready(self) -> bool:
         """Whether requests are accepted."""
         return self.batcher.alive and not self.batcher.stops
 
-    async def classify(
-        self,
-        name: str,
-        texts: Sequence[str],
-        *,
-        timeout: float | None = None,
-        disconnected: Disconnected | None = None,
-    ) -> Answer | None:
+    async def classify(self, name: str, texts: Sequence[str], timeout: float | None = None) -> Answer:
         """Classify texts with one version of a task, even if it is replaced meanwhile.
+
+        If the coroutine is cancelled, texts that were not yet encoded are not, and rows that had not started
+        do not run.
 
         Args:
             name: the task.
             texts: one or more.
             timeout: seconds within which the model has to start on them; default: `TIMEOUT_SECONDS`.
-            disconnected: returns when the client has disconnected.
-
-        Returns:
-            The answer, or None if the client has disconnected first: texts that were not yet encoded are not,
-            and rows that had not started do not run.
 
         Raises:
-            RefusalError: 413 on too many texts, 504 if the deadline passes; see also `TaskStore.queries` and
-                `Batcher.submit`.
+            RefusalError: 400 for the name of the base model, 413 on too many texts, 504 if the deadline
+                passes; see also `TaskStore.queries` and `Batcher.submit`.
             I2CLError: on an empty text.
         """
+        if name == self.base:
+            message = f"{name!r} is the base model, which has no labels"
+            raise RefusalError(400, "base_model", message, "use a task of GET /v1/models")
         require_text_count(texts, "send fewer, or a file to /v1/batches")
         deadline = deadline_of(timeout)
-        self.batcher.require_room()
-        watcher = _watcher(disconnected)
-        try:
-            encoded = await _until_disconnected(self.queries(name, texts), watcher, deadline)
-            if encoded is None:
-                return None
-            entry, rows = encoded
-            scores = await self._score(rows, deadline, watcher)
-        finally:
-            watcher.cancel()
-        if scores is None:
-            return None
+        entry, rows = await self.encode(lambda: self.tasks.queries(name, texts), deadline)
+        scores = await self.score(rows, deadline)
 
         def finish() -> Answer:
             probabilities = [row.log_probs.softmax(-1).tolist() for row in scores]
@@ -182,36 +150,29 @@ class Service:
 
         return await off_loop(len(rows) * len(entry.labels), finish)
 
-    async def score(
-        self, rows: Sequence[TaskQuery], deadline: float, disconnected: Disconnected | None = None
-    ) -> list[RowScores] | None:
-        """Score rows of any tasks as one request.
+    async def encode(self, work: Callable[[], T], deadline: float) -> T:
+        """Look up and load tasks and encode their texts, on a worker thread.
 
         Args:
-            rows: one or more.
+            work: calls `TaskStore.queries`.
             deadline: by `time.monotonic`, see `deadline_of`.
-            disconnected: returns when the client has disconnected.
-
-        Returns:
-            The scores, or None if the client has disconnected first.
 
         Raises:
-            RefusalError: see `Batcher.submit`.
+            RefusalError: 504 if the deadline passes; see also `Batcher.require_room`.
         """
-        watcher = _watcher(disconnected)
+        self.batcher.require_room()
         try:
-            return await self._score(rows, deadline, watcher)
-        finally:
-            watcher.cancel()
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await asyncio.get_running_loop().run_in_executor(self._encoding, work)
+        except TimeoutError:
+            raise deadline_passed() from None
 
-    async def _score(
-        self, rows: Sequence[TaskQuery], deadline: float, watcher: "asyncio.Future[Any]"
-    ) -> list[RowScores] | None:
+    async def score(self, rows: Sequence[TaskQuery], deadline: float) -> list[RowScores]:
+        """Score rows of any tasks as one request. Raises RefusalError, see `Batcher.submit`."""
         ticket = self.batcher.submit(rows, deadline)
-        outcome: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)
         try:
-            await asyncio.wait([outcome, watcher], return_when=asyncio.FIRST_COMPLETED)
-            return list(outcome.result()) if outcome.done() else None
+            done: asyncio.Future[Any] = asyncio.wrap_future(ticket.done)  # of RowScores, or an error
+            return list(await asyncio.shield(done))
         finally:
             self.batcher.cancel(ticket)
 
@@ -221,23 +182,6 @@ class Service:
         content = await off_loop(size, serialize)
         headers = {DIGEST_HEADER: answer.entry.digest}
         return Response(content, media_type="application/json", headers=headers)
-
-    async def queries(self, name: str, texts: Sequence[str]) -> tuple[Entry, list[TaskQuery]]:
-        """Encode texts. A task that is not loaded is loaded once for all requests that wait for it, on
-        separate threads, so that other tasks are not blocked.
-        """
-        digest = await asyncio.to_thread(self._digest_to_load, name)
-        if digest is not None:
-            if (load := self._loads.get(digest)) is None:
-                load = self._loads[digest] = self._loading.submit(self.tasks.preload, digest)
-                load.add_done_callback(lambda _: self._loads.pop(digest, None))
-            await asyncio.shield(asyncio.wrap_future(load))
-        return await asyncio.to_thread(self.tasks.queries, name, texts)
-
-    def _digest_to_load(self, name: str) -> str | None:
-        """Return the digest of a task that is not loaded, or None."""
-        digest = self.tasks.entry(name).digest
-        return None if self.tasks.is_loaded(digest) else digest
 
     async def run_blocking(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run long work, such as parsing, on a worker thread. Raises RefusalError (503) during shutdown."""
@@ -272,7 +216,7 @@ class Service:
         if self.jobs is not None:
             self.jobs.close()
         self._parsing.shutdown()
-        self._loading.shutdown()
+        self._encoding.shutdown()
         self._resources.close()
 
 
@@ -281,64 +225,6 @@ def deadline_of(timeout: float | None) -> float:
     return time.monotonic() + min(TIMEOUT_SECONDS if timeout is None else timeout, MAX_TIMEOUT_SECONDS)
 
 
-def _watcher(disconnected: Disconnected | None) -> "asyncio.Future[Any]":
-    """Return a future that is done when the client has disconnected."""
-    return asyncio.ensure_future(asyncio.Event().wait() if disconnected is None else disconnected())
-
-
-async def _until_disconnected(
-    work: Awaitable[T], watcher: "asyncio.Future[Any]", deadline: float
-) -> T | None:
-    """Return the result of ``work``, or cancel it and return None if ``watcher`` finishes first.
-
-    Raises RefusalError (504) at the deadline.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        left = deadline - time.monotonic()
-        await asyncio.wait([task, watcher], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if watcher.done():
-            return None
-        raise deadline_passed()
-    finally:
-        task.cancel()
-
-
 async def off_loop(size: int, work: Callable[[], T]) -> T:
     """Run work on ``size`` numbers, on a worker thread if it would block the event loop for milliseconds."""
     return await asyncio.to_thread(work) if size > LARGE_ANSWER else work()
-
-
-async def answer_request(
-    service: Service, request: Any, name: str, texts: str | list[str], timeout: float | None
-) -> Answer:
-    """Run `Service.classify` for a Starlette request, until its client disconnects.
-
-    Raises RefusalError as `Service.classify`, and 400 for the name of the base model.
-    """
-    if name == service.base:
-        message = f"{name!r} is the base model, which has no labels"
-        raise RefusalError(400, "base_model", message, "use a task of GET /v1/models")
-
-    texts = [texts] if isinstance(texts, str) else texts
-    answer = await service.classify(name, texts, timeout=timeout, disconnected=disconnection(request))
-    if answer is None:
-        raise client_gone()
-    return answer
-
-
-def disconnection(request: Any) -> Disconnected:
-    """Return a coroutine function that ends when the client of a Starlette request disconnects."""
-
-    async def wait() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    return wait
-
-
-def client_gone() -> RefusalError:
-    """Return the error of a request whose client has disconnected."""
-    return RefusalError(499, "gone", "the client disconnected, and the request was cancelled", "retry")

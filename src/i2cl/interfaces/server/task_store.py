@@ -2,12 +2,12 @@
 
     DIR/NAME/                      a task folder, written by `i2cl fit ... -o DIR/NAME`
     DIR/.i2cl-server/              the server's own files
-        state.sqlite               names of tasks, and jobs; see `i2cl.interfaces.server.database`
-        artefacts/DIGEST/          artefacts, by the SHA-256 of their files
-        tasks.json                 copy of the names, for servers that only read
+        tasks.json                 names of the tasks that came over HTTP
+        artefacts/DIGEST/          their artefacts, by the SHA-256 of their files
+        jobs/                      see `i2cl.interfaces.server.jobs`
 
 Task folders are read-only for the server. Each request that names one looks it up again, so new, replaced and
-removed folders are noticed. Names in the database take precedence.
+removed folders are noticed. Names of tasks that came over HTTP take precedence.
 
 A task that came over HTTP is synced to the disk before the request is acknowledged. Tasks are loaded onto the
 model's device when they are used, and evicted in least-recently-used order.
@@ -19,9 +19,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set as AbstractSet
-from contextlib import contextmanager, suppress
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +32,6 @@ from i2cl.core.injection import Injection
 from i2cl.encoders import absolute
 from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.injections.pool import InjectionPool, LoadedTask, TaskQuery
-from i2cl.interfaces.server.database import Database
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import require_finite_in_use
 from i2cl.storage.atomic import sync_to_disk, write_text_atomic
@@ -88,35 +87,32 @@ class TaskStore:
         self.pool = pool
         self.read_only = read_only
         self._root, self._reserved = root, frozenset(reserved)
-        self._artefacts, self._published = root / STATE / "artefacts", root / STATE / "tasks.json"
+        self._artefacts, self._names_file = root / STATE / "artefacts", root / STATE / "tasks.json"
         self._max_resident = max_resident_tasks
         self._lock = threading.Lock()  # protects the fields below; held for microseconds
         self._last_used: OrderedDict[str, None] = OrderedDict()  # loaded digests, least recently used first
         self._loading: dict[str, threading.Lock] = {}  # by digests that are being loaded
         self._folders: dict[str, tuple[Signature, Entry | RefusalError]] = {}  # task folders, by name
-        self._published_names: tuple[Signature, dict[str, Entry]] = ((), {})
+        self._named: dict[str, Entry] = {}  # tasks that came over HTTP, by name
+        self._names_signature: Signature = ()  # of the names file, if read-only
         self._writing = threading.RLock()
-        self._pinned: Counter[str] = Counter()
-        self.digests_of_jobs: Callable[[], AbstractSet[str]] = frozenset  # of unfinished jobs
-        require_no_old_layout(root)
         if read_only:
-            if not self._published.is_file() and not any(root.glob(f"*/{DESCRIPTION}")):
+            if not self._names_file.is_file() and not any(root.glob(f"*/{DESCRIPTION}")):
                 hint = "name a folder of `i2cl serve`, or fit one with `i2cl fit ... -o FOLDER/NAME`"
                 raise I2CLError(f"{str(root)!r} has no tasks: {hint}")
-            self._named: dict[str, Entry] = {}
         else:
-            self.database = _open_database(root)
-            for leftover in self._artefacts.glob(".*"):  # of a killed process
-                shutil.rmtree(leftover)
-            self._named = {row[0]: Entry(*row) for row in self.database.tasks()}
-            self._publish()
+            self._open_for_writing()
         self._log_folders()
 
     def entry(self, name: str) -> Entry:
         """Return the task of a name. Raises RefusalError: 404 if there is none, 500 if it cannot be used."""
-        entry = self._names().get(normalize_word(name)) or self._folder_entry(name)
-        if entry is None:
+        if (entry := self.find(name)) is None:
             raise RefusalError(404, "unknown_task", f"there is no task {name!r}", "see GET /v1/models")
+        return entry
+
+    def find(self, name: str) -> Entry | None:
+        """Return the task of a name, or None. Raises RefusalError (500) if it cannot be used."""
+        entry = self._names().get(normalize_word(name)) or self._folder_entry(name)
         if isinstance(entry, RefusalError):
             raise entry
         return entry
@@ -141,12 +137,9 @@ class TaskStore:
             digest = self._store(injection)
             entry = Entry(name, digest, int(time.time()), injection.task.labels)
             before = self._named.get(name)
-            with self._changing_names() as names, self.database.transaction():
-                names[name] = entry
-                self.database.put_task(name, digest, entry.created, entry.labels)
-                self._publish(names)
+            self._save_names(self._named | {name: entry})
             if before is not None and before.digest != digest:
-                self.release(before.digest)
+                self._release(before.digest)
         return entry
 
     def delete(self, name: str) -> None:
@@ -161,11 +154,8 @@ class TaskStore:
             entry = self.entry(name)
             if entry.source == "folder":
                 raise _folder_conflict(name, "remove the folder")
-            with self._changing_names() as names, self.database.transaction():
-                del names[name]
-                self.database.delete_task(name)
-                self._publish(names)
-            self.release(entry.digest)
+            self._save_names({key: value for key, value in self._named.items() if key != name})
+            self._release(entry.digest)
 
     def require_name(self, name: str) -> None:
         """Raise RefusalError if a new task cannot have a name: 422 if it is invalid, 409 if a task folder
@@ -210,14 +200,22 @@ class TaskStore:
             hint = "start the server with --encoder, or fit the task without one"
             raise I2CLError(f"encoder {name!r} is not enabled on this server (enabled: {enabled}): {hint}")
 
-    def injection(self, digest: str) -> Injection:
-        """Read an artefact. Raises RefusalError: 404 if it was removed, 500 if it is damaged."""
-        folder = self._artefacts / digest
-        if folder.is_dir():
-            if content_digest(folder) != digest:
-                message = f"version {digest} is damaged on the server's disk"
-                raise RefusalError(500, "damaged", message, "upload it again")
-            return Injection.from_pretrained(folder)
+    def injection(self, digest: str, copies: Path | None = None) -> Injection:
+        """Read an artefact.
+
+        Args:
+            digest: the version.
+            copies: folder that also has artefacts, see `copy`.
+
+        Raises:
+            RefusalError: 404 if it was removed, 500 if it is damaged.
+        """
+        for folder in (self._artefacts, *([] if copies is None else [copies])):
+            if (folder / digest).is_dir():
+                if content_digest(folder / digest) != digest:
+                    message = f"version {digest} is damaged on the server's disk"
+                    raise RefusalError(500, "damaged", message, "upload it again")
+                return Injection.from_pretrained(folder / digest)
         for name, (_, entry) in tuple(self._folders.items()):
             if isinstance(entry, Entry) and entry.digest == digest:
                 with suppress(I2CLError):  # the folder is being replaced
@@ -237,25 +235,17 @@ class TaskStore:
                 if self.entry(name).digest == entry.digest:  # otherwise retry: the task was replaced
                     raise
 
-    def queries_of_version(self, digest: str, texts: Sequence[str]) -> list[TaskQuery]:
-        """Encode texts for one version of a task, loading it if necessary.
+    def queries_of_version(
+        self, digest: str, texts: Sequence[str], copies: Path | None = None
+    ) -> list[TaskQuery]:
+        """Encode texts for one version of a task, loading it if necessary; ``copies``: see `injection`.
 
         Raises RefusalError: 404 if it was removed, 500 if it cannot be used; I2CLError on an empty text;
         TooLongError on one that exceeds the context.
         """
-        return self._task(digest).queries(texts, cut=False)
+        return self._task(digest, copies).queries(texts, cut=False)
 
-    def is_loaded(self, digest: str) -> bool:
-        """Return whether a version is loaded."""
-        with self._lock:
-            return digest in self._last_used
-
-    def preload(self, digest: str) -> None:
-        """Load a version. Errors are ignored: the request that uses the task raises them."""
-        with suppress(I2CLError):
-            self._task(digest)
-
-    def _task(self, digest: str) -> LoadedTask:
+    def _task(self, digest: str, copies: Path | None) -> LoadedTask:
         """Return a loaded task. A lock per digest keeps loading from blocking other tasks."""
         with self._lock:
             if digest in self._last_used:
@@ -264,8 +254,10 @@ class TaskStore:
             loading = self._loading.setdefault(digest, threading.Lock())
         try:
             with loading:
-                if not self.is_loaded(digest):
-                    self._load(digest)
+                with self._lock:
+                    loaded = digest in self._last_used
+                if not loaded:
+                    self._load(digest, copies)
                 with self._lock:
                     self._last_used[digest] = None
                     self._last_used.move_to_end(digest)
@@ -277,128 +269,106 @@ class TaskStore:
             with self._lock:
                 self._loading.pop(digest, None)
 
-    def _load(self, digest: str) -> None:
+    def _load(self, digest: str, copies: Path | None) -> None:
         try:
-            self.pool.load(digest, self._with_encoder(self.injection(digest)))
+            self.pool.load(digest, self._with_encoder(self.injection(digest, copies)))
         except (RefusalError, OSError) as error:
             raise RefusalError.of(error) from None
-        except (
-            I2CLError
-        ) as error:  # another model, a later version of i2cl, or an encoder that is not enabled
+        except I2CLError as error:  # another model or version of i2cl, or an encoder that is not enabled
             _log.warning("version %s cannot be used: %s", digest, error)
             message = f"version {digest} cannot be used by this server"
             raise RefusalError(500, "unusable", message, "fit it again, or contact its operator") from None
 
-    @contextmanager
-    def pinned(self, names: Iterable[str]) -> Iterator[dict[str, Entry]]:
-        """Return the current versions of tasks, which are not removed while the block runs.
+    def copy(self, name: str, folder: Path) -> Entry:
+        """Copy the current version of a task to ``folder/DIGEST``, for a job that runs later.
 
-        Task folders are copied, since they may be replaced before a job runs. Raises RefusalError (404) if a
-        task is missing.
+        Raises RefusalError: 404 if there is no such task, 503 if its folder is being replaced; OSError if it
+        cannot be copied.
         """
         with self._writing:
-            entries = {name: self.entry(name) for name in names}
-            for entry in entries.values():
-                if entry.source == "folder":
-                    self._copy_folder(entry)
-            self._pinned.update(entry.digest for entry in entries.values())
-        try:
-            yield entries
-        finally:
-            with self._writing:
-                self._pinned -= Counter(entry.digest for entry in entries.values())
-                for entry in entries.values():
-                    self.release(entry.digest)
+            entry = self.entry(name)
+            source = self._root / entry.name if entry.source == "folder" else self._artefacts / entry.digest
+            copied = folder / entry.digest
+            copied.mkdir(parents=True, exist_ok=True)
+            for file in FILES:
+                shutil.copyfile(source / file, copied / file)
+        if content_digest(copied) != entry.digest:
+            raise RefusalError(503, "busy", f"task {entry.name!r} is being replaced", "retry")
+        return entry
 
-    def sweep(self) -> None:
-        """Remove artefacts that neither a name nor an unfinished job refers to."""
-        for folder in self._artefacts.iterdir():
-            self.release(folder.name)
-
-    def release(self, digest: str) -> None:
-        """Remove an artefact if neither a name nor an unfinished job refers to it."""
-        with self._writing:
-            named = {entry.digest for entry in self._named.values()}
-            if digest in named or digest in self._pinned or digest in self.digests_of_jobs():
-                return
-            folders = [entry for _, entry in tuple(self._folders.values()) if isinstance(entry, Entry)]
-            is_folder = any(entry.digest == digest for entry in folders)
-            with self._lock:
-                if digest in self._last_used and not is_folder:
-                    del self._last_used[digest]
-                    self.pool.drop(digest)
-            shutil.rmtree(self._artefacts / digest, ignore_errors=True)
+    def _release(self, digest: str) -> None:
+        """Remove an artefact unless a name refers to it."""
+        if any(entry.digest == digest for entry in self._named.values()):
+            return
+        folders = [entry for _, entry in tuple(self._folders.values()) if isinstance(entry, Entry)]
+        with self._lock:
+            if digest in self._last_used and not any(entry.digest == digest for entry in folders):
+                del self._last_used[digest]
+                self.pool.drop(digest)
+        shutil.rmtree(self._artefacts / digest, ignore_errors=True)
 
     def require_writable(self) -> None:
         """Raise RefusalError (403) if the store is read-only."""
         if self.read_only:
             raise RefusalError(403, "read_only", "this server is read-only", "use the server that writes")
 
-    def close(self) -> None:
-        """Close the database."""
-        if not self.read_only:
-            self.database.close()
+    def _open_for_writing(self) -> None:
+        """Create the server's own folder, and read the names. Raises I2CLError if they are lost."""
+        hint = f"restore it from a backup, or remove {self._names_file.parent}"
+        if self._names_file.is_file():
+            try:
+                self._named = self._read_names()
+            except (LookupError, TypeError, ValueError) as error:
+                raise I2CLError(f"{str(self._names_file)!r} is damaged ({error}): {hint}") from None
+        elif self._artefacts.is_dir() and any(self._artefacts.iterdir()):
+            raise I2CLError(f"{str(self._names_file)!r} is missing: {hint}")
+        self._artefacts.mkdir(parents=True, exist_ok=True)
+        digests = {entry.digest for entry in self._named.values()}
+        for folder in self._artefacts.iterdir():
+            if folder.name not in digests:  # left by a killed process
+                shutil.rmtree(folder)
+        self._save_names(self._named)
 
-    def _names(self) -> dict[str, Entry]:
-        """Return the tasks that came over HTTP."""
-        if not self.read_only:
-            return self._named
-        try:
-            signature = _signature(self._published)
-            if signature != self._published_names[0]:
-                records = json.loads(self._published.read_text(encoding="utf-8"))
-                entries = [Entry(**one | {"labels": tuple(one["labels"])}) for one in records]
-                self._published_names = signature, {entry.name: entry for entry in entries}
-        except FileNotFoundError:
-            return {}
-        except (OSError, LookupError, TypeError, ValueError) as error:
-            _log.warning("%s cannot be read: %s", self._published, error)
-        return self._published_names[1]
+    def _read_names(self) -> dict[str, Entry]:
+        records = json.loads(self._names_file.read_text(encoding="utf-8"))
+        return {
+            record["name"]: Entry(
+                record["name"], record["digest"], record["created"], tuple(record["labels"])
+            )
+            for record in records
+        }
 
-    @contextmanager
-    def _changing_names(self) -> Iterator[dict[str, Entry]]:
-        """Yield a copy of the names to modify. It takes effect unless the block raises."""
-        names = dict(self._named)
-        try:
-            yield names
-        except BaseException:
-            with suppress(OSError, I2CLError):
-                self._publish()
-            raise
+    def _save_names(self, names: dict[str, Entry]) -> None:
+        records = [asdict(entry) for entry in names.values()]
+        write_text_atomic(self._names_file, json.dumps(records) + "\n")
         self._named = names
 
-    def _publish(self, names: dict[str, Entry] | None = None) -> None:
-        """Write the names for read-only servers: SQLite's write-ahead log does not work across machines."""
-        records = [asdict(entry) for entry in (self._named if names is None else names).values()]
-        write_text_atomic(self._published, json.dumps(records) + "\n")
+    def _names(self) -> dict[str, Entry]:
+        """Return the tasks that came over HTTP. A read-only server reads the names again if they changed."""
+        if self.read_only:
+            try:
+                signature = _signature(self._names_file)
+                if signature != self._names_signature:
+                    self._named, self._names_signature = self._read_names(), signature
+            except FileNotFoundError:
+                self._named = {}
+            except (OSError, LookupError, TypeError, ValueError) as error:
+                _log.warning("%s cannot be read: %s", self._names_file, error)
+        return self._named
 
     def _store(self, injection: Injection) -> str:
+        """Save an artefact, replacing a damaged one of the same digest, and return its digest."""
         with tempfile.TemporaryDirectory(dir=self._artefacts, prefix=".") as scratch:
             fresh = Path(scratch) / "artefact"
             injection.save_pretrained(fresh)
-            return self._add_artefact(fresh)
-
-    def _copy_folder(self, entry: Entry) -> None:
-        with tempfile.TemporaryDirectory(dir=self._artefacts, prefix=".") as scratch:
-            fresh = Path(scratch) / "artefact"
-            fresh.mkdir()
-            for name in FILES:
-                shutil.copyfile(self._root / entry.name / name, fresh / name)
-            if content_digest(fresh) != entry.digest:
-                raise RefusalError(503, "busy", f"task {entry.name!r} is being replaced", "retry")
-            sync_to_disk(*fresh.iterdir(), fresh)
-            self._add_artefact(fresh)
-
-    def _add_artefact(self, fresh: Path) -> str:
-        """Move a folder to its digest, replacing a damaged one."""
-        digest = content_digest(fresh)
-        place = self._artefacts / digest
-        if place.is_dir() and content_digest(place) != digest:
-            place.rename(fresh.with_name("damaged"))
-        if not place.is_dir():
-            fresh.rename(place)
-            sync_to_disk(self._artefacts)
-        return digest
+            digest = content_digest(fresh)
+            place = self._artefacts / digest
+            if place.is_dir() and content_digest(place) != digest:
+                place.rename(fresh.with_name("damaged"))
+            if not place.is_dir():
+                fresh.rename(place)
+                sync_to_disk(self._artefacts)
+            return digest
 
     def _task_folders(self) -> list[Path]:
         found = self._root.glob(f"*/{DESCRIPTION}")
@@ -450,26 +420,6 @@ class TaskStore:
                 )
             else:
                 self._folder_entry(path.name)
-
-
-def require_no_old_layout(root: Path) -> None:
-    """Raise I2CLError for a folder written by an earlier version of the server."""
-    names, artefacts = root / "names", root / "artefacts"
-    is_task = (names / DESCRIPTION).is_file()
-    if artefacts.is_dir() and any(names.glob("*.json")) and not is_task and not (root / STATE).exists():
-        hint = f"copy the folders in {artefacts} that you need to a new folder, as FOLDER/NAME"
-        raise I2CLError(f"{str(root)!r} was written by an earlier version of i2cl serve: {hint}")
-
-
-def _open_database(root: Path) -> Database:
-    path, artefacts = root / STATE / "state.sqlite", root / STATE / "artefacts"
-    if artefacts.is_dir() and any(artefacts.iterdir()) and not path.is_file():
-        hint = f"restore it from a backup, or remove {root / STATE}"
-        raise I2CLError(f"{str(path)!r} is missing, and with it the names of tasks: {hint}")
-    artefacts.parent.mkdir(parents=True, exist_ok=True)
-    database = Database(path)
-    artefacts.mkdir(exist_ok=True)
-    return database
 
 
 def _folder_conflict(name: str, hint: str) -> RefusalError:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 
 from i2cl.interfaces.server.guard import policy
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
-from i2cl.interfaces.server.service import DIGEST_HEADER, Answer, Service, answer_request
+from i2cl.interfaces.server.service import DIGEST_HEADER, Answer, Service
 
 MIN_PROBABILITY = 1e-38  # keeps log probabilities finite, because JSON has no infinity
 _STREAM: dict[int | str, dict[str, Any]] = {
@@ -34,10 +34,9 @@ def add_chat(app: FastAPI, service: Service) -> None:
     )
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def chat(
-        body: schemas.Chat, request: Request, response: Response, timeout: schemas.Timeout = None
+        body: schemas.Chat, response: Response, timeout: schemas.Timeout = None
     ) -> dict[str, Any] | Response:
-        text = _text_of(body)
-        answer = await answer_request(service, request, body.model, text, timeout)
+        answer = await service.classify(body.model, [_text_of(body)], timeout)
         response.headers[DIGEST_HEADER] = answer.entry.digest
         head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -55,12 +54,6 @@ def add_chat(app: FastAPI, service: Service) -> None:
         message = {"role": "assistant", "content": label, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
         return head | {"object": "chat.completion", "choices": [choice], "usage": usage}
-
-    @app.post("/v1/completions", include_in_schema=False)
-    @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def completions() -> None:
-        hint = "send the text to /v1/chat/completions or /v1/classify"
-        raise RefusalError(404, "not_found", "this server has no text completions", hint)
 
 
 def _choice(answer: Answer, top_logprobs: int | None) -> tuple[str, dict[str, Any], dict[str, int]]:

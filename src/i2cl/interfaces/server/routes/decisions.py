@@ -7,21 +7,23 @@ Sources: the types of the package openai 3.57 (``resources/decisions.py``), and
 import json
 import secrets
 import time
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from pydantic import BaseModel, Field, StrictBool, StrictStr, model_validator
+from typing_extensions import TypedDict  # that of typing has no field types for pydantic before Python 3.12
 
-from i2cl.interfaces.server.decisions import Decision, DecisionMaker, Option, Question
+from i2cl.interfaces.server.decisions import Decision, DecisionMaker, Kind, Option, Question
 from i2cl.interfaces.server.guard import policy
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
-from i2cl.interfaces.server.service import Service, disconnection
+from i2cl.interfaces.server.service import Service
 
 DECISIONS, SYSTEMONE = "/v1/decisions", "/v1/systemone"
 MAX_QUESTIONS, MAX_CHOICES = 400, 255  # OpenAI's limits
+YES_AND_NO = (Option(("yes",)), Option(("no",)))
+KINDS: dict[str, Kind] = {"noul": "predicate", "choice": "choice", "score": "score"}
 BOOLEAN_WORDS = {True: ("true", "True", "yes", "Yes"), False: ("false", "False", "no", "No")}
 
 ModelName = Annotated[str, Field(min_length=1, description="The base model, or a task.")]
@@ -48,8 +50,7 @@ class InputImage(BaseModel):
     type: Literal["input_image"]
 
 
-Part = Annotated[InputText | InputJSON | InputImage, Field(discriminator="type")]
-Parts = str | list[Part]
+Parts = str | list[Annotated[InputText | InputJSON | InputImage, Field(discriminator="type")]]
 
 
 class InputMessage(schemas.Body):
@@ -68,12 +69,23 @@ class InputMessage(schemas.Body):
         return value
 
 
-class PredicateQuestion(schemas.Body):
+class _DecisionQuestion(schemas.Body):
+    instructions: Parts
+    name: str | None = None
+
+
+class PredicateQuestion(_DecisionQuestion):
     """How likely a statement is true. Needs a task with two labels, or none for zero-shot."""
 
     type: Literal["predicate"]
-    instructions: Parts
-    name: str | None = None
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the options true and false."""
+        return YES_AND_NO
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in OpenAI's shape, without type and name."""
+        return {"probability": decision.probabilities[0]}
 
 
 class Choice(schemas.Body):
@@ -83,13 +95,30 @@ class Choice(schemas.Body):
     description: str | None = None
 
 
-class ChoiceQuestion(schemas.Body):
+class ChoiceQuestion(_DecisionQuestion):
     """Which of several options fits."""
 
     type: Literal["choice"]
-    instructions: Parts
     choices: Annotated[list[Choice], Field(min_length=2, max_length=MAX_CHOICES)]
-    name: str | None = None
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the options; a boolean stands for several words."""
+        return tuple(
+            Option(
+                (choice.value,) if isinstance(choice.value, str) else BOOLEAN_WORDS[choice.value],
+                choice.description or "",
+            )
+            for choice in self.choices
+        )
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in OpenAI's shape, without type and name."""
+        pairs = zip(self.choices, decision.probabilities, strict=True)
+        return {
+            "choice": self.choices[decision.best].value,
+            "confidence": decision.confidence,
+            "probabilities": [{"value": choice.value, "probability": p} for choice, p in pairs],
+        }
 
 
 class Level(schemas.Body):
@@ -99,13 +128,27 @@ class Level(schemas.Body):
     description: str | None = None
 
 
-class ScoreQuestion(schemas.Body):
+class ScoreQuestion(_DecisionQuestion):
     """Where the text lies on a scale of ordered levels."""
 
     type: Literal["score"]
-    instructions: Parts
     levels: Annotated[list[Level], Field(min_length=2, max_length=MAX_CHOICES)]
-    name: str | None = None
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the levels."""
+        return tuple(Option((level.label,), level.description or "") for level in self.levels)
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in OpenAI's shape, without type and name."""
+        pairs = zip(self.levels, decision.probabilities, strict=True)
+        return {
+            "score": decision.expected_index,
+            "confidence": decision.confidence,
+            "probabilities": [
+                {"value": index, "label": level.label, "probability": p}
+                for index, (level, p) in enumerate(pairs)
+            ],
+        }
 
 
 class DecisionRequest(schemas.Body):
@@ -114,7 +157,7 @@ class DecisionRequest(schemas.Body):
     model: ModelName
     input: str | Annotated[list[InputMessage], Field(min_length=1)]
     questions: Annotated[
-        list[Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")],],
+        list[Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]],
         Field(min_length=1, max_length=MAX_QUESTIONS),
     ]
     prompt_cache_key: str | None = None
@@ -122,52 +165,67 @@ class DecisionRequest(schemas.Body):
     safety_identifier: str | None = None
 
 
-class Diagnostics(BaseModel):
-    """How a question was answered.
-
-    Attributes:
-        answered_by: whether a task or the base model answered.
-        label_mass: probability of all labels together among everything that could follow the prompt; null
-            for labels that are scored by their words.
-        task: name of the task.
-        digest: version of the task.
-        expected_value: expected value of labels that are numbers, for scores.
-    """
-
-    answered_by: Literal["task", "zero_shot"]
-    label_mass: float | None
-    task: str | None = None
-    digest: str | None = None
-    expected_value: float | None = None
-
-    @classmethod
-    def of(cls, question: Question, decision: Decision) -> "Diagnostics":
-        """Describe a decision."""
-        task = decision.task
-        return cls(
-            answered_by="zero_shot" if task is None else "task",
-            label_mass=decision.label_mass,
-            task=task and task.name,
-            digest=task and task.digest,
-            expected_value=decision.expected_value if question.kind == "score" else None,
-        )
-
-
-class DecisionResponse(BaseModel):
-    """Answers in the order of the questions; ``diagnostics`` is an extension."""
-
-    model: str
-    answers: list[dict[str, Any]]
-    usage: dict[str, Any]
-    diagnostics: list[Diagnostics]
-
-
-class QuestionSpec(schemas.Body):
-    """A question of vLLM's API. ``criteria`` depends on the type."""
-
-    type: Literal["choice", "noul", "score"]
+class _StateQuestion(schemas.Body):
     instructions: Any = ""
-    criteria: Any = None
+
+
+class NoulQuestion(_StateQuestion):
+    """How likely a statement is true. Needs a task with two labels, or none for zero-shot."""
+
+    type: Literal["noul"]
+    criteria: Annotated[
+        dict[Literal["true", "false"], Any] | None, Field(description="Descriptions of both answers.")
+    ] = None
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the options true and false."""
+        described = {key: text_of(about) for key, about in (self.criteria or {}).items()}
+        return Option(("yes",), described.get("true", "")), Option(("no",), described.get("false", ""))
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in vLLM's shape, without the confidence."""
+        yes, no = decision.probabilities
+        return {"type": "noul", "noul": yes, "probabilities": {"yes": yes, "no": no}}
+
+
+class StateChoiceQuestion(_StateQuestion):
+    """Which of several options fits."""
+
+    type: Literal["choice"]
+    criteria: Annotated[
+        dict[str, Any],
+        Field(min_length=1, max_length=MAX_CHOICES, description="A description, or null, of each option."),
+    ]
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the options with their descriptions."""
+        return tuple(Option((name,), text_of(about)) for name, about in self.criteria.items())
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in vLLM's shape, without the confidence."""
+        names = [*self.criteria]
+        probabilities = dict(zip(names, decision.probabilities, strict=True))
+        return {"type": "choice", "choice": names[decision.best], "probabilities": probabilities}
+
+
+class StateScoreQuestion(_StateQuestion):
+    """Where the text lies on a scale of ordered levels."""
+
+    type: Literal["score"]
+    criteria: Annotated[list[Any], Field(min_length=2, max_length=MAX_CHOICES, description="The levels.")]
+
+    def options(self) -> tuple[Option, ...]:
+        """Return the levels."""
+        return tuple(Option((text_of(level),)) for level in self.criteria)
+
+    def answer(self, decision: Decision) -> dict[str, Any]:
+        """Return the answer in vLLM's shape, without the confidence."""
+        return {
+            "type": "score",
+            "score": decision.expected_index,
+            "legend": {str(index): text_of(level) for index, level in enumerate(self.criteria)},
+            "probabilities": {str(index): p for index, p in enumerate(decision.probabilities)},
+        }
 
 
 class SystemoneRequest(schemas.Body):
@@ -175,7 +233,13 @@ class SystemoneRequest(schemas.Body):
 
     model: ModelName | None = None
     state: Annotated[Any, Field(description="The text, or JSON that is rendered as text.")]
-    questions: Annotated[dict[str, QuestionSpec], Field(min_length=1, max_length=MAX_QUESTIONS)]
+    questions: Annotated[
+        dict[
+            Annotated[str, Field(min_length=1)],
+            Annotated[NoulQuestion | StateChoiceQuestion | StateScoreQuestion, Field(discriminator="type")],
+        ],
+        Field(min_length=1, max_length=MAX_QUESTIONS),
+    ]
     instructions: Annotated[
         str | None, Field(description="Context in front of zero-shot questions; tasks ignore it.")
     ] = None
@@ -188,11 +252,32 @@ class SystemoneRequest(schemas.Body):
     request_id: str | None = None
 
 
-class SystemoneResponse(BaseModel):
+class Diagnostics(TypedDict):
+    """How a question was answered."""
+
+    answered_by: Literal["task", "zero_shot"]
+    # Probability of all labels together among everything that could follow the prompt; null for labels that
+    # are scored by their words.
+    label_mass: float | None
+    task: str | None  # name of the task
+    digest: str | None  # version of the task
+    expected_value: float | None  # expected value of labels that are numbers, for scores
+
+
+class DecisionResponse(TypedDict):
+    """Answers in the order of the questions; ``diagnostics`` is an extension."""
+
+    model: str
+    answers: list[dict[str, Any]]
+    usage: dict[str, Any]
+    diagnostics: list[Diagnostics]
+
+
+class SystemoneResponse(TypedDict):
     """Answers and diagnostics by question."""
 
     id: str
-    object: Literal["structured_decision"] = "structured_decision"
+    object: Literal["structured_decision"]
     created: int
     model: str
     answers: dict[str, dict[str, Any]]
@@ -210,29 +295,29 @@ def add_decisions(app: FastAPI, service: Service) -> None:
         response_model=DecisionResponse,
     )
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def decisions(body: DecisionRequest, request: Request, timeout: schemas.Timeout = None) -> Response:
-        questions = [_question(asked, f"questions[{i}]") for i, asked in enumerate(body.questions)]
-        text = _input_text(body.input)
-        answers, tokens = await maker.decide(
-            body.model, text, questions, timeout=timeout, disconnected=disconnection(request)
-        )
-        each = [*zip(questions, answers, strict=True)]
-        response = DecisionResponse(
-            model=body.model,
-            answers=[
-                _answer(asked, question, decision)
-                for asked, (question, decision) in zip(body.questions, each, strict=True)
+    async def decisions(body: DecisionRequest, timeout: schemas.Timeout = None) -> Response:
+        questions = []
+        for index, asked in enumerate(body.questions):
+            param = f"questions[{index}]"
+            instructions = _parts_text(asked.instructions, param)
+            questions.append(Question(asked.type, asked.name or "", asked.options(), instructions, param))
+        answers, tokens = await maker.decide(body.model, _input_text(body.input), questions, timeout)
+        response: DecisionResponse = {
+            "model": body.model,
+            "answers": [
+                {"type": asked.type, "name": asked.name, **asked.answer(decision)}
+                for asked, decision in zip(body.questions, answers, strict=True)
             ],
-            usage={
+            "usage": {
                 "input_tokens": tokens,
                 "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 0},
                 "output_tokens": 0,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": tokens,
             },
-            diagnostics=[Diagnostics.of(question, decision) for question, decision in each],
-        )
-        return _json_response(response)
+            "diagnostics": [*map(_diagnostics, questions, answers)],
+        }
+        return Response(json.dumps(response), media_type=schemas.JSON)
 
     @app.post(
         SYSTEMONE,
@@ -240,44 +325,50 @@ def add_decisions(app: FastAPI, service: Service) -> None:
         response_model=SystemoneResponse,
     )
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def systemone(
-        body: SystemoneRequest, request: Request, timeout: schemas.Timeout = None
-    ) -> Response:
+    async def systemone(body: SystemoneRequest, timeout: schemas.Timeout = None) -> Response:
         _require_text_only(body)
-        questions = [_systemone_question(name, spec, body) for name, spec in body.questions.items()]
+        context = f"{body.instructions}\n" if body.instructions else ""
+        questions = []
+        for name, asked in body.questions.items():
+            kind = KINDS[asked.type]
+            instructions = context + text_of(asked.instructions)
+            questions.append(Question(kind, name, asked.options(), instructions, f"questions.{name}"))
         model = body.model or service.base
-        answers, tokens = await maker.decide(
-            model, _text_of(body.state), questions, timeout=timeout, disconnected=disconnection(request)
-        )
-        each = [*zip(questions, answers, strict=True)]
-        response = SystemoneResponse(
-            id=f"decision-{body.request_id or secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=model,
-            answers={question.name: _systemone_answer(question, decision) for question, decision in each},
-            usage={"input_tokens": tokens, "output_tokens": 0},
-            diagnostics={question.name: Diagnostics.of(question, decision) for question, decision in each},
-        )
-        return _json_response(response)
+        answers, tokens = await maker.decide(model, text_of(body.state), questions, timeout)
+        response: SystemoneResponse = {
+            "id": f"decision-{body.request_id or secrets.token_hex(12)}",
+            "object": "structured_decision",
+            "created": int(time.time()),
+            "model": model,
+            "answers": {
+                name: asked.answer(decision) | {"confidence": decision.confidence}
+                for (name, asked), decision in zip(body.questions.items(), answers, strict=True)
+            },
+            "usage": {"input_tokens": tokens, "output_tokens": 0},
+            "diagnostics": dict(zip(body.questions, map(_diagnostics, questions, answers), strict=True)),
+        }
+        return Response(json.dumps(response), media_type=schemas.JSON)
 
 
-def _json_response(response: BaseModel) -> Response:
-    """Serialize a response once; FastAPI would also validate it again."""
-    return Response(response.model_dump_json(), media_type=schemas.JSON)
+def _diagnostics(question: Question, decision: Decision) -> Diagnostics:
+    task = decision.task
+    return {
+        "answered_by": "zero_shot" if task is None else "task",
+        "label_mass": decision.label_mass,
+        "task": None if task is None else task.name,
+        "digest": None if task is None else task.digest,
+        "expected_value": decision.expected_value if question.kind == "score" else None,
+    }
 
 
 def error_response(path: str, refusal: RefusalError) -> tuple[int, dict[str, Any]]:
     """Return status and body of an error in the shape of the route's API; both answer 400 instead of 422."""
     status = 400 if refusal.status == 422 and path in {DECISIONS, SYSTEMONE} else refusal.status
-    body: dict[str, Any] = refusal.body()
-    if path == SYSTEMONE:
-        try:
-            phrase = HTTPStatus(status).phrase.title().replace(" ", "").removesuffix("Error")
-        except ValueError:
-            phrase = "Request"
-        error = {"message": str(refusal), "type": f"{phrase}Error", "param": refusal.param, "code": status}
-        body = {"error": error}
-    return status, body
+    if path != SYSTEMONE:
+        return status, refusal.body()
+    phrase = "Request" if status == 499 else HTTPStatus(status).phrase.title().replace(" ", "")
+    kind = f"{phrase.removesuffix('Error')}Error"
+    return status, {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": status}}
 
 
 def _input_text(value: str | list[InputMessage]) -> str:
@@ -294,132 +385,22 @@ def _input_text(value: str | list[InputMessage]) -> str:
 def _parts_text(parts: Parts, param: str) -> str:
     if isinstance(parts, str):
         return parts
-    if any(isinstance(part, InputImage) for part in parts):
-        raise RefusalError(400, "unsupported", "images are not supported", "send text", param=param)
-    return "\n".join(
-        part.text if isinstance(part, InputText) else _text_of(part.data)
-        for part in parts
-        if not isinstance(part, InputImage)
-    )
+    texts = []
+    for part in parts:
+        if isinstance(part, InputImage):
+            raise RefusalError(400, "unsupported", "images are not supported", "send text", param=param)
+        texts.append(part.text if isinstance(part, InputText) else text_of(part.data))
+    return "\n".join(texts)
 
 
-def _text_of(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a text unchanged, null as an empty text, and other JSON as text."""
+    if value is None:
+        return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _question(asked: PredicateQuestion | ChoiceQuestion | ScoreQuestion, param: str) -> Question:
-    options: tuple[Option, ...] = (Option(("yes",)), Option(("no",)))
-    if isinstance(asked, ChoiceQuestion):
-        options = tuple(_choice_option(choice) for choice in asked.choices)
-        values = [(type(choice.value), choice.value) for choice in asked.choices]
-        _require_unique(values, param)
-    elif isinstance(asked, ScoreQuestion):
-        options = tuple(Option((level.label,), level.description or "") for level in asked.levels)
-        _require_unique([level.label for level in asked.levels], param)
-    instructions = _parts_text(asked.instructions, param)
-    return Question(asked.type, asked.name or "", options, instructions, param)
-
-
-def _choice_option(choice: Choice) -> Option:
-    words = (choice.value,) if isinstance(choice.value, str) else BOOLEAN_WORDS[choice.value]
-    return Option(words, choice.description or "")
-
-
-def _require_unique(values: Sequence[Any], param: str) -> None:
-    if len({*values}) < len(values):
-        message = f"{param}: an option is given twice"
-        raise RefusalError(400, "bad_request", message, "remove one", param=param)
-
-
-def _answer(
-    asked: PredicateQuestion | ChoiceQuestion | ScoreQuestion, question: Question, decision: Decision
-) -> dict[str, Any]:
-    """Return an answer in OpenAI's shape."""
-    answer: dict[str, Any] = {"type": asked.type, "name": asked.name}
-    if isinstance(asked, PredicateQuestion):
-        return answer | {"probability": decision.probabilities[0]}
-    if isinstance(asked, ChoiceQuestion):
-        values = [choice.value for choice in asked.choices]
-        pairs = zip(values, decision.probabilities, strict=True)
-        return answer | {
-            "choice": values[decision.best],
-            "confidence": decision.confidence,
-            "probabilities": [{"value": value, "probability": p} for value, p in pairs],
-        }
-    levels = zip(question.options, decision.probabilities, strict=True)
-    return answer | {
-        "score": decision.expected_index,
-        "confidence": decision.confidence,
-        "probabilities": [
-            {"value": index, "label": level.words[0], "probability": p}
-            for index, (level, p) in enumerate(levels)
-        ],
-    }
 
 
 def _require_text_only(body: SystemoneRequest) -> None:
     for field in ("images", "audio", "videos", "chat_template_kwargs"):
         if getattr(body, field):
             raise RefusalError(400, "unsupported", f"{field} is not supported", "leave it out", param=field)
-
-
-def _systemone_question(name: str, spec: QuestionSpec, body: SystemoneRequest) -> Question:
-    param = f"questions.{name}"
-    if not name:
-        message = "a question has an empty name"
-        raise RefusalError(400, "bad_request", message, "give it a name", param="questions")
-    instructions = "" if spec.instructions is None else _text_of(spec.instructions)
-    context = f"{body.instructions}\n" if body.instructions else ""
-    kind: Literal["predicate", "choice", "score"] = "predicate" if spec.type == "noul" else spec.type
-    options = _systemone_options(spec, param)
-    if len(options) > MAX_CHOICES:
-        message = f"{param} has {len(options)} options, but the limit is {MAX_CHOICES}"
-        raise RefusalError(400, "bad_request", message, "send fewer", param=param)
-    _require_unique([option.words for option in options], param)
-    return Question(kind, name, options, context + instructions, param)
-
-
-def _systemone_options(spec: QuestionSpec, param: str) -> tuple[Option, ...]:
-    criteria = spec.criteria
-    if spec.type == "choice":
-        if isinstance(criteria, dict) and criteria:
-            return tuple(
-                Option((name,), "" if about is None else _text_of(about)) for name, about in criteria.items()
-            )
-        expected = "an object of option names, each with a description or null"
-    elif spec.type == "noul":
-        if criteria is None or (isinstance(criteria, dict) and criteria.keys() <= {"true", "false"}):
-            descriptions = {
-                key: _text_of(about) for key, about in (criteria or {}).items() if about is not None
-            }
-            return (
-                Option(("yes",), descriptions.get("true", "")),
-                Option(("no",), descriptions.get("false", "")),
-            )
-        expected = "null, or an object with true and false"
-    else:
-        if isinstance(criteria, list) and len(criteria) >= 2:
-            return tuple(Option((_text_of(level),)) for level in criteria)
-        expected = "a list of at least two levels"
-    message = f"{param}.criteria of type {spec.type} is invalid"
-    raise RefusalError(400, "bad_request", message, f"send {expected}", param=f"{param}.criteria")
-
-
-def _systemone_answer(question: Question, decision: Decision) -> dict[str, Any]:
-    """Return an answer in vLLM's shape."""
-    names = [option.words[0] for option in question.options]
-    probabilities = dict(zip(names, decision.probabilities, strict=True))
-    answer = {"confidence": decision.confidence, "probabilities": probabilities}
-    if question.kind == "predicate":
-        return {"type": "noul", "noul": decision.probabilities[0], **answer}
-    if question.kind == "choice":
-        return {"type": "choice", "choice": names[decision.best], **answer}
-    by_index = {str(index): p for index, p in enumerate(decision.probabilities)}
-    legend = {str(index): name for index, name in enumerate(names)}
-    return {
-        "type": "score",
-        "score": decision.expected_index,
-        "legend": legend,
-        "confidence": decision.confidence,
-        "probabilities": by_index,
-    }

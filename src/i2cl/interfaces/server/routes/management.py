@@ -6,11 +6,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import IO, Annotated, Any
 
-import pydantic
 from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
-from i2cl.errors import I2CLError, first_problem
 from i2cl.interfaces.server import files, fits
 from i2cl.interfaces.server.guard import BODY, READER, policy
 from i2cl.interfaces.server.jobs import Job, Jobs, unknown_job
@@ -19,7 +17,6 @@ from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service
 from i2cl.interfaces.server.task_store import Entry
 from i2cl.interfaces.server.uploads import max_upload_bytes
-from i2cl.tasks.formats import load_json
 
 MAX_FILE_BODY = 256 * 2**20  # bytes of a file of texts
 EVENT_POLL_SECONDS = 0.2
@@ -31,7 +28,6 @@ def _body(content_type: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {content_type: {"schema": schema}}}}
 
 
-_FIT = _body("application/json", schemas.Fit.model_json_schema())
 _TAR = _body("application/x-tar", {"type": "string", "format": "binary"})
 _LINES = _body("application/jsonl", {"type": "string"})
 
@@ -56,10 +52,9 @@ def add_tasks(app: FastAPI, service: Service) -> None:
     def listed() -> dict[str, Any]:
         return {"object": "list", "data": [_task(entry) for entry in tasks.entries()]}
 
-    @app.post("/v1/tasks", status_code=202, summary="Fit a task to examples", openapi_extra=_FIT)
+    @app.post("/v1/tasks", status_code=202, summary="Fit a task to examples", response_model=None)
     @policy("admin", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def fit(request: Request) -> Response:
-        body = await request.body()
+    async def fit(body: schemas.Fit, request: Request) -> Response:
         return await service.run_blocking(queue_fit, service, request, body)
 
     @app.get("/v1/tasks/{name:path}", summary="A task with its settings and scores")
@@ -195,17 +190,9 @@ def _model(entry: Entry, base: str) -> dict[str, Any]:
     return _task(entry) | {"object": "model", "owned_by": "i2cl", "root": base, "parent": base}
 
 
-def queue_fit(service: Service, request: Request, body: bytes) -> Response:
-    """Queue a fit of the rows in a JSON body, or describe the rows."""
+def queue_fit(service: Service, request: Request, options: schemas.Fit) -> Response:
+    """Queue a fit, or describe its rows."""
     jobs = jobs_of(service)
-    try:
-        given = load_json(body)
-    except I2CLError as error:  # a key is given twice
-        raise RefusalError(422, "bad_request", str(error)) from None
-    except (ValueError, RecursionError) as error:
-        message = f"the body is not valid JSON ({type(error).__name__})"
-        raise RefusalError(422, "bad_request", message, "correct it") from None
-    options = _validated_fit(given)
     service.tasks.require_name(options.name)
     inputs, names = _input_files(options)
     fields = options.model_dump(exclude={"check", "examples", "test"})
@@ -226,14 +213,6 @@ def queue_fit(service: Service, request: Request, body: bytes) -> Response:
             "data": fits.survey_of(service.decoder, task),
         }
     )
-
-
-def _validated_fit(given: object) -> schemas.Fit:
-    try:
-        return schemas.Fit.model_validate(given)
-    except pydantic.ValidationError as error:
-        message = first_problem(error).encode(errors="backslashreplace").decode()
-        raise RefusalError(422, "bad_request", message, "see the fields in /openapi.json") from None
 
 
 def _input_files(options: schemas.Fit) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -259,9 +238,12 @@ def queue_batch(service: Service, request: Request, model: str | None) -> Respon
         path = folder / files.INPUT
         with path.open("wb") as rows:
             count, names, size = files.read_lines(body, model, service.tasks.entry, rows)
-        with service.tasks.pinned(names) as entries:
-            job_request = files.job_request(entries, count, size)
-            return _accepted(request, jobs.add("batch", job_request, {files.INPUT: path}, owner))
+        tasks = folder / files.TASKS
+        entries = {name: service.tasks.copy(name, tasks) for name in names}
+        job_request = files.job_request(entries, count, size)
+        return _accepted(
+            request, jobs.add("batch", job_request, {files.INPUT: path, files.TASKS: tasks}, owner)
+        )
 
 
 def jobs_of(service: Service) -> Jobs:

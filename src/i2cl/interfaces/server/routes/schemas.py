@@ -54,7 +54,7 @@ def require_text_count(texts: Sequence[str], hint: str = "split them over severa
 class Body(BaseModel):
     """Request body that refuses unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Classify(Body):
