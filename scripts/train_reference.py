@@ -1,9 +1,9 @@
 """Train the bundled reference model: a small decoder that learns hidden tasks from examples in its context.
 
-The corpus is `i2cl.tasks.generated`. Training follows a curriculum (`reference_lessons.py`): few tasks and bare
-sentences first, then all tasks, then full sentences, and finally documents of 1 to 24 shots with a decaying
-learning rate. In addition to the next token, the model predicts the task at the end of each demonstration
-(the naming loss), so a single demonstration already represents the task.
+The corpus is `i2cl.tasks.generated`. Training follows a curriculum (`reference_lessons.py`): few tasks and
+bare sentences first, then all tasks, then full sentences, and finally documents of 1 to 24 shots with a
+decaying learning rate. In addition to the next token, the model predicts the task at the end of each
+demonstration (the naming loss), so a single demonstration already represents the task.
 
     PYTHONPATH=src python scripts/train_reference.py --output src/i2cl/reference/model
 """

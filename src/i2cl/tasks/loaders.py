@@ -72,7 +72,7 @@ def load_task(
 
     Args:
         name_or_path: a known name (`list_tasks`), the path of a task TOML, or the path of a file of rows
-            (.csv, .tsv, .jsonl, .json, .parquet, .xlsx, or compressed), which require_packages a template.
+            (.csv, .tsv, .jsonl, .json, .parquet, .xlsx, or compressed), which needs a template.
         data_dir: folder with the rows of known tasks.
         template: prompt format, instead of the task's own.
         labels: label words, instead of the task's own. For a file of rows, whose labels may be ids or codes:
@@ -95,7 +95,7 @@ def load_task(
         train, lookup = read(path, labels)
         if template is None:
             example = "'Review: {text}\\nSentiment: {label}'"
-            raise I2CLError(f"{path} require_packages a template: pass one such as {example}")
+            raise I2CLError(f"{path} needs a template: pass one such as {example}")
         test = () if test_path is None else read(Path(test_path), lookup)[0]
         return Task(name_of(path), lookup.labels, template, train, test, title=name_of(path))
     if isinstance(labels, Mapping) or (text_column, label_column) != ("text", "label"):
