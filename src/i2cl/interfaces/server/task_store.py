@@ -180,7 +180,7 @@ class TaskStore:
         except RefusalError:
             raise
         except I2CLError as error:
-            raise RefusalError(422, "bad_artefact", str(error)) from None
+            raise RefusalError(422, "bad_artefact", error.message, error.hint) from None
 
     def _with_encoder(self, injection: Injection) -> Injection:
         """Use the enabled encoder whose vectors equal those of the fit: its path may differ by machine."""
