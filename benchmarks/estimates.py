@@ -60,7 +60,7 @@ def measure(decoder: Decoder, task: Task, method: Anchored) -> dict[str, Any]:
     drawn = Draw(task.train, len(task.train), len(task.train)).timed(decoder, task, method)
     estimated = drawn.seconds or math.nan
     started = time.perf_counter()
-    injection = method.injection(decoder, task, task.train)
+    injection = method.fit_injection(decoder, task, task.train)
     seconds = time.perf_counter() - started
     return {
         "solver": injection.settings["solved_by"],

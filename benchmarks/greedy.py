@@ -30,7 +30,7 @@ def measured(
     demonstrations, queries = task.sample(None, seed), task.queries(limit)
     (method,) = make_methods(["anchored"], {})
     start = time.perf_counter()
-    injection = method.injection(decoder, task, demonstrations, seed)
+    injection = method.fit_injection(decoder, task, demonstrations, seed)
     seconds = time.perf_counter() - start
     scorer = LabelScorer(decoder, task, injection.scoring)
     labels, edit = scorer.labels, injection.edit()

@@ -1,4 +1,4 @@
-"""Time and compare complete fit-and-predict jobs of the naive program and of the package's recipes."""
+"""Part of `run.py`: complete fit-and-predict jobs of the naive program and of the package's recipes."""
 
 import time
 from collections.abc import Callable, Sequence

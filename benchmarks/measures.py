@@ -1,4 +1,4 @@
-"""Measurements of the benchmark, one function per row of its table.
+"""Part of `run.py` and `gpu.py`: measurements, one function per row of the table.
 
 Comparisons are ratios of adjacent runs, which are much less noisy than absolute times.
 """
@@ -20,7 +20,6 @@ from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.injections.pool import InjectionPool
 from i2cl.models.batching import Ids, make_batch
-from i2cl.models.encoding import LabelTokens
 from i2cl.models.memory import peak_memory
 from i2cl.models.prefix import Prefix
 from i2cl.models.scoring import score
@@ -158,23 +157,6 @@ def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Mea
     return Measure.of("injected / plain forward, time", pair, rows=len(batch.rows))
 
 
-def labels_over_repeated_queries(work: Workload, pairs: int, labels: int = 12) -> Measure:
-    """Compare full-sequence scoring with one query pass for all labels and with one pass per label."""
-    decoder = work.decoder
-    words = LabelTokens(tuple((1, 2 + label, 3) for label in range(labels)), full=True)
-
-    def run(once: bool) -> None:
-        kept, decoder.can_fork = decoder.can_fork, decoder.can_fork and once
-        try:
-            score(decoder, work.queries[:ROWS], words)
-        finally:
-            decoder.can_fork = kept
-
-    pair = paired(partial(run, once=True), partial(run, once=False), decoder.device, pairs, warm=False)
-    name = f"{labels} whole labels behind a query run once / once a label, throughput"
-    return Measure.of(name, pair, queries=len(work.queries[:ROWS]), label_tokens=3)
-
-
 def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
     """Compare the throughput of a batch with 64 tasks with that of one task."""
     pool = InjectionPool(work.decoder)
@@ -237,7 +219,6 @@ def rows_of(work: Workload, pairs: int, **changes: object) -> Iterator[Measure]:
     yield injected_over_plain(work, injection, pairs)
     yield predict_over_forward(work, injection, pairs)
     yield mixed_over_one(work, pairs)
-    yield labels_over_repeated_queries(work, pairs)
 
 
 def _base_forward(work: Workload, groups: Sequence[Sequence[Ids]]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from i2cl import Decoder, Example, Task, anchor, load_task
 from i2cl.methods import Predictor
-from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected
+from i2cl.methods.cross_validation import FOLDS, cross_validate, fold_rows
+from i2cl.methods.injecting import injection_predictor
 from i2cl.models.encoding import ScoringWarning
 from tables import measure_missing
 
@@ -24,10 +25,11 @@ def measured(decoder: Decoder, task: Task, seed: int, folds: int) -> dict[str, A
     demonstrations = task.sample(None, seed)
 
     def refit(rest: tuple[Example, ...]) -> Predictor:
-        return injected(anchor(decoder, task, rest, seed=seed), decoder, task)
+        return injection_predictor(anchor(decoder, task, rest, seed=seed), decoder, task)
 
     wall, own = time.perf_counter(), time.process_time()
-    scores = folded(task, demonstrations, refit, folds, seed).log_probs([one.text for one in demonstrations])
+    held_out = cross_validate(task, demonstrations, refit, folds, seed)
+    scores = held_out.log_probs([one.text for one in demonstrations])
     return {
         "folds": len(fold_rows(task, demonstrations, folds, seed)),
         "gold": [one.label for one in demonstrations],

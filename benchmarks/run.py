@@ -153,7 +153,6 @@ def of_shape(shape: str, scale: Scale) -> dict[str, Any]:
         ("64 tasks / one", lambda: measures.mixed_over_one(work, scale.pairs), ">= 0.95"),
         ("many loaded", lambda: measures.mixed_over_one(work, scale.pairs, scale.loaded), ">= 0.95"),
         ("predict / forward", lambda: measures.predict_over_forward(some, injection, few), ">= 0.9"),
-        ("whole labels", lambda: measures.labels_over_repeated_queries(some, few), "> 1"),
     ):
         console.print(message)
         rows.append({**asdict(measure()), "target": target})

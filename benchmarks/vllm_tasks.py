@@ -37,7 +37,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from i2cl.models.loading import located
+    from i2cl.models.loading import resolve_name
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -51,7 +51,7 @@ def make_model(folder: Path) -> None:
         eos_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(located("reference")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve_name("reference")).save_pretrained(folder)
 
 
 def serve(model: str, tasks: int) -> None:

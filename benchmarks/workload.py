@@ -1,4 +1,4 @@
-"""Workloads: random models of known shapes, and random texts with the token lengths of a real task."""
+"""Part of the benchmarks: random models of known shapes, and random texts as long as those of a real task."""
 
 import random
 from collections.abc import Sequence

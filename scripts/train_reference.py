@@ -21,9 +21,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from i2cl.tasks.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples
-from reference_documents import fill
+from reference_documents import build_tokenizer, fill
 from reference_lessons import LESSONS, Batch, Course, draw_batch
-from reference_tokenizer import build_tokenizer
 
 LAYERS, WIDTH, HEADS = 4, 96, 4
 MAX_POSITIONS = 1024

@@ -25,7 +25,7 @@ from i2cl.experiments.store import Store, save_vectors
 from i2cl.interfaces.cli import load, main
 from i2cl.interfaces.cli.options import ModelOptions
 from i2cl.methods import make_methods
-from i2cl.models.loading import located
+from i2cl.models.loading import resolve_name
 from i2cl.tasks.files import ReadAsWarning
 from i2cl.tasks.rows import read_labelled, read_queries
 
@@ -324,7 +324,7 @@ class Folders:
         """An artefact, which must then predict."""
         injection = Injection.from_pretrained(placed(folder, self.artefact, spoiled))
         load.of_artefact(ModelOptions(), injection, None)
-        located(injection.base.name)
+        resolve_name(injection.base.name)
         assert len(injection.predict(self.decoder, ["a film"], force=True)) == 1
 
     def read_store(self, folder, spoiled):

@@ -16,7 +16,7 @@ from tiny import tiny_model, tiny_tokenizer  # before the hook: under it, transf
 
 gc.disable()  # until all tests are there
 
-SHAPED = ("core", "injections", "methods", "methods.calibrated.folds", "models.architectures")
+SHAPED = ("core", "injections", "methods", "models.architectures")
 SHAPED += ("models.batching", "models.decoder", "models.edits", "models.residual_check", "models.scoring")
 SHAPED += ("experiments.evaluation", "experiments.evidence.fit_evaluation", "experiments.report")
 SHAPED += ("experiments.statistics",)
@@ -46,7 +46,7 @@ jaxtyping.jaxtyped = _where_shaped(jaxtyping.jaxtyped)  # by this name the hook'
 jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
 from i2cl import encoders  # noqa: E402
-from i2cl.methods import embeddings  # noqa: E402
+from i2cl.methods import classifiers  # noqa: E402
 from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.storage import model_cache  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
@@ -116,9 +116,9 @@ def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEn
 
     def put(encoder: WordsEncoder = WordsEncoder()) -> None:  # noqa: B008 - it has no state
         encoders._probe.cache_clear()
-        for module in (encoders, embeddings):
+        for module in (encoders, classifiers):
             monkeypatch.setattr(module, "frozen_encoder", lambda *_: encoder)
-            monkeypatch.setattr(module, "needs", lambda *_: None)
+            monkeypatch.setattr(module, "require_packages", lambda *_: None)
         monkeypatch.setattr(encoders, "encoder_source", lambda name: name)
 
     put()

@@ -6,7 +6,7 @@ import pydantic
 import pytest
 
 from fitting import one_line
-from i2cl.errors import I2CLError, did_you_mean, first_problem, needs
+from i2cl.errors import I2CLError, did_you_mean, first_problem, require_packages
 
 
 class Settings(pydantic.BaseModel):
@@ -21,15 +21,15 @@ def problem(**values):
 
 
 def test_missing_packages_name_the_install_command(monkeypatch, tmp_path):
-    needs("nothing", "dev", "json", "pytest")
+    require_packages("nothing", "dev", "json", "pytest")
     with pytest.raises(I2CLError, match=r"^a map needs the package abacus: pip install 'i2cl\[maps\]'$"):
-        needs("a map", "maps", "json", "abacus")
+        require_packages("a map", "maps", "json", "abacus")
     monkeypatch.setitem(sys.modules, "sklearn", None)
     message = r"needs the packages abacus and scikit-learn: pip install 'i2cl\[maps\]', or draw it$"
-    one_line(message, needs, "a map", "maps", "abacus", "sklearn", instead="draw it")
+    one_line(message, require_packages, "a map", "maps", "abacus", "sklearn", instead="draw it")
     (tmp_path / "abacus").mkdir()  # a folder in the working directory is not a package
     monkeypatch.syspath_prepend(str(tmp_path))
-    one_line("needs the package abacus", needs, "a map", "maps", "abacus")
+    one_line("needs the package abacus", require_packages, "a map", "maps", "abacus")
 
 
 def test_first_problem_has_field_and_value():

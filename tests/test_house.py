@@ -30,8 +30,9 @@ LAYERS = (
 )
 """Rooms, lowest first. One imports only what lies in a layer before its own."""
 
-SHARED_BY_METHODS = {"methods.base", "methods.prompts", "methods.adapters"}
-SHARED_BY_METHODS |= {"methods.calibrated.folds", "methods.compressors.base"}
+SHARED_BY_METHODS = {"methods.base", "methods.prompting", "methods.adapters", "methods.classifiers"}
+SHARED_BY_METHODS |= {"methods.cross_validation", "methods.injecting", "methods.postprocessing"}
+SHARED_BY_METHODS |= {"methods.i2cl", "methods.compressors.base"}
 
 MOST_IN_A_FOLDER = 19
 MOST_ON_TOP = 13

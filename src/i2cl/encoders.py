@@ -29,7 +29,7 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 
-from i2cl.errors import I2CLError, first_line, needs
+from i2cl.errors import I2CLError, first_line, require_packages
 from i2cl.models.scoring import Progress, in_parts, require_texts
 from i2cl.models.training import Settings
 from i2cl.storage.atomic import new_folder, write_errors
@@ -100,7 +100,7 @@ class EncoderBias:
 
     def require_encoder(self, device: str) -> None:
         """Load the encoder. Raises I2CLError if it is missing, or is not the encoder of the fit."""
-        needs("this injection's sentence encoder", "embeddings", "sentence_transformers")
+        require_packages("this injection's sentence encoder", "embeddings", "sentence_transformers")
         try:
             same = self.is_of(self.encoder, device)
         except I2CLError as error:
@@ -123,7 +123,7 @@ class EncoderBias:
 def require_encoders(names: Sequence[str], device: str) -> None:
     """Load encoders in advance. Raises I2CLError if the extra or one of them is missing."""
     if names:
-        needs("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
+        require_packages("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
     for name in names:
         frozen_encoder(name, device)
 
@@ -133,7 +133,7 @@ def regression(config: EmbeddingsConfig, demonstrations: Examples, device: str) 
 
     Raises I2CLError if the extra or the encoder is missing, or a text is empty.
     """
-    needs("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
+    require_packages("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
     from sklearn.linear_model import LogisticRegression
 
     vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])

@@ -69,7 +69,7 @@ def require_utf8(text: str, name: str) -> None:
         raise I2CLError(f"{name} {text!a} contains a lone surrogate or is not UTF-8: rename it or correct it")
 
 
-def needs(what: str, extra: str, *modules: str, instead: str = "") -> None:
+def require_packages(what: str, extra: str, *modules: str, instead: str = "") -> None:
     """Raise I2CLError, with the command that installs them, if packages of an optional extra are missing.
 
     Args:

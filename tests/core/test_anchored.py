@@ -272,7 +272,7 @@ def test_an_invalid_prior_std_is_refused(prior_std):
 
 def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
     (method,) = make_methods(["anchored"], {"steps": 1})
-    assert method.injection(made("llama"), task(), SHOWN, 7).seed == 7
+    assert method.fit_injection(made("llama"), task(), SHOWN, 7).seed == 7
     fit = problem(made("llama"), task())
     u = torch.full((fit.scale.numel(),), 0.05)
     vectors = fit.vectors(u)

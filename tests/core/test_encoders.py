@@ -21,7 +21,7 @@ from i2cl.injections.temperature import TYPICAL_TEMPERATURE, with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.worker import PackedEdit
-from i2cl.methods import calibrating_method
+from i2cl.methods import make_injector
 from i2cl.models.scoring import add_label_bias
 from i2cl.storage.card import CARD
 from plugin import WordsEncoder
@@ -39,8 +39,8 @@ def rows_of(task):
 
 
 def fitted(task, **more):
-    method = calibrating_method(NAME, OPTIONS | more)
-    return method.injection(decoder_of("llama"), task, rows_of(task), 0)
+    method = make_injector(NAME, OPTIONS | more)
+    return method.fit_injection(decoder_of("llama"), task, rows_of(task), 0)
 
 
 @pytest.fixture
@@ -62,20 +62,20 @@ def test_scores_match_the_product_of_two_methods(task, words_encoder):
     assert injection.log_probs(decoder, []).shape == (0, len(task.labels))
     other = with_temperature(injection, 7.0)
     assert torch.equal(other.log_probs(decoder, TEXTS).argmax(-1), actual.argmax(-1))
-    fit = calibrating_method(NAME, OPTIONS).fit(decoder, task, rows, 0)
+    fit = make_injector(NAME, OPTIONS).fit(decoder, task, rows, 0)
     torch.testing.assert_close((fit.log_probs(TEXTS) / TYPICAL_TEMPERATURE).log_softmax(-1).float(), actual)
     assert fit.cost.cached_values == plain.context.values.numel() + len(injection.encoder_bias.weights) * 25
 
 
 def test_named_encoder_is_used(monkeypatch):
-    assert calibrating_method(options={"encoder": "words"}).called == NAME
-    assert calibrating_method(options={"embeddings_c": 3}).called == NAME
-    assert calibrating_method("anchored").called == "anchored"
-    one_line("no chosen method has the option 'encoder'", calibrating_method, "i2cl", {"encoder": "words"})
-    one_line("takes no recipe", calibrating_method, NAME, {}, "fast")
+    assert make_injector(options={"encoder": "words"}).full_name == NAME
+    assert make_injector(options={"embeddings_c": 3}).full_name == NAME
+    assert make_injector("anchored").full_name == "anchored"
+    one_line("no chosen method has the option 'encoder'", make_injector, "i2cl", {"encoder": "words"})
+    one_line("takes no recipe", make_injector, NAME, {}, "fast")
     monkeypatch.setattr("i2cl.encoders.local_encoder", lambda: "here")
-    assert calibrating_method(NAME).embeddings.encoder == "here"
-    assert calibrating_method(NAME, {"encoder": "words"}).embeddings.encoder == "words"
+    assert make_injector(NAME).embeddings.encoder == "here"
+    assert make_injector(NAME, {"encoder": "words"}).embeddings.encoder == "words"
 
 
 def test_encoder_is_saved_and_pooled(injection, tmp_path):
@@ -96,16 +96,6 @@ def test_encoder_is_saved_and_pooled(injection, tmp_path):
     for name, text, row in zip(names, TEXTS, pool.log_probs(TEXTS, names), strict=True):
         expected = tasks[name].log_probs(decoder, [text])[0]
         torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)  # other batch sizes
-
-
-def test_missing_word_weights_beside_an_encoder_are_reported(injection, tmp_path):
-    both = injection.with_head(scoring="words", word_weights=torch.full((5, 3), 0.25))
-    both.save_pretrained(tmp_path / "new")
-    assert torch.equal(Injection.from_pretrained(tmp_path / "new").word_weights, both.word_weights)
-    tensors = load_file(tmp_path / "new" / TENSORS)
-    del tensors["word_weights"]
-    save_file(tensors, tmp_path / "new" / TENSORS)
-    one_line("damaged or missing .'word_weights'", Injection.from_pretrained, tmp_path / "new")
 
 
 def test_label_prior_includes_the_encoder(injection):
@@ -172,8 +162,8 @@ def test_moved_encoder_can_be_given_at_loading(injection, words_encoder, tmp_pat
 
 def test_label_without_rows_is_refused_before_the_fit(words_encoder):
     some = [row for row in rows_of(TASKS[1]) if row.label]
-    method = calibrating_method(NAME, OPTIONS)
-    one_line("demonstrations of every label", method.injection, decoder_of("llama"), TASKS[1], some)
+    method = make_injector(NAME, OPTIONS)
+    one_line("demonstrations of every label", method.fit_injection, decoder_of("llama"), TASKS[1], some)
 
 
 def test_encoder_is_refused_for_an_injection_without_one(injection, tmp_path):

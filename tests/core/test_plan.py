@@ -97,13 +97,16 @@ def test_full_sequences_are_refused():
 def test_a_refit_uses_the_solver_and_scoring_of_the_fit(monkeypatch):
     decoder, method = made("llama"), Anchored(AnchoredConfig(steps=1))
     monkeypatch.setattr(plan, "MAX_WORD_KERNEL_COLUMNS", 1)
-    fit = method.injection(decoder, SHARED, SHOWN[:2])
+    fit = method.fit_injection(decoder, SHARED, SHOWN[:2])
     monkeypatch.undo()
-    assert method.injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "gauss_newton"
+    assert method.fit_injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "gauss_newton"
     again = refitting(method, fit)(decoder, SHARED, SHOWN[:2])
     assert (again.settings["solved_by"], again.scoring) == ("adamw", "words")
     i2cl = I2CL(calibration=CalibrationConfig(epochs=1))
-    assert refitting(i2cl, i2cl.injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring == "auto"
+    assert (
+        refitting(i2cl, i2cl.fit_injection(decoder, LETTERS, SHOWN))(decoder, LETTERS, SHOWN).scoring
+        == "auto"
+    )
 
 
 def test_the_default_limit_is_a_quarter_of_the_free_memory(monkeypatch):
@@ -139,10 +142,3 @@ def test_derivatives_are_taken_in_batches_that_the_training_memory_holds(monkeyp
     parts, _ = fit.linearize(torch.zeros(fit.vector_size))
     assert max(rows) == 2
     torch.testing.assert_close(parts.jacobian, whole.jacobian, atol=1e-5, rtol=1e-4)
-
-
-def test_labels_with_the_same_tokens_are_refused(monkeypatch):
-    same = Task("same", ("ab", "a b"), Template("{text}\n{label}"))
-    tokens = lambda encoder, template, labels, line, end="": ((1,),) * len(labels)  # noqa: E731
-    monkeypatch.setattr("i2cl.models.encoding._behind", tokens)
-    one_line("same tokens", anchor, made("llama"), same, SHOWN[:2], AnchoredConfig(solver="adamw"))

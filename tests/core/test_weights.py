@@ -9,7 +9,7 @@ import torch
 from fitting import injected, one_line
 from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, anchor, load_task
 from i2cl.core.weights import apply_class_weight, example_weights
-from i2cl.methods import calibrating_method
+from i2cl.methods import make_injector
 
 TASK = load_task("mood-colour-1")
 EVEN = TASK.sample(2, 0)
@@ -92,13 +92,13 @@ def test_class_weights_are_stored_with_the_fit_and_only_if_given():
 
 
 def test_class_weights_can_be_given_on_the_command_line():
-    method = calibrating_method(None, {"class_weight": "spam=5, ham=0.5"})
+    method = make_injector(None, {"class_weight": "spam=5, ham=0.5"})
     assert method.anchoring.class_weight == (("spam", 5.0), ("ham", 0.5))
 
 
 @pytest.mark.parametrize("value", ["even", "spam", "spam=many", "spam=0", "spam=-1", "spam=inf", "=", 3])
 def test_invalid_class_weights_are_refused(value):
-    one_line("option class_weight=", calibrating_method, None, {"class_weight": value})
+    one_line("option class_weight=", make_injector, None, {"class_weight": value})
 
 
 def test_weight_for_an_unknown_label_is_refused():

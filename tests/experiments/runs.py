@@ -1,7 +1,7 @@
 """A small grid and helpers that run its cells."""
 
 from i2cl.experiments.grid import Cell
-from i2cl.experiments.runner import Group, pending, run_groups, run_job
+from i2cl.experiments.runner import pending_cells, run_cells, run_job
 from i2cl.experiments.store import Store
 
 ONE, OTHER = "mood-colour-1", "job-letter-1"
@@ -25,31 +25,17 @@ def cell(**changes):
 
 def run_alone(cell, decoder, folder):
     """Run a cell separately, and return its record."""
-    (record,) = run_job(single(cell), None, folder, (), decoder)
+    (record,) = run_job([cell], None, folder, (), decoder)
     return record
 
 
-def run_groups_of(cells, decoder, folder, data_dir=None):
+def run_missing(cells, decoder, folder, data_dir=None):
     """Run the cells that a store does not have, and count them by status."""
     with Store.writing(folder) as store:
-        return run_groups(pending(cells, store), store, lambda: decoder, 1, data_dir)
-
-
-def single(*cells):
-    return [Group((one,), (one,)) for one in cells]
-
-
-def shot(seed, **changes):
-    """A cell of a method without joint fits."""
-    return cell(method="few_shot", seed=seed, **changes)
-
-
-def quick(seed, **changes):
-    """A cell that is fitted jointly with those of other seeds."""
-    return cell(seed=seed, options={"epochs": 2}, **changes)
+        return run_cells(pending_cells(cells, store), store, lambda: decoder, 1, data_dir)
 
 
 def kept(record):
     """Results that must not depend on the order of cells."""
-    numbers = {"coefficients", "predictions", "cost", "together", "accuracy", "demonstrations"}
+    numbers = {"coefficients", "predictions", "cost", "accuracy", "demonstrations"}
     return record.outcome.model_dump(include=numbers)

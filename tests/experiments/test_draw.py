@@ -9,7 +9,7 @@ from fitting import one_line
 from i2cl import Example, Task, Template, make_methods
 from i2cl.core.plan import MAX_EXAMPLES, FitSize, plan_fit
 from i2cl.experiments import draw as module
-from i2cl.experiments.draw import draw, fitting, up_to
+from i2cl.experiments.draw import draw, draw_within_budget, up_to
 
 ANCHORED, I2CL = make_methods(["anchored", "i2cl"])
 
@@ -84,7 +84,7 @@ def test_requested_shots_are_drawn_or_refused_without_a_model():
 )
 def test_up_to_twenty_rows_of_a_class_are_drawn_by_default(decoder, fast, task, scored, shown, more):
     fast(0.0)
-    result = fitting(decoder, task, ANCHORED, 0, keep_back=None, scored=scored)
+    result = draw_within_budget(decoder, task, ANCHORED, 0, keep_back=None, scored=scored)
     assert counts(result.demonstrations) == shown
     assert (result.shots, result.rows) == (max(shown), len(task.train))
     assert (result.more and result.more[:2]) == more
@@ -95,7 +95,9 @@ def test_up_to_twenty_rows_of_a_class_are_drawn_by_default(decoder, fast, task, 
 @pytest.mark.parametrize(("keep_back", "shown"), [(None, [60, 4]), (5, [48, 4])])
 def test_all_rows_are_drawn_on_request_however_long_the_fit_takes(decoder, fast, keep_back, shown):
     fast(1e9)
-    result = fitting(decoder, of(60, 4), ANCHORED, 0, keep_back=keep_back, scored=True, shots="all")
+    result = draw_within_budget(
+        decoder, of(60, 4), ANCHORED, 0, keep_back=keep_back, scored=True, shots="all"
+    )
     assert counts(result.demonstrations) == shown
     assert (result.rows, result.keep_back, result.more) == (64, keep_back or 0, None)
     assert result.seconds > module.PATIENCE_S
@@ -107,7 +109,7 @@ def test_fewer_rows_are_drawn_if_the_fit_would_take_longer_than_five_minutes(dec
     passes = speed._plan(task.train[:13]).passes
     a_row = tokens_of(speed, task.train) / 80 * passes
     fast(module.PATIENCE_S / (13 * a_row))
-    result = fitting(decoder, task, ANCHORED, 0, keep_back=0, scored=False)
+    result = draw_within_budget(decoder, task, ANCHORED, 0, keep_back=0, scored=False)
     assert (result.shots, len(result.demonstrations)) == (6, 12)
     assert result.seconds <= module.PATIENCE_S
     assert result.more[:2] == (40, 80)
@@ -115,7 +117,7 @@ def test_fewer_rows_are_drawn_if_the_fit_would_take_longer_than_five_minutes(dec
 
 def test_at_least_five_rows_of_a_class_are_drawn(decoder, fast):
     fast(1e9)
-    slow = fitting(decoder, of(40, 40), ANCHORED, 0, keep_back=0, scored=False)
+    slow = draw_within_budget(decoder, of(40, 40), ANCHORED, 0, keep_back=0, scored=False)
     assert slow.shots == 5
     assert slow.seconds > module.PATIENCE_S
 

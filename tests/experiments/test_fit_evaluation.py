@@ -100,7 +100,7 @@ def test_evaluation_equals_separate_runs_and_is_saved(decoder, task, tmp_path):
     assert list(value["methods"]) == [*BASELINES, "i2cl"]
     names = [*BASELINES, "i2cl"]
     methods = make_methods(names, {"epochs": 2})
-    runs = {method.called: evaluate(decoder, task, method, shots=2) for method in methods}
+    runs = {method.full_name: evaluate(decoder, task, method, shots=2) for method in methods}
     for name, score in value["methods"].items():
         assert score["accuracy"] == runs[name].accuracy
         assert score["cached_bytes"] == runs[name].cost.cached_bytes
@@ -162,11 +162,11 @@ def test_cross_validation_scores_rows_by_refits_without_them(decoder, task, name
     options = {"anchored": {"steps": 2}, "i2cl": {"epochs": 2}}[name]
     (method,) = make_methods([name], options)
     shown, asked = task.sample(3, 0), []
-    injection = method.injection(decoder, task, shown, 5)
+    injection = method.fit_injection(decoder, task, shown, 5)
 
     def make(rest):
         asked.append(rest)
-        return method.injection(decoder, task, rest, 5)
+        return method.fit_injection(decoder, task, rest, 5)
 
     seen, plan = Recorder(), plan_evaluation(replace(task, train=shown, test=()), shown)
     result = evaluated(injection, decoder, task, shown, plan, method=method, refit=make, observer=seen)
@@ -190,9 +190,9 @@ def test_cross_validation_scores_rows_by_refits_without_them(decoder, task, name
 
 def cross_validated(decoder, task, shown, **more):
     (method,) = make_methods(["anchored"], {"steps": 1})
-    injection = method.injection(decoder, task, shown, 0)
+    injection = method.fit_injection(decoder, task, shown, 0)
     plan = plan_evaluation(replace(task, test=()), shown)
-    make = partial(method.injection, decoder, task, seed=0)
+    make = partial(method.fit_injection, decoder, task, seed=0)
     return plan, evaluated(injection, decoder, task, shown, plan, method=method, refit=make, **more)
 
 
@@ -266,7 +266,7 @@ def test_held_out_rows_include_at_least_one_of_each_label(task):
 
 
 def test_advice_names_the_encoder_if_sentence_embeddings_are_better(monkeypatch):
-    monkeypatch.setattr(fit_evaluation.encoder_bias, "local_encoder", lambda: "minilm")
+    monkeypatch.setattr(fit_evaluation.encoders, "local_encoder", lambda: "minilm")
     (anchored,) = make_methods(["anchored"])
     assert fit_evaluation._advice(anchored, "sentence_embeddings").endswith("--set encoder=minilm")
     assert "rarer labels" in fit_evaluation._advice(anchored, "majority_class")

@@ -88,18 +88,6 @@ def test_a_significantly_better_rival_decides_the_verdict():
     assert result.verdict.startswith("embeddings is significantly better by 17.5 points")
 
 
-def test_worse_rival_does_not_change_a_good_verdict():
-    result = verdict({"zero_shot": (60, 1), "batch": (60, 1), "embeddings": (5, 2)}, 160, FREE)
-    assert result.outcome == "better"
-    assert "embeddings" not in result.verdict
-
-
-def test_no_verdict_from_rows_that_miss_a_label():
-    result = verdict({"zero_shot": (40, 1)}, 58, FREE, missing=("spam",))
-    assert result.outcome == "unknown"
-    assert result.verdict == "none, because none of the 58 rows is labelled 'spam'"
-
-
 def message(monkeypatch, n, accuracies, shared, draws=2000):
     """Simulate verdicts; ``shared`` is the probability that a row is equally hard for all methods."""
     for name in ("mcnemar", "paired_interval", "rows_for"):

@@ -9,8 +9,8 @@ import torch
 from fitting import injected, one_line
 from i2cl import CalibrationConfig, Example, with_label_prior
 from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
-from i2cl.methods.calibrated.folds import injected as predictor_of
-from i2cl.methods.calibrated.label_calibration import LabelPrior
+from i2cl.methods.injecting import injection_predictor as predictor_of
+from i2cl.methods.postprocessing import LabelPrior
 
 TEXTS = ["a warm film", "dull", "one of the best of them all"]
 UNLABELLED = [f"film number {number} is {number % 7}" + " indeed" * (number % 3) for number in range(40)]

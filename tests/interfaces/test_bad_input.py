@@ -148,7 +148,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(refused, home, tmp_path, monkeypatch, case):
+def test_invalid_arguments_are_rejected(refused, home, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     arguments, message = WRONG[case]
@@ -166,7 +166,7 @@ def test_wrong_arguments(refused, home, tmp_path, monkeypatch, case):
     assert message in refused(*filled)
 
 
-def test_predictions_do_not_replace_what_they_are_made_from(refused, home, tmp_path):
+def test_predict_does_not_overwrite_its_inputs(refused, home, tmp_path):
     artefact = shutil.copytree(home / "artefact", tmp_path / "artefact")
     (tmp_path / "t.txt").write_text("one\n")
     for output in ("t.txt", "artefact/injection.json"):
@@ -174,7 +174,7 @@ def test_predictions_do_not_replace_what_they_are_made_from(refused, home, tmp_p
         assert "is also an input: choose another output" in line
 
 
-def test_a_text_of_a_megabyte_is_cut_with_one_warning(call, home, tmp_path):
+def test_long_text_is_truncated_with_one_warning(call, home, tmp_path):
     (tmp_path / "long.txt").write_text("word " * 200_000 + "\nshort\n", encoding="utf-8")
     code, out, err = call("predict", home / "artefact", tmp_path / "long.txt")
     assert code == 0
@@ -214,7 +214,7 @@ SPOILED = {  # what is done to a copy of the model, and what is said then
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_models_that_cannot_be_loaded(refused, home, tmp_path, how):
+def test_damaged_model_is_rejected(refused, home, tmp_path, how):
     spoil, message = SPOILED[how]
     folder = shutil.copytree(home / "model", tmp_path / "spoiled")
     spoil(folder, home)
@@ -228,7 +228,7 @@ def predicted(home, *more):
     return ["predict", home / "artefact", home / "films.jsonl", *more]
 
 
-def test_an_injection_for_another_model_needs_force_and_the_same_shape(call, refused, home):
+def test_other_model_needs_force_and_the_same_shape(call, refused, home):
     line = refused(*predicted(home, "--model", home / "same_shape"))
     assert ("weights" in line, "--force" in line) == (True, True)
     code, out, err = call(*predicted(home, "--model", home / "same_shape", "--force"))
@@ -239,7 +239,7 @@ def test_an_injection_for_another_model_needs_force_and_the_same_shape(call, ref
         assert ("d_model 32 and not 48" in line, "--force" in line) == (True, False)
 
 
-def test_the_base_model_moved_away(refused, home, tmp_path):
+def test_moved_base_model_is_reported_with_model_option(refused, home, tmp_path):
     shutil.copytree(home / "artefact", tmp_path / "artefact")
     description = tmp_path / "artefact" / "injection.json"
     description.write_text(description.read_text().replace(str(home / "model"), str(home / "gone")))
@@ -247,7 +247,7 @@ def test_the_base_model_moved_away(refused, home, tmp_path):
     assert (str(home / "gone") in line, "--model" in line) == (True, True)
 
 
-def test_places_that_cannot_be_written(refused, home, tmp_path, monkeypatch):
+def test_unwritable_outputs_are_rejected(refused, home, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "new", "/proc/none/new"):
         assert "cannot write" in refused(*fit(home, "-o", place))
@@ -261,14 +261,14 @@ def test_places_that_cannot_be_written(refused, home, tmp_path, monkeypatch):
     assert "cannot write" in refused(*fit(home, "-o", tmp_path / "file" / "new"))
 
 
-def test_demonstrations_that_exceed_the_context(refused, home):
+def test_demonstrations_above_the_context_are_rejected(refused, home):
     films = home / "films.jsonl"
     task = [films, "--test", films, "--template", TEMPLATE, "--shots", "2"]
     line = refused("eval", home / "short", *task, "--method", "few_shot", "--workers", "1")
     assert ("tokens" in line, "holds 24" in line) == (True, True)
 
 
-def test_ctrl_c_in_calibration_and_in_saving_leaves_nothing(call, home, tmp_path, monkeypatch):
+def test_ctrl_c_before_saving_leaves_no_files(call, home, tmp_path, monkeypatch):
     for place in ("i2cl.methods.i2cl.calibrate", "i2cl.core.artefact.save_file"):
         with monkeypatch.context() as patch:
             patch.setattr(place, Mock(side_effect=KeyboardInterrupt))
@@ -279,7 +279,7 @@ def test_ctrl_c_in_calibration_and_in_saving_leaves_nothing(call, home, tmp_path
 
 
 @pytest.mark.parametrize("error", [typer.Abort, KeyboardInterrupt])
-def test_ctrl_c_is_the_same_in_every_version_of_typer(call, monkeypatch, error):
+def test_interrupt_exit_code_in_every_version_of_typer(call, monkeypatch, error):
     monkeypatch.setattr("i2cl.interfaces.cli.app", Mock(side_effect=error))
     assert call("ls", "tasks") == (130, "", "error: interrupted: no file was written\n")
 
@@ -296,7 +296,7 @@ main()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
+def test_sigint_ends_calibration(home, tmp_path):
     output = tmp_path / "new"
     program = Program(TOLD, *fit(home, "-o", output), "--set", "epochs=5000")
     until(lambda: "calibrating\n" in program.out.read_text(), program=program)
@@ -309,7 +309,7 @@ def test_ctrl_c_from_outside_ends_calibration(home, tmp_path):
     assert tree(tmp_path) == {}
 
 
-def test_out_of_memory_is_one_line(call, monkeypatch):
+def test_out_of_memory_is_a_one_line_error(call, monkeypatch):
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
     monkeypatch.setattr(Decoder, "prefix", Mock(side_effect=full))
     code, _, err = call("eval", "reference", "mood-colour-1", "--method", "few_shot", "--limit", 2)

@@ -87,7 +87,7 @@ FAILED_CHECKS = {
     [OnNumbers("reference", shots=1, settings=QUICK, evaluate=0, labels=WORDS | NAMES)],
     expected_failed_checks=lambda _: FAILED_CHECKS,
 )
-def test_scikit_learns_own_checks(estimator, check):
+def test_passes_scikit_learn_checks(estimator, check):
     check(estimator)
 
 
@@ -98,7 +98,7 @@ def shown_of(result, shots):
     return task, replace(task, train=tuple(rows)).sample(shots, 0)
 
 
-def test_it_is_what_extract_and_calibrate_make():
+def test_fit_equals_extract_and_calibrate():
     tags = quick().__sklearn_tags__().input_tags
     assert (tags.string, tags.two_d_array) == (True, False)
     decoder, result = reference(), fitted()
@@ -113,7 +113,7 @@ def test_it_is_what_extract_and_calibrate_make():
     assert result.predict(QUERIES).tolist() == injection.predict(decoder, QUERIES)
 
 
-def test_another_method_and_unlabelled_texts(tmp_path):
+def test_fit_with_anchored_and_unlabelled_texts(tmp_path):
     unlabelled = [example.text for example in TASK.train[-64:]]
     chosen = {"method": "anchored", "settings": {"steps": 2}, "unlabelled": unlabelled}
     result = quick(shots=5, evaluate=8, **chosen).fit(X, Y)
@@ -129,7 +129,7 @@ def test_another_method_and_unlabelled_texts(tmp_path):
     assert np.array_equal(again.predict(QUERIES), result.predict(QUERIES))
 
 
-def test_a_loaded_task_keeps_the_order_that_its_numbers_are_in(tmp_path):
+def test_loaded_task_keeps_its_label_order(tmp_path):
     """Labels that are not sorted: bias and word weights belong to places, also of what is saved again."""
     task = replace(TASK.without_data(), labels=tuple(sorted(TASK.labels, reverse=True)))
     plain = replace(anchor(reference(), *shown_of(fitted(), 1), AnchoredConfig(steps=1)), task=task)
@@ -142,7 +142,7 @@ def test_a_loaded_task_keeps_the_order_that_its_numbers_are_in(tmp_path):
         result.save_pretrained(tmp_path / after)
 
 
-def test_it_learns_the_task_from_all_texts_unless_shots_says_less():
+def test_fit_uses_all_texts_unless_shots_is_given():
     gold = [TASK.labels[example.label] for example in TASK.test[:200]]
     texts = [example.text for example in TASK.test[:200]]
     assert fitted().score(texts, gold) > 0.95
@@ -151,7 +151,7 @@ def test_it_learns_the_task_from_all_texts_unless_shots_says_less():
     assert quick(shots=2).fit(X, Y).injection_.context.demonstrations == 8
 
 
-def test_seeds():
+def test_random_state_determines_the_fit():
     one, same, other = (quick(random_state=seed).fit(X, Y).injection_ for seed in (1, 1, 2))
     assert torch.equal(one.coefficients, same.coefficients)
     assert not torch.equal(one.context.values, other.context.values)
@@ -159,7 +159,7 @@ def test_seeds():
     assert drawn == np.random.RandomState(5).randint(2**31 - 1)
 
 
-def test_classes_of_any_kind_with_words_of_their_own():
+def test_labels_maps_numeric_classes_to_words():
     ids = np.array([TASK.labels.index(word) for word in Y]) * 10
     words = {10 * place: word for place, word in enumerate(TASK.labels)}
     by_id = quick(shots=5, labels=words | {99: "unused"}, **FAST).fit(X, ids)
@@ -168,7 +168,7 @@ def test_classes_of_any_kind_with_words_of_their_own():
     assert [words[result] for result in by_id.predict(QUERIES).tolist()] == fitted().predict(QUERIES).tolist()
 
 
-def test_two_classes_have_log_odds():
+def test_decision_function_of_two_classes_is_log_odds():
     pair = [(x, y) for x, y in zip(X, Y, strict=True) if y in {"red", "blue"}]
     result = quick().fit(*zip(*pair, strict=True))
     odds = result.decision_function(QUERIES)
@@ -177,7 +177,7 @@ def test_two_classes_have_log_odds():
     assert result.predict(QUERIES).tolist() == result.classes_[(odds > 0).astype(int)].tolist()
 
 
-def test_texts_come_in_many_containers():
+def test_texts_in_any_container_give_the_same_fit():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     expected = quick().fit(X, Y).decision_function(QUERIES)
     for made in (
@@ -189,7 +189,7 @@ def test_texts_come_in_many_containers():
         assert np.array_equal(result, expected)
 
 
-def test_it_reports_on_the_texts_that_shots_left_over():
+def test_report_uses_the_texts_left_over_by_shots():
     result = quick(shots=2, recipe="fast", settings={"passes": 20}, evaluate=160).fit(X, Y)
     report = result.report_
     assert (report["rows"], report["split"]) == (len(X) - 8, "train")
@@ -201,7 +201,7 @@ def test_it_reports_on_the_texts_that_shots_left_over():
     assert json.dumps(report) == json.dumps(pickle.loads(pickle.dumps(result)).report_)
 
 
-def test_there_is_no_report_where_no_text_is_left_or_none_is_wanted(tmp_path):
+def test_report_is_none_without_texts_to_evaluate(tmp_path):
     assert quick(shots=None, evaluate=160).fit(X[:12], Y[:12]).report_ is None
     rows = [at for word in sorted(set(Y)) for at in [at for at, one in enumerate(Y) if one == word][:3]]
     texts, words = [X[at] for at in rows], [Y[at] for at in rows]
@@ -285,11 +285,11 @@ def wrong(x=None, y=None, **parameters):
         ({"unlabelled": "text"}, "unlabelled is one string"),
     ],
 )
-def test_bad_input_is_one_line(arguments, named):
+def test_invalid_argument_raises_one_line_error(arguments, named):
     one_line(named, wrong, **arguments)
 
 
-def test_tables_and_vectorised_texts_are_refused():
+def test_tables_and_sparse_matrices_are_rejected():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     from sklearn.feature_extraction.text import CountVectorizer
 
@@ -298,14 +298,14 @@ def test_tables_and_vectorised_texts_are_refused():
 
 
 @pytest.mark.parametrize("method", ["predict", "predict_proba", "decision_function"])
-def test_nothing_works_before_fit(method):
+def test_unfitted_classifier_raises_not_fitted_error(method):
     with pytest.raises(NotFittedError):
         getattr(quick(), method)(QUERIES)
     with pytest.raises(NotFittedError):
         quick().save_pretrained("nowhere")
 
 
-def test_a_fitted_classifier_is_kept_when_a_later_fit_fails():
+def test_failed_refit_keeps_the_previous_fit():
     result = quick().fit(X, Y)
     before = result.predict_proba(QUERIES)
     with pytest.raises(I2CLError):
@@ -314,7 +314,7 @@ def test_a_fitted_classifier_is_kept_when_a_later_fit_fails():
     assert np.array_equal(result.predict_proba(QUERIES), before)
 
 
-def test_it_is_anchored_where_nothing_of_i2cl_is_asked_for():
+def test_default_method_is_anchored_unless_an_option_needs_i2cl():
     made = I2CLClassifier(reference(), shots=1, evaluate=0).fit(X, Y)
     assert made.injection_.settings["method"] == "anchored"
     named = made.set_params(recipe="fast", settings={"passes": 1}).fit(X, Y)
@@ -322,7 +322,7 @@ def test_it_is_anchored_where_nothing_of_i2cl_is_asked_for():
 
 
 @pytest.mark.parametrize(("classes", "none"), [(None, ""), ([3, 1, 4, 2], -1), ([3.0, 1.0, 4.0, 2.0], -1)])
-def test_below_min_confidence_predict_gives_no_class(classes, none):
+def test_predict_returns_placeholder_below_min_confidence(classes, none):
     labels, y = None, Y
     if classes is not None:
         labels = dict(zip(classes, TASK.labels, strict=True))
@@ -341,7 +341,7 @@ def test_below_min_confidence_predict_gives_no_class(classes, none):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bool"])
-def test_classes_without_a_sign_have_minus_one_for_no_class(dtype):
+def test_placeholder_of_unsigned_classes_is_minus_one(dtype):
     y = np.array([TASK.labels.index(word) % 2 for word in Y]).astype(dtype)
     words = dict(zip(np.unique(y).tolist(), TASK.labels[:2], strict=True))
     result = quick(labels=words, min_confidence=1.0).fit(X, y)
@@ -349,7 +349,7 @@ def test_classes_without_a_sign_have_minus_one_for_no_class(dtype):
     assert -1 in result.predict(QUERIES)
 
 
-def test_a_class_of_the_name_of_no_class_is_refused():
+def test_class_equal_to_placeholder_is_rejected():
     words = dict(zip([-1, 1, 2, 3], TASK.labels, strict=True))
     y = [[-1, 1, 2, 3][TASK.labels.index(word)] for word in Y]
     result = quick(labels=words).fit(X, y)
@@ -359,14 +359,14 @@ def test_a_class_of_the_name_of_no_class_is_refused():
 
 
 @pytest.mark.parametrize("least", [0.0, -1.0, 1.5, float("nan")])
-def test_a_threshold_that_is_none_is_refused_at_fit_and_later(least):
+def test_invalid_min_confidence_is_rejected_by_fit_and_predict(least):
     message = r"^min_confidence .* is not a probability: give a number above 0, up to 1$"
     one_line(message, quick(min_confidence=least).fit, X, Y)
     later = copy.copy(fitted()).set_params(min_confidence=least)
     one_line("is not a probability", later.predict, QUERIES)
 
 
-def test_the_model_is_left_as_found(decoder):
+def test_model_is_left_as_found(decoder):
     next(decoder.model.train().parameters()).requires_grad_(False)
     decoder.tokenizer.padding_side = "left"
     with left_as_found(decoder.model):
@@ -377,17 +377,17 @@ def test_the_model_is_left_as_found(decoder):
     assert decoder.tokenizer.padding_side == "left"
 
 
-def test_the_default_template_is_that_of_the_command_line():
+def test_default_template_equals_command_line_default():
     assert I2CLClassifier().template == default_template("rows.csv") == DEFAULT_TEMPLATE
 
 
-def test_shots_beyond_the_rows_of_a_class_use_all_of_them_and_warn():
+def test_shots_above_class_size_use_all_rows_and_warn():
     rows = [*[at for at, word in enumerate(Y) if word == "red"][:3], Y.index("blue"), Y.index("green")]
     with pytest.warns(FewRowsWarning, match=r"fewer than 2 rows, all of which are used: blue \(1\), green"):
         result = quick(shots=2).fit([X[at] for at in rows], [Y[at] for at in rows])
     assert result.injection_.context.demonstrations == 4
 
 
-def test_without_scikit_learn_the_cure_is_named():
+def test_missing_scikit_learn_is_reported_with_install_command():
     _, _, message = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
     assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in message

@@ -25,7 +25,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from i2cl.interfaces.sklearn import I2CLClassifier, shared
-from i2cl.methods import calibrating_method
+from i2cl.methods import make_injector
 from interfaces.test_classifier import QUERIES, QUICK, TASK, X, Y, fitted, quick, reference
 
 
@@ -38,7 +38,7 @@ def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):
     assert [call.args for call in load.call_args_list] == [(str(tmp_path),)]
 
 
-def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
+def test_named_model_is_freed_after_the_last_reference(tmp_path):
     folders = [tiny_folder(tmp_path / name) for name in ("one", "two")]
     first = shared.shared_decoder(folders[0])
     assert shared.shared_decoder(str(folders[0])) is first
@@ -50,7 +50,7 @@ def test_a_named_model_is_freed_when_nobody_holds_it(tmp_path):
     assert not {name for name, *_ in shared._ALIVE} & {str(folder) for folder in folders}
 
 
-def test_no_folder_hides_the_bundled_model_and_a_changed_one_is_loaded_anew(tmp_path, monkeypatch):
+def test_folder_does_not_shadow_bundled_model_and_changed_folder_is_reloaded(tmp_path, monkeypatch):
     (tmp_path / "reference").mkdir()
     monkeypatch.chdir(tmp_path)
     assert shared.shared_decoder("reference").base.name == "reference"
@@ -93,7 +93,7 @@ with joblib.parallel_config("multiprocessing"):  # forks, where loky would start
 """
 
 
-def test_a_grid_search_over_processes_in_a_pipeline():
+def test_grid_search_over_processes_in_a_pipeline():
     code, result, errors = finished(IN_PROCESSES)
     assert code == 0, errors
     here = searched()
@@ -102,7 +102,7 @@ def test_a_grid_search_over_processes_in_a_pipeline():
 
 
 @pytest.mark.parametrize("module", [pickle, joblib], ids=["pickle", "joblib"])
-def test_a_pickle_holds_no_weights(module):
+def test_pickle_contains_no_weights(module):
     carried = io.BytesIO()
     module.dump(fitted(), carried)
     tensors = fitted().injection_.context.values.nbytes + fitted().injection_.coefficients.nbytes
@@ -115,7 +115,7 @@ def test_a_pickle_holds_no_weights(module):
     assert clone(result).fit(X, Y).predict(QUERIES).tolist() == fitted().predict(QUERIES).tolist()
 
 
-def test_a_pickle_works_in_a_fresh_process(tmp_path):
+def test_pickle_loads_in_a_new_process(tmp_path):
     joblib.dump(fitted(), tmp_path / "classifier")
     program = (
         "import joblib, sys; loaded = joblib.load(sys.argv[1]); "
@@ -126,7 +126,7 @@ def test_a_pickle_works_in_a_fresh_process(tmp_path):
     assert message.split() == fitted().predict(QUERIES).tolist()
 
 
-def test_precision_travels_with_a_pickle(tmp_path):
+def test_pickle_keeps_the_precision(tmp_path):
     tiny_folder(tmp_path)
     half = I2CLClassifier(Decoder.from_pretrained(str(tmp_path), dtype="bfloat16"), shots=1, settings=QUICK)
     half.fit(X, Y)
@@ -135,7 +135,7 @@ def test_precision_travels_with_a_pickle(tmp_path):
     assert np.array_equal(result.decision_function(QUERIES), half.decision_function(QUERIES))
 
 
-def test_another_model_under_the_same_name_is_refused(tmp_path):
+def test_changed_model_under_the_same_name_is_rejected(tmp_path):
     tiny_folder(tmp_path)
     by_name = I2CLClassifier(str(tmp_path), shots=1, settings=QUICK).fit(X, Y)
     by_model = quick(model=Decoder.from_pretrained(str(tmp_path))).fit(X, Y)
@@ -148,7 +148,7 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
         one_line(r"has changed since the fit \(weights", use)
 
 
-def test_a_model_in_memory_alone_is_given_again():
+def test_pickled_in_memory_model_must_be_passed_again():
     decoder = Decoder(tiny_model("llama"), tiny_tokenizer(), name="./tiny-llama")
     result = pickle.loads(pickle.dumps(quick(model=decoder).fit(X, Y)))
     one_line(r"tiny-llama.*set_params\(model=...\)", result.predict, QUERIES)
@@ -156,7 +156,7 @@ def test_a_model_in_memory_alone_is_given_again():
     assert result.predict(QUERIES).tolist() == quick(model=decoder).fit(X, Y).predict(QUERIES).tolist()
 
 
-def test_saved_and_loaded(tmp_path):
+def test_saved_classifier_predicts_the_same_after_loading(tmp_path):
     ids = [TASK.labels.index(word) for word in Y]
     words = dict(enumerate(TASK.labels))
     made = I2CLClassifier(reference(), shots=2, labels=words, recipe="released", settings=QUICK).fit(X, ids)
@@ -172,7 +172,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("own", [{}, {"encoder": "words", "embeddings_c": 3.0}], ids=["anchored", "encoder"])
-def test_anchored_calibration_is_kept_and_fitted_again(tmp_path, words_encoder, own):
+def test_loaded_anchored_classifier_can_be_refitted(tmp_path, words_encoder, own):
     options = {"steps": 1} | own
     made = quick(settings=options, recipe=None).fit(X, Y)
     made.save_pretrained(tmp_path / "mood")
@@ -185,17 +185,17 @@ def test_anchored_calibration_is_kept_and_fitted_again(tmp_path, words_encoder, 
     assert np.array_equal(again.predict_proba(QUERIES), made.predict_proba(QUERIES))
 
 
-def test_a_classifier_of_an_injection_with_other_settings_can_be_fitted(tmp_path):
+def test_loaded_injection_with_changed_settings_can_be_refitted(tmp_path):
     fitted().injection_.with_report(settings={"combined": []}).save_pretrained(tmp_path / "both")
     result = I2CLClassifier.from_pretrained(tmp_path / "both", model=reference())
     assert result.settings is None
     again = clone(result).set_params(settings=QUICK, shots=1).fit(X, Y)
     assert again.predict(QUERIES).shape == (len(QUERIES),)
-    calibrating_method(result.method, result.settings, result.recipe)  # its own settings are known options
+    make_injector(result.method, result.settings, result.recipe)  # its own settings are known options
 
 
 @pytest.mark.parametrize("bias", [None, tuple(50.0 * (word == "red") for word in TASK.labels)])
-def test_an_injection_is_a_classifier_of_its_label_words_whose_bias_follows_them(tmp_path, bias):
+def test_injection_loads_with_label_words_as_classes(tmp_path, bias):
     assert list(TASK.labels) != sorted(TASK.labels)
     backwards = replace(fitted().injection_.task, labels=TASK.labels)
     injection = replace(fitted().injection_, task=backwards).with_head(bias=bias).with_report(settings={})
@@ -209,7 +209,7 @@ def test_an_injection_is_a_classifier_of_its_label_words_whose_bias_follows_them
     assert result.predict(QUERIES).tolist() == said
 
 
-def test_a_grid_search_over_numpy_numbers_can_be_saved(tmp_path):
+def test_grid_search_over_numpy_numbers_can_be_saved(tmp_path):
     best = quick(shots=np.arange(1, 3)[0]).fit(X, Y)
     best.save_pretrained(tmp_path / "best")
     stored = json.loads((tmp_path / "best" / "injection.json").read_text())

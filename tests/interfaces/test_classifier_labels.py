@@ -40,7 +40,7 @@ def other():
 
 
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
-def test_labels_name_string_classes_and_their_numbers_alike(labels):
+def test_labels_cover_string_classes_and_their_numbers(labels):
     by_name = one_step(labels).fit(X, Y)
     by_number = one_step(labels).fit(X, [WORDS.index(word) for word in Y])
     assert by_number.injection_.task.labels == by_name.injection_.task.labels == tuple(WORDS)
@@ -63,7 +63,7 @@ def test_labels_name_string_classes_and_their_numbers_alike(labels):
         ([0, 1, 2], {1: "poor", 2: "fair", 5: "great"}, ("poor", "fair", "great")),
     ],
 )
-def test_words_of_classes(classes, labels, words):
+def test_label_words(classes, labels, words):
     assert label_words(np.array(classes), labels) == words
 
 
@@ -76,11 +76,11 @@ def test_words_of_classes(classes, labels, words):
         (["neg", "pos"], {0: "bad", 1: "good"}, "no word for class 'neg'"),
     ],
 )
-def test_classes_without_a_word_are_named(classes, labels, message):
+def test_class_without_word_is_rejected_by_name(classes, labels, message):
     one_line(message, label_words, np.array(classes), labels)
 
 
-def test_cross_validated_probabilities_of_string_classes():
+def test_cross_val_predict_probabilities_of_string_classes():
     proba = cross_val_predict(one_step(), X, Y, cv=2, method="predict_proba")
     np.testing.assert_allclose(proba.sum(1), 1)
     assert proba.shape == (len(X), len(WORDS))
@@ -88,7 +88,7 @@ def test_cross_validated_probabilities_of_string_classes():
 
 @pytest.mark.parametrize("method", ["predict_proba", "decision_function"])
 @pytest.mark.filterwarnings("ignore:The least populated class", "ignore:Number of classes in training fold")
-def test_a_class_that_is_missing_in_a_fold_gets_no_probability_there(method):
+def test_class_missing_in_a_fold_gets_no_probability_there(method):
     rows = [at for word in ("red", "blue", "green") for at, one in enumerate(Y) if one == word][:30]
     texts, words = [X[at] for at in rows] + ["a rare text"], [Y[at] for at in rows] + ["yellow"]
     scores = cross_val_predict(one_step(), texts, words, cv=2, method=method)
@@ -109,7 +109,7 @@ def test_meta_estimators_fit_string_classes(wrap):
     assert set(wrap(one_step()).fit(X, Y).predict(QUERIES)) <= set(WORDS)
 
 
-def test_a_loaded_classifier_fits_numbered_classes(tmp_path):
+def test_loaded_classifier_fits_numbered_classes(tmp_path):
     one_step(labels=None).fit(X, Y).save_pretrained(tmp_path / "mood")
     loaded = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
     assert cross_val_predict(loaded, X, Y, cv=2, method="predict_proba").shape == (len(X), len(WORDS))
@@ -138,7 +138,7 @@ def columns():
 
 
 @pytest.mark.parametrize("column", range(14))
-def test_classes_keep_their_dtype_in_pickles_and_saved_tasks(column, tmp_path):
+def test_classes_keep_their_dtype_when_pickled_or_saved(column, tmp_path):
     y, dtype, parameters = list(columns())[column]
     made = one_step(**{"labels": ["no", "yes"]} | parameters).fit(X, y)
     made.save_pretrained(tmp_path / "task")
@@ -149,14 +149,14 @@ def test_classes_keep_their_dtype_in_pickles_and_saved_tasks(column, tmp_path):
     assert loaded.predict(QUERIES).tolist() == made.predict(QUERIES).tolist()
 
 
-def test_numpy_string_dtype_gives_classes_of_strings():
+def test_numpy_string_dtype_gives_string_classes():
     dtypes = pytest.importorskip("numpy.dtypes")
     made = one_step().fit(np.array(X, dtype=dtypes.StringDType()), np.array(Y, dtype=dtypes.StringDType()))
     assert made.classes_.tolist() == WORDS
 
 
 @pytest.mark.parametrize("dtype", ["boolean", "Int64", "string", object])
-def test_a_missing_class_is_named_by_its_row(dtype):
+def test_missing_class_is_reported_with_its_row(dtype):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     values = {"boolean": True, "Int64": 1}.get(dtype, "red")
     y = pandas.Series([values, values, pandas.NA] + [values] * (len(X) - 3), dtype=dtype)
@@ -164,7 +164,7 @@ def test_a_missing_class_is_named_by_its_row(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["<U999999999", "O8,O8", "V8", "M8[D]"])
-def test_an_artefact_with_another_dtype_of_classes_is_refused(tmp_path, dtype):
+def test_artefact_with_invalid_class_dtype_is_rejected(tmp_path, dtype):
     made = one_step().fit(X, Y)
     made.injection_.settings["classifier"]["dtype"] = dtype
     made.save_pretrained(tmp_path / "task")
@@ -172,7 +172,7 @@ def test_an_artefact_with_another_dtype_of_classes_is_refused(tmp_path, dtype):
         I2CLClassifier.from_pretrained(tmp_path / "task")
 
 
-def test_a_saved_task_of_boolean_classes_answers_label_words(tmp_path):
+def test_saved_task_of_boolean_classes_predicts_label_words(tmp_path):
     made = one_step(labels=["no", "yes"]).fit(X, POSITIVE)
     made.save_pretrained(tmp_path / "task")
     answers = Injection.from_pretrained(tmp_path / "task").predict(reference(), QUERIES)

@@ -35,7 +35,7 @@ def refit():
 
 @FORKS
 @pytest.mark.parametrize("work", ["predict", "refit"])
-def test_a_forked_process_works_after_the_parent_has_used_the_model(work):
+def test_forked_process_can_predict_and_fit(work):
     program = f"""{FITTED}
 child = multiprocessing.get_context("fork").Process(target=lambda: print({work}() == here, flush=True))
 child.start()
@@ -47,7 +47,7 @@ child.kill()
 
 
 @FORKS
-def test_a_preloaded_server_worker_predicts_on_one_thread():
+def test_forked_worker_predicts_on_one_thread():
     program = f"""{FITTED}
 if os.fork() == 0:
     print(predict() == here, torch.get_num_threads(), flush=True)
@@ -60,7 +60,7 @@ print(torch.get_num_threads())
 
 
 @FORKS
-def test_a_model_in_use_by_another_thread_at_the_fork_is_an_error_in_the_child():
+def test_fork_during_use_of_the_model_raises_in_the_child():
     program = f"""{FITTED}
 from i2cl.models.restore import frozen
 model, entered, leave = classifier._loaded_decoder.model, threading.Event(), threading.Event()
@@ -90,7 +90,7 @@ print(predict() == here)
     assert (code, last) == (0, "True"), errors
 
 
-def test_a_grid_search_in_threads_shares_the_model_and_gives_what_it_gives_in_sequence():
+def test_threaded_grid_search_equals_sequential_one():
     def best(jobs):
         with joblib.parallel_config("threading"):
             search = GridSearchCV(quick(settings={"steps": 1}), {"shots": [1, 2]}, cv=2, n_jobs=jobs).fit(
@@ -109,18 +109,18 @@ print(is_progress_bar_enabled(), file=sys.stderr)
 """
 
 
-def test_fit_and_predict_print_nothing_and_leave_progress_bars_enabled():
+def test_fit_and_predict_print_nothing():
     code, out, errors = finished(QUIET)
     assert (code, out, errors.strip()) == (0, "", "True")
 
 
-def test_verbose_shows_progress_bars_of_loading():
+def test_verbose_shows_loading_progress():
     code, _, errors = finished(QUIET.replace('settings={"steps": 1}', "verbose=True"))
     assert code == 0
     assert "Loading weights" in errors
 
 
-def test_a_missing_model_of_a_saved_task_is_named_at_the_first_prediction(tmp_path):
+def test_missing_model_of_saved_task_is_reported_at_first_prediction(tmp_path):
     program = f"""{FITTED.replace('"reference"', "sys.argv[1]")}
 import shutil
 classifier.save_pretrained(sys.argv[2])

@@ -60,7 +60,7 @@ def parsed(out):
 
 
 @pytest.mark.parametrize("text", [r"C:\dir\[bold]x", "[red]x[/red]", "[/]", "a [1] b", "ends with \\"])
-def test_what_looks_like_markup_is_shown_as_it_is(text, capsys):
+def test_markup_in_text_is_printed_literally(text, capsys):
     console.print_error(text)
     with console.plain_warnings():
         warnings.warn(MemoryWarning(text), stacklevel=1)
@@ -69,7 +69,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(text, capsys):
     assert capsys.readouterr().out.count(text) == 2
 
 
-def test_fit_reports_what_it_saved(call, home, tmp_path):
+def test_fit_json_describes_the_artefact(call, home, tmp_path):
     code, out, err = call(*fit_arguments(home, tmp_path / "new", "--json", "--set", "formula=add"))
     assert (code, err) == (0, "")
     record = json.loads(out)
@@ -83,7 +83,7 @@ def test_fit_reports_what_it_saved(call, home, tmp_path):
     assert listed(tmp_path) == ["new"]
 
 
-def test_fit_ends_with_a_verdict(call, home, tmp_path):
+def test_fit_prints_evaluation_and_verdict(call, home, tmp_path):
     arguments = fit_arguments(home, tmp_path / "new")
     message, out = (call(*arguments, *more)[1] for more in (["--json"], []))
     record = json.loads(message)
@@ -121,7 +121,7 @@ def test_fit_ends_with_a_verdict(call, home, tmp_path):
         ),
     ],
 )
-def test_fit_without_rows_to_evaluate_on_says_how_to_give_some(call, home, tmp_path, options, why):
+def test_fit_without_evaluation_rows_says_how_to_add_some(call, home, tmp_path, options, why):
     arguments = fit_arguments(home, tmp_path / "new", *options)
     if "1" in options:  # as many rows as shots
         single = [{"text": word, "label": word} for word in ("positive", "negative")]
@@ -132,7 +132,7 @@ def test_fit_without_rows_to_evaluate_on_says_how_to_give_some(call, home, tmp_p
     assert Injection.from_pretrained(tmp_path / "new").evaluation == {}
 
 
-def test_fit_without_rows_to_evaluate_on_cross_validates(call, home, tmp_path):
+def test_fit_without_held_out_rows_cross_validates(call, home, tmp_path):
     arguments = fit_arguments(home, tmp_path / "new", "--shots", "8", "--folds", "2", "--json")
     code, out, err = call(*arguments)
     assert code == 0, err
@@ -145,7 +145,7 @@ def test_fit_without_rows_to_evaluate_on_cross_validates(call, home, tmp_path):
     assert "16 labelled rows by cross-validation" in card
 
 
-def test_fit_measures_nothing_if_asked_not_to_and_one_fold_is_refused(call, refused, home, tmp_path):
+def test_evaluate_0_skips_evaluation_and_one_fold_is_rejected(call, refused, home, tmp_path):
     message = refused(*fit_arguments(home, tmp_path / "new", "--folds", "1"))
     assert "'--folds': 1 fold leaves no rows to fit on: give 2 or more" in message
     assert not (tmp_path / "new").exists()
@@ -155,7 +155,7 @@ def test_fit_measures_nothing_if_asked_not_to_and_one_fold_is_refused(call, refu
     assert (record["evaluation"], record["metrics"]) == (None, {})
 
 
-def test_fit_goes_on_where_few_shot_exceeds_the_context(said, home, tmp_path):
+def test_fit_continues_if_few_shot_exceeds_the_context(said, home, tmp_path):
     tiny_folder(tmp_path / "short", max_position_embeddings=40)
     task = ["fit", tmp_path / "short", home / "films.jsonl", "-o", tmp_path / "new", "--template", TEMPLATE]
     out = said(*task, "--shots", "2", "--set", "epochs=1")
@@ -164,7 +164,7 @@ def test_fit_goes_on_where_few_shot_exceeds_the_context(said, home, tmp_path):
     assert "holds 40" in Injection.from_pretrained(tmp_path / "new").evaluation["not_run"]["few_shot"]
 
 
-def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch):
+def test_terminal_shows_each_stage_of_a_fit(call, home, tmp_path, monkeypatch):
     seen = io.StringIO()
     monkeypatch.setattr(console, "err", Console(file=seen, force_terminal=True, width=500))
     assert call(*fit_arguments(home, tmp_path / "new", "--evaluate", "0"))[0] == 0
@@ -173,7 +173,7 @@ def test_a_terminal_is_told_what_is_waited_for(call, home, tmp_path, monkeypatch
     assert -1 < value[0] < value[1] < value[2] < value[3]
 
 
-def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_path):
+def test_label_prior_is_fitted_saved_and_used_by_predict(call, home, tmp_path):
     texts = tmp_path / "texts.csv"
     texts.write_text("text,mark\n" + "".join(f"film {number},x\n" for number in range(40)), encoding="utf-8")
     arguments = fit_arguments(home, tmp_path / "new", "--seed", "3", "--unlabelled", texts)
@@ -193,7 +193,7 @@ def test_fit_keeps_a_label_prior_and_predict_answers_with_it(call, home, tmp_pat
     torch.testing.assert_close(result, shifted, atol=2e-6, rtol=1e-4)
 
 
-def test_fit_takes_a_sentence_encoder_and_predict_answers_with_it(
+def test_sentence_encoder_is_fitted_saved_and_used_by_predict(
     call, home, tmp_path, words_encoder, monkeypatch
 ):
     arguments = [
@@ -237,7 +237,7 @@ def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
     assert json.loads(out)["label_bias"] == list(Injection.from_pretrained(tmp_path / "new").label_bias)
 
 
-def test_recipe_options_and_loss_reach_calibration_by_name(call, said, home, tmp_path):
+def test_recipe_and_options_reach_the_calibration(call, said, home, tmp_path):
     call(*fit_arguments(home, tmp_path / "new", "--recipe", "released", "--set", "warmup=0.5"))
     settings = Injection.from_pretrained(tmp_path / "new").settings
     assert (settings["draw"], settings["noise_place"], settings["lr_final"]) == ("step", "writer", 0.0)
@@ -252,7 +252,7 @@ RECORD = {"model", "task", "method", "seed", "accuracy", "macro_f1", "n"}
 RECORD |= {"fit_seconds", "predict_seconds", "cached_values"}
 
 
-def test_eval_gives_one_record_per_task_method_and_seed(said, home):
+def test_eval_json_has_a_record_per_task_method_and_seed(said, home):
     tasks = ["eval", home / "model", "synthetic, mood-letter-1", "--shots", "1", "--limit", "6"]
     methods = ["--method", "zero_shot, i2cl", "--seeds", "2", "--seed", "5", "--set", "epochs=1"]
     records = json.loads(said(*tasks, *methods, "--workers", "1", "--json"))
@@ -269,7 +269,7 @@ def measured(out):
     return [{key: record[key] for key in ("seed", "accuracy", "macro_f1")} for record in json.loads(out)]
 
 
-def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home, monkeypatch):
+def test_eval_is_deterministic_in_several_processes(call, home, monkeypatch):
     # As `spawn`, but fast.
     monkeypatch.setattr("i2cl.experiments.workers.get_context", start)
     options = ("--method", "few_shot,i2cl", "--seeds", "2", "--set", "epochs=3", "--json")
@@ -280,7 +280,7 @@ def test_eval_repeats_itself_for_one_seed_also_in_several_processes(call, home, 
     assert measured(first) == measured(second)
 
 
-def test_eval_options_and_recipe_change_the_cost_and_people_get_a_table(call, said, home):
+def test_eval_options_change_the_cost_and_print_a_table(call, said, home):
     arguments = eval_arguments(home, "--method", "i2cl", "--recipe", "released", "--json")
     _, out, _ = call(*arguments, "--set", "epochs=1", "--set", "formula=add", "--limit", "4")
     (record,) = json.loads(out)
@@ -289,7 +289,7 @@ def test_eval_options_and_recipe_change_the_cost_and_people_get_a_table(call, sa
     assert [name for name in ("few_shot_uncached", "±", *NAMES) if name not in out] == []
 
 
-def test_eval_of_all_methods_leaves_out_those_of_another_model(call, home, monkeypatch):
+def test_eval_all_skips_methods_that_need_another_model(call, home, monkeypatch):
     few = {name: METHODS[name] for name in ("zero_shot", "cepe")}
     monkeypatch.setattr("i2cl.methods.METHODS", few)
     code, out, err = call(*eval_arguments(home, "--method", "all", "--json"))
@@ -297,7 +297,7 @@ def test_eval_of_all_methods_leaves_out_those_of_another_model(call, home, monke
     assert "skipped: " in err
 
 
-def test_check_tells_right_writers_from_wrong_ones(call, refused, home):
+def test_check_accepts_right_and_rejects_wrong_modules(call, refused, home):
     code, out, _ = call("check", home / "model", "--json")
     record = json.loads(out)
     assert (code, record["passed"], record["layers"], record["d_model"]) == (0, True, 2, 32)
@@ -328,7 +328,7 @@ def written_as(kind, path):
 
 
 @pytest.mark.parametrize(("kind", "ending"), [("lines", "txt"), ("jsonl", "data")])
-def test_predictions_are_those_of_the_api_for_every_format(call, home, expected, tmp_path, kind, ending):
+def test_predict_equals_python_api_for_every_format(call, home, expected, tmp_path, kind, ending):
     path = written_as(kind, tmp_path / f"texts.{ending}")
     value = ["--input-format", kind] if ending == "data" else []
     code, out, err = call("predict", home / "artefact", path, *value)
@@ -339,7 +339,7 @@ def test_predictions_are_those_of_the_api_for_every_format(call, home, expected,
     assert torch.allclose(probabilities.sum(-1), torch.ones(len(TEXTS)), atol=1e-5)
 
 
-def test_texts_come_from_stdin_or_another_column(call, home, expected, monkeypatch, tmp_path):
+def test_predict_reads_stdin_or_another_column(call, home, expected, monkeypatch, tmp_path):
     path = jsonl(tmp_path / "texts.jsonl", [{"review": text} for text in TEXTS])
     _, out, _ = call("predict", home / "artefact", path, "--text-column", "review")
     assert parsed(out)[0] == expected[0]
@@ -350,7 +350,7 @@ def test_texts_come_from_stdin_or_another_column(call, home, expected, monkeypat
         assert parsed(out)[0] == expected[0]
 
 
-def test_input_longer_than_a_chunk_and_an_output_file_give_the_same_lines(call, home, tmp_path):
+def test_chunks_and_output_file_give_the_same_lines(call, home, tmp_path):
     path = written_as("lines", tmp_path / "texts.txt")
     _, whole, _ = call("predict", home / "artefact", path)
     code, nothing, message = call("predict", home / "artefact", path, "-o", tmp_path / "out.tsv")
@@ -365,7 +365,7 @@ def test_input_longer_than_a_chunk_and_an_output_file_give_the_same_lines(call, 
     assert len(parts.splitlines()) == 1 + len(TEXTS)
 
 
-def test_a_reader_that_stops_early_gets_no_traceback(home, tmp_path):
+def test_closed_pipe_causes_no_traceback(home, tmp_path):
     path = tmp_path / "texts.txt"
     path.write_text("a film\n" * 400, encoding="utf-8")
     os.mkfifo(tmp_path / "pipe")

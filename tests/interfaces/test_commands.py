@@ -51,7 +51,7 @@ ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: tests o
 
 
 @pytest.mark.usefixtures("few_golden_prompts")
-def test_the_examples_run_one_after_another(said, tmp_path, monkeypatch):
+def test_examples_in_help_run(said, tmp_path, monkeypatch):
     assert sorted(EXAMPLES) == sorted(map(" ".join, COMMANDS))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.txt").write_text("the gloomy baker rested\nthat merry pilot waved\n", encoding="utf-8")
@@ -65,25 +65,25 @@ def test_the_examples_run_one_after_another(said, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)
-def test_many_options_are_shown_in_groups(call, words):
+def test_help_groups_options(call, words):
     out = call(*words, "--help")[1]
     assert re.findall(r"─ (\w[\w ]*) ─", out) == ["Arguments", "Options", "Method", "Task", "Model"]
     tasks = out[out.index("─ Task ") : out.index("─ Model ")]
     assert ("--template" in tasks, "--device" in tasks) == (True, False)
 
 
-def test_json_has_null_for_what_is_not_finite(capsys):
+def test_json_has_null_for_nonfinite_numbers(capsys):
     console.print_json({"worst": math.inf, "rows": [(math.nan, 1.5, "inf")]})
     assert json.loads(capsys.readouterr().out) == {"worst": None, "rows": [[None, 1.5, "inf"]]}
 
 
-def test_without_a_command_the_commands_are_listed(call, said):
+def test_no_command_lists_all_commands(call, said):
     out = said()
     assert all(command in out for command in ("demo", "fit", "predict", "eval", "check", "ls"))
     assert call("--version") == (0, __version__ + "\n", "")
 
 
-def test_a_bar_knows_the_time_left_where_an_epoch_takes_minutes_and_shows_what_is_waited_for(monkeypatch):
+def test_progress_bar_shows_time_left_and_current_wait(monkeypatch):
     shown = Console(file=io.StringIO(), force_terminal=True, get_time=count(step=90.0).__next__)
     monkeypatch.setattr(console, "err", shown)
     with console.progress(10, "calibrating") as bar:
@@ -105,7 +105,7 @@ def piped(monkeypatch):
 
 
 @pytest.mark.parametrize("wait", [console.waiting, partial(console.progress, 4)])
-def test_piped_output_gets_a_line_of_progress_every_minute(monkeypatch, wait):
+def test_piped_output_gets_a_progress_line_per_minute(monkeypatch, wait):
     shown = piped(monkeypatch)
     monkeypatch.setattr(console, "HEARTBEAT_S", 0.01)
     with wait("folding weights"):
@@ -115,7 +115,7 @@ def test_piped_output_gets_a_line_of_progress_every_minute(monkeypatch, wait):
     assert shown.getvalue() == lines, "it ends with the block"
 
 
-def test_only_the_innermost_work_is_reported_to_a_pipe(monkeypatch):
+def test_piped_output_reports_innermost_work_only(monkeypatch):
     shown = piped(monkeypatch)
     monkeypatch.setattr(console, "HEARTBEAT_S", 0.01)
     with console.progress(None, "exporting"), console.waiting("loading"):
@@ -123,7 +123,7 @@ def test_only_the_innermost_work_is_reported_to_a_pipe(monkeypatch):
     assert "exporting" not in shown.getvalue()
 
 
-def test_the_time_left_of_a_fit_is_corrected_after_its_first_step(monkeypatch):
+def test_time_left_is_estimated_after_the_first_step(monkeypatch):
     shown = piped(monkeypatch)
     monkeypatch.setattr(console, "time", Mock(perf_counter=count(step=90.0).__next__))
     with console.progress(4, "fitting") as bar:
@@ -132,7 +132,7 @@ def test_the_time_left_of_a_fit_is_corrected_after_its_first_step(monkeypatch):
     assert "step 1 of 4 after 2 minutes, up to 2 minutes left" in shown.getvalue()
 
 
-def test_ls_names_everything(said):
+def test_ls_lists_tasks_architectures_and_methods(said):
     tasks, rows, methods = (json.loads(said("ls", kind, "--json")) for kind in LISTS)
     tasks, methods = ({record["name"]: record for record in one} for one in (tasks, methods))
     assert set(tasks) >= {"sst2", "dbpedia", "synthetic", "mood-letter-1"}
@@ -160,7 +160,7 @@ def keys(value):
 @pytest.mark.parametrize(
     ("words", "shown"), [(("experiment", "ls"), "main"), *((("ls", kind), LISTS[kind]) for kind in LISTS)]
 )
-def test_lists_have_plain_keys_as_json_and_are_tables_for_people(call, words, shown):
+def test_lists_as_json_and_as_tables(call, words, shown):
     result = keys(json.loads(call(*words, "--json")[1]))
     assert result
     assert [key for key in result if not key.isidentifier()] == []

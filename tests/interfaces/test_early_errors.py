@@ -85,7 +85,7 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_mistake_is_reported_before_torch_is_imported(outcomes, case):
+def test_mistake_is_reported_before_torch_is_imported(outcomes, case):
     code, message, torch_imported = outcomes[case]
     assert code == 2
     assert CASES[case][1] in message

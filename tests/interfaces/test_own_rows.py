@@ -38,7 +38,7 @@ def fitted(call, model, path, output, *more):
     return out, err
 
 
-def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
+def test_fit_summarizes_the_rows_of_a_file(call, model, tmp_path, at_80):
     odd = [("ticket 3 about price", "login"), ("ticket 5 about login", "login"), ("caf\u00e9", "Price")]
     path = write(tmp_path / "mine.csv", ROWS + odd, ";", "cp1252")
     out, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
@@ -60,7 +60,7 @@ def test_a_block_says_what_the_rows_are(call, model, tmp_path, at_80):
     assert rest.startswith("Saved ")
 
 
-def test_the_block_is_in_the_record_and_not_in_the_way_of_json(call, model, tmp_path):
+def test_row_summary_is_part_of_json(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
     out, _ = fitted(call, model, path, tmp_path / "new", "--json", "--evaluate", "4")
     record = json.loads(out)["rows"]
@@ -70,7 +70,7 @@ def test_the_block_is_in_the_record_and_not_in_the_way_of_json(call, model, tmp_
     assert "--shots 9 --seed 0 --keep-back 5" in Injection.from_pretrained(tmp_path / "new").command
 
 
-def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_80):
+def test_rows_are_held_out_unless_all_are_requested(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS)
     out, _ = fitted(call, model, path, tmp_path / "a")
     used = r"^18 of 24 rows used, 6 held out to evaluate on: about \d+ s; --shots 12 uses all"
@@ -85,7 +85,7 @@ def test_rows_are_kept_back_unless_all_are_asked_for(call, model, tmp_path, at_8
     assert "16 of 24 rows used" in out
 
 
-def test_ctrl_c_during_the_evaluation_leaves_the_task(call, model, tmp_path, monkeypatch):
+def test_ctrl_c_during_evaluation_keeps_the_artefact(call, model, tmp_path, monkeypatch):
     scoring = "i2cl.experiments.fitting.evaluate_fit"
     monkeypatch.setattr(scoring, Mock(side_effect=KeyboardInterrupt))
     path = write(tmp_path / "mine.csv", ROWS)
@@ -94,7 +94,7 @@ def test_ctrl_c_during_the_evaluation_leaves_the_task(call, model, tmp_path, mon
     assert not Injection.from_pretrained(tmp_path / "new").evaluation
 
 
-def test_refits_are_announced_with_the_fit(call, model, tmp_path):
+def test_cross_validation_time_is_announced(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS[:12])
     out, _ = fitted(call, model, path, tmp_path / "a")
     assert re.search(r"^All 12 rows used: about \d+ s, then about \d+ s for cross-validation\.$", out, re.M)
@@ -117,20 +117,20 @@ def test_a_fit_without_evaluation_gets_the_typical_temperature(call, model, tmp_
     assert Injection.from_pretrained(tmp_path / "one").temperature == 1
 
 
-def test_a_language_that_the_tokenizer_does_not_know_is_reported(call, model, tmp_path):
+def test_unknown_language_is_reported(call, model, tmp_path):
     rows = [(f"{text} {number}", label) for number in range(6) for text, label in ARABIC]
     path = write(tmp_path / "mine.csv", rows)
     _, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
     assert re.search(r"needs \d\.\d tokens per character of these texts", err)
 
 
-def test_a_fit_that_learns_nothing_says_so(call, model, tmp_path):
+def test_loss_no_better_than_guessing_is_reported(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
     err = call("fit", model, path, "-o", tmp_path / "new", "--set", "prior_std=0.001", "--evaluate", "0")[2]
     assert "the loss is no better than guessing" in err
 
 
-def test_a_known_task_has_no_block_and_a_file_is_asked_as_on_the_page(call, said, tmp_path, model):
+def test_built_in_task_has_no_row_summary(call, said, tmp_path, model):
     words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "m", "--shots", 1, "--evaluate", 0]
     assert said(*words, "--set", "steps=1").startswith("Saved ")
     fitted(call, model, write(tmp_path / "mine.csv", ROWS), tmp_path / "new", "--evaluate", "0")
@@ -140,7 +140,7 @@ def test_a_known_task_has_no_block_and_a_file_is_asked_as_on_the_page(call, said
     assert call(*words)[0] == 0
 
 
-def test_class_weights_reach_the_fit_and_the_command_that_repeats_it(call, model, tmp_path):
+def test_class_weights_reach_the_fit_and_the_recorded_command(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", [*ROWS[:6], ROWS[7]])
     more = ("--class-weight", "balanced", "--evaluate", "0")
     fitted(call, model, path, tmp_path / "weighted", *more)
@@ -151,13 +151,13 @@ def test_class_weights_reach_the_fit_and_the_command_that_repeats_it(call, model
     assert not weighted.context.values.equal(plain.context.values)
 
 
-def test_class_weights_that_cannot_be_used_are_one_line(refused, model, tmp_path):
+def test_invalid_class_weights_are_rejected(refused, model, tmp_path):
     path = write(tmp_path / "mine.csv", ROWS)
     message = refused("fit", model, path, "-o", tmp_path / "new", "--class-weight", "even")
     assert "give 'balanced', or a number for each label" in message
 
 
-def test_bad_rows_are_told_at_once_or_left_out(call, refused, model, tmp_path):
+def test_bad_rows_are_reported_or_skipped(call, refused, model, tmp_path):
     path = write(tmp_path / "mine.csv", [*ROWS, ("", "price"), ("x", ""), (" ", "login")])
     line = refused("fit", model, path, "-o", tmp_path / "new")
     empty = "3 of 27 rows cannot be used: rows 26 and 28: the text is empty"
@@ -168,7 +168,7 @@ def test_bad_rows_are_told_at_once_or_left_out(call, refused, model, tmp_path):
     assert "All 24 rows used" in out
 
 
-def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
+def test_numeric_labels_can_be_named(call, model, tmp_path):
     rows = [(text, str(1 + place % 2)) for place, (text, _) in enumerate(ROWS)]
     path = write(tmp_path / "stars.csv", rows)
     out, _ = fitted(call, model, path, tmp_path / "a", "--evaluate", "0")
@@ -182,7 +182,7 @@ def test_numbers_are_labels_and_their_words_can_be_said(call, model, tmp_path):
 BOOLEANS = [(text, str(place % 2 == 0)) for place, (text, _) in enumerate(ROWS)]
 
 
-def test_booleans_are_named_by_pairs_of_name_and_code(call, model, tmp_path):
+def test_boolean_labels_are_named_by_name_code_pairs(call, model, tmp_path):
     path = write(tmp_path / "bools.csv", BOOLEANS)
     pairs = ["--labels", "good=True, bad=False"]
     out, _ = fitted(call, model, path, tmp_path / "new", "--evaluate", "0", *pairs)
@@ -190,7 +190,7 @@ def test_booleans_are_named_by_pairs_of_name_and_code(call, model, tmp_path):
     assert Injection.from_pretrained(tmp_path / "new").task.labels == ("good", "bad")
 
 
-def test_booleans_without_names_are_asked_for_them(call, model, tmp_path):
+def test_boolean_labels_without_names_are_reported(call, model, tmp_path):
     out, _ = fitted(call, model, write(tmp_path / "bools.csv", BOOLEANS), tmp_path / "new", "--evaluate", "0")
     assert "! The labels are booleans: name them for the model" in out
     assert "'NAME=False,NAME=True'" in out
@@ -206,17 +206,17 @@ def test_booleans_without_names_are_asked_for_them(call, model, tmp_path):
         ("good=True,good=False", "give at least two"),
     ],
 )
-def test_wrong_pairs_of_name_and_code_are_refused(refused, model, tmp_path, labels, message):
+def test_invalid_name_code_pairs_are_rejected(refused, model, tmp_path, labels, message):
     path = write(tmp_path / "bools.csv", BOOLEANS)
     assert message in refused("fit", model, path, "-o", tmp_path / "new", "--labels", labels)
 
 
-def test_pairs_of_name_and_code_are_for_files_alone(refused, tmp_path):
+def test_name_code_pairs_are_rejected_for_built_in_tasks(refused, tmp_path):
     words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "new", "--labels", "good=True,bad=False"]
     assert "are for a file of rows" in refused(*words)
 
 
-def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_path):
+def test_sizes_are_checked_before_the_model_is_loaded(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", lambda *_: pytest.fail("the model was read"))
     path = write(tmp_path / "many.csv", [(f"text {row}", "ab"[row % 2]) for row in range(17000)])
     bundled = "fit", "reference", "mood-colour-1", "-o", tmp_path / "new"
@@ -235,7 +235,7 @@ def test_sizes_are_checked_before_the_model_is_read(refused, monkeypatch, tmp_pa
     assert "use sentence_embeddings" in message
 
 
-def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):
+def test_eval_continues_if_a_method_cannot_run(call, model, tmp_path, at_80):
     path = write(tmp_path / "mine.csv", ROWS)
     words = ["eval", model, path, "--test", path, "--workers", "1", "--shots", "2", "--limit", "4"]
     code, out, err = call(*words, "--method", "cepe,zero_shot", "--seeds", "2")
@@ -251,7 +251,7 @@ def test_eval_goes_on_where_a_method_cannot_run(call, model, tmp_path, at_80):
     assert (code, out, err.count("error: ")) == (2, "", 1), "with nothing to show it is an error"
 
 
-def test_an_unknown_model_is_one_line_where_the_hub_does_not_answer(refused, monkeypatch, tmp_path):
+def test_unknown_model_without_hub_is_a_one_line_error(refused, monkeypatch, tmp_path):
     asked = Mock(side_effect=ConnectionError("Name or service not known"))
     again = Mock(side_effect=AssertionError("the client, which tries again and again, was asked"))
     monkeypatch.setattr("i2cl.storage.hub.get_hf_file_metadata", asked)
@@ -279,14 +279,14 @@ def test_no_cell_of_a_table_breaks_a_word(capsys, monkeypatch, rows, width):
             assert {*name.split(), *str(cell).replace("+", "+ ").split()} <= shown
 
 
-def test_the_table_of_a_fit_has_80_columns(capsys, monkeypatch, at_80):
+def test_table_of_a_fit_fits_into_80_columns(capsys, monkeypatch, at_80):
     console.print_table("", TABLE)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= 80
     assert len([line for line in lines if line.strip()]) == 2 + len(TABLE), "each row is one line"
 
 
-def test_text_is_shown_as_it_is_and_a_name_with_a_space_is_quoted(call, model, tmp_path):
+def test_texts_are_printed_literally_and_paths_are_quoted(call, model, tmp_path):
     path = write(tmp_path / "a.csv", [(f"text {row}", (":joy:", ":100:")[row % 2]) for row in range(6)])
     folder = tmp_path / "my task"
     code, out, _ = call("fit", model, path, "-o", folder, "--evaluate", "0")

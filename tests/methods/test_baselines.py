@@ -16,8 +16,8 @@ from fitting import FAMILIES, SHOWN, TEXTS, WORDS, block_outputs, fit, ids, made
 from i2cl import AnchoredConfig, Decoder, Task, anchor
 from i2cl.methods import knn_prompting, make_methods
 from i2cl.methods.icv import COARSE, FINE, PAPER_STRENGTHS, AddPreservingNorm, directions
-from i2cl.methods.knn_prompting import divergence
-from i2cl.methods.label_anchor import anchors
+from i2cl.methods.knn_prompting import kl_divergence
+from i2cl.methods.prompting import anchor_indices
 from i2cl.methods.task_vector import ReplaceLast, layer_scores
 from i2cl.models.batching import make_batch
 from i2cl.models.scoring import LabelScorer
@@ -35,7 +35,7 @@ def test_label_anchor_matches_masked_attention(model_type, films, demonstrations
     """
     decoder = made(model_type)
     predictor = fit("label_anchor", decoder, films, demonstrations)
-    places = anchors(decoder, films, predictor.shown, len(predictor.prefix.ids))
+    places = anchor_indices(decoder, films, predictor.shown, len(predictor.prefix.ids))
     assert predictor.prefix.kept == places
     pieces = [decoder.tokenizer.decode([predictor.prefix.ids[place]]) for place in places]
     assert "warm" not in "".join(pieces)
@@ -334,7 +334,7 @@ def test_knn_prompting_supports_both_divergences(direction):
     generator = torch.Generator().manual_seed(0)
     queries, anchors = (torch.randn(n, 9, generator=generator).log_softmax(-1) for n in (3, 5))
     first, second = (queries, anchors) if direction == "query_anchor" else (anchors, queries)
-    result = divergence(first, second)
+    result = kl_divergence(first, second)
     for row, own in enumerate(first):
         for column, other in enumerate(second):
             wanted = torch.nn.functional.kl_div(other, own, reduction="sum", log_target=True)

@@ -8,7 +8,7 @@ import torch
 
 from fitting import FAMILIES, SHOWN, TEXTS, first_tokens, fit, injecting, made, plain_logits, shown_string
 from i2cl import CalibrationConfig, Example, Template, calibrate, extract
-from i2cl.methods.i2cl import CorruptionConfig, corrupt
+from i2cl.methods.i2cl_variants import CorruptionConfig, corrupt
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 

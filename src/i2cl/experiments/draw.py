@@ -23,7 +23,7 @@ from i2cl.core.plan import (
 from i2cl.errors import I2CLError
 from i2cl.methods import Method
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.i2cl import InjectionMethod
+from i2cl.methods.i2cl import I2CL
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer, next_token_log_probabilities
@@ -97,7 +97,9 @@ def draw(
     keep_back: int | None,
     scored: bool,
 ) -> Draw | None:
-    """Draw the demonstrations, or return None if their number depends on the model's speed (see `fitting`).
+    """Draw the demonstrations, or return None if their number depends on the speed of the model.
+
+    For None, call `draw_within_budget` with the loaded model.
 
     Args:
         task: with its training rows.
@@ -140,7 +142,7 @@ def warn_of_small_classes(task: Task, shots: int) -> None:
         warnings.warn(message, FewRowsWarning, stacklevel=3)
 
 
-def fitting(
+def draw_within_budget(
     decoder: Decoder,
     task: Task,
     method: Method,
@@ -247,7 +249,7 @@ class _Speed:
         steps = max(1, getattr(method, "rounds", 1))
         step = TRAINING_FORWARD + BACKWARD
         passes, batch_size = 1 + steps * step, None
-        if isinstance(method, InjectionMethod) and method.calibration.optimizer == "adamw":
+        if isinstance(method, I2CL) and method.calibration.optimizer == "adamw":
             batch_size = method.calibration.batch_size
         return FitPlan("adamw", passes, step / passes, batch_size)
 

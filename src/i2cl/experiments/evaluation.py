@@ -4,7 +4,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -20,9 +20,9 @@ from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
 from i2cl.methods import Cost, Method, Predictor
-from i2cl.methods.base import Wrapper
 from i2cl.methods.compressors.base import NoCompressorError
-from i2cl.methods.prompts import PromptPredictor
+from i2cl.methods.postprocessing import Wrapper
+from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import dtype_name, quantization_of
 from i2cl.models.scoring import Progress
@@ -39,8 +39,7 @@ class Fitted:
         predictor: the result of the fit.
         demonstrations: the rows it was fitted to.
         seed: seed of the fit.
-        seconds: duration of the fit; an equal share of it if several seeds were fitted in one call.
-        together: number of seeds that were fitted in one call.
+        seconds: duration of the fit.
         held_out: number of labelled rows used to choose the demonstrations.
     """
 
@@ -49,7 +48,6 @@ class Fitted:
     demonstrations: tuple[Example, ...]
     seed: int
     seconds: float
-    together: int = 1
     held_out: int = 0
 
     @property
@@ -58,17 +56,11 @@ class Fitted:
         return self.predictor.injection if isinstance(self.predictor, PromptPredictor) else None
 
 
-def fit_seeds(
-    decoder: Decoder, task: Task, method: Method, demonstrations: Sequence[Examples], seeds: Sequence[int]
-) -> list[Fitted]:
-    """Fit a method with several seeds in one call. Raises I2CLError if one of them cannot be fitted."""
+def fit_method(decoder: Decoder, task: Task, method: Method, demonstrations: Examples, seed: int) -> Fitted:
+    """Fit a method and time it. Raises I2CLError if it cannot be fitted."""
     started = time.perf_counter()
-    predictors = method.fit_many(decoder, task, demonstrations, seeds)
-    seconds = (time.perf_counter() - started) / len(seeds)
-    return [
-        Fitted(method, predictor, tuple(rows), seed, seconds, len(seeds))
-        for predictor, rows, seed in zip(predictors, demonstrations, seeds, strict=True)
-    ]
+    predictor = method.fit(decoder, task, demonstrations, seed)
+    return Fitted(method, predictor, tuple(demonstrations), seed, time.perf_counter() - started)
 
 
 def innermost(method: Method) -> Method:
@@ -103,7 +95,7 @@ def measure(
     return Run(
         model=decoder.name,
         task=task.name,
-        method=fitted.method.called,
+        method=fitted.method.full_name,
         seed=fitted.seed,
         accuracy=float((best == gold).mean()),
         macro_f1=macro_f1(gold, best, len(task.labels)),
@@ -114,7 +106,6 @@ def measure(
         demonstrations=tuple(indices.get(example) for example in fitted.demonstrations),
         fit_seconds=fitted.seconds,
         predict_seconds=seconds,
-        together=fitted.together,
         cost=fitted.predictor.cost + Cost(held_out=fitted.held_out),
         coefficients=fitted.injection.coefficients.tolist() if fitted.injection else None,
         versions=software(decoder),
@@ -152,7 +143,7 @@ def evaluate(
     if demonstrations is None:
         demonstrations = task.sample(shots, seed)
     queries = task.queries(limit)
-    (fitted,) = fit_seeds(decoder, task, method, [demonstrations], [seed])
+    fitted = fit_method(decoder, task, method, demonstrations, seed)
     return measure(decoder, task, fitted, queries, progress)
 
 
@@ -176,12 +167,12 @@ class NotRun:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A job for `run_jobs`: evaluate methods that share one fit, on one task.
+    """A job for `run_jobs`: evaluate methods that share one fit, on one task with one seed.
 
     Attributes:
         task: with its rows.
-        methods: wrappers of the same `innermost` method, which is fitted once per seed.
-        seeds: seeds to run.
+        methods: wrappers of the same `innermost` method, which is fitted once.
+        seed: seed of the draw and of the fit.
         shots: demonstrations per class; None for the task's own number.
         limit: maximum number of queries; None for all.
         skip_unsupported: skip methods that need another model, with a `SkippedWarning`.
@@ -190,57 +181,38 @@ class Evaluation:
 
     task: Task
     methods: tuple[Method, ...]
-    seeds: tuple[int, ...]
+    seed: int
     shots: int | None = None
     limit: int | None = None
     skip_unsupported: bool = False
     keep_going: bool = False
 
     def run(self, decoder: Decoder) -> list[Run | NotRun]:
-        """Run every seed and method. Raises I2CLError as `evaluate` does, unless ``keep_going`` is set."""
+        """Run every method. Raises I2CLError as `evaluate` does, unless ``keep_going`` is set."""
         queries = self.task.queries(self.limit)
         runs: list[Run | NotRun] = []
-        try:
-            fits = self._fit_jointly(decoder)
-            for seed in self.seeds:
-                with self._record_failures(runs, seed, self.methods):
-                    fitted = fits.get(seed) or self._fit(decoder, [seed])[0]
-                    for method in self.methods:
-                        with self._record_failures(runs, seed, [method]):
-                            wrapped = fit_wrappers(decoder, method, fitted, self.task)
-                            runs.append(measure(decoder, self.task, wrapped, queries))
-        except NoCompressorError as error:
-            if not self.skip_unsupported:
-                raise
-            warnings.warn(f"skipped: {error}", SkippedWarning, stacklevel=2)
-            return []
+        with self._record_failures(runs, self.methods):
+            demonstrations = self.task.sample(self.shots, self.seed)
+            fitted = fit_method(decoder, self.task, innermost(self.methods[0]), demonstrations, self.seed)
+            for method in self.methods:
+                with self._record_failures(runs, [method]):
+                    wrapped = fit_wrappers(decoder, method, fitted, self.task)
+                    runs.append(measure(decoder, self.task, wrapped, queries))
         return runs
 
     @contextmanager
-    def _record_failures(
-        self, runs: list[Run | NotRun], seed: int, methods: Sequence[Method]
-    ) -> Iterator[None]:
-        """With ``keep_going``, turn an I2CLError or an out-of-memory error into a `NotRun` per method."""
+    def _record_failures(self, runs: list[Run | NotRun], methods: Sequence[Method]) -> Iterator[None]:
+        """Handle errors of the block as ``skip_unsupported`` and ``keep_going`` say."""
         try:
             yield
         except (I2CLError, RuntimeError) as error:
-            skipped = isinstance(error, NoCompressorError) and self.skip_unsupported
-            expected = isinstance(error, I2CLError) or is_out_of_memory(error)
-            if skipped or not (self.keep_going and expected):
+            if isinstance(error, NoCompressorError) and self.skip_unsupported:
+                warnings.warn(f"skipped: {error}", SkippedWarning, stacklevel=2)
+                return
+            if not self.keep_going or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
             reason = str(error) if isinstance(error, I2CLError) else OUT_OF_MEMORY
-            runs += [NotRun(self.task.name, method.called, seed, reason) for method in methods]
-
-    def _fit_jointly(self, decoder: Decoder) -> dict[int, Fitted]:
-        """Fit all seeds in one call, if the method gains from it and none of them fails."""
-        if innermost(self.methods[0]).joint and len(self.seeds) > 1:
-            with suppress(I2CLError):  # fitting the seeds separately reports which one failed
-                return dict(zip(self.seeds, self._fit(decoder, self.seeds), strict=True))
-        return {}
-
-    def _fit(self, decoder: Decoder, seeds: Sequence[int]) -> list[Fitted]:
-        demonstrations = [self.task.sample(self.shots, seed) for seed in seeds]
-        return fit_seeds(decoder, self.task, innermost(self.methods[0]), demonstrations, seeds)
+            runs += [NotRun(self.task.name, method.full_name, self.seed, reason) for method in methods]
 
 
 def sweep(
@@ -292,10 +264,10 @@ def sweep(
     for method in methods:
         fits.setdefault(innermost(method), []).append(method)
     jobs = [
-        Evaluation(task, tuple(wrappers), group, shots, limit, skip_unsupported, on_failure is not None).run
+        Evaluation(task, tuple(wrappers), seed, shots, limit, skip_unsupported, on_failure is not None).run
         for task in tasks
-        for fit, wrappers in fits.items()
-        for group in ([tuple(seeds)] if fit.joint else [(seed,) for seed in seeds])
+        for wrappers in fits.values()
+        for seed in seeds
     ]
     runs: list[Run] = []
     failures: list[NotRun] = []
@@ -310,15 +282,12 @@ def sweep(
             on_run(run)
     if failures and not runs:
         raise I2CLError(failures[0].reason)
-    task_names, method_names = [task.name for task in tasks], [method.called for method in methods]
-    return sorted(
-        runs,
-        key=lambda run: (
-            task_names.index(run.task),
-            method_names.index(run.method),
-            seeds.index(run.seed),
-        ),
-    )
+    task_names, method_names = [task.name for task in tasks], [method.full_name for method in methods]
+
+    def position(run: Run) -> tuple[int, int, int]:
+        return task_names.index(run.task), method_names.index(run.method), seeds.index(run.seed)
+
+    return sorted(runs, key=position)
 
 
 def macro_f1(gold: Int[np.ndarray, " n"], predictions: Int[np.ndarray, " n"], classes: int) -> float:
@@ -372,21 +341,19 @@ def summarize(runs: Iterable[Run]) -> list[Summary]:
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.task, run.method), []).append(run)
-    return [_summary(group) for group in groups.values()]
-
-
-def _summary(runs: Sequence[Run]) -> Summary:
-    first = runs[0]
-    return Summary(
-        task=first.task,
-        method=first.method,
-        seeds=len(runs),
-        n=first.n,
-        accuracy=float(np.mean([run.accuracy for run in runs])),
-        accuracy_sd=float(np.std([run.accuracy for run in runs], ddof=1)) if len(runs) > 1 else 0.0,
-        macro_f1=float(np.mean([run.macro_f1 for run in runs])),
-        fit_seconds=float(np.mean([run.fit_seconds for run in runs])),
-        milliseconds_per_query=float(np.mean([1000 * run.predict_seconds / run.n for run in runs])),
-        cached_values=first.cost.cached_values,
-        confidence=mean_confidence([run.confidence for run in runs]),
-    )
+    return [
+        Summary(
+            task=task,
+            method=method,
+            seeds=len(group),
+            n=group[0].n,
+            accuracy=float(np.mean([run.accuracy for run in group])),
+            accuracy_sd=float(np.std([run.accuracy for run in group], ddof=1)) if len(group) > 1 else 0.0,
+            macro_f1=float(np.mean([run.macro_f1 for run in group])),
+            fit_seconds=float(np.mean([run.fit_seconds for run in group])),
+            milliseconds_per_query=float(np.mean([1000 * run.predict_seconds / run.n for run in group])),
+            cached_values=group[0].cost.cached_values,
+            confidence=mean_confidence([run.confidence for run in group]),
+        )
+        for (task, method), group in groups.items()
+    ]

@@ -81,7 +81,7 @@ def fit_task(
     observer = observer or FitObserver()
     warn_of_language(decoder, demonstrations)
     started = clock()
-    injection = request.method.injection(
+    injection = request.method.fit_injection(
         decoder, task, demonstrations, request.seed, observer.step, request.scoring
     )
     if request.unlabelled:

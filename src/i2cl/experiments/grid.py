@@ -52,7 +52,7 @@ class Cell(Frozen):
     method: str = "i2cl"  # see `i2cl.methods.make_methods`
     options: dict[str, Value] = Field(default_factory=dict)  # options of the method
     shots: int | None = None  # demonstrations per class; None for the task's own number
-    # drawn at random, or the worst of several random draws (see `i2cl.experiments.studies.worst_group`)
+    # drawn at random, or the worst of several draws (`i2cl.experiments.paper.worst_demonstrations`)
     demonstrations: Demonstrations = "random"
     sources: tuple[str, ...] = ()  # other tasks that the study uses
     seed: int = 0  # seed of the draw and of the fit
@@ -177,11 +177,6 @@ class Experiment(Frozen):
     def command(self) -> str:
         """Command that runs it, without model, scale and store."""
         return f"i2cl experiment run {shlex.quote(self.file or self.name)}"
-
-    @property
-    def timed(self) -> bool:
-        """Whether it reports fit times, so that every seed has to be fitted separately."""
-        return "cost" in self.views
 
     def cells(self, base: Cell, tasks: Sequence[str], scale: Scale) -> Iterator[Cell]:
         """Return all cells, seed by seed, so that an interrupted run has complete tables of fewer seeds.

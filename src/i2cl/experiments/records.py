@@ -81,7 +81,7 @@ class Run(Frozen):
         demonstrations: indices of the demonstrations in the training split; None for one from elsewhere.
         fit_seconds: duration of the fit; an equal share of it if several seeds were fitted in one call.
         predict_seconds: duration of the prediction of all queries, tokenization included.
-        together: number of seeds that were fitted in one call.
+        together: number of seeds that were fitted in one call; above 1 in older stores only.
         cost: numbers trained and stored, and labelled examples used beyond the demonstrations.
         coefficients: [layer][(mha, mlp)][(lambda, beta)] of the injected edit; None if there is none.
         weights: weight of each related task in a transfer, by name.

@@ -30,7 +30,7 @@ VECTORS = "vectors"  # folder with one file per cell
 PACKED_VECTORS = "vectors.safetensors"
 
 Vectors = Mapping[str, Mapping[str, np.ndarray]]
-"""context_vector, coefficients and class_vectors by cell key, see `i2cl.experiments.studies.Bench.keep`."""
+"""context_vector, coefficients and class_vectors by cell key, see `i2cl.experiments.runner.Bench.save`."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.export.causal_lm import usage
 from i2cl.export.folding import Folding
 from i2cl.export.golden import GOLDEN_KEY, make_golden
@@ -73,7 +73,7 @@ def export_gguf(
         I2CLError: if the folded model is not a Llama that llama.cpp supports, its tokenizer cannot be
             converted, the file cannot be written, or the package gguf is not installed.
     """
-    needs("GGUF", "gguf", "gguf")
+    require_packages("GGUF", "gguf", "gguf")
     from gguf import GGUFWriter
 
     path = Path(output)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, first_line, needs
+from i2cl.errors import I2CLError, first_line, require_packages
 from i2cl.export.causal_lm import left_padded, write_card
 from i2cl.export.folding import (
     USE_HOOKS,
@@ -111,7 +111,7 @@ def lora_adapter(decoder: Decoder, injection: Injection) -> tuple["LoraConfig", 
 
 def _peft() -> Any:
     """Import peft. Raises I2CLError if it is not installed."""
-    needs("a PEFT adapter", "peft", "peft")
+    require_packages("a PEFT adapter", "peft", "peft")
     import peft
 
     return peft

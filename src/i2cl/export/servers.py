@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.export.golden import Golden, Verification, compare
 from i2cl.models.loading import gguf_reader
 
@@ -100,7 +100,7 @@ def start_llama_cpp(path: str | Path) -> Any:
     Raises:
         I2CLError: if llama.cpp cannot load the file, or xllamacpp is not installed.
     """
-    needs("GGUF", "llama-cpp", "xllamacpp")
+    require_packages("GGUF", "llama-cpp", "xllamacpp")
     import xllamacpp
 
     gguf_reader(Path(path), "export it again")  # llama.cpp ends the process on some damaged files

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit, edit_outputs
-from i2cl.models.loading import is_gguf, located
+from i2cl.models.loading import is_gguf, resolve_name
 
 try:
-    needs("the harness", "harness", "lm_eval")
+    require_packages("the harness", "harness", "lm_eval")
 except I2CLError as error:
     if __name__ != "__main__":
         raise
@@ -71,7 +71,7 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             _require_supported(chosen)
         if pretrained is None and chosen is not None:
             pretrained, revision = chosen.base.name, revision or chosen.base.revision
-        if isinstance(pretrained, str | Path) and is_gguf(Path(located(str(pretrained)))):
+        if isinstance(pretrained, str | Path) and is_gguf(Path(resolve_name(str(pretrained)))):
             loading = {key: options.pop(key, None) for key in ("dtype", "device")}
             pretrained = Decoder.from_pretrained(str(pretrained), revision=revision, **loading)
         if isinstance(pretrained, Decoder):
@@ -79,7 +79,7 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
             with pretrained.frozen():
                 super().__init__(pretrained.model, tokenizer=pretrained.tokenizer, **options)
         else:
-            source = located(str(pretrained))
+            source = resolve_name(str(pretrained))
             defaults: dict[str, Any] = {"use_safetensors": True, "revision": revision or "main"}
             if not torch.accelerator.is_available():
                 defaults["device"] = "cpu"  # HFLM's default is CUDA

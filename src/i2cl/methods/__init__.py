@@ -1,4 +1,4 @@
-"""Registry of methods. To add one: a module, an entry in ``_ALL``, a parametrized test."""
+"""Registry of methods. To add one, see `i2cl.methods.base`."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -9,21 +9,28 @@ from i2cl.core.recipe import RECIPES
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
-from i2cl.methods.base import Cost, Method, Predictor, Product, Wrapper
-from i2cl.methods.calibrated import label_calibration
+from i2cl.methods.base import Cost, Method, Predictor
+from i2cl.methods.classifiers import MajorityClass, SentenceEmbeddings, SetFit, Tfidf
 from i2cl.methods.compressors.autocompressor import AutoCompressor
 from i2cl.methods.compressors.cepe import CEPE
 from i2cl.methods.compressors.icae import ICAE
-from i2cl.methods.embeddings import SentenceEmbeddings, SetFit, Tfidf
-from i2cl.methods.few_shot import FewShot, FewShotUncached, ZeroShot
-from i2cl.methods.i2cl import I2CL, I2CLCorrupted, I2CLOverICL, I2CLUnseen, InjectionMethod, Noise
+from i2cl.methods.i2cl import I2CL
+from i2cl.methods.i2cl_variants import I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
 from i2cl.methods.icv import ICV
+from i2cl.methods.injecting import Injector
 from i2cl.methods.knn_prompting import KNNPrompting
-from i2cl.methods.label_anchor import LabelAnchor
 from i2cl.methods.linear_probe import LinearProbe
-from i2cl.methods.majority import MajorityClass
 from i2cl.methods.menu import Menu, MenuFewShot
 from i2cl.methods.peft import IA3, LoRA, PrefixTuning, PromptTuning
+from i2cl.methods.postprocessing import (
+    BatchCalibration,
+    ContextualCalibration,
+    LabelPrior,
+    Product,
+    Temperature,
+    Wrapper,
+)
+from i2cl.methods.prompting import FewShot, FewShotUncached, LabelAnchor, ZeroShot
 from i2cl.methods.task_vector import TaskVector
 
 _ALL: tuple[type[Method], ...] = (
@@ -31,12 +38,10 @@ _ALL: tuple[type[Method], ...] = (
     *(Noise, LabelAnchor, TaskVector, ICV),
     *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
     *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
-    *(label_calibration.ContextualCalibration, label_calibration.BatchCalibration),
-    *(label_calibration.LabelPrior, label_calibration.Temperature),
+    *(ContextualCalibration, BatchCalibration, LabelPrior, Temperature),
     *(KNNPrompting, AutoCompressor, ICAE, CEPE),
 )
 
-Injector = I2CL | Anchored  # methods that fit an `i2cl.Injection`
 METHODS: Mapping[str, type[Method]] = MappingProxyType({method.name: method for method in _ALL})
 """All methods by name. Read-only."""
 
@@ -64,7 +69,7 @@ def make_methods(
     return [_build(_split(name), options, recipe or {}) for name in names]
 
 
-def calibrating_method(
+def make_injector(
     name: str | None = None, options: Mapping[str, Any] | None = None, recipe: str | None = None
 ) -> Injector:
     """Construct the method that fits an injection.
@@ -98,7 +103,7 @@ def calibrating_method(
     (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
     if name == AnchoredWithEmbeddings.name:
         default = {"encoder": encoders.local_encoder() or encoders.HUB_ID}
-        method = AnchoredWithEmbeddings.configured(default | dict(options or {}))
+        method = AnchoredWithEmbeddings.from_options(default | dict(options or {}))
     return cast("Injector", method)
 
 
@@ -120,13 +125,13 @@ def _split(name: str) -> list[str]:
 
 def _build(parts: Sequence[str], options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Method:
     def configure(kind: type[Method]) -> Method:
-        return kind.configured({**recipe, **options} if issubclass(kind, InjectionMethod) else options)
+        return kind.from_options({**recipe, **options} if issubclass(kind, I2CL) else options)
 
     innermost, *others = map(_find, parts)
     method = configure(innermost)
     for kind in others:
         if issubclass(kind, Wrapper):
-            method = kind.configured(options, method)
+            method = kind.from_options(options, method)
         else:
             method = Product(method, configure(kind))
     return method
@@ -139,4 +144,4 @@ def _find(name: str) -> type[Method]:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Cost", "Injector", "Method", "Predictor", "calibrating_method", "make_methods"]
+__all__ = ["METHODS", "Cost", "Injector", "Method", "Predictor", "make_injector", "make_methods"]

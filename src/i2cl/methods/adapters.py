@@ -7,18 +7,17 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from i2cl.core.context import require_demonstrations
 from i2cl.core.word_weights import WordWeights, token_scores
-from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import Cost, Method
+from i2cl.errors import I2CLError, require_packages
+from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import LabelScorer, Progress
@@ -75,8 +74,8 @@ class AdapterSettings(TrainConfig):
 class AdapterMethod(Method):
     """Trains an adapter on single demonstrations with the paper's schedule."""
 
-    needs: ClassVar[str] = "demonstrations, the package peft"
-    formula: ClassVar[str] = "as trained"
+    needs = "demonstrations, the package peft"
+    formula = "as trained"
     training: AdapterSettings
 
     @abstractmethod
@@ -94,7 +93,7 @@ class AdapterMethod(Method):
             I2CLError: if peft is not installed, there are no demonstrations, the adapter or its initial
                 tensors do not fit the model, or the loss is not finite.
         """
-        needs(self.name, "peft", "peft")
+        require_packages(self.name, "peft", "peft")
         from peft import get_peft_model_state_dict
 
         config, start, training = self.config(decoder), self.start(decoder), self.training
@@ -202,9 +201,7 @@ class AdapterPredictor:
     state: dict[str, Tensor]
     cost: Cost
 
-    def log_probs(
-        self, texts: Sequence[str], progress: Progress | None = None
-    ) -> Float[Tensor, "texts labels"]:
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
         """Return the log-probability of each label word."""
         with adapted(self.scorer.decoder, self.config, self.state) as adapted_decoder:
             return replace(self.scorer, decoder=adapted_decoder).scores(texts, progress=progress)

@@ -1,41 +1,32 @@
-"""Anchored calibration as a method: vectors fitted around the plain model, among the label words.
-
-Beyond the paper; see `i2cl.core.anchored`.
-"""
+"""Anchored calibration as a method. Beyond the paper; see `i2cl.core.anchored`."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
-
-import pydantic
 
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.injection import Injection
 from i2cl.core.weights import apply_class_weight
 from i2cl.encoders import EmbeddingsConfig, EncoderBias
 from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE
-from i2cl.methods.base import Cost, Method, Predictor
-from i2cl.methods.calibrated.folds import injected
-from i2cl.methods.prompts import PromptPredictor
+from i2cl.methods.base import Cost
+from i2cl.methods.injecting import Injector
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
-from i2cl.models.training import StepProgress
+from i2cl.models.training import Settings, StepProgress
 from i2cl.tasks import Examples, Task
 
 
 @dataclass(frozen=True)
-class Anchored(Method):
+class Anchored(Injector):
     """A vector for every sublayer, fitted to the demonstrations' labels."""
 
-    name: ClassVar[str] = "anchored"
-    summary: ClassVar[str] = (
-        "a vector for every sublayer, fitted around the plain model among the label words"
-    )
-    formula: ClassVar[str] = "2DL"
-    settings: ClassVar[tuple[type[pydantic.BaseModel], ...]] = (AnchoredConfig,)
+    name = "anchored"
+    summary = "a vector for every sublayer, fitted around the plain model among the label words"
+    settings: ClassVar[tuple[type[Settings], ...]] = (AnchoredConfig,)
     anchoring: AnchoredConfig = field(default_factory=AnchoredConfig)
 
     @property
-    def temperatures(self) -> tuple[float, float]:
+    def temperature_prior(self) -> tuple[float, float]:
         """Typical best temperature, as measured, and the spread of its logarithm."""
         return TYPICAL_TEMPERATURE, SPREAD
 
@@ -44,7 +35,14 @@ class Anchored(Method):
         """Maximum number of progress updates."""
         return self.anchoring.steps
 
-    def injection(
+    def fit_cost(self, injection: Injection) -> Cost:
+        """Return the number of trained values: vectors, and word weights if there are any."""
+        layers, sites, width = injection.context.values.shape
+        sites = sites if self.anchoring.writers == "both" else 1
+        weights = injection.word_weights
+        return Cost(trained=layers * sites * width + (0 if weights is None else weights.numel()))
+
+    def fit_injection(
         self,
         decoder: Decoder,
         task: Task,
@@ -58,42 +56,31 @@ class Anchored(Method):
             decoder, task, demonstrations, self.anchoring, seed=seed, scoring=scoring, progress=progress
         )
 
-    def like(self, injection: Injection) -> Self:
+    def with_solver_of(self, injection: Injection) -> Self:
         """Return the method with the solver that made an injection, for refits to fewer demonstrations.
 
-        Gauss-Newton needs no such request: a smaller fit uses it as well, unless memory has become scarce.
+        Gauss-Newton need not be requested: a smaller fit uses it as well, unless memory has become scarce.
         """
         if injection.settings.get("solved_by") != "adamw":
             return self
         return replace(self, anchoring=self.anchoring.model_copy(update={"solver": "adamw"}))
-
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Fit an injection and predict with it."""
-        injection = self.injection(decoder, task, demonstrations, seed)
-        sites = decoder.layers * (2 if self.anchoring.writers == "both" else 1)
-        weights = injection.word_weights
-        trained = sites * decoder.d_model + (0 if weights is None else weights.numel())
-        cost = Cost.of(injection.context.values, weights, trained=trained)
-        return PromptPredictor(
-            injection.scorer(decoder), edit=injection.edit(), injection=injection, cost=cost
-        )
 
 
 @dataclass(frozen=True)
 class AnchoredWithEmbeddings(Anchored):
     """Product of experts of anchored calibration and a sentence encoder, stored as one injection.
 
-    `i2cl.methods.base.Product` combines any two methods in the same way, but cannot be stored.
+    `i2cl.methods.postprocessing.Product` combines any two methods in the same way, but cannot be stored.
     """
 
-    name: ClassVar[str] = "anchored+sentence_embeddings"
-    summary: ClassVar[str] = "product of anchored calibration and a sentence-encoder classifier"
-    needs: ClassVar[str] = "demonstrations, sentence-transformers, a second model"
-    formula: ClassVar[str] = "2DL, (d+1) per label"
+    name = "anchored+sentence_embeddings"
+    summary = "product of anchored calibration and a sentence-encoder classifier"
+    needs = "demonstrations, sentence-transformers, a second model"
+    formula = "2DL, (d+1) per label"
     settings = (AnchoredConfig, EmbeddingsConfig)
     embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
-    def injection(
+    def fit_injection(
         self,
         decoder: Decoder,
         task: Task,
@@ -108,12 +95,7 @@ class AnchoredWithEmbeddings(Anchored):
         """
         shown = apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
         bias = EncoderBias.fit(self.embeddings, task, shown, str(decoder.device), scale=TYPICAL_TEMPERATURE)
-        injection = super().injection(decoder, task, demonstrations, seed, progress, scoring)
+        injection = super().fit_injection(decoder, task, demonstrations, seed, progress, scoring)
         settings = injection.settings | {"embeddings_c": self.embeddings.embeddings_c}
-        return injection.with_head(encoder=bias, temperature=TYPICAL_TEMPERATURE).with_report(
-            settings=settings
-        )
-
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> Predictor:
-        """Fit an injection and predict with it, at a temperature of 1."""
-        return injected(self.injection(decoder, task, demonstrations, seed), decoder, task)
+        head = {"encoder": bias, "temperature": TYPICAL_TEMPERATURE}
+        return injection.with_head(**head).with_report(settings=settings)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from i2cl.core.context import require_demonstrations
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method, count_correct
-from i2cl.methods.prompts import PromptPredictor
+from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
@@ -82,11 +82,11 @@ class AddPreservingNorm(Edit):
 class ICV(Method):
     """The first principal direction of answer state minus sentence state, over all layers at once."""
 
-    name: ClassVar[str] = "icv"
-    summary: ClassVar[str] = "direction from sentence to answer added in every layer, norm preserved"
-    row: ClassVar[str] = "ICV"
-    needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples to search the strength"
-    formula: ClassVar[str] = "DL"
+    name = "icv"
+    summary = "direction from sentence to answer added in every layer, norm preserved"
+    paper_row = "ICV"
+    needs = f"demonstrations, {HELD_OUT} held-out examples to search the strength"
+    formula = "DL"
     settings = (ICVConfig,)
     config: ICVConfig = field(default_factory=ICVConfig)
 

@@ -5,15 +5,15 @@ Source: Xu et al. 2023, https://arxiv.org/abs/2303.13824.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, few_shot_predictor
+from i2cl.methods.base import Cost, LabelScores, Method
+from i2cl.methods.prompting import PromptPredictor, few_shot_predictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer, Progress, in_parts
 from i2cl.models.training import Settings
@@ -35,10 +35,10 @@ class KNNConfig(Settings):
 class KNNPrompting(Method):
     """Nearest neighbours by KL divergence; anchors and queries follow the same demonstrations."""
 
-    name: ClassVar[str] = "knn_prompting"
-    summary: ClassVar[str] = "nearest anchors by next-token distribution after the demonstrations"
-    needs: ClassVar[str] = "demonstrations, 32 held-out examples as anchors"
-    formula: ClassVar[str] = "2MDL + anchors x vocabulary"
+    name = "knn_prompting"
+    summary = "nearest anchors by next-token distribution after the demonstrations"
+    needs = "demonstrations, 32 held-out examples as anchors"
+    formula = "2MDL + anchors x vocabulary"
     settings = (KNNConfig,)
     config: KNNConfig = field(default_factory=KNNConfig)
 
@@ -46,7 +46,7 @@ class KNNPrompting(Method):
         """Compute the anchors' distributions. Raises I2CLError on too few examples or too small a context."""
         held_out = task.held_out(self.config.anchors, demonstrations, seed)
         prompt = few_shot_predictor(LabelScorer(decoder, task), demonstrations)
-        anchor_log_probs = prompt.distributions([example.text for example in held_out])
+        anchor_log_probs = prompt.next_token_log_probs([example.text for example in held_out])
         labels = torch.tensor([example.label for example in held_out])
         cost = prompt.cost + Cost.of(anchor_log_probs, held_out=len(held_out))
         return KNNPredictor(prompt, anchor_log_probs, labels, self.config, cost)
@@ -62,19 +62,20 @@ class KNNPredictor:
     config: KNNConfig
     cost: Cost
 
-    def log_probs(
-        self, texts: Sequence[str], progress: Progress | None = None
-    ) -> Float[Tensor, "texts labels"]:
-        """Return each label's share of the votes, with half a vote added for the nearest anchor's label."""
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return each label's share of the votes, with half a vote added for the nearest anchor's label.
+
+        These scores are not log-probabilities.
+        """
         empty = torch.empty(0, len(self.prompt.scorer.task.labels))  # the result without texts
         return torch.cat([empty, *in_parts(self._votes, texts, CHUNK_SIZE, progress)])
 
-    def _votes(self, texts: Sequence[str]) -> Float[Tensor, "texts labels"]:
-        query = self.prompt.distributions(texts)
+    def _votes(self, texts: Sequence[str]) -> LabelScores:
+        query = self.prompt.next_token_log_probs(texts)
         if self.config.divergence == "anchor_query":
-            distance = divergence(self.anchor_log_probs, query).T
+            distance = kl_divergence(self.anchor_log_probs, query).T
         else:
-            distance = divergence(query, self.anchor_log_probs)
+            distance = kl_divergence(query, self.anchor_log_probs)
         count = min(self.config.neighbours, len(self.anchor_labels))
         nearest = self.anchor_labels[distance.topk(count, largest=False).indices]
         votes = torch.zeros(len(texts), len(self.prompt.scorer.task.labels))
@@ -82,7 +83,7 @@ class KNNPredictor:
         return votes.scatter_add_(1, nearest[:, :1], torch.full((len(texts), 1), 0.5 / count))
 
 
-def divergence(
+def kl_divergence(
     first: Float[Tensor, "rows vocab"], second: Float[Tensor, "columns vocab"]
 ) -> Float[Tensor, "rows columns"]:
     """Return KL(first || second) in nats for each pair of rows, given as log-probabilities."""

@@ -7,7 +7,7 @@ defaults with one demonstration per class, were chosen on training rows with Smo
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import ClassifierPredictor, Method, head_cost, require_two_classes
+from i2cl.errors import I2CLError, require_packages
+from i2cl.methods.base import Method
+from i2cl.methods.classifiers import ClassifierPredictor, regression_cost, require_two_classes
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
@@ -55,10 +56,10 @@ class ProbeConfig(Settings):
 class LinearProbe(Method):
     """Logistic regression on standardized block outputs, which take one forward pass."""
 
-    name: ClassVar[str] = "linear_probe"
-    summary: ClassVar[str] = "logistic regression on states chosen by inner folds"
-    needs: ClassVar[str] = "demonstrations, scikit-learn"
-    formula: ClassVar[str] = "(D+1) per label, (2D+1) with both tokens"
+    name = "linear_probe"
+    summary = "logistic regression on states chosen by inner folds"
+    needs = "demonstrations, scikit-learn"
+    formula = "(D+1) per label, (2D+1) with both tokens"
     settings = (ProbeConfig,)
     config: ProbeConfig = field(default_factory=ProbeConfig)
 
@@ -69,7 +70,7 @@ class LinearProbe(Method):
             I2CLError: if scikit-learn is not installed, there are fewer than two classes, the model does not
                 have the layer, or the tokenizer does not report character offsets.
         """
-        needs(self.name, "sklearn", "sklearn")
+        require_packages(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         scorer = LabelScorer(decoder, task)
         choices = self._choices(decoder)
@@ -86,7 +87,7 @@ class LinearProbe(Method):
             states = query_states(scorer, texts, [best.layer], pooled=best.tokens != "last")
             return _features(states[:, 0], best.tokens)
 
-        return ProbePredictor(features, model, len(task.labels), head_cost(model[-1]), best)
+        return ProbePredictor(features, model, len(task.labels), regression_cost(model[-1]), best)
 
     def _choices(self, decoder: Decoder) -> list[Choice]:
         """Return the candidates; the first one is the default if there are too few demonstrations."""

@@ -10,15 +10,12 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
-from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, few_shot_predictor
+from i2cl.methods.base import Cost, LabelScores, Method
+from i2cl.methods.prompting import PromptPredictor, few_shot_predictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer, Progress
 from i2cl.models.training import Settings
@@ -53,9 +50,7 @@ class MenuPredictor:
     column: tuple[int, ...]
     cost: Cost
 
-    def log_probs(
-        self, texts: Sequence[str], progress: Progress | None = None
-    ) -> Float[Tensor, "texts labels"]:
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
         """Return the log-probability of each label's letter."""
         return self.letters.log_probs(texts, progress)[:, list(self.column)]
 
@@ -64,10 +59,10 @@ class MenuPredictor:
 class Menu(Method):
     """Lists the labels by letter after the text and scores the letters."""
 
-    name: ClassVar[str] = "menu"
-    summary: ClassVar[str] = "options by letter in the prompt, as in vLLM's decision API"
-    is_stochastic: ClassVar[bool] = False
-    needs: ClassVar[str] = "nothing"
+    name = "menu"
+    summary = "options by letter in the prompt, as in vLLM's decision API"
+    is_stochastic = False
+    needs = "nothing"
     settings = (MenuConfig,)
     config: MenuConfig = field(default_factory=MenuConfig)
 
@@ -88,11 +83,11 @@ class Menu(Method):
 class MenuFewShot(Menu):
     """The menu prompt after demonstrations in the same form."""
 
-    name: ClassVar[str] = "menu_few_shot"
-    summary: ClassVar[str] = "options by letter, after demonstrations of the same form"
-    is_stochastic: ClassVar[bool] = True
-    needs: ClassVar[str] = "demonstrations"
-    formula: ClassVar[str] = "2MDL"
+    name = "menu_few_shot"
+    summary = "options by letter, after demonstrations of the same form"
+    is_stochastic = True
+    needs = "demonstrations"
+    formula = "2MDL"
 
     def predictor(self, scorer: LabelScorer, demonstrations: Examples) -> PromptPredictor:
         """Cache the demonstrations. Raises I2CLError if the context cannot hold one per class."""

@@ -48,9 +48,9 @@ class LoRA(adapters.AdapterMethod):
     Source: Hu et al. 2022, https://arxiv.org/abs/2106.09685.
     """
 
-    name: ClassVar[str] = "lora"
-    summary: ClassVar[str] = "low-rank updates of query and value projections"
-    row: ClassVar[str] = "LoRA"
+    name = "lora"
+    summary = "low-rank updates of query and value projections"
+    paper_row = "LoRA"
     settings = (LoRASettings,)
     training: LoRASettings = field(default_factory=LoRASettings)
 
@@ -75,9 +75,9 @@ class IA3(adapters.AdapterMethod):
     queries and values.
     """
 
-    name: ClassVar[str] = "ia3"
-    summary: ClassVar[str] = "learned scaling of query, value and feed-forward activations"
-    row: ClassVar[str] = "IA3"
+    name = "ia3"
+    summary = "learned scaling of query, value and feed-forward activations"
+    paper_row = "IA3"
     settings = (adapters.AdapterSettings,)
     training: adapters.AdapterSettings = field(default_factory=adapters.AdapterSettings)
 
@@ -153,10 +153,10 @@ class PromptTuning(VirtualTokenMethod):
     token of width 4096.
     """
 
-    name: ClassVar[str] = "prompt_tuning"
-    summary: ClassVar[str] = "learned token embedding in front of the query"
-    row: ClassVar[str] = "Soft-prompt / Prompt-tuning"
-    kind: ClassVar[str] = "PromptTuningConfig"
+    name = "prompt_tuning"
+    summary = "learned token embedding in front of the query"
+    paper_row = "Soft-prompt / Prompt-tuning"
+    kind = "PromptTuningConfig"
     settings = (VirtualTokenSettings,)
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 
@@ -177,10 +177,10 @@ class PrefixTuning(VirtualTokenMethod):
     prompt tuning ("one extra learnable token per layer"), although its parameter count contradicts it.
     """
 
-    name: ClassVar[str] = "prefix_tuning"
-    summary: ClassVar[str] = "learned key and value of a virtual token in every layer"
-    row: ClassVar[str] = "Prompt-tuning (as the text has it)"
-    kind: ClassVar[str] = "PrefixTuningConfig"
+    name = "prefix_tuning"
+    summary = "learned key and value of a virtual token in every layer"
+    paper_row = "Prompt-tuning (as the text has it)"
+    kind = "PrefixTuningConfig"
     settings = (VirtualTokenSettings,)
     training: VirtualTokenSettings = field(default_factory=VirtualTokenSettings)
 

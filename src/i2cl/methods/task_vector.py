@@ -6,14 +6,13 @@ https://arxiv.org/abs/2310.15916. See docs/reference/fidelity.md for details tha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.prompts import PromptPredictor, encode_prompts, fit_to_context
+from i2cl.methods.prompting import PromptPredictor, encode_prompts, fit_to_context
 from i2cl.models.batching import Batch, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
@@ -61,11 +60,11 @@ def _replace_last(output: States, batch: Batch, state: Float[Tensor, " d"]) -> S
 class TaskVector(Method):
     """Injects at the layer with the best held-out accuracy; ties go to the earliest layer."""
 
-    name: ClassVar[str] = "task_vector"
-    summary: ClassVar[str] = "state after the demonstrations replaces the query's at one layer"
-    row: ClassVar[str] = "Task-vector"
-    needs: ClassVar[str] = f"demonstrations, {HELD_OUT} held-out examples (layer) and a dummy query"
-    formula: ClassVar[str] = "D"
+    name = "task_vector"
+    summary = "state after the demonstrations replaces the query's at one layer"
+    paper_row = "Task-vector"
+    needs = f"demonstrations, {HELD_OUT} held-out examples (layer) and a dummy query"
+    formula = "D"
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Capture the states of all layers, then choose a layer. Raises I2CLError on too few examples."""

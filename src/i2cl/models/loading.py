@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import GgufConfig
 
-from i2cl.errors import I2CLError, first_line, needs, require_utf8
+from i2cl.errors import I2CLError, first_line, require_packages, require_utf8
 from i2cl.models.fingerprint import tokenizer_fingerprint
 from i2cl.models.precision import (
     Quantization,
@@ -91,7 +91,7 @@ def load_model_and_tokenizer(
         raise I2CLError("transformers reads docstrings, which python -OO drops: use python -O, or neither")
     if device is not None and device_map is not None:
         raise I2CLError("device and device_map exclude each other: give one of them")
-    source = located(name)
+    source = resolve_name(name)
     path = Path(source)
     if is_gguf(path):
         _check_gguf_options(revision, quantization)
@@ -155,7 +155,7 @@ def _load_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
 
     If the conversion cannot be saved, the model is loaded without the cache.
     """
-    needs("a GGUF file as a model", "gguf", "gguf", "accelerate")
+    require_packages("a GGUF file as a model", "gguf", "gguf", "accelerate")
     if not path.is_file():
         raise I2CLError(f"no GGUF file {str(path)!r}: check the path")
     dtype = dtype_name(loading["dtype"])
@@ -257,7 +257,7 @@ def _check_gguf_options(revision: Any, quantization: Any) -> None:
 
 def _check_device_map(device_map: str | dict[str, Any] | None) -> None:
     if device_map is not None:
-        needs("a device map", "hub", "accelerate")
+        require_packages("a device map", "hub", "accelerate")
     if isinstance(device_map, dict):
         for place in {str(place) for place in device_map.values()} - {"disk"}:
             _device(f"cuda:{place}" if place.isdigit() else place)
@@ -296,7 +296,7 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
         )
 
 
-def located(name: str) -> str:
+def resolve_name(name: str) -> str:
     """Return the path of ``"reference"`` or ``"smollm2"``, or the name itself.
 
     Raises I2CLError if the package with SmolLM2 is not installed.
@@ -324,7 +324,7 @@ def gguf_reader(path: Path, hint: str) -> Any:
 
     Raises I2CLError if the file is missing or damaged (with ``hint``), or the package gguf is not installed.
     """
-    needs("a GGUF file", "gguf", "gguf")
+    require_packages("a GGUF file", "gguf", "gguf")
     if not path.is_file():
         raise I2CLError(f"no GGUF file {str(path)!r}: check the path")
     from gguf import GGUFReader

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 
 # Quantization in memory: 8 or 4 bits by bitsandbytes, or a quantization config of transformers.
 Quantization = Literal["8bit", "4bit"] | QuantizationConfigMixin
@@ -69,7 +69,7 @@ def quantization_config(quantization: Quantization | None, dtype: str | torch.dt
     if quantization not in {"8bit", "4bit"}:
         hint = "choose 8bit or 4bit, or pass a transformers config"
         raise I2CLError(f"unknown quantization {quantization!r}: {hint}")
-    needs("quantization", "quant", "bitsandbytes", "accelerate")
+    require_packages("quantization", "quant", "bitsandbytes", "accelerate")
     if quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     compute = None if dtype == "auto" else dtype

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import IO, Any
 
-from i2cl.errors import first_line, needs
+from i2cl.errors import first_line, require_packages
 from i2cl.tasks.files import ReadAsWarning, RowError
 from i2cl.tasks.row import Columns, Row
 
@@ -21,7 +21,7 @@ def parquet_rows(handle: IO[bytes], columns: Columns, name: str) -> Iterator[Row
         RowError: if the file is damaged or a column is missing.
         I2CLError: if pyarrow is not installed.
     """
-    needs(f"{name}, a Parquet file,", "tables", "pyarrow", instead="save it as CSV")
+    require_packages(f"{name}, a Parquet file,", "tables", "pyarrow", instead="save it as CSV")
     arrow: Any = import_module("pyarrow")
     parquet: Any = import_module("pyarrow.parquet")
     number = 0
@@ -49,7 +49,7 @@ def excel_rows(handle: IO[bytes], columns: Columns, name: str) -> Iterator[Row]:
         RowError: if the file is damaged or a column is missing.
         I2CLError: if openpyxl is not installed.
     """
-    needs(f"{name}, an Excel file,", "tables", "openpyxl", instead="save it as CSV")
+    require_packages(f"{name}, an Excel file,", "tables", "openpyxl", instead="save it as CSV")
     try:
         book = import_module("openpyxl").load_workbook(handle, read_only=True, data_only=True)
     except Exception as error:  # openpyxl raises errors of many unrelated types on damaged files

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError, first_line, needs
+from i2cl.errors import I2CLError, first_line, require_packages
 from i2cl.tasks.labels import LabelLookup
 from i2cl.tasks.schema import HubSource
 from i2cl.tasks.task import Example, group_by_label, sample_per_class
@@ -65,7 +65,7 @@ def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Ex
 
 
 def _download(source: HubSource, split: str) -> "Dataset":
-    needs(f"loading {source.dataset}", "hub", "datasets", instead=_DATA_DIR_HINT)
+    require_packages(f"loading {source.dataset}", "hub", "datasets", instead=_DATA_DIR_HINT)
     from datasets import load_dataset
 
     try:

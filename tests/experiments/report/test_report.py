@@ -257,18 +257,3 @@ def test_undecidable_rows_do_not_count_in_holms_correction():
     assert values["Few-shot (ICL)"]["q"] == 1
     assert texts(result)["Few-shot (ICL)"][-3:] == ["–", "–", "fewer than 4 seeds"]
     assert "over the one test" in noted(result, "Holm")
-
-
-def test_transductive_rows_are_noted_in_every_table():
-    rows = [
-        GridRow(name="Zero-shot", method="zero_shot", seeds=1),
-        GridRow(name="Zero-shot, calibrated", method="zero_shot+batch_calibration", seeds=1),
-        GridRow(name="I2CL", method="i2cl"),
-    ]
-    made = [*trial(), record("zero_shot+batch_calibration", "sst2", 0, "1" * 10)]
-    for view in ("tasks", "average", "comparison"):
-        result = table(view, grid(rows), made)
-        assert "balanced as far as the test split allows: Zero-shot, calibrated." in noted(
-            result, "one batch"
-        )
-        assert not any("one batch" in note for note in table(view, grid(), trial()).notes)

@@ -227,7 +227,7 @@ def test_failing_row_does_not_affect_others(batcher_with_task, busy_model, monke
     assert batcher.waiting == 0
 
 
-@pytest.mark.parametrize("method", [Anchored.configured({"steps": 1}), I2CL.configured({"epochs": 2})])
+@pytest.mark.parametrize("method", [Anchored.from_options({"steps": 1}), I2CL.from_options({"epochs": 2})])
 @pytest.mark.parametrize("whole", [True, False])
 def test_requests_during_a_fit_do_not_change_its_result(
     batcher_with_task, decoder, task, busy_model, method, whole
@@ -245,7 +245,7 @@ def test_requests_during_a_fit_do_not_change_its_result(
     task = task if whole else replace(task, template=Template("{text} ->{label}"))
     assert LabelScorer(shared, task).labels.full == whole  # otherwise this tests the wrong kind of scoring
     shown = task.sample(1)
-    alone, fit = (batcher.run(lambda: method.injection(shared, task, shown)) for _ in range(2))
+    alone, fit = (batcher.run(lambda: method.fit_injection(shared, task, shown)) for _ in range(2))
     rows, tickets = store.queries("a", [TEXTS[0]])[1], []
 
     def send_next(_=None):

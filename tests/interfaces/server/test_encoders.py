@@ -3,7 +3,7 @@
 import pytest
 
 from fitting import one_line
-from i2cl.methods import calibrating_method
+from i2cl.methods import make_injector
 from plugin import WordsEncoder
 from processes import until
 
@@ -27,8 +27,8 @@ def fit_body(task, **more):
 
 
 def fit_injection(service, task):
-    method = calibrating_method(NAME, {"encoder": "words", "steps": 1})
-    return method.injection(service.decoder, task, task.sample(2, 0), 0)
+    method = make_injector(NAME, {"encoder": "words", "steps": 1})
+    return method.fit_injection(service.decoder, task, task.sample(2, 0), 0)
 
 
 def answers(client, name):

@@ -69,12 +69,12 @@ def test_scores_match_the_release_for_every_batch_size(decoder, release, budget,
     predictor = release.fitted(decoder, "cepe", in_decoder=str(in_decoder))
     result = predictor.log_probs(release.record["queries"])
     torch.testing.assert_close(result, release.expected(name), **CLOSE)
-    uncached = replace(predictor, prompt=replace(predictor.prompt, prefix=None))
+    uncached = replace(predictor, prefix=None)
     torch.testing.assert_close(uncached.log_probs(release.record["queries"]), result, **ALIKE)
-    shared = predictor.prompt.prefix
+    shared = predictor.prefix
     assert (shared is None) == (in_decoder == 0)
     keys = 2 * 3 * 16 * shared.length if shared else 0
-    assert predictor.cost.cached_values == 16 * len(predictor.states) + keys
+    assert predictor.cost.cached_values == 16 * len(predictor.edit.states) + keys
     assert predictor.cost.trained == 0
 
 
@@ -92,7 +92,7 @@ def test_long_demonstrations_are_cut_to_their_last_tokens(decoder, release):
     shown = [release.shown[0], Example("a long film " * 100, 0)]
     with pytest.warns(TruncationWarning, match="parity: 1 of 2 demonstrations were cut to their last 256"):
         predictor = release.fitted(decoder, "cepe", shown=shown)
-    assert len(predictor.states) == len(release.shown_ids[0]) + 256
+    assert len(predictor.edit.states) == len(release.shown_ids[0]) + 256
 
 
 def test_hooks_are_removed_after_an_error(decoder, own, release):
@@ -138,8 +138,7 @@ def test_incomplete_or_mismatched_checkpoints_are_refused(release, tmp_path, ten
 def test_encoder_is_cached_per_model_and_dtype(tmp_path):
     decoder = with_compressor("cepe", tmp_path)
     assert context_encoder(decoder) is context_encoder(Decoder(decoder.model, decoder.tokenizer))
-    decoder = Decoder.from_pretrained("reference", device="cpu")
     assert context_encoder(decoder).encoder.dtype == torch.float32
     decoder.model.to(torch.bfloat16)
-    half = Decoder(decoder.model, decoder.tokenizer, name="reference")
+    half = Decoder(decoder.model, decoder.tokenizer)
     assert context_encoder(half).encoder.dtype == torch.bfloat16

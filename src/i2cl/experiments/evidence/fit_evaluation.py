@@ -19,15 +19,16 @@ from i2cl import encoders
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import confidence, highest
-from i2cl.experiments.evaluation import Fitted, fit_seeds, measure
+from i2cl.experiments.evaluation import Fitted, fit_method, measure
 from i2cl.experiments.evidence.selective import require_target, selection
 from i2cl.experiments.evidence.verdicts import Verdict, verdict, wilson
 from i2cl.experiments.records import Run
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.methods import METHODS, Injector, Method, make_methods
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected, unmeasurable
-from i2cl.methods.calibrated.label_calibration import LabelPrior
+from i2cl.methods.cross_validation import FOLDS, cross_validate, cross_validation_error, fold_rows
+from i2cl.methods.injecting import injection_predictor
+from i2cl.methods.postprocessing import LabelPrior
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Examples, Task
 
@@ -165,7 +166,7 @@ def plan_evaluation(
         return EvaluationPlan("test" if task.test else "train", held_out, missing=missing)
     if not folds:
         reason = "no labelled rows remain to score: fit with fewer --shots"
-    elif not (reason := unmeasurable(task, demonstrations, folds, seed)):
+    elif not (reason := cross_validation_error(task, demonstrations, folds, seed)):
         rows = (*reversed(shown.values()), *held_out)
         rows = sample_rows(rows, MAX_CROSS_VALIDATED_ROWS, seed)
         parts = len(fold_rows(task, demonstrations, folds, seed))
@@ -196,7 +197,7 @@ def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...
 def baselines() -> list[Method]:
     """Return `BASELINES`, and sentence embeddings if their encoder is available without a download."""
     encoder, rival = encoders.local_encoder(), METHODS["sentence_embeddings"]
-    return make_methods(BASELINES) + ([rival.configured({"encoder": encoder})] if encoder else [])
+    return make_methods(BASELINES) + ([rival.from_options({"encoder": encoder})] if encoder else [])
 
 
 def evaluate_fit(
@@ -241,46 +242,46 @@ def evaluate_fit(
     evaluated = method if injection.label_bias is None else LabelPrior(method)
 
     def fit(other: Method) -> Fitted:
-        return fit_seeds(decoder, task, other, [rows], [seed])[0]
+        return fit_method(decoder, task, other, rows, seed)
 
-    def cross_validate(other: Method) -> Fitted:
+    def fit_folds(other: Method) -> Fitted:
         started = time.perf_counter()
-        predictor = folded(
+        predictor = cross_validate(
             task, rows, partial(other.fit, decoder, task, seed=seed), plan.folds, seed, rows=plan.rows
         )
         seconds_per_fold = (time.perf_counter() - started) / len(predictor.refits)
         return Fitted(other, predictor, rows, seed, seconds_per_fold)
 
     def use_injection(_: Method) -> Fitted:
-        predictor = injected(injection, decoder, task)
+        predictor = injection_predictor(injection, decoder, task)
         if plan.folds:
-            predictor = folded(
+            predictor = cross_validate(
                 task,
                 rows,
-                lambda rest: injected(refit(rest), decoder, task),
+                lambda rest: injection_predictor(refit(rest), decoder, task),
                 plan.folds,
                 seed,
-                predictor.cost,
+                cost=predictor.cost,
                 rows=plan.rows,
             )
         return Fitted(evaluated, predictor, rows, seed, seconds)
 
     free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
     fits: Fits = dict.fromkeys(free, fit)
-    fits |= dict.fromkeys(others, cross_validate if plan.folds else fit)
+    fits |= dict.fromkeys(others, fit_folds if plan.folds else fit)
     fits[evaluated] = use_injection
     runs, not_run = _run_all(fits, decoder, task, plan.rows, observer or FitObserver())
     return _with_evaluation(injection, runs, not_run, evaluated, method, plan, target)
 
 
 def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
-    """Return ``method.injection`` with the solver and the scoring that made ``injection``.
+    """Return ``method.fit_injection`` with the solver and the scoring that made ``injection``.
 
     With fewer demonstrations, the automatic choice could differ, and a cross-validation would measure a
     different kind of fit.
     """
-    like = method.like(injection) if isinstance(method, Anchored) else method
-    return partial(like.injection, scoring=injection.scoring)
+    same_solver = method.with_solver_of(injection) if isinstance(method, Anchored) else method
+    return partial(same_solver.fit_injection, scoring=injection.scoring)
 
 
 def typical_temperature(method: Method, task: Task, demonstrations: Examples) -> float | None:
@@ -290,7 +291,7 @@ def typical_temperature(method: Method, task: Task, demonstrations: Examples) ->
     """
     counts = Counter(example.label for example in demonstrations)
     enough = all(counts[label] >= 2 for label in range(len(task.labels)))
-    return method.temperatures[0] if enough else None
+    return method.temperature_prior[0] if enough else None
 
 
 def _run_all(
@@ -305,14 +306,14 @@ def _run_all(
     not_run: dict[str, str] = {}
     *_, evaluated = fits
     for method, fit in fits.items():
-        observer.evaluating(method.called)
+        observer.evaluating(method.full_name)
         try:
-            runs[method.called] = measure(decoder, task, fit(method), queries, observer.scored)
+            runs[method.full_name] = measure(decoder, task, fit(method), queries, observer.scored)
         except (I2CLError, RuntimeError) as error:
-            required = method is evaluated or method.called == "zero_shot"
+            required = method is evaluated or method.full_name == "zero_shot"
             if required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
-            not_run[method.called] = str(error) if isinstance(error, I2CLError) else "out of memory"
+            not_run[method.full_name] = str(error) if isinstance(error, I2CLError) else "out of memory"
     return runs, not_run
 
 
@@ -325,15 +326,15 @@ def _with_evaluation(
     plan: EvaluationPlan,
     target: float | None,
 ) -> Injection:
-    run = runs[evaluated.called]
+    run = runs[evaluated.full_name]
     log_probs = run.scores.array if run.scores else np.empty((0, len(run.labels)))
     gold, predictions = np.array(run.gold), np.array(run.predictions)
     temperature = injection.temperature
     if not plan.missing:  # with rows of some labels only, a fitted temperature would be overconfident
-        temperature = likely_temperature(log_probs, gold, *evaluated.temperatures)
+        temperature = likely_temperature(log_probs, gold, *evaluated.temperature_prior)
     tempered = normalised(log_probs, temperature)
     correct = gold == predictions
-    rivals = {name: _correct(one) for name, one in runs.items() if name != evaluated.called}
+    rivals = {name: _correct(one) for name, one in runs.items() if name != evaluated.full_name}
     counts = {
         name: (int((correct & ~rival).sum()), int((rival & ~correct).sum())) for name, rival in rivals.items()
     }

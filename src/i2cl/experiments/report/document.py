@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import escape as escape_html
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.records import Record
 from i2cl.experiments.report.paper import Paper, printed_for
@@ -230,7 +230,7 @@ def _reason(view: View, against: str, *, draw: bool) -> str:
 
 
 def _draw(results: Results, vectors: Vectors, view: View) -> "Figure | None":
-    needs("a figure", "experiments", "matplotlib", "textalloc")
+    require_packages("a figure", "experiments", "matplotlib", "textalloc")
     from i2cl.experiments.report.figures import FIGURES
 
     return FIGURES[view](results, vectors)

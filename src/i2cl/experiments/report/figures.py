@@ -16,7 +16,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from i2cl.errors import needs
+from i2cl.errors import require_packages
 from i2cl.experiments import confidence
 from i2cl.experiments.grid import GridRow, View
 from i2cl.experiments.report.results import Line, Results, TaskScores, mean_times, outcome, scores_by_task
@@ -34,6 +34,22 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MARKER_SCALE = {"s": 0.95, "D": 0.85, "P": 1.15, "X": 1.15, "*": 1.45}  # for equal visual sizes
 REFERENCE, OTHERS, FAINT = "#D55E00", "#0072B2", "#595959"
 """Colours of the reference row, of other rows, and of auxiliary lines."""
+
+
+_STYLE: Any = {
+    **dict.fromkeys(("font.size", "axes.titlesize"), 10),
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    "axes.edgecolor": FAINT,
+    "grid.color": "#e4e4e4",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "i2cl",
+    "text.parse_math": False,  # task names and label words may contain dollar signs
+}
+
+_styled = style.context(["default", _STYLE])
+"""Decorator: run a drawing function in the report's style, and restore matplotlib's settings."""
 
 
 def _label_of(name: str, tasks: int, results: Results) -> str:
@@ -515,7 +531,7 @@ def _embed(groups: Points) -> Points | None:
 
 
 def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
-    needs("the map", "experiments", "sklearn")
+    require_packages("the map", "experiments", "sklearn")
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
@@ -525,24 +541,7 @@ def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
     return np.asarray(plane)
 
 
-# Style and files
-
-
-_STYLE: Any = {
-    **dict.fromkeys(("font.size", "axes.titlesize"), 10),
-    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
-    "axes.edgecolor": FAINT,
-    "grid.color": "#e4e4e4",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "i2cl",
-    "text.parse_math": False,  # task names and label words may contain dollar signs
-}
-
-
-_styled = style.context(["default", _STYLE])
-"""Decorator: run a drawing function in the report's style, and restore matplotlib's settings."""
+# Figures by view
 
 FIGURES: Mapping[View, Drawing] = {
     "efficiency": _styled(efficiency),

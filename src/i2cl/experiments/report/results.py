@@ -72,7 +72,7 @@ class Line:
     @property
     def transductive(self) -> bool:
         """Whether a prediction depends on the other queries."""
-        return any(METHODS[part].transductive for part in self.row.method.split("+") if part in METHODS)
+        return any(METHODS[part].is_transductive for part in self.row.method.split("+") if part in METHODS)
 
     @property
     def fixed(self) -> bool:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.injections.confidence import confident_index
 
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
@@ -52,7 +52,7 @@ def output_format(path: Path | None, named: OutputFormat | None, *, as_json: boo
     if requested == "parquet":
         if path is None or (path.exists() and not path.is_file()):
             raise I2CLError("Parquet needs an output file: give one with -o, or use another --output-format")
-        needs("Parquet", "parquet", "pyarrow", instead="use another --output-format")
+        require_packages("Parquet", "parquet", "pyarrow", instead="use another --output-format")
     return requested or ("jsonl" if as_json else "tsv")
 
 

@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. Heavy imports wait until a command needs them."""
+"""The command line `i2cl`. Commands import PyTorch only when they need it, so that `--help` is fast."""
 
 import os
 import sys
@@ -15,10 +15,10 @@ from i2cl.version import __version__
 
 NAME = "i2cl"
 INTERRUPTED = 130
-OPENMP_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the second is of GNU OpenMP
+OPENMP_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the second is for GNU OpenMP
 _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
 
-# Of each command, shown below its help; the tests type them in this order.
+# Example of each command, shown below its help. The tests run them in this order.
 EXAMPLES = {
     "demo": "i2cl demo",
     "fit": "i2cl fit reference mood-colour-1 -o mood",
@@ -72,7 +72,7 @@ for _name, _command in _COMMANDS.items():
 def top(
     context: typer.Context, version: bool = Option(False, "--version", help="Print the version.")
 ) -> None:
-    """Show help where no command is given."""
+    """Print the version, or the help if there is no command."""
     if version:
         console.say(__version__)
     elif context.invoked_subcommand is None:
@@ -80,13 +80,13 @@ def top(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    """Run a command and exit with 0 (success), 1 (a check failed), 2 (invalid input) or 130 (interrupted)."""
     _wait_passively()
     console.escape()
     code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()
-    except OSError:  # told already; Python would try again at its end, and say so in its own words
+    except OSError:  # was reported before; without this, Python would flush again at exit and report it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
@@ -102,26 +102,27 @@ def _wait_passively() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    left = "no file was written"
+    """Run a command, print its error on one line, and return the exit code."""
     try:
         with console.plain_warnings():
             code = int(app(arguments, prog_name=NAME, standalone_mode=False) or 0)
         if code != INTERRUPTED:
             return code
+        message = "interrupted: no file was written"
+    except (typer.Abort, KeyboardInterrupt) as error:
+        code, message = INTERRUPTED, f"interrupted: {str(error) or 'no file was written'}"
     except I2CLError as error:
         code, message = 2, str(error)
-    except OSError as error:  # where no command expects one: there is no temporary folder, say
-        what = f"use {str(error.filename)!r}" if error.filename else "go on"
-        cure = "free space or choose another place or name"
-        code, message = 2, f"cannot {what} ({system_cause(error)}): {cure}"
+    except OSError as error:  # not expected by any command, such as a missing temporary folder
+        problem = f"use {str(error.filename)!r}" if error.filename else "continue"
+        code = 2
+        message = f"cannot {problem} ({system_cause(error)}): free space or choose another place or name"
     except _UsageError as error:
-        what = error.format_message().rstrip(".") or "no command is given"
-        code, message = 2, f"{what}: see {error.ctx.command_path if error.ctx else NAME} --help"
-    except (typer.Abort, KeyboardInterrupt) as error:
-        code, left = INTERRUPTED, str(error) or left
-    except RuntimeError as error:  # a batch too large is halved; this cannot be
+        problem = error.format_message().rstrip(".") or "no command is given"
+        code, message = 2, f"{problem}: see {error.ctx.command_path if error.ctx else NAME} --help"
+    except RuntimeError as error:  # batches that are too large are halved; this is raised for a single row
         if not is_out_of_memory(error):
             raise
         code, message = 2, OUT_OF_MEMORY
-    console.print_error(f"interrupted: {left}" if code == INTERRUPTED else message)
+    console.print_error(message)
     return code

@@ -67,7 +67,10 @@ def evaluate(
     methods = list(METHODS) if method == "all" else load.split(method)
     chosen = make_methods(methods, load.options(settings), RECIPES[recipe])
     tasks = [local[name] or load.task(name, rows) for name in names]
-    for what, names in (("tasks", [one.name for one in tasks]), ("methods", [one.called for one in chosen])):
+    for what, names in (
+        ("tasks", [one.name for one in tasks]),
+        ("methods", [one.full_name for one in chosen]),
+    ):
         if duplicates := [name for name in names if names.count(name) > 1]:
             raise I2CLError(f"two {what} are named {duplicates[0]!r}: remove one, or run it separately")
     source = partial(load.decoder, model, loading)

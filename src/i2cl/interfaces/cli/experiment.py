@@ -76,24 +76,23 @@ def run(
     """
     load.libraries()
     from i2cl.experiments.grid import Cell
-    from i2cl.experiments.runner import pending, run_groups
+    from i2cl.experiments.runner import pending_cells, run_cells
     from i2cl.experiments.store import Store
 
     folder = store or Path("results") / (Path(model).name + ("-quick" if quick else ""))
     base = Cell(model=model, revision=loading.revision, dtype=loading.dtype, task="")
     only = load.split(tasks) if tasks is not None and tasks != "all" else None
-    cells, timed = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
+    cells = _cells(names, base, only, load.task_names("all", model), quick, seeds, limit)
     for name, wording in {(cell.task, cell.wording) for cell in cells}:  # report missing tasks first
         test = Path(wording.test) if wording.test is not None else None
         load.task(name, replace(rows, template=wording.template, test=test))
     data_dir = str(rows.data_dir) if rows.data_dir else None
     source = partial(load.decoder, model, loading)
     with Store.writing(folder) as opened:
-        groups = pending(cells, opened, timed)
-        missing = [cell for group in groups for cell in group.missing]
+        missing = pending_cells(cells, opened)
         try:
             with console.progress(len(missing), "running") as bar:
-                counts = run_groups(groups, opened, source, workers, data_dir, _show_progress(bar))
+                counts = run_cells(missing, opened, source, workers, data_dir, _show_progress(bar))
         except KeyboardInterrupt:
             if not opened.records:
                 raise
@@ -128,12 +127,11 @@ def _cells(
     quick: bool,
     seeds: int | None,
     limit: int | None,
-) -> "tuple[list[Cell], set[str]]":
-    """Return all cells of the experiments, and the keys of those that are timed."""
+) -> "list[Cell]":
+    """Return all cells of the experiments."""
     from i2cl.experiments.library import ORDER, check_methods, load_experiment, restrict_tasks
 
     cells: list[Cell] = []
-    timed: set[str] = set()
     chosen = [load_experiment(name) for name in (ORDER if names == "all" else load.split(names))]
     check_methods(chosen)
     given: dict[str, Any] = {"seeds": seeds, "limit": limit}
@@ -142,10 +140,8 @@ def _cells(
         changes["tasks"] = None  # run all of the tasks that are named, even with --quick
     for one in restrict_tasks(chosen, only) if only else chosen:
         scale = one.quick if quick else one.full
-        grid = list(one.cells(base, tasks, scale.model_copy(update=changes)))
-        cells += grid
-        timed |= {cell.key for cell in grid if one.timed}
-    return cells, timed
+        cells += one.cells(base, tasks, scale.model_copy(update=changes))
+    return cells
 
 
 def _show_progress(bar: console.Bar) -> "Callable[[Record], None]":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
 
@@ -84,7 +84,7 @@ def export(
     loading = replace(load.of_artefact(loading, injection, model), dtype="checkpoint")
     if form.to == "gguf" and form.golden:
         try:  # tell the user before the export takes its time
-            needs("`i2cl verify` of a GGUF file", "llama-cpp", "xllamacpp")
+            require_packages("`i2cl verify` of a GGUF file", "llama-cpp", "xllamacpp")
         except I2CLError as error:
             console.note(str(error))
     decoder = load.artefact_decoder(injection, model, loading)

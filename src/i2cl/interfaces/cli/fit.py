@@ -116,7 +116,7 @@ class MethodOptions:
 
 
 @dataclass(frozen=True)
-class ScoreOptions:
+class EvaluationOptions:
     """Evaluation of the fit."""
 
     evaluate: int = opt(
@@ -151,10 +151,10 @@ def fit(
     ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the artefact.")],
     *,
-    drawing: DrawOptions,
-    way: MethodOptions,
+    draw_options: DrawOptions,
+    method_options: MethodOptions,
     rows: TaskOptions,
-    scoring: ScoreOptions,
+    evaluation: EvaluationOptions,
     loading: ModelOptions,
     json: options.Json = False,
 ) -> None:
@@ -163,53 +163,53 @@ def fit(
     Reports the held-out accuracy of the fit and of baselines, and a verdict.
     """
     require_writable(output, own_files(output))
-    load.require_options(loading, model, way.settings)
+    load.require_options(loading, model, method_options.settings)
     local = load.local_task(task, rows)
-    texts = _unlabelled(way, rows)
+    texts = _unlabelled(method_options, rows)
 
     load.libraries()
-    from i2cl.experiments.draw import draw, fitting, warn_of_small_classes
+    from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
     from i2cl.experiments.evidence import plan_evaluation
     from i2cl.experiments.fitting import FitRequest, fit_task
     from i2cl.tasks.formats import is_row_file
 
-    seed = drawing.seed
-    method = _method_of(way)
+    seed = draw_options.seed
+    method = _method_of(method_options)
     loaded = local or load.task(task, rows)
     choice: Any = {
-        "shots": drawing.number,
-        "keep_back": drawing.keep_back,
-        "scored": scoring.evaluate > 0 and not loaded.test,
+        "shots": draw_options.number,
+        "keep_back": draw_options.keep_back,
+        "scored": evaluation.evaluate > 0 and not loaded.test,
     }
     # sizes are checked before the model is loaded
     drawn = draw(loaded, method, seed=seed, from_file=is_row_file(task), **choice)
-    if is_row_file(task) and isinstance(drawing.number, int):
-        warn_of_small_classes(loaded, drawing.number)
-    shares = _shares(way, loaded)
+    if is_row_file(task) and isinstance(draw_options.number, int):
+        warn_of_small_classes(loaded, draw_options.number)
+    shares = _shares(method_options, loaded)
     decoder = load.decoder(model, load.automatic(loading))
     loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     with console.waiting("timing the model"):
         if drawn is None:
-            drawn = fitting(decoder, loaded, method, seed, **choice)
+            drawn = draw_within_budget(decoder, loaded, method, seed, **choice)
         else:
             drawn = drawn.timed(decoder, loaded, method)
     demonstrations = drawn.demonstrations
-    plan = plan_evaluation(loaded, demonstrations, scoring.evaluate, scoring.folds, seed)
-    if scoring.target_accuracy is not None:
-        plan.require_target(scoring.target_accuracy)
+    plan = plan_evaluation(loaded, demonstrations, evaluation.evaluate, evaluation.folds, seed)
+    if evaluation.target_accuracy is not None:
+        plan.require_target(evaluation.target_accuracy)
     survey, summary = surveyed(loaded, decoder, drawn, plan) if is_row_file(task) else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     elif not json and (drawn.seconds or 0) > console.SHORT_S:
         console.note(f"fitting takes {about(drawn.seconds)}")
     resolved: Any = {
-        "shots": drawing.shots or drawn.shots,
+        "shots": draw_options.shots or drawn.shots,
         "keep_back": drawn.keep_back or None,
         "seed": seed,
     }
     command = command_line(context, method=method.name, **resolved)
     request = FitRequest(
-        method, seed, unlabelled=texts, shares=shares, target=scoring.target_accuracy, command=command
+        method, seed, unlabelled=texts, shares=shares, target=evaluation.target_accuracy, command=command
     )
     with console.progress(max(1, method.rounds), "extracting") as bar:
         observer = _observer(bar, drawn.first_step, plan, output)
@@ -273,46 +273,48 @@ def _saved_at_least(observer: Any, output: Path) -> Iterator[None]:
         raise I2CLError(f"{error} ({output} is saved but not evaluated)") from None
 
 
-def _unlabelled(way: MethodOptions, rows: TaskOptions) -> list[str]:
+def _unlabelled(method_options: MethodOptions, rows: TaskOptions) -> list[str]:
     """Read the unlabelled texts for a label prior; an empty list without ``--unlabelled``."""
     from i2cl.tasks.rows import check_queries, read_queries
 
-    if way.unlabelled is None:
-        if way.prior is not None:
+    if method_options.unlabelled is None:
+        if method_options.prior is not None:
             raise I2CLError("--prior needs unlabelled texts: give them with --unlabelled FILE")
         return []
-    source = str(way.unlabelled)
+    source = str(method_options.unlabelled)
     options: Any = {"column": rows.text_column, "skip": rows.skip_bad_rows}
     if bad := check_queries(source, **options).count:
         console.note(f"{source}: skipped {bad} rows without a usable text")
     return [query.text for query in read_queries(source, **options) if query.error is None]
 
 
-def _shares(way: MethodOptions, task: "Task") -> list[float] | None:
+def _shares(method_options: MethodOptions, task: "Task") -> list[float] | None:
     """Parse ``--prior``; None without it."""
     from i2cl.injections.label_prior import validate_prior
 
-    if way.prior is None:
+    if method_options.prior is None:
         return None
     try:
-        shares = [float(share) for share in load.split(way.prior)]
+        shares = [float(share) for share in load.split(method_options.prior)]
     except ValueError:
         raise I2CLError(
-            f"--prior {way.prior!r} is not a list of numbers: write it like 0.5,0.3,0.2"
+            f"--prior {method_options.prior!r} is not a list of numbers: write it like 0.5,0.3,0.2"
         ) from None
     validate_prior(shares, task.labels)
     return shares
 
 
-def _method_of(way: MethodOptions) -> "Injector":
+def _method_of(method_options: MethodOptions) -> "Injector":
     """Return the method. Raises I2CLError for a missing encoder, before the model is loaded."""
     from i2cl import encoders
-    from i2cl.methods import calibrating_method
+    from i2cl.methods import make_injector
     from i2cl.methods.anchored import AnchoredWithEmbeddings
 
-    given = {"memory": way.memory, "class_weight": way.class_weight}
+    given = {"memory": method_options.memory, "class_weight": method_options.class_weight}
     named = {name: str(value) for name, value in given.items() if value is not None}
-    chosen = calibrating_method(way.method, load.options(way.settings) | named, way.recipe)
+    chosen = make_injector(
+        method_options.method, load.options(method_options.settings) | named, method_options.recipe
+    )
     if isinstance(chosen, AnchoredWithEmbeddings):
         encoders.encoder_source(chosen.embeddings.encoder)
     return chosen
@@ -330,7 +332,7 @@ def _show_fit(
     json: bool,
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
-    from i2cl.methods.calibrated.folds import kept
+    from i2cl.methods.injecting import injection_cost
     from i2cl.storage.card import describe_confidence, describe_prior, describe_threshold
 
     history, count = injection.history, injection.context.demonstrations
@@ -339,7 +341,7 @@ def _show_fit(
         record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
         record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
         record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
-        record |= {"fit_seconds": seconds, "cached_values": kept(injection).cached_values}
+        record |= {"fit_seconds": seconds, "cached_values": injection_cost(injection).cached_values}
         record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
         record |= {"temperature": injection.temperature, "metrics": injection.metrics}
         console.print_json(record | {"evaluation": injection.evaluation or None})

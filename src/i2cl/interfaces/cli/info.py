@@ -75,7 +75,7 @@ def _methods() -> list[Mapping[str, Any]]:
     return [
         {"name": name, "what": method.summary, "needs": method.needs, "cached": method.formula}
         | {
-            "paper_row": method.row,
+            "paper_row": method.paper_row,
             "options": {
                 option: {"default": words.split("|")[0], "choices": words.split("|") if "|" in words else []}
                 for option, words in method.options().items()

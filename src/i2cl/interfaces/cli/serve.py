@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from typer import Exit, Option
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
 
@@ -71,7 +71,7 @@ def serve(
 
     SIGTERM shuts it down: running requests are finished, and jobs continue at the next start.
     """
-    needs("i2cl serve", "serve", "fastapi", "uvicorn", "prometheus_client")
+    require_packages("i2cl serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     load.require_model(model)
     from i2cl.interfaces.server.guard import Access, is_loopback, read_tokens
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote, urlsplit
 
-from i2cl.errors import I2CLError, needs
+from i2cl.errors import I2CLError, require_packages
 
 UNKNOWN = "unknown"  # code of an error response of a proxy instead of the server
 DIGEST_HEADER = "X-I2CL-Digest"
@@ -85,7 +85,7 @@ class AsyncClient:
         Raises:
             I2CLError: on an address without http:// or https://, or if httpx2 is not installed.
         """
-        needs("the client", "serve", "httpx2")
+        require_packages("the client", "serve", "httpx2")
         import httpx2 as httpx
 
         try:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.experiments.draw import MAX_SHOTS, Draw, draw, fitting, up_to
+from i2cl.experiments.draw import MAX_SHOTS, Draw, draw, draw_within_budget, up_to
 from i2cl.experiments.evidence.fit_evaluation import FitObserver, plan_evaluation
 from i2cl.experiments.fitting import FitRequest, fit_task
 from i2cl.interfaces.server.batcher import Batcher
@@ -19,7 +19,7 @@ from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import OPTION, RefusalError
 from i2cl.interfaces.server.routes.schemas import FitOptions
 from i2cl.interfaces.server.task_store import TaskStore
-from i2cl.methods import Injector, calibrating_method
+from i2cl.methods import Injector, make_injector
 from i2cl.methods.anchored import AnchoredWithEmbeddings
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer
@@ -97,7 +97,7 @@ def read_task(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path)
 
 
 def max_demonstrations(task: Task, drawn: Draw | None, seed: int) -> int:
-    """Return the maximum number of rows that the fit takes; see `i2cl.experiments.draw.fitting`."""
+    """Return the maximum number of rows of the fit; see `i2cl.experiments.draw.draw_within_budget`."""
     return len(drawn.demonstrations if drawn else up_to(task, MAX_SHOTS, seed))
 
 
@@ -174,7 +174,7 @@ def _draw_in_time(folder: Path, request: FitJob, decoder: Decoder, task: Task, m
         again = draw(task, method, shots, seed, from_file=True, keep_back=keep_back, scored=scored)
         assert again is not None  # noqa: S101 - None only without a number of shots
         return again.timed(decoder, task, method)
-    drawn = fitting(decoder, task, method, seed, keep_back=None, scored=scored)
+    drawn = draw_within_budget(decoder, task, method, seed, keep_back=None, scored=scored)
     path.write_text(json.dumps({"shots": drawn.shots, "keep_back": drawn.keep_back}), encoding="utf-8")
     return drawn
 
@@ -246,9 +246,9 @@ def _without_timings(injection: Injection) -> Injection:
 def _method(request: FitJob, tasks: TaskStore) -> Injector:
     """Return the method. Raises I2CLError on unknown options, or an encoder that is not enabled."""
     settings = request.settings
-    method = calibrating_method(request.method, settings, request.recipe)
+    method = make_injector(request.method, settings, request.recipe)
     if isinstance(method, AnchoredWithEmbeddings) and tasks.encoders and "encoder" not in settings:
-        method = calibrating_method(method.name, {"encoder": tasks.encoders[0], **settings})
+        method = make_injector(method.name, {"encoder": tasks.encoders[0], **settings})
     if isinstance(method, AnchoredWithEmbeddings):
         tasks.require_encoder(method.embeddings.encoder)
     return method

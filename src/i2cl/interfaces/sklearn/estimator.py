@@ -19,16 +19,16 @@ from sklearn.utils.validation import check_is_fitted
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.draw import up_to, warn_of_small_classes
-from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
+from i2cl.experiments.evidence import plan_evaluation
 from i2cl.experiments.fitting import FitRequest, fit_task
 from i2cl.injections.confidence import require_confidence
 from i2cl.injections.temperature import normalised
 from i2cl.interfaces.sklearn.inputs import Classes, as_examples, as_texts, label_words
 from i2cl.interfaces.sklearn.quiet import quiet_unless_verbose
 from i2cl.interfaces.sklearn.shared import NO_MODEL, ModelSource, find_decoder
-from i2cl.methods import METHODS, calibrating_method
+from i2cl.methods import METHODS, make_injector
 from i2cl.methods.anchored import AnchoredWithEmbeddings
-from i2cl.methods.calibrated.folds import require_folds
+from i2cl.methods.cross_validation import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -143,7 +143,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         texts = as_texts(X)
         classes, rows = as_examples(texts, y, sample_weight)
         words = label_words(classes, self.labels)
-        method = calibrating_method(self.method, self._options(classes, words), self.recipe)
+        method = make_injector(self.method, self._options(classes, words), self.recipe)
         template = self.template if isinstance(self.template, Template) else Template(self.template)
         task = Task("texts", words, template, train=rows)
         seed = self._seed()

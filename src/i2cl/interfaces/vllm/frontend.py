@@ -34,7 +34,7 @@ from i2cl.models.fingerprint import (
     tensors_fingerprint,
     tokenizer_fingerprint,
 )
-from i2cl.models.loading import located
+from i2cl.models.loading import resolve_name
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import LabelScorer, require_texts
 
@@ -297,7 +297,7 @@ def model_identity(config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelIden
 
 def checkpoint_folder(name: str, revision: str | None = None) -> Path:
     """Return the folder of a bundled, local or hub model. Raises I2CLError if there is none."""
-    folder = Path(located(name))
+    folder = Path(resolve_name(name))
     if not folder.is_dir():
         try:
             allowed = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]

@@ -3,11 +3,8 @@
 Source: Chevalier et al. 2023, https://arxiv.org/abs/2305.14788, and the released checkpoints.
 """
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -15,12 +12,17 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, Method
-from i2cl.methods.compressors import base
-from i2cl.methods.compressors.base import SoftPromptPredictor
+from i2cl.methods.base import Method
+from i2cl.methods.compressors.base import (
+    Compressor,
+    SoftPromptPredictor,
+    cast,
+    encode_without_special_tokens,
+    exchanges,
+    require_model_type,
+)
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.restore import lock_of
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -73,8 +75,7 @@ class Summarizer:
     def predictor(self, task: Task, soft_prompt: Float[Tensor, "vectors d"]) -> SoftPromptPredictor:
         """Return a predictor that puts summary vectors before each query."""
         prefix = self.decoder.prefix_of(soft_prompt, self.positions(len(soft_prompt), 0, 0))
-        scorer = base.questions_without_opening(self.decoder, task)
-        return SoftPromptPredictor(scorer, prefix, cost=Cost.of(prefix))
+        return SoftPromptPredictor.of(self.decoder, task, prefix)
 
     def segments(self, shown: Sequence[Ids], front: Ids, max_tokens: int) -> list[Ids]:
         """Pack demonstrations into as few segments as possible, in order, without splitting any.
@@ -118,11 +119,11 @@ class Summarizer:
 class AutoCompressor(Method):
     """Summarizes the demonstrations segment by segment and caches keys and values of the summaries."""
 
-    name: ClassVar[str] = "autocompressor"
-    summary: ClassVar[str] = "demonstrations as summary vectors of a model trained to write them"
-    row: ClassVar[str] = "AutoComp."
+    name = "autocompressor"
+    summary = "demonstrations as summary vectors of a model trained to write them"
+    paper_row = "AutoComp."
     needs = "demonstrations, an AutoCompressor as MODEL (a whole model, 7B: trained on 15B tokens)"
-    formula: ClassVar[str] = "2(M/K)DL"
+    formula = "2(M/K)DL"
     settings = (AutoCompressorConfig,)
     config: AutoCompressorConfig = field(default_factory=AutoCompressorConfig)
 
@@ -133,9 +134,9 @@ class AutoCompressor(Method):
             I2CLError: if the model is not an AutoCompressor, or the demonstrations are too long.
         """
         model = summarizer(decoder)
-        texts = base.exchanges(decoder, task, demonstrations)
+        texts = exchanges(decoder, task, demonstrations)
         texts[0] = task.template.opening + texts[0]
-        ids = base.encode_without_special_tokens(decoder, texts)
+        ids = encode_without_special_tokens(decoder, texts)
         with torch.no_grad():
             segments = model.segments(ids, decoder.encoder.front, self.config.segment)
             return model.predictor(task, model.summaries(segments))
@@ -147,26 +148,9 @@ def summarizer(decoder: Decoder) -> Summarizer:
     Raises:
         I2CLError: if the model is not an AutoCompressor, or the embeddings have the wrong shape.
     """
-    base.require_type(decoder, AutoCompressor.name, HAS_POSITIONS)
-    compressor = base.bundled_compressor(decoder, AutoCompressor.name)
-    if compressor is not None:
-        make = partial(_with_weights, decoder, compressor.tensors)
-        decoder = base.cached_for_model(decoder, AutoCompressor.name, make)
-    else:
-        hint = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
-        compressor = base.checkpoint_compressor(
-            decoder, AutoCompressor.name, lambda name: name == SUMMARY, hint
-        )
-    width = decoder.embed((0,)).shape[1]
-    embeddings = compressor.tensor(SUMMARY, compressor.settings.get("summary_length", -1), width)
-    embeddings = embeddings.to(decoder.device, decoder.model.dtype)
-    return Summarizer(decoder, embeddings, bool(compressor.settings.get("accumulate_summary", True)))
-
-
-def _with_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:
-    """Return a copy of a model with other weights."""
-    with lock_of(decoder.model):  # another thread may have hooks on it
-        model = copy.deepcopy(decoder.model)
-    weights = {name: tensor for name, tensor in tensors.items() if name != SUMMARY}
-    model.load_state_dict(weights, strict=False)
-    return Decoder(model, decoder.tokenizer, name=decoder.name, token_budget=decoder.token_budget)
+    require_model_type(decoder, AutoCompressor.name, HAS_POSITIONS)
+    hint = "give an AutoCompressor as MODEL, such as princeton-nlp/AutoCompressor-Llama-2-7b-6k"
+    compressor = Compressor.of_checkpoint(decoder, AutoCompressor.name, lambda name: name == SUMMARY, hint)
+    config, width = decoder.model.config, decoder.embed((0,)).shape[1]
+    embeddings = compressor.tensor(SUMMARY, getattr(config, "summary_length", -1), width)
+    return Summarizer(decoder, cast(decoder, embeddings), bool(getattr(config, "accumulate_summary", True)))

@@ -5,26 +5,32 @@ Source: Yen, Gao and Chen 2024, https://arxiv.org/abs/2402.16617, and the releas
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaModel
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, Method
-from i2cl.methods.compressors import base
-from i2cl.methods.compressors.base import Compressor
-from i2cl.methods.prompts import PromptPredictor, common_prefix_ids
+from i2cl.methods.compressors.base import (
+    Compressor,
+    cast,
+    encode_without_special_tokens,
+    exchanges,
+    require_model_type,
+)
+from i2cl.methods.prompting import PromptPredictor, common_prefix_ids
 from i2cl.models.batching import Batch, Ids, budget_chunks, make_batch
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import Edit, States
 from i2cl.models.encoding import TruncationWarning
-from i2cl.models.scoring import LabelScorer, Progress
+from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -51,7 +57,8 @@ class CrossLayer:
 class CrossAttention(Edit):
     """Adds cross-attention to encoder states after the self-attention of each layer.
 
-    Keys and values of all layers are computed once in the constructor, and not again for every batch.
+    Keys and values are computed again for every batch: those of all layers would take far more memory than
+    the states.
     """
 
     sees_input = True
@@ -60,12 +67,9 @@ class CrossAttention(Edit):
         self, layers: Mapping[int, CrossLayer], states: Float[Tensor, "tokens width"], heads: int, eps: float
     ) -> None:
         self.layers = layers if len(states) else {}
+        self.states = states
         self.heads, self.eps = heads, eps
-        self._keys_values = {
-            number: [self._split_heads(linear(states, weight)[None], cross) for weight in (cross.k, cross.v)]
-            for number, cross in self.layers.items()
-        }
-        self._residual = states
+        self._residual = states  # replaced in every layer
 
     def enter(self, _layer: int, residual: States) -> None:
         """Store the residual stream that the self-attention's output will be added to."""
@@ -80,8 +84,16 @@ class CrossAttention(Edit):
         residual = self._residual.to(device) + output
         normed = rms_norm(residual, (residual.shape[-1],), cross.norm.to(device), self.eps)
         queries = self._split_heads(linear(normed, cross.q.to(device)), cross)
-        keys, values = (one.to(device).expand(len(residual), -1, -1, -1) for one in self._keys_values[layer])
-        attention = scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+        keys, values = (
+            self._split_heads(linear(self.states, weight)[None], cross).to(device)
+            for weight in (cross.k, cross.v)
+        )
+        attention = scaled_dot_product_attention(
+            queries,
+            keys.expand(len(residual), -1, -1, -1),
+            values.expand(len(residual), -1, -1, -1),
+            enable_gqa=True,
+        )
         added: Tensor = linear(attention.transpose(1, 2).flatten(2), cross.o.to(device))
         return output + added
 
@@ -129,66 +141,49 @@ class ContextEncoder:
 
 
 @dataclass(frozen=True)
-class CrossPredictor:
-    """Scores label words after a prompt whose tokens also attend to encoder states."""
-
-    prompt: PromptPredictor
-    encoder: ContextEncoder
-    states: Float[Tensor, "tokens width"]
-    cost: Cost
-
-    def log_probs(
-        self, texts: Sequence[str], progress: Progress | None = None
-    ) -> Float[Tensor, "texts labels"]:
-        """Return the log-probability of each label word."""
-        with torch.no_grad():
-            edit = self.encoder.edit(self.states)
-        return replace(self.prompt, edit=edit).log_probs(texts, progress)
-
-
-@dataclass(frozen=True)
 class CEPE(Method):
     """Encodes each demonstration separately, once per task; queries attend to all of their states."""
 
-    name: ClassVar[str] = "cepe"
-    summary: ClassVar[str] = "demonstrations encoded by a small encoder, read by cross-attention"
-    row: ClassVar[str] = "CEPE"
-    needs: ClassVar[str] = "demonstrations, a CEPE model as MODEL (1.8B more: 20,000 steps of 128 sequences)"
-    formula: ClassVar[str] = "2(M/K)DL"
+    name = "cepe"
+    summary = "demonstrations encoded by a small encoder, read by cross-attention"
+    paper_row = "CEPE"
+    needs = "demonstrations, a CEPE model as MODEL (1.8B more: 20,000 steps of 128 sequences)"
+    formula = "2(M/K)DL"
     settings = (CEPEConfig,)
     config: CEPEConfig = field(default_factory=CEPEConfig)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CrossPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
         """Encode the demonstrations.
 
         Raises:
             I2CLError: if the model is not a CEPE model, or the demonstrations in the prompt exceed the
-            context.
+                context.
         """
         encoder = context_encoder(decoder)
         first = demonstrations[: self.config.in_decoder]
-        texts = base.exchanges(decoder, task, demonstrations)[len(first) :]
-        chunks = _truncate(base.encode_without_special_tokens(decoder, texts), task)
+        texts = exchanges(decoder, task, demonstrations)[len(first) :]
+        chunks = _truncate(encode_without_special_tokens(decoder, texts), task)
         shown = tuple((decoder.encoder.literal(one.text), task.labels[one.label]) for one in first)
         scorer = LabelScorer(decoder, task)
         with torch.no_grad():
-            states = encoder.states(chunks)
-            edit = encoder.edit(states)
+            edit = encoder.edit(encoder.states(chunks))
             prefix = decoder.prefix(common_prefix_ids(scorer, shown), edit=edit) if shown else None
-        prompt = PromptPredictor(scorer, shown, prefix)
-        return CrossPredictor(prompt, encoder, states, Cost.of(states, prefix))
+        return PromptPredictor(scorer, shown, prefix, edit, cost=Cost.of(edit.states, prefix))
 
 
 def _truncate(chunks: Sequence[Ids], task: Task) -> list[Ids]:
     """Keep the last tokens of each chunk, with a warning if any is too long."""
     count = sum(len(ids) > MAX_CHUNK_TOKENS for ids in chunks)
     if count:
-        message = (
-            f"{task.name}: {count} of {len(chunks)} demonstrations were cut to their last {MAX_CHUNK_TOKENS} "
-            "tokens"
-        )
+        demonstrations = f"{count} of {len(chunks)} demonstrations"
+        message = f"{task.name}: {demonstrations} were cut to their last {MAX_CHUNK_TOKENS} tokens"
         warnings.warn(message, TruncationWarning, stacklevel=3)
     return [ids[-MAX_CHUNK_TOKENS:] for ids in chunks]
+
+
+# Encoders by model, device and dtype. They must not reference the model, which would then never be freed.
+_ENCODERS: WeakKeyDictionary[nn.Module, dict[tuple[torch.device, torch.dtype], ContextEncoder]]
+_ENCODERS = WeakKeyDictionary()
 
 
 def context_encoder(decoder: Decoder) -> ContextEncoder:
@@ -197,18 +192,22 @@ def context_encoder(decoder: Decoder) -> ContextEncoder:
     Raises:
         I2CLError: if the model is not a CEPE model, or its tensors are missing or have the wrong shape.
     """
-    base.require_type(decoder, CEPE.name, {"llama"})
-    return base.cached_for_model(decoder, CEPE.name, lambda: _load(decoder))
+    require_model_type(decoder, CEPE.name, {"llama"})
+    encoders, key = _ENCODERS.setdefault(decoder.model, {}), (decoder.device, decoder.model.dtype)
+    if key not in encoders:
+        encoders[key] = _load(decoder)
+    return encoders[key]
 
 
 def _load(decoder: Decoder) -> ContextEncoder:
-    compressor = base.bundled_compressor(decoder, CEPE.name) or base.checkpoint_compressor(
+    compressor = Compressor.of_checkpoint(
         decoder,
         CEPE.name,
         lambda name: name.startswith("encoder.") or ".cross_attn." in name,
         "give a CEPE model as MODEL, such as hyen/CEPE-LLaMA-2-7B",
     )
-    count, fields = map(compressor.settings.get, ("num_cross_attn_layers", "encoder_config"))
+    config: Any = decoder.model.config
+    count, fields = (getattr(config, name, None) for name in ("num_cross_attn_layers", "encoder_config"))
     if not isinstance(count, int) or not 0 < count <= decoder.layers or not isinstance(fields, dict):
         raise I2CLError(
             f"the config.json of {decoder.name!r} has no encoder_config, or no num_cross_attn_layers from 1 "
@@ -218,27 +217,23 @@ def _load(decoder: Decoder) -> ContextEncoder:
     state = encoder.state_dict().items()
     encoder.load_state_dict({name: compressor.tensor(f"encoder.{name}", *one.shape) for name, one in state})
     encoder = encoder.eval().requires_grad_(False).to(decoder.device, decoder.model.dtype)
-    width = encoder.config.hidden_size
-    layers = {
-        layer: _load_layer(decoder, compressor, layer, width)
-        for layer in range(decoder.layers - count, decoder.layers)
-    }
-    config: Any = decoder.model.config
-    heads, eps = config.num_attention_heads, config.rms_norm_eps
-    return ContextEncoder(encoder, layers, heads, eps, decoder.token_budget)
-
-
-def _load_layer(decoder: Decoder, compressor: Compressor, layer: int, width: int) -> CrossLayer:
-    config: Any = decoder.model.config
-    head_dim = getattr(config, "head_dim", None) or decoder.d_model // config.num_attention_heads
-    query_width, key_width = head_dim * config.num_attention_heads, head_dim * config.num_key_value_heads
+    head_width = getattr(config, "head_dim", None) or decoder.d_model // config.num_attention_heads
+    query_width, key_width = (
+        head_width * count for count in (config.num_attention_heads, config.num_key_value_heads)
+    )
     shapes = {
         "layernorm": (decoder.d_model,),
         "q_proj": (query_width, decoder.d_model),
-        "k_proj": (key_width, width),
-        "v_proj": (key_width, width),
+        "k_proj": (key_width, encoder.config.hidden_size),
+        "v_proj": (key_width, encoder.config.hidden_size),
         "o_proj": (decoder.d_model, query_width),
     }
-    module = f"model.layers.{layer}.cross_attn"
-    tensors = [compressor.tensor(f"{module}.{name}.weight", *shape) for name, shape in shapes.items()]
-    return CrossLayer(*(tensor.to(decoder.device, decoder.model.dtype) for tensor in tensors))
+
+    def load_layer(layer: int) -> CrossLayer:
+        module = f"model.layers.{layer}.cross_attn"
+        tensors = (compressor.tensor(f"{module}.{name}.weight", *shape) for name, shape in shapes.items())
+        return CrossLayer(*(cast(decoder, tensor) for tensor in tensors))
+
+    layers = {layer: load_layer(layer) for layer in range(decoder.layers - count, decoder.layers)}
+    heads, eps = config.num_attention_heads, config.rms_norm_eps
+    return ContextEncoder(encoder, layers, heads, eps, decoder.token_budget)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,9 +18,16 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
-from i2cl.methods.base import Cost, Method
-from i2cl.methods.compressors import base
-from i2cl.methods.compressors.base import Compressor, SoftPromptPredictor
+from i2cl.methods.base import Method
+from i2cl.methods.compressors.base import (
+    MATCH_HINT,
+    Compressor,
+    NoCompressorError,
+    SoftPromptPredictor,
+    cast,
+    exchanges,
+    require_model_type,
+)
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.checkpoint import checkpoint_folder, read_tensors
 from i2cl.models.decoder import Decoder
@@ -29,8 +36,9 @@ from i2cl.models.encoding import TruncationWarning
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
-VERSIONS = {"llama": "1", "mistral": "2"}  # release by model type
+VERSIONS: Mapping[str, Literal["1", "2"]] = {"llama": "1", "mistral": "2"}  # release by model type
 MAX_CONTEXT_TOKENS = 512  # version 1
+LORA_ALPHA = 32.0  # updates are scaled by alpha / rank
 TOKENS_PER_SLOT = 4  # version 2 (approximately)
 MEMORY = "memory_token_embed.weight"
 SPECIAL_EMBEDDINGS = ("ae", "lm", "ft")  # last rows of the memory embeddings, in this order
@@ -43,12 +51,7 @@ class ICAEConfig(Settings):
 
     # a file, or owner/repository/file on the hub. Default: icae.safetensors or icae.pt in the model's folder
     compressor: str | None = None
-    version: Literal["auto", "1", "2"] = "auto"  # release. Default: 1 for Llama, 2 for Mistral
-    # ``ft``: the format of instruction tuning; ``lm``: one special vector before the query; ``bare``: none
-    form: Literal["ft", "lm", "bare"] = "ft"
-    memory: int | None = Field(None, ge=1)  # slots per segment. Default: all that the file has
-    alpha: float = Field(32.0, gt=0)  # LoRA alpha; updates are scaled by alpha / rank
-    # version 2 with ``ft``: space-separated token ids before the slots. Default: Mistral's [INST]
+    # version 2: space-separated token ids before the slots. Default: Mistral's [INST]
     left: str = Field("1 733 16289 28793", pattern=r"^\d*( \d+)*$")
     right: str = Field("733 28748 16289 28793", pattern=r"^\d*( \d+)*$")  # the same, after the query
 
@@ -133,11 +136,11 @@ class AutoEncoder:
 class ICAE(Method):
     """Compresses the demonstrations into memory slots and caches the keys and values of the slots."""
 
-    name: ClassVar[str] = "icae"
-    summary: ClassVar[str] = "demonstrations as memory slots, written by the model with an adapter"
-    row: ClassVar[str] = "ICAE"
+    name = "icae"
+    summary = "demonstrations as memory slots, written by the model with an adapter"
+    paper_row = "ICAE"
     needs = "demonstrations, a compressor for MODEL (adapter and memory, 0.15B to 0.2B numbers)"
-    formula: ClassVar[str] = "2(M/K)DL"
+    formula = "2(M/K)DL"
     settings = (ICAEConfig,)
     config: ICAEConfig = field(default_factory=ICAEConfig)
 
@@ -148,7 +151,7 @@ class ICAE(Method):
             I2CLError: if there is no compressor for the model, or the demonstrations are too long.
         """
         encoder = auto_encoder(decoder, self.config)
-        text = task.template.opening + "".join(base.exchanges(decoder, task, demonstrations))
+        text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
         with torch.no_grad():
             slots = encoder.slots(encoder.segments(decoder.encoder([text])[0]))
             return soft_prompt_predictor(encoder, task, slots, self.config)
@@ -157,27 +160,24 @@ class ICAE(Method):
 def soft_prompt_predictor(
     encoder: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"], config: ICAEConfig
 ) -> SoftPromptPredictor:
-    """Return a predictor that puts memory slots before each query.
+    """Return a predictor that puts memory slots before each query, in the format of instruction tuning.
 
     Raises:
         I2CLError: if the slots fill the context, or the format has token ids that the model does not have.
     """
     decoder, edit = encoder.decoder, None
-    right: Ids = ()
-    parts = [slots] if config.form == "bare" else [slots, encoder.special(config.form)]
-    if config.form == "ft" and encoder.version == "1":
-        # the embedding of a placeholder token is replaced by the special vector
+    right: Ids
+    vectors = torch.cat([slots, encoder.special("ft")])
+    if encoder.version == "1":
+        # the embedding of a placeholder token after the query is replaced by the special vector
         right, edit = (0,), ReplaceLastEmbedding(encoder.special("ft")[0])
-    elif config.form == "ft":
+    else:
         left, right = _parse_ids(decoder, config.left), _parse_ids(decoder, config.right)
-        parts = [decoder.embed(left), *parts]
-    vectors = torch.cat(parts)
+        vectors = torch.cat([decoder.embed(left), vectors])
     if decoder.max_length is not None and len(vectors) + len(right) >= decoder.max_length:
         size = f"{len(vectors)} of {decoder.max_length} positions"
         raise I2CLError(f"the memory slots take {size}: use fewer demonstrations")
-    prefix = decoder.prefix_of(vectors)
-    scorer = base.questions_without_opening(decoder, task)
-    return SoftPromptPredictor(scorer, prefix, right, edit, Cost.of(prefix))
+    return SoftPromptPredictor.of(decoder, task, decoder.prefix_of(vectors), right, edit)
 
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
@@ -186,22 +186,19 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
     Raises:
         I2CLError: if there is no compressor, or it does not fit the model.
     """
-    base.require_type(decoder, ICAE.name, VERSIONS)
-    bundled = None if config.compressor else base.bundled_compressor(decoder, ICAE.name)
-    name = "the bundled file" if bundled else config.compressor or _find_file(decoder)
-    version: Any = VERSIONS[decoder.model.config.model_type] if config.version == "auto" else config.version
-    compressor = bundled or Compressor({}, read_tensors(name, lambda key: key == MEMORY or ".lora_" in key))
-    rows = -1 if config.memory is None else config.memory + len(SPECIAL_EMBEDDINGS)
-    memory = compressor.tensor(MEMORY, rows, decoder.d_model)
+    version = VERSIONS[require_model_type(decoder, ICAE.name, VERSIONS)]
+    name = config.compressor or _find_file(decoder)
+    compressor = Compressor(read_tensors(name, lambda key: key == MEMORY or ".lora_" in key))
+    memory = compressor.tensor(MEMORY, -1, decoder.d_model)
     if len(memory) <= len(SPECIAL_EMBEDDINGS):
         raise I2CLError(f"{name!r} has only {len(memory)} memory embeddings: give another file")
-    adapter = dict(_lora_matrices(decoder, compressor, config.alpha))
+    adapter = dict(_lora_matrices(decoder, compressor))
     if len(adapter) != 2 * decoder.layers:
         raise I2CLError(
             f"{name!r} adapts {len(adapter)} projections, but {decoder.name!r} has {2 * decoder.layers}: "
-            f"{base.MATCH_HINT}"
+            f"{MATCH_HINT}"
         )
-    return AutoEncoder(decoder, _cast(decoder, memory), adapter, version)
+    return AutoEncoder(decoder, cast(decoder, memory), adapter, version)
 
 
 def _find_file(decoder: Decoder) -> str:
@@ -209,15 +206,13 @@ def _find_file(decoder: Decoder) -> str:
     files = [folder / name for name in FILE_NAMES if (folder / name).is_file()] if folder else []
     if files:
         return str(files[0])
-    raise base.NoCompressorError(
+    raise NoCompressorError(
         f"icae needs a compressor for {decoder.name!r}: give --set compressor=FILE or owner/repository/file "
         f"of the hub, or put it into the model's folder as {FILE_NAMES[0]}"
     )
 
 
-def _lora_matrices(
-    decoder: Decoder, compressor: Compressor, alpha: float
-) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+def _lora_matrices(decoder: Decoder, compressor: Compressor) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Yield the name of each adapted module with its matrices A and B; B includes the scale."""
     for name in compressor.tensors:
         match = LORA_A_NAME.fullmatch(name)
@@ -227,17 +222,12 @@ def _lora_matrices(
             module: Any = decoder.model.get_submodule(match["module"])
         except AttributeError:
             raise I2CLError(
-                f"the compressor adapts {match['module']}, which {decoder.name!r} does not have: "
-                f"{base.MATCH_HINT}"
+                f"the compressor adapts {match['module']}, which {decoder.name!r} does not have: {MATCH_HINT}"
             ) from None
         lora_a = compressor.tensor(name, -1, module.in_features)
         rank = len(lora_a)
         lora_b = compressor.tensor(name.replace("lora_A", "lora_B"), module.out_features, rank)
-        yield match["module"], (_cast(decoder, lora_a), _cast(decoder, lora_b) * (alpha / rank))
-
-
-def _cast(decoder: Decoder, tensor: Tensor) -> Tensor:
-    return tensor.to(decoder.device, decoder.model.dtype)
+        yield match["module"], (cast(decoder, lora_a), cast(decoder, lora_b) * (LORA_ALPHA / rank))
 
 
 def _low_rank(lora_a: Tensor, lora_b: Tensor, states: Tensor) -> Tensor:

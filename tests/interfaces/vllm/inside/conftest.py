@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from i2cl.models.decoder import Decoder
-from i2cl.models.loading import located
+from i2cl.models.loading import resolve_name
 
 from .engines import ADMIN, CHILD, EAGER, ENVIRONMENT, USER, random_injection
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
     more = {"max_position_embeddings": 1024, "initializer_range": 0.15, "tie_word_embeddings": True}
     config = LlamaConfig(**sizes, **more, bos_token_id=0, eos_token_id=0)
     LlamaForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(located("reference")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve_name("reference")).save_pretrained(folder)
     return folder
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from i2cl.export import export_causal_lm
 from i2cl.interfaces.vllm.support import WRITERS
 from i2cl.models.decoder import Decoder
-from i2cl.models.loading import located
+from i2cl.models.loading import resolve_name
 
 from .engines import RUNNERS, WORDS, apart, nats, off, random_injection, texts
 
@@ -298,7 +298,7 @@ def test_every_architecture_of_the_table_answers_as_injected(run, tmp_path, arch
     torch.manual_seed(0)
     config = AutoConfig.for_model(**SMALL | KINDS[architecture])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(located("reference")).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(resolve_name("reference")).save_pretrained(tmp_path / "model")
     decoder = Decoder.from_pretrained(str(tmp_path / "model"), dtype="float32", device="cpu")
     injection = random_injection(decoder, torch.Generator().manual_seed(0), "mood-colour-1")
     injection.save_pretrained(tmp_path / "task")

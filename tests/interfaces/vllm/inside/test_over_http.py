@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from i2cl.export import make_golden, verify_server
 from i2cl.models.decoder import Decoder
-from i2cl.models.loading import located
+from i2cl.models.loading import resolve_name
 from processes import until
 
 from .conftest import serving
@@ -205,7 +205,7 @@ def test_over_http_openai_and_litellm_get_decisions(server, decoder, artefacts, 
 
 def test_over_http_vllm_answers_the_other_questions_of_systemone(tmp_path):
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(located("reference"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_name("reference"))
     tokenizer.add_tokens(["yes", "no", *"AB", "<|answer|>"])
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<|answer|>"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}

@@ -6,17 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments.runs import ONE, OTHER, cell, run_alone, run_groups_of
+from experiments.runs import ONE, OTHER, cell, run_alone, run_missing
 from fitting import one_line
 from i2cl import CalibrationConfig, Decoder, Injection, calibrate, extract, load_task, transfer
-from i2cl.experiments.evaluation import fit_seeds
+from i2cl.experiments.evaluation import fit_method
 from i2cl.experiments.grid import Experiment
+from i2cl.experiments.paper import worst_demonstrations
 from i2cl.experiments.report.document import build
-from i2cl.experiments.runner import pending
+from i2cl.experiments.runner import Bench, default_i2cl, pending_cells
 from i2cl.experiments.store import Store
-from i2cl.experiments.studies import Bench, fit_cells, plain, run_cell, worst_group
 from i2cl.methods import make_methods
-from i2cl.methods.prompts import PromptPredictor
+from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.scoring import LabelScorer
 from tiny import tiny_model, tiny_tokenizer
 
@@ -31,24 +31,19 @@ def bench(decoder, tmp_path):
     return Bench(decoder, None, tmp_path / "vectors")
 
 
-def outcome_of(bench, cell):
-    (fitted,) = fit_cells(bench, [cell])
-    return run_cell(bench, cell, fitted)
-
-
 def keep_short(bench, task):
     """Save a short fit as if an earlier cell of default I2CL had made it."""
     own = cell(task=task)
     result = bench.task(own)
     shown = result.sample(None, 0)
     (method,) = make_methods(["i2cl"], {"epochs": 3})
-    (fitted,) = fit_seeds(bench.decoder, result, method, [shown], [0])
+    fitted = fit_method(bench.decoder, result, method, shown, 0)
     bench.save(own, fitted)
     return fitted.predictor
 
 
 def test_method_cell_has_predictions_and_demonstrations(bench):
-    outcome = outcome_of(bench, cell(method="few_shot", seed=4))
+    outcome = bench.run(cell(method="few_shot", seed=4))
     task = load_task(ONE)
     assert outcome.gold == tuple(query.label for query in task.queries(12))
     assert [task.train[place] for place in outcome.demonstrations] == list(task.sample(None, 4))
@@ -61,18 +56,18 @@ def test_method_cell_has_predictions_and_demonstrations(bench):
 
 def test_chat_cell_uses_the_chat_template(bench, monkeypatch):
     wanted = cell(method="zero_shot", chat=True)
-    one_line("chat template", outcome_of, bench, wanted)
+    one_line("chat template", bench.run, wanted)
     said = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
     said += "{% if add_generation_prompt %}<assistant>{% endif %}"
     monkeypatch.setattr(bench.decoder.tokenizer, "chat_template", said)
     asked = load_task(ONE).chat(bench.decoder.tokenizer)
     assert asked.template.query("x").endswith("<assistant>")
     scores = LabelScorer(bench.decoder, asked).scores([query.text for query in asked.queries(12)])
-    assert outcome_of(bench, wanted).predictions == tuple(scores.argmax(-1).tolist())
+    assert bench.run(wanted).predictions == tuple(scores.argmax(-1).tolist())
 
 
 def test_only_default_i2cl_saves_vectors(bench):
-    assert len(outcome_of(bench, cell(options={"epochs": 1})).coefficients) == bench.decoder.layers
+    assert len(bench.run(cell(options={"epochs": 1})).coefficients) == bench.decoder.layers
     assert not bench.vectors.exists()
     predictor = keep_short(bench, ONE)
     result = bench.injection(cell())
@@ -88,7 +83,7 @@ def test_only_default_i2cl_saves_vectors(bench):
 
 def test_move_cell_injects_another_tasks_fit(bench):
     source = keep_short(bench, OTHER)
-    outcome = outcome_of(bench, cell(study="move", sources=(OTHER,)))
+    outcome = bench.run(cell(study="move", sources=(OTHER,)))
     task = bench.task(cell())
     predictor = PromptPredictor(LabelScorer(bench.decoder, task), edit=source.edit)
     scores = predictor.log_probs([query.text for query in task.queries(12)])
@@ -100,10 +95,10 @@ def test_transfer_cell_equals_transfer_function(bench, monkeypatch):
     monkeypatch.setattr("i2cl.injections.transfer.CalibrationConfig", partial(CalibrationConfig, epochs=3))
     for task in (ONE, OTHER):
         keep_short(bench, task)
-    outcome = outcome_of(bench, cell(study="transfer", sources=(OTHER,)))
+    outcome = bench.run(cell(study="transfer", sources=(OTHER,)))
     task = bench.task(cell())
-    anchors = [bench.injection(plain(cell(), OTHER))]
-    first = bench.injection(plain(cell(), ONE))
+    anchors = [bench.injection(default_i2cl(cell(), OTHER))]
+    first = bench.injection(default_i2cl(cell(), ONE))
     expected = transfer(bench.decoder, task, task.sample(None, 0), anchors, first=first)
     assert outcome.coefficients == expected.injection.coefficients.tolist()
     assert outcome.weights == {OTHER: pytest.approx(1.0)}
@@ -111,22 +106,24 @@ def test_transfer_cell_equals_transfer_function(bench, monkeypatch):
 
 def test_missing_source_fits_are_made_on_demand(bench, monkeypatch):
     calls = []
-    monkeypatch.setattr("i2cl.methods.i2cl.calibrate", lambda *a, **k: calls.append(1) or quick(*a, **k))
 
-    def quick(decoder, task, demonstrations, context, config, **more):
+    def calibrate_quickly(decoder, task, demonstrations, context, config, **more):
+        calls.append(1)
         short = config.model_copy(update={"epochs": 1})
         return calibrate(decoder, task, demonstrations, context, short, **more)
+
+    monkeypatch.setattr("i2cl.methods.i2cl.calibrate", calibrate_quickly)
 
     bench.injection(cell(task=OTHER))
     bench.injection(cell(task=OTHER))
     assert calls == [1]
 
 
-def test_worst_group_has_the_lowest_few_shot_accuracy(bench, monkeypatch):
-    monkeypatch.setattr("i2cl.experiments.studies.MAX_JUDGING_ROWS", 10)
-    monkeypatch.setattr("i2cl.experiments.studies.GROUPS", 6)
+def test_worst_demonstrations_have_the_lowest_few_shot_accuracy(bench, monkeypatch):
+    monkeypatch.setattr("i2cl.experiments.paper.MAX_JUDGING_ROWS", 10)
+    monkeypatch.setattr("i2cl.experiments.paper.GROUPS", 6)
     task = bench.task(cell())
-    chosen, judged = worst_group(bench.decoder, task, 1, seed=3)
+    chosen, judged = worst_demonstrations(bench.decoder, task, 1, seed=3)
     groups = [task.sample(1, 1_000_000 + 6 * 3 + number) for number in range(6)]
     texts = [one.text for one in judged]
     (few_shot,) = make_methods(["few_shot"])
@@ -136,7 +133,7 @@ def test_worst_group_has_the_lowest_few_shot_accuracy(bench, monkeypatch):
     assert chosen == groups[accuracies.index(min(accuracies))]
     assert not {one.text for group in groups for one in group} & set(texts)
     assert not {one.text for one in task.test} & set(texts)
-    outcome = outcome_of(bench, cell(method="zero_shot", demonstrations="worst", shots=1, seed=3))
+    outcome = bench.run(cell(method="zero_shot", demonstrations="worst", shots=1, seed=3))
     assert [task.train[place] for place in outcome.demonstrations] == list(chosen)
     assert outcome.cost.held_out == len(judged) == 10
 
@@ -155,10 +152,10 @@ def test_records_have_provenance_even_if_failed(decoder, tmp_path):
 def test_unsupported_compressor_is_skipped_once(tmp_path):
     decoder = Decoder(tiny_model("gpt2"), tiny_tokenizer(), name="tiny")
     cells = [cell(method=name) for name in ("zero_shot", "autocompressor", "icae", "cepe")]
-    tally = run_groups_of(cells, decoder, tmp_path / "store")
+    tally = run_missing(cells, decoder, tmp_path / "store")
     assert tally == {"done": 1, "skipped": 3}
     store = Store.open(tmp_path / "store")
-    assert pending(cells, store) == []
+    assert pending_cells(cells, store) == []
     rows = ({"name": "I2CL", "method": "zero_shot"}, {"name": "AutoComp.", "method": "autocompressor"})
     plan = Experiment(name="mine", title="T", measures="M", rows=rows)
     (section,) = build([plan], store.records.values(), {}, figures=False).sections

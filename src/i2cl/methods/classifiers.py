@@ -1,20 +1,23 @@
-"""Baselines without an LLM: logistic regression on TF-IDF or sentence embeddings, and SetFit.
+"""Baselines without an LLM: the majority class, logistic regression on TF-IDF or embeddings, and SetFit.
 
 They use only the decoder's device. Encoders truncate texts to their own context length.
 """
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from pydantic import Field
+from torch import Tensor
 
+from i2cl.core.context import require_demonstrations
 from i2cl.encoders import (
     EmbeddingsConfig,
     EncoderConfig,
@@ -23,12 +26,86 @@ from i2cl.encoders import (
     load_encoder,
     regression,
 )
-from i2cl.errors import I2CLError, needs
-from i2cl.methods.base import ClassifierPredictor, Cost, Method, head_cost, require_two_classes
+from i2cl.errors import I2CLError, require_packages
+from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import require_texts
+from i2cl.models.scoring import Progress, require_texts
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
+
+
+def require_two_classes(method: str, task: Task, demonstrations: Examples) -> None:
+    """Raise I2CLError unless there are demonstrations of at least two classes."""
+    require_demonstrations(task, demonstrations)
+    if len({example.label for example in demonstrations}) < 2:
+        raise I2CLError(f"{method} needs demonstrations of at least two classes: add some")
+
+
+@dataclass(frozen=True)
+class ClassifierPredictor:
+    """A fitted scikit-learn classifier.
+
+    Attributes:
+        features: computes the classifier's input from texts.
+        model: the classifier; its classes are label indices.
+        labels: number of labels of the task.
+        cost: storage that the predictor needs.
+    """
+
+    features: Callable[[Sequence[str], Progress | None], Float[np.ndarray, "texts _"] | Sequence[str]]
+    model: Any
+    labels: int
+    cost: Cost
+
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return log-probabilities; minus infinity for labels without a demonstration."""
+        require_texts(texts)
+        features = self.features(texts, progress)
+        scores = torch.full((len(features), self.labels), -torch.inf)
+        if len(features):
+            probabilities = torch.from_numpy(self.model.predict_log_proba(features))
+            scores[:, self.model.classes_.tolist()] = probabilities.float()
+        return scores
+
+
+def regression_cost(head: Any, *stored: Float[np.ndarray, " numbers"]) -> Cost:
+    """Return the cost of a fitted logistic regression, and of arrays stored with it."""
+    weights, intercept, *rest = map(torch.from_numpy, (head.coef_, head.intercept_, *stored))
+    return Cost.of(weights, intercept, *rest, trained=weights.numel() + intercept.numel())
+
+
+@dataclass(frozen=True)
+class MajorityPredictor:
+    """The same log-probabilities for every text."""
+
+    log_frequencies: Float[Tensor, " labels"]
+    cost: Cost
+
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return the log-frequency of each label; minus infinity for labels without a row."""
+        require_texts(texts)
+        if progress is not None:
+            progress(len(texts))
+        return self.log_frequencies.expand(len(texts), -1)
+
+
+class MajorityClass(Method):
+    """Predicts the label with the most training rows; ties go to the first label.
+
+    Equivalent to scikit-learn's ``DummyClassifier(strategy="prior")``, fitted to all training rows, since
+    demonstrations are balanced.
+    """
+
+    name = "majority_class"
+    summary = "the most frequent label of the training rows, for every text"
+    needs = "training rows"
+    is_stochastic = False
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> MajorityPredictor:
+        """Count the labels of the training rows, or of the demonstrations if the task has no rows."""
+        rows = task.train or demonstrations
+        counts = torch.bincount(torch.tensor([row.label for row in rows]), minlength=len(task.labels))
+        return MajorityPredictor((counts / counts.sum()).log(), Cost())
 
 
 class TfidfConfig(Settings):
@@ -45,10 +122,10 @@ class Tfidf(Method):
     Source: https://scikit-learn.org/stable/modules/feature_extraction.html#text-feature-extraction.
     """
 
-    name: ClassVar[str] = "tfidf"
-    summary: ClassVar[str] = "logistic regression on TF-IDF features, without the model"
-    needs: ClassVar[str] = "demonstrations, scikit-learn"
-    formula: ClassVar[str] = "(words+1) per label"
+    name = "tfidf"
+    summary = "logistic regression on TF-IDF features, without the model"
+    needs = "demonstrations, scikit-learn"
+    formula = "(words+1) per label"
     settings = (TfidfConfig,)
     config: TfidfConfig = field(default_factory=TfidfConfig)
 
@@ -59,7 +136,7 @@ class Tfidf(Method):
             I2CLError: if scikit-learn is not installed, there are fewer than two classes, a text is empty, or
                 no demonstration contains a word.
         """
-        needs(self.name, "sklearn", "sklearn")
+        require_packages(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
@@ -73,7 +150,7 @@ class Tfidf(Method):
         if not any(map(vectorizer.build_analyzer(), texts)):
             raise I2CLError("no demonstration contains a word for tfidf: use a method that runs the model")
         model.fit(texts, [example.label for example in demonstrations])
-        cost = head_cost(model[-1], vectorizer.idf_)
+        cost = regression_cost(model[-1], vectorizer.idf_)
         return ClassifierPredictor(lambda texts, _: texts, model, len(task.labels), cost)
 
 
@@ -84,10 +161,10 @@ class SentenceEmbeddings(Method):
     Source: Reimers and Gurevych 2019, https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
     """
 
-    name: ClassVar[str] = "sentence_embeddings"
-    summary: ClassVar[str] = "logistic regression on sentence embeddings, without the model"
-    needs: ClassVar[str] = "demonstrations, sentence-transformers, a second model"
-    formula: ClassVar[str] = "(d+1) per label"
+    name = "sentence_embeddings"
+    summary = "logistic regression on sentence embeddings, without the model"
+    needs = "demonstrations, sentence-transformers, a second model"
+    formula = "(d+1) per label"
     settings = (EmbeddingsConfig,)
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
@@ -101,7 +178,7 @@ class SentenceEmbeddings(Method):
         require_two_classes(self.name, task, demonstrations)
         head = regression(self.config, demonstrations, str(decoder.device))
         encoder = frozen_encoder(self.config.encoder, str(decoder.device))
-        return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), head_cost(head))
+        return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), regression_cost(head))
 
 
 @dataclass(frozen=True)
@@ -112,23 +189,23 @@ class SetFit(Method):
     https://arxiv.org/abs/2209.11055; https://huggingface.co/docs/setfit.
     """
 
-    name: ClassVar[str] = "setfit"
-    summary: ClassVar[str] = "sentence encoder fine-tuned on pairs of demonstrations, without the model"
-    needs: ClassVar[str] = "demonstrations, the package setfit, a second model"
-    formula: ClassVar[str] = "the encoder, (d+1) per label"
+    name = "setfit"
+    summary = "sentence encoder fine-tuned on pairs of demonstrations, without the model"
+    needs = "demonstrations, the package setfit, a second model"
+    formula = "the encoder, (d+1) per label"
     settings = (EncoderConfig,)
     config: EncoderConfig = field(default_factory=EncoderConfig)
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
         """Fine-tune the encoder and fit the classifier. Raises I2CLError as `SentenceEmbeddings.fit`."""
-        needs(self.name, "embeddings", "setfit", "datasets", "accelerate", "sklearn")
+        require_packages(self.name, "embeddings", "setfit", "datasets", "accelerate", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         require_texts([example.text for example in demonstrations])
         encoder = load_encoder(self.config.encoder, str(decoder.device))
         head = _train(encoder, demonstrations, seed)
         encoder.to(decoder.device).eval()
         weights = list(encoder.parameters())
-        cost = Cost.of(*weights, trained=sum(weight.numel() for weight in weights)) + head_cost(head)
+        cost = Cost.of(*weights, trained=sum(weight.numel() for weight in weights)) + regression_cost(head)
         return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), cost)
 
 

@@ -10,7 +10,14 @@ import torch
 from fitting import decoder_of, fit, one_line
 from i2cl import Example, Task, Template, make_methods
 from i2cl.injections.temperature import likely_temperature
-from i2cl.methods.calibrated.folds import FOLDS, fold_rows, folded, injected, require_folds, unmeasurable
+from i2cl.methods.cross_validation import (
+    FOLDS,
+    cross_validate,
+    cross_validation_error,
+    fold_rows,
+    require_folds,
+)
+from i2cl.methods.injecting import injection_predictor
 
 
 def rows(*labels):
@@ -51,10 +58,10 @@ def test_duplicates_share_a_fold_and_the_seed_shuffles_texts():
     [(rows(0, 1), "'a', 'b'"), (rows(0, 0, 0, 1), "'b'"), ((*rows(0, 0, 1), *rows(0, 0, 1)), "'b'")],
 )
 def test_labels_with_a_single_text_are_refused(shown, named):
-    why = unmeasurable(of(2), shown)
+    why = cross_validation_error(of(2), shown)
     assert why == f"a refit would not know the label {named}: give two texts per label"
     one_line("give two texts per label", fold_rows, of(2), shown)
-    assert unmeasurable(of(2), rows(0, 0, 1, 1)) == ""
+    assert cross_validation_error(of(2), rows(0, 0, 1, 1)) == ""
 
 
 @pytest.mark.parametrize("folds", [-1, 0, 1])
@@ -68,9 +75,9 @@ def test_scores_come_from_the_refit_without_the_text(decoder, task):
     shown = (*shown, shown[1])
 
     def refit(rest):
-        return injected(method.injection(decoder, task, rest, 0), decoder, task)
+        return injection_predictor(method.fit_injection(decoder, task, rest, 0), decoder, task)
 
-    result = folded(task, shown, refit, 3, 4).log_probs([one.text for one in shown])
+    result = cross_validate(task, shown, refit, 3, 4).log_probs([one.text for one in shown])
     for fold in fold_rows(task, shown, 3, 4):
         rest = tuple(one for row, one in enumerate(shown) if row not in fold)
         expected = refit(rest).log_probs([shown[row].text for row in fold])
@@ -87,7 +94,7 @@ def test_temperature_uses_refits_and_keeps_predictions(decoder, task):
     assert torch.equal(before.argmax(-1), after.argmax(-1))
     gold = np.array([one.label for one in shown])
     own = plain.fit(decoder, task, shown, 0).log_probs([one.text for one in shown]).numpy()
-    wanted = likely_temperature(own, gold, *plain.temperatures)  # zero-shot uses no rows
+    wanted = likely_temperature(own, gold, *plain.temperature_prior)  # zero-shot uses no rows
     assert predictor.temperature == pytest.approx(wanted, rel=1e-4)
     assert predictor.cost.cached_values == 1
     torch.testing.assert_close(after, (before / predictor.temperature).log_softmax(-1))
@@ -102,5 +109,5 @@ def test_temperature_is_not_fitted_with_one_example_per_class(decoder, task):
 
 def test_empty_list_gives_no_scores():
     task, shown = of(2), rows(0, 1, 0, 1)
-    predictor = folded(task, shown, lambda rest: fit("zero_shot", decoder_of("llama"), task, rest))
+    predictor = cross_validate(task, shown, lambda rest: fit("zero_shot", decoder_of("llama"), task, rest))
     assert predictor.log_probs([]).shape == (0, 2)

@@ -1,1 +1,0 @@
-"""Methods that calibrate another method's probabilities, and k-fold cross-validation."""

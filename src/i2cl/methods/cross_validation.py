@@ -1,0 +1,136 @@
+"""K-fold cross-validation, for measurements without further labelled rows."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost, LabelScores, Predictor
+from i2cl.models.scoring import Progress, in_order
+from i2cl.tasks import Example, Task
+
+FOLDS = 3  # default number of folds
+
+
+def require_folds(folds: int) -> None:
+    """Raise I2CLError for fewer than two folds."""
+    if folds < 2:
+        raise I2CLError(f"folds={folds}: give 2 or more, since each fold is scored by a fit to the others")
+
+
+def fold_rows(
+    task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0
+) -> list[list[int]]:
+    """Split the demonstrations into folds; each refit leaves out one.
+
+    Every label is spread over the folds as evenly as its texts allow, and equal texts stay in the same fold.
+    There are at most ``folds`` folds, and at most as many as the median label has texts. Otherwise a refit
+    would have fewer texts of exactly those labels that it is scored on.
+
+    Args:
+        task: gives the label words.
+        demonstrations: labelled examples, at least two texts per label.
+        folds: maximum number of folds.
+        seed: of the order in which texts are assigned.
+
+    Returns:
+        The row numbers of each fold, in ascending order.
+
+    Raises:
+        I2CLError: for fewer than two folds, or if a refit would not see all labels.
+    """
+    require_folds(folds)
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for row, example in enumerate(demonstrations):
+        rows_of[example.text].append(row)
+    groups = list(rows_of.values())
+    frequencies = np.bincount([example.label for example in demonstrations], minlength=len(task.labels))
+    parts: list[list[int]] = [[] for _ in range(min(folds, len(groups), max(2, int(np.median(frequencies)))))]
+    assigned = np.zeros((len(parts), len(task.labels)), dtype=int)  # rows of each label by fold
+    order = [groups[at] for at in np.random.default_rng(seed).permutation(len(groups))]
+    for rows in sorted(order, key=lambda rows: min(frequencies[demonstrations[row].label] for row in rows)):
+        labels = sorted({demonstrations[row].label for row in rows}, key=lambda label: frequencies[label])
+        fold = min(range(len(parts)), key=lambda part: (*assigned[part, labels], len(parts[part])))
+        parts[fold] += rows
+        for row in rows:
+            assigned[fold, demonstrations[row].label] += 1
+    in_one_fold = (assigned == frequencies).any(0)
+    if missing := [repr(name) for name, alone in zip(task.labels, in_one_fold, strict=True) if alone]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise I2CLError(
+            f"a refit would not know the label {', '.join(missing[:3])}{more}: give two texts per label"
+        )
+    return [sorted(rows) for rows in parts if rows]
+
+
+def cross_validation_error(
+    task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0
+) -> str:
+    """Return why `fold_rows` raises an error for these demonstrations, or "" if it does not."""
+    try:
+        fold_rows(task, demonstrations, folds, seed)
+    except I2CLError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class CrossValidatedPredictor:
+    """Scores each text by a refit that has not seen it.
+
+    Attributes:
+        refits: one predictor per fold.
+        fold_of: index of the refit that scores each text.
+        cost: cost of the fit to all demonstrations.
+    """
+
+    refits: Sequence[Predictor]
+    fold_of: Mapping[str, int]
+    cost: Cost
+
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Score texts that were given to `cross_validate`. Raises KeyError for others."""
+        if not texts:
+            return self.refits[0].log_probs([])
+        rows_of: dict[int, list[int]] = defaultdict(list)
+        for row, text in enumerate(texts):
+            rows_of[self.fold_of[text]].append(row)
+        return in_order(
+            (rows, self.refits[fold].log_probs([texts[row] for row in rows], progress))
+            for fold, rows in sorted(rows_of.items())
+        )
+
+
+def cross_validate(
+    task: Task,
+    demonstrations: Sequence[Example],
+    refit: Callable[[tuple[Example, ...]], Predictor],
+    folds: int = FOLDS,
+    seed: int = 0,
+    *,
+    cost: Cost | None = None,
+    rows: Sequence[Example] = (),
+) -> CrossValidatedPredictor:
+    """Refit once per fold to the demonstrations of the other folds.
+
+    Args:
+        task: gives the label words.
+        demonstrations: labelled examples.
+        refit: fits to some of the demonstrations.
+        folds: maximum number of folds, see `fold_rows`.
+        seed: see `fold_rows`.
+        cost: cost of the fit to all demonstrations. Default: that of the first refit.
+        rows: further rows to score, which no refit sees; they are assigned to the folds in turn.
+
+    Raises:
+        I2CLError: as `fold_rows` and ``refit``.
+    """
+    parts = fold_rows(task, demonstrations, folds, seed)
+    fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
+    others = [[one for one in demonstrations if fold_of[one.text] != fold] for fold in range(len(parts))]
+    further = dict.fromkeys(row.text for row in rows if row.text not in fold_of)
+    fold_of |= {text: number % len(parts) for number, text in enumerate(further)}
+    refits = [refit(tuple(rest)) for rest in others]
+    return CrossValidatedPredictor(refits, fold_of, refits[0].cost if cost is None else cost)

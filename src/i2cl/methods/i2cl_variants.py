@@ -1,0 +1,160 @@
+"""Variants of I2CL that the paper uses as controls: other vectors, other demonstrations, or a full prompt."""
+
+import random
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from i2cl.core.calibration import calibrate
+from i2cl.core.context import ContextVector, ExtractConfig
+from i2cl.core.injection import Injection
+from i2cl.core.recipe import CalibrationConfig
+from i2cl.errors import I2CLError
+from i2cl.methods.base import Cost
+from i2cl.methods.i2cl import I2CL, CalibrationData
+from i2cl.methods.prompting import PromptPredictor, common_prefix_ids, fit_to_context
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import LabelScorer
+from i2cl.models.training import Settings
+from i2cl.tasks import Example, Examples, Task, Template
+
+
+class NoiseConfig(Settings):
+    """Scale of the noise vector."""
+
+    # ``standard`` (unit variance, as in the released code), or ``matched`` (norm of the context vector that
+    # it replaces, separately for each layer and sublayer)
+    noise_vector: Literal["standard", "matched"] = "standard"
+
+
+def noise_like(real: ContextVector, config: NoiseConfig, seed: int) -> ContextVector:
+    """Return a Gaussian vector of the same shape as a context vector."""
+    noise_seed = random.Random(f"noise vector {seed}").getrandbits(63)  # independent of calibration's seed
+    noise = torch.randn(real.values.shape, generator=torch.Generator().manual_seed(noise_seed))
+    if config.noise_vector == "matched":
+        noise = noise / noise.norm(dim=-1, keepdim=True) * real.values.norm(dim=-1, keepdim=True)
+    return replace(real, values=noise)
+
+
+@dataclass(frozen=True)
+class Noise(I2CL):
+    """Control: measures what the context vector itself contributes (paper, "Noise Vector")."""
+
+    name = "noise"
+    summary = "I2CL with a Gaussian vector in place of the context vector"
+    paper_row = "Noise vector"
+    settings = (ExtractConfig, CalibrationConfig, NoiseConfig)
+    vector: NoiseConfig = field(default_factory=NoiseConfig)
+
+    def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
+        """Replace the context vector by noise."""
+        noise = noise_like(self.extract(decoder, task, demonstrations, seed), self.vector, seed)
+        return CalibrationData(task, demonstrations, noise, noise)
+
+
+@dataclass(frozen=True)
+class I2CLUnseen(I2CL):
+    """Calibrates on the demonstrations, then injects the context vector of as many other examples.
+
+    Source: paper, section "Linear Coefficients Are Generalizable".
+    """
+
+    name = "i2cl_unseen"
+    summary = "I2CL whose injected vector comes from other demonstrations"
+    paper_row = "Unseen demo. (figure on robustness)"
+    needs = "demonstrations, as many held-out examples"
+
+    def fit_cost(self, injection: Injection) -> Cost:
+        """Return the number of trained coefficients and of other examples."""
+        return super().fit_cost(injection) + Cost(held_out=injection.context.demonstrations)
+
+    def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
+        """Extract both context vectors. Raises I2CLError if too few held-out examples remain."""
+        others = task.held_out(len(demonstrations), demonstrations, seed)
+        seen, unseen = (self.extract(decoder, task, shown, seed) for shown in (demonstrations, others))
+        return CalibrationData(task, demonstrations, seen, unseen)
+
+
+class CorruptionConfig(Settings):
+    """Kind of corruption, and the stage that sees corrupted demonstrations."""
+
+    # ``random_label`` (uniform over all labels, including the true one), ``random_order`` (shuffled
+    # whitespace-separated words, the paper's random-token) or ``without_format`` (template without words)
+    corruption: Literal["random_label", "random_order", "without_format"] = "random_label"
+    # the other stage sees intact demonstrations; queries always use the task's own template
+    stage: Literal["vectorization", "calibration"] = "vectorization"
+
+
+def corrupt(
+    task: Task, demonstrations: Examples, config: CorruptionConfig, seed: int
+) -> tuple[Task, tuple[Example, ...]]:
+    """Return the task and demonstrations as the corrupted stage sees them."""
+    rng = random.Random(f"corrupted demonstrations {seed}")  # independent of the seed of the batches
+    if config.corruption == "without_format":
+        plain = replace(Template.plain(), separator=task.template.separator)
+        return replace(task, template=plain), tuple(demonstrations)
+    if config.corruption == "random_label":
+        return task, tuple(replace(one, label=rng.randrange(len(task.labels))) for one in demonstrations)
+    split = [(example, example.text.split()) for example in demonstrations]
+    return task, tuple(replace(one, text=" ".join(rng.sample(words, len(words)))) for one, words in split)
+
+
+@dataclass(frozen=True)
+class I2CLCorrupted(I2CL):
+    """Extracts from corrupted demonstrations and calibrates on intact ones, or the other way round.
+
+    Source: paper, section "Influencing Factors of the Context Vector Generation".
+    """
+
+    name = "i2cl_corrupted"
+    summary = "I2CL with demonstrations corrupted in one of its two stages"
+    paper_row = "Influencing factors (figure on formation)"
+    settings = (ExtractConfig, CalibrationConfig, CorruptionConfig)
+    corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
+
+    def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> CalibrationData:
+        """Extract from one set of demonstrations, and return the other for calibration."""
+        extracted = calibrated = (task, tuple(demonstrations))
+        if self.corruption.stage == "vectorization":
+            extracted = corrupt(task, demonstrations, self.corruption, seed)
+        else:
+            calibrated = corrupt(task, demonstrations, self.corruption, seed)
+        context = self.extract(decoder, *extracted, seed)
+        return CalibrationData(*calibrated, context, context)
+
+
+@dataclass(frozen=True)
+class I2CLOverICL(I2CL):
+    """Injects at every token, including the cached demonstrations.
+
+    Source: paper, appendix "Apply I2CL over ICL".
+    """
+
+    name = "i2cl_over_icl"
+    summary = "I2CL with the demonstrations still in the prompt"
+    paper_row = "ICL+I2CL"
+    formula = "2MDL + 2DL"
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> PromptPredictor:
+        """Extract, then calibrate with the demonstrations in the prompt.
+
+        Raises:
+            I2CLError: if the context cannot hold one demonstration per class, or ``positions`` is not
+                ``"all"``: in cached demonstrations, first and last tokens of queries are not defined.
+        """
+        if self.calibration.positions != "all":
+            raise I2CLError(
+                f"{self.name} injects at every token: leave out positions={self.calibration.positions}"
+            )
+        scorer = LabelScorer(decoder, task)
+        shown = fit_to_context(scorer, demonstrations)
+        context = self.extract(decoder, task, demonstrations, seed)
+        prompt = partial(task.template.prompt, shown)
+        injection = calibrate(
+            decoder, task, demonstrations, context, self.calibration, seed=seed, prompt=prompt
+        )
+        prefix = decoder.prefix(common_prefix_ids(scorer, shown), edit=injection.edit())
+        cost = self.fit_cost(injection) + Cost.of(context.values, prefix)
+        return PromptPredictor(scorer, shown, prefix, injection.edit(), injection, cost)
