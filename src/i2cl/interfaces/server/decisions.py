@@ -17,7 +17,7 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.service import Service, deadline_of
 from i2cl.interfaces.server.task_store import Entry
 from i2cl.tasks import Task, Template
-from i2cl.tasks.text import is_blank
+from i2cl.tasks.labels import is_blank
 
 ZERO_SHOT_TEMPLATE = Template("{text}\nAnswer: {label}")
 ZERO_SHOT_TASKS = 256  # label sets whose tokens are cached
