@@ -138,14 +138,6 @@ def test_noise_is_added_at_the_injection_positions(monkeypatch, place):
         assert edit.sees_input == (place == "residual")
 
 
-@pytest.mark.parametrize(("place", "layers"), [("writer", []), ("residual", [0, 1])])
-def test_noise_reads_the_residual_stream_only_if_added_there(monkeypatch, place, layers):
-    seen = []
-    monkeypatch.setattr(NoisyEdit, "enter", lambda _edit, layer, _residual: seen.append(layer))
-    fit(noise_place=place, batches=[[0]])
-    assert seen == layers
-
-
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 def test_add_formula_matches_a_direct_computation(case):
     first = fit(case, formula="add", epochs=0, init_lambda=0.3)

@@ -1,5 +1,6 @@
 import math
 import weakref
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from fitting import PATHS, close, encode, one_line, raw_modules, replacing
-from i2cl import ContextVector, Decoder, Example, ExtractConfig, Task, Template, extract
+from i2cl import ContextVector, Decoder, Example, ExtractConfig, Task, Template, extract, extract_classes
 from i2cl.models.encoding import TruncationWarning
 from tiny import tiny_model, tiny_tokenizer
 
@@ -192,3 +193,35 @@ def test_sizes_are_checked_against_a_model():
     decoder = decoder_of("llama")
     extract(decoder, TASK, SHOTS).require_base(decoder)
     one_line(r"\(2, 2, 4\), the model needs \(2, 2, 32\)", vector(1).require_base, decoder)
+
+
+# Vectors per class
+
+THREE = replace(TASK, labels=("positive", "negative", "mixed"))
+TEXTS = ("a warm film", "dull", "warm and dull", "funny", "a lifeless film", "so so")
+FILMS = tuple(Example(text, row % 3) for row, text in enumerate(TEXTS))
+UNEVEN = (*FILMS, Example("the best of the year", 0))
+
+
+@pytest.mark.parametrize("config", [{}, {"writers": "hidden"}, {"token": "first"}, {"separator": False}])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
+def test_class_vectors_match_separate_extraction(case, config):
+    decoder, config = decoder_of(case), ExtractConfig(**config)
+    vectors = extract_classes(decoder, THREE, UNEVEN, config)
+    assert [one.demonstrations for one in vectors] == [3, 2, 2]
+    for label, vector in enumerate(vectors):
+        alone = extract(decoder, THREE, [shot for shot in UNEVEN if shot.label == label], config)
+        assert torch.equal(vector.values, alone.values)
+        assert vector.config == config
+    whole = extract(decoder, THREE, UNEVEN, config)
+    mean = ContextVector.mean(vectors, [one.demonstrations for one in vectors])
+    torch.testing.assert_close(mean.values, whole.values, atol=1e-5, rtol=1e-5)
+
+
+def test_class_without_demonstrations_is_refused():
+    for shown, message in (
+        (FILMS[:2], "class 'mixed' of task 'films' has no demonstration"),
+        ([], "no demonstrations: give at least one"),
+        ([Example("a film", 3)], "demonstration 1 has label 3"),
+    ):
+        one_line(message, extract_classes, decoder_of("llama"), THREE, shown)

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitting import PATHS, close, decoder_of, linear_edit, random_edit, raw_modules, replacing
-from i2cl.core import ablations
 from i2cl.core.ablations import NoisyEdit
 from i2cl.models.batching import make_batch
 from i2cl.models.edits import AffineEdit
@@ -204,30 +203,6 @@ def test_noise_norm_matches_the_paper(case, place):
         assert abs((noise / (scale * size)).mean()) < 0.1
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0])
-@pytest.mark.parametrize("case", ["llama", "granite"])
-def test_noise_after_attention_and_after_mlp(case, scale):
-    decoder, steps = decoder_of(case), decoder_of(case).writer_scale
-    values, coefficients = drawn(decoder)
-    between = []
-    with ExitStack() as stack:
-        for block in decoder.model.model.layers:
-            module = block.post_attention_layernorm
-            hook = module.register_forward_pre_hook(lambda _module, args: between.append(args[0].clone()))
-            stack.callback(hook.remove)
-        seen = watched(decoder, case, noisy(decoder, scale=scale))
-    for layer, (before, attention, mlp, after) in enumerate(seen):
-        amount, keep = coefficients[layer].unbind(-1)
-        exact = before + steps * (amount[0] * values[layer, 0] + keep[0] * attention)
-        one = between[layer] - exact
-        assert rms(one / (scale * norms(exact))) == pytest.approx(1, rel=0.1)
-        exact = between[layer] + steps * (amount[1] * values[layer, 1] + keep[1] * mlp)
-        two = after - exact
-        assert rms(two / (scale * norms(exact))) == pytest.approx(1, rel=0.1)
-        correlation = (one * two).mean() / (rms(one) * rms(two))
-        assert abs(correlation) < 0.1
-
-
 def test_noise_can_be_added_to_block_outputs():
     decoder = decoder_of("llama")
     values, coefficients = drawn(decoder, "hidden")
@@ -317,20 +292,6 @@ def test_the_backward_pass_makes_no_full_size_gradient_for_each_hook_point(layer
         (gradient,) = torch.autograd.grad(total, [vectors])
     assert torch.equal(gradient, torch.full_like(gradient, 2.0))  # two tokens
     assert counter.count <= 2
-
-
-def test_random_positions_are_drawn_once_for_a_batch(monkeypatch):
-    decoder, drawn_for = decoder_of("llama"), []
-    monkeypatch.setattr(
-        ablations._PositionEdit,
-        "_drawn",
-        lambda _, batch: [drawn_for.append(batch), torch.zeros_like(batch.last)][1],
-    )
-    edit = linear_edit(*drawn(decoder), positions="random")
-    other = make_batch(ROWS[:2], torch.device("cpu"))
-    for batch in (BATCH, other, BATCH):
-        edited(decoder, edit, batch, at=batch.last[:, None])
-    assert len(drawn_for) == 3
 
 
 def test_an_edit_can_be_used_on_a_model_that_moved_to_another_precision(monkeypatch):

@@ -98,16 +98,6 @@ def test_encoder_is_saved_and_pooled(injection, tmp_path):
         torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)  # other batch sizes
 
 
-def test_missing_word_weights_beside_an_encoder_are_reported(injection, tmp_path):
-    both = injection.with_head(scoring="words", word_weights=torch.full((5, 3), 0.25))
-    both.save_pretrained(tmp_path / "new")
-    assert torch.equal(Injection.from_pretrained(tmp_path / "new").word_weights, both.word_weights)
-    tensors = load_file(tmp_path / "new" / TENSORS)
-    del tensors["word_weights"]
-    save_file(tensors, tmp_path / "new" / TENSORS)
-    one_line("damaged or missing .'word_weights'", Injection.from_pretrained, tmp_path / "new")
-
-
 def test_label_prior_includes_the_encoder(injection):
     decoder = decoder_of("llama")
     with pytest.warns(UserWarning, match="is unreliable"):

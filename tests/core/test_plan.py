@@ -142,10 +142,3 @@ def test_derivatives_are_taken_in_batches_that_the_training_memory_holds(monkeyp
     parts, _ = fit.linearize(torch.zeros(fit.vector_size))
     assert max(rows) == 2
     torch.testing.assert_close(parts.jacobian, whole.jacobian, atol=1e-5, rtol=1e-4)
-
-
-def test_labels_with_the_same_tokens_are_refused(monkeypatch):
-    same = Task("same", ("ab", "a b"), Template("{text}\n{label}"))
-    tokens = lambda encoder, template, labels, line, end="": ((1,),) * len(labels)  # noqa: E731
-    monkeypatch.setattr("i2cl.models.encoding._behind", tokens)
-    one_line("same tokens", anchor, made("llama"), same, SHOWN[:2], AnchoredConfig(solver="adamw"))

@@ -1,7 +1,5 @@
 """Choice of a dtype by the device and the checkpoint, on simulated CPUs."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -101,13 +99,6 @@ def test_emulated_bfloat16_warns(tmp_path, dtype):
     folder = tiny_folder(tmp_path / "model")
     with pytest.warns(EmulatedDtypeWarning, match="many times slower than --dtype float32"):
         load_model_and_tokenizer(folder, dtype=dtype, device="cpu")
-
-
-def test_native_bfloat16_does_not_warn(native, tmp_path):
-    folder = tiny_folder(tmp_path / "model")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", EmulatedDtypeWarning)
-        load_model_and_tokenizer(folder, dtype="bfloat16", device="cpu")
 
 
 @pytest.mark.parametrize(("automatic", "expected"), [(True, torch.bfloat16), (False, torch.float32)])

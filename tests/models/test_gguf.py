@@ -181,14 +181,6 @@ def test_changed_file_of_the_same_size_and_time_is_converted_again(file, cache):
     assert len(cache) == 2
 
 
-def test_moved_file_is_not_converted_again(file, cache):
-    load(file)
-    moved = file.rename(file.with_name("moved.gguf"))
-    model, _ = load(moved)
-    assert len(cache) == 1
-    assert model.name_or_path == str(moved)
-
-
 def test_each_dtype_has_an_entry(file, cache):
     for _ in range(2):
         assert [load(file, dtype=name)[0].dtype for name in ("float32", "float16")] == [

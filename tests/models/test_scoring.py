@@ -1,4 +1,3 @@
-import inspect
 import random
 import warnings
 from functools import cache
@@ -12,7 +11,7 @@ from i2cl import Decoder, Task, Template
 from i2cl.models.edits import AffineEdit
 from i2cl.models.encoding import ScoringWarning, TruncationWarning, label_tokens
 from i2cl.models.memory import MemoryWarning
-from i2cl.models.scoring import LabelScorer, require_texts, score
+from i2cl.models.scoring import LabelScorer, score
 from i2cl.models.trie import Trie, TrieIndices, edge_scores
 from tiny import CASES, PATHS, tiny_model, tiny_tokenizer
 
@@ -306,20 +305,6 @@ def test_labels_that_merge_with_the_prompt_or_have_the_same_tokens_are_refused()
 
 
 # Queries
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *((text, "is empty") for text in ("", " \n\t")),
-        ("b \ud83d", "contains a lone surrogate"),
-        *((text, "is .*, not a string") for text in (None, 1, float("nan"), b"bytes")),
-    ],
-)
-def test_invalid_text_is_named(text, message):
-    one_line(f"text 2 {message}", inspect.unwrap(require_texts), ["good", text])
-    if isinstance(text, str):
-        one_line(f"text 2 {message}", scorer(decoder_of("llama")).queries, ["good", text])
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "opt"])

@@ -1,1 +1,1 @@
-"""The paper's method, one file a subsection of its section "Methodology"."""
+"""Fit a task: context vectors, the paper's calibration, anchored calibration, and the resulting injection."""

@@ -1,4 +1,4 @@
-"""Edits of the paper that the library itself does without: injection at single tokens, and noise.
+"""Edits for the paper's calibration and ablations: noise, and injection at a single token.
 
 Source: paper, ablation "Injection Position" and subsection "Noisy Self-calibration".
 """
@@ -43,21 +43,21 @@ class _PositionEdit(Edit):
     def output(self, layer: int, index: int, output: States, batch: Batch) -> States:
         """Replace the output at injected tokens only."""
         if self._batch is not batch:  # once per pass
-            self._batch, self._mask = batch, self._injected(batch)
+            self._batch, self._mask = batch, self._chosen_tokens(batch)
         edited = self.edit.output(layer, index, output, batch)
         return output if edited is None else torch.where(self._mask.to(output.device), edited, output)
 
-    def _injected(self, batch: Batch) -> Bool[Tensor, "lines tokens 1"]:
+    def _chosen_tokens(self, batch: Batch) -> Bool[Tensor, "lines tokens 1"]:
         place = batch.last if self.positions == "last" else batch.first
         if self.positions == "random":
-            place = place + self._drawn(batch)
+            place = place + self._random_offsets(batch)
         tokens = torch.arange(batch.input_ids.shape[1], device=place.device)
         chosen: Tensor = tokens == place[:, None]
         if batch.packed:
             chosen = chosen.any(0, keepdim=True)
         return chosen[..., None]
 
-    def _drawn(self, batch: Batch) -> Int[Tensor, " batch"]:
+    def _random_offsets(self, batch: Batch) -> Int[Tensor, " batch"]:
         lines = batch.input_ids.tolist()
         spans = enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True))
         queries = [lines[0 if batch.packed else row][first : last + 1] for row, (first, last) in spans]

@@ -10,6 +10,7 @@ Where labels are scored by their words, it also fits how much each word counts (
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 
 import torch
@@ -51,8 +52,7 @@ def fit_adamw(
     rows = list(objective.rows)
     monitored = Random(0).sample(rows, MAX_MONITORED) if count > MAX_MONITORED else rows
     queries, gold = [objective.queries[row] for row in monitored], objective.gold[monitored]
-    importance, total = objective.weights, objective.total_weight
-    monitored_weights = None if importance is None else importance[monitored]
+    monitored_weights = None if objective.weights is None else objective.weights[monitored]
     zeros = torch.zeros(objective.vector_size)
     tokens = token_scores(decoder, queries, labels, objective.edit(zeros))
     if labels.words:
@@ -61,45 +61,57 @@ def fit_adamw(
     start = mean_cross_entropy(labels.mean(tokens), gold, monitored_weights)
     if not 0 < tau < math.inf:
         return Solution(zeros, None, (start,))
-    parameters = torch.nn.Parameter(zeros.clone())
-    backward = Backward([parameters], decoder.model.dtype)
-
-    def label_scores(tokens: Float[Tensor, "rows read"]) -> Float[Tensor, "rows labels"]:
-        weights = objective.word_weights(parameters)
-        return labels.mean(tokens) if weights is None else tokens @ weights.to(tokens)
-
-    def loss(chosen: Sequence[int]) -> Float[Tensor, ""]:
-        """Mean loss of some demonstrations, with its gradient, in batches that fit into memory."""
-
-        def run(batch: Batch) -> tuple[Tensor, Tensor]:
-            right = objective.gold[[chosen[place] for place in batch.rows]].to(decoder.device)
-            logits = decoder.forward(batch, edit=objective.edit(parameters))[:, 0].float()
-            scores = label_scores(logits[:, list(labels.read)])
-            if importance is None:
-                value = cross_entropy(scores, right, reduction="sum") / len(chosen)
-            else:
-                factors = importance[[chosen[place] for place in batch.rows]].to(scores) * (count / total)
-                value = factors @ cross_entropy(scores, right, reduction="none") / len(chosen)
-            decoder.pause()
-            (slope,) = backward.gradients(value)
-            return value.detach().cpu(), torch.zeros_like(parameters) if slope is None else slope
-
-        batch_queries = [objective.queries[row] for row in chosen]
-        parts = [part for _, part in decoder.run_batches(batch_queries, run, training=True)]
-        value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
-        # The reported value is the loss alone; the prior contributes its gradient only.
-        only_gradient = (parameters * slope).sum() + tau / 2 * parameters.square().sum() / total
-        return value + only_gradient - only_gradient.detach()
-
+    loss = _Loss(objective, torch.nn.Parameter(zeros.clone()), tau)
+    parameters = loss.parameters
     schedule = adamw_schedule(count, words=bool(labels.words))
     means = train([parameters], loss, schedule.batches(count, seed), schedule, progress)
     parameters.requires_grad_(False)
-    end = mean_cross_entropy(
-        label_scores(token_scores(decoder, queries, labels, objective.edit(parameters))),
-        gold,
-        monitored_weights,
-    )
-    prior = tau / 2 * parameters.square().sum().item() / total
-    history = (start, *means, end)
+    tokens = token_scores(decoder, queries, labels, objective.edit(parameters))
+    end = mean_cross_entropy(loss.label_scores(tokens), gold, monitored_weights)
+    prior = tau / 2 * parameters.square().sum().item() / objective.total_weight
     lower = end + prior < start  # False for NaN
-    return Solution(parameters if lower else zeros, tau, history)
+    return Solution(parameters if lower else zeros, tau, (start, *means, end))
+
+
+class _Loss:
+    """Mean loss of some demonstrations, in batches that fit into memory.
+
+    Its gradient is that of the loss and the prior; its value is the loss alone.
+    """
+
+    def __init__(self, objective: Objective, parameters: torch.nn.Parameter, tau: float) -> None:
+        self.objective = objective
+        self.decoder, self.labels = objective.scorer.decoder, objective.scorer.labels
+        self.parameters = parameters
+        self.tau = tau
+        self.backward = Backward([parameters], self.decoder.model.dtype)
+
+    def label_scores(self, tokens: Float[Tensor, "rows read"]) -> Float[Tensor, "rows labels"]:
+        """Compute label scores from log-probabilities or logits of the tokens that they are made of."""
+        weights = self.objective.word_weights(self.parameters)
+        return self.labels.mean(tokens) if weights is None else tokens @ weights.to(tokens)
+
+    def __call__(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
+        queries = [self.objective.queries[row] for row in chosen]
+        run = partial(self._loss_and_slope, chosen)
+        parts = [part for _, part in self.decoder.run_batches(queries, run, training=True)]
+        value, slope = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
+        prior = self.tau / 2 * self.parameters.square().sum() / self.objective.total_weight
+        only_gradient = (self.parameters * slope).sum() + prior
+        return value + only_gradient - only_gradient.detach()
+
+    def _loss_and_slope(self, chosen: Sequence[int], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the loss of a batch, as a share of the chosen demonstrations', and its gradient."""
+        objective, rows = self.objective, [chosen[place] for place in batch.rows]
+        gold = objective.gold[rows].to(self.decoder.device)
+        logits = self.decoder.forward(batch, edit=objective.edit(self.parameters))[:, 0].float()
+        scores = self.label_scores(logits[:, list(self.labels.read)])
+        if objective.weights is None:
+            value = cross_entropy(scores, gold, reduction="sum") / len(chosen)
+        else:
+            share = len(objective.queries) / objective.total_weight
+            factors = objective.weights[rows].to(scores) * share
+            value = factors @ cross_entropy(scores, gold, reduction="none") / len(chosen)
+        self.decoder.pause()
+        (slope,) = self.backward.gradients(value)
+        return value.detach().cpu(), torch.zeros_like(self.parameters) if slope is None else slope

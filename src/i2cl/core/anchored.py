@@ -21,7 +21,6 @@ then makes the model say a label unprompted: see `i2cl.core.label_mass`.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -32,8 +31,8 @@ from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_dem
 from i2cl.core.gauss_newton import fit_gauss_newton
 from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.label_mass import raise_label_mass
-from i2cl.core.objective import Objective
-from i2cl.core.plan import FREE_MEMORY_SHARE, Solver, check_fit_size, plan_fit
+from i2cl.core.objective import Objective, Solution
+from i2cl.core.plan import FREE_MEMORY_SHARE, FitPlan, Solver, check_fit_size, plan_fit
 from i2cl.core.weights import ClassWeight, apply_class_weight
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
@@ -119,31 +118,19 @@ def anchor(
     plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
-    with decoder.frozen():
-        if plan.solver == "gauss_newton":
-            solution = fit_gauss_newton(
-                objective,
-                config.prior_std,
-                config.steps,
-                tolerance=config.tolerance,
-                trust=config.trust,
-                settled=config.settled,
-                progress=progress,
-            )
-        else:
-            solution = fit_adamw(objective, config.prior_std if config.steps else 0.0, seed, progress)
+    solution = _solve(objective, plan, config, seed, progress)
     parameters = solution.parameters
     moved = bool(parameters.any())
-    if moved:
-        scorer = replace(scorer, weights=objective.word_weights(parameters))
-    elif config.steps and config.prior_std:
+    if not moved and config.steps and config.prior_std:
         message = "the fit did not lower the loss of the examples and yields the plain model: lower prior_std"
         warnings.warn(message, UserWarning, stacklevel=2)
     vectors = objective.vectors(parameters)
+    weights = objective.word_weights(parameters) if moved else None
     settings = config.model_dump(mode="json", exclude_none=True)
     settings |= {"method": "anchored", "solved_by": plan.solver, "tau": solution.tau}
     if config.say_label and objective.has_last_vector and moved:
-        raised = raise_label_mass(decoder, objective.queries, scorer.labels, objective.edit(parameters))
+        labels = objective.labels(parameters)
+        raised = raise_label_mass(decoder, objective.queries, labels, objective.edit(parameters))
         vectors[-1, -1] += raised.vector / decoder.writer_scale
         settings["label_mass"] = [raised.before, raised.after]
     extraction = ExtractConfig(writers=config.writers)
@@ -152,10 +139,31 @@ def anchor(
         coefficients=torch.ones(*vectors.shape[:2], 2),
         task=task.without_data(),
         base=decoder.base,
-        head=LabelHead(scorer.scoring, scorer.weights),
+        head=LabelHead(scorer.scoring, weights),
         report=Report(settings, solution.history),
         seed=seed,
     )
+
+
+def _solve(
+    objective: Objective,
+    plan: FitPlan,
+    config: AnchoredConfig,
+    seed: int,
+    progress: StepProgress | None,
+) -> Solution:
+    with objective.scorer.decoder.frozen():
+        if plan.solver == "adamw":
+            return fit_adamw(objective, config.prior_std if config.steps else 0.0, seed, progress)
+        return fit_gauss_newton(
+            objective,
+            config.prior_std,
+            config.steps,
+            tolerance=config.tolerance,
+            trust=config.trust,
+            settled=config.settled,
+            progress=progress,
+        )
 
 
 def fit_memory(limit: float | None) -> float:

@@ -20,7 +20,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit
 from i2cl.models.encoding import Scoring
 from i2cl.models.scoring import LabelScorer
-from i2cl.models.training import LabelLikelihood, StepProgress, minimize, train
+from i2cl.models.training import LabelLikelihood, StepProgress, minimize_lbfgs, train
 from i2cl.tasks import Examples, Task
 
 
@@ -72,20 +72,8 @@ def calibrate(
     coefficients = Coefficients(config, active, start, decoder.device)
     weighted = apply_class_weight(demonstrations, task.labels, config.class_weight)
     loss = CalibrationLoss(scorer, weighted, context, coefficients, config, seed=seed, prompt=prompt)
-    free, dtype = [coefficients.free], decoder.model.dtype
-    try:
-        with decoder.frozen():
-            if config.optimizer == "lbfgs":
-                chunks = budget_chunks(loss.prompts, decoder.training_budget)
-                history = minimize(free, loss.repeatable, chunks, config.passes, config.pull, progress, dtype)
-            else:
-                steps = config.batches(len(demonstrations), seed) if batches is None else batches
-                history = train(free, loss, steps, config, progress, dtype)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        hint = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
-        raise I2CLError(f"a step of calibration does not fit into memory: {hint}") from None
+    steps = config.batches(len(demonstrations), seed) if batches is None else batches
+    history = _minimize(loss, steps, config, progress)
     return Injection(
         context=context,
         coefficients=coefficients.linear().detach().cpu(),
@@ -96,6 +84,28 @@ def calibrate(
         head=LabelHead(scorer.scoring),
         report=Report(config.model_dump(mode="json", exclude_none=True), history),
     )
+
+
+def _minimize(
+    loss: "CalibrationLoss",
+    steps: Sequence[Sequence[int]],
+    config: CalibrationConfig,
+    progress: StepProgress | None,
+) -> tuple[float, ...]:
+    """Fit the coefficients of a loss in place, and return its history."""
+    decoder, free = loss.decoder, loss.coefficients.free
+    dtype = decoder.model.dtype
+    try:
+        with decoder.frozen():
+            if config.optimizer == "adamw":
+                return train([free], loss, steps, config, progress, dtype)
+            chunks = budget_chunks(loss.prompts, decoder.training_budget)
+            return minimize_lbfgs(free, loss.repeatable, chunks, config.passes, config.pull, progress, dtype)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        hint = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
+        raise I2CLError(f"a step of calibration does not fit into memory: {hint}") from None
 
 
 def _require_options(

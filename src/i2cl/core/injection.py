@@ -236,8 +236,8 @@ class Injection:
     ) -> Float[Tensor, " texts"]:
         """Compute the log of the total probability of all labels among everything that could follow a text.
 
-        Near 0 if the model would say a label unprompted. `scores` cannot tell, since it compares labels with
-        each other only. Biases and the temperature are not included.
+        Near 0 if the model would say a label unprompted. `log_probs` compares labels with each other only.
+        Biases and the temperature are not included.
 
         Args:
             decoder: the model that the injection was made on.
@@ -255,7 +255,7 @@ class Injection:
         return scorer.scores(texts, edit=self.edit()).logsumexp(-1)
 
     def predict(self, decoder: Decoder, texts: Sequence[str], *, force: bool = False) -> list[str]:
-        """Return the most probable label word of each text. Arguments and errors as in `scores`."""
+        """Return the most probable label word of each text. Arguments and errors as in `log_probs`."""
         best = self.log_probs(decoder, texts, force=force).argmax(-1)
         return [self.task.labels[place] for place in best.tolist()]
 

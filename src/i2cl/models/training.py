@@ -185,26 +185,25 @@ def _finite_mean(losses: Sequence[Tensor], step: int) -> float:
     return mean
 
 
-def minimize(
-    parameters: Sequence[torch.nn.Parameter],
+def minimize_lbfgs(
+    parameter: torch.nn.Parameter,
     loss: Callable[[Sequence[int]], Tensor],
     chunks: Sequence[Sequence[int]],
     passes: int,
-    pull: float,
+    proximal_weight: float,
     progress: StepProgress | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[float, ...]:
-    """Minimize a deterministic loss by L-BFGS, with the line search of `torch.optim.LBFGS`.
+    """Minimize a deterministic loss by L-BFGS, and leave the parameter at the best point seen.
 
-    The parameters end at the best point seen
-    (https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html).
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html.
 
     Args:
-        parameters: what is trained.
+        parameter: what is trained.
         loss: returns the mean loss of the demonstrations with the given indices, in nats.
         chunks: indices of all demonstrations, in parts that fit into memory.
         passes: maximum number of evaluations.
-        pull: penalty in nats per squared distance of the parameters from their start.
+        proximal_weight: penalty in nats per squared distance of the parameter from its start.
         progress: called after each evaluation.
         dtype: see `train`.
 
@@ -214,17 +213,16 @@ def minimize(
     Raises:
         I2CLError: if the loss is not finite.
     """
-    starts = [parameter.detach().clone() for parameter in parameters]
-    backward = Backward(parameters, dtype)
+    start, backward = parameter.detach().clone(), Backward([parameter], dtype)
+    best_value, best = math.inf, start
     count = sum(map(len, chunks))
     history: list[float] = []
-    best: tuple[float, list[Tensor]] = (math.inf, starts)
     optimizer = torch.optim.LBFGS(
-        parameters, max_iter=max(1, passes), max_eval=passes, history_size=20, line_search_fn="strong_wolfe"
+        [parameter], max_iter=max(1, passes), max_eval=passes, history_size=20, line_search_fn="strong_wolfe"
     )
 
     def evaluate() -> Tensor:
-        nonlocal best
+        nonlocal best_value, best
         if len(history) == passes:
             raise _OutOfPassesError
         optimizer.zero_grad()
@@ -234,13 +232,12 @@ def minimize(
                 part = loss(chosen) * (len(chosen) / count)
                 backward(part)
                 total = total.to(part.device) + part.detach()
-            away = [(one - start).square().sum() for one, start in zip(parameters, starts, strict=True)]
-            held = pull * torch.stack(away).sum()
-            held.backward()
+            penalty = proximal_weight * (parameter - start).square().sum()
+            penalty.backward()
         history.append(_finite_mean([total], len(history)))
-        value = total + held.detach()
-        if value.item() < best[0]:
-            best = value.item(), [parameter.detach().clone() for parameter in parameters]
+        value = total + penalty.detach()
+        if value.item() < best_value:
+            best_value, best = value.item(), parameter.detach().clone()
         if progress is not None:
             progress(len(history), passes, history[-1])
         return value
@@ -248,13 +245,12 @@ def minimize(
     with suppress(_OutOfPassesError):
         optimizer.step(evaluate)
     with torch.no_grad():
-        for parameter, value in zip(parameters, best[1], strict=True):
-            parameter.copy_(value)
+        parameter.copy_(best)
     return tuple(history)
 
 
 class _OutOfPassesError(Exception):
-    """Stops a line search at the maximum number of evaluations."""
+    """Stops L-BFGS within a line search, whose evaluations ``max_eval`` does not limit."""
 
 
 LOSS_SCALE = 2.0**16  # initial loss scale for float16, as in `torch.amp.GradScaler`

@@ -129,23 +129,6 @@ def test_large_job_runs_in_slices_between_requests(batcher_with_task, decoder, b
     assert len(large.done.result(TIMEOUT_SECONDS)) == 10 * len(TEXTS)
 
 
-def test_file_rows_run_before_requests_with_a_later_deadline(
-    batcher_with_task, decoder, busy_model, monkeypatch
-):
-    batcher, store = batcher_with_task
-    decoder.token_budget = 128
-    rows, order = store.queries("a", TEXTS * 10)[1], []
-    monkeypatch.setattr("i2cl.interfaces.server.batcher.MAX_FILE_WAIT_SECONDS", TIMEOUT_SECONDS / 2)
-    first = batcher.submit(rows, time.monotonic() + 1)
-    file, last = batcher.submit_slices(rows), batcher.submit(rows, far_deadline())
-    for name, ticket in (("first", first), ("file", file), ("last", last)):
-        ticket.deadline = float("inf")  # never expires, however slow the test is
-        ticket.done.add_done_callback(lambda _, name=name: order.append(name))
-    busy_model.set()
-    wait([last.done], 2 * TIMEOUT_SECONDS)
-    assert order == ["first", "file", "last"]
-
-
 def test_pause_gives_requests_as_much_time_as_the_fit_had(batcher_with_task, decoder):
     batcher, store = batcher_with_task
     decoder.token_budget = 128

@@ -326,15 +326,14 @@ class Batcher:
                 half = len(rows) // 2
                 return self._score(rows[:half]) + self._score(rows[half:])
             if isinstance(error, NotFiniteError):
-                return [RefusalError(500, "not_finite", str(error))]
-            full = isinstance(error, RuntimeError) and is_out_of_memory(error)
-            if not (full or isinstance(error, I2CLError)):
-                return [RefusalError.of(error)]
+                return [RefusalError(500, "not_finite", error.message, error.hint)]
             headers = {"Retry-After": "5"}
-            if full:
+            if is_out_of_memory(error):
                 message = "the model is out of memory"
                 return [RefusalError(503, "out_of_memory", message, "retry later", headers=headers)]
-            return [RefusalError(503, "out_of_memory", str(error), headers=headers)]
+            if isinstance(error, I2CLError):  # a single row that does not fit into memory
+                return [RefusalError(503, "out_of_memory", error.message, error.hint, headers=headers)]
+            return [RefusalError.of(error)]
 
     def _store_outcomes(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
         if ticket.done.done():

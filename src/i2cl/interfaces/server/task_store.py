@@ -35,7 +35,7 @@ from i2cl.injections.pool import InjectionPool, LoadedTask, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import require_finite_in_use
 from i2cl.storage.atomic import sync_to_disk, write_text_atomic
-from i2cl.tasks.text import normalize_word
+from i2cl.tasks.labels import normalize_word
 
 MAX_NAME_LENGTH = 128
 STATE = ".i2cl-server"
@@ -180,7 +180,7 @@ class TaskStore:
         except RefusalError:
             raise
         except I2CLError as error:
-            raise RefusalError(422, "bad_artefact", str(error)) from None
+            raise RefusalError(422, "bad_artefact", error.message, error.hint) from None
 
     def _with_encoder(self, injection: Injection) -> Injection:
         """Use the enabled encoder whose vectors equal those of the fit: its path may differ by machine."""
