@@ -27,7 +27,7 @@ from i2cl.core.context import extract
 from i2cl.export import fold
 from i2cl.models.batching import make_batch
 from i2cl.models.memory import peak_memory
-from i2cl.tasks.corpus import TASKS
+from i2cl.tasks.generated import TASKS
 from jobs import accuracy, agreement, whole_jobs
 from measures import against_prefix, paired, seconds
 from tables import machine, show

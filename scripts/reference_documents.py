@@ -5,7 +5,7 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from i2cl.tasks.corpus import (
+from i2cl.tasks.generated import (
     SEPARATOR,
     TASKS,
     TEMPLATE,

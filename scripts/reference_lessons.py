@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from i2cl.tasks.corpus import TASKS
+from i2cl.tasks.generated import TASKS
 from reference_documents import document
 
 EXAMPLES_PER_STEP = 384

@@ -1,9 +1,9 @@
 """Train the bundled reference model: a small decoder that learns hidden tasks from examples in its context.
 
-The corpus is `i2cl.tasks.corpus`. Training follows a curriculum (`reference_lessons.py`): few tasks and bare
-sentences first, then all tasks, then full sentences, and finally documents of 1 to 24 shots with a decaying
-learning rate. In addition to the next token, the model predicts the task at the end of each demonstration
-(the naming loss), so a single demonstration already represents the task.
+The corpus is `i2cl.tasks.generated`. Training follows a curriculum (`reference_lessons.py`): few tasks and
+bare sentences first, then all tasks, then full sentences, and finally documents of 1 to 24 shots with a
+decaying learning rate. In addition to the next token, the model predicts the task at the end of each
+demonstration (the naming loss), so a single demonstration already represents the task.
 
     PYTHONPATH=src python scripts/train_reference.py --output src/i2cl/reference/model
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from i2cl.tasks.corpus import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples
+from i2cl.tasks.generated import SEPARATOR, TASKS, TEMPLATE, ReferenceTask, examples
 from reference_documents import build_tokenizer, fill
 from reference_lessons import LESSONS, Batch, Course, draw_batch
 

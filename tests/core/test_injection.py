@@ -258,7 +258,7 @@ def test_malformed_description_is_refused(saved, content):
         ({"temperature": 0.0}, "temperature 0.0 is not a number from 0.001 to 1000: change it"),
         ({"temperature": float("nan")}, "temperature nan is not a number from 0.001 to 1000"),
         ({"temperature": "warm"}, "temperature='warm': "),
-        ({"task": {"name": "x"}}, "'labels' must be a list"),
+        ({"task": {"name": "x"}}, "labels: Field required"),
         ({"task": {"name": "x", "labels": ["a", "b"], "template": "no fields"}}, "template 'no fields'"),
     ],
 )

@@ -180,7 +180,8 @@ def test_the_tokenizer_knows_the_context_length(tmp_path):
 def test_an_instruction_is_part_of_the_classifier(tmp_path):
     decoder = decoder_of("llama")
     injection = injection_for(decoder)
-    injection = replace(injection, task=injection.task.with_instruction("Judge the film."))
+    template = injection.task.template.with_instruction("Judge the film.")
+    injection = replace(injection, task=replace(injection.task, template=template))
     classify = exported(decoder, injection, tmp_path / "out")
     expected = injection.log_probs(decoder, TEXTS).softmax(-1).float()
     torch.testing.assert_close(probabilities(classify, TEXTS, TASK.labels), expected, atol=1e-5, rtol=1e-4)

@@ -15,7 +15,7 @@ def entries(tmp_path, monkeypatch):
     for dtype in ("float32", "bfloat16"):
         write = lambda fresh: (fresh / "model.safetensors").write_bytes(bytes(2_000_000))  # noqa: E731
         assert model_cache.add_entry(folder / f"abc-{dtype}", tmp_path / "film.gguf", dtype, 0, write)
-    (folder / f"{model_cache.PARTIAL_PREFIX}x").mkdir()
+    (folder / ".abc-float32-x1").mkdir()
     (folder / "own.gguf").write_text("")
     return folder
 

@@ -42,8 +42,8 @@ def test_fit_summarizes_the_rows_of_a_file(call, model, tmp_path, at_80):
     odd = [("ticket 3 about price", "login"), ("ticket 5 about login", "login"), ("caf\u00e9", "Price")]
     path = write(tmp_path / "mine.csv", ROWS + odd, ";", "cp1252")
     out, err = fitted(call, model, path, tmp_path / "new", "--evaluate", "0")
-    assert err.startswith(f"note: {path} is read as Windows-1252 with semicolons between its cells")
-    assert f"warning: {path}: labels 'Price' and 'price' differ only in case" in err
+    assert f"note: {path} is read as Windows-1252" in err
+    assert f"note: {path} is read with semicolons between its cells" in err
     block, rest = out.split("\n\n", 1)
     assert all(len(line) <= 80 for line in block.splitlines())
     message = " ".join(block.split())
@@ -52,6 +52,7 @@ def test_fit_summarizes_the_rows_of_a_file(call, model, tmp_path, at_80):
         f"Rows: 27, 25 of them distinct; the longest text has {tokens} tokens",
         "Labels: Price 1, login 14, price 12.",
         *(
+            "! 'Price' has 1 row: did you mean 'price'? They are treated as different labels.",
             "! 'ticket 3 about price' is labelled login and price: keep one label.",
             "All 27 rows used: about ",
         ),
@@ -213,7 +214,7 @@ def test_invalid_name_code_pairs_are_rejected(refused, model, tmp_path, labels, 
 
 def test_name_code_pairs_are_rejected_for_built_in_tasks(refused, tmp_path):
     words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "new", "--labels", "good=True,bad=False"]
-    assert "are for a file of rows" in refused(*words)
+    assert "apply only to a file of rows" in refused(*words)
 
 
 def test_sizes_are_checked_before_the_model_is_loaded(refused, monkeypatch, tmp_path):
@@ -222,7 +223,7 @@ def test_sizes_are_checked_before_the_model_is_loaded(refused, monkeypatch, tmp_
     bundled = "fit", "reference", "mood-colour-1", "-o", tmp_path / "new"
     assert "--keep-back needs rows from a file" in refused(*bundled, "--keep-back", "3")
     assert "leave them out" in refused(*bundled, "--text-column", "body")
-    assert "{text} 0 times" in refused("fit", "reference", path, "--template", "", "-o", tmp_path / "new")
+    assert "it needs {text}" in refused("fit", "reference", path, "--template", "", "-o", tmp_path / "new")
     for shots in ("0", "-1", "2.5", "every"):
         err = refused("fit", "reference", path, "-o", tmp_path / "new", "--shots", shots)
         assert f"'{shots}' is neither a positive integer nor 'all'" in err

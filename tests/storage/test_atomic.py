@@ -143,46 +143,30 @@ def test_system_cause_of_python_rust_and_numpy_errors():
         raise ValueError("size")
 
 
-def write_during_other(path, owned, monkeypatch, step):
-    """Write a folder, and let another writer finish just before rename number ``step``."""
-    rename, left = Path.rename, [step]
-
-    def rename_after_other_writer(self, target):
-        left[0] -= 1
-        if left[0] == -1:
-            with new_folder(path, owned) as fresh:
-                (fresh / "data").write_text("other")
-        return rename(self, target)
-
-    with new_folder(path, owned) as fresh:
-        (fresh / "data").write_text("new")
-        monkeypatch.setattr(Path, "rename", rename_after_other_writer)
-    assert left[0] < 0
-
-
-def write_file_during_other(path):
-    with new_file(path) as fresh:
-        fresh.write_text("new")
-        path.write_text("other")
-
-
-@pytest.mark.parametrize(("older", "step"), [(False, 0), (True, 0), (True, 1)])
-def test_later_of_two_writers_replaces_owned_files(tmp_path, monkeypatch, older, step):
+def test_folder_created_by_another_process_meanwhile_is_kept(tmp_path):
     path = tmp_path / "out"
-    if older:
-        write(path, "old")
-    write_during_other(path, lambda _folder: OWNED, monkeypatch, step)
-    assert contents(path) == {"data": "new"}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+    def write_late():
+        with new_folder(path, OWNED) as fresh:
+            (fresh / "data").write_text("new")
+            path.mkdir()
+            (path / "mine").write_text("other")
+
+    one_line(r"out' holds other files \(mine\)", write_late)
+    assert contents(path) == {"mine": "other"}
+    assert listed(tmp_path) == ["out"]
 
 
-def test_later_of_two_writers_is_refused_if_files_are_not_owned(tmp_path, monkeypatch):
-    path = tmp_path / "out"
-    one_line(r"out' holds other files \(data\)", write_during_other, path, frozenset(), monkeypatch, 0)
-    assert contents(path) == {"data": "other"}
-    one_line(r"file' already exists", write_file_during_other, tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "other"
-    assert len(list(tmp_path.iterdir())) == 2
+def test_file_created_by_another_process_meanwhile_is_kept(tmp_path):
+    path = tmp_path / "file"
+
+    def write_late():
+        with new_file(path) as fresh:
+            fresh.write_text("new")
+            path.write_text("other")
+
+    one_line("file' already exists", write_late)
+    assert contents(tmp_path) == {"file": "other"}
 
 
 def test_new_folder_is_synced_before_the_rename(tmp_path, monkeypatch):

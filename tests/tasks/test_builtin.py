@@ -31,10 +31,10 @@ def test_builtin_tasks_match_the_table_in_the_paper(name):
     assert sorted(PAPER_TASKS) == sorted(TABLE)
     title, text_prefix, label_prefix, label_space = TABLE[name]
     spec = builtin_spec(name)
-    task = spec.to_task(group="paper")
+    task = spec.to_task()
     assert (task.name, task.title) == (name, title)
     assert task.labels == tuple(label_space.split(" / "))
-    assert task.template.demonstration("A", "B") == f"{text_prefix}: A\n{label_prefix}: B\n"
+    assert task.template.exchange("A", "B") == f"{text_prefix}: A\n{label_prefix}: B\n"
     assert task.shots == (1 if name == "dbpedia" else 5)
     assert task.description
     assert (spec.hub is None, spec.files) == (False, None)

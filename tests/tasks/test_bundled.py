@@ -10,8 +10,8 @@ import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from i2cl.tasks import list_tasks, load_task
+from i2cl.tasks.generated import synthetic_task
 from i2cl.tasks.loaders import BUILTIN, BUNDLED_TASKS, builtin_spec
-from i2cl.tasks.synthetic import synthetic_task
 
 
 def five_word_runs(text):
@@ -23,7 +23,7 @@ def five_word_runs(text):
 def test_tickets_has_its_labels_template_and_rows():
     task = load_task("tickets")
     assert task.labels == ("billing", "technical issue", "delivery", "account access")
-    assert task.template.demonstration("A", "B") == "Ticket: A\nTopic: B\n"
+    assert task.template.exchange("A", "B") == "Ticket: A\nTopic: B\n"
     assert len(task.train) == len(task.test) == 240
     assert all(4 <= len(row.text.split()) <= 90 for row in (*task.train, *task.test))
 

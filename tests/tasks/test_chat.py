@@ -61,7 +61,7 @@ def test_prompts_equal_apply_chat_template(source, instruction):
         return made.apply_chat_template(turn_messages, tokenize=False, add_generation_prompt=ask)
 
     assert result.query("It rises.") == render("It rises.", ask=True).rstrip()
-    assert result.demonstration("It rises.", "up") == render("It rises.", "up", ask=False)
+    assert result.opening + result.exchange("It rises.", "up") == render("It rises.", "up", ask=False)
     prompt = result.prompt([("It falls.", "down")], "It rises.")
     assert prompt == render("It falls.", "down", "It rises.", ask=True).rstrip()
     assert (instruction in result.opening) is (source in WITH_SYSTEM_TURN or not instruction)
@@ -99,7 +99,6 @@ def test_unsupported_chat_template_is_refused(source, message):
 def test_instruction_is_put_once_before_a_plain_template():
     result = Template("Text: {text}\nLabel: {label}").with_instruction("Say up or down.")
     assert result.prompt([("a", "up")], "b") == "Say up or down.\nText: a\nLabel: up\nText: b\nLabel:"
-    assert result.demonstration("a", "up") == "Say up or down.\nText: a\nLabel: up\n"
     assert result.with_instruction("") == Template("Text: {text}\nLabel: {label}")
 
 

@@ -53,7 +53,7 @@ def test_first_id_is_taken_from_the_training_file(tmp_path, monkeypatch):
 
 def test_invalid_arguments_for_a_file_of_rows_are_refused(mails, tmp_path):
     assert "needs a template" in failure(mails)
-    assert "{label} 0 times instead of once" in failure(mails, template="{text}")
+    assert "it needs {text}, then some text, then {label}" in failure(mails, template="{text}")
     assert "is the string 'ham,spam'" in failure(mails, template=TEMPLATE, labels="ham,spam")
     assert "none.csv does not exist" in failure(tmp_path / "none.csv", template=TEMPLATE)
     assert "none.jsonl does not exist" in failure(mails, template=TEMPLATE, test_path=tmp_path / "none.jsonl")

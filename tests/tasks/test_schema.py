@@ -13,7 +13,7 @@ def test_user_task_is_parsed():
     task = spec.to_task()
     assert (task.name, task.title, task.group, task.shots) == ("mood", "mood", "user", 3)
     assert task.labels == ("bad", "good")
-    assert task.template.demonstration("x", "good") == "x: good | "
+    assert task.template.exchange("x", "good") == "x: good | "
     assert spec.files is not None
     assert (spec.files.text, spec.files.label, spec.files.test) == ("text", "label", None)
 
@@ -22,21 +22,24 @@ def test_user_task_is_parsed():
     ("content", "message"),
     [
         (HEAD + "shot = 3\n" + FILES, "unknown field 'shot': did you mean 'shots'?"),
-        (HEAD + "colour = 3\n" + FILES, "unknown field 'colour': remove it or use one of name, title"),
+        (HEAD + "colour = 3\n" + FILES, "unknown field 'colour': remove it or use one of name, labels"),
         (HEAD + FILES + 'tset = "b.csv"\n', "unknown field 'files.tset': did you mean 'text' or 'test'?"),
-        (HEAD.replace('name = "mood"\n', "") + FILES, "field 'name' is missing: add it"),
-        (HEAD + "[files]\n", "field 'files.train' is missing: add it"),
-        (HEAD + 'shots = "5"\n' + FILES, "field 'shots' is '5': input should be a valid integer"),
+        (HEAD.replace('name = "mood"\n', "") + FILES, "name: Field required"),
+        (HEAD + "[files]\n", "files.train: Field required"),
+        (HEAD + 'shots = "5"\n' + FILES, "shots='5': Input should be a valid integer"),
         (HEAD + "shots = 0\n" + FILES, "0 shots per class"),
-        (HEAD.replace('"good"', "1") + FILES, "field 'labels.1' is 1: input should be a valid string"),
+        (HEAD.replace('"good"', "1") + FILES, "labels.1=1: Input should be a valid string"),
         (HEAD.replace('"good"', '"bad"') + FILES, "'bad' is given twice"),
-        (HEAD.replace(": {label}", "") + FILES, "has {label} 0 times"),
+        (HEAD.replace(": {label}", "") + FILES, "it needs {text}, then some text"),
         (HEAD, "give exactly one of the tables [hub] and [files]"),
         (HEAD + FILES + HUB, "give exactly one of the tables [hub] and [files]"),
-        (HEAD + '[hub]\ndataset = "some/where"\n', "table [hub]: give either test"),
-        ("hub = 3\n" + HEAD, "'hub' is 3: write it as a table [hub]"),
+        (HEAD + '[hub]\ndataset = "some/where"\n', "hub: give either test"),
+        ("hub = 3\n" + HEAD, "hub=3: Input should be"),
         (HEAD + HUB + "test_fraction = 0.2\n", "give either test"),
-        (HEAD + '[hub]\ndataset = "x"\ntest_fraction = 1.5\n', "field 'hub.test_fraction' is 1.5"),
+        (
+            HEAD + '[hub]\ndataset = "x"\ntest_fraction = 1.5\n',
+            "test_fraction=1.5: Input should be less",
+        ),
         (HEAD + HUB + "keep_labels = [0, 1, 2]\n", "keep_labels must contain 2 different ids"),
         (HEAD + HUB + "keep_labels = [1, 1]\n", "keep_labels must contain 2 different ids"),
         ("name = \n", "is not valid TOML"),

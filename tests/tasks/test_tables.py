@@ -67,11 +67,6 @@ def test_compressed_csv_is_read(tmp_path, ending):
     assert [query.text for query in read_queries(str(path))] == COLUMNS["text"]
 
 
-def test_compression_is_detected_without_the_suffix(tmp_path):
-    path = write(tmp_path, "mails.csv", gzip.compress(TEXT.encode()))
-    assert read_labelled(path)[0] == EXPECTED
-
-
 def test_task_name_omits_both_suffixes(tmp_path):
     path = write(tmp_path, "mails.csv.gz", gzip.compress(TEXT.encode()))
     assert load_task(path, template="{text}: {label}").name == "mails"
@@ -91,9 +86,9 @@ def test_errors_name_rows_of_a_compressed_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv.gz", gzip.compress(TEXT.encode() * 100)[:-20], "is a damaged archive"),
-        ("a.csv.xz", lzma.compress(TEXT.encode() * 100)[:-20], "is a damaged archive"),
-        ("a.csv.zip", zipped(TEXT)[:-20], "is a damaged archive"),
+        ("a.csv.gz", gzip.compress(TEXT.encode() * 100)[:-20], "cannot be decompressed"),
+        ("a.csv.xz", lzma.compress(TEXT.encode() * 100)[:-20], "cannot be decompressed"),
+        ("a.csv.zip", zipped(TEXT)[:-20], "cannot be decompressed"),
         ("a.csv.zip", zipped(TEXT, **{"b.csv": TEXT}), "contains 2 files: unpack it and give one of them"),
     ],
     ids=["gz", "xz", "zip", "zip of two files"],
@@ -103,24 +98,21 @@ def test_unreadable_archive_is_refused(tmp_path, name, content, message):
 
 
 BINARY = {
-    "Excel or Word": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
-    "OpenDocument": zipped("", mimetype="application/vnd.oasis.opendocument.spreadsheet"),
-    "Word document": zipped("", **{"word/document.xml": ""}),
-    "Arrow or Feather": b"ARROW1\0\0",
-    "SQLite": b"SQLite format 3\0",
-    "PDF": b"%PDF-1.7\n",
-    "image": b"\x89PNG\r\n",
-    "zstd": b"\x28\xb5\x2f\xfd",
-    "binary file": b"\x01\x02\xe9\0\0",
+    "an old Excel or Word file": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+    "an Excel, Word or OpenDocument file or a zip archive": zipped(""),
+    "a Parquet file, not text: give its path with the suffix .parquet": b"PAR1",
+    "a PDF file": b"%PDF-1.7\n\xe9",
+    "compressed with gzip, not text: decompress it": gzip.compress(TEXT.encode()),
 }
 
 
 @pytest.mark.parametrize("kind", BINARY)
-@pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.jsonl"])
-def test_binary_file_is_refused_with_its_format(tmp_path, kind, name):
-    path = write(tmp_path, name, BINARY[kind])
-    with pytest.raises(RowError, match=f" is an? .*{kind}"):  # a ReadAsWarning would be an error
-        list(read_queries(str(path)))
+@pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.jsonl", "stdin"])
+def test_binary_file_is_refused_with_its_format(tmp_path, monkeypatch, kind, name):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(BINARY[kind])))
+    source = "-" if name == "stdin" else str(write(tmp_path, name, BINARY[kind]))
+    with pytest.raises(RowError, match=f"{name} is {kind}"):  # a ReadAsWarning would be an error
+        list(read_queries(source))
 
 
 def test_control_characters_are_not_windows_1252(tmp_path):
@@ -128,50 +120,25 @@ def test_control_characters_are_not_windows_1252(tmp_path):
     assert "line 2 is not UTF-8" in failure(path)
 
 
-def test_compressed_stdin_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(gzip.compress(TEXT.encode()))))
-    with pytest.raises(RowError, match="stdin is a compressed file, not text: decompress it first"):
-        list(read_queries("-", "csv"))
-
-
 ROWS = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
-ORIENTS = {
-    "records": ROWS,
-    "columns": {name: {"0": first, "7": second} for name, (first, second) in COLUMNS.items()},
-    "index": {"0": ROWS[0], "7": ROWS[1]},
-    "split": {"columns": list(COLUMNS), "index": [0, 7], "data": [list(row.values()) for row in ROWS]},
-    "table": {"schema": {"fields": []}, "data": ROWS},
-    "lists": COLUMNS,
-}
+COLUMN_ORIENTED = {name: {"0": first, "7": second} for name, (first, second) in COLUMNS.items()}
 
 
-@pytest.mark.parametrize("orient", ORIENTS)
-def test_json_is_read_in_every_pandas_orientation(tmp_path, orient):
-    path = write(tmp_path, "a.json", json.dumps(ORIENTS[orient]).encode())
+@pytest.mark.parametrize("value", [ROWS, COLUMN_ORIENTED], ids=["records", "columns"])
+def test_json_is_read_as_pandas_writes_it(tmp_path, value):
+    path = write(tmp_path, "a.json", json.dumps(value).encode())
     assert read_labelled(path)[0] == EXPECTED
-
-
-@pytest.mark.parametrize("orient", ["records", "columns", "index", "split", "table"])
-def test_json_written_by_pandas_is_read(tmp_path, orient):
-    pandas = pytest.importorskip("pandas")
-    pandas.DataFrame(COLUMNS).to_json(tmp_path / "a.json", orient=orient)
-    assert read_labelled(tmp_path / "a.json")[0] == EXPECTED
-
-
-def test_unsupported_json_suggests_records(tmp_path):
-    path = write(tmp_path, "a.json", b'{"rows": [1]}')
-    assert "write a list of objects, as pandas does with orient='records'" in failure(path)
-
-
-def test_missing_column_of_column_oriented_json_is_named(tmp_path):
-    path = write(tmp_path, "a.json", json.dumps(ORIENTS["columns"]).encode())
     message = failure(path, text_column="body")
     assert "no text column 'body', the columns are text, label" in message
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.dat"])
-def test_parquet_is_detected_by_content(tmp_path, name):
-    path = parquet(tmp_path / name, {"id": [7, None], "day": [date(2024, 5, 1)] * 2, **COLUMNS})
+def test_unsupported_json_is_refused(tmp_path):
+    path = write(tmp_path, "a.json", b'{"rows": [1]}')
+    assert f"{path} contains a JSON dict: write a list of objects" in failure(path)
+
+
+def test_parquet_columns_are_kept(tmp_path):
+    path = parquet(tmp_path / "a.parquet", {"id": [7, None], "day": [date(2024, 5, 1)] * 2, **COLUMNS})
     queries = list(read_queries(str(path), kept=("id", "day")))
     assert queries == [Query(COLUMNS["text"][0], (7, "2024-05-01")), Query("awful", (None, "2024-05-01"))]
 
@@ -201,8 +168,7 @@ def test_missing_column_of_parquet_is_named(tmp_path):
 @pytest.mark.parametrize("content", [b"PAR1 and no more", b"text,label\nx,good\n", b""])
 def test_invalid_parquet_is_refused(tmp_path, content):
     pytest.importorskip("pyarrow")
-    message = failure(write(tmp_path, "a.parquet", content))
-    assert "damaged Parquet file" in message or "is not a valid Parquet file" in message
+    assert "is not a valid Parquet file" in failure(write(tmp_path, "a.parquet", content))
 
 
 SHEET = [["text", "label"], ["fine, \u00fcber", "good"], [None, None], ["awful", "bad"]]

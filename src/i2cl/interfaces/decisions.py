@@ -22,7 +22,7 @@ from typing_extensions import TypedDict  # that of typing has no field types for
 
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes.schemas import Body, Int
-from i2cl.tasks.text import normalize_word
+from i2cl.tasks.labels import normalize_word
 
 DECISIONS, SYSTEMONE = "/v1/decisions", "/v1/systemone"
 MAX_QUESTIONS, MAX_CHOICES = 400, 255  # OpenAI's limits

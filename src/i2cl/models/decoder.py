@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.models import batching
@@ -342,37 +342,6 @@ class Decoder:
         with self.frozen():
             embeddings: Tensor = self.model.get_input_embeddings()(input_ids)
         return embeddings
-
-    def read(
-        self,
-        vectors: Float[Tensor, "places d"],
-        positions: Sequence[int] | None = None,
-        cache: Cache | None = None,
-    ) -> Float[Tensor, "places d"]:
-        """Run input embeddings as one row and return the last hidden states, after the final norm.
-
-        Gradients flow if the caller enables them.
-
-        Args:
-            vectors: input embeddings.
-            positions: position ids. Default: counting from 0.
-            cache: receives keys and values.
-        """
-        self.pause()
-        position_ids = torch.tensor([positions or range(len(vectors))], device=self.device)
-        arguments: dict[str, Any] = {"inputs_embeds": vectors[None], "position_ids": position_ids}
-        arguments |= {"past_key_values": cache, "use_cache": cache is not None}
-        # Without a mask, transformers takes positions that are not consecutive for packed rows.
-        arguments["attention_mask"] = torch.ones_like(position_ids)
-        with self.frozen():
-            states: Tensor = self.model.base_model(**arguments).last_hidden_state
-        return states[0].to(self.device)  # with several devices, they are on the last one
-
-    def prefix_of(self, vectors: Float[Tensor, "places d"], positions: Sequence[int] | None = None) -> Prefix:
-        """Run input embeddings once, as `read`, and cache their keys and values."""
-        cache = DynamicCache(config=self.model.config)
-        self.read(vectors, positions, cache)
-        return Prefix((), cache, len(vectors), 1 + max(positions or range(len(vectors))))
 
     @cached_property
     def training_memory(self) -> int:

@@ -19,7 +19,7 @@ from i2cl.models.precision import dtype_name
 from i2cl.models.prefix import Prefix
 from i2cl.models.trie import Trie, edge_scores, forked_batch
 from i2cl.tasks import Task
-from i2cl.tasks.text import is_blank
+from i2cl.tasks.labels import is_blank
 
 T = TypeVar("T")
 

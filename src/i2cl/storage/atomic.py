@@ -1,6 +1,5 @@
 """Atomic writes of files and folders, and names that are safe to publish."""
 
-import itertools
 import os
 import re
 import tempfile
@@ -11,6 +10,9 @@ from pathlib import Path
 from i2cl.errors import I2CLError, require_utf8
 
 _RUST_OS_ERROR = re.compile(r"([^:]+) \(os error \d+\)")
+
+# Names of files that may be replaced: a set, or a function from the existing folder to a set.
+Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
 
 
 class WriteError(I2CLError):
@@ -49,10 +51,6 @@ def system_cause(error: Exception) -> str | None:
         return error.strerror or f"{error}; is the disk full?"
     match = None if isinstance(error, I2CLError) else _RUST_OS_ERROR.search(str(error))
     return match and match[1].strip()
-
-
-# Names of files that may be replaced: a set, or a function from the existing folder to a set.
-Owned = AbstractSet[str] | Callable[[Path], AbstractSet[str]]
 
 
 def require_writable(path: Path, owned: Owned) -> None:
@@ -95,9 +93,6 @@ def _require_parent(path: Path) -> None:
 def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``path`` if the block ends without an error.
 
-    Concurrent writers are serialized: the later one replaces the result of the earlier one, or is refused if
-    that contains other files than ``owned``.
-
     Args:
         path: the final folder.
         owned: an existing folder is only replaced if it contains no other files.
@@ -107,46 +102,26 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
     """
     path = path.resolve()
     require_writable(path, owned)
-    with write_errors(repr(str(path))), _temporary_sibling(path) as scratch:
+    with _temporary_sibling(path) as scratch:
         new = scratch / "new"
         new.mkdir()
         yield new
-        follow_umask(new)
-        sync_to_disk(*(file for file in new.rglob("*") if file.is_file()), new)
-        _replace(path, new, owned)
-        sync_to_disk(path.parent)
-
-
-def _replace(path: Path, new: Path, owned: Owned) -> None:
-    """Rename ``new`` to ``path``. An existing folder is moved away first, and restored if this fails."""
-    backup = new
-    try:
-        for attempt in itertools.count():
+        files = [file for file in new.rglob("*") if file.is_file()]
+        for file in files:
+            file.chmod(new.stat().st_mode & 0o666)  # safetensors makes them readable by the owner only
+        sync_to_disk(*files, new)
+        require_writable(path, owned)  # another process may have written to it meanwhile
+        backup = scratch / "old"
+        try:
             if path.is_dir():
-                require_writable(path, owned)
-                backup = new.with_name(f"old-{attempt}")
-                with suppress(FileNotFoundError):  # another writer has moved it
-                    path.rename(backup)
-            try:
-                new.rename(path)
-            except OSError:
-                if not path.is_dir():  # otherwise another writer has just created it: try again
-                    raise
-            else:
-                return
-    except BaseException:
-        if backup != new and backup.is_dir():
-            with suppress(OSError):  # another writer has created the folder
-                backup.rename(path)
-        raise
-
-
-def follow_umask(folder: Path) -> None:
-    """Give files the permissions of their folder: safetensors makes them readable by the owner only."""
-    mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
+                path.rename(backup)
+            new.rename(path)
+        except BaseException:
+            if backup.is_dir():
+                with suppress(OSError):  # another process has created the folder
+                    backup.rename(path)
+            raise
+        sync_to_disk(path.parent)
 
 
 def public_name(name: str) -> str:
@@ -165,7 +140,7 @@ def new_file(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()
     require_new_file(path)
-    with write_errors(repr(str(path))), _temporary_sibling(path) as scratch:
+    with _temporary_sibling(path) as scratch:
         new = scratch / path.name
         yield new
         sync_to_disk(new)
@@ -181,8 +156,14 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary_sibling(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder in the same parent, so that its content can be renamed to ``path``."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:20]}-") as folder:
+    """Yield a temporary folder in the same parent, so that its content can be renamed to ``path``.
+
+    Converts operating system errors of the block like `write_errors`.
+    """
+    with (
+        write_errors(repr(str(path))),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:20]}-") as folder,
+    ):
         yield Path(folder)
 
 
@@ -201,7 +182,7 @@ def sync_to_disk(*paths: Path) -> None:
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Create or replace a file atomically, and sync it to disk. Raises I2CLError if it cannot be written."""
-    with write_errors(repr(str(path))), _temporary_sibling(path) as scratch:
+    with _temporary_sibling(path) as scratch:
         new = scratch / path.name
         new.write_text(text, encoding="utf-8")
         sync_to_disk(new)

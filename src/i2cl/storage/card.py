@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -19,12 +19,10 @@ from i2cl.storage.atomic import public_name
 from i2cl.version import __version__
 
 CARD = layout.CARD
-BUNDLED = {
-    "reference",
-    "smollm2",
-}  # models bundled with this package; on the hub, others may have these names
+BUNDLED = {"reference", "smollm2"}  # models of this package; on the hub, others may have these names
 TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
 TASK_TYPE = "text-classification"
+PAPER = "[Implicit In-context Learning](https://arxiv.org/abs/2405.14660)"
 # Keys of `Injection.metrics`, with the metric type and name on the hub.
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
 BATCH_METHOD_NOTE = (
@@ -40,137 +38,6 @@ EVALUATION_ROWS = {
     "demonstrations": "labelled rows by cross-validation",
 }
 
-TASK_KEYS = ("name", "labels", "template", "separator", "opening")
-FIT_KEYS = ("extraction", "settings", "positions", "scoring", "seed")
-
-TEMPLATE = """---
-{{ card_data }}
----
-
-# {{ title }}
-
-{{ content }} for each attention and MLP block of {{ base }}, which makes it
-classify texts into {{ classes }} classes at the cost of a zero-shot prompt. Method:
-[Implicit In-context Learning](https://arxiv.org/abs/2405.14660) (ICLR 2025){{ variant }}; created with i2cl
-{{ version }}.
-
-## Use
-
-{{ python }}
-
-{{ console }}
-{% if local %}
-The base model was loaded from a local folder of this name: use the path of your copy instead, and pass
-`--model PATH` to `i2cl predict`.
-{% endif %}
-## Task
-
-{{ task }}
-
-## Base model
-
-{{ base_model }}
-
-The injection works only on this model: `require_base` compares the fingerprints of weights and tokenizer,
-and the configuration stored in `injection.json`.
-
-## Calibration
-
-{{ demonstrations }} demonstrations, whose texts are not part of this repository. {{ fit }}
-
-{{ settings }}
-
-## Results
-
-{{ results }}
-
-## Reproduce
-
-{{ command }}
-"""
-
-EXPORT = """---
-{{ card_data }}
----
-
-# {{ title }}
-
-{{ base }} with a classification task in its weights or in an adapter, by [Implicit In-context
-Learning](https://arxiv.org/abs/2405.14660); created with i2cl {{ version }}. Classes: {{ labels }}.
-
-## Use
-
-{{ usage }}
-"""
-
-
-def export_card(description: Mapping[str, Any], usage: str, library: str) -> str:
-    """Return the README.md of an exported language model or adapter.
-
-    Args:
-        description: description of the injection, with the base model's public name.
-        usage: instructions in Markdown.
-        library: the hub's name of the library that loads it.
-    """
-    task, base = description["task"], description["base_model"]["name"]
-    data = _metadata({**description, "metrics": {}}, base)
-    data.library_name, data.pipeline_tag = library, "text-generation"
-    if data.base_model and library != "peft":
-        data["base_model_relation"] = "finetune"
-    return _render(
-        EXPORT,
-        data,
-        title=_md(f"{task['title'] or task['name']}, exported"),
-        base=_inline(base),
-        labels=", ".join(map(_inline, task["labels"])),
-        usage=usage,
-    )
-
-
-CLASSIFIER = """---
-{{ card_data }}
----
-
-# {{ title }}
-
-A text classifier based on {{ base }}. Classes: {{ labels }}. Its weights contain a task that
-[i2cl](https://arxiv.org/abs/2405.14660) {{ version }} learned from a few labelled examples.
-
-## Use
-
-{{ python }}
-
-{{ note }}
-"""
-
-
-def classifier_card(description: Mapping[str, Any], name: str, notes: Sequence[str] = ()) -> str:
-    """Return the README.md of an exported text classifier.
-
-    Args:
-        description: description of the injection, with the base model's public name.
-        name: folder or hub id that the classifier will be loaded from.
-        notes: sentences on how to use it.
-    """
-    task, base = description["task"], description["base_model"]["name"]
-    data = _metadata({**description, "metrics": {}}, base)
-    data.library_name = "transformers"
-    if data.base_model:
-        data["base_model_relation"] = "finetune"
-    code = f"""from transformers import pipeline
-
-classify = pipeline("text-classification", model={json.dumps(name)})
-print(classify(["a text to classify"], truncation=True))"""
-    return _render(
-        CLASSIFIER,
-        data,
-        title=_md(f"{task['title'] or task['name']}, a text classifier"),
-        base=_inline(base),
-        labels=", ".join(map(_inline, task["labels"])),
-        python=code_block(code, "python"),
-        note="\n".join(notes),
-    )
-
 
 def model_card(description: Mapping[str, Any], name: str) -> str:
     """Return the README.md of a saved injection.
@@ -184,34 +51,93 @@ def model_card(description: Mapping[str, Any], name: str) -> str:
     base, task, command = description["base_model"], description["task"], description.get("command")
     base_name = public_name(base["name"])
     anchored = description["settings"].get("method") == "anchored"
+    content = "a vector" if anchored else "a context vector and two coefficients"
+    method = f"{PAPER} (ICLR 2025)"
+    if anchored:
+        method += ", anchored variant: a MAP fit with a Gaussian prior around the base model"
     functions = "`i2cl.anchor`" if anchored else "`i2cl.extract` and `i2cl.calibrate`"
-    variant = ", anchored variant: a MAP fit with a Gaussian prior around the base model" if anchored else ""
-    from_python = f"Created in Python with {functions} (seed {description['seed']})."
-    return _render(
-        TEMPLATE,
+    at = f", revision={json.dumps(base['revision'])}" if base["revision"] else ""
+    code = f"""from i2cl import Decoder, Injection
+
+injection = Injection.from_pretrained({json.dumps(name)})
+decoder = Decoder.from_pretrained({json.dumps(base_name)}{at})
+injection.require_base(decoder)
+print(injection.predict(decoder, ["a text to classify"]))"""
+    use = [code_block(code, "python"), code_block(f"i2cl predict {shlex.quote(name)} texts.txt", "console")]
+    if base_name != base["name"]:
+        use.append(
+            "The base model was loaded from a local folder of this name: use the path of your copy instead, "
+            "and pass `--model PATH` to `i2cl predict`."
+        )
+    return _card(
         _metadata(description, base_name),
-        title=_md(f"I2CL: {task['title'] or task['name']}"),
-        content="A vector" if anchored else "A context vector and two coefficients",
-        variant=variant,
-        base=_inline(base_name),
-        classes=len(task["labels"]),
-        python=_python(name, base_name, base["revision"]),
-        console=code_block(f"i2cl predict {shlex.quote(name)} texts.txt", "console"),
-        local=base_name != base["name"],
-        task=_json({key: task[key] for key in TASK_KEYS if key in task}),
-        base_model=_json({key: base[key] for key in base if key != "config"} | {"name": base_name}),
-        demonstrations=description["demonstrations"],
-        fit="\n\n".join(_fit_paragraphs(description)),
-        settings=_json({key: description[key] for key in FIT_KEYS}),
-        results="\n\n".join(_results(description)),
-        command=code_block(command, "console") if command else from_python,
+        f"I2CL: {task['title'] or task['name']}",
+        f"Classifies texts with {_code(base_name)} at the cost of a zero-shot prompt: it edits the output of "
+        f"each attention and MLP block with {content}. Method: {method}. Created with i2cl {__version__}.",
+        f"Classes: {_classes(task)}.",
+        "## Use",
+        *use,
+        "The injection works only on this model: `require_base` compares the fingerprints of weights and "
+        "tokenizer, and the configuration stored in `injection.json`.",
+        "## Prompt",
+        code_block(task.get("opening", "") + task["template"], "text"),
+        "## Fit",
+        *_fit_paragraphs(description),
+        "## Results",
+        *_results(description),
+        "## Reproduce",
+        code_block(command, "console") if command else f"Created in Python with {functions}.",
     )
 
 
-def _render(template: str, data: ModelCardData, **texts: Any) -> str:
-    card = ModelCard.from_template(data, template_str=template, version=__version__, **texts)
+def classifier_card(description: Mapping[str, Any], name: str, notes: Sequence[str] = ()) -> str:
+    """Return the README.md of an exported text classifier.
+
+    Args:
+        description: description of the injection, with the base model's public name.
+        name: folder or hub id that the classifier will be loaded from.
+        notes: sentences on how to use it.
+    """
+    code = f"""from transformers import pipeline
+
+classify = pipeline("text-classification", model={json.dumps(name)})
+print(classify(["a text to classify"], truncation=True))"""
+    use = "\n\n".join((code_block(code, "python"), *notes))
+    return _export_card(description, "a text classifier", use, "transformers", TASK_TYPE)
+
+
+def export_card(description: Mapping[str, Any], usage: str, library: str) -> str:
+    """Return the README.md of an exported language model or adapter.
+
+    Args:
+        description: description of the injection, with the base model's public name.
+        usage: instructions in Markdown.
+        library: the hub's name of the library that loads it.
+    """
+    return _export_card(description, "exported", usage, library, "text-generation")
+
+
+def _export_card(description: Mapping[str, Any], kind: str, usage: str, library: str, pipeline: str) -> str:
+    task, base = description["task"], description["base_model"]["name"]
+    data = _metadata({**description, "metrics": {}}, base)
+    data.library_name, data.pipeline_tag = library, pipeline
+    if data.base_model and library != "peft":
+        data["base_model_relation"] = "finetune"
+    content = (
+        f"{_code(base)} with a classification task that i2cl {__version__} learned from a few labelled "
+        f"examples by {PAPER}. Classes: {_classes(task)}."
+    )
+    return _card(data, f"{task['title'] or task['name']}, {kind}", content, "## Use", usage)
+
+
+def _card(data: ModelCardData, title: str, *parts: str) -> str:
+    text = "\n\n".join((f"---\n{data}\n---", f"# {_escape(title)}", *parts))
     # a folder's name may not be UTF-8
-    return f"{card}\n".encode(errors="backslashreplace").decode()
+    return f"{text}\n".encode(errors="backslashreplace").decode()
+
+
+def _classes(task: Mapping[str, Any]) -> str:
+    return ", ".join(map(_escape, task["labels"]))
 
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
@@ -245,27 +171,18 @@ def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
     )
 
 
-def _python(name: str, base: str, revision: str | None) -> str:
-    at = f", revision={json.dumps(revision)}" if revision else ""
-    code = f"""from i2cl import Decoder, Injection
-
-injection = Injection.from_pretrained({json.dumps(name)})
-decoder = Decoder.from_pretrained({json.dumps(base)}{at})
-injection.require_base(decoder)
-print(injection.predict(decoder, ["a text to classify"]))"""
-    return code_block(code, "python")
-
-
 def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
-    """Yield paragraphs on the loss and on the optional parts of a fit."""
-    if losses := description["history"]:
-        yield f"Calibration loss: {losses[0]:.3f} -> {losses[-1]:.3f} nats."
-    else:
-        yield "The coefficients were not calibrated."
+    """Yield paragraphs on the demonstrations, the loss and the optional parts of a fit."""
+    losses = description["history"]
+    loss = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats" if losses else "coefficients not calibrated"
+    yield (
+        f"Fitted on {description['demonstrations']} demonstrations, whose texts are not part of this "
+        f"repository, with seed {description['seed']}: {loss}. All settings are in `injection.json`."
+    )
     if description.get("word_weights"):
         yield "Labels are scored at word level, with a learned weight for each token (`word_weights`)."
     if "encoder" in description:
-        encoder = _md(public_name(description["encoder"]))
+        encoder = _escape(public_name(description["encoder"]))
         yield (
             f"The sentence encoder {encoder} runs beside the model. The log-odds of a classifier on its "
             "embeddings (`encoder_weights`) are added to the log-probabilities over the labels. Install it "
@@ -278,7 +195,7 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
         )
     if "label_bias" in description:
         prior = description["settings"].get("label_prior")
-        details = f" {_md(describe_prior(description['task']['labels'], prior))}" if prior else ""
+        details = f" {_escape(describe_prior(description['task']['labels'], prior))}" if prior else ""
         yield f"`label_bias` is added to the log-probabilities over the labels.{details}"
 
 
@@ -318,7 +235,7 @@ def describe_recall(evaluation: Mapping[str, Any]) -> str:
 
 def _confusion(evaluation: Mapping[str, Any]) -> str:
     """Return the confusion matrix as a Markdown table: true labels in rows, predicted labels in columns."""
-    labels = [_md(label) for label in evaluation["support"]]
+    labels = [_escape(label) for label in evaluation["support"]]
     lines = ["| true \\ predicted |" + "".join(f" {label} |" for label in labels)]
     lines += ["|---|" + "---:|" * len(labels)]
     for label, counts in zip(labels, evaluation["confusion"], strict=True):
@@ -364,7 +281,9 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
         f"| {f'{result[ms]:.2f}' if ms in result else ''} | {result['cached_bytes']} |"
         for name, result in evaluation["methods"].items()
     ]
-    lines += [f"| {name} | not run: {_md(why)} | | | | | |" for name, why in evaluation["not_run"].items()]
+    lines += [
+        f"| {name} | not run: {_escape(why)} | | | | | |" for name, why in evaluation["not_run"].items()
+    ]
     yield "\n".join(lines)
     if any("batch_calibration" in name for name in evaluation["methods"]):
         yield BATCH_METHOD_NOTE
@@ -378,16 +297,12 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
         yield f"Confidence threshold: {describe_threshold(evaluation['selection'])}."
 
 
-def _md(text: str) -> str:
+def _escape(text: str) -> str:
     return re.sub(r"[\\`*_|\[\]<&]", r"\\\g<0>", " ".join(text.split()))
 
 
-def _inline(text: str) -> str:
+def _code(text: str) -> str:
     return f"`{text.replace('`', ' ')}`"
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    return code_block(json.dumps(value, indent=2, ensure_ascii=False), "json")
 
 
 def code_block(text: str, language: str) -> str:

@@ -27,6 +27,10 @@ _HUB_ERRORS = (OSError, ValueError, _HTTP_ERROR)
 CONFIG = "config.json"  # a file that every model repository has
 TIMEOUT_S = 10
 _LOGIN_HINT = "log in with `hf auth login`, or set HF_TOKEN"
+_STATUS_PROBLEMS = {
+    401: f"the hub rejects the token: {_LOGIN_HINT}",
+    403: f"the token has no write access there: use one that has and {_LOGIN_HINT}",
+}
 
 
 def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
@@ -47,8 +51,7 @@ def download(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
 def download_file(name: str) -> Path:
     """Download one file, given as owner/repository/file. Raises I2CLError if that fails."""
-    owner, _, rest = name.partition("/")
-    repository, _, file = rest.partition("/")
+    owner, repository, file = (*name.split("/", 2), "", "")[:3]
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", file))
     except _HUB_ERRORS as error:
@@ -79,19 +82,11 @@ def upload(
             repo_id=full_id, folder_path=folder, revision=revision, commit_message=message
         )
     except _HUB_ERRORS as error:
-        raise I2CLError(f"cannot push to {repo_id!r}: {_upload_problem(error)}") from None
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+        reason = f"{type(error).__name__} ({first_line(error).rstrip('.')})"
+        problem = f"the hub says {reason}: correct the name, or try again later"
+        raise I2CLError(f"cannot push to {repo_id!r}: {_STATUS_PROBLEMS.get(status, problem)}") from None
     return str(commit.commit_url)
-
-
-def _upload_problem(error: Exception) -> str:
-    """Return what is wrong and what to do."""
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if status == 401:
-        return f"the hub rejects the token: {_LOGIN_HINT}"
-    if status == 403:
-        return f"the token has no write access there: use one that has and {_LOGIN_HINT}"
-    answer = f"the hub says {type(error).__name__} ({first_line(error).rstrip('.')})"
-    return f"{answer}: correct the name, or try again later"
 
 
 def require_reachable(

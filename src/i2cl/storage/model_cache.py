@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,20 +17,20 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from i2cl.storage.atomic import WriteError, follow_umask, sync_to_disk, write_errors
+from i2cl.errors import I2CLError
+from i2cl.storage.atomic import WriteError, new_folder, write_errors
 
 CACHE_VARIABLE = "I2CL_CACHE"
 FORMAT_VERSION = 1  # increase when the conversion changes
 CONVERTERS = ("transformers", "gguf")  # packages whose version can change the result
 DESCRIPTION = "i2cl.json"
-PARTIAL_PREFIX = ".partial-"
 
 
 @dataclass(frozen=True)
 class CacheEntry:
     """One converted model."""
 
-    source: str  #: path of the GGUF file that it was converted from
+    source: str  #: path of the GGUF file
     dtype: str  #: dtype of the weights, such as ``"float32"``
     bytes: int  #: size on disk
     folder: Path
@@ -59,8 +58,7 @@ def entry_folder(path: Path, dtype: str) -> Path:
 def add_entry(folder: Path, source: Path, dtype: str, size: int, write: Callable[[Path], None]) -> bool:
     """Create an entry, unless there is no space for it or it cannot be written.
 
-    It is written to a temporary folder and renamed, so other processes see all of it or nothing. If another
-    process adds the same entry first, that one stays.
+    Other processes see all of it or nothing. If another process adds the same entry first, that one stays.
 
     Args:
         folder: result of `entry_folder`.
@@ -77,19 +75,15 @@ def add_entry(folder: Path, source: Path, dtype: str, size: int, write: Callable
             folder.parent.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(folder.parent).free < 2 * size:
                 return False
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=PARTIAL_PREFIX) as scratch:
-                fresh = Path(scratch) / folder.name
-                fresh.mkdir()
-                write(fresh)
-                description = {"source": str(source.resolve()), "dtype": dtype}
-                (fresh / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
-                follow_umask(fresh)
-                # a renamed folder must not hold zeros after a power failure
-                sync_to_disk(*fresh.iterdir(), fresh)
-                if not folder.is_dir():
-                    fresh.rename(folder)
+        with new_folder(folder, frozenset()) as fresh:
+            write(fresh)
+            description = {"source": str(source.resolve()), "dtype": dtype}
+            (fresh / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
     except WriteError:
         pass
+    except I2CLError:
+        if not folder.is_dir():  # otherwise another process has added it
+            raise
     return folder.is_dir()
 
 
@@ -110,11 +104,8 @@ def list_entries() -> list[CacheEntry]:
 
 
 def clear() -> int:
-    """Delete all entries, and what interrupted conversions left. Returns the number of entries.
-
-    Other files in the folder stay: it may be one that the user chose.
-    """
+    """Delete all entries, and what interrupted conversions left. Returns the number of entries."""
     entries = list_entries()
-    for folder in (*(entry.folder for entry in entries), *cache_folder().glob(f"{PARTIAL_PREFIX}*")):
+    for folder in (*(entry.folder for entry in entries), *cache_folder().glob(".*-*")):
         remove_entry(folder)
     return len(entries)

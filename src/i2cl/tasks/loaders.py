@@ -5,17 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from random import Random
+from typing import TYPE_CHECKING, cast
 
-from i2cl.errors import I2CLError, did_you_mean
-from i2cl.tasks import corpus
+from i2cl.errors import I2CLError, did_you_mean, first_line, require_packages
+from i2cl.tasks import generated
 from i2cl.tasks.formats import ROW_SUFFIXES, is_row_file, name_of
-from i2cl.tasks.hub import load_hub
+from i2cl.tasks.labels import LabelLookup, is_blank
 from i2cl.tasks.rows import read_labelled
 from i2cl.tasks.schema import HubSource, TaskSpec, read_spec
-from i2cl.tasks.synthetic import NAME as SYNTHETIC, synthetic_task
-from i2cl.tasks.task import Example, Task, Template
-from i2cl.tasks.template import DEFAULT_TEMPLATE
+from i2cl.tasks.task import Example, Task, group_by_label, sample_per_class
+from i2cl.tasks.template import DEFAULT_TEMPLATE, Template
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 BUILTIN = Path(__file__).parent / "builtin"
 
@@ -34,16 +37,21 @@ BUNDLED_TASKS = tuple(
 GROUPS = {"paper": PAPER_TASKS, "benchmark": BENCHMARK_TASKS, "bundled": BUNDLED_TASKS}
 """Names of the tasks with a TOML in `builtin`, by group."""
 
+_DATA_DIR_HINT = (
+    f"give a folder with <task>/train.jsonl and test.jsonl as data_dir (--data-dir) or in {DATA_DIR_VARIABLE}"
+)
+
 
 def builtin_spec(name: str) -> TaskSpec:
     """Return the specification of a task with a TOML in `builtin`."""
-    return read_spec(BUILTIN / f"{name}.toml")
+    group = next(group for group, names in GROUPS.items() if name in names)
+    return read_spec(BUILTIN / f"{name}.toml", group)
 
 
 def list_tasks() -> list[Task]:
     """Return every known task without rows: paper, benchmark and bundled tasks, then generated ones."""
-    specified = [builtin_spec(name).to_task(group=group) for group, names in GROUPS.items() for name in names]
-    return [*specified, synthetic_task().without_data(), *corpus.describe()]
+    specified = [builtin_spec(name).to_task() for names in GROUPS.values() for name in names]
+    return [*specified, generated.synthetic_task().without_data(), *generated.list_reference_tasks()]
 
 
 def load_task(
@@ -90,27 +98,20 @@ def load_task(
             raise I2CLError(f"{path} needs a template: pass one such as {example}")
         test = () if test_path is None else read(Path(test_path), lookup)[0]
         return Task(name_of(path), lookup.labels, template, train, test, title=name_of(path))
-    if isinstance(labels, Mapping):
+    if isinstance(labels, Mapping) or (text_column, label_column) != ("text", "label"):
         raise I2CLError(
-            f"labels by code (NAME=CODE) are for a file of rows, not for {name_or_path}: give a list of "
-            "words, one per class"
+            "column names (--text-column, --label-column) and labels by code (NAME=CODE) apply only to a "
+            f"file of rows, not to {name_or_path}: leave them out"
         )
-    if (text_column, label_column) != ("text", "label"):
-        raise I2CLError(
-            "column names (--text-column, --label-column) apply only to a file of rows: leave them out; a "
-            "task TOML names its columns in [files]"
-        )
-    if path.suffix.lower() != ".toml":
-        if test_path is not None:
-            raise I2CLError(f"{str(name_or_path)!r} has its own test split: leave test_path (--test) out")
-        return _override(_load_named(str(name_or_path), data_dir), template, labels)
-    spec = read_spec(path)
-    if test_path is not None:
-        if spec.files is None or spec.files.test:
-            raise I2CLError(f"{path} names its own test split: leave test_path (--test) out")
-        files = spec.files.model_copy(update={"test": str(Path(test_path).absolute())})
-        spec = spec.model_copy(update={"files": files})
-    return _override(_load_spec(spec, path.parent, data_dir, "user", skip=skip_bad_rows), template, labels)
+    if path.suffix.lower() == ".toml":
+        task = _load_spec(read_spec(path), path.parent, data_dir, test_path, skip=skip_bad_rows)
+    else:
+        task = _load_named(str(name_or_path), data_dir, test_path)
+    if labels is not None and len(labels) != len(task.labels):
+        classes = f"{len(task.labels)} classes ({', '.join(task.labels)})"
+        raise I2CLError(f"task {task.name!r} has {classes}, not {len(labels)}: give one label word per class")
+    words = task.labels if labels is None else tuple(labels)
+    return replace(task, template=template or task.template, labels=words)
 
 
 def default_template(name: StrPath) -> str | None:
@@ -118,36 +119,50 @@ def default_template(name: StrPath) -> str | None:
     return DEFAULT_TEMPLATE if is_row_file(Path(name)) else None
 
 
-def _load_named(name: str, data_dir: StrPath | None) -> Task:
-    for group, names in GROUPS.items():
+def _load_named(name: str, data_dir: StrPath | None, test_path: StrPath | None) -> Task:
+    for names in GROUPS.values():
         if name in names:
-            return _load_spec(builtin_spec(name), BUILTIN, data_dir, group)
-    if name == SYNTHETIC:
-        return synthetic_task()
-    if (task := corpus.load(name)) is not None:
-        return task
-    if Path(name).is_file():
-        known = ", ".join((".toml", *ROW_SUFFIXES))
-        raise I2CLError(f"{name}: cannot read files ending in {Path(name).suffix!r}: use one of {known}")
-    hint = did_you_mean(name, (task.name for task in list_tasks()))
-    raise I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
+            return _load_spec(builtin_spec(name), BUILTIN, data_dir, test_path)
+    if (task := generated.load(name)) is None:
+        if Path(name).is_file():
+            known = ", ".join((".toml", *ROW_SUFFIXES))
+            raise I2CLError(f"{name}: cannot read files ending in {Path(name).suffix!r}: use one of {known}")
+        hint = did_you_mean(name, (task.name for task in list_tasks()))
+        raise I2CLError(f"unknown task {name!r}: {hint}'i2cl ls tasks' lists them all")
+    _refuse_test_path(name, test_path)
+    return task
 
 
 def _load_spec(
-    spec: TaskSpec, folder: Path, data_dir: StrPath | None, group: str, *, skip: bool = False
+    spec: TaskSpec,
+    folder: Path,
+    data_dir: StrPath | None,
+    test_path: StrPath | None,
+    *,
+    skip: bool = False,
 ) -> Task:
-    if spec.files is not None:
-        files, columns = spec.files, (spec.files.text, spec.files.label)
-        train, lookup = read_labelled(folder / files.train, spec.labels, *columns, skip=skip)
-        test = read_labelled(folder / files.test, lookup, *columns, skip=skip)[0] if files.test else ()
-    elif root := data_dir or os.environ.get(DATA_DIR_VARIABLE):
-        train, test = _from_folder(Path(root), spec)
-    else:
-        train, test = load_hub(cast("HubSource", spec.hub), spec.labels)  # a spec has either files or hub
-    return spec.to_task(train, test, group)
+    if (files := spec.files) is None:
+        _refuse_test_path(spec.name, test_path)
+        if root := data_dir or os.environ.get(DATA_DIR_VARIABLE):
+            return spec.to_task(*_read_data_folder(Path(root), spec))
+        source = cast("HubSource", spec.hub)  # a spec has either files or hub
+        return spec.to_task(*load_hub(source, spec.labels))
+    test_file = folder / files.test if files.test else None
+    if test_file is not None:
+        _refuse_test_path(spec.name, test_path)
+    elif test_path is not None:
+        test_file = Path(test_path)
+    columns = files.text, files.label
+    train, lookup = read_labelled(folder / files.train, spec.labels, *columns, skip=skip)
+    return spec.to_task(train, read_labelled(test_file, lookup, *columns, skip=skip)[0] if test_file else ())
 
 
-def _from_folder(root: Path, spec: TaskSpec) -> list[tuple[Example, ...]]:
+def _refuse_test_path(name: str, test_path: StrPath | None) -> None:
+    if test_path is not None:
+        raise I2CLError(f"task {name!r} has its own test split: leave test_path (--test) out")
+
+
+def _read_data_folder(root: Path, spec: TaskSpec) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     if not root.is_dir():
         raise I2CLError(
             f"data folder {root} does not exist: correct data_dir (--data-dir) or {DATA_DIR_VARIABLE}"
@@ -159,12 +174,76 @@ def _from_folder(root: Path, spec: TaskSpec) -> list[tuple[Example, ...]]:
                 f"task {spec.name!r}: {file} does not exist: add it, or give no data folder to use the hub"
             )
     train, lookup = read_labelled(files[0], spec.labels)  # determines whether ids start at 0 or 1
-    return [train, read_labelled(files[1], lookup)[0]]
+    return train, read_labelled(files[1], lookup)[0]
 
 
-def _override(task: Task, template: Template | None, labels: Sequence[str] | None) -> Task:
-    if labels is not None and len(labels) != len(task.labels):
-        classes = f"{len(task.labels)} classes ({', '.join(task.labels)})"
-        raise I2CLError(f"task {task.name!r} has {classes}, not {len(labels)}: give one label word per class")
-    words = task.labels if labels is None else tuple(labels)
-    return replace(task, template=template or task.template, labels=words)
+def load_hub(source: HubSource, labels: Sequence[str]) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """Load the training and test rows of a data set on the hub.
+
+    Rows without text and rows whose label is not in ``keep_labels`` are dropped silently: they belong to the
+    published data, which the user cannot correct.
+
+    Args:
+        source: the data set; ``source.dataset`` may also be a local folder.
+        labels: label words in the order of their ids.
+
+    Raises:
+        I2CLError: if `datasets` is not installed, the data cannot be downloaded, or a column or label is not
+            as expected.
+    """
+    train = _read_split(source, source.train, labels)
+    if source.test is not None:
+        test = _read_split(source, source.test, labels)
+    else:  # split distinct texts, so that a repeated text cannot be in both splits
+        texts = sorted({row.text for row in train})
+        Random(0).shuffle(texts)
+        test_texts = set(texts[: round(len(texts) * (source.test_fraction or 0.0))])
+        test = [row for row in train if row.text in test_texts]
+        train = [row for row in train if row.text not in test_texts]
+    return _limit_per_class(train, labels, source), _limit_per_class(test, labels, source)
+
+
+def _read_split(source: HubSource, split: str, labels: Sequence[str]) -> list[Example]:
+    dataset = _download(source, split)
+    for column in (source.text, source.label):
+        if column not in dataset.column_names:
+            raise I2CLError(
+                f"{source.dataset} {split}: no column {column!r}, the columns are "
+                f"{', '.join(dataset.column_names)}: correct the [hub] table"
+            )
+    lookup, kept = LabelLookup(labels), source.keep_labels
+    rows = []
+    for text, label in zip(dataset[source.text], dataset[source.label], strict=True):
+        if kept is not None and label not in kept:
+            continue
+        index = lookup.find(label) if kept is None else kept.index(label)
+        if index is None:
+            raise I2CLError(
+                f"{source.dataset} {split}: label {label!r} is not one of {lookup.allowed}: correct the "
+                "[hub] table"
+            )
+        if text and not is_blank(text):
+            rows.append(Example(text, index))
+    return rows
+
+
+def _download(source: HubSource, split: str) -> "Dataset":
+    require_packages(f"loading {source.dataset}", "hub", "datasets", instead=_DATA_DIR_HINT)
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(source.dataset, source.config, split=split, revision=source.revision)
+    except Exception as error:  # errors of its HTTP and file libraries have no common base class
+        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
+        raise I2CLError(
+            f"cannot load {source.dataset} ({split}) from the hub ({reason}): check the connection, or "
+            f"{_DATA_DIR_HINT}"
+        ) from error
+
+
+def _limit_per_class(rows: list[Example], labels: Sequence[str], source: HubSource) -> tuple[Example, ...]:
+    if source.max_per_class is None:
+        return tuple(rows)
+    groups = group_by_label(rows, len(labels))
+    quotas = [min(len(group), source.max_per_class) for group in groups]
+    return sample_per_class(groups, quotas, Random(0))

@@ -6,36 +6,30 @@ Errors name the file and all unusable rows. `i2cl.tasks.formats` reads the file 
 import json
 import shlex
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.tasks.files import ReadAsWarning, RowError
-from i2cl.tasks.formats import ROW_SUFFIXES, STDIN, RowFormat, is_row_file, rows_or_errors
-from i2cl.tasks.labels import LabelLookup, as_id, cell_word, sort_labels
-from i2cl.tasks.row import Columns, Row, preview
+from i2cl.tasks.formats import (
+    ROW_SUFFIXES,
+    STDIN,
+    Columns,
+    Row,
+    RowFormat,
+    is_row_file,
+    preview,
+    rows_or_errors,
+)
+from i2cl.tasks.labels import LabelLookup, as_id, cell_word, is_blank, sort_labels
 from i2cl.tasks.task import Example
-from i2cl.tasks.text import fold, is_blank
 
-T = TypeVar("T")
-U = TypeVar("U")
-
-# Text and label columns seem to be swapped if a file has at least MIN_SWAPPED_ROWS rows, its texts repeat (at
-# most 2 distinct texts, or MIN_SWAPPED_REPEATS rows per text on average), and its labels hardly repeat.
-MIN_SWAPPED_ROWS = 4
-MIN_SWAPPED_REPEATS = 3
-MIN_SWAPPED_LABELS = 0.8  # distinct labels per row
+_MAX_ERRORS = 1000  # bad rows whose errors are kept
 _MAX_NAMED_ROWS = 20  # per reason, in one error message
 _MAX_REASONS = 6
 _SKIP_HINT = "or skip such rows (--skip-bad-rows)"
-
-
-class LabelWarning(UserWarning):
-    """Two label words look like two spellings of one class."""
 
 
 class Query(NamedTuple):
@@ -53,55 +47,62 @@ class Query(NamedTuple):
 
 
 class BadRows:
-    """Collects the unusable rows of a file, grouped by reason. Memory does not grow with their number.
+    """Collects the unusable rows of a file.
 
     Attributes:
         count: number of unusable rows.
+        errors: the errors of the first of them.
     """
 
     def __init__(self, source: str) -> None:
         self.count = 0
+        self.errors: list[RowError] = []
         self._source = "stdin" if source == STDIN else source
-        self._first: RowError | None = None
-        self._rows_by_reason: dict[str, list[str]] = {}
-        self._counts: Counter[str] = Counter()
 
     def add(self, *errors: RowError) -> None:
         """Add the errors of unusable rows."""
-        for error in errors:
-            self.count += 1
-            self._first = self._first or error
-            if error.why in self._rows_by_reason or len(self._rows_by_reason) < _MAX_REASONS:
-                self._counts[error.why] += 1
-                rows = self._rows_by_reason.setdefault(error.why, [])
-                if len(rows) < _MAX_NAMED_ROWS:
-                    rows.append(error.place.removeprefix(f"{self._source} "))
+        self.count += len(errors)
+        self.errors += errors[: _MAX_ERRORS - len(self.errors)]
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add a RowError raised in the block, and continue after the block."""
+        try:
+            yield
+        except RowError as error:
+            self.add(error)
 
     def summary(self) -> str:
-        """Return each reason once, with the rows that it applies to."""
-        parts = []
-        for why, rows in self._rows_by_reason.items():
+        """Return each reason once, with the rows that it applies to: "rows 3 and 5: the text is empty"."""
+        rows_by_reason: dict[str, list[str]] = {}
+        for error in self.errors:
+            row = error.place.removeprefix(f"{self._source} ")
+            rows_by_reason.setdefault(error.why, []).append(row)
+        parts, listed = [], 0
+        for why, rows in list(rows_by_reason.items())[:_MAX_REASONS]:
             unit = rows[0].split()[0]  # row, line or item
-            numbers = [row.removeprefix(f"{unit} ") for row in rows]
-            if unnamed := self._counts[why] - len(rows):
-                numbers.append(f"{unnamed} more")
-            listed = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
-            parts.append(f"{unit}{'s' * (len(numbers) > 1)} {listed}: {why}")
-        if others := self.count - self._counts.total():
-            parts.append(f"and {others} more rows")
+            numbers = [row.removeprefix(f"{unit} ") for row in rows[:_MAX_NAMED_ROWS]]
+            if len(rows) > len(numbers):
+                numbers.append(f"{len(rows) - len(numbers)} more")
+            names = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
+            parts.append(f"{unit}{'s' * (len(numbers) > 1)} {names}: {why}")
+            listed += len(rows)
+        if self.count > listed:
+            parts.append(f"and {self.count - listed} more rows")
         return "; ".join(parts)
 
-    def error(self, total: int, *, skip: bool) -> RowError:
-        """Return the error to raise for a file with ``total`` rows.
-
-        ``skip``: bad rows were to be skipped, but no row is left without them.
-        """
-        message = str(self._first)
+    def raise_unless_skipped(self, total: int, *, skip: bool) -> None:
+        """Raise RowError if there are bad rows; with ``skip``, only if all ``total`` rows are bad."""
+        if not self.count or (skip and self.count < total):
+            return
+        message = str(self.errors[0])
         if self.count > 1:
             message = f"{self._source}: {self.count} of {total} rows cannot be used: {self.summary()}"
         if skip:
-            return RowError(f"{message}; no row is left without them")
-        return RowError(message if self.count == total else f"{message}; {_SKIP_HINT}")
+            message += "; no row is left without them"
+        elif self.count < total:
+            message += f"; {_SKIP_HINT}"
+        raise RowError(message, rows=tuple(map(str, self.errors)))
 
 
 def read_labelled(
@@ -134,56 +135,36 @@ def read_labelled(
     if not is_row_file(path):
         known = ", ".join(ROW_SUFFIXES)
         raise I2CLError(f"{path}: cannot read files ending in {path.suffix!r}: use one of {known}")
-    rows = list(rows_or_errors(str(path), Columns(text_column, label_column)))
     bad = BadRows(str(path))
-    good = _apply_to_rows(rows, partial(_check, require_word=labels is None), bad)
-    if bad.count and (not good or (labels is None and not skip)):  # label words are derived from all rows
-        raise bad.error(len(rows), skip=skip)
-    _require_not_swapped(path, good, text_column, label_column, labels)
+    rows: list[Row] = []
+    total = 0
+    for row in rows_or_errors(str(path), Columns(text_column, label_column)):
+        total += 1
+        with bad.collect():
+            if isinstance(row, RowError):
+                raise row
+            _text(row)
+            if labels is None:
+                _label_word(row)
+            rows.append(row)
+    if labels is None or not rows:  # label words are derived from all rows
+        bad.raise_unless_skipped(total, skip=skip)
     if labels is None:
-        lookup = LabelLookup(_derive_labels(path, good))
+        _require_not_swapped(path, rows, text_column, label_column)
+        lookup = LabelLookup(_derive_labels(path, rows))
     elif isinstance(labels, LabelLookup):
         lookup = labels
     else:
-        lookup = LabelLookup.from_cells(labels, (row.values[1] for row in good))
-    examples = _apply_to_rows(good, lambda row: Example(_text(row), _label(row, lookup)), bad)
-    if bad.count and not (skip and examples):
-        raise bad.error(len(rows), skip=skip)
+        lookup = LabelLookup(labels, (row.values[1] for row in rows))
+    examples = []
+    for row in rows:
+        with bad.collect():
+            examples.append(Example(_text(row), _class_id(row, lookup)))
+    bad.raise_unless_skipped(total, skip=skip)
     if bad.count:
-        message = f"{path}: {bad.count} of {len(rows)} rows are skipped: {bad.summary()}"
+        message = f"{path}: {bad.count} of {total} rows are skipped: {bad.summary()}"
         warnings.warn(message, ReadAsWarning, stacklevel=2)
     return tuple(examples), lookup
-
-
-def unusable_rows(
-    path: Path,
-    labels: Sequence[str] | LabelLookup | None = None,
-    text_column: str = "text",
-    label_column: str = "label",
-) -> tuple[list[str], LabelLookup | None]:
-    """Return the error message of every unusable row of a labelled file, and the lookup of its labels.
-
-    The lookup is None if ``labels`` is None. If an error prevents reading the rest of the file, it comes
-    last.
-    """
-    rows: list[Row | RowError] = []
-    try:
-        rows += rows_or_errors(str(path), Columns(text_column, label_column))
-    except RowError as error:
-        rows.append(error)
-    if labels is None or isinstance(labels, LabelLookup):
-        lookup = labels
-    else:
-        lookup = LabelLookup.from_cells(labels, (row.values[1] for row in rows if isinstance(row, Row)))
-    messages = []
-    for row in rows:
-        try:
-            checked = _check(row, require_word=lookup is None)
-            if lookup is not None:
-                _label(checked, lookup)
-        except RowError as error:
-            messages.append(str(error))
-    return messages, lookup
 
 
 def read_queries(
@@ -209,14 +190,16 @@ def read_queries(
     """
     with closing(rows_or_errors(source, Columns(column, kept=kept), kind)) as rows:  # closes the file
         for row in rows:
+            values: tuple[object, ...] = (None,) * len(kept)
             try:
                 if isinstance(row, RowError):
                     raise row
-                query = Query(_text(row), _kept_values(row, kept))
+                values = _kept_values(row, kept)
+                query = Query(_text(row), values)
             except RowError as error:
                 if not skip:
                     raise RowError(f"{error.why}; {_SKIP_HINT}", error.place) from None
-                query = Query("", _kept_values_or_none(row, kept), error)
+                query = Query("", values, error)
             yield query
 
 
@@ -239,30 +222,8 @@ def check_queries(
         count += 1
         if query.error is not None:
             bad.add(query.error)
-    if bad.count and (not skip or bad.count == count):
-        raise bad.error(count, skip=skip)
+    bad.raise_unless_skipped(count, skip=skip)
     return bad
-
-
-def _apply_to_rows(rows: Sequence[T], function: Callable[[T], U], bad: BadRows) -> list[U]:
-    """Return the results of a function for the rows, and add the errors it raises to ``bad``."""
-    results = []
-    for row in rows:
-        try:
-            results.append(function(row))
-        except RowError as error:
-            bad.add(error)
-    return results
-
-
-def _check(row: Row | RowError, *, require_word: bool) -> Row:
-    """Return the row, or raise RowError if it is unusable. ``require_word``: its label must be a word."""
-    if isinstance(row, RowError):
-        raise row
-    _text(row)
-    if require_word:
-        _word(row)
-    return row
 
 
 def _text(row: Row) -> str:
@@ -287,38 +248,36 @@ def _kept_values(row: Row, names: tuple[str, ...]) -> tuple[object, ...]:
     return values
 
 
-def _kept_values_or_none(row: Row | RowError, names: tuple[str, ...]) -> tuple[object, ...]:
-    """Return the kept columns of an unusable row, or None for each if they cannot be used either."""
-    try:
-        if isinstance(row, Row):
-            return _kept_values(row, names)
-    except RowError:
-        pass
-    return (None,) * len(names)
+def _label_word(row: Row) -> str:
+    label = row.values[1]
+    word = cell_word(label)
+    if word is None or is_blank(word):
+        raise RowError(
+            f"label {preview(label)} is not a word: write a label word there, or pass the label words for "
+            "class ids",
+            row.place,
+        )
+    return word
 
 
-def _label(row: Row, lookup: LabelLookup) -> int:
+def _class_id(row: Row, lookup: LabelLookup) -> int:
     if (index := lookup.find(row.values[1])) is None:
         raise RowError(
-            f"label {preview(row.values[1])} is not one of {lookup.allowed()}: correct it", row.place
+            f"label {preview(row.values[1])} is not one of {lookup.allowed}: correct it", row.place
         )
     return index
 
 
-def _require_not_swapped(
-    path: Path, rows: Sequence[Row], text_column: str, label_column: str, labels: object
-) -> None:
-    """Raise RowError if the text column seems to contain the labels, and the label column the texts."""
+def _require_not_swapped(path: Path, rows: Sequence[Row], text_column: str, label_column: str) -> None:
+    """Raise RowError if there are at least twice as many distinct labels as distinct texts."""
     texts = {str(row.values[0]).strip() for row in rows}
-    row_labels = {str(row.values[1]).strip() for row in rows}
-    texts_repeat = len(texts) <= max(2, len(rows) // MIN_SWAPPED_REPEATS)
-    labels_are_distinct = len(row_labels) >= MIN_SWAPPED_LABELS * len(rows)
-    if labels is None and len(rows) >= MIN_SWAPPED_ROWS and texts_repeat and labels_are_distinct:
+    labels = {str(row.values[1]).strip() for row in rows}
+    if len(rows) >= 4 and len(labels) >= 2 * len(texts):
         some_texts = ", ".join(preview(text) for text in sorted(texts)[:4]) + ", ..." * (len(texts) > 4)
         options = f"--text-column {shlex.quote(label_column)} --label-column {shlex.quote(text_column)}"
         raise RowError(
-            f"{path}: {len(row_labels)} labels and {len(texts)} texts ({some_texts}) in {len(rows)} rows: "
-            f"are the columns swapped? Pass text_column={label_column!r}, label_column={text_column!r} "
+            f"{path}: {len(labels)} labels and {len(texts)} texts ({some_texts}) in {len(rows)} rows: are "
+            f"the columns swapped? Pass text_column={label_column!r}, label_column={text_column!r} "
             f"({options})"
         )
 
@@ -329,41 +288,17 @@ def _derive_labels(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
     Numbers from 1, such as stars, are accepted as words. Ids from 0 are rejected, because they carry no
     meaning.
     """
-    words = set(map(_word, rows))
-    if any(as_id(word) == 0 for word in words) and all(as_id(word) is not None for word in words):
-        ids = ", ".join(sort_labels(words)[:8])
+    words = set(map(_label_word, rows))
+    ids = {as_id(word) for word in words}
+    if 0 in ids and None not in ids:
+        some_ids = ", ".join(sort_labels(words)[:8])
         raise RowError(
-            f"{path}: the labels are numbers ({ids}): pass the label words (--labels), one for each in this "
-            "order"
+            f"{path}: the labels are numbers ({some_ids}): pass the label words (--labels), one for each in "
+            "this order"
         )
     if len(words) == 1:
         raise RowError(
             f"{path}: every label is {words.pop()!r}: add rows of another class or pass the label words "
             "(--labels)"
         )
-    _warn_of_case(path, words)
     return sort_labels(words)
-
-
-def _warn_of_case(path: Path, words: set[str]) -> None:
-    groups: dict[str, list[str]] = {}
-    for word in sorted(words):
-        groups.setdefault(fold(word), []).append(word)
-    if similar := [" and ".join(map(repr, group)) for group in groups.values() if len(group) > 1]:
-        message = (
-            f"{path}: labels {'; '.join(similar)} differ only in case, but count as separate classes: use "
-            "one spelling if they are one class"
-        )
-        warnings.warn(message, LabelWarning, stacklevel=4)
-
-
-def _word(row: Row) -> str:
-    label = row.values[1]
-    word = cell_word(label)
-    if word is None or is_blank(word):
-        raise RowError(
-            f"label {preview(label)} is not a word: write a label word there, or pass the label words for "
-            "class ids",
-            row.place,
-        )
-    return word

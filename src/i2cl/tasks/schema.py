@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
-from i2cl.errors import I2CLError, did_you_mean
+from i2cl.errors import I2CLError, did_you_mean, first_problem
 from i2cl.tasks.files import decode_lines, open_binary
-from i2cl.tasks.task import Example, Task
-from i2cl.tasks.template import Template
+from i2cl.tasks.task import TaskDescription
 
 NonEmptyString = Annotated[str, Field(min_length=1)]
 
@@ -31,7 +29,6 @@ class HubSource(_Table):
         test: name of the test split; either this or `test_fraction` is required.
         test_fraction: fraction of the distinct training texts to use as test split, between 0 and 1, for data
             sets without one.
-        split_seed: seed of the samples for `test_fraction` and `max_per_class`.
         text: name of the text column.
         label: name of the label column.
         keep_labels: label ids of the data set in the order of the task's label words; rows with other ids are
@@ -45,7 +42,6 @@ class HubSource(_Table):
     train: NonEmptyString = "train"
     test: NonEmptyString | None = None
     test_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    split_seed: int = 0
     text: NonEmptyString = "text"
     label: NonEmptyString = "label"
     keep_labels: list[int] | None = None
@@ -69,17 +65,12 @@ class FilesSource(_Table):
     label: NonEmptyString = "label"
 
 
-class TaskSpec(_Table):
+class TaskSpec(TaskDescription):
     """A task TOML: the task without rows, and one table with the source of its rows."""
 
+    model_config = ConfigDict(extra="forbid")
+
     name: NonEmptyString
-    title: str = ""
-    description: str = ""
-    labels: list[str]
-    template: str
-    separator: str = "\n"
-    shots: int = 5
-    instruction: str = ""
     hub: HubSource | None = None
     files: FilesSource | None = None
 
@@ -95,37 +86,34 @@ class TaskSpec(_Table):
             )
         return self
 
-    def to_task(
-        self, train: tuple[Example, ...] = (), test: tuple[Example, ...] = (), group: str = "user"
-    ) -> Task:
-        """Return the task with the given rows. Raises I2CLError if labels, template or rows are invalid."""
-        return Task(
-            name=self.name,
-            labels=tuple(self.labels),
-            template=Template(self.template, self.separator),
-            train=train,
-            test=test,
-            shots=self.shots,
-            title=self.title or self.name,
-            description=self.description,
-            group=group,
-            instruction=self.instruction,
-        )
 
+def read_spec(path: Path, group: str = "user") -> TaskSpec:
+    """Read a task TOML. Raises I2CLError naming the file and the field.
 
-def read_spec(path: Path) -> TaskSpec:
-    """Read a task TOML. Raises I2CLError naming the file and the field."""
+    Args:
+        path: the file.
+        group: see `Task`.
+    """
     with open_binary(path) as file:
-        return parse_spec(file.read(), str(path))
+        return parse_spec(file.read(), str(path), group)
 
 
-def parse_spec(data: bytes, source: str) -> TaskSpec:
+def parse_spec(data: bytes, source: str, group: str = "user") -> TaskSpec:
     """Parse a task TOML. ``source`` names it in error messages."""
     fields = parse_toml(data, source)
     try:
-        return TaskSpec.model_validate(fields)
+        return TaskSpec.model_validate({"title": fields.get("name", ""), "group": group} | fields)
     except ValidationError as error:
-        raise I2CLError(f"{source}: {_error_message(error.errors(include_url=False)[0])}") from error
+        problem = error.errors(include_url=False)[0]
+        if problem["type"] != "extra_forbidden":
+            raise I2CLError(f"{source}: {first_problem(error)}") from error
+        *tables, field = map(str, problem["loc"])
+        models: dict[str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}
+        known = list(models.get("".join(tables), TaskSpec).model_fields)
+        name, hint = ".".join((*tables, field)), did_you_mean(field, known)
+        raise I2CLError(
+            f"{source}: unknown field {name!r}: {hint}remove it or use one of {', '.join(known)}"
+        ) from error
 
 
 def parse_toml(data: bytes, source: str) -> dict[str, Any]:
@@ -135,21 +123,3 @@ def parse_toml(data: bytes, source: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # includes too many digits and too deep nesting
         raise I2CLError(f"{source} is not valid TOML: {error}: correct it") from error
-
-
-def _error_message(detail: ErrorDetails) -> str:
-    name = ".".join(map(str, detail["loc"]))
-    if detail["type"] == "extra_forbidden":
-        tables: dict[int | str, type[BaseModel]] = {"hub": HubSource, "files": FilesSource}
-        table = tables.get(detail["loc"][0], TaskSpec) if len(detail["loc"]) > 1 else TaskSpec
-        known = list(table.model_fields)
-        hint = did_you_mean(str(detail["loc"][-1]), known)
-        return f"unknown field {name!r}: {hint}remove it or use one of {', '.join(known)}"
-    if detail["type"] == "missing":
-        return f"field {name!r} is missing: add it"
-    if detail["type"] == "model_type":
-        return f"{name!r} is {detail['input']!r}: write it as a table [{name}]"
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "value_error":
-        return f"table [{name}]: {message}" if name else message
-    return f"field {name!r} is {detail['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -1,14 +1,20 @@
 """Statistics of labelled rows and likely mistakes in them, computed before fitting."""
 
+import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from heapq import nlargest
 from typing import Any
 
-from i2cl.tasks.labels import kind_of_codes, likely_typos
+from i2cl.tasks.labels import BOOLEANS, as_id
 from i2cl.tasks.task import Task
 
 N_LONGEST = 20  # texts with the most characters; one of them almost certainly has the most tokens
+TYPO_FREQUENCY_RATIO = 5  # a word is a possible typo of one that is at least this many times as frequent
+MIN_TYPO_SIMILARITY = 0.85  # ratio of `difflib.SequenceMatcher`: one wrong letter in seven
+_CODE = re.compile(r"(?P<prefix>[A-Za-z]*)[ _-]?\d+")
 
 
 @dataclass(frozen=True)
@@ -22,14 +28,14 @@ class Survey:
         typos: labels that may be misspelled, each with the label that was probably meant.
         contradictions: texts with several labels, and these labels.
         longest: the texts with the most characters.
-        codes: kind of labels that mean nothing to a model, such as "numbers"; "" for words.
+        codes: kind of labels that mean nothing to a model, see `kind_of_codes`; "" for words.
     """
 
     rows: int
     distinct: int
     labels: dict[str, int]
-    typos: tuple[tuple[str, str], ...]
-    contradictions: tuple[tuple[str, tuple[str, ...]], ...]
+    typos: dict[str, str]
+    contradictions: dict[str, list[str]]
     longest: tuple[str, ...]
     codes: str
 
@@ -45,22 +51,60 @@ class Survey:
             rows=len(task.train),
             distinct=len(ids_by_text),
             labels=labels,
-            typos=tuple(likely_typos(labels)),
-            contradictions=tuple(
-                (text, tuple(task.labels[index] for index in sorted(ids)))
+            typos=likely_typos(labels),
+            contradictions={
+                text: [task.labels[index] for index in sorted(ids)]
                 for text, ids in ids_by_text.items()
                 if len(ids) > 1
-            ),
+            },
             longest=tuple(nlargest(N_LONGEST, ids_by_text, key=len)),
             codes=kind_of_codes(task.labels),
         )
 
     def record(self) -> dict[str, Any]:
         """Return counts and likely mistakes as JSON-serializable values."""
-        return {
-            "rows": self.rows,
-            "distinct": self.distinct,
-            "labels": self.labels,
-            "slips": dict(self.typos),
-            "contradictions": {text: list(words) for text, words in self.contradictions},
-        }
+        names = ("rows", "distinct", "labels", "typos", "contradictions")
+        return {name: getattr(self, name) for name in names}
+
+
+def likely_typos(counts: dict[str, int]) -> dict[str, str]:
+    """Find label words that may be misspellings of a more frequent label.
+
+    Words match if they differ only in case, or if one is rare (`TYPO_FREQUENCY_RATIO`) and they are similar
+    (`MIN_TYPO_SIMILARITY`).
+
+    Args:
+        counts: number of rows of each label word.
+
+    Returns:
+        For each suspicious word, the word that was probably meant.
+    """
+    pairs = {}
+    words = sorted(counts, key=lambda word: (counts[word], word))
+    for position, word in enumerate(words):
+        for other in reversed(words[position + 1 :]):
+            similarity = SequenceMatcher(None, word.casefold(), other.casefold()).ratio()
+            rare = counts[other] >= TYPO_FREQUENCY_RATIO * counts[word] and as_id(word) is None
+            if similarity == 1 or (rare and similarity >= MIN_TYPO_SIMILARITY):
+                pairs[word] = other
+                break
+    return pairs
+
+
+def kind_of_codes(labels: Iterable[str]) -> str:
+    """Return "numbers", "booleans", "letters" or "codes" (A1, LABEL_0) if labels mean nothing to a model.
+
+    Returns "" if at least one label is a word.
+    """
+    words = list(labels)
+    if {word.casefold() for word in words} <= set(BOOLEANS):
+        return "booleans"
+    if all(as_id(word.removeprefix("-")) is not None for word in words):
+        return "numbers"
+    if all(len(word) == 1 and word.isascii() and word.isalnum() for word in words):
+        return "letters"
+    matches = [_CODE.fullmatch(word) for word in words]
+    prefixes = {match["prefix"] for match in matches if match}
+    if all(matches) and (len(prefixes) == 1 or max(map(len, prefixes)) == 1):
+        return "codes"
+    return ""

@@ -4,18 +4,17 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from i2cl.errors import I2CLError, require_utf8
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from i2cl.errors import I2CLError, first_problem, require_utf8
+from i2cl.tasks.labels import is_blank, normalize_word
 from i2cl.tasks.template import Template
-from i2cl.tasks.text import is_blank, normalize_word
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["Example", "Examples", "Task", "Template"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +68,12 @@ def sample_per_class(groups: Sequence[Examples], quotas: Sequence[int], rng: Ran
     chosen = [row for group, quota in zip(groups, quotas, strict=True) for row in rng.sample(group, quota)]
     rng.shuffle(chosen)
     return tuple(chosen)
+
+
+def sample_evenly(rows: Examples, classes: int, n: int, rng: Random) -> tuple[Example, ...]:
+    """Draw ``n`` different rows, or all if there are fewer, as class-balanced as the rows allow."""
+    groups = group_by_label(rows, classes)
+    return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
 
 
 @dataclass(frozen=True)
@@ -139,12 +144,6 @@ class Task:
         count = self.shots if shots is None else shots
         _check_shots(self.name, count)
         groups = group_by_label(self._rows("train"), len(self.labels))
-        filled = [word for word, group in zip(self.labels, groups, strict=True) if group]
-        if len(filled) == 1:
-            raise I2CLError(
-                f"task {self.name!r}: every training example is {filled[0]!r} but demonstrations need each "
-                f"of {_joined(self.labels)}: add rows of the other classes"
-            )
         for word, group in zip(self.labels, groups, strict=True):
             if len(group) < count:
                 raise I2CLError(
@@ -170,9 +169,7 @@ class Task:
             raise I2CLError(f"task {self.name!r}: {limit} queries requested: use at least 1")
         if limit is None or limit >= len(rows):
             return rows
-        rng = Random(f"queries {seed}")
-        groups = group_by_label(rows, len(self.labels))
-        return sample_per_class(groups, even_quotas([len(group) for group in groups], limit, rng), rng)
+        return sample_evenly(rows, len(self.labels), limit, Random(f"queries {seed}"))
 
     def held_out(self, n: int, demonstrations: Examples, seed: int = 0) -> tuple[Example, ...]:
         """Draw ``n`` training examples whose texts are not in the demonstrations, as balanced as possible.
@@ -183,16 +180,13 @@ class Task:
         Raises:
             I2CLError: if fewer than ``n`` such rows remain.
         """
-        used = {example.text for example in demonstrations}
-        free = [example for example in self._rows("train") if example.text not in used]
+        free = self._unused_rows(demonstrations)
         if not 1 <= n <= len(free):
             raise I2CLError(
                 f"task {self.name!r}: {len(free)} training examples remain besides the demonstrations, but "
                 f"{n} held-out examples were requested: use 1 to {len(free)} or add training rows"
             )
-        rng = Random(f"held out {seed}")
-        groups = group_by_label(free, len(self.labels))
-        return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
+        return sample_evenly(free, len(self.labels), n, Random(f"held out {seed}"))
 
     def unlabelled(self, n: int, demonstrations: Examples, seed: int = 0) -> tuple[str, ...]:
         """Draw up to ``n`` training texts that are not in the demonstrations, ignoring their labels.
@@ -200,8 +194,7 @@ class Task:
         Raises:
             I2CLError: if there are no training rows.
         """
-        used = {example.text for example in demonstrations}
-        free = [example.text for example in self._rows("train") if example.text not in used]
+        free = [example.text for example in self._unused_rows(demonstrations)]
         return tuple(Random(f"unlabelled {seed}").sample(free, min(n, len(free))))
 
     def skewed(self, ratio: int, limit: int | None = None, seed: int = 0) -> "Task":
@@ -240,22 +233,24 @@ class Task:
         text = self.instruction if instruction is None else instruction
         return replace(self, template=Template.chat(tokenizer, text))
 
-    def with_instruction(self, instruction: str | None = None) -> "Task":
-        """Return the task with its instruction, or the given one, at the beginning of every prompt."""
-        text = self.instruction if instruction is None else instruction
-        return replace(self, template=self.template.with_instruction(text))
-
     def with_prompt_options(
         self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, instruction: str | None
     ) -> "Task":
-        """Apply the options ``chat`` and ``instruction``.
+        """Return the task with a chat template, or with an instruction at the beginning of every prompt.
 
-        Returns `chat` if ``chat`` is set, else `with_instruction` if there is an instruction, else the task
-        unchanged. Raises I2CLError like `chat`.
+        Args:
+            tokenizer: the tokenizer.
+            chat: use its chat template, see `chat`.
+            instruction: replaces the task's own instruction. Without ``chat``, None adds no instruction.
+
+        Raises:
+            I2CLError: like `chat`.
         """
         if chat:
             return self.chat(tokenizer, instruction)
-        return self if instruction is None else self.with_instruction(instruction)
+        if instruction is None:
+            return self
+        return replace(self, template=self.template.with_instruction(instruction))
 
     def without_data(self) -> "Task":
         """Return the task without training and test rows."""
@@ -282,23 +277,15 @@ class Task:
         Raises:
             I2CLError: if a key is missing or has the wrong type.
         """
-        labels = description.get("labels")
-        if not isinstance(labels, list | tuple) or not all(isinstance(word, str) for word in labels):
-            raise I2CLError(f"task description: 'labels' must be a list of words, not {labels!r}")
-        shots = description.get("shots", 5)
-        if not isinstance(shots, int):
-            raise I2CLError(f"task description: 'shots' must be a whole number, not {shots!r}")
-        text = partial(_string_value, description)
-        return cls(
-            name=text("name"),
-            labels=tuple(labels),
-            template=Template(text("template"), text("separator", "\n"), text("opening", "")),
-            shots=shots,
-            title=text("title", ""),
-            description=text("description", ""),
-            group=text("group", "user"),
-            instruction=text("instruction", ""),
-        )
+        try:
+            return TaskDescription.model_validate(description).to_task()
+        except ValidationError as error:
+            raise I2CLError(f"task description: {first_problem(error)}") from None
+
+    def _unused_rows(self, demonstrations: Examples) -> list[Example]:
+        """Return the training rows whose texts are not in the demonstrations."""
+        used = {example.text for example in demonstrations}
+        return [example for example in self._rows("train") if example.text not in used]
 
     def _rows(self, split: str) -> tuple[Example, ...]:
         rows = self.train if split == "train" else self.test
@@ -308,11 +295,28 @@ class Task:
         return rows
 
 
-def _string_value(description: Mapping[str, object], key: str, default: str | None = None) -> str:
-    value = description.get(key, default)
-    if not isinstance(value, str):
-        raise I2CLError(f"task description: {key!r} must be a string, not {value!r}")
-    return value
+class TaskDescription(BaseModel):
+    """A task without rows as JSON, or as the fields of a task TOML. See `Task` for the attributes."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    name: str
+    labels: list[str]
+    template: str
+    separator: str = "\n"
+    opening: str = ""
+    shots: int = 5
+    title: str = ""
+    description: str = ""
+    group: str = "user"
+    instruction: str = ""
+
+    def to_task(self, train: tuple[Example, ...] = (), test: tuple[Example, ...] = ()) -> Task:
+        """Return the task with the given rows. Raises I2CLError if labels, template or rows are invalid."""
+        template = Template(self.template, self.separator, self.opening)
+        names = ("name", "shots", "title", "description", "group", "instruction")
+        fields = {name: getattr(self, name) for name in names}
+        return Task(labels=tuple(self.labels), template=template, train=train, test=test, **fields)
 
 
 def _check_labels(name: str, labels: tuple[str, ...]) -> None:

@@ -7,8 +7,8 @@ from experiments.report.synthetic import LLAMA, cells, grid, llama, noted, secti
 from fitting import one_line
 from i2cl.experiments.library import load_experiment
 from i2cl.experiments.report.paper import PrintedRow, PrintedTable, printed_for, printed_tables
+from i2cl.tasks.generated import SYNTHETIC
 from i2cl.tasks.loaders import PAPER_TASKS
-from i2cl.tasks.synthetic import NAME as SYNTHETIC
 
 LLAMA3 = "meta-llama/Meta-Llama-3-8B"
 GPTJ = "EleutherAI/gpt-j-6b"

@@ -74,7 +74,7 @@ def second_row(text, label="y"):
         ({"labels": ["x"]}, "at least two|not one of"),
         (second_row("b", "x"), "every label is 'x'.*pass the label words$"),
         ({"examples": []}, "examples"),
-        ({"template": "no field"}, r"\{text\} 0 times"),
+        ({"template": "no field"}, r"it needs \{text\}"),
         ({"name": " "}, "invalid task name"),
         ({"name": "a/../films"}, "invalid task name"),
         ({"name": "tiny-llama"}, "name of the base model"),

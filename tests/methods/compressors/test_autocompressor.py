@@ -14,6 +14,7 @@ from compressed import golden
 from fitting import one_line
 from i2cl import Decoder
 from i2cl.methods.compressors.autocompressor import summarizer
+from i2cl.methods.compressors.base import hidden_states
 
 
 @pytest.fixture(scope="module", params=["autocompressor-llama", "autocompressor-opt"])
@@ -35,7 +36,7 @@ def logits(own, soft, ids):
     """Return the logits after each token of a query that follows vectors, without a cache."""
     positions = own.positions(len(soft), len(ids), 0)
     with torch.no_grad():
-        states = own.decoder.read(torch.cat([soft, own.decoder.embed(ids)]), positions)
+        states = hidden_states(own.decoder, torch.cat([soft, own.decoder.embed(ids)]), positions)
         return own.decoder.model.get_output_embeddings()(states)[len(soft) :]
 
 

@@ -162,7 +162,7 @@ def demo(
     from i2cl.experiments.evaluation import sweep
     from i2cl.methods import make_methods
     from i2cl.models.loading import REFERENCE, SMOLLM2
-    from i2cl.tasks.corpus import DEMO_TASKS
+    from i2cl.tasks.generated import DEMO_TASKS
 
     model, names = (SMOLLM2, ["tickets"]) if real else (REFERENCE, DEMO_TASKS)
     tasks = [load.task(name, TaskOptions()) for name in names]

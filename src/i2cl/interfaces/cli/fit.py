@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -16,7 +17,6 @@ from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import public_name, require_writable
 from i2cl.storage.layout import own_files
-from i2cl.tasks.text import fold
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
@@ -459,12 +459,10 @@ def surveyed(
 
 def _label_lines(survey: "Survey") -> Iterator[str]:
     yield f"Labels: {', '.join(f'{word} {count:,}' for word, count in survey.labels.items())}."
-    for word, other in survey.typos:
-        if fold(word) == fold(other):  # a warning was emitted when the file was read
-            continue
+    for word, other in survey.typos.items():
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
         yield f"! {word!r} has {rows}: did you mean {other!r}? They are treated as different labels."
-    for text, words in survey.contradictions[:MAX_CONTRADICTIONS]:
+    for text, words in islice(survey.contradictions.items(), MAX_CONTRADICTIONS):
         snippet = text if len(text) <= MAX_SNIPPET else f"{text[:MAX_SNIPPET]}..."
         yield f"! {snippet!r} is labelled {' and '.join(words)}: keep one label."
     if len(survey.contradictions) > MAX_CONTRADICTIONS:

@@ -17,7 +17,7 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.service import Service, deadline_of
 from i2cl.interfaces.server.task_store import Entry
 from i2cl.tasks import Task, Template
-from i2cl.tasks.text import is_blank, normalize_word
+from i2cl.tasks.labels import is_blank, normalize_word
 
 TRUE_WORDS, FALSE_WORDS = ("yes", "true", "1"), ("no", "false", "0")
 ZERO_SHOT_TEMPLATE = Template("{text}\nAnswer: {label}")

@@ -18,8 +18,8 @@ from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.task_store import Entry, TaskStore
 from i2cl.models.scoring import TextError
 from i2cl.storage.journal import Journal
-from i2cl.tasks.formats import load_json, repeated_key
-from i2cl.tasks.text import is_blank
+from i2cl.tasks.formats import load_json
+from i2cl.tasks.labels import is_blank
 
 INPUT, OUTPUT = "input.jsonl", "output.jsonl"
 TASKS = "input.tasks"  # folder with a copy of each task, which may be replaced before the job has finished
@@ -123,8 +123,7 @@ def _parse_line(text: bytes, model: str | None) -> tuple[BatchLine, str]:
         line = BatchLine.model_validate_json(text)
     except pydantic.ValidationError as error:
         raise I2CLError(first_problem(error)) from None
-    if (key := repeated_key(load_json(text))) is not None:
-        raise I2CLError(f"the key {key!r} is given twice: remove one")
+    load_json(text)  # raises if a key is given twice
     if (name := line.model or model) is None:
         raise I2CLError("no task is named: add model to the line, or ?model= for all lines")
     return line, name

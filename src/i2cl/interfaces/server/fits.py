@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from i2cl.methods.anchored import AnchoredWithEmbeddings
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task, Template, load_task
-from i2cl.tasks.labels import LabelLookup
-from i2cl.tasks.rows import unusable_rows
+from i2cl.tasks.files import RowError
 from i2cl.tasks.survey import Survey
 
 MAX_SHOWN_CONTRADICTIONS = 5  # texts with several labels in the description of the rows
@@ -104,11 +103,9 @@ def max_demonstrations(task: Task, drawn: Draw | None, seed: int) -> int:
 def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
     """Describe the training rows as JSON, with a few of the texts that have several labels."""
     survey = Survey.from_task(task)
-    shown = survey.contradictions[:MAX_SHOWN_CONTRADICTIONS]
+    shown = islice(survey.contradictions.items(), MAX_SHOWN_CONTRADICTIONS)
     return survey.record() | {
-        "contradictions": [
-            {"text": text[:SNIPPET_CHARACTERS], "labels": list(words)} for text, words in shown
-        ],
+        "contradictions": [{"text": text[:SNIPPET_CHARACTERS], "labels": words} for text, words in shown],
         "contradicting": len(survey.contradictions),
         "longest_tokens": max(map(len, decoder.encoder(list(survey.longest)))),
         "most_tokens": decoder.max_length,
@@ -186,20 +183,18 @@ def _load_rows(request: FitJob, folder: Path) -> Task:
     text_column, label_column = request.text_column or "text", request.label_column or "label"
     if request.labels is not None:
         Task(request.name, tuple(request.labels), template)  # raises once here instead of once per row
-    lookup: Sequence[str] | LabelLookup | None = request.labels
-    # the training file comes first: it decides whether class ids start at 0 or 1
-    for path in filter(None, (train_path, test_path)):
-        refused, lookup = unusable_rows(path, lookup, text_column, label_column)
-        if refused := [_with_file_names(message, request, folder) for message in refused]:
-            raise RefusalError(422, "bad_rows", refused[0], rows=refused)
-    return load_task(
-        train_path,
-        template=template,
-        labels=request.labels,
-        text_column=text_column,
-        label_column=label_column,
-        test_path=test_path,
-    )
+    try:
+        return load_task(
+            train_path,
+            template=template,
+            labels=request.labels,
+            text_column=text_column,
+            label_column=label_column,
+            test_path=test_path,
+        )
+    except RowError as error:
+        rows = [_with_file_names(message, request, folder) for message in error.rows or (str(error),)]
+        raise RefusalError(422, "bad_rows", rows[0], rows=rows) from None
 
 
 def _with_file_names(message: str, request: FitJob, folder: Path) -> str:

@@ -35,7 +35,7 @@ from i2cl.injections.pool import InjectionPool, LoadedTask, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import require_finite_in_use
 from i2cl.storage.atomic import sync_to_disk, write_text_atomic
-from i2cl.tasks.text import normalize_word
+from i2cl.tasks.labels import normalize_word
 
 MAX_NAME_LENGTH = 128
 STATE = ".i2cl-server"

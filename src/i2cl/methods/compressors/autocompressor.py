@@ -19,7 +19,9 @@ from i2cl.methods.compressors.base import (
     cast,
     encode_without_special_tokens,
     exchanges,
+    hidden_states,
     require_model_type,
+    soft_prompt_prefix,
 )
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
@@ -68,13 +70,13 @@ class Summarizer:
         for ids in segments:
             inputs = torch.cat([soft_prompt, self.decoder.embed(ids), self.embeddings])
             positions = self.positions(len(soft_prompt), len(ids), len(self.embeddings))
-            summary = self.decoder.read(inputs, positions)[-len(self.embeddings) :]
+            summary = hidden_states(self.decoder, inputs, positions)[-len(self.embeddings) :]
             soft_prompt = torch.cat([soft_prompt, summary]) if self.accumulate else summary
         return soft_prompt
 
     def predictor(self, task: Task, soft_prompt: Float[Tensor, "vectors d"]) -> SoftPromptPredictor:
         """Return a predictor that puts summary vectors before each query."""
-        prefix = self.decoder.prefix_of(soft_prompt, self.positions(len(soft_prompt), 0, 0))
+        prefix = soft_prompt_prefix(self.decoder, soft_prompt, self.positions(len(soft_prompt), 0, 0))
         return SoftPromptPredictor.of(self.decoder, task, prefix)
 
     def segments(self, shown: Sequence[Ids], front: Ids, max_tokens: int) -> list[Ids]:

@@ -4,7 +4,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from i2cl.errors import I2CLError
 from i2cl.methods.base import Cost, LabelScores
@@ -84,6 +87,44 @@ def require_model_type(decoder: Decoder, method: str, supported: Collection[str]
 def cast(decoder: Decoder, tensor: Tensor) -> Tensor:
     """Move a tensor to the model's device and dtype."""
     return tensor.to(decoder.device, decoder.model.dtype)
+
+
+def hidden_states(
+    decoder: Decoder,
+    vectors: Float[Tensor, "n d"],
+    positions: Sequence[int] | None = None,
+    cache: Cache | None = None,
+) -> Float[Tensor, "n d"]:
+    """Run input embeddings as one row and return the last hidden states, after the final norm.
+
+    Gradients flow if the caller enables them.
+
+    Args:
+        decoder: the model.
+        vectors: input embeddings.
+        positions: position ids. Default: counting from 0.
+        cache: receives keys and values.
+    """
+    decoder.pause()
+    position_ids = torch.tensor([positions or range(len(vectors))], device=decoder.device)
+    # Without a mask, transformers takes positions that are not consecutive for packed rows.
+    arguments: dict[str, Any] = {
+        "position_ids": position_ids,
+        "attention_mask": torch.ones_like(position_ids),
+    }
+    arguments |= {"past_key_values": cache, "use_cache": cache is not None}
+    with decoder.frozen():
+        states: Tensor = decoder.model.base_model(inputs_embeds=vectors[None], **arguments).last_hidden_state
+    return states[0].to(decoder.device)  # with several devices, they are on the last one
+
+
+def soft_prompt_prefix(
+    decoder: Decoder, vectors: Float[Tensor, "n d"], positions: Sequence[int] | None = None
+) -> Prefix:
+    """Run input embeddings once, as `hidden_states` does, and cache their keys and values."""
+    cache = DynamicCache(config=decoder.model.config)
+    hidden_states(decoder, vectors, positions, cache)
+    return Prefix((), cache, len(vectors), 1 + max(positions or range(len(vectors))))
 
 
 def exchanges(decoder: Decoder, task: Task, demonstrations: Examples) -> list[str]:

@@ -26,7 +26,9 @@ from i2cl.methods.compressors.base import (
     SoftPromptPredictor,
     cast,
     exchanges,
+    hidden_states,
     require_model_type,
+    soft_prompt_prefix,
 )
 from i2cl.models.batching import Batch, Ids
 from i2cl.models.checkpoint import checkpoint_folder, read_tensors
@@ -129,7 +131,9 @@ class AutoEncoder:
             )
         with self.adapted():
             inputs = (torch.cat([self.decoder.embed(ids), self.memory]) for ids in segments)
-            return torch.cat([self.decoder.read(vectors)[-len(self.memory) :] for vectors in inputs])
+            return torch.cat(
+                [hidden_states(self.decoder, vectors)[-len(self.memory) :] for vectors in inputs]
+            )
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def soft_prompt_predictor(
     if decoder.max_length is not None and len(vectors) + len(right) >= decoder.max_length:
         size = f"{len(vectors)} of {decoder.max_length} positions"
         raise I2CLError(f"the memory slots take {size}: use fewer demonstrations")
-    return SoftPromptPredictor.of(decoder, task, decoder.prefix_of(vectors), right, edit)
+    return SoftPromptPredictor.of(decoder, task, soft_prompt_prefix(decoder, vectors), right, edit)
 
 
 def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:

@@ -237,7 +237,7 @@ function showRows({ data, test_rows }) {
   const tests = test_rows ? `, ${test_rows} test rows` : "";
   $("counted").textContent = `${data.rows} rows${distinct}${tests}. The longest text has ${data.longest_tokens} tokens${most}.`;
   $("counts").textContent = `Rows per label: ${Object.entries(data.labels).map(([label, count]) => `${label} ${count}`).join(", ")}.`;
-  const warnings = Object.entries(data.slips).map(([label, other]) =>
+  const warnings = Object.entries(data.typos).map(([label, other]) =>
     `The label ${label} has ${data.labels[label]} row${data.labels[label] === 1 ? "" : "s"}: did you mean ${other}? They are two labels now.`);
   for (const { text, labels } of data.contradictions) warnings.push(`The text "${text}" has the labels ${labels.join(" and ")}: keep one.`);
   const more = data.contradicting - data.contradictions.length;

@@ -1,22 +1,27 @@
-"""Training corpus of the reference model: short generated sentences and tasks on them.
+"""Generated tasks: those of the reference model, and the paper's synthetic data set.
 
-Every sentence has four independent attributes (mood, job, place, weather), each with four categories of six
-words. A task asks for one attribute and maps its categories to colours or letters by one of two keys. A
-sentence alone therefore never reveals the task: eight tasks share each set of label words. A fifth of the
-word combinations is held out: they never occur in training.
+The training corpus of the reference model consists of short sentences with four independent attributes (mood,
+job, place, weather), each with four categories of six words. A task asks for one attribute and maps its
+categories to colours or letters by one of two keys. A sentence alone therefore never reveals the task: eight
+tasks share each set of label words. A fifth of the word combinations is held out: they never occur in
+training.
 """
 
+import string
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
-from i2cl.tasks.task import Example, Task, Template
+from i2cl.tasks.task import Example, Task
+from i2cl.tasks.template import Template
+
+SYNTHETIC = "synthetic"
+_MIN_LENGTH, _MAX_LENGTH = 5, 12  # characters of a synthetic text
 
 TEMPLATE = "{text}\nAnswer: {label}"
 SEPARATOR = "\n"
-HELD_OUT_MODULUS = 5
-
 SPLITS = {"train": (2000, 1), "test": (1000, 2)}  # number of rows and seed
+_HELD_OUT_MODULUS = 5  # one in five combinations of words never occurs in training
 
 DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
 """Tasks of `i2cl demo`: three attributes, both sets of label words."""
@@ -107,7 +112,7 @@ def sample_words(rng: Random, categories: dict[str, int], held_out: bool) -> dic
     tables = {name: tuple(ATTRIBUTES[name].values())[index] for name, index in categories.items()}
     while True:
         words = {name: rng.choice(table) for name, table in tables.items()}
-        if (sum(map(_WORD_INDEX.__getitem__, words.values())) % HELD_OUT_MODULUS == 0) == held_out:
+        if (sum(map(_WORD_INDEX.__getitem__, words.values())) % _HELD_OUT_MODULUS == 0) == held_out:
             return words
 
 
@@ -134,7 +139,7 @@ def examples(task: ReferenceTask, split: str, n: int, seed: int) -> list[tuple[s
     ]
 
 
-def describe() -> list[Task]:
+def list_reference_tasks() -> list[Task]:
     """Return the reference model's tasks without rows."""
     template = Template(TEMPLATE, SEPARATOR)
     return [
@@ -145,10 +150,48 @@ def describe() -> list[Task]:
 
 @cache
 def load(name: str) -> Task | None:
-    """Return the task of that name with its rows, or None if there is none."""
-    for spec, task in zip(TASKS, describe(), strict=True):
+    """Return the generated task of that name with its rows, or None if there is none."""
+    if name == SYNTHETIC:
+        return synthetic_task()
+    for spec, task in zip(TASKS, list_reference_tasks(), strict=True):
         if spec.name == name:
             drawn = (examples(spec, split, *size) for split, size in SPLITS.items())
             train, test = (tuple(Example(*row) for row in rows) for rows in drawn)
             return replace(task, train=train, test=test)
     return None
+
+
+def synthetic_task(seed: int = 0, train_per_class: int = 100, test_per_class: int = 200) -> Task:
+    """Generate the paper's synthetic task: random letters (A), special characters (B) and digits (C).
+
+    All texts are distinct. The paper specifies neither text lengths nor a template; 5 to 12 characters and
+    the template here are our choice.
+
+    Source: paper, appendix "Analysis on Synthetic Dataset".
+    """
+    rng = Random(seed)
+    train: list[Example] = []
+    test: list[Example] = []
+    for label, alphabet in enumerate((string.ascii_letters, string.punctuation, string.digits)):
+        # a dict keeps insertion order; the order of a set of strings differs between processes
+        texts: dict[str, None] = {}
+        while len(texts) < train_per_class + test_per_class:
+            # numbers have no leading zero
+            first = rng.choice("123456789") if alphabet == string.digits else ""
+            text = "".join(rng.choices(alphabet, k=rng.randint(_MIN_LENGTH, _MAX_LENGTH)))
+            texts[first + text[len(first) :]] = None
+        rows = [Example(text, label) for text in texts]
+        train += rows[:train_per_class]
+        test += rows[train_per_class:]
+    rng.shuffle(train)
+    rng.shuffle(test)
+    return Task(
+        name=SYNTHETIC,
+        labels=("A", "B", "C"),
+        template=Template("Input: {text}\nLabel: {label}"),
+        train=tuple(train),
+        test=tuple(test),
+        title="Synthetic",
+        description="Random letters, special characters or digits, with labels that carry no meaning.",
+        group=SYNTHETIC,
+    )
