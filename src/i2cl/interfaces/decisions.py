@@ -104,12 +104,13 @@ class Decision:
         cls,
         log_probs: Float[Tensor, " labels"],
         label_mass: float | None,
-        task: AnsweringTask,
+        labels: Sequence[str],
         indices: Sequence[int],
+        task: AnsweringTask | None,
     ) -> "Decision":
-        """Renormalize the scores of a task over the labels at ``indices``, one per option."""
+        """Renormalize log-probabilities of labels over those at ``indices``, one per option."""
         probabilities = log_probs[list(indices)].softmax(-1).tolist()
-        return cls(probabilities, tuple(task.labels[index] for index in indices), task, label_mass)
+        return cls(probabilities, tuple(labels[index] for index in indices), task, label_mass)
 
     @property
     def best(self) -> int:

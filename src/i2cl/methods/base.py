@@ -34,9 +34,7 @@ A method has a name and a `fit`, which returns a predictor; a predictor has a co
             return self.log_frequencies.expand(len(texts), -1)
 
 `i2cl.evaluate` takes an instance. For the command line and for grids, add the class to ``_ALL`` in
-`i2cl.methods`; ``--set smoothing=2`` then works, and every test of the contract of methods runs with it.
-Models of prompts are in `i2cl.methods.prompting`, of classifiers on features in `i2cl.methods.classifiers`,
-and of edits of the model's activations in `i2cl.methods.icv`.
+`i2cl.methods`: ``--set smoothing=2`` then works, and the tests of the contract of methods run with it.
 """
 
 from abc import ABC, abstractmethod
@@ -100,12 +98,7 @@ class Predictor(Protocol):
     def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
         """Score each label for each text: log-probabilities, or other scores that increase with them.
 
-        Args:
-            texts: the texts to classify; no text yields a result of shape (0, labels).
-            progress: called as texts finish.
-
-        Raises:
-            I2CLError: on an empty text.
+        ``progress`` is called as texts finish. Raises I2CLError on an empty text.
         """
         ...
 
@@ -176,12 +169,7 @@ class Method(ABC):
     def from_options(cls, options: Mapping[str, Any], *inner: "Method") -> "Method":
         """Construct the method; options that it does not have are ignored.
 
-        Args:
-            options: values by name.
-            inner: for a wrapper, the method to wrap.
-
-        Raises:
-            I2CLError: on an invalid value.
+        ``inner`` is the method that a wrapper wraps. Raises I2CLError on an invalid value.
         """
         return cls(*inner, *(_validate(model, options) for model in cls.settings))
 

@@ -15,6 +15,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from i2cl.errors import I2CLError
+from i2cl.interfaces.decisions import error_response
 from i2cl.interfaces.server.guard import Access, Guard, GuardedRoute, policy
 from i2cl.interfaces.server.refusals import RefusalError, model_failed, stopping
 from i2cl.interfaces.server.routes import completions, decisions, management, schemas
@@ -122,12 +123,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Answer every error with JSON, see `decisions.error_response`."""
+    """Answer every error with JSON, see `i2cl.interfaces.decisions.error_response`."""
 
     def respond(request: Request, refusal: RefusalError) -> JSONResponse:
         service.metrics.refusals.labels(refusal.code).inc()
         path = getattr(request.scope.get("route"), "path", "")
-        status, body = decisions.error_response(path, refusal)
+        status, body = error_response(path, refusal)
         return JSONResponse(body, status, headers=refusal.headers)
 
     @app.exception_handler(I2CLError)

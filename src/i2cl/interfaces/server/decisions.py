@@ -9,94 +9,18 @@ lists no options, so their order has no influence.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from i2cl.errors import I2CLError
-from i2cl.injections.pool import LoadedTask, RowScores, TaskQuery
+from i2cl.injections.pool import LoadedTask, TaskQuery
+from i2cl.interfaces.decisions import Decision, Question, choose_labels
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.service import Service, deadline_of
 from i2cl.interfaces.server.task_store import Entry
 from i2cl.tasks import Task, Template
-from i2cl.tasks.labels import is_blank, normalize_word
+from i2cl.tasks.labels import is_blank
 
-TRUE_WORDS, FALSE_WORDS = ("yes", "true", "1"), ("no", "false", "0")
 ZERO_SHOT_TEMPLATE = Template("{text}\nAnswer: {label}")
 ZERO_SHOT_TASKS = 256  # label sets whose tokens are cached
-
-Kind = Literal["predicate", "choice", "score"]
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of a question.
-
-    Attributes:
-        words: label words that stand for it. A task may use any of them; zero-shot scores the first.
-        description: shown in zero-shot prompts.
-    """
-
-    words: tuple[str, ...]
-    description: str = ""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question of either API.
-
-    Attributes:
-        kind: a predicate has the options true and false, in this order; a score has ordered levels.
-        name: name of the question, empty if it has none.
-        options: what to choose from.
-        instructions: the question itself. Tasks have their own prompt and ignore it.
-        param: its place in the request, for errors.
-    """
-
-    kind: Kind
-    name: str
-    options: tuple[Option, ...]
-    instructions: str
-    param: str
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Answer to a question.
-
-    Attributes:
-        probabilities: of the options, in their order.
-        labels: label words that stand for the options.
-        task: the task that answered; None for zero-shot.
-        label_mass: see `i2cl.injections.pool.RowScores`.
-    """
-
-    probabilities: list[float]
-    labels: tuple[str, ...]
-    task: Entry | None
-    label_mass: float | None
-
-    @property
-    def best(self) -> int:
-        """Index of the most probable option."""
-        return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
-
-    @property
-    def confidence(self) -> float:
-        """Probability of the most probable option."""
-        return self.probabilities[self.best]
-
-    @property
-    def expected_index(self) -> float:
-        """Expected index of the option, the score of ordered levels."""
-        return sum(index * probability for index, probability in enumerate(self.probabilities))
-
-    @property
-    def expected_value(self) -> float | None:
-        """Expected value of labels that are numbers, None for others."""
-        try:
-            values = [float(label) for label in self.labels]
-        except ValueError:
-            return None
-        return sum(value * p for value, p in zip(values, self.probabilities, strict=True))
 
 
 @dataclass(frozen=True)
@@ -145,15 +69,15 @@ class DecisionMaker:
         rows = await self._service.encode(lambda: self._encode(model, text, questions), deadline)
         queries = [*dict.fromkeys(row.query for row in rows)]
         scores = dict(zip(queries, await self._service.score(queries, deadline), strict=True))
-        decisions = [
-            _decision(question, row, scores[row.query]) for question, row in zip(questions, rows, strict=True)
-        ]
+        decisions = []
+        for row in rows:
+            labels, score = row.query.task.scorer.task.labels, scores[row.query]
+            decisions.append(Decision.of(score.log_probs, score.label_mass, labels, row.chosen, row.task))
         return decisions, sum(len(query.ids) for query in queries)
 
     def _encode(self, model: str, text: str, questions: Sequence[Question]) -> list[_Row]:
         rows, encoded = [], {}
         for question in questions:
-            _require_distinct(question)
             name = self._task_name(question, model)
             if name is None:
                 query, indices = self._zero_shot_query(question, text), range(len(question.options))
@@ -163,7 +87,7 @@ class DecisionMaker:
                 entry, (query,) = self._service.tasks.queries(name, [text])
                 encoded[name] = entry, query
             entry, query = encoded[name]
-            rows.append(_Row(query, _choose(question, entry), entry))
+            rows.append(_Row(query, choose_labels(question, entry), entry))
         return rows
 
     def _task_name(self, question: Question, model: str) -> str | None:
@@ -193,93 +117,3 @@ class DecisionMaker:
 
     def _make_zero_shot_task(self, labels: tuple[str, ...]) -> LoadedTask:
         return self._service.tasks.pool.plain(Task("zero-shot", labels, ZERO_SHOT_TEMPLATE))
-
-
-def _require_distinct(question: Question) -> None:
-    if len({option.words for option in question.options}) < len(question.options):
-        message = f"{question.param}: an option is given twice"
-        raise RefusalError(400, "bad_request", message, "remove one", param=question.param)
-
-
-def _decision(question: Question, row: _Row, scores: RowScores) -> Decision:
-    probabilities = scores.log_probs[list(row.chosen)].softmax(-1).tolist()
-    if row.task is None:
-        labels = tuple(option.words[0] for option in question.options)
-    else:
-        labels = tuple(row.task.labels[index] for index in row.chosen)
-    return Decision(probabilities, labels, row.task, scores.label_mass)
-
-
-def _choose(question: Question, task: Entry) -> list[int]:
-    """Return the label index of each option. Raises RefusalError (400) if an option is not a label."""
-    if question.kind == "predicate":
-        return _true_and_false(question, task)
-    chosen = [_index(option, task.labels) for option in question.options]
-    if question.kind == "score" and None in chosen:
-        chosen = [*_numbers(question, task)]
-    missing = [
-        option.words[0] for option, index in zip(question.options, chosen, strict=True) if index is None
-    ]
-    if missing:
-        message = f"{question.param}: task {task.name!r} has no label {missing[0]!r} ({_listed(task.labels)})"
-        hint = "use its labels, or another question name to ask the base model"
-        raise RefusalError(400, "unknown_option", message, hint, param=question.param)
-    indices = [index for index in chosen if index is not None]
-    if len({*indices}) < len(indices):
-        message = f"{question.param}: two options are the same label of task {task.name!r}"
-        raise RefusalError(400, "unknown_option", message, "remove one", param=question.param)
-    return indices
-
-
-def _index(option: Option, labels: Sequence[str]) -> int | None:
-    """Return the index of the label that stands for an option."""
-    words = [normalize_word(word) for word in option.words]
-    return next((labels.index(word) for word in words if word in labels), None)
-
-
-def _numbers(question: Question, task: Entry) -> list[int | None]:
-    """Return the labels for levels with other names: labels that are numbers, in ascending order."""
-    try:
-        ascending = sorted(range(len(task.labels)), key=lambda index: float(task.labels[index]))
-    except ValueError:
-        return [_index(option, task.labels) for option in question.options]
-    if len(ascending) != len(question.options):
-        message = f"{question.param}: task {task.name!r} has {len(ascending)} levels ({_listed(task.labels)})"
-        hint = f"send {len(ascending)} levels, or levels that are its labels"
-        raise RefusalError(400, "unknown_option", message, hint, param=question.param)
-    return [*ascending]
-
-
-def _true_and_false(question: Question, task: Entry) -> list[int]:
-    """Return the indices of the labels for true and false.
-
-    A description or the instructions may name the label; otherwise one label is a word such as "yes" or "no",
-    the other label with "not" in front, or the name of the question or task.
-    """
-    labels = task.labels
-    if len(labels) != 2:
-        message = f"{question.param}: task {task.name!r} has {len(labels)} labels, but a predicate needs two"
-        raise RefusalError(400, "unknown_option", message, "ask a choice", param=question.param)
-    true, false = question.options
-    for index, label in enumerate(labels):
-        other = labels[1 - index]
-        if label in (true.description, question.instructions) or other == false.description:
-            return [index, 1 - index]
-    for index, label in enumerate(labels):
-        word, opposite = label.casefold(), labels[1 - index].casefold()
-        if (
-            word in TRUE_WORDS
-            or opposite in FALSE_WORDS
-            or opposite in {f"not {word}", f"non-{word}", f"no {word}"}
-            or word in {question.name.casefold(), task.name.casefold()}
-        ):
-            return [index, 1 - index]
-    message = f"{question.param}: unclear which label of task {task.name!r} means true ({_listed(labels)})"
-    hint = "make the instructions one of the labels, or ask a choice"
-    raise RefusalError(400, "unknown_option", message, hint, param=question.param)
-
-
-def _listed(labels: Sequence[str], limit: int = 10) -> str:
-    """Return the first labels for an error message."""
-    more = f", and {len(labels) - limit} more" if len(labels) > limit else ""
-    return "labels: " + ", ".join(map(repr, labels[:limit])) + more

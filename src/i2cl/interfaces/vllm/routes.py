@@ -236,7 +236,7 @@ async def _ask_tasks(
     results = []
     for question, task, labels in chosen:
         answer = by_task[task.name]
-        decision = Decision.of(answer.log_probs, answer.label_mass, task, labels)
+        decision = Decision.of(answer.log_probs, answer.label_mass, task.labels, labels, task)
         results.append((question.answer(decision), describe(question, decision)))
     return results, sum(len(query) for _, query in rows)
 
