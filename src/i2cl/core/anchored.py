@@ -54,11 +54,11 @@ class AnchoredConfig(Settings):
         tolerance: relative gain of the objective by an undamped step below which the solver stops.
         trust: share of the predicted gain that a step must achieve; otherwise it is damped. With 0 any gain
             is accepted.
-        settled: loss in nats below which a demonstration keeps its derivatives from the third step on; with 0
-            all are differentiated in each step.
+        settled: loss in nats below which a demonstration is not differentiated again from the third step on;
+            its last derivatives are reused. With 0, all are differentiated in each step.
         say_label: add one more vector to the last sublayer that makes the model say a label unprompted
             without changing which label is the most probable (`i2cl.core.label_mass`).
-        solver: ``"gauss_newton"`` (Gauss-Newton), ``"adamw"`` (AdamW), or ``"auto"``: Gauss-Newton up to
+        solver: ``"gauss_newton"``, ``"adamw"``, or ``"auto"``: Gauss-Newton up to
             `i2cl.core.plan.MAX_KERNEL_COLUMNS` pairs of an example and a wrong label
             (`MAX_WORD_KERNEL_COLUMNS` for word-level scoring) if they fit into the memory. The settings of a
             fit hold the solver as ``solved_by``.

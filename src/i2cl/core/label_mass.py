@@ -1,4 +1,4 @@
-"""Last step of anchored calibration: one more vector makes the model say a label unprompted.
+"""Last step of anchored calibration: one more vector ranks the labels above all other tokens.
 
 Beyond the paper. The loss of anchored calibration compares the labels with each other only. Another token may
 still be more probable than all of them, and greedy decoding would print it. One more vector at the last

@@ -77,7 +77,7 @@ class FitPlan:
     """How a fit will be solved.
 
     Attributes:
-        solver: ``"gauss_newton"`` (Gauss-Newton) or ``"adamw"`` (AdamW).
+        solver: ``"gauss_newton"`` or ``"adamw"``.
         passes: expected cost, in inference passes over the examples.
         first_step: share of that cost until the first progress report.
         batch_size: examples per step, or None for as many as a batch holds.

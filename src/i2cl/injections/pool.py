@@ -159,7 +159,7 @@ class InjectionPool:
         return [row.log_probs for row in rows]
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
-        """Return the most probable label word of each text. Raises I2CLError as `scores`."""
+        """Return the most probable label word of each text. Raises I2CLError as `log_probs`."""
         queries = self._queries(texts, task_ids)
         pairs = zip(queries, self.score_rows(queries), strict=True)
         return [query.task.scorer.task.labels[int(row.log_probs.argmax())] for query, row in pairs]
