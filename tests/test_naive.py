@@ -57,7 +57,7 @@ def work():
 
 def test_every_measure_of_a_model(work):
     names = [row.name for row in measures.rows_of(work, pairs=1, epochs=1, passes=1)]
-    assert len(names) == len(set(names)) == 8
+    assert len(names) == len(set(names)) == 6
     rows = list(measures.against_prefix(work, (20, 50), (1, 3)))
     assert [(row.demonstration_tokens, row.tasks) for row in rows] == [(20, 1), (20, 3), (50, 1), (50, 3)]
     size = 2 * work.decoder.layers * work.decoder.d_model * 4

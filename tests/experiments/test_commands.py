@@ -87,7 +87,7 @@ full = {{ seeds = 1, limit = 8 }}
     assert "Difference from Zero-shot" in reported(*last.split()[4:]), (
         "the first row is the reference without a row I2CL"
     )
-    assert "{label} 0 times" in refused(*written(tmp_path, grid=grid.replace("A: {label}", "A: ")))
+    assert "then {label} at the end" in refused(*written(tmp_path, grid=grid.replace("A: {label}", "A: ")))
 
 
 def test_tasks_and_against_options(tmp_path, said, reported, refused):

@@ -262,7 +262,7 @@ def wrong(x=None, y=None, **parameters):
         ({"method": "anchored", "recipe": "fast", "settings": None}, "takes no recipe: leave it out"),
         ({"method": "icv"}, "unknown method 'icv': choose one of anchored, i2cl"),
         ({"settings": {"epochs": "many"}}, "option epochs='many'"),
-        ({"template": "{text}"}, r"\{label\} 0 times"),
+        ({"template": "{text}"}, r"it needs \{text\}, then some text, then \{label\} at the end"),
         ({"model": "no/such/folder/here"}, r"does not exist.*set_params\(model=...\)"),
         ({"model": 3}, "model is a int: pass a name, a folder or a Decoder"),
         ({"shots": 2.0}, "shots is 2.0: pass a whole number above 0, or None"),

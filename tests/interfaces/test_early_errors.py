@@ -38,7 +38,10 @@ CASES = {
     "fit: missing unlabelled texts": (f"{FIT} --unlabelled none.txt", "none.txt does not exist"),
     "fit: output is a file": ("fit reference good.csv -o good.csv", "is a file: give a folder"),
     "fit: unwritable output": ("fit reference good.csv -o /proc/none/new", "cannot write"),
-    "fit: bad template": (f"{FIT} --template {{text}}", "{label} 0 times"),
+    "fit: bad template": (
+        f"{FIT} --template {{text}}",
+        "it needs {text}, then some text, then {label} at the end",
+    ),
     "fit: bad labels": (f"{FIT} --labels a=x,y", "is not NAME=CODE"),
     "fit: bad dtype": (f"{FIT} --dtype int3", "'int3' is not one of"),
     "fit: bad device map": (f"{FIT} --device-map [", "is not valid JSON"),

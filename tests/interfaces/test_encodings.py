@@ -119,7 +119,7 @@ def test_file_names_that_are_not_utf_8(narrow, home, tmp_path):
         ["export", tmp_path / "fit", odd.with_suffix(".gguf"), "--to", "gguf"],
     ):
         code, out, err = narrow(*words)
-        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert (code, out, err.count("\n")) == (2, "", 1), (words, err)
         assert "is not UTF-8: rename it" in err
     assert sorted(tmp_path.iterdir()) == before
 

@@ -1,9 +1,9 @@
 """The AdamW solver of anchored calibration, for fits whose Gauss-Newton kernel would be too large.
 
 Beyond the paper. It minimizes the same objective as `i2cl.core.gauss_newton`, from the same start and under
-the same prior. Instead of linearizing, it takes small batches over a few epochs, and stops early instead of
-damping. Every label competes in each step, so time grows with the number of demonstrations and hardly with
-the number of labels, and memory with neither.
+the same prior. Instead of linearizing, it takes small batches for a fixed number of epochs. Every label
+competes in each step, so time grows with the number of demonstrations and hardly with the number of labels;
+memory stops growing at `i2cl.core.plan.MAX_SCALE_EXAMPLES` demonstrations.
 
 Where labels are scored by their words, it also fits how much each word counts (`i2cl.core.word_weights`).
 """

@@ -107,8 +107,8 @@ def gauss_newton_step(
     while damping <= max_damping:
         prior_share = 1 / damping  # how far the proximal term's center lies towards the plain model
         offset = point.columns - prior_share * directional
-        weights = solve_kernel_regression(offset, kernel, tau * damping, point.weights)
-        moved = (1 - prior_share) * start + point.jacobian.T @ weights.float()
+        dual = solve_kernel_regression(offset, kernel, tau * damping, point.weights)
+        moved = (1 - prior_share) * start + point.jacobian.T @ dual.float()
         prior = tau / 2 * moved.double().square().sum().item()
         linearized = point.columns + (point.jacobian @ (moved - start)).double().view_as(point.columns)
         # rounding may make it negative
@@ -154,14 +154,14 @@ def solve_kernel_regression(
         importance: weights of the demonstrations' losses, in float64; None: 1 each.
     """
     n, others = start.shape
-    weights = torch.zeros(n * others, dtype=torch.float64)
-    eye = torch.eye(len(weights), dtype=torch.float64)
+    dual = torch.zeros(n * others, dtype=torch.float64)
+    eye = torch.eye(len(dual), dtype=torch.float64)
 
     def objective(at: Tensor) -> tuple[Tensor, float]:
         columns = start + (kernel @ at).view_as(start)
         return columns, summed_loss(columns, importance) + (tau / 2 * at @ kernel @ at).item()
 
-    columns, best = objective(weights)
+    columns, best = objective(dual)
     for _ in range(MAX_NEWTON_STEPS):
         gradient = _with_gold(columns).softmax(1)[:, 1:]
         curvature = torch.diag_embed(gradient) - gradient[:, :, None] * gradient[:, None]
@@ -169,17 +169,17 @@ def solve_kernel_regression(
             gradient = importance[:, None] * gradient
             curvature = importance[:, None, None] * curvature
         hessian = tau * eye + (curvature @ kernel.view(n, others, -1)).view_as(kernel)
-        move = torch.linalg.solve(hessian, gradient.flatten() + tau * weights)
+        move = torch.linalg.solve(hessian, gradient.flatten() + tau * dual)
         length = 1.0
-        while (trial := objective(weights - length * move))[1] > best and length > 1e-3:
+        while (trial := objective(dual - length * move))[1] > best and length > 1e-3:
             length /= 2
         if trial[1] > best:
             break
         gain, best, columns = best - trial[1], trial[1], trial[0]
-        weights = weights - length * move
+        dual = dual - length * move
         if gain < 1e-9:
             break
-    return weights
+    return dual
 
 
 def _with_gold(columns: Float[Tensor, "n others"]) -> Float[Tensor, "n labels"]:

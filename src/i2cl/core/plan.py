@@ -57,7 +57,7 @@ class FitSize:
 
     @property
     def columns(self) -> int:
-        """Rows of the Gauss-Newton kernel: pairs of an example and a wrong label."""
+        """Pairs of an example and a wrong label: rows and columns of the Gauss-Newton kernel."""
         return self.examples * (self.labels - 1)
 
     @property

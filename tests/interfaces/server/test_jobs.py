@@ -145,7 +145,7 @@ def test_running_and_queued_jobs_can_be_cancelled(service, task):
 
 def test_failed_fit_reports_its_error(service, task, monkeypatch):
     fails = Mock(side_effect=KeyError("a user's text"))
-    monkeypatch.setattr("i2cl.methods.anchored.Anchored.injection", fails)
+    monkeypatch.setattr("i2cl.methods.anchored.Anchored.fit_injection", fails)
     job = run_fit(service, task)
     assert job.status == "failed"
     assert job.events[-1]["error"]["code"] == "internal"

@@ -12,6 +12,7 @@ from typer import Argument, Option
 from i2cl.errors import I2CLError, require_packages
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
+from i2cl.storage.atomic import require_new_file, require_writable
 
 if TYPE_CHECKING:
     from i2cl.export import Verification
@@ -72,6 +73,10 @@ def export(
     load.require_artefact(artefact)
     load.require_options(loading)
     arguments = form.arguments(output) | {"golden": form.golden, "force": force}
+    if form.to == "gguf":
+        require_new_file(output)
+    else:
+        require_writable(output, frozenset())
     load.libraries()
     from i2cl import export as formats
     from i2cl.core.injection import Injection
