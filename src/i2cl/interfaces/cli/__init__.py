@@ -15,7 +15,8 @@ from i2cl.version import __version__
 
 NAME = "i2cl"
 INTERRUPTED = 130
-OPENMP_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the second is for GNU OpenMP
+# Iterations that a thread of GNU OpenMP waits in a loop before it sleeps: some ten microseconds.
+SPIN_COUNT = "10000"
 _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
 
 # Example of each command, shown below its help. The tests run them in this order.
@@ -81,7 +82,7 @@ def top(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with 0 (success), 1 (a check failed), 2 (invalid input) or 130 (interrupted)."""
-    _wait_passively()
+    _limit_spinning()
     console.escape()
     code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -91,14 +92,15 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _wait_passively() -> None:
-    """Let OpenMP's threads sleep instead of spin while they wait for each other.
+def _limit_spinning() -> None:
+    """Let OpenMP's threads sleep after a short while instead of spinning until the others arrive.
 
-    Spinning threads take the CPU from the threads they wait for, as soon as another process is busy. OpenMP
-    reads the variables when PyTorch is imported. Does nothing if the user has set one of them.
+    Spinning threads take the CPU from the threads they wait for, as soon as another process is busy. Sleeping
+    at once costs 10 to 30 % on an idle machine (docs/performance.md). OpenMP reads the variable when PyTorch is
+    imported. Does nothing if the user has chosen a policy.
     """
-    if not OPENMP_WAITING.keys() & os.environ.keys():
-        os.environ.update(OPENMP_WAITING)
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _run(arguments: list[str]) -> int:
