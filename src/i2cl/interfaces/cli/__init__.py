@@ -96,8 +96,8 @@ def _limit_spinning() -> None:
     """Let OpenMP's threads sleep after a short while instead of spinning until the others arrive.
 
     Spinning threads take the CPU from the threads they wait for, as soon as another process is busy. Sleeping
-    at once costs 10 to 30 % on an idle machine (docs/performance.md). OpenMP reads the variable when PyTorch is
-    imported. Does nothing if the user has chosen a policy.
+    at once costs 10 to 30 % on an idle machine (docs/performance.md). OpenMP reads the variable when PyTorch
+    is imported. Does nothing if the user has chosen a policy.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
