@@ -1,4 +1,4 @@
-"""Part of the benchmarks: random models of known shapes, and random texts as long as those of a real task."""
+"""Workloads of the benchmarks: random models of known shapes, and random texts as long as a real task's."""
 
 import random
 from collections.abc import Sequence

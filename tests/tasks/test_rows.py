@@ -425,6 +425,7 @@ BIG_END = codecs.BOM_UTF16_BE + EXCEL.replace("\n", "\r\n").encode("utf-16-be")
 SEMICOLONS, WINDOWS = "with semicolons between its cells", "as Windows-1252: save it as UTF-8"
 SPREADSHEETS = {
     "semicolons": (EXCEL.encode(), SEMICOLONS),
+    "a line that names the separator": (b"sep=;\r\n" + EXCEL.encode(), SEMICOLONS),
     "bars": (codecs.BOM_UTF8 + EXCEL.replace(";", "|").encode(), "with vertical bars between its cells"),
     "Windows": (
         'text,label\n"\u00fcber, \u201esehr\u201c gut",good\n\u00e4rgerlich,bad\n'.encode("cp1252"),

@@ -133,8 +133,7 @@ def add_classification_head(
     """Turn the LM head's rows of the labels into a classification head.
 
     Returns:
-        The classifier without memory for its weights, and those of its tensors that are not tensors of the
-        folded model, in float32.
+        The classifier on the meta device, and its tensors that the folded model does not have, in float32.
 
     Raises:
         I2CLError: if transformers has no sequence classifier of the model type whose head is a linear map

@@ -38,8 +38,8 @@ CONVERSIONS = {
     "qwen2": "llama",
     "qwen3": "hy_v3",  # without experts: a Llama that normalizes queries and keys
 }
-# Model types with parallel blocks of which only one sublayer has a bias. It takes both vectors, since the
-# block adds the two outputs.
+# Model types with parallel blocks where only one sublayer has a bias. That bias takes both vectors, since
+# the block adds the two outputs.
 PARALLEL_BLOCKS = {"codegen", "cohere", "cohere2", "cohere_compass_text", "gptj"}
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Protocol
 from jaxtyping import Float
 from pydantic import BaseModel, Field, StrictBool, StrictStr, model_validator
 from torch import Tensor
-from typing_extensions import TypedDict  # that of typing has no field types for pydantic before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this TypedDict before Python 3.12
 
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes.schemas import Body, Int

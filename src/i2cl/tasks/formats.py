@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -43,6 +44,7 @@ ROW_SUFFIXES = (*(f".{name}" for name in get_args(RowFormat)[1:]), ".parquet", "
 STDIN = "-"
 # Cell delimiters: which one a spreadsheet program writes depends on its locale.
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_SEPARATOR_LINE = re.compile("sep=([,;\t|])")  # Excel writes and reads it as the first line
 _MAX_CELL_CHARACTERS = 2**31 - 1
 _PARQUET_BATCH_ROWS = 4096  # rows in memory at a time
 _MAX_PREVIEW_CHARACTERS = 60
@@ -185,9 +187,12 @@ def _csv_rows(
     # StringIO also splits at a bare carriage return, which old Macs use as line end.
     pieces = (piece for line in lines for piece in io.StringIO(line, newline=""))
     start: list[str] = []
+    named = None
     while not "".join(start).strip() and (piece := next(pieces, "")):
+        if separator := _SEPARATOR_LINE.fullmatch(piece.strip(" \r\n")):
+            named, piece = separator[1], "\n"  # a blank line, so that row numbers stay
         start.append(piece)
-    delimiter = _detect_delimiter("".join(start[-1:]), columns, default_delimiter)
+    delimiter = named or _detect_delimiter("".join(start[-1:]), columns, default_delimiter)
     if delimiter != default_delimiter:
         message = f"{name} is read with {_DELIMITERS[delimiter]} between its cells"
         warnings.warn(message, ReadAsWarning, stacklevel=2)

@@ -215,7 +215,7 @@ async def decide(
 async def _ask_tasks(
     text: str, chosen: Sequence[tuple[Question, ServedTask, list[int]]], raw_request: Request
 ) -> tuple[list[Result], int]:
-    """Answer questions by their tasks, each of which reads the text once.
+    """Answer each question with its task. Each task reads the text once.
 
     Args:
         text: what the questions are about.
