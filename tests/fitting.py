@@ -1,4 +1,4 @@
-"""Methods fitted on tiny models, and what a plain model is asked to compare them with."""
+"""Methods fitted on tiny models, and reference values computed with plain transformers models."""
 
 import dataclasses
 import threading
@@ -62,7 +62,7 @@ def close(actual, wanted):
 
 @cache
 def decoder_of(case, dtype=torch.float32, **overrides):
-    """A tiny model that tests share and leave as it is."""
+    """Return a tiny model that tests share and must not change."""
     return made(case, dtype=dtype, **overrides)
 
 
@@ -155,7 +155,7 @@ def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None,
 
 
 def injection_of(*parts, positions="all", seed=0, **fields):
-    """An injection whose further fields are those of its head or its report."""
+    """Return an injection; ``fields`` are fields of its head or its report."""
     kinds = [{one.name for one in dataclasses.fields(kind)} for kind in (LabelHead, Report)]
     assert set(fields) <= kinds[0] | kinds[1]
     head, report = ({name: fields[name] for name in fields.keys() & kind} for kind in kinds)
@@ -168,7 +168,7 @@ def linear_edit(values, coefficients, site="writers", positions="all", seed=0):
 
 
 def weighted(decoder, injection, seed=0):
-    """The injection with labels told by their words, each of which counts as much as a fit might find."""
+    """Return the injection with word-level scoring and random word weights, as large as a fit finds."""
     plain = injection.with_head(scoring="words")
     idf = plain.scorer(decoder).labels.weights
     moved = torch.randn(idf.shape, generator=torch.Generator().manual_seed(seed)) / 4
@@ -176,7 +176,7 @@ def weighted(decoder, injection, seed=0):
 
 
 def log_probability(decoder, query, label):
-    """Of a label's tokens behind those of a query, from one row of the bare model."""
+    """Return the log-probability of a label's tokens after a query, from one row of the plain model."""
     row = torch.tensor([[*query, *label[:-1]]])
     logits = decoder.model(row, use_cache=False).logits[0, len(query) - 1 :].log_softmax(-1)
     return sum(logits[step, token] for step, token in enumerate(label))

@@ -1,4 +1,4 @@
-"""Inputs nobody would write: good files of every kind with a few things wrong, and what reads each kind.
+"""Damaged inputs: valid files of every kind with a few random errors, and the function that reads each kind.
 
 A crash is anything but success and one `I2CLError`.
 """
@@ -34,7 +34,7 @@ WORDS = ["", " ", "a\nb", "\0", "../..", "/dev/null", "{text}", "=1+1", "é\u202
 NUMBERS = [0, -1, 10**30, 2**63, 0.5, 1e308, float("nan"), float("inf")]
 DEEP: Any = reduce(lambda inner, _: (inner,), range(400), ())
 LISTS = [(), (None,), ("a", "a"), DEEP]
-"""As tuples, which no later change gets into."""
+"""Tuples, because they are immutable."""
 ODD = st.sampled_from([None, True, *NUMBERS, *WORDS, HALF_PAIR, *LISTS]) | st.builds(dict, st.just([("", 0)]))
 
 GOOD_ROWS = {

@@ -1,4 +1,4 @@
-"""The wheel: all of the package is in it, and it works where nothing but its dependencies is installed."""
+"""The wheel contains the whole package, and works with only its dependencies installed."""
 
 import os
 import subprocess

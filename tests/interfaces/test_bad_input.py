@@ -47,7 +47,7 @@ def fit(home, *more, model=None, task=None):
 
 @pytest.fixture
 def refused(call, tmp_path):
-    """Run a command that must fail in one line and leave every file as it was; returns the line."""
+    """Run a command that must fail with one line on stderr and change no file; return the line."""
 
     def refuse(*arguments):
         before = tree(tmp_path)
@@ -62,7 +62,7 @@ def refused(call, tmp_path):
     return refuse
 
 
-FILES = {  # what a file's name in the table below stands for; tests/tasks/test_rows.py has all that is wrong
+FILES = {  # contents by file name; tests/tasks/test_rows.py tests every kind of bad row
     "one.jsonl": b'{"text": "a", "label": "good"}\n' * 3,
     "torn.jsonl": b'{"text": "a"',
     "gap.txt": b"one\n\ntwo\n",

@@ -30,8 +30,8 @@ CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 def test_label_anchor_matches_masked_attention(model_type, films, demonstrations):
     """Demonstration tokens attend to all before them, query tokens to anchors and query only.
 
-    Two passes with a mask over the whole prompt would do, were masks alike in all families. Here each
-    layer's keys and values come from the plain run, and the query runs token by token behind them.
+    Masks differ between model families, so the expected scores are computed without one: each layer's keys
+    and values come from the plain run, and the query runs token by token after them.
     """
     decoder = made(model_type)
     predictor = fit("label_anchor", decoder, films, demonstrations)

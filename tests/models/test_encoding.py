@@ -71,7 +71,7 @@ def special(encoder):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_never_becomes_a_control_token(encoder, text):
-    assert special(encoder) & set(encoder([text])[0])  # as it is, it holds one
+    assert special(encoder) & set(encoder([text])[0])  # without `literal`, the ids contain one
     (ids,) = encoder([encoder.literal(text)])
     assert not special(encoder) & set(ids)
     assert encoder.tokenizer.decode(ids).strip() == text.strip()
@@ -257,9 +257,9 @@ def seen(decoder, monkeypatch):
 
 
 def control_tokens(result):
-    """How many stand in what was run, behind a row's first place, where ICV puts one itself.
+    """Return the number of rows with a control token, except at the first position, where ICV adds one.
 
-    In the tiny vocabulary the token is 0, as is padding behind a row.
+    In the tiny vocabulary the token has id 0, which is also the padding at the end of a row.
     """
     rows = [row.tolist() for ids in result for row in ids]
     return sum(0 in row[1 : max(place for place, token in enumerate(row) if token) + 1] for row in rows)
@@ -335,7 +335,7 @@ def test_word_weights_of_a_fit_are_used(decoder):
 def test_labels_with_the_same_tokens_are_refused(decoder, labels):
     result = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
     assert len(set(map(frozenset, result.words))) == len(labels)
-    if "bba" in labels:  # two of the same letters, told by a token of their own each
+    if "bba" in labels:  # two have the same letters, so each is represented by one distinct token
         assert result.words == (result.ids[0], result.ids[1], decoder.encoder.plain("cd"))
         assert len(result.ids[0]) == 1
         assert result.ids[0] != result.ids[1]
@@ -348,7 +348,7 @@ def test_labels_without_a_distinct_token_are_refused(decoder):
     tokens = [token for (token,) in result.ids]
     assert len(set(tokens)) == len(labels)
     own = [set(decoder.encoder.plain(label)) for label in labels]
-    # Five labels of four characters: all but one of them have a character of their own.
+    # Five labels over four characters: four labels can get distinct characters.
     assert sum(token in some for token, some in zip(tokens, own, strict=True)) == 4
     assert not set(tokens) & decoder.encoder.special
     assert label_tokens(decoder.encoder, template, labels, "words") == result

@@ -97,9 +97,9 @@ def anchor(
         task: gives template and label words.
         demonstrations: labelled examples.
         config: see `AnchoredConfig`.
-        seed: of the draw of the demonstrations, stored with the injection; and of the order in which AdamW
-            reads them.
-        scoring: ``"first_token"``, ``"words"``, or ``"auto"``: by words where labels share first tokens.
+        seed: seed of the draw of the demonstrations, which the injection stores; it also shuffles AdamW's
+            batches.
+        scoring: ``"first_token"``, ``"words"``, or ``"auto"``: word-level if labels share first tokens.
         progress: called after each Gauss-Newton step, or as in `i2cl.models.training.train`, with the steps
             done, the maximum number of steps and the mean loss in nats.
 

@@ -50,8 +50,8 @@ def calibrate(
         context: what is injected.
         config: recipe and ablation switches.
         seed: of batches, noise and ``positions="random"``.
-        scoring: predict each label's first token, or its full sequence. If the loss is among the labels, by
-            first token or by words; see `i2cl.models.scoring.LabelScorer.for_fit`.
+        scoring: predict each label's first token, or its full sequence. If the loss is among the labels:
+            first-token or word-level scoring; see `i2cl.models.scoring.LabelScorer.for_fit`.
         start: initial coefficients, instead of the config's.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
         prompt: builds the text in front of a label, instead of the template's query. Tokens that all prompts
@@ -123,8 +123,8 @@ def _require_options(
         )
     if start is not None and start.shape != shape:
         raise I2CLError(
-            f"start coefficients have shape {tuple(start.shape)}, but {shape} is needed: use those of an "
-            "injection into this model"
+            f"start coefficients have shape {tuple(start.shape)}, but {shape} is needed: use the "
+            "coefficients of an injection into this model"
         )
     if batches is not None and config.optimizer == "lbfgs":
         raise I2CLError("optimizer='lbfgs' reads all demonstrations at once: leave out batches, or use adamw")
@@ -228,7 +228,7 @@ class CalibrationLoss:
         return self.likelihood.of_rows(rows, batch, noisy, prefix)
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        """Make a batch, packed into one row if the model allows it, there is no prefix, and it saves work."""
+        """Make a batch; pack it into one row if that saves work, the model allows it, and no prefix is used."""
         lengths = [self.likelihood.lengths[row] for row in rows]
         packs = self.decoder.architecture.packs and not self.shared
         return self.likelihood.batch(rows, packed=packs and packing_pays(lengths, self.decoder.d_model))

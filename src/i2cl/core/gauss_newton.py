@@ -22,7 +22,7 @@ from i2cl.models.training import StepProgress
 MAX_NEWTON_STEPS = 50  # of the linearized problem; it takes about six
 DAMPING = 8.0  # factor on the proximal term, first used in the second step, and whenever a step is retried
 MAX_DAMPING = 1e6
-COMPETING = 0.01  # probability from which on a label is differentiated again, for word-level scoring
+COMPETING = 0.01  # minimum probability of labels that are differentiated again, for word-level scoring
 
 
 class Step(NamedTuple):

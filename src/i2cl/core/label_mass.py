@@ -50,7 +50,7 @@ def raise_label_mass(
     Args:
         decoder: the model.
         queries: token ids of the demonstrations' queries.
-        labels: scored by first tokens or words. With words, the head of an export is what says a label.
+        labels: for first-token or word-level scoring. With words, the head of an export says the label.
         edit: the injection so far.
     """
     tail = _Tail(decoder, labels)

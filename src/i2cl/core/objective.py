@@ -1,4 +1,4 @@
-"""Label scores of the demonstrations as a function of what anchored calibration fits, and their derivatives.
+"""Label scores of the demonstrations as a function of the parameters of anchored calibration.
 
 Beyond the paper. The parameters are a vector for every site and, where labels are scored by their words, how
 much each word counts. In a batch every row gets its own copy of the vectors, so one backward pass yields the

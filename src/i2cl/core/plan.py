@@ -19,8 +19,8 @@ MAX_LABELS = 4096
 MAX_KERNEL_COLUMNS = 512  # examples times wrong labels; beyond, AdamW is more accurate (docs/log.md)
 MAX_WORD_KERNEL_COLUMNS = 2048  # the same for word-level scoring, where AdamW takes three times as long
 MAX_REQUESTED_COLUMNS = 4096  # for solver="gauss_newton"
-MAX_SCALE_EXAMPLES = 256  # examples from which AdamW estimates the scale of each site
-JACOBIAN_COPIES = 1.5  # peak memory of the Jacobian, in units of its own size
+MAX_SCALE_EXAMPLES = 256  # AdamW estimates the scale of each site on up to this many examples
+JACOBIAN_COPIES = 1.5  # peak memory of the Jacobian, relative to its size
 ADAMW_COPIES = 5  # parameter vectors that AdamW holds: values, gradient, two moments, one temporary
 SOLVER_MATRICES = 5  # square float64 matrices of the Newton solver
 FREE_MEMORY_SHARE = 0.25  # of the free memory, for a fit that sets no limit

@@ -33,7 +33,7 @@ class WordWeights:
         self.unit = count / math.sqrt(max(variance, 1e-12) * (count - 1))
 
     def at(self, parameters: Float[Tensor, "read labels"]) -> Float[Tensor, "read labels"]:
-        """Return the weights; those of each label keep their sum of 1."""
+        """Return the weights. The weights of a label always sum to 1."""
         return self.start.to(parameters) + self.unit * (parameters - parameters.mean(0))
 
     def jacobian(

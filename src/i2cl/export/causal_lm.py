@@ -77,10 +77,10 @@ def export_causal_lm(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a transformers language model whose next-token probabilities are those of the injected model.
+    """Write a transformers language model with the next-token probabilities of the injected model.
 
     Prompt it with the task's template and compare the probabilities of the labels' tokens: its README.md
-    shows how. Arguments and errors are those of `export_classifier`.
+    shows how. Arguments and errors are the same as for `export_classifier`.
     """
     path = Path(output)
     require_writable(path, frozenset())

@@ -66,7 +66,7 @@ def export_gguf(
     """Write a GGUF file that makes llama.cpp compute what the injected model does.
 
     Its metadata hold the task's template and labels, how to score them (``i2cl.usage``), and the golden
-    answers. Other arguments and errors are those of `export_classifier`; ``output`` is a new file, and
+    answers. Other arguments and errors: see `export_classifier`. ``output`` is a new file, and
     ``dtype`` is float32, float16 or bfloat16. Vectors are in float32.
 
     Raises:

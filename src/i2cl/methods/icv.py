@@ -118,7 +118,7 @@ class ICV(Method):
 def directions(
     decoder: Decoder, task: Task, demonstrations: Examples, variant: Variant = "paper"
 ) -> Float[Tensor, "layers d"]:
-    """Return one unit vector per layer, pointing from the states of sentences to those of answers.
+    """Return one unit vector per layer, pointing from the states of sentences to the states of answers.
 
     A state is the block output at the last token of the sentence alone, or of the label word alone. The
     principal direction is computed over the concatenated states of all layers, then split by layer. In the

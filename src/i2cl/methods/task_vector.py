@@ -1,4 +1,4 @@
-"""Task vectors: the state after demonstrations and a dummy query replaces that of a query's last token.
+"""Task vectors: the state after demonstrations and a dummy query replaces the state of a query's last token.
 
 Source: paper, appendix "Implementation of Baseline Methods"; Hendel et al. 2023,
 https://arxiv.org/abs/2310.15916. See docs/reference/fidelity.md for details that the sources leave open.

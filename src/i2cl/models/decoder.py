@@ -272,7 +272,7 @@ class Decoder:
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         if not torch.is_grad_enabled():
             # A logit of +inf makes every other token impossible, so that the first label would win a tie of
-            # -inf. It becomes NaN, which is refused; finite logits stay as they are.
+            # -inf. It becomes NaN, which is refused; finite logits do not change.
             logits = logits + 0 * logits.amax(-1, keepdim=True)
         return logits
 

@@ -1,7 +1,7 @@
 """Edits that read or change the outputs of a decoder's layers, and their hooks.
 
-`AffineEdit` is the edit of an injection. Every hook lives inside a ``with`` block and is removed on success
-and on error alike (`torch.nn.Module.register_forward_hook`,
+`AffineEdit` is the edit of an injection. Every hook is removed at the end of its ``with`` block, also on
+errors (`torch.nn.Module.register_forward_hook`,
 https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
 Source: paper, section "Context Injection", which changes the outputs of the sublayers.
 """
@@ -58,8 +58,7 @@ class Replay:
     """Caches the output of a decoder's lower blocks, batch by batch, so that later passes can skip them.
 
     Beyond the paper: the last step of a fit takes many passes of a model's upper end over the same
-    demonstrations. The owner must ensure that nothing below changes between passes, and that passes fill no
-    key-value caches.
+    demonstrations. The owner must keep the lower blocks unchanged between passes, and must not fill key-value caches.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:

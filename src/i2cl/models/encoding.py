@@ -137,7 +137,7 @@ class Encoder:
         return tokens, spans
 
     def _piece(self, part: str, behind: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a piece after the first of some prefixes that no token of the piece merges with."""
+        """Encode a piece after the first of some prefixes that stays separate from the piece's tokens."""
         text, places = _unmarked(part)
         places.append(len(part))
         for before in behind:

@@ -89,7 +89,7 @@ class LabelScorer:
     Attributes:
         decoder: the model.
         task: gives template and label words.
-        scoring: by first tokens, by full label sequences, by words, or chosen by the labels.
+        scoring: first-token, full-sequence or word-level scoring, or ``"auto"``: depends on the labels.
         weights: fitted word weights, if any.
     """
 
@@ -173,8 +173,8 @@ def score(
     Args:
         decoder: the model.
         queries: token ids, without the prefix.
-        labels: the labels of all queries, or those of each query. If one of them is scored by its full
-            sequence, all are.
+        labels: the labels of all queries, or one per query. If one of them uses full-sequence scoring, all
+            do.
         edit: what changes the model's layers, if anything.
         prefix: cached keys and values of tokens in front of every query.
         progress: called as queries finish.

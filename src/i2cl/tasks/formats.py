@@ -39,7 +39,7 @@ from i2cl.tasks.files import (
 from i2cl.tasks.labels import is_blank
 
 RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
-# Suffixes of files with columns, before that of a compression. Other files have one text per line.
+# Suffixes of files with columns; a suffix of compression may follow. Other files have one text per line.
 ROW_SUFFIXES = (*(f".{name}" for name in get_args(RowFormat)[1:]), ".parquet", ".xlsx")
 STDIN = "-"
 # Cell delimiters: which one a spreadsheet program writes depends on its locale.

@@ -45,7 +45,7 @@ def ls(json: options.Json = False) -> None:
 
 
 def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
-    """Return the number of cells of one task, without those of ``move`` rows."""
+    """Return the number of cells of one task, not counting ``move`` rows."""
     from i2cl.experiments.grid import Cell
 
     one_task = experiment.model_copy(update={"tasks": "all"})
