@@ -55,8 +55,8 @@ def commands(page):
 def play(played, folder, monkeypatch):
     """Run the blocks of a page in a folder, and compare their output with the output that the page shows.
 
-    Where the page shows no output of a command, the command only has to succeed. Comments after ``print(...)``
-    in a Python block are its expected output.
+    A command whose output the page omits only has to succeed. Comments after ``print(...)`` in a Python
+    block are its expected output.
     """
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", str(WIDTH))  # for programs that start; this one took its width when it did

@@ -93,7 +93,11 @@ def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model.layers.1.mlp.up_proj.weight", None, r"weights are missing \(model.layers.1.mlp.up_proj.weight"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            None,
+            r"weights are missing \(model.layers.1.mlp.up_proj.weight",
+        ),
         (
             "model.norm.weight",
             torch.ones(7),

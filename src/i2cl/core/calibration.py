@@ -228,7 +228,7 @@ class CalibrationLoss:
         return self.likelihood.of_rows(rows, batch, noisy, prefix)
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        """Make a batch; pack it into one row if that saves work, the model allows it, and no prefix is used."""
+        """Make a batch. Pack it into one row if the model can, no prefix is used, and it saves work."""
         lengths = [self.likelihood.lengths[row] for row in rows]
         packs = self.decoder.architecture.packs and not self.shared
         return self.likelihood.batch(rows, packed=packs and packing_pays(lengths, self.decoder.d_model))

@@ -58,7 +58,8 @@ class Replay:
     """Caches the output of a decoder's lower blocks, batch by batch, so that later passes can skip them.
 
     Beyond the paper: the last step of a fit takes many passes of a model's upper end over the same
-    demonstrations. The owner must keep the lower blocks unchanged between passes, and must not fill key-value caches.
+    demonstrations. The owner must keep the lower blocks unchanged between passes, and must not fill
+    key-value caches.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
