@@ -146,7 +146,7 @@ TEXTS = st.lists(
 TEMPLATES = st.tuples(
     TEXTS | st.just("{text} {label}"), TEXTS, TEXTS, st.lists(TEXTS, max_size=3), st.text(max_size=5)
 )
-_SETTINGS = """epochs lr noise layers positions formula loss recipe optimizer passes pull batch_size writers
+_SETTINGS = """epochs lr noise layers positions formula loss recipe optimizer passes pull batch_size sublayers
 token separator init_lambda init_beta draw k x"""
 SETTINGS = _SETTINGS.split()
 VALUES = ["1", "-1", "many", "1e400", "nan", "[1]", "(0,)", "true", "None", "early", "9" * 400, "0,1", *WORDS]

@@ -63,7 +63,7 @@ def parsed(path):
 
 
 def imports(path):
-    """Modules and packages of this package that a file imports, anywhere in it, below the package."""
+    """Sublayers and packages of this package that a file imports, anywhere in it, below the package."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

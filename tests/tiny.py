@@ -1,6 +1,6 @@
 """Tiny random models of every known model type, and a tokenizer to match, built in memory.
 
-The weights are drawn large enough that every writer changes the residual stream and every token the
+The weights are drawn large enough that every sublayer changes the residual stream and every token the
 logits: with the usual initialisation a wrong hook could hide in rounding.
 """
 
@@ -163,7 +163,7 @@ PATHS = [
     *("gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "hyperclovax", "jetmoe", "llama"),
     *("llama4_text", "mixtral", "modernbert-decoder", "mpt", "opt", "xglm"),
 ]
-"""One of each row of the table, and of blocks unlike others: experts, latent attention, parallel writers."""
+"""One of each row of the table, and of unusual blocks: experts, latent attention, parallel sublayers."""
 
 HALF = [*product(MODEL_TYPES, [torch.bfloat16]), *product(PATHS, [torch.float16])]
 """Model types in half precision: every one in the wider of the two, some in the other."""

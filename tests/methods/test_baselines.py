@@ -146,7 +146,7 @@ def test_icv_rotates_states_and_preserves_their_norm(model_type, variant, films,
     ).reshape(decoder.layers, -1)
     expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
     np.testing.assert_allclose(result.numpy(), expected, atol=1e-4)
-    places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.writers]
+    places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.sublayers]
     turned = [(place, _rotate(result[layer], 0.3, variant)) for layer, place in enumerate(places)]
     with torch.no_grad(), fitting.replacing(turned):
         scores = fitting.plain_logits(decoder, [films.template.query(text) for text in TEXTS])

@@ -157,7 +157,7 @@ class Injection:
     """
 
     context: ContextVector
-    coefficients: Float[Tensor, "layers sites 2"]
+    coefficients: Float[Tensor, "layers sublayers 2"]
     task: Task
     base: ModelIdentity
     head: LabelHead = field(default_factory=LabelHead)
@@ -190,7 +190,7 @@ class Injection:
 
     def affine_edit(self) -> AffineEdit:
         """Return shift and scale of every sublayer's output, as an edit of all tokens."""
-        return AffineEdit.linear(self.context.values, self.coefficients, self.context.config.site)
+        return AffineEdit.linear(self.context.values, self.coefficients, self.context.config.hook_point)
 
     def edit(self) -> Edit:
         """Return the edit that applies this injection in `Decoder.forward`."""
@@ -383,7 +383,7 @@ class Injection:
             "base_model": asdict(self.base),
             "task": self.task.to_dict(),
             "demonstrations": self.context.demonstrations,
-            "extraction": self.context.config.model_dump(include={"writers"} if fitted else None),
+            "extraction": self.context.config.model_dump(include={"sublayers"} if fitted else None),
             "positions": self.positions,
             "seed": self.seed,
             "scoring": head.scoring,

@@ -23,7 +23,7 @@ class WordWeights:
     """Word weights as a function of parameters that start at zero.
 
     The parameters are in a unit of one over the root of the Fisher information where all labels are equally
-    probable, averaged over all weights. Anchored calibration scales the vector of a site in the same way.
+    probable, averaged over all weights. Anchored calibration scales the vector of a sublayer in the same way.
     """
 
     def __init__(self, labels: LabelTokens, tokens: Float[Tensor, "n read"]) -> None:

@@ -90,8 +90,8 @@ class I2CLHarness(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if chosen is not None:
             chosen.require_base(self._decoder, force=force)
             edit = chosen.affine_edit()
-            sites = self._decoder.sites(edit.site)
-            self._edits = [(module, _edit_all_tokens(edit, layer, index)) for layer, index, module in sites]
+            modules = self._decoder.hook_points(edit.hook_point)
+            self._edits = [(module, _edit_all_tokens(edit, layer, index)) for layer, index, module in modules]
 
     def _create_tokenizer(self, *arguments: Any, **options: Any) -> None:
         """Copy the tokenizer, since the harness adds a padding token to it."""

@@ -141,7 +141,7 @@ class LabelScorer:
         require_texts(texts)
         limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
         ask, line = build or self.task.template.query, self.labels.line
-        return self.decoder.encoder.fitted(lambda text: ask(text) + line, texts, limit, cut=cut)
+        return self.decoder.encoder.encode(lambda text: ask(text) + line, texts, limit, cut=cut)
 
     def prompt(self, text: str) -> str:
         """Return the text in front of a label: the template's query, and a newline that belongs to it."""

@@ -61,7 +61,7 @@ class ICAEConfig(Settings):
 class ReplaceLastEmbedding(Edit):
     """Replaces the input embedding of each query's last token by a vector."""
 
-    site = "embeddings"
+    hook_point = "embeddings"
 
     def __init__(self, vector: Float[Tensor, " d"]) -> None:
         self.vector = vector
