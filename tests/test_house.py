@@ -38,7 +38,7 @@ MOST_IN_A_FOLDER = 19
 MOST_ON_TOP = 13
 
 _HEAVY = """torch transformers datasets peft matplotlib sentence_transformers setfit sklearn pandas scipy
-ray gguf xllamacpp lm_eval vllm"""
+ray gguf xllamacpp vllm"""
 HEAVY = set(_HEAVY.split())
 
 

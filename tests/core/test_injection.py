@@ -10,12 +10,11 @@ from safetensors.torch import load_file, save_file
 from commands import listed
 from fitting import TASKS, decoder_of, linear_edit, one_line, random_injection
 from i2cl import Decoder, Example, ExtractConfig, Injection, InjectionPool, Task, Template
-from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
 from i2cl.models.encoding import label_tokens
 from i2cl.models.scoring import next_token_log_probabilities, score
-from i2cl.storage.card import CARD
+from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}", separator="\n\n")

@@ -135,7 +135,7 @@ WRONG = {
     "unknown experiment": (["experiment", "run", "mian"], "did you mean 'main'"),
     "tasks that no experiment has": (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
     "no store": (["report", "nowhere"], "no store at"),
-    "no such format": (["report", ".", "--formats", "pdf"], "use one or more of md, tex, csv, html"),
+    "no such format": (["report", ".", "--formats", "pdf"], "use one or more of md, csv, html"),
     "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are named 'mood-colour-1'"),
     "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are named"),
     "a restart of nothing": (["predict", "{artefact}", "{films}", "--restart"], "--restart needs -o FILE"),

@@ -15,13 +15,11 @@ from i2cl.core.context import ACTIVE_SUBLAYERS, ExtractConfig
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.storage import layout
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import model_card
+from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 
 FORMAT_VERSION = 1
-TENSORS, DESCRIPTION, CARD, FILES = layout.TENSORS, layout.DESCRIPTION, layout.CARD, layout.FILES
-own_files = layout.own_files
 
 
 class Stored(pydantic.BaseModel):

@@ -26,6 +26,7 @@ from i2cl.models.edits import AffineEdit, Edit
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.scoring import LabelScorer, Progress, label_log_probs
+from i2cl.storage import layout
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
@@ -291,7 +292,7 @@ class Injection:
         or contains other files.
         """
         path = Path(folder)
-        with new_folder(path, artefact.own_files) as fresh:
+        with new_folder(path, layout.own_files) as fresh:
             self._write(fresh, path.resolve().name, shared=False)
 
     def push_to_hub(
@@ -349,7 +350,7 @@ class Injection:
         """
         folder = Path(name)
         if not folder.exists():
-            folder = download(str(name), revision, artefact.FILES)
+            folder = download(str(name), revision, layout.FILES)
         injection = cls._of(*artefact.read(folder, str(name)))
         if encoder is None:
             return injection

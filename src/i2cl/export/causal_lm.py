@@ -16,7 +16,8 @@ from i2cl.export.golden import TEXTS, make_golden
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import LabelTokens
 from i2cl.storage.atomic import new_folder, public_name, require_writable
-from i2cl.storage.card import CARD, code_block, export_card
+from i2cl.storage.card import code_block, export_card
+from i2cl.storage.layout import CARD
 from i2cl.tasks.template import TEXT_FIELD
 
 Form = Literal["causal-lm", "peft", "gguf"]

@@ -34,7 +34,8 @@ from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import PromptEncoder
 from i2cl.storage.atomic import new_folder, public_name, require_writable
-from i2cl.storage.card import CARD, classifier_card
+from i2cl.storage.card import classifier_card
+from i2cl.storage.layout import CARD
 from i2cl.tasks import Template
 
 USE_CAUSAL_LM = "export it as a language model instead (--to causal-lm)"
