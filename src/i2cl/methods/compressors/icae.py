@@ -245,6 +245,6 @@ def _parse_ids(decoder: Decoder, text: str) -> Ids:
     if any(token >= size for token in ids):
         raise I2CLError(
             f"token id {max(ids)} of left= or right= is not below {size}, the vocabulary size of "
-            f"{decoder.name!r}: give ids of this model, or form=lm"
+            f"{decoder.name!r}: give ids of this model"
         )
     return ids
