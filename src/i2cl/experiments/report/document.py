@@ -20,7 +20,7 @@ from markupsafe import escape as escape_html
 from i2cl.errors import I2CLError, require_packages
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.records import Record
-from i2cl.experiments.report.paper import Paper, printed_for
+from i2cl.experiments.report.printed import Paper, printed_for
 from i2cl.experiments.report.results import Results, Setting, listing, outcome, results_of
 from i2cl.experiments.report.tables import Entry, Table, markdown_table, tables_of
 from i2cl.experiments.store import Vectors
