@@ -16,6 +16,7 @@ from i2cl.labelling.label_issues import (
 )
 
 pytest.importorskip("sklearn")
+WORDS = ("wonderful", "boring")
 
 
 def test_confident_learning_compares_with_the_mean_confidence_of_a_label():
@@ -27,8 +28,8 @@ def test_confident_learning_compares_with_the_mean_confidence_of_a_label():
 
 
 def test_a_label_without_rows_is_never_suggested():
-    probabilities = np.array([[0.1, 0.2, 0.7], [0.2, 0.1, 0.7], [0.3, 0.4, 0.3]])
-    assert not find_label_issues(probabilities, np.array([0, 1, 1]))[:2].any()
+    probabilities = np.array([[0.3, 0.1, 0.6], [0.1, 0.3, 0.6], [0.1, 0.3, 0.6]])
+    assert not find_label_issues(probabilities, np.array([0, 1, 1])).any()
 
 
 def test_near_duplicates_differ_in_few_characters():
@@ -43,7 +44,8 @@ def test_near_duplicates_differ_in_few_characters():
 
 
 def test_review_lists_flipped_labels_and_contradictions_worst_first(decoder, task):
-    rows = list(task.train)
+    names = ("cook", "king", "poet", "dog", "nurse", "singer")
+    rows = [Example(f"the {name} was {word}", at) for name in names for at, word in enumerate(WORDS)]
     right = torch.tensor([row.label for row in rows])
     rows[4] = replace(rows[4], label=1)
     rows += [Example("An odd, odd film", 0), Example("an odd, odd film!", 1)]
@@ -51,16 +53,16 @@ def test_review_lists_flipped_labels_and_contradictions_worst_first(decoder, tas
     log_probs[range(len(right)), right] = 0.9
     log_probs[-2:] = torch.tensor([[0.6, 0.4], [0.6, 0.4]])
     issues = review(decoder, task, rows, log_probs=log_probs.log())
-    assert [one.row for one in issues] == [4, 25]
+    assert [one.row for one in issues] == [4, 13]
     assert [(one.label, one.suggested) for one in issues] == [("negative", "positive")] * 2
     assert issues[0].probability == pytest.approx(0.1)
-    assert [one.near_duplicates for one in issues] == [(), (24,)]
+    assert [one.near_duplicates for one in issues] == [(), (12,)]
     assert rows[4].label == 1
 
 
 def test_each_row_is_scored_by_a_fit_that_has_not_seen_it(decoder, task):
     three = replace(task, labels=("positive", "negative", "neutral"))
-    rows = [*task.train, Example("so so", 2)]
+    rows = [*task.train[:8], Example("so so", 2)]
     refits = []
     log_probs = out_of_fold_log_probs(decoder, three, rows, folds=2, progress=refits.append)
     assert refits == [1, 1]

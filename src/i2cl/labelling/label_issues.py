@@ -4,6 +4,7 @@ A row is suspicious if a fit that has not seen it is confident of another label,
 such fits are of that label on average. Source: Northcutt et al. 2021, https://arxiv.org/abs/1911.00068.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
@@ -25,7 +26,7 @@ from i2cl.tasks.task import group_by_label, sample_per_class
 
 FOLDS = 5
 MAX_SHOTS = 20  # rows per class that a refit sees by default, as in `i2cl fit`
-MIN_SIMILARITY = 0.8  # cosine of the character n-grams of near-duplicates
+MIN_SIMILARITY = 0.9  # cosine of the character n-gram counts of near-duplicates
 NGRAMS = (3, 5)  # characters
 
 Probabilities = Float[np.ndarray, "rows labels"]
@@ -90,14 +91,11 @@ def review(
     labels = np.array([row.label for row in rows])
     probabilities = np.exp(normalised(log_probs.numpy()))
     margins = label_margins(probabilities, labels)
-    contradicting = {
-        row: others
-        for row, others in near_duplicates(rows).items()
-        if margins[row] <= min(margins[list(others)])
-    }
-    listed = {*np.flatnonzero(find_label_issues(probabilities, labels)).tolist(), *contradicting}
+    twins = near_duplicates(rows)
+    listed = {row for row, others in twins.items() if margins[row] <= min(margins[list(others)])}
+    listed.update(np.flatnonzero(find_label_issues(probabilities, labels)).tolist())
     return [
-        _issue(task, rows, probabilities, row, contradicting.get(row, ()))
+        _issue(task, rows, probabilities, row, twins.get(row, ()))
         for row in sorted(listed, key=lambda row: (margins[row], row))
     ]
 
@@ -164,12 +162,15 @@ def label_margins(probabilities: Probabilities, labels: Labels) -> Float[np.ndar
 
 
 def near_duplicates(rows: Examples) -> dict[int, tuple[int, ...]]:
-    """Return the rows that have nearly the same text as rows with another label, each with those rows."""
-    from sklearn.feature_extraction.text import TfidfVectorizer
+    """Return the rows that have nearly the same text as rows with another label, each with those rows.
+
+    Texts are compared without case and punctuation.
+    """
+    from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.neighbors import NearestNeighbors
 
-    vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=NGRAMS)
-    vectors = vectorizer.fit_transform([row.text for row in rows])
+    words = [" ".join(re.findall(r"\w+", row.text)) or row.text for row in rows]
+    vectors = CountVectorizer(analyzer="char_wb", ngram_range=NGRAMS).fit_transform(words)
     neighbours = NearestNeighbors(metric="cosine", radius=1 - MIN_SIMILARITY).fit(vectors)
     labels = np.array([row.label for row in rows])
     found: dict[int, tuple[int, ...]] = {}

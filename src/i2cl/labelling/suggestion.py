@@ -175,13 +175,16 @@ def choose_typical(vectors: Vectors, n: int, covered: Vectors, seed: int = 0) ->
     from sklearn.cluster import KMeans
 
     together = np.concatenate([vectors, covered]) if len(covered) else vectors
-    count = min(n + len(covered), len(together))
+    distinct = len(np.unique(together.round(5), axis=0))  # more clusters would be empty
+    count = min(n + len(covered), distinct)
     clusters = KMeans(count, n_init=1, random_state=seed).fit(together).labels_
     sizes = np.bincount(clusters, minlength=count)
     labelled = np.bincount(clusters[len(vectors) :], minlength=count)
     order: list[tuple[int, int, int, int]] = []
     for cluster in range(count):
         members = np.flatnonzero(clusters[: len(vectors)] == cluster)
+        if not len(members):  # all of its texts are labelled
+            continue
         ranked = members[np.argsort(-typicality(vectors[members]), kind="stable")]
         before = int(labelled[cluster])
         order += [(before + rank, -int(sizes[cluster]), cluster, int(at)) for rank, at in enumerate(ranked)]
@@ -192,7 +195,7 @@ def typicality(vectors: Vectors) -> Float[np.ndarray, " texts"]:
     """Return the mean cosine of each vector with its `NEIGHBOURS` nearest ones."""
     cosines = vectors @ vectors.T
     np.fill_diagonal(cosines, -np.inf)
-    nearest = np.sort(cosines, axis=1)[:, -min(NEIGHBOURS, len(vectors) - 1) :]
+    nearest = np.sort(cosines, axis=1)[:, -min(NEIGHBOURS, max(1, len(vectors) - 1)) :]
     return np.asarray(nearest.mean(1))
 
 
