@@ -209,9 +209,7 @@ def tiny_model(
 _MODELS: dict[str, PreTrainedModel] = {}
 
 
-def _draw_model(
-    model_type: str, seed: int, dtype: torch.dtype, overrides: dict[str, Any]
-) -> PreTrainedModel:
+def _draw_model(model_type: str, seed: int, dtype: torch.dtype, overrides: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type, **(_CONFIGS[model_type] | overrides))
     for name in list(config.to_dict()):
         if "dropout" in name or name.endswith("_pdrop"):
