@@ -42,6 +42,7 @@ class Stored(pydantic.BaseModel):
     word_weights: bool = False  # whether there is a tensor with them
     label_bias: tuple[float, ...] | None = None
     temperature: float = 1.0
+    thresholds: tuple[float, ...] | None = None
     encoder: str = ""
     metrics: dict[str, int | float] = {}
     command: str = ""

@@ -64,6 +64,7 @@ class Columns:
     text: str = "text"
     label: str | None = None  #: None for unlabelled texts
     kept: tuple[str, ...] = ()  #: further columns, passed through unchanged
+    kept_option: str = "--keep"  #: option that names them, for error messages
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +86,10 @@ class Columns:
                 continue
             available = f"the columns are {_truncate(', '.join(present)) or 'none'}"
             if column not in kinds:
-                raise RowError(f"no column {column!r} to keep, {available}: correct --keep", place)
+                purpose = " to keep" if self.kept_option == "--keep" else ""
+                raise RowError(
+                    f"no column {column!r}{purpose}, {available}: correct {self.kept_option}", place
+                )
             kind = kinds[column]
             advice = did_you_mean(column, present, limit=1) or f"say which one holds the {kind}: "
             advice += f"{kind}_column (--{kind}-column){hint}"
