@@ -411,8 +411,8 @@ def label_tokens(
     after the query, in any order, so one pass scores all labels. Labels with the same set of tokens, such as
     "card lost" and "lost card", are represented by one token each (`keywords`), whose meaning a fit learns.
 
-    With ``multi_label``, labels are scored by their words against the first of `REFERENCE_WORDS` that shares
-    no token with them.
+    With ``multi_label``, labels are scored by their words against a token of the first of `REFERENCE_WORDS`
+    that has one which is in no label.
 
     Raises:
         I2CLError: if the tokenizer merges the prompt's last token with a label, two labels have the same
@@ -470,8 +470,8 @@ def _word_tokens(encoder: Encoder, labels: Sequence[str], sequences: Sequence[Id
 def _reference(encoder: Encoder, template: Template, labels: LabelTokens) -> int:
     """Return the token that the labels of a multi-label task are compared with."""
     for ids in _behind(encoder, template, REFERENCE_WORDS, labels.line):
-        if ids and ids[0] not in labels.read:
-            return ids[0]
+        if unshared := [token for token in ids if token not in labels.read]:
+            return unshared[0]
     words = ", ".join(REFERENCE_WORDS)
     raise I2CLError(f"the labels share tokens with all of {words}, but one is needed: rename a label")
 
