@@ -227,3 +227,33 @@ def test_comparison_of_equal_answers_is_not_significant():
     better = compare(np.array([[2, 2]] * 60), counts)
     assert better.low > 0
     assert better.p < 0.01
+
+
+def test_update_adds_a_label_and_equals_a_fit_of_all_rows(call, model, tmp_path):
+    first = listed(tmp_path / "rows.jsonl")
+    more = listed(tmp_path / "more.jsonl", [(f"spam {number}", ["spam"]) for number in range(3)])
+    quick = ("--evaluate", "0", "--set", "steps=1", "--keep-examples")
+    assert call("fit", model, first, "-o", tmp_path / "task", "--shots", "all", *quick)[0] == 0
+    before = Injection.from_pretrained(tmp_path / "task")
+    assert sorted(row.text for row in before.examples) == sorted(TEXTS)
+    assert "are in `examples.jsonl`" in (tmp_path / "task" / "README.md").read_text()
+    code, _, err = call("update", tmp_path / "task", more, "--rename", "login=access", "--evaluate", "0")
+    assert code == 0, err
+    after = Injection.from_pretrained(tmp_path / "task")
+    assert after.task.labels == ("billing", "access", "refund", "spam")
+    assert after.context.demonstrations == len(TEXTS) + 3
+    assert after.settings["steps"] == 1
+    code, _, err = call(
+        "update", tmp_path / "task", "--remove", "spam", "-o", tmp_path / "less", "--evaluate", "0"
+    )
+    assert code == 0, err
+    less = Injection.from_pretrained(tmp_path / "less")
+    assert less.task.labels == ("billing", "access", "refund")
+    assert len(less.examples) == len(TEXTS) + 3
+
+
+def test_update_without_kept_examples_is_refused(call, fitted, tmp_path):
+    code, _, err = call("update", fitted, "--remove", "login", "-o", tmp_path / "out")
+    assert code == 2
+    assert "without --keep-examples" in err
+    assert len(err.strip().splitlines()) == 1

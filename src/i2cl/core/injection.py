@@ -29,7 +29,7 @@ from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.scoring import LabelScorer, Progress, label_log_probs
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
-from i2cl.tasks import Task
+from i2cl.tasks import Example, Task
 from i2cl.tasks.labels import predicted_labels
 
 LABEL_PRIOR = "label_prior"  # key in the settings with the origin of a label bias
@@ -182,6 +182,8 @@ class Injection:
         report: settings and results of the fit.
         seed: of the fit, and of ``positions="random"``.
         positions: injected tokens of the query; other values than ``"all"`` are for the paper's ablation.
+        examples: the rows of the fit, if the user wants them stored with it; see `i2cl update`. They are not
+            pushed to the hub.
 
     Raises:
         I2CLError: if the head does not fit the labels; see `LabelHead.require_labels`.
@@ -195,6 +197,7 @@ class Injection:
     report: Report = field(default_factory=Report)
     seed: int = 0
     positions: Positions = "all"
+    examples: tuple[Example, ...] = ()
 
     # Fields of the head and the report, for reading
     scoring = property(attrgetter("head.scoring"))
@@ -377,7 +380,10 @@ class Injection:
         if self.head.encoder is not None:
             tensors["encoder_weights"] = self.head.encoder.weights
             tensors["encoder_probe"] = self.head.encoder.probe
-        artefact.write(folder, tensors, self.description(), name, shared=shared)
+        kept = () if shared else self.examples
+        artefact.write(folder, tensors, replace(self, examples=kept).description(), name, shared=shared)
+        if kept:
+            artefact.write_examples(folder, self.task, kept)
 
     @classmethod
     def from_pretrained(
@@ -398,6 +404,7 @@ class Injection:
         if not folder.exists():
             folder = download(str(name), revision, artefact.FILES)
         injection = cls._of(*artefact.read(folder, str(name)))
+        injection = replace(injection, examples=artefact.read_examples(folder, injection.task))
         if encoder is None:
             return injection
         if injection.head.encoder is None:
@@ -445,6 +452,7 @@ class Injection:
             "temperature": head.temperature if head.temperature != 1 else None,
             "encoder": None if head.encoder is None else head.encoder.encoder,
             "thresholds": None if head.thresholds is None else list(head.thresholds),
+            "kept_examples": bool(self.examples),
             "metrics": report.metrics,
             "command": report.command,
             "evaluation": report.evaluation,

@@ -4,7 +4,7 @@ import time
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
@@ -48,6 +48,7 @@ class FitRequest:
         threshold: how the thresholds of a multi-label task are chosen, see
             `i2cl.experiments.evidence.multi_label.evaluate_multi_label`.
         command: the command line that repeats the fit, for the card.
+        keep_examples: store the demonstrations with the injection.
     """
 
     method: Injector
@@ -58,6 +59,7 @@ class FitRequest:
     target: float | None = None
     threshold: Threshold = "0.5"
     command: str = ""
+    keep_examples: bool = False
 
 
 def fit_task(
@@ -98,6 +100,8 @@ def fit_task(
         )
     seconds = clock() - started
     injection = injection.with_report(command=request.command)
+    if request.keep_examples:
+        injection = replace(injection, examples=tuple(demonstrations))
     if temperature := typical_temperature(request.method, task, demonstrations):
         injection = injection.with_head(temperature=temperature)
     observer.fitted(injection, seconds)

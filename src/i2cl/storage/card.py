@@ -183,9 +183,12 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield paragraphs on the demonstrations, the loss and the optional parts of a fit."""
     losses = description["history"]
     loss = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats" if losses else "coefficients not calibrated"
+    where = "whose texts are not part of this repository"
+    if description.get("kept_examples"):
+        where = "whose texts and labels are in `examples.jsonl` for `i2cl update`"
     yield (
-        f"Fitted on {description['demonstrations']} demonstrations, whose texts are not part of this "
-        f"repository, with seed {description['seed']}: {loss}. All settings are in `injection.json`."
+        f"Fitted on {description['demonstrations']} demonstrations, {where}, "
+        f"with seed {description['seed']}: {loss}. All settings are in `injection.json`."
     )
     if description.get("word_weights"):
         yield "Labels are scored at word level, with a learned weight for each token (`word_weights`)."

@@ -116,6 +116,7 @@ def read_labelled(
     label_separator: str | None = None,
     label_columns: Sequence[str] = (),
     multi_label: bool | None = None,
+    known: Sequence[str] = (),
     skip: bool = False,
 ) -> tuple[tuple[Example, ...], LabelLookup]:
     """Read the labelled examples of a file.
@@ -136,6 +137,7 @@ def read_labelled(
         label_columns: columns of a multi-label task whose names are the labels and whose cells are 0 or 1.
         multi_label: whether rows have any number of labels. Default: if there is a separator, if there are
             label columns, or if the first label is a JSON list.
+        known: without ``labels``, label words that come before the file's others.
         skip: skip unusable rows, with a `ReadAsWarning` that names them.
 
     Returns:
@@ -165,7 +167,7 @@ def read_labelled(
     if labels is None:
         if not cells.multi_label:
             _require_not_swapped(path, rows, text_column, label_column)
-        lookup = LabelLookup(_derive_labels(path, rows))
+        lookup = LabelLookup(_derive_labels(path, rows, known))
     elif isinstance(labels, LabelLookup):
         lookup = labels
     else:
@@ -371,13 +373,16 @@ def _require_not_swapped(path: Path, rows: Sequence[Row], text_column: str, labe
         )
 
 
-def _derive_labels(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return the label words of a file, sorted.
+def _derive_labels(path: Path, rows: Sequence[Row], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the known label words and the others of a file, sorted.
 
     Numbers from 1, such as stars, are accepted as words. Ids from 0 are rejected, because they carry no
     meaning.
     """
     words = {_label_word(row, cell) for row in rows for cell in row.values[1:]}
+    if known:
+        lookup = LabelLookup(known)
+        return (*known, *sort_labels(word for word in words if lookup.find(word) is None))
     ids = {as_id(word) for word in words}
     if 0 in ids and None not in ids:
         some_ids = ", ".join(sort_labels(words)[:8])

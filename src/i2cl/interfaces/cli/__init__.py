@@ -9,7 +9,18 @@ import typer
 from typer import Option
 
 from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
-from i2cl.interfaces.cli import console, demo, evaluate, experiment, export, fit, info, predict, serve
+from i2cl.interfaces.cli import (
+    console,
+    demo,
+    evaluate,
+    experiment,
+    export,
+    fit,
+    info,
+    predict,
+    serve,
+    update,
+)
 from i2cl.storage.atomic import system_cause
 from i2cl.version import __version__
 
@@ -22,8 +33,9 @@ _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy o
 # Example of each command, shown below its help. The tests run them in this order.
 EXAMPLES = {
     "demo": "i2cl demo",
-    "fit": "i2cl fit reference mood-colour-1 -o mood",
+    "fit": "i2cl fit reference mood-colour-1 -o mood --keep-examples",
     "predict": "i2cl predict mood texts.txt -o labels.csv",
+    "update": "i2cl update mood --rename blue=navy -o marine",
     "eval": "i2cl eval reference mood-colour-1 --method zero_shot,anchored --seeds 2 --limit 50 --workers 1",
     "ls": "i2cl ls methods",
     "cache": "i2cl cache",
@@ -50,6 +62,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
     "fit": fit.fit,
     "predict": predict.predict,
+    "update": update.update,
     "eval": evaluate.evaluate,
     "report": experiment.report,
     "export": export.export,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import typer
 from typer import Argument, Option
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from i2cl.core.injection import Injection
     from i2cl.experiments.draw import Draw, Shots
     from i2cl.experiments.evidence import EvaluationPlan
+    from i2cl.experiments.fitting import FitRequest
     from i2cl.methods import Injector
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
@@ -72,6 +73,12 @@ class DrawOptions:
         "Hold out one row in this many for evaluation, in each class of your file with at least 10 rows; "
         "0 for none; default: 5 without --shots and --test.",
         min=0,
+    )
+
+    keep_examples: bool = opt(
+        False,
+        "Store the demonstrations in the folder, for `i2cl update`; their texts may be private.",
+        "--keep-examples",
     )
 
     @property
@@ -176,7 +183,7 @@ def fit(
     load.libraries()
     from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
     from i2cl.experiments.evidence import plan_evaluation
-    from i2cl.experiments.fitting import FitRequest, fit_task, require_supported
+    from i2cl.experiments.fitting import FitRequest, require_supported
     from i2cl.tasks.formats import is_row_file
 
     seed = draw_options.seed
@@ -188,6 +195,7 @@ def fit(
         unlabelled=texts,
         target=evaluation.target_accuracy,
         threshold=evaluation.threshold,
+        keep_examples=draw_options.keep_examples,
     )
     require_supported(loaded, request)
     choice: Any = {
@@ -223,13 +231,31 @@ def fit(
     }
     command = command_line(context, method=method.name, **resolved)
     request = replace(request, shares=shares, command=command)
+    fit_and_show(decoder, loaded, drawn, request, plan, output, survey, json=json)
+
+
+def fit_and_show(
+    decoder: "Decoder",
+    task: "Task",
+    drawn: "Draw",
+    request: "FitRequest",
+    plan: "EvaluationPlan",
+    output: Path,
+    survey: dict[str, Any] | None,
+    *,
+    json: bool,
+) -> None:
+    """Fit the drawn rows with a progress bar, save the artefact, and print its evaluation."""
+    from i2cl.experiments.fitting import fit_task
+
+    method = request.method
     with console.progress(max(1, method.rounds), "extracting") as bar:
         observer = _observer(bar, drawn.first_step, plan, output)
         with _saved_at_least(observer, output):
-            injection = fit_task(decoder, loaded, demonstrations, request, plan, observer)
+            injection = fit_task(decoder, task, drawn.demonstrations, request, plan, observer)
     if plan.rows:
         injection.save_pretrained(output)
-    _show_fit(injection, method.name, output, model, observer.seconds, survey, plan, json=json)
+    _show_fit(injection, method.name, output, decoder.name, observer.seconds, survey, plan, json=json)
 
 
 def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", output: Path) -> Any:
@@ -332,6 +358,17 @@ def _method_of(method_options: MethodOptions) -> "Injector":
     if isinstance(chosen, AnchoredWithEmbeddings):
         encoders.encoder_source(chosen.embeddings.encoder)
     return chosen
+
+
+def method_of(injection: "Injection") -> "Injector":
+    """Return the method that fitted an injection. Raises I2CLError unless it is anchored calibration."""
+    from i2cl.methods.anchored import Anchored
+
+    if injection.settings.get("method") != Anchored.name or injection.encoder_bias is not None:
+        raise I2CLError("only tasks of the method anchored can be updated: fit it again from all rows")
+    known = Anchored.options()
+    made = Anchored.from_options({name: one for name, one in injection.settings.items() if name in known})
+    return cast("Injector", made)
 
 
 def _show_fit(
