@@ -35,7 +35,7 @@ def test_derivatives_match_finite_differences(model_type):
     fit.first()
     generator = torch.Generator().manual_seed(0)
     along = torch.randn(fit.size.parameters, generator=generator)
-    along[: fit.vector_size] /= fit.scale.flatten().clamp_min(1e-9)
+    along[: fit.vector_size] /= fit.unit.flatten().clamp_min(1e-9)
     u, step = torch.zeros(fit.size.parameters), 1e-3 * along / along.norm()
     point, _ = fit.linearize(u)
     up, down = ((fit.signs * fit.scores(u + sign * step)).flatten() for sign in (1, -1))

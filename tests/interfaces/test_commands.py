@@ -48,7 +48,7 @@ def test_every_command_has_help_json_and_seed(call, words):
     assert f"Example: {EXAMPLES[' '.join(words)]}" in " ".join(out.split())
 
 
-ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: tests of their own run them
+ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: other tests run them
 
 
 @pytest.mark.usefixtures("few_golden_prompts")

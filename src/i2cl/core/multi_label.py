@@ -99,12 +99,16 @@ class MultiLabelObjective(Objective):
     def _linearization(
         self, scores: Float[Tensor, "n labels"], slopes: Float[Tensor, "n labels parameters"]
     ) -> Linearization:
-        columns = (self.signs * scores).double().view(-1, 1)
-        return Linearization(columns, slopes.flatten(0, 1), self._pair_weights)
+        differences = (self.signs * scores).double().view(-1, 1)
+        return Linearization(differences, slopes.flatten(0, 1), self._pair_weights)
 
     @property
     def _pair_weights(self) -> Float[Tensor, " pairs"] | None:
-        return None if self.weights is None else self.weights.repeat_interleave(self.gold.shape[1])
+        return (
+            None
+            if self.example_weights is None
+            else self.example_weights.repeat_interleave(self.gold.shape[1])
+        )
 
 
 def indicators(rows: Examples, labels: int) -> Bool[np.ndarray, "rows labels"]:

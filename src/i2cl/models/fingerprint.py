@@ -213,7 +213,7 @@ def _checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _agrees(stored: Tensor, values: Tensor, *, quantized: bool) -> bool:
-    """Return whether the values in memory can come from those of a checkpoint."""
+    """Return whether the values in memory can come from a checkpoint's values."""
     if stored.shape != values.shape or not stored.is_floating_point():  # integers: a quantized checkpoint
         return False
     stored = stored.to(values.device)
