@@ -146,6 +146,12 @@ def test_other_exports_are_refused(call, fitted, tmp_path, form):
     assert "--to classifier" in err
 
 
+def test_comparisons_are_refused(call, model, tmp_path):
+    code, _, err = call("eval", model, listed(tmp_path / "rows.jsonl"), "--shots", "1")
+    assert code == 2
+    assert "`i2cl fit` evaluates it" in err
+
+
 def test_estimator_takes_indicators(model):
     table = MultiLabelBinarizer(classes=LABELS).fit_transform(LISTS)
     decoder = Decoder.from_pretrained(model)
