@@ -24,12 +24,13 @@ from i2cl.errors import I2CLError, is_out_of_memory, require_packages
 from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitObserver
 from i2cl.experiments.evidence.verdicts import LEVEL, Comparison, Verdict, verdict
 from i2cl.injections.temperature import likely_temperature
-from i2cl.methods import Method
+from i2cl.methods import Cost, Method, Predictor
+from i2cl.methods.base import LabelScores
 from i2cl.methods.classifiers import TfidfConfig
 from i2cl.methods.cross_validation import cross_validate
-from i2cl.methods.injecting import injection_cost
+from i2cl.methods.injecting import NO_COST, injection_predictor
 from i2cl.models.decoder import Decoder
-from i2cl.models.scoring import LabelScorer
+from i2cl.models.scoring import LabelScorer, Progress
 from i2cl.tasks import Examples, Task
 
 FREQUENCY = "label_frequency"  # predicts the frequency of each label in the training rows
@@ -43,7 +44,6 @@ RESAMPLES = 2000
 Threshold = Literal["0.5", "f1"]
 Probabilities = Float[np.ndarray, "rows labels"]
 Indicators = Bool[np.ndarray, "rows labels"]
-Predict = Callable[[Sequence[str]], Probabilities]  # probability of each label of each text
 
 
 class Score(NamedTuple):
@@ -93,20 +93,19 @@ class MultiLabelEvaluation(Verdict):
     log_loss: float
 
 
-class _Predictor(NamedTuple):
-    """A fitted method: the probability of each label, and the bytes that it stores."""
+@dataclass(frozen=True)
+class _Baseline:
+    """A fitted baseline, as a `i2cl.methods.base.Predictor`."""
 
-    predict: Predict
-    cached_bytes: int = 0
+    probabilities: Callable[[Sequence[str]], Probabilities]  # of each label of each text
+    cost: Cost = NO_COST
 
-    @property
-    def cost(self) -> int:
-        """For `cross_validate`."""
-        return self.cached_bytes
-
-    def log_probs(self, texts: Sequence[str], _progress: Any = None) -> torch.Tensor:
-        """For `cross_validate`, which stacks tensors."""
-        return torch.from_numpy(self.predict(texts))
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return the log-probability of each label."""
+        scores = torch.from_numpy(self.probabilities(texts)).log()
+        if progress is not None:
+            progress(len(texts))
+        return scores
 
 
 def evaluate_multi_label(
@@ -142,22 +141,16 @@ def evaluate_multi_label(
     require_packages("the evaluation of a multi-label task", "sklearn", "sklearn", instead="add --evaluate 0")
     rows, folds, seed = plan.rows, plan.folds, injection.seed
     texts, gold = [row.text for row in rows], indicators(rows, len(task.labels))
-    cached = injection_cost(injection).cached_bytes
 
-    def fitted(one: Injection) -> _Predictor:
-        untempered = one.with_head(temperature=1.0)
-        return _Predictor(lambda texts: _of_injection(untempered, decoder, texts), cached)
-
-    def fit_all(fit: Callable[[Examples], _Predictor]) -> _Predictor:
+    def fit_all(fit: Callable[[Examples], Predictor]) -> Predictor:
         if not folds:
             return fit(demonstrations)
-        validated: Any = cross_validate(task, tuple(demonstrations), fit, folds, seed, rows=tuple(rows))  # type: ignore[arg-type]
-        return _Predictor(lambda texts: validated.log_probs(texts).numpy(), validated.cost)
+        return cross_validate(task, tuple(demonstrations), fit, folds, seed, rows=rows)
 
-    fits: dict[str, Callable[[], _Predictor]] = {
-        name: partial(fit_all, fit) for name, fit in _baselines(decoder, task).items()
-    }
-    fits[method.full_name] = lambda: fit_all(lambda some: fitted(refit(some))) if folds else fitted(injection)
+    def refitted(some: Examples) -> Predictor:
+        return injection_predictor(refit(some) if folds else injection, decoder, task)
+
+    fits = _baselines(decoder, task) | {method.full_name: refitted}
     probabilities: dict[str, Probabilities] = {}
     costs: dict[str, tuple[float, float, int]] = {}
     not_run: dict[str, str] = {}
@@ -165,11 +158,11 @@ def evaluate_multi_label(
         observer.evaluating(name)
         started = time.perf_counter()
         try:
-            predictor = fit()
-            fit_seconds = seconds if name == method.full_name else time.perf_counter() - started
+            predictor = fit_all(fit)
+            fit_seconds = (time.perf_counter() - started) / max(1, folds)
+            fit_seconds = seconds if name == method.full_name else fit_seconds
             started = time.perf_counter()
-            probabilities[name] = predictor.predict(texts)
-            observer.scored(len(rows))
+            probabilities[name] = predictor.log_probs(texts, observer.scored).double().exp().numpy()
         except (I2CLError, RuntimeError) as error:
             if name in {method.full_name, ZERO_SHOT} or not (
                 isinstance(error, I2CLError) or is_out_of_memory(error)
@@ -178,7 +171,7 @@ def evaluate_multi_label(
             not_run[name] = str(error) if isinstance(error, I2CLError) else "out of memory"
             continue
         milliseconds = 1000 * (time.perf_counter() - started) / len(texts)
-        costs[name] = (fit_seconds / max(1, folds), milliseconds, predictor.cached_bytes)
+        costs[name] = (fit_seconds, milliseconds, predictor.cost.cached_bytes)
     own = probabilities[method.full_name]
     temperature = best_temperature(own, gold, method.temperature_prior)
     tempered = at_temperature(own, temperature)
@@ -263,19 +256,19 @@ def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold)
     return answers
 
 
-def _baselines(decoder: Decoder, task: Task) -> dict[str, Callable[[Examples], _Predictor]]:
+def _baselines(decoder: Decoder, task: Task) -> dict[str, Callable[[Examples], Predictor]]:
     """Return how each baseline is fitted to demonstrations."""
     labels = len(task.labels)
 
-    def frequency(shown: Examples) -> _Predictor:
+    def frequency(shown: Examples) -> Predictor:
         means = indicators(task.train or shown, labels).mean(0)
-        return _Predictor(lambda texts: np.tile(means, (len(texts), 1)))
+        return _Baseline(lambda texts: np.tile(means, (len(texts), 1)))
 
-    def zero_shot(shown: Examples) -> _Predictor:
+    def zero_shot(shown: Examples) -> Predictor:
         scorer = LabelScorer(decoder, task)
         scores = scorer.scores([row.text for row in shown])
         bias = frequency_bias(scores, torch.from_numpy(indicators(shown, labels)).float())
-        return _Predictor(lambda texts: (scorer.scores(texts) + bias).double().sigmoid().numpy())
+        return _Baseline(lambda texts: (scorer.scores(texts) + bias).double().sigmoid().numpy())
 
     encoder = encoders.local_encoder()
     fit = partial(_embeddings, encoder, str(decoder.device)) if encoder else _tfidf
@@ -293,30 +286,29 @@ def _one_vs_rest(c: float) -> Any:
     return OneVsRestClassifier(LogisticRegression(C=c, class_weight="balanced", max_iter=10_000))
 
 
-def _embeddings(encoder: str, device: str, labels: int, shown: Examples) -> _Predictor:
+def _embeddings(encoder: str, device: str, labels: int, shown: Examples) -> Predictor:
     model, config = encoders.frozen_encoder(encoder, device), EmbeddingsConfig()
     vectors = encoders.embed(model, [row.text for row in shown])
     head = _one_vs_rest(config.embeddings_c).fit(vectors, indicators(shown, labels))
-    return _Predictor(
+    stored = labels * (vectors.shape[1] + 1)
+    return _Baseline(
         lambda texts: np.asarray(head.predict_proba(encoders.embed(model, texts))),
-        4 * labels * (vectors.shape[1] + 1),
+        Cost(stored, stored, 8 * stored),
     )
 
 
-def _tfidf(labels: int, shown: Examples) -> _Predictor:
+def _tfidf(labels: int, shown: Examples) -> Predictor:
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.pipeline import make_pipeline
 
     config = TfidfConfig()
-    vectorizer = TfidfVectorizer(ngram_range=(1, config.tfidf_words), sublinear_tf=True, token_pattern=r"\w+")  # noqa: S106
+    ngrams = (1, config.tfidf_words)
+    vectorizer = TfidfVectorizer(ngram_range=ngrams, sublinear_tf=True, token_pattern=r"\w+")  # noqa: S106
     model = make_pipeline(vectorizer, _one_vs_rest(config.tfidf_c))
     model.fit([row.text for row in shown], indicators(shown, labels))
-    size = len(vectorizer.idf_)
-    return _Predictor(lambda texts: np.asarray(model.predict_proba(texts)), 8 * (size + labels * (size + 1)))
-
-
-def _of_injection(injection: Injection, decoder: Decoder, texts: Sequence[str]) -> Probabilities:
-    return injection.log_probs(decoder, texts).double().exp().numpy()
+    trained = labels * (len(vectorizer.idf_) + 1)
+    stored = trained + len(vectorizer.idf_)
+    return _Baseline(lambda texts: np.asarray(model.predict_proba(texts)), Cost(trained, stored, 8 * stored))
 
 
 def _verdict(answers: Mapping[str, Indicators], gold: Indicators, fit: str) -> Verdict:
