@@ -177,7 +177,7 @@ def read_labelled(
         with bad.collect():
             ids = [_class_id(row, cell, lookup) for cell in row.values[1:]]
             text = _text(row)
-            examples.append(Example.multi_label(text, ids) if cells.multi_label else Example(text, *ids))
+            examples.append(Example.multi_label(text, ids) if cells.multi_label else Example(text, ids[0]))
     bad.raise_unless_skipped(total, skip=skip)
     if bad.count:
         message = f"{path}: {bad.count} of {total} rows are skipped: {bad.summary()}"

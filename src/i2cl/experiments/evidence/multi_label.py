@@ -356,14 +356,22 @@ def _score(
     from sklearn.metrics import average_precision_score, f1_score
 
     counts = _counts(answers, gold)
-    present = gold.any(0)
+    present = np.flatnonzero(gold.any(0))
+    precisions = [average_precision_score(gold[:, label], probabilities[:, label]) for label in present]
+    low, high = _interval(_bootstrap(counts)[0])
+    fit_seconds, milliseconds, cached_bytes = cost
     return Score(
         float(_micro_f1(counts.sum(0))),
-        *_interval(_bootstrap(counts)[0]),
-        float(f1_score(gold[:, present], answers[:, present], average="macro", zero_division=0)),
-        float(average_precision_score(gold[:, present], probabilities[:, present], average="macro")),
+        low,
+        high,
+        float(f1_score(gold, answers, average=None, zero_division=0)[present].mean())
+        if len(present)
+        else 0.0,
+        float(np.mean(precisions)) if precisions else 0.0,
         float((answers == gold).all(1).mean()),
-        *cost,
+        fit_seconds,
+        milliseconds,
+        cached_bytes,
     )
 
 
