@@ -248,6 +248,8 @@ def test_reversed_codes_are_corrected_in_the_error(tmp_path):
         (("False", "True"), "booleans"),
         (("-1", "1"), "numbers"),
         (("f", "t"), "letters"),
+        (("F", "PE", "US"), "abbreviations"),
+        (("US", "UK"), ""),
         (("A1", "A2", "B1"), "codes"),
         (("LABEL_0", "LABEL_1"), "codes"),
         (("no", "yes"), ""),
