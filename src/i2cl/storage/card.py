@@ -263,7 +263,8 @@ def describe_recall(evaluation: Mapping[str, Any]) -> str:
         return ""
     lowest = sorted(support, key=lambda label: evaluation["recall"][label])[:MAX_RECALLS]
     listed = ", ".join(
-        f"{label} {evaluation['recall'][label]:.2f} ({support[label]} rows)" for label in lowest
+        f"{label} {evaluation['recall'][label]:.2f} ({support[label]} row{'s' * (support[label] != 1)})"
+        for label in lowest
     )
     more = f" and {len(support) - MAX_RECALLS} more labels" if len(support) > MAX_RECALLS else ""
     return f"Recall per label: {listed}{more}"

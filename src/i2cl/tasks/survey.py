@@ -110,9 +110,9 @@ def likely_separator(labels: Iterable[str]) -> str:
 
 
 def kind_of_codes(labels: Iterable[str]) -> str:
-    """Return "numbers", "booleans", "letters" or "codes" (A1, LABEL_0) if labels mean nothing to a model.
+    """Return the kind of labels that mean nothing to a model, or "" if at least one label is a word.
 
-    Returns "" if at least one label is a word.
+    The kinds are "numbers", "booleans", "letters", "abbreviations" (F, PE) and "codes" (A1, LABEL_0).
     """
     words = list(labels)
     if {word.casefold() for word in words} <= set(BOOLEANS):
@@ -121,6 +121,9 @@ def kind_of_codes(labels: Iterable[str]) -> str:
         return "numbers"
     if all(len(word) == 1 and word.isascii() and word.isalnum() for word in words):
         return "letters"
+    short = all(len(word) <= 2 and word.isascii() and word.isupper() for word in words)
+    if short and min(map(len, words)) == 1:
+        return "abbreviations"
     matches = [_CODE.fullmatch(word) for word in words]
     prefixes = {match["prefix"] for match in matches if match}
     if all(matches) and (len(prefixes) == 1 or max(map(len, prefixes)) == 1):
