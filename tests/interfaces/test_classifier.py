@@ -19,7 +19,6 @@ from i2cl.injections.label_prior import with_label_prior
 from i2cl.injections.temperature import with_temperature
 from i2cl.tasks.loaders import default_template
 from i2cl.tasks.template import DEFAULT_TEMPLATE
-from processes import finished
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
@@ -213,7 +212,7 @@ def test_report_uses_the_texts_left_over_by_shots():
     result = quick(shots=2, recipe="fast", settings={"passes": 20}, evaluate=160).fit(X, Y)
     report = result.report_
     assert (report["rows"], report["split"]) == (len(X) - 8, "train")
-    assert list(report["methods"]) == [*BASELINES, "i2cl"]
+    assert list(report["methods"]) == [*BASELINES, "i2cl", "ensemble"]
     shown = {row.text for row in shown_of(result, 2)[1]}
     left = [(text, word) for text, word in zip(X, Y, strict=True) if text not in shown]
     assert report["methods"]["i2cl"]["accuracy"] == result.score(*zip(*left, strict=True))
@@ -406,8 +405,3 @@ def test_shots_above_class_size_use_all_rows_and_warn():
     with pytest.warns(FewRowsWarning, match=r"fewer than 2 rows, all of which are used: blue \(1\), green"):
         result = quick(shots=2).fit([X[at] for at in rows], [Y[at] for at in rows])
     assert result.injection_.context.demonstrations == 4
-
-
-def test_missing_scikit_learn_is_reported_with_install_command():
-    _, _, message = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
-    assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in message
