@@ -16,7 +16,6 @@ from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError,
 from i2cl.experiments.draw import FewRowsWarning
 from i2cl.experiments.evidence.fit_evaluation import BASELINES
 from i2cl.injections.label_prior import with_label_prior
-from i2cl.injections.temperature import with_temperature
 from i2cl.tasks.loaders import default_template
 from i2cl.tasks.template import DEFAULT_TEMPLATE
 
@@ -125,7 +124,7 @@ def test_fit_equals_extract_and_calibrate():
     injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast", passes=25))
     assert result.classes_.tolist() == sorted(TASK.labels)
     assert torch.equal(result.injection_.coefficients, injection.coefficients)
-    injection = with_temperature(injection, result.injection_.temperature)  # chosen on rows that shots left
+    injection = injection.with_head(ensemble=result.injection_.ensemble)  # chosen on rows that shots left
     scores = injection.log_probs(decoder, QUERIES).double()
     assert np.allclose(result.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
     assert np.array_equal(result.decision_function(QUERIES), scores.numpy())
@@ -139,7 +138,7 @@ def test_fit_with_anchored_and_unlabelled_texts(tmp_path):
     plain = anchor(reference(), *shown_of(result, 5), AnchoredConfig(steps=2))
     injection = with_label_prior(plain, reference(), unlabelled)
     assert torch.equal(result.injection_.context.values, injection.context.values)
-    injection = with_temperature(injection, result.injection_.temperature)
+    injection = injection.with_head(ensemble=result.injection_.ensemble)
     assert np.allclose(result.decision_function(QUERIES), injection.log_probs(reference(), QUERIES).numpy())
     assert "anchored+label_prior" in result.report_["methods"]
     result.save_pretrained(tmp_path / "out")
