@@ -287,7 +287,7 @@ def test_advice_depends_on_the_rival():
     advice = partial(fit_evaluation._advice, ["anchored", "char_tfidf"])
     assert advice("sentence_embeddings").endswith("leave out --experts")
     assert advice("char_tfidf").startswith("use it alone")
-    assert "rarer labels" in advice("majority_class")
+    assert "label prior" in advice("majority_class")
     assert "longer prompts" in advice("few_shot")
     assert advice("zero_shot") == "use it instead"
 

@@ -483,7 +483,7 @@ def _advice(members: Collection[str], rival: str) -> str:
     if rival in TEXT_METHODS:
         return "use it, or combine both: leave out --experts"
     if rival == "majority_class":
-        return "give more rows of the rarer labels"
+        return "use more rows (--shots) or a label prior (--unlabelled, --prior)"
     return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"
 
 
