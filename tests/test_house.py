@@ -25,6 +25,7 @@ LAYERS = (
     {"core"},
     {"injections"},
     {"methods"},
+    {"labelling"},
     {"experiments", "export"},
     {"interfaces"},
 )
@@ -35,7 +36,7 @@ SHARED_BY_METHODS |= {"methods.cross_validation", "methods.injecting", "methods.
 SHARED_BY_METHODS |= {"methods.i2cl", "methods.compressors.base"}
 
 MOST_IN_A_FOLDER = 19
-MOST_ON_TOP = 13
+MOST_ON_TOP = 14
 
 _HEAVY = """torch transformers datasets peft matplotlib sentence_transformers setfit sklearn pandas scipy
 ray gguf xllamacpp lm_eval vllm"""

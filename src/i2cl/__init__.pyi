@@ -16,6 +16,12 @@ from .injections.pool import InjectionPool as InjectionPool, predict as predict
 from .injections.temperature import with_temperature as with_temperature
 from .injections.transfer import TransferConfig as TransferConfig, transfer as transfer
 from .interfaces.sklearn import I2CLClassifier as I2CLClassifier
+from .labelling import (
+    LabelIssue as LabelIssue,
+    Suggestion as Suggestion,
+    review as review,
+    suggest as suggest,
+)
 from .methods import (
     METHODS as METHODS,
     Method as Method,

@@ -30,7 +30,8 @@ def commands(group, *path):
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
-RANDOM = {("demo",), ("fit",), ("eval",)}  # commands that take --seed; a grid brings its own seeds
+# Commands that take --seed; a grid brings its own seeds.
+RANDOM = {("demo",), ("fit",), ("eval",), ("suggest",), ("review",)}
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -55,6 +56,8 @@ def test_examples_in_help_run(said, tmp_path, monkeypatch):
     assert sorted(EXAMPLES) == sorted(map(" ".join, COMMANDS))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.txt").write_text("the gloomy baker rested\nthat merry pilot waved\n", encoding="utf-8")
+    labelled = "text,label\nthe sad cook slept,blue\na grim dog,blue\nthe merry poet,red\na glad king,red\n"
+    (tmp_path / "labelled.csv").write_text(labelled, encoding="utf-8")
     for name, typed in EXAMPLES.items():
         if name not in ELSEWHERE:
             program, *words = shlex.split(typed)

@@ -163,18 +163,18 @@ class Table:
         if self.kind != "tsv" or not path.is_file():
             return ""
         with path.open(encoding="utf-8", newline="\n") as file:
-            count = sum(_is_formula(cell) for line in file for cell in line.rstrip("\n").split("\t"))
-        return _formula_note(count)
+            count = sum(is_formula(cell) for line in file for cell in line.rstrip("\n").split("\t"))
+        return formula_note(count)
 
     def _csv(self, rows: Iterator[list[Any]], new: Path) -> str:
-        formulas = sum(map(_is_formula, self.columns))
+        formulas = sum(map(is_formula, self.columns))
         with new.open("w", encoding="utf-8-sig", newline="") as file:  # Excel needs the BOM
             file.write(_csv_line(self.columns))
             for row in rows:
                 texts = row[: len(self.names) + 1]
-                formulas += sum(map(_is_formula, texts))
+                formulas += sum(map(is_formula, texts))
                 file.write(_csv_line([*texts, *map(_decimal, row[len(texts) :])]))
-        return _formula_note(formulas)
+        return formula_note(formulas)
 
     def _parquet(self, rows: Iterator[list[Any]], new: Path) -> str:
         arrow: Any = import_module("pyarrow")
@@ -205,7 +205,8 @@ def _text(cell: object) -> str:
     return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
 
 
-def _formula_note(count: int) -> str:
+def formula_note(count: int) -> str:
+    """Return a note on this number of cells that a spreadsheet interprets as formulas; "" for none."""
     if not count:
         return ""
     return (
@@ -214,7 +215,8 @@ def _formula_note(count: int) -> str:
     )
 
 
-def _is_formula(cell: object) -> bool:
+def is_formula(cell: object) -> bool:
+    """Return whether a spreadsheet would interpret a cell as a formula."""
     if not isinstance(cell, str) or not cell.startswith(FORMULA_PREFIXES):
         return False
     try:

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
-from i2cl.interfaces.cli import console, evaluate, experiment, export, fit, info, predict, serve
+from i2cl.interfaces.cli import console, evaluate, experiment, export, fit, info, label, predict, serve
 from i2cl.storage.atomic import system_cause
 from i2cl.version import __version__
 
@@ -24,6 +24,8 @@ EXAMPLES = {
     "demo": "i2cl demo",
     "fit": "i2cl fit reference mood-colour-1 -o mood",
     "predict": "i2cl predict mood texts.txt -o labels.csv",
+    "suggest": "i2cl suggest mood texts.txt -n 2 -o to_label.csv",
+    "review": "i2cl review mood labelled.csv",
     "eval": "i2cl eval reference mood-colour-1 --method zero_shot,anchored --seeds 2 --limit 50 --workers 1",
     "ls": "i2cl ls methods",
     "cache": "i2cl cache",
@@ -50,6 +52,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": evaluate.demo,
     "fit": fit.fit,
     "predict": predict.predict,
+    "suggest": label.suggest,
+    "review": label.review,
     "eval": evaluate.evaluate,
     "report": experiment.report,
     "export": export.export,

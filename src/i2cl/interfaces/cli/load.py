@@ -171,21 +171,25 @@ def task(name: str, options: TaskOptions) -> "Task":
 
     if "huggingface_hub" in sys.modules:
         _quiet_hub()
-    if options.chat and options.template:
-        raise I2CLError("--chat and --template exclude each other: leave one of them out")
-    template = UNWORDED if options.chat else default_template(name)
-    if options.template is not None:
-        template = options.template.replace("\\n", "\n")
     return load_task(
         name,
         data_dir=options.data_dir,
-        template=template,
+        template=template(options, default_template(name)),
         labels=label_words(options.labels) if options.labels is not None else None,
         text_column=options.text_column,
         label_column=options.label_column,
         test_path=options.test,
         skip_bad_rows=options.skip_bad_rows,
     )
+
+
+def template(options: TaskOptions, default: str | None) -> str | None:
+    """Return the prompt format of the options, or the default. Raises I2CLError if two are given."""
+    if options.chat and options.template:
+        raise I2CLError("--chat and --template exclude each other: leave one of them out")
+    if options.template is not None:
+        return options.template.replace("\\n", "\n")
+    return UNWORDED if options.chat else default
 
 
 def label_words(typed: str) -> list[str] | dict[str, str]:

@@ -1,0 +1,230 @@
+"""`i2cl suggest` chooses texts to label, and `i2cl review` lists labels that are probably wrong."""
+
+import csv
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from i2cl.errors import I2CLError, require_packages
+from i2cl.interfaces.batch_prediction.tables import formula_note, is_formula
+from i2cl.interfaces.cli import console, load, options
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
+from i2cl.interfaces.cli.predict import PlaceOptions
+from i2cl.storage.atomic import new_file, require_new_file
+from i2cl.storage.layout import DESCRIPTION
+from i2cl.tasks import Example
+from i2cl.tasks.formats import Columns, Row, rows_or_errors
+from i2cl.tasks.rows import BadRows, read_labelled, read_queries
+from i2cl.tasks.sample import sample_texts
+from i2cl.tasks.template import DEFAULT_TEMPLATE
+
+if TYPE_CHECKING:
+    from i2cl.core.injection import Injection
+    from i2cl.models.decoder import Decoder
+    from i2cl.tasks import Task
+
+COLUMNS = ("text", "label", "suggested", "probability")
+MAX_SNIPPET = 60  # characters of a text in a table
+Seed = Annotated[int, Option(min=0, max=2**32 - 1, help="Random seed.")]
+
+
+@dataclass(frozen=True)
+class ChoiceOptions:
+    """How many texts are chosen, and from which."""
+
+    number: int = opt(20, "Number of texts to choose.", "--number", "-n", min=1)
+    labelled: Path | None = opt(
+        None,
+        "File of labelled rows, with the columns text and label. They are not suggested again, and are "
+        "copied to the output.",
+    )
+    pool: int = opt(2000, "Choose among up to this many texts, drawn at random from a longer file.", min=1)
+    seed: Seed = 0
+
+
+@options.expanded
+def suggest(
+    source: Annotated[str, Argument(help="A model, with --labels; or a folder made by `i2cl fit`.")],
+    texts: Annotated[
+        str, Argument(help="File with a text per line, CSV, TSV, JSONL, JSON, Parquet or Excel; - is stdin.")
+    ],
+    output: Annotated[Path, Option("--output", "-o", help="New CSV file, whose column label you fill in.")],
+    *,
+    labels: str | None = opt(None, "Label words separated by commas, for a model."),
+    choice: ChoiceOptions,
+    places: PlaceOptions,
+    rows: Annotated[TaskOptions, ("template", "chat", "instruction", "text_column", "skip_bad_rows")],
+    loading: ModelOptions,
+    json: options.Json = False,
+) -> None:
+    """Choose which texts to label, and propose a label for each.
+
+    Without a fitted task, the choice covers all kinds of texts; with one, those that it is uncertain about.
+    """
+    require_new_file(output)
+    require_packages("i2cl suggest", "sklearn", "sklearn")
+    load.require_options(loading)
+    injection = _fitted_task(source, rows, places) if labels is None else None
+    task = _new_task(source, labels, rows) if injection is None else injection.task
+    known: Sequence[Example] = ()
+    if choice.labelled is not None:
+        known, _ = read_labelled(choice.labelled, task.labels, skip=rows.skip_bad_rows)
+    candidates = _read_texts(texts, rows, choice, known)
+    if choice.number > len(candidates):
+        raise I2CLError(
+            f"{texts} has {len(candidates)} distinct texts without a label, fewer than {choice.number}: add "
+            "texts, or ask for fewer (-n)"
+        )
+    load.libraries()
+    from i2cl.labelling import suggest as choose
+
+    if injection is None:
+        decoder = load.decoder(source, load.automatic(loading))
+        task = task.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
+    else:
+        decoder = _decoder_of(injection, places, loading)
+    steps = len(candidates) * (1 if injection is None else 2)
+    with console.progress(steps, "comparing texts") as bar:
+        chosen = choose(
+            decoder,
+            injection or task,
+            candidates,
+            choice.number,
+            labelled=[row.text for row in known],
+            seed=choice.seed,
+            progress=bar.advance,
+        )
+    lines = [(row.text, task.labels[row.label], "", "") for row in known]
+    lines += [(one.text, "", one.label, f"{max(one.probabilities):.3f}") for one in chosen]
+    with new_file(output) as path, path.open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *lines])
+    if note := formula_note(sum(map(is_formula, chain.from_iterable(lines)))):
+        console.note(note)
+    if json:
+        console.print_json({"output": str(output), "suggestions": [asdict(one) for one in chosen]})
+        return
+    before = f" after {len(known)} labelled rows" if known else ""
+    console.say(f"Saved {output}: {choice.number} texts to label{before}, chosen from {len(candidates):,}.")
+    model = source if injection is None else injection.base.name
+    words = shlex.join(["i2cl", "fit", model, str(output)])
+    console.say(f"Next: fill in the column label, then {words} -o TASK")
+
+
+@options.expanded
+def review(
+    artefact: options.Artefact,
+    labelled: Annotated[
+        Path, Argument(help="File of labelled rows: CSV, TSV, JSONL, JSON, Parquet or Excel.")
+    ],
+    *,
+    places: PlaceOptions,
+    folds: int = opt(5, "Number of refits, each without one part of the rows.", min=2),
+    seed: Seed = 0,
+    rows: Annotated[TaskOptions, ("text_column", "label_column", "skip_bad_rows")],
+    loading: ModelOptions,
+    json: options.Json = False,
+) -> None:
+    """List labelled rows whose label is probably wrong, worst first.
+
+    Refits without a row score it, and near-duplicates with different labels are compared. No row is changed.
+    """
+    require_packages("i2cl review", "sklearn", "sklearn")
+    load.require_options(loading)
+    injection = _injection(artefact, places)
+    task = injection.task
+    columns = rows.text_column, rows.label_column
+    examples, lookup = read_labelled(labelled, task.labels, *columns, skip=rows.skip_bad_rows)
+    from i2cl.labelling import review as find_issues
+
+    decoder = _decoder_of(injection, places, loading)
+    with console.progress(folds, "refitting") as bar:
+        issues = find_issues(decoder, task, examples, folds=folds, seed=seed, progress=bar.advance)
+    row_names = {
+        (row.values[0], lookup.find(row.values[1])): row.place.removeprefix(f"{labelled} ")
+        for row in rows_or_errors(str(labelled), Columns(*columns))
+        if isinstance(row, Row)
+    }
+    numbered = [row_names[example.text, example.label] for example in examples]
+    if json:
+        found = [asdict(one) | {"where": numbered[one.row]} for one in issues]
+        console.print_json({"rows": len(examples), "issues": found})
+        return
+    console.say(f"{len(issues)} of {len(examples)} labels may be wrong{', worst first:' if issues else '.'}")
+    if issues:
+        table = [
+            {"where": numbered[one.row], "label": one.label, "suggested": one.suggested}
+            | {"probability": f"{one.probability:.3f}", "text": _snippet(one.text)}
+            | {"near-duplicates": ", ".join(numbered[row] for row in one.near_duplicates)}
+            for one in issues
+        ]
+        console.print_table("", table)
+
+
+def _snippet(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_SNIPPET else f"{line[:MAX_SNIPPET]}..."
+
+
+def _injection(name: str, places: PlaceOptions) -> "Injection":
+    load.require_artefact(name)
+    load.libraries()
+    from i2cl.core.injection import Injection
+
+    return Injection.from_pretrained(name, encoder=places.encoder)
+
+
+def _decoder_of(injection: "Injection", places: PlaceOptions, loading: ModelOptions) -> "Decoder":
+    loading = load.of_artefact(loading, injection, places.model)
+    return load.artefact_decoder(injection, places.model, load.automatic(loading))
+
+
+def _fitted_task(name: str, rows: TaskOptions, places: PlaceOptions) -> "Injection":
+    """Load a fitted task. Raises I2CLError for a model, which needs --labels, and for a prompt."""
+    from i2cl.storage.card import BUNDLED
+
+    if name in BUNDLED or (Path(name).exists() and not (Path(name) / DESCRIPTION).is_file()):
+        raise I2CLError(
+            f"{name!r} is a model, not a fitted task: name the labels (--labels 'billing,delivery')"
+        )
+    if rows.template is not None or rows.chat or rows.instruction is not None:
+        raise I2CLError(f"{name!r} has its own prompt: leave out --template, --chat and --instruction")
+    return _injection(name, places)
+
+
+def _new_task(model: str, labels: str, rows: TaskOptions) -> "Task":
+    """Return a task without rows from label words. Raises I2CLError for a fitted task, which has labels."""
+    from i2cl.tasks import Task, Template
+
+    if (Path(model) / DESCRIPTION).is_file():
+        raise I2CLError(f"{model!r} is a fitted task, with labels: leave out --labels")
+    load.require_model(model)
+    return Task("texts", tuple(load.split(labels)), Template(load.template(rows, DEFAULT_TEMPLATE)))
+
+
+def _read_texts(
+    source: str, rows: TaskOptions, choice: ChoiceOptions, labelled: Sequence[Example]
+) -> list[str]:
+    """Read a file of texts, and return up to ``choice.pool`` distinct ones that are not labelled."""
+    bad, total = BadRows(source), 0
+
+    def usable() -> Iterator[str]:
+        nonlocal total
+        for query in read_queries(source, column=rows.text_column, skip=True):
+            total += 1
+            if query.error is None:
+                yield query.text
+            else:
+                bad.add(query.error)
+
+    texts = sample_texts(
+        usable(), max(choice.pool, choice.number), seed=choice.seed, exclude=[row.text for row in labelled]
+    )
+    bad.raise_unless_skipped(total, skip=rows.skip_bad_rows)
+    if bad.count:
+        console.note(f"{source}: skipped {bad.count} rows without a usable text")
+    return texts

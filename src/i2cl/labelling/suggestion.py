@@ -1,0 +1,241 @@
+"""Choose which texts to label, from a file of unlabelled texts (pool-based active learning).
+
+Before anything is fitted, the choice covers the texts: they are clustered, and the most typical text of each
+cluster without a label is chosen (TypiClust, Hacohen et al. 2022, https://arxiv.org/abs/2202.02794). With a
+fitted task, only texts with a small margin between the two most probable labels are clustered (Zhdanov 2019,
+https://arxiv.org/abs/1901.05954).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from i2cl import encoders
+from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError, require_packages
+from i2cl.injections.label_prior import prior_bias
+from i2cl.methods.linear_probe import query_states
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import LabelScorer, Progress, in_parts, label_log_probs
+from i2cl.tasks import Task
+from i2cl.tasks.sample import text_key
+
+PRIOR_TEXTS = 64  # texts that the label prior of zero-shot proposals is measured on
+NEIGHBOURS = 20  # nearest texts in a cluster, which show how typical a text is
+OVERSAMPLING = 10  # uncertain texts that are clustered, for each text to choose
+STATE_DEPTH = 0.93  # relative position of the layer whose states stand in for a sentence embedding
+PROGRESS_TEXTS = 64  # texts between two progress calls
+
+Vectors = Float[np.ndarray, "texts d"]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A text to label.
+
+    Attributes:
+        index: index into the texts given to `suggest`.
+        text: the text.
+        label: proposed label word, the most probable one.
+        probabilities: probability of each label, in the order of the task's labels.
+    """
+
+    index: int
+    text: str
+    label: str
+    probabilities: tuple[float, ...]
+
+
+def suggest(
+    decoder: Decoder,
+    task: Task | Injection,
+    texts: Sequence[str],
+    n: int = 20,
+    *,
+    labelled: Sequence[str] = (),
+    seed: int = 0,
+    vectors: Vectors | None = None,
+    log_probs: Float[Tensor, "texts labels"] | None = None,
+    encoder: str | None = None,
+    progress: Progress | None = None,
+) -> list[Suggestion]:
+    """Choose the texts to label next, and propose a label for each.
+
+    With a `Task`, chooses typical texts that cover all kinds of texts; the proposal is the zero-shot answer,
+    after division by the mean label probabilities. With an `Injection`, chooses texts that it is uncertain
+    about and that differ from each other; the proposal is its answer. Deterministic for a seed.
+
+    Every text is embedded, and scored if there is an injection; `i2cl.tasks.sample.sample_texts` draws from a
+    long file.
+
+    Args:
+        decoder: the model, of the injection if there is one.
+        task: label words and template, or a fitted task.
+        texts: candidates. A text is chosen at most once, and never if it is in ``labelled``; texts that
+            differ only in case or whitespace count as equal.
+        n: number of texts to choose.
+        labelled: texts that have a label already, or that another person is labelling.
+        seed: seed of the clustering.
+        vectors: `text_vectors` of ``texts``, if they are known from an earlier call.
+        log_probs: `Injection.log_probs` of ``texts``, or for a `Task` their label scores, if known.
+        encoder: sentence encoder of `text_vectors`.
+        progress: called as texts are embedded and scored.
+
+    Returns:
+        The suggestions, best first.
+
+    Raises:
+        I2CLError: if fewer than ``n`` candidates are left, a text is empty, or scikit-learn is missing.
+    """
+    require_packages("suggesting texts", "sklearn", "sklearn")
+    first_index: dict[str, int] = {}
+    for index, text in enumerate(texts):
+        first_index.setdefault(text_key(text), index)
+    taken = dict.fromkeys(map(text_key, labelled))
+    candidates = [index for key, index in first_index.items() if key not in taken]
+    if not 1 <= n <= len(candidates):
+        message = f"cannot suggest {n} of {len(candidates)} distinct texts without a label"
+        raise I2CLError(message, "give more texts, or ask for fewer")
+    plain = task.task if isinstance(task, Injection) else task
+    if vectors is None:
+        vectors = text_vectors(decoder, plain, texts, encoder, progress)
+    others = [text for text in labelled if text_key(text) not in first_index]
+    known = [first_index[key] for key in taken if key in first_index]
+    covered = vectors[known]
+    if others:
+        covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder)])
+    if isinstance(task, Injection):
+        if log_probs is None:
+            log_probs = task.log_probs(decoder, texts, progress=progress)
+        narrow = margins(log_probs[candidates].exp().numpy())
+        chosen = [candidates[at] for at in choose_uncertain(vectors[candidates], narrow, n, covered, seed)]
+        answers = log_probs[chosen]
+    else:
+        chosen = [candidates[at] for at in choose_typical(vectors[candidates], n, covered, seed)]
+        answers = _zero_shot(decoder, task, texts, chosen, log_probs, seed)
+    return [
+        Suggestion(index, texts[index], plain.labels[int(row.argmax())], tuple(row.exp().tolist()))
+        for index, row in zip(chosen, answers, strict=True)
+    ]
+
+
+def text_vectors(
+    decoder: Decoder,
+    task: Task,
+    texts: Sequence[str],
+    encoder: str | None = None,
+    progress: Progress | None = None,
+) -> Vectors:
+    """Return a vector of unit length for each text, in float32. It does not depend on the other texts.
+
+    Args:
+        decoder: its hidden states, averaged over the text's tokens, are used without a sentence encoder.
+        task: gives the template.
+        texts: what to embed.
+        encoder: a sentence encoder. Default: the one that is installed, if any.
+        progress: called as texts finish.
+
+    Raises:
+        I2CLError: on an empty text, or if there is no such encoder.
+    """
+    name = encoder or encoders.local_encoder()
+    if name is not None:
+        return encoders.embed(encoders.frozen_encoder(name, str(decoder.device)), texts, progress)
+    scorer, layer = LabelScorer(decoder, task), round(STATE_DEPTH * (decoder.layers - 1))
+    pooled = decoder.tokenizer.is_fast  # others do not say which tokens belong to the text
+
+    def states(some: Sequence[str]) -> Tensor:
+        return query_states(scorer, some, [layer], pooled=pooled)[:, 0, -1]
+
+    vectors = torch.cat(list(in_parts(states, texts, PROGRESS_TEXTS, progress)))
+    return torch.nn.functional.normalize(vectors, dim=-1).numpy()
+
+
+def choose_typical(vectors: Vectors, n: int, covered: Vectors, seed: int = 0) -> list[int]:
+    """Choose typical candidates that cover all kinds of candidates.
+
+    All vectors are clustered by k-means, with one cluster for each labelled text and each choice. Clusters
+    with the fewest labelled texts come first, then the largest; of each, the most typical candidate is
+    chosen.
+
+    Args:
+        vectors: of the candidates, of unit length.
+        n: how many to choose, at most all.
+        covered: vectors of the labelled texts.
+        seed: seed of the clustering.
+
+    Returns:
+        Indices of candidates.
+    """
+    from sklearn.cluster import KMeans
+
+    together = np.concatenate([vectors, covered]) if len(covered) else vectors
+    distinct = len(np.unique(together.round(5), axis=0))  # more clusters would be empty
+    count = min(n + len(covered), distinct)
+    clusters = KMeans(count, n_init=1, random_state=seed).fit(together).labels_
+    sizes = np.bincount(clusters, minlength=count)
+    labelled = np.bincount(clusters[len(vectors) :], minlength=count)
+    order: list[tuple[int, int, int, int]] = []
+    for cluster in range(count):
+        members = np.flatnonzero(clusters[: len(vectors)] == cluster)
+        if not len(members):  # all of its texts are labelled
+            continue
+        ranked = members[np.argsort(-typicality(vectors[members]), kind="stable")]
+        before = int(labelled[cluster])
+        order += [(before + rank, -int(sizes[cluster]), cluster, int(at)) for rank, at in enumerate(ranked)]
+    return [at for *_, at in sorted(order)[:n]]
+
+
+def typicality(vectors: Vectors) -> Float[np.ndarray, " texts"]:
+    """Return the mean cosine of each vector with its `NEIGHBOURS` nearest ones."""
+    cosines = vectors @ vectors.T
+    np.fill_diagonal(cosines, -np.inf)
+    nearest = np.sort(cosines, axis=1)[:, -min(NEIGHBOURS, max(1, len(vectors) - 1)) :]
+    return np.asarray(nearest.mean(1))
+
+
+def choose_uncertain(
+    vectors: Vectors, margins: Float[np.ndarray, " texts"], n: int, covered: Vectors, seed: int = 0
+) -> list[int]:
+    """Choose typical candidates among the ``n * OVERSAMPLING`` with the smallest margins.
+
+    Args:
+        vectors: of the candidates, of unit length.
+        margins: between the two most probable labels of each candidate.
+        n: how many to choose, at most all.
+        covered: vectors of the labelled texts.
+        seed: seed of the clustering.
+
+    Returns:
+        Indices of candidates.
+    """
+    uncertain = np.argsort(margins, kind="stable")[: n * OVERSAMPLING]
+    return uncertain[choose_typical(vectors[uncertain], n, covered, seed)].tolist()
+
+
+def margins(probabilities: Float[np.ndarray, "texts labels"]) -> Float[np.ndarray, " texts"]:
+    """Return the difference between the two largest probabilities of each text."""
+    top = np.sort(probabilities, axis=1)[:, -2:]
+    return np.asarray(top[:, 1] - top[:, 0])
+
+
+def _zero_shot(
+    decoder: Decoder,
+    task: Task,
+    texts: Sequence[str],
+    chosen: Sequence[int],
+    scores: Float[Tensor, "texts labels"] | None,
+    seed: int,
+) -> Float[Tensor, "chosen labels"]:
+    """Return the zero-shot log-probabilities of the chosen texts, with the label prior divided out."""
+    if scores is None:
+        rest = sorted(set(range(len(texts))) - set(chosen))
+        extra = Random(seed).sample(rest, min(len(rest), max(0, PRIOR_TEXTS - len(chosen))))
+        scores = LabelScorer(decoder, task).scores([texts[at] for at in (*chosen, *extra)])
+        chosen = range(len(chosen))
+    return label_log_probs(scores, prior_bias(None, scores))[list(chosen)]

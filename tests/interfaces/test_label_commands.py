@@ -1,0 +1,103 @@
+"""`i2cl suggest` and `i2cl review`: what they read, write, print and refuse."""
+
+import csv
+import json
+
+import pytest
+
+from commands import jsonl, listed
+
+pytest.importorskip("sklearn")
+
+PEOPLE, VERBS = ("cook", "baker", "singer", "nurse", "farmer", "waiter"), ("rested", "stood")
+TEXTS = [f"the {mood} {who} {did}" for mood in ("sad", "glad") for who in PEOPLE for did in VERBS]
+NEW = ("suggest", "reference", "texts.txt", "--labels", "blue,red", "-n", 4)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for text in [*TEXTS, *TEXTS]), encoding="utf-8")
+    return tmp_path
+
+
+def table(path):
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_label_fit_suggest_again_and_review(folder, said, refused):
+    out = said(*NEW, "-o", "first.csv")
+    assert out.splitlines() == [
+        "Saved first.csv: 4 texts to label, chosen from 24.",
+        "Next: fill in the column label, then i2cl fit reference first.csv -o TASK",
+    ]
+    rows = table(folder / "first.csv")
+    assert [set(row) for row in rows] == [{"text", "label", "suggested", "probability"}] * 4
+    assert {row["label"] for row in rows} == {""}
+    assert {row["suggested"] for row in rows} <= {"blue", "red"}
+    assert "label '' is not a word" in refused("fit", "reference", "first.csv", "-o", "mood")
+    for row in rows:
+        row["label"] = "red" if "glad" in row["text"] else "blue"
+    labels = [*rows, {"text": "a sad day", "label": "blue"}, {"text": "a glad day", "label": "red"}]
+    jsonl(folder / "labelled.jsonl", [{key: row[key] for key in ("text", "label")} for row in labels])
+    said("fit", "reference", "labelled.jsonl", "-o", "mood", "--evaluate", 0)
+    again = ("suggest", "mood", "texts.txt", "--labelled", "labelled.jsonl", "-n", 3)
+    out = said(*again, "-o", "second.csv")
+    assert out.startswith("Saved second.csv: 3 texts to label after 6 labelled rows, chosen from 20.\n")
+    second = table(folder / "second.csv")
+    assert [row["label"] for row in second] == [row["label"] for row in labels] + [""] * 3
+    assert not {row["text"] for row in second[6:]} & {row["text"] for row in labels}
+    chosen = json.loads(said(*again, "-o", "third.csv", "--json"))["suggestions"]
+    assert [one["text"] for one in chosen] == [row["text"] for row in second[6:]]
+    assert (folder / "second.csv").read_bytes() == (folder / "third.csv").read_bytes()
+
+
+def test_review_lists_the_flipped_row_and_changes_none(folder, said, refused):
+    rows = [("red" if "glad" in text else "blue", text) for text in TEXTS]
+    rows[3] = ("red", rows[3][1])
+    content = "label,text\n" + "".join(f"{label},{text}\n" for label, text in rows)
+    (folder / "labelled.csv").write_text(content, encoding="utf-8")
+    said("fit", "reference", "labelled.csv", "-o", "mood", "--evaluate", 0)
+    out = said("review", "mood", "labelled.csv", "--folds", 2)
+    assert out.startswith("1 of 24 labels may be wrong, worst first:\n")
+    assert "row 5  red    blue" in out
+    result = json.loads(said("review", "mood", "labelled.csv", "--folds", 2, "--json"))
+    assert result["rows"] == 24
+    assert [(one["row"], one["where"], one["suggested"]) for one in result["issues"]] == [
+        (3, "row 5", "blue")
+    ]
+    assert (folder / "labelled.csv").read_text(encoding="utf-8") == content
+    assert listed(folder) == ["labelled.csv", "mood", "texts.txt"]
+    (folder / "one.csv").write_text("text,label\na,red\nb,red\n", encoding="utf-8")
+    assert "fewer than two labels have two texts or more" in refused("review", "mood", "one.csv")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*NEW[:3], "-o", "new.csv"), "'reference' is a model, not a fitted task: name the labels"),
+        ((*NEW[:4], "blue", "-o", "new.csv"), "has 1 label word(s), blue: give at least two"),
+        ((*NEW[:4], "blue,,red", "-o", "new.csv"), "label word '' is empty"),
+        ((*NEW, "-o", "texts.txt"), "'texts.txt' already exists"),
+        ((*NEW[:-1], 25, "-o", "new.csv"), "texts.txt has 24 distinct texts without a label, fewer than 25"),
+        (("suggest", "reference", "no.csv", *NEW[3:], "-o", "new.csv"), "no.csv"),
+        (("suggest", "reference", "broken.csv", *NEW[3:], "-o", "new.csv"), "broken.csv row 3: 2 cells but"),
+        (("review", "texts.txt", "texts.txt"), "'texts.txt' is not an artefact"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(folder, refused, monkeypatch, words, message):
+    monkeypatch.setattr("i2cl.interfaces.cli.load.decoder", None)
+    (folder / "broken.csv").write_text("text\na\nb,c\n", encoding="utf-8")
+    assert message in refused(*words)
+    assert listed(folder) == ["broken.csv", "texts.txt"]
+
+
+def test_bad_rows_are_skipped_on_request(folder, call):
+    (folder / "gaps.csv").write_text(
+        "text\n" + "".join(f"{text}\n" for text in [*TEXTS, '""']), encoding="utf-8"
+    )
+    words = ("suggest", "reference", "gaps.csv", *NEW[3:], "-o", "new.csv")
+    assert call(*words)[0] == 2
+    code, _, err = call(*words, "--skip-bad-rows")
+    assert (code, err) == (0, "gaps.csv: skipped 1 rows without a usable text\n")
