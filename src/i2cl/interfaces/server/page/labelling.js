@@ -191,6 +191,7 @@ function save(label) {
       showSaveError(error); // another person has this text: go on with the next one
     }
     queue.shift();
+    showText();
     showState();
   });
 }
