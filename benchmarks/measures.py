@@ -149,7 +149,7 @@ def predict_over_forward(work: Workload, injection: Injection, pairs: int) -> Me
 
 
 def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Measure:
-    """Compare the time of an injected with that of a plain forward pass, on the same batch."""
+    """Compare the times of an injected and a plain forward pass on the same batch."""
     batch = make_batch(_middle(work.queries), work.decoder.device)
     with work.decoder.frozen(), torch.no_grad():
         plain = partial(work.decoder.forward, batch)
@@ -158,7 +158,7 @@ def injected_over_plain(work: Workload, injection: Injection, pairs: int) -> Mea
 
 
 def mixed_over_one(work: Workload, pairs: int, loaded: int = ROWS) -> Measure:
-    """Compare the throughput of a batch with 64 tasks with that of one task."""
+    """Compare the throughputs of batches with 64 tasks and with one task."""
     pool = InjectionPool(work.decoder)
     base = work.injection()
     device = work.decoder.device

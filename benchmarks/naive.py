@@ -26,11 +26,11 @@ class Naive:
         self.encode = decoder.encoder
         self.task = task
         self.config = config or CalibrationConfig()
-        self.writers = [module for pair in decoder.writers for module in pair]
+        self.sublayers = [module for pair in decoder.sublayers for module in pair]
         self.words = torch.tensor(label_tokens(decoder.encoder, task.template, task.labels).first)
-        self.vectors = torch.zeros(len(self.writers), decoder.d_model)
+        self.vectors = torch.zeros(len(self.sublayers), decoder.d_model)
         self.coefficients = torch.tensor([self.config.init_lambda, self.config.init_beta])
-        self.coefficients = torch.nn.Parameter(self.coefficients.repeat(len(self.writers), 1))
+        self.coefficients = torch.nn.Parameter(self.coefficients.repeat(len(self.sublayers), 1))
         self.generator = torch.Generator().manual_seed(0)
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
@@ -43,7 +43,7 @@ class Naive:
             kept: dict[int, Tensor] = {}
             with (
                 torch.no_grad(),
-                _hooked(self.writers, lambda place, out, kept=kept: kept.update({place: out.clone()})),
+                _hooked(self.sublayers, lambda place, out, kept=kept: kept.update({place: out.clone()})),
             ):
                 self._logits([self.encode([text])[0]])
             total += torch.stack([kept[place].view(-1, total.shape[1])[-1] for place in range(len(kept))])
@@ -59,7 +59,7 @@ class Naive:
             for group in optimizer.param_groups:
                 group["lr"] = self.config.rate(step, len(steps))
             rows = [queries[row] for row in chosen]
-            with _hooked(self.writers, self._inject_noisily):
+            with _hooked(self.sublayers, self._inject_noisily):
                 logits = self._logits(rows)
             last = torch.tensor([len(row) - 1 for row in rows])
             targets = self.words[[demonstrations[row].label for row in chosen]]
@@ -72,7 +72,7 @@ class Naive:
         """Return the log-probability of each label, in batches of two texts."""
         queries = self.encode([self.task.template.query(text) for text in texts])
         result = []
-        with torch.no_grad(), _hooked(self.writers, self._inject):
+        with torch.no_grad(), _hooked(self.sublayers, self._inject):
             for start in range(0, len(queries), BATCH):
                 rows = queries[start : start + BATCH]
                 last = torch.tensor([len(row) - 1 for row in rows])

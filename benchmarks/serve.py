@@ -151,7 +151,7 @@ class Bench:
         return count / (time.perf_counter() - started)
 
     def rows(self, only: str) -> Iterator[dict[str, Any]]:
-        """Yield the lines of the table, or those of one part."""
+        """Yield the lines of the table, or of one part."""
         parts = (
             self.throughput,
             self.latency,

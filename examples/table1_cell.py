@@ -9,7 +9,7 @@ import sys
 
 from i2cl import Decoder, evaluate, load_task, make_methods
 from i2cl.core.recipe import RECIPES
-from i2cl.experiments.report.paper import printed_for
+from i2cl.experiments.report.printed import printed_for
 
 
 def main(

@@ -34,14 +34,14 @@ Printed by `python scripts/architectures_table.py`; `make docs-results` measures
 
 ## Supported
 
-{count} model types. *Writers* are the attention and MLP modules whose outputs a block adds to the residual
+{count} model types. *Sublayers* are the attention and MLP modules whose outputs a block adds to the residual
 stream. *Packs*: several short queries share a row of a batch. *Fold*: how `i2cl export` merges an injection
 into the weights ([export](guide/export.md)). *In place* keeps the type; *as llama* writes an equivalent
 Llama, and is not possible with features that Llama does not have: a sliding window shorter than the context,
 or rotary embeddings on part of a head. `granitemoehybrid` is supported for dense models with attention in
 every layer.
 
-| model type | attention writer | MLP writer | packs | fold |
+| model type | attention sublayer | MLP sublayer | packs | fold |
 |---|---|---|---|---|"""
 
 TEMPLATE = """

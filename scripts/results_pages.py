@@ -15,7 +15,7 @@ from statistics import fmean
 import numpy as np
 from jaxtyping import Bool
 
-from i2cl.experiments.report.paper import printed_tables
+from i2cl.experiments.report.printed import printed_tables
 from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.experiments.report.tables import NO_RESULT, format_accuracy, format_interval, format_points
 from i2cl.experiments.statistics import Difference, accuracy, difference

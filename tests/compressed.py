@@ -68,7 +68,7 @@ class Golden:
         return self[name].log_softmax(-1)[:, [ids[0] for ids in self.labels]]
 
     def decoder(self, folder=None, **more):
-        """A decoder of its own, of the base model."""
+        """Return a new decoder of the base model."""
         model = AutoModelForCausalLM.from_pretrained(folder or self.base, dtype=torch.float32, **more)
         return Decoder(model.eval(), AutoTokenizer.from_pretrained(PARITY))
 

@@ -1,4 +1,4 @@
-"""Methods fitted on tiny models, and what a plain model is asked to compare them with."""
+"""Methods fitted on tiny models, and reference values computed with plain transformers models."""
 
 import dataclasses
 import threading
@@ -62,7 +62,7 @@ def close(actual, wanted):
 
 @cache
 def decoder_of(case, dtype=torch.float32, **overrides):
-    """A tiny model that tests share and leave as it is."""
+    """Return a tiny model that tests share and must not change."""
     return made(case, dtype=dtype, **overrides)
 
 
@@ -137,38 +137,38 @@ def first_tokens(decoder, task):
     return [ids(decoder, prompt + task.template.continuation(word))[start] for word in task.labels]
 
 
-def random_edit(decoder, seed=0, factor=0.2, around=(0.1, 1.0), sites=2):
+def random_edit(decoder, seed=0, factor=0.2, around=(0.1, 1.0), sublayers=2):
     """A vector and coefficients near a pair, drawn from a seed or a generator."""
     draw = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
-    values = torch.randn(decoder.layers, sites, decoder.d_model, generator=draw)
-    noise = torch.randn(decoder.layers, sites, 2, generator=draw)
+    values = torch.randn(decoder.layers, sublayers, decoder.d_model, generator=draw)
+    noise = torch.randn(decoder.layers, sublayers, 2, generator=draw)
     return values, noise * factor + torch.tensor(around)
 
 
 def random_injection(decoder, task, seed=0, extraction=None, shown=7, base=None, fields=None, **drawn):
     """An injection as good as fitted; `drawn` as in `random_edit`."""
     extraction = extraction or ExtractConfig()
-    sites = 1 if extraction.writers == "hidden" else 2
-    values, coefficients = random_edit(decoder, seed, sites=sites, **drawn)
+    sublayers = 1 if extraction.sublayers == "hidden" else 2
+    values, coefficients = random_edit(decoder, seed, sublayers=sublayers, **drawn)
     context = ContextVector(values, extraction, shown)
     return injection_of(context, coefficients, task, base or decoder.base, **fields or {})
 
 
 def injection_of(*parts, positions="all", seed=0, **fields):
-    """An injection whose further fields are those of its head or its report."""
+    """Return an injection; ``fields`` are fields of its head or its report."""
     kinds = [{one.name for one in dataclasses.fields(kind)} for kind in (LabelHead, Report)]
     assert set(fields) <= kinds[0] | kinds[1]
     head, report = ({name: fields[name] for name in fields.keys() & kind} for kind in kinds)
     return Injection(*parts, LabelHead(**head), Report(**report), positions=positions, seed=seed)
 
 
-def linear_edit(values, coefficients, site="writers", positions="all", seed=0):
+def linear_edit(values, coefficients, hook_point="sublayers", positions="all", seed=0):
     """The edit ``lambda v + beta a`` at some tokens."""
-    return at_positions(AffineEdit.linear(values, coefficients, site), positions, seed)
+    return at_positions(AffineEdit.linear(values, coefficients, hook_point), positions, seed)
 
 
 def weighted(decoder, injection, seed=0):
-    """The injection with labels told by their words, each of which counts as much as a fit might find."""
+    """Return the injection with word-level scoring and random word weights, as large as a fit finds."""
     plain = injection.with_head(scoring="words")
     idf = plain.scorer(decoder).labels.weights
     moved = torch.randn(idf.shape, generator=torch.Generator().manual_seed(seed)) / 4
@@ -176,7 +176,7 @@ def weighted(decoder, injection, seed=0):
 
 
 def log_probability(decoder, query, label):
-    """Of a label's tokens behind those of a query, from one row of the bare model."""
+    """Return the log-probability of a label's tokens after a query, from one row of the plain model."""
     row = torch.tensor([[*query, *label[:-1]]])
     logits = decoder.model(row, use_cache=False).logits[0, len(query) - 1 :].log_softmax(-1)
     return sum(logits[step, token] for step, token in enumerate(label))
@@ -206,20 +206,22 @@ def replacing(changes):
         yield
 
 
-def raw_modules(model, case, site="writers"):
-    """The two residual writers of each block, or the block itself, as `PATHS` has them."""
+def raw_modules(model, case, hook_point="sublayers"):
+    """The two sublayers of each block, or the block itself, as `PATHS` has them."""
     path, *names = PATHS[case]
     blocks = model.get_submodule(path)
-    return [[one] if site == "hidden" else [one.get_submodule(name) for name in names] for one in blocks]
+    return [
+        [one] if hook_point == "hidden" else [one.get_submodule(name) for name in names] for one in blocks
+    ]
 
 
 def injecting(decoder, values, coefficients):
-    """Every writer puts out lambda v + beta a."""
+    """Every sublayer puts out lambda v + beta a."""
 
     def mixed(vector, pair, output):
         return pair[0] * vector + pair[1] * output
 
-    modules = [module for pair in decoder.writers for module in pair]
+    modules = [module for pair in decoder.sublayers for module in pair]
     places = zip(values.flatten(0, 1), coefficients.flatten(0, 1), strict=True)
     return replacing(zip(modules, (partial(mixed, *place) for place in places), strict=True))
 

@@ -1,4 +1,4 @@
-"""Inputs nobody would write: good files of every kind with a few things wrong, and what reads each kind.
+"""Damaged inputs: valid files of every kind with a few random errors, and the function that reads each kind.
 
 A crash is anything but success and one `I2CLError`.
 """
@@ -34,7 +34,7 @@ WORDS = ["", " ", "a\nb", "\0", "../..", "/dev/null", "{text}", "=1+1", "é\u202
 NUMBERS = [0, -1, 10**30, 2**63, 0.5, 1e308, float("nan"), float("inf")]
 DEEP: Any = reduce(lambda inner, _: (inner,), range(400), ())
 LISTS = [(), (None,), ("a", "a"), DEEP]
-"""As tuples, which no later change gets into."""
+"""Tuples, because they are immutable."""
 ODD = st.sampled_from([None, True, *NUMBERS, *WORDS, HALF_PAIR, *LISTS]) | st.builds(dict, st.just([("", 0)]))
 
 GOOD_ROWS = {
@@ -146,7 +146,7 @@ TEXTS = st.lists(
 TEMPLATES = st.tuples(
     TEXTS | st.just("{text} {label}"), TEXTS, TEXTS, st.lists(TEXTS, max_size=3), st.text(max_size=5)
 )
-_SETTINGS = """epochs lr noise layers positions formula loss recipe optimizer passes pull batch_size writers
+_SETTINGS = """epochs lr noise layers positions formula loss recipe optimizer passes pull batch_size sublayers
 token separator init_lambda init_beta draw k x"""
 SETTINGS = _SETTINGS.split()
 VALUES = ["1", "-1", "many", "1e400", "nan", "[1]", "(0,)", "true", "None", "early", "9" * 400, "0,1", *WORDS]

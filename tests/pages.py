@@ -53,10 +53,10 @@ def commands(page):
 
 
 def play(played, folder, monkeypatch):
-    """Run blocks in a folder, and compare what they print with what stands below them.
+    """Run the blocks of a page in a folder, and compare their output with the output that the page shows.
 
-    Below a command may stand nothing: then anything but an error will do. A Python block's comments behind
-    ``print(...)`` are what it prints.
+    A command whose output the page omits only has to succeed. Comments after ``print(...)`` in a Python
+    block are its expected output.
     """
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", str(WIDTH))  # for programs that start; this one took its width when it did
@@ -99,7 +99,7 @@ def said(typed):
 
 
 def alike(text):
-    """Its words, line by line: numbers are another machine's, and rules are as wide as they are."""
+    """Return the words of each line, without numbers and rules, which differ between machines."""
     text = re.sub(r"about [\d,]+ (s|minutes)\b", "about a while", text)
     lines = (re.sub(r"\d[\d.,:e+-]*\b|\.\.\.", "#", re.sub(r"─+", "", line)) for line in text.splitlines())
     return [" ".join(line.split()) for line in lines if line.strip()]

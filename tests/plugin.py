@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiny import tiny_model, tiny_tokenizer  # before the hook: under it, transformers is compiled anew
+from tiny import tiny_model, tiny_tokenizer  # before the hook, which would compile transformers again
 
 gc.disable()  # until all tests are there
 
@@ -53,12 +53,12 @@ from i2cl.tasks import Example, Task, Template  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits long for other processes comes first, so that others run beside it."""
+    """Start the test that waits longest for other processes first, so that others run at the same time."""
     items.sort(key=lambda item: item.path.name != "test_ray.py")
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage less often, and never in what has been imported, most of torch."""
+    """Collect garbage less often, and never among imported modules, most of which are torch's."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
@@ -91,12 +91,12 @@ def _no_native_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_local_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `fit` and `demo` are set beside does not depend on what is installed."""
+    """Make the baselines of `fit` and `demo` independent of the installed packages."""
     monkeypatch.setattr(encoders, "local_encoder", lambda: None)
 
 
 class WordsEncoder:
-    """Stands in for a sentence encoder: counts a text's words, each at one of 24 places."""
+    """A fake sentence encoder: counts the words of a text in 24 buckets."""
 
     def __init__(self, turned: int = 0) -> None:
         self.turned = turned
@@ -156,7 +156,7 @@ def said(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
 
 @pytest.fixture
 def refused(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
-    """Run a command that is to fail in one line, or so many, and print nothing else; what it says."""
+    """Run a command that must fail with ``lines`` lines on stderr and no output; return the lines."""
 
     def refuse(*words: Any, lines: int = 1) -> str:
         code, out, err = call(*words)

@@ -1,7 +1,7 @@
-"""Python programs in processes of their own, forked from one that has imported what is heavy.
+"""Run Python programs in separate processes, forked from one that has imported torch and transformers.
 
-A fresh interpreter takes seconds to import torch and transformers, a fork none. All else is as under
-``python -c``: own memory, files, signals, exit code. The command line itself is imported in the fork.
+A new interpreter takes seconds for these imports. Otherwise a fork behaves like ``python -c``: it has its own
+memory, files, signals and exit code. The fork imports the command line itself.
 """
 
 import os
@@ -73,7 +73,7 @@ class Program:
         self.process.start()
 
     def said(self):
-        """What came to stdout and stderr by now."""
+        """Return the output on stdout and stderr up to now."""
         return self.out.read_text(encoding="utf-8"), self.err.read_text(encoding="utf-8")
 
     def wait(self, timeout=120):

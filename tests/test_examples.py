@@ -1,4 +1,4 @@
-"""The scripts and the notebook in examples/, as they stand, on the bundled model."""
+"""Run the scripts and the notebook in examples/, unchanged, on the bundled model."""
 
 import json
 import re

@@ -29,7 +29,7 @@ LAYERS = (
     {"experiments", "export"},
     {"interfaces"},
 )
-"""Rooms, lowest first. One imports only what lies in a layer before its own."""
+"""Rooms, lowest first. A room imports only rooms of lower layers."""
 
 SHARED_BY_METHODS = {"methods.base", "methods.prompting", "methods.adapters", "methods.classifiers"}
 SHARED_BY_METHODS |= {"methods.cross_validation", "methods.injecting", "methods.postprocessing"}
@@ -39,7 +39,7 @@ MOST_IN_A_FOLDER = 19
 MOST_ON_TOP = 14
 
 _HEAVY = """torch transformers datasets peft matplotlib sentence_transformers setfit sklearn pandas scipy
-ray gguf xllamacpp lm_eval vllm"""
+ray gguf xllamacpp vllm"""
 HEAVY = set(_HEAVY.split())
 
 
@@ -64,7 +64,7 @@ def parsed(path):
 
 
 def imports(path):
-    """Modules and packages of this package that a file imports, anywhere in it, below the package."""
+    """Sublayers and packages of this package that a file imports, anywhere in it, below the package."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -90,7 +90,7 @@ def upward(mine, imported):
 
 
 def import_graph():
-    """Files by dotted name, each with the files it imports; a package stands for its ``__init__``."""
+    """Files by dotted name, each with the files it imports; a package is named like its ``__init__``."""
     known = {module(path) for path in FILES}
     return {module(path): {name for name in imports(path) if name in known} for path in FILES if module(path)}
 

@@ -1,6 +1,6 @@
-"""Speed changes no results, and the benchmark measures what it says; its numbers are no test's business.
+"""Optimizations change no results, and the benchmark runs; its timings are not tested.
 
-The package against the paper's algorithm written the straightforward way.
+Compares the package with a straightforward implementation of the paper's algorithm.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""What the README and the site say to type: run as it stands, or held against the command line.
+"""Run the commands of the README and the site unchanged, or check that the command line accepts them.
 
-A command behind ``$`` and every Python snippet runs, page by page in order, in a folder of the page's own;
-what is printed is what the page shows but for its numbers. Behind the language of a block may stand the
-package that it takes, or ``real``: then the real model runs it (tests/real). All other commands are parsed.
+Commands after ``$`` and all Python snippets of a page run in order, in one temporary folder per page. Their
+output must equal the output on the page, except for numbers. The word after a block's language is a package
+that it needs, or ``real``, which means that tests/real runs it. All other commands are only parsed.
 """
 
 import json
@@ -31,7 +31,7 @@ def test_it_runs_and_says_what_the_page_shows(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_is_one_that_the_program_takes(page):
-    for typed in () if page.name == "log.md" else commands(page):  # the log tells of commands that went
+    for typed in () if page.name == "log.md" else commands(page):  # the log mentions removed commands
         command, words = get_command(app), list(typed)
         while hasattr(command, "commands") and words and not words[0].startswith("-"):
             assert words[0] in command.commands, typed

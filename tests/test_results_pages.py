@@ -46,6 +46,4 @@ def test_every_part_stands_on_a_page_and_rows_that_no_cell_has_are_left_out(made
     assert [name for name in made["PARTS"] if f"<!-- {name}: begin -->" not in shown] == []
     result = made["results"]("real")
     assert list(made["find_lines"](result, ("Zero-shot", "no such row"))) == ["Zero-shot"]
-    assert (
-        made["find_line"](result, "zero_shot").name == "Zero-shot"
-    )  # by its method where no row is called so
+    assert made["find_line"](result, "zero_shot").name == "Zero-shot", "found by the method's name"

@@ -9,11 +9,11 @@ import i2cl
 from pages import ROOT, pages
 
 SITE = ROOT / "site"
-pytestmark = pytest.mark.skipif(not (SITE / "index.html").is_file(), reason="there is no site: make docs")
+pytestmark = pytest.mark.skipif(not (SITE / "index.html").is_file(), reason="the site is missing: make docs")
 
 
 class Loaded(HTMLParser):
-    """Addresses that a browser asks for by itself, as it shows a page."""
+    """Collects the addresses that a browser requests when it shows a page."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The wheel: all of the package is in it, and it works where nothing but its dependencies is installed."""
+"""The wheel contains the whole package, and works with only its dependencies installed."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 DEMANDED = {"models/reference/model.safetensors", "tasks/builtin/tickets.train.jsonl", "py.typed"}
 DEMANDED |= {"tasks/builtin/sst2.toml", "experiments/builtin/main.toml", "experiments/report/report.html.j2"}
-EXTRAS = "datasets accelerate peft matplotlib sklearn scipy bitsandbytes lm_eval ray gguf xllamacpp"
+EXTRAS = "datasets accelerate peft matplotlib sklearn scipy bitsandbytes ray gguf xllamacpp"
 WITHOUT_EXTRAS = f"""
 import sys
 sys.modules.update(dict.fromkeys({EXTRAS.split()!r}))

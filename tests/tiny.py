@@ -1,6 +1,6 @@
 """Tiny random models of every known model type, and a tokenizer to match, built in memory.
 
-The weights are drawn large enough that every writer changes the residual stream and every token the
+The weights are drawn large enough that every sublayer changes the residual stream and every token the
 logits: with the usual initialisation a wrong hook could hide in rounding.
 """
 
@@ -37,7 +37,7 @@ _ROUTED = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_den
 _GROUPED = _ROUTED | {"n_group": 2, "topk_group": 1}
 _LATENT = _MODERN | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
 _LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-# As many heads that no two tokens score the same: which of them is chosen would depend on the padding.
+# Enough heads to avoid equal scores of two tokens; padding would decide which of the two is chosen.
 _INDEXED = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": WINDOW}
 _SPARSE_LATENT = _LATENT | _GROUPED | _INDEXED
 _SPARSE = _HEAD | _WINDOWED | _EXPERTS
@@ -163,7 +163,7 @@ PATHS = [
     *("gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "hyperclovax", "jetmoe", "llama"),
     *("llama4_text", "mixtral", "modernbert-decoder", "mpt", "opt", "xglm"),
 ]
-"""One of each row of the table, and of blocks unlike others: experts, latent attention, parallel writers."""
+"""One of each row of the table, and of unusual blocks: experts, latent attention, parallel sublayers."""
 
 HALF = [*product(MODEL_TYPES, [torch.bfloat16]), *product(PATHS, [torch.float16])]
 """Model types in half precision: every one in the wider of the two, some in the other."""
@@ -209,7 +209,7 @@ def tiny_model(
 
 
 def redrawn(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, its matrices drawn anew and its norms and biases moved off their defaults."""
+    """Return the same model with random matrices, and norms and biases that differ from their defaults."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -222,7 +222,7 @@ def redrawn(model: PreTrainedModel) -> PreTrainedModel:
 def byte_level(
     sentences, size, *steps, special=("<|endoftext|>",), normalizer=None, ignore_merges=False, use_regex=True
 ) -> Tokenizer:
-    """A byte-level BPE of so many tokens, trained on sentences; other steps split texts before it does."""
+    """Train a byte-level BPE with ``size`` tokens on sentences; ``steps`` split texts first."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last

@@ -1,7 +1,7 @@
 """Implicit in-context learning for frozen decoder LLMs.
 
 A few labelled examples become one context vector plus four scalars a layer, injected into the
-residual stream: few-shot accuracy at zero-shot cost. Its names stand in `__init__.pyi`; each is
+residual stream: few-shot accuracy at zero-shot cost. Its names are listed in `__init__.pyi`; each is
 loaded on first use, so importing the package is cheap.
 """
 

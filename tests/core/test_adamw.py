@@ -40,14 +40,14 @@ def few_steps(monkeypatch):
     monkeypatch.setattr(plan, "MIN_ADAMW_STEPS", 24)
 
 
-def test_the_scale_by_gold_labels_is_near_that_of_all():
+def test_the_set_unit_by_gold_labels_is_near_that_of_all():
     every, gold = problem(made("llama")), problem(made("llama"))
     _, _, variance = every.first()
-    assert gold.scale_by_gold(len(SHOWN)) == pytest.approx(variance, rel=0.5)
-    assert torch.corrcoef(torch.stack([every.scale.flatten(), gold.scale.flatten()]))[0, 1] > 0.8
+    assert gold.set_unit_by_gold(len(SHOWN)) == pytest.approx(variance, rel=0.5)
+    assert torch.corrcoef(torch.stack([every.unit.flatten(), gold.unit.flatten()]))[0, 1] > 0.8
     some = problem(made("llama"))
-    some.scale_by_gold(5)
-    assert torch.corrcoef(torch.stack([every.scale.flatten(), some.scale.flatten()]))[0, 1] > 0.7
+    some.set_unit_by_gold(5)
+    assert torch.corrcoef(torch.stack([every.unit.flatten(), some.unit.flatten()]))[0, 1] > 0.7
 
 
 def test_it_ends_where_gauss_newton_ends_and_reports_the_loss(few_steps, monkeypatch):
@@ -64,12 +64,12 @@ def test_it_ends_where_gauss_newton_ends_and_reports_the_loss(few_steps, monkeyp
     ends, _, _ = fit_gauss_newton(kernel, 1.0, 100, tolerance=1e-8, settled=0)
 
     def objective(vectors):
-        at = (vectors / fit.scale).flatten()
+        at = (vectors / fit.unit).flatten()
         loss = cross_entropy(fit.scores(at).double(), fit.gold, reduction="sum").item()
         return loss + tau / 2 * at.square().sum().item()
 
     best = objective(fit.vectors(u))
-    assert best < objective(plain.view_as(fit.scale)) - 0.1
+    assert best < objective(plain.view_as(fit.unit)) - 0.1
     assert best == pytest.approx(objective(kernel.vectors(ends)), rel=0.05)
 
 
@@ -90,7 +90,7 @@ def test_any_number_of_labels_can_be_fitted():
 
 
 def test_word_weights_take_one_step_of_the_same_optimizer(monkeypatch):
-    """Down the derivative of the loss in a word's weight, in the unit that makes it as large as a site's."""
+    """Check the step of the word weights against the derivative of the loss, in the unit of the vectors."""
     decoder = made("llama")
     asked, shown = many(5)
     fit = Objective(LabelScorer(decoder, asked, "words"), shown, "both")

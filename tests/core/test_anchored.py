@@ -8,7 +8,7 @@ from i2cl import Example, Injection, Task, Template, make_methods
 from i2cl.core import gauss_newton
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.gauss_newton import Step, gauss_newton_step, solve_kernel_regression, summed_loss
-from i2cl.core.objective import Objective, score_columns, score_directions, score_variance, wrong_labels
+from i2cl.core.objective import Objective, score_differences, score_directions, score_variance, wrong_labels
 from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import LabelScorer, score
 
@@ -21,8 +21,8 @@ def task(words=False):
     return Task("films", words, Template("Review: {text}\nSentiment:\n{label}"))
 
 
-def problem(decoder, asked, shown=SHOWN, writers="both"):
-    return Objective(LabelScorer.for_fit(decoder, asked), shown, writers)
+def problem(decoder, asked, shown=SHOWN, sublayers="both"):
+    return Objective(LabelScorer.for_fit(decoder, asked), shown, sublayers)
 
 
 def started(decoder, asked, config, shown=SHOWN):
@@ -39,7 +39,7 @@ def objective(fit, u, tau):
 
 def stationary(fit, u, tau):
     point, _ = fit.linearize(u)
-    chances = torch.nn.functional.pad(point.columns, (1, 0)).softmax(-1)[:, 1:].flatten().float()
+    chances = torch.nn.functional.pad(point.differences, (1, 0)).softmax(-1)[:, 1:].flatten().float()
     return (point.jacobian.T @ chances + tau * u).norm().item()
 
 
@@ -55,8 +55,8 @@ def test_derivatives_match_finite_differences(model_type, words):
     generator = torch.Generator().manual_seed(0)
     u = 0.02 * torch.randn(fit.size.parameters, generator=generator)
     along = torch.randn(fit.size.parameters, generator=generator)
-    u[: fit.vector_size] /= fit.scale.flatten().clamp_min(1e-9)
-    along[: fit.vector_size] /= fit.scale.flatten().clamp_min(1e-9)
+    u[: fit.vector_size] /= fit.unit.flatten().clamp_min(1e-9)
+    along[: fit.vector_size] /= fit.unit.flatten().clamp_min(1e-9)
     point, result = fit.linearize(u)
     torch.testing.assert_close(result.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
     step = 2e-3
@@ -66,7 +66,7 @@ def test_derivatives_match_finite_differences(model_type, words):
         others = torch.nn.functional.one_hot(fit.gold, 3) == 0
         return scores[others].view(-1, 2) - scores.gather(1, fit.gold[:, None])
 
-    torch.testing.assert_close(point.columns, values(u), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(point.differences, values(u), atol=1e-4, rtol=1e-4)
     differences = (values(u + step * along) - values(u - step * along)) / (2 * step)
     result = (point.jacobian @ along).view_as(differences).double()
     torch.testing.assert_close(result, differences, atol=3e-2 * differences.abs().max().item(), rtol=0)
@@ -77,7 +77,7 @@ def test_columns_hold_the_whole_loss(labels):
     generator = torch.Generator().manual_seed(labels)
     scores = 3 * torch.randn(7, labels, generator=generator)
     gold = torch.randint(labels, (7,), generator=generator)
-    result = score_columns(scores, gold)
+    result = score_differences(scores, gold)
     assert result.shape == (7, labels - 1)
     expected = torch.nn.functional.cross_entropy(scores.double(), gold, reduction="sum")
     assert summed_loss(result) == pytest.approx(expected.item())
@@ -110,7 +110,7 @@ def test_a_fit_ends_at_the_minimum_of_the_objective():
     fit, _, tau = started(decoder, task(), TO_THE_END)
     injection = anchor(decoder, task(), SHOWN, TO_THE_END)
     assert injection.settings["tau"] == pytest.approx(tau)
-    u = (injection.context.values / fit.scale).flatten()
+    u = (injection.context.values / fit.unit).flatten()
     end = objective(fit, u, tau)
     assert end < 0.9 * objective(fit, torch.zeros_like(u), tau)
     generator = torch.Generator().manual_seed(1)
@@ -124,8 +124,8 @@ def test_a_fit_ends_at_the_minimum_of_the_objective():
 def moving(words):
     """A problem linearized around 0, other parameters, and the linearization and scores there."""
     fit = problem(made("llama"), task(words))
-    point, _ = fit.linearize(torch.zeros(fit.scale.numel()))
-    u = 0.05 * torch.randn(fit.scale.numel(), generator=torch.Generator().manual_seed(0))
+    point, _ = fit.linearize(torch.zeros(fit.unit.numel()))
+    u = 0.05 * torch.randn(fit.unit.numel(), generator=torch.Generator().manual_seed(0))
     return fit, point, u, *fit.linearize(u)
 
 
@@ -135,14 +135,14 @@ def test_only_unsettled_demonstrations_are_differentiated_again(words):
     losses = torch.nn.functional.cross_entropy(scores, fit.gold, reduction="none")
     settled = losses < losses.median()
     assert 0 < settled.sum() < len(SHOWN)
-    before = point.jacobian.clone().view(*point.columns.shape, -1)
+    before = point.jacobian.clone().view(*point.differences.shape, -1)
     after = fit.relinearize(point, u, scores, (~settled).nonzero()[:, 0].tolist())
-    now = after.jacobian.view(*after.columns.shape, -1)
+    now = after.jacobian.view(*after.differences.shape, -1)
     assert torch.equal(now[settled], before[settled])
     torch.testing.assert_close(now[~settled], fresh.jacobian.view_as(now)[~settled], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(after.columns[~settled], fresh.columns[~settled], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after.differences[~settled], fresh.differences[~settled], atol=1e-4, rtol=1e-4)
     wanted = torch.nn.functional.cross_entropy(scores.double(), fit.gold, reduction="sum")
-    assert summed_loss(after.columns) == pytest.approx(wanted.item(), rel=1e-5)
+    assert summed_loss(after.differences) == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_labels_that_do_not_compete_keep_their_derivatives():
@@ -150,7 +150,7 @@ def test_labels_that_do_not_compete_keep_their_derivatives():
     others = scores.softmax(-1).gather(1, wrong_labels(fit.gold, 3))
     competing = others >= others.median()
     assert 0 < competing.sum() < competing.numel()
-    before = point.jacobian.clone().view(*point.columns.shape, -1)
+    before = point.jacobian.clone().view(*point.differences.shape, -1)
     among = scores.softmax(-1) >= others.median()
     now = fit.relinearize(point, u, scores, range(len(SHOWN)), among).jacobian.view(*before.shape)
     assert torch.equal(now[~competing], before[~competing])
@@ -159,11 +159,11 @@ def test_labels_that_do_not_compete_keep_their_derivatives():
 
 def test_a_step_that_gains_less_than_predicted_is_damped():
     fit, point, tau = started(made("llama"), task(), AnchoredConfig(prior_std=30.0))
-    u = torch.zeros(fit.scale.numel())
+    u = torch.zeros(fit.unit.numel())
     at = Step(u, fit.scores(u), float(objective(fit, u, tau)), 1.0, 0.0)
 
     def share(step):
-        straight = point.columns + (point.jacobian @ step.parameters).double().view_as(point.columns)
+        straight = point.differences + (point.jacobian @ step.parameters).double().view_as(point.differences)
         prior = tau / 2 * step.parameters.double().square().sum().item()
         return (at.objective - step.objective) / (at.objective - summed_loss(straight) - prior)
 
@@ -204,15 +204,15 @@ def test_under_an_infinite_prior_it_is_the_plain_model(config):
 
 
 @SCORINGS
-def test_on_the_balanced_scale_all_sites_move_the_scores_equally(words):
-    """A site has one scale, and sites without a vector stay at 0."""
-    fit = problem(made("llama"), task(words), writers="mlp")
+def test_on_the_balanced_unit_all_sites_move_the_scores_equally(words):
+    """A sublayer has one scale, and sublayers without a vector stay at 0."""
+    fit = problem(made("llama"), task(words), sublayers="mlp")
     point, _, variance = fit.first()
-    assert (fit.scale == fit.scale[..., :1]).all()
-    assert ((fit.scale > 0) == torch.tensor([False, True])[:, None]).all()
-    slopes = point.jacobian.view(*point.columns.shape, -1)[..., : fit.vector_size]
+    assert (fit.unit == fit.unit[..., :1]).all()
+    assert ((fit.unit > 0) == torch.tensor([False, True])[:, None]).all()
+    slopes = point.jacobian.view(*point.differences.shape, -1)[..., : fit.vector_size]
     slopes = torch.nn.functional.pad(slopes, (0, 0, 1, 0))
-    spread = (slopes - slopes.mean(1, keepdim=True)).square().mean((0, 1)).view(*fit.scale.shape)
+    spread = (slopes - slopes.mean(1, keepdim=True)).square().mean((0, 1)).view(*fit.unit.shape)
     layers = fit.scorer.decoder.layers
     torch.testing.assert_close(spread[:, 1].mean(-1), torch.ones(layers), atol=1e-3, rtol=0)
     assert variance == pytest.approx(spread.sum().item(), rel=1e-4)
@@ -274,7 +274,7 @@ def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
     (method,) = make_methods(["anchored"], {"steps": 1})
     assert method.fit_injection(made("llama"), task(), SHOWN, 7).seed == 7
     fit = problem(made("llama"), task())
-    u = torch.full((fit.scale.numel(),), 0.05)
+    u = torch.full((fit.unit.numel(),), 0.05)
     vectors = fit.vectors(u)
     edit = AffineEdit(vectors, torch.ones(vectors.shape[:2]))
     wanted = score(fit.scorer.decoder, fit.queries, fit.scorer.labels, edit=edit)
@@ -282,10 +282,10 @@ def test_scores_are_those_of_an_edit_and_the_seed_is_stored():
 
 
 def test_a_fitted_vector_claims_no_extraction(tmp_path):
-    injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(steps=1, writers="mlp"))
-    assert injection.description()["extraction"] == {"writers": "mlp"}
+    injection = anchor(made("llama"), task(), SHOWN, AnchoredConfig(steps=1, sublayers="mlp"))
+    assert injection.description()["extraction"] == {"sublayers": "mlp"}
     injection.save_pretrained(tmp_path / "task")
-    assert Injection.from_pretrained(tmp_path / "task").context.config.writers == "mlp"
+    assert Injection.from_pretrained(tmp_path / "task").context.config.sublayers == "mlp"
     card = (tmp_path / "task" / "README.md").read_text()
     assert "separator" not in card.partition('"extraction"')[2].partition("}")[0]
 
@@ -318,13 +318,13 @@ def test_gauss_newton_fits_word_weights():
 
 def test_from_the_second_step_on_only_competing_labels_are_differentiated(monkeypatch):
     decoder, passes = made("llama"), []
-    differentiate = Objective._differentiate_columns
+    differentiate = Objective._differentiate_pairs
 
     def recorded(fit, slopes, parameters, columns, directions):
         passes.append([len(of_row) for of_row in columns.values()])
         return differentiate(fit, slopes, parameters, columns, directions)
 
-    monkeypatch.setattr(Objective, "_differentiate_columns", recorded)
+    monkeypatch.setattr(Objective, "_differentiate_pairs", recorded)
     monkeypatch.setattr(gauss_newton, "COMPETING", 0.3)
     anchor(decoder, task(words=True), SHOWN, AnchoredConfig(steps=3, tolerance=0))
     assert passes[0] == [2, 2, 2, 2]

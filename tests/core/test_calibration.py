@@ -23,15 +23,15 @@ UNTOUCHED = torch.tensor([0.0, 1.0])
 
 
 @cache
-def context_of(case, writers="both", dtype=torch.float32):
-    return extract(decoder_of(case, dtype), TASK, SHOTS, ExtractConfig(writers=writers))
+def context_of(case, sublayers="both", dtype=torch.float32):
+    return extract(decoder_of(case, dtype), TASK, SHOTS, ExtractConfig(sublayers=sublayers))
 
 
-def fit(case="llama", *, writers="both", seed=0, task=TASK, shots=SHOTS, context=None, **config):
+def fit(case="llama", *, sublayers="both", seed=0, task=TASK, shots=SHOTS, context=None, **config):
     names = ("scoring", "start", "batches", "progress")
     arguments = {name: config.pop(name) for name in names if name in config}
     config = CalibrationConfig(**({"epochs": 2} | config))
-    context = context_of(case, writers) if context is None else context
+    context = context_of(case, sublayers) if context is None else context
     return calibrate(decoder_of(case), task, shots, context, config, seed=seed, **arguments)
 
 
@@ -61,7 +61,9 @@ def test_one_step_matches_a_direct_computation(case, full):
     assert torch.allclose(result.coefficients, stepped, atol=1e-4)
 
 
-@pytest.mark.parametrize(("case", "place"), [*((case, "writer") for case in FAMILIES), ("llama", "residual")])
+@pytest.mark.parametrize(
+    ("case", "place"), [*((case, "sublayer") for case in FAMILIES), ("llama", "residual")]
+)
 def test_calibration_reduces_the_loss(case, place):
     result = fit(case, epochs=12, batch_size=len(SHOTS), noise_place=place)
     assert len(result.history) == 12
@@ -81,7 +83,9 @@ def test_labels_of_several_tokens_are_learned_as_sequences():
     assert result.history[0] == pytest.approx(-probability, rel=1e-5)
 
 
-@pytest.mark.parametrize("change", [{}, {"noise_place": "writer"}, {"positions": "random"}, {"draw": "step"}])
+@pytest.mark.parametrize(
+    "change", [{}, {"noise_place": "sublayer"}, {"positions": "random"}, {"draw": "step"}]
+)
 def test_calibration_is_deterministic(change):
     torch.manual_seed(0)
     first = fit(seed=3, **change)
@@ -102,26 +106,28 @@ THIRDS = [("all", range(6)), ("early", [0, 1]), ("middle", [2, 3]), ("late", [4,
 
 
 @pytest.mark.parametrize(("layers", "trained"), [*THIRDS, ((0, 5), [0, 5]), ("1, 3", [1, 3])])
-@pytest.mark.parametrize(("writers", "site"), [("both", [0, 1]), ("mha", [0]), ("mlp", [1]), ("hidden", [0])])
-def test_only_the_chosen_sites_are_trained(layers, trained, writers, site):
+@pytest.mark.parametrize(
+    ("sublayers", "hook_point"), [("both", [0, 1]), ("mha", [0]), ("mlp", [1]), ("hidden", [0])]
+)
+def test_only_the_chosen_sublayers_are_trained(layers, trained, sublayers, hook_point):
     decoder = decoder_of("llama", num_hidden_layers=6)
-    shape = (6, 1 if writers == "hidden" else 2)
+    shape = (6, 1 if sublayers == "hidden" else 2)
     mask = torch.zeros(shape, dtype=torch.bool)
     for layer in trained:
-        mask[layer, site] = True
+        mask[layer, hook_point] = True
     config = CalibrationConfig(layers=layers, epochs=1)
-    assert torch.equal(config.active(6, writers), mask)
-    assert config.parameters(6, writers) == 2 * int(mask.sum())
+    assert torch.equal(config.active(6, sublayers), mask)
+    assert config.parameters(6, sublayers) == 2 * int(mask.sum())
     if layers not in ("early", (0, 5)):
         return
-    context = extract(decoder, TASK, SHOTS, ExtractConfig(writers=writers))
+    context = extract(decoder, TASK, SHOTS, ExtractConfig(sublayers=sublayers))
     result = calibrate(decoder, TASK, SHOTS, context, config).coefficients
     assert result.shape == (*shape, 2)
     assert torch.equal(result[~mask], UNTOUCHED.expand_as(result[~mask]))
     assert (result[mask] != torch.tensor([0.1, 1.0])).all()
 
 
-@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize("place", ["residual", "sublayer"])
 def test_noise_is_added_at_the_injection_positions(monkeypatch, place):
     edits = []
 
@@ -134,7 +140,7 @@ def test_noise_is_added_at_the_injection_positions(monkeypatch, place):
     assert len(edits) == 2
     for edit in edits:
         assert edit.active == [[False, False], [True, True]]
-        assert (edit.writer_scale, edit.scale, edit.injection.positions) == (0.4, 0.02, "first")
+        assert (edit.sublayer_scale, edit.scale, edit.injection.positions) == (0.4, 0.02, "first")
         assert edit.sees_input == (place == "residual")
 
 

@@ -29,10 +29,10 @@ def prompt(example, separator=True):
     return encode(text + "\n" * separator)
 
 
-def single(decoder, case, ids, place, writers="both"):
-    """Capture one token of one unpadded row with plain hooks: [layer, site, d]."""
+def single(decoder, case, ids, place, sublayers="both"):
+    """Capture one token of one unpadded row with plain hooks: [layer, sublayer, d]."""
     seen = []
-    modules = chain(*raw_modules(decoder.model, case, "hidden" if writers == "hidden" else "writers"))
+    modules = chain(*raw_modules(decoder.model, case, "hidden" if sublayers == "hidden" else "sublayers"))
     watched = ((module, lambda output: seen.append(output.clone())) for module in modules)
     with torch.no_grad(), replacing(watched):
         decoder.model(torch.tensor([ids]), use_cache=False)
@@ -40,8 +40,8 @@ def single(decoder, case, ids, place, writers="both"):
     return torch.stack(kept).view(decoder.layers, -1, decoder.d_model)
 
 
-def rows(decoder, case, *, place=-1, writers="both", separator=True):
-    return torch.stack([single(decoder, case, prompt(shot, separator), place, writers) for shot in SHOTS])
+def rows(decoder, case, *, place=-1, sublayers="both", separator=True):
+    return torch.stack([single(decoder, case, prompt(shot, separator), place, sublayers) for shot in SHOTS])
 
 
 OTHER_TOKENS = [{"separator": False}, {"token": "first"}, {"token": "first", "separator": False}]
@@ -50,7 +50,7 @@ OTHER_TOKENS = [{"separator": False}, {"token": "first"}, {"token": "first", "se
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        *((case, {"writers": writers}) for case in PATHS for writers in ("both", "hidden")),
+        *((case, {"sublayers": sublayers}) for case in PATHS for sublayers in ("both", "hidden")),
         *(("llama", config) for config in OTHER_TOKENS),
     ],
 )
@@ -148,10 +148,10 @@ def test_demonstration_longer_than_the_context_is_refused():
 # Means
 
 
-def vector(seed, writers="both", layers=2):
-    shape = (layers, 1 if writers == "hidden" else 2, 4)
+def vector(seed, sublayers="both", layers=2):
+    shape = (layers, 1 if sublayers == "hidden" else 2, 4)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return ContextVector(values, ExtractConfig(writers=writers), demonstrations=seed + 1)
+    return ContextVector(values, ExtractConfig(sublayers=sublayers), demonstrations=seed + 1)
 
 
 @pytest.mark.parametrize("other", [vector(2, layers=3), vector(2, "mha"), vector(2, "hidden")])
@@ -203,7 +203,7 @@ FILMS = tuple(Example(text, row % 3) for row, text in enumerate(TEXTS))
 UNEVEN = (*FILMS, Example("the best of the year", 0))
 
 
-@pytest.mark.parametrize("config", [{}, {"writers": "hidden"}, {"token": "first"}, {"separator": False}])
+@pytest.mark.parametrize("config", [{}, {"sublayers": "hidden"}, {"token": "first"}, {"separator": False}])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 def test_class_vectors_match_separate_extraction(case, config):
     decoder, config = decoder_of(case), ExtractConfig(**config)

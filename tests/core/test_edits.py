@@ -20,12 +20,12 @@ BATCH = make_batch(ROWS, torch.device("cpu"))
 EVERYWHERE = torch.arange(max(LENGTHS)).expand(len(LENGTHS), -1)
 
 
-def drawn(decoder, site="writers"):
-    """Return a vector and coefficients that change every site."""
-    return random_edit(decoder, 1, 0.3, (0.5, 1.0), sites=1 if site == "hidden" else 2)
+def drawn(decoder, hook_point="sublayers"):
+    """Return a vector and coefficients that change every sublayer."""
+    return random_edit(decoder, 1, 0.3, (0.5, 1.0), sublayers=1 if hook_point == "hidden" else 2)
 
 
-def by_hand(decoder, case, values, coefficients, *, site="writers", mask=None):
+def by_hand(decoder, case, values, coefficients, *, hook_point="sublayers", mask=None):
     """Compute the logits of every position with plain torch hooks."""
 
     def mixed(vector, pair, old):
@@ -36,7 +36,7 @@ def by_hand(decoder, case, values, coefficients, *, site="writers", mask=None):
 
     changes = [
         (module, partial(mixed, values[layer, index], coefficients[layer, index]))
-        for layer, modules in enumerate(raw_modules(decoder.model, case, site))
+        for layer, modules in enumerate(raw_modules(decoder.model, case, hook_point))
         for index, module in enumerate(modules)
     ]
     with replacing(changes), torch.no_grad():
@@ -81,13 +81,15 @@ MASKS = {"all": None, "first": masked([0] * len(LENGTHS)), "last": masked([n - 1
 
 
 @pytest.mark.parametrize("positions", MASKS)
-@pytest.mark.parametrize("site", ["writers", "hidden"])
+@pytest.mark.parametrize("hook_point", ["sublayers", "hidden"])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_edit_matches_the_linear_combination_at_chosen_tokens(case, site, positions):
+def test_edit_matches_the_linear_combination_at_chosen_tokens(case, hook_point, positions):
     decoder = decoder_of(case)
-    values, coefficients = drawn(decoder, site)
-    result = edited(decoder, linear_edit(values, coefficients, site=site, positions=positions))
-    assert close(result, by_hand(decoder, case, values, coefficients, site=site, mask=MASKS[positions]))
+    values, coefficients = drawn(decoder, hook_point)
+    result = edited(decoder, linear_edit(values, coefficients, hook_point=hook_point, positions=positions))
+    assert close(
+        result, by_hand(decoder, case, values, coefficients, hook_point=hook_point, mask=MASKS[positions])
+    )
     assert not close(result, plain(decoder))
 
 
@@ -105,7 +107,7 @@ def test_coefficients_are_not_rounded_to_the_precision_of_the_model(dtype, more)
 
 
 def random_places(seed, rows=ROWS):
-    """Return the token that "random" chooses, using a writer that outputs zeros."""
+    """Return the token that "random" chooses, using a sublayer that outputs zeros."""
     batch, ones = make_batch(rows, torch.device("cpu")), torch.ones(1, 2, 2)
     edit = linear_edit(torch.ones(1, 2, 3), ones, positions="random", seed=seed)
     seen = [edit.output(0, index, torch.zeros(*batch.input_ids.shape, 3), batch) for index in (0, 1)]
@@ -134,28 +136,32 @@ def test_random_position_is_independent_of_batching():
 # Noise
 
 
-def noisy(decoder, *, site="writers", positions="all", active=None, seed=0, coefficients=None, **more):
-    values, drawn_coefficients = drawn(decoder, site)
+def noisy(
+    decoder, *, hook_point="sublayers", positions="all", active=None, seed=0, coefficients=None, **more
+):
+    values, drawn_coefficients = drawn(decoder, hook_point)
     coefficients = drawn_coefficients if coefficients is None else coefficients
     active = torch.ones(coefficients.shape[:2], dtype=torch.bool) if active is None else active
-    edit = linear_edit(values, coefficients, site=site, positions=positions, seed=0)
-    options = {"scale": 1e-2, "place": "residual", "writer_scale": decoder.writer_scale} | more
+    edit = linear_edit(values, coefficients, hook_point=hook_point, positions=positions, seed=0)
+    options = {"scale": 1e-2, "place": "residual", "sublayer_scale": decoder.sublayer_scale} | more
     return NoisyEdit(edit, active=active, generator=torch.Generator().manual_seed(seed), **options)
 
 
-@pytest.mark.parametrize("place", ["residual", "writer"])
-@pytest.mark.parametrize(("site", "positions"), [("writers", "all"), ("hidden", "last")])
+@pytest.mark.parametrize("place", ["residual", "sublayer"])
+@pytest.mark.parametrize(("hook_point", "positions"), [("sublayers", "all"), ("hidden", "last")])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_zero_noise_equals_the_linear_edit(case, place, site, positions):
+def test_zero_noise_equals_the_linear_edit(case, place, hook_point, positions):
     decoder = decoder_of(case)
-    values, coefficients = drawn(decoder, site)
-    result = edited(decoder, noisy(decoder, site=site, scale=0.0, place=place, positions=positions))
-    linear = linear_edit(values, coefficients, site=site, positions=positions)
+    values, coefficients = drawn(decoder, hook_point)
+    result = edited(
+        decoder, noisy(decoder, hook_point=hook_point, scale=0.0, place=place, positions=positions)
+    )
+    linear = linear_edit(values, coefficients, hook_point=hook_point, positions=positions)
     assert torch.equal(result, edited(decoder, linear))
 
 
 def watched(decoder, case, edit):
-    """Capture each block's input, raw writer outputs and output under an edit."""
+    """Capture each block's input, raw sublayer outputs and output under an edit."""
     seen = {}
 
     def keep(layer, place, output):
@@ -165,7 +171,7 @@ def watched(decoder, case, edit):
         keep(layer, 0, args[0] if args else kwargs["hidden_states"])
 
     with ExitStack() as stack:
-        pairs = raw_modules(decoder.model, case, "writers")
+        pairs = raw_modules(decoder.model, case, "sublayers")
         for layer, (block, pair) in enumerate(zip(decoder.blocks, pairs, strict=True)):
             hook = block.register_forward_pre_hook(partial(keep_input, layer), with_kwargs=True)
             stack.callback(hook.remove)
@@ -183,10 +189,10 @@ def norms(values):
     return values.double().norm(dim=-1, keepdim=True)
 
 
-@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize("place", ["residual", "sublayer"])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_noise_norm_matches_the_paper(case, place):
-    decoder, scale, steps = decoder_of(case), 1e-2, decoder_of(case).writer_scale
+    decoder, scale, steps = decoder_of(case), 1e-2, decoder_of(case).sublayer_scale
     values, coefficients = drawn(decoder)
     seen = watched(decoder, case, noisy(decoder, place=place))
     for layer, (before, attention, mlp, after) in enumerate(seen):
@@ -206,14 +212,14 @@ def test_noise_norm_matches_the_paper(case, place):
 def test_noise_can_be_added_to_block_outputs():
     decoder = decoder_of("llama")
     values, coefficients = drawn(decoder, "hidden")
-    edit = noisy(decoder, site="hidden")
+    edit = noisy(decoder, hook_point="hidden")
     block_output = torch.randn(*BATCH.input_ids.shape, decoder.d_model)
-    exact = linear_edit(values, coefficients, site="hidden").output(1, 0, block_output, BATCH)
+    exact = linear_edit(values, coefficients, hook_point="hidden").output(1, 0, block_output, BATCH)
     noise = edit.output(1, 0, block_output, BATCH) - exact
     assert rms(noise / (1e-2 * norms(exact))) == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize("place", ["residual", "sublayer"])
 @pytest.mark.parametrize("case", ["llama", "gptj", "gemma2", "granite"])
 def test_inactive_sites_get_neither_injection_nor_noise(case, place):
     decoder = decoder_of(case)
@@ -227,7 +233,7 @@ def test_inactive_sites_get_neither_injection_nor_noise(case, place):
     assert not torch.equal(seen[1][3], untouched[1][3])
 
 
-@pytest.mark.parametrize("place", ["residual", "writer"])
+@pytest.mark.parametrize("place", ["residual", "sublayer"])
 def test_noise_is_drawn_from_its_own_generator(place):
     decoder = decoder_of("llama")
     torch.manual_seed(7)
@@ -248,7 +254,7 @@ def test_noise_has_no_gradient():
     for noise in (False, True):
         free = coefficients.clone().requires_grad_()
         edit = linear_edit(values, free)
-        edit = noisy(decoder, place="writer", scale=0.5, coefficients=free) if noise else edit
+        edit = noisy(decoder, place="sublayer", scale=0.5, coefficients=free) if noise else edit
         edit.output(0, 1, output, batch).sum().backward()
         gradients.append(free.grad)
     assert torch.allclose(*gradients)
@@ -259,7 +265,7 @@ def test_noise_stays_finite_if_the_norm_overflows_in_half_precision():
     output = torch.full((1, 1, decoder.d_model), 3e4, dtype=torch.float16)
     assert output.norm(dim=-1).isinf().all()
     unchanged = torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2)
-    edit = noisy(decoder, place="writer", scale=1e-3, coefficients=unchanged)
+    edit = noisy(decoder, place="sublayer", scale=1e-3, coefficients=unchanged)
     assert edit.output(0, 0, output, make_batch([(1,)], torch.device("cpu"))).isfinite().all()
 
 
@@ -282,7 +288,7 @@ class FullSizeTensors(TorchDispatchMode):
 @pytest.mark.parametrize("layers", [4, 16])
 def test_the_backward_pass_makes_no_full_size_gradient_for_each_hook_point(layers):
     vectors = torch.zeros(2, layers, 2, 3, requires_grad=True)
-    edit = AffineEdit(vectors, torch.ones(2, layers, 2), rows=torch.tensor([0, 1]))
+    edit = AffineEdit(vectors, torch.ones(2, layers, 2), tasks=torch.tensor([0, 1]))
     batch = make_batch([(1, 2), (3, 4)], torch.device("cpu"))
     outputs = torch.ones(2, 2, 3)
     total = sum(

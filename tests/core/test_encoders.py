@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from fitting import ASKED, TASKS, decoder_of, one_line, random_injection
 from i2cl import Example, I2CLError, Injection, encoders, make_methods
-from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.export import export_peft, fold, make_golden
 from i2cl.injections.label_prior import prior_bias, with_label_prior
 from i2cl.injections.pool import InjectionPool
@@ -23,7 +22,7 @@ from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.worker import PackedEdit
 from i2cl.methods import make_injector
 from i2cl.models.scoring import add_label_bias
-from i2cl.storage.card import CARD
+from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from plugin import WordsEncoder
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")

@@ -10,12 +10,11 @@ from safetensors.torch import load_file, save_file
 from commands import listed
 from fitting import TASKS, decoder_of, linear_edit, one_line, random_injection
 from i2cl import Decoder, Example, ExtractConfig, Injection, InjectionPool, Task, Template
-from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.models import decoder as decoder_module
 from i2cl.models.batching import make_batch
 from i2cl.models.encoding import label_tokens
 from i2cl.models.scoring import next_token_log_probabilities, score
-from i2cl.storage.card import CARD
+from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from tiny import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template("Review: {text}\nSentiment:{label}", separator="\n\n")
@@ -25,9 +24,9 @@ TEXTS = ["a warm film", "dull"]
 OTHER_SIZES = [("gemma2", {}, "layers 2 and not 3"), ("llama", {"hidden_size": 64}, "d_model 32 and not 64")]
 
 
-def made(case="llama", *, writers="both", base=None, **fields):
+def made(case="llama", *, sublayers="both", base=None, **fields):
     fields = {"settings": {"epochs": 3, "layers": [0, 1]}, "history": (1.5, 0.1 + 0.2), "seed": 3} | fields
-    extraction = ExtractConfig(writers=writers, separator=False)
+    extraction = ExtractConfig(sublayers=sublayers, separator=False)
     given = {"extraction": extraction, "base": base, "fields": fields}
     return random_injection(decoder_of(case), TASK.without_data(), **given)
 
@@ -49,12 +48,12 @@ def describe(folder, **changes):
 # At work
 
 
-@pytest.mark.parametrize("writers", ["both", "mha", "hidden"])
+@pytest.mark.parametrize("sublayers", ["both", "mha", "hidden"])
 @pytest.mark.parametrize("positions", ["all", "first", "last", "random"])
-def test_scores_match_a_linear_edit(writers, positions):
-    decoder, injection = decoder_of("llama"), made(writers=writers, positions=positions)
+def test_scores_match_a_linear_edit(sublayers, positions):
+    decoder, injection = decoder_of("llama"), made(sublayers=sublayers, positions=positions)
     labels = label_tokens(decoder.encoder, TASK.template, TASK.labels)
-    record = {"site": "hidden" if writers == "hidden" else "writers", "positions": positions}
+    record = {"hook_point": "hidden" if sublayers == "hidden" else "sublayers", "positions": positions}
     edit = linear_edit(injection.context.values, injection.coefficients, seed=injection.seed, **record)
     for text, result in zip(TEXTS, injection.log_probs(decoder, TEXTS), strict=True):
         ids = tuple(tiny_tokenizer()(TASK.template.query(text))["input_ids"])
@@ -119,10 +118,10 @@ def test_model_of_another_shape_is_refused_even_with_force(case, overrides, name
 # Saved and loaded
 
 
-@pytest.mark.parametrize("writers", ["both", "mha", "mlp", "hidden"])
+@pytest.mark.parametrize("sublayers", ["both", "mha", "mlp", "hidden"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
-def test_roundtrip_is_exact(tmp_path, case, writers):
-    injection = made(case, writers=writers, positions="random")
+def test_roundtrip_is_exact(tmp_path, case, sublayers):
+    injection = made(case, sublayers=sublayers, positions="random")
     injection.save_pretrained(tmp_path / "out")
     loaded = Injection.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.context.values, injection.context.values)
@@ -249,7 +248,7 @@ def test_malformed_description_is_refused(saved, content):
         ({"format_version": 2, "later": 1}, "format_version=2: this i2cl reads version 1"),
         ({"later": 1}, "later=1: Extra inputs"),
         ({"positions": "middle"}, "positions='middle': "),
-        ({"extraction": {"writers": "all"}}, "extraction.writers='all': "),
+        ({"extraction": {"sublayers": "all"}}, "extraction.sublayers='all': "),
         ({"history": ["low"]}, "history.0='low': "),
         ({"base_model": {"name": "x"}}, "base_model entry is malformed"),
         ({"label_bias": [0.5]}, "not one finite number for each of 2 labels"),
@@ -270,7 +269,7 @@ def test_invalid_field_is_named(saved, changes, named):
 @pytest.mark.parametrize("changes", [{"layers": 3}, {"d_model": 16}, {}])
 def test_shapes_that_do_not_match_the_description_are_refused(saved, changes):
     described_so = {"base_model": described(saved)["base_model"] | changes}
-    describe(saved, **(described_so if changes else {"extraction": {"writers": "hidden"}}))
+    describe(saved, **(described_so if changes else {"extraction": {"sublayers": "hidden"}}))
     message = "" if changes else r"2, 1, 32\) and \(2, 1, 2\) are described"
     one_line(r"holds shapes \(2, 2, 32\) and \(2, 2, 2\), but \(" + message, Injection.from_pretrained, saved)
 

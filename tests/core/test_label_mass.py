@@ -59,7 +59,7 @@ def test_vector_makes_a_label_the_most_probable_token(case):
     result = raise_label_mass(decoder, QUERIES, tokens(LABELS), edit)
     assert result.after > result.before or case == "modernbert-decoder"  # its head is a network
     shift = edit.shift.clone()
-    shift[-1, -1] += result.vector / decoder.writer_scale
+    shift[-1, -1] += result.vector / decoder.sublayer_scale
     pushed = AffineEdit(shift, edit.scale)
     after = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(LABELS)]
     assert after.logsumexp(-1).exp().mean().item() == pytest.approx(result.after, abs=1e-4)
@@ -74,7 +74,7 @@ def test_words_become_probable_with_an_exported_head():
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, WORDS, edit)
     shift = edit.shift.clone()
-    shift[-1, -1] += result.vector / decoder.writer_scale
+    shift[-1, -1] += result.vector / decoder.sublayer_scale
     pushed = AffineEdit(shift, edit.scale)
     tables = [next_token_log_probabilities(decoder, OTHERS, edit=one) for one in (edit, pushed)]
     assert torch.equal(*(WORDS.scores(table).argmax(-1) for table in tables))
@@ -110,7 +110,7 @@ def test_default_fit_generates_labels_and_keeps_predictions():
 
 def test_fit_is_unchanged_if_no_vector_helps():
     decoder = made("llama")
-    for config in ({"steps": 0}, {"writers": "mha"}, {"writers": "hidden"}):
+    for config in ({"steps": 0}, {"sublayers": "mha"}, {"sublayers": "hidden"}):
         assert "label_mass" not in anchor(decoder, TASK, SHOWN, AnchoredConfig(**config)).settings
     edit = edit_of(decoder)
     result = raise_label_mass(decoder, QUERIES, tokens(range(40, 40 + decoder.d_model + 1)), edit)

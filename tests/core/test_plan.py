@@ -49,7 +49,7 @@ def test_a_kernel_that_exceeds_the_memory_falls_back_to_adamw():
 
 
 def test_a_requested_solver_is_used():
-    many = FitSize(examples=240, labels=6, parameters=1000)  # 1,200 columns
+    many = FitSize(examples=240, labels=6, parameters=1000)  # 1,200 pairs
     assert plan_fit(many, GB, "gauss_newton").solver == "gauss_newton"
     assert plan_fit(SMALL, GB, "adamw").solver == "adamw"
 
@@ -59,7 +59,7 @@ def test_a_requested_solver_is_used():
     [
         (SMALL, 1000, "auto", r"needs .* GB beside it, but 1e-06 GB may be used: .*--memory"),
         (SMALL, 1000, "gauss_newton", r"1e-06 GB may be used: .*--memory.*leave out solver='gauss_newton'"),
-        (FitSize(960, 6, 1000), GB, "gauss_newton", "up to 4096 columns, not 4800 .*--shots"),
+        (FitSize(960, 6, 1000), GB, "gauss_newton", "up to 4096 pairs, not 4800 .*--shots"),
     ],
 )
 def test_a_fit_that_is_too_large_is_refused(size, memory, solver, message):
@@ -96,7 +96,7 @@ def test_full_sequences_are_refused():
 
 def test_a_refit_uses_the_solver_and_scoring_of_the_fit(monkeypatch):
     decoder, method = made("llama"), Anchored(AnchoredConfig(steps=1))
-    monkeypatch.setattr(plan, "MAX_WORD_KERNEL_COLUMNS", 1)
+    monkeypatch.setattr(plan, "MAX_WORD_KERNEL_PAIRS", 1)
     fit = method.fit_injection(decoder, SHARED, SHOWN[:2])
     monkeypatch.undo()
     assert method.fit_injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "gauss_newton"

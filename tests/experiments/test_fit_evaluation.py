@@ -24,6 +24,7 @@ from i2cl.experiments.evidence.fit_evaluation import (
     sample_rows,
 )
 from i2cl.injections.temperature import likely_temperature, normalised
+from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.scoring import LabelScorer
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
@@ -118,6 +119,20 @@ def test_evaluation_equals_separate_runs_and_is_saved(decoder, task, tmp_path):
     injection.with_report(evaluation={}).save_pretrained(tmp_path / "without")
     assert "evaluation" not in json.loads((tmp_path / "without" / "injection.json").read_text())
     assert Injection.from_pretrained(tmp_path / "without").evaluation == {}
+
+
+def test_batch_calibration_reuses_the_zero_shot_scores_and_reports_their_time(decoder, task, monkeypatch):
+    scored, log_probs = [], PromptPredictor.log_probs
+
+    def counted(self, texts, progress=None):
+        scored.append(self)
+        return log_probs(self, texts, progress)
+
+    monkeypatch.setattr(PromptPredictor, "log_probs", counted)
+    methods = measured(decoder, task).evaluation["methods"]
+    assert len(scored) == 3  # zero-shot, few-shot and the fit
+    times = [methods[name]["milliseconds_per_query"] for name in ("zero_shot", "zero_shot+batch_calibration")]
+    assert times[0] < times[1]
 
 
 def test_label_prior_is_part_of_the_evaluated_fit(decoder, task):

@@ -9,7 +9,7 @@ import pytest
 from fitting import one_line
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale, Wording, spread
 from i2cl.experiments.library import BUILTIN, ORDER, check_methods, load_experiment
-from i2cl.experiments.report.paper import printed_tables
+from i2cl.experiments.report.printed import printed_tables
 from i2cl.methods import METHODS
 
 TASKS = ("a", "b", "c")

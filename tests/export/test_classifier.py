@@ -24,7 +24,7 @@ from fitting import one_line
 from i2cl import Decoder, Injection, Template, with_temperature
 from i2cl.export import Golden, classifier, export_classifier, verify
 from i2cl.export.classifier import PROBES, TRAILING, TemplateTokenizer
-from i2cl.models.encoding import Encoder
+from i2cl.models.encoding import PromptEncoder
 from tiny import CASES, byte_level, tiny_tokenizer
 
 TEXTS = ["a warm and funny film", "dull.", "I left early, twice!", "naïve façade, 東京 🙂"]
@@ -146,7 +146,7 @@ def test_word_level_scoring_is_a_linear_head(tmp_path):
 @pytest.mark.parametrize("template", [TASK.template, SPACED.template, Template("{text}\n\nIs it {label}")])
 def test_the_tokenizer_adds_the_template_with_the_ids_of_the_prompt(template):
     tokenizer = tiny_tokenizer()
-    encoder = Encoder.of(tokenizer)
+    encoder = PromptEncoder.of(tokenizer)
     made = TemplateTokenizer(tokenizer, template)
     for text in (*PROBES, *(TRAILING if made.encodes(TRAILING) else ())):
         assert tuple(made.made(text)["input_ids"]) == encoder([template.query(text)])[0]
@@ -157,7 +157,7 @@ def test_the_template_is_exact_where_newlines_merge_with_punctuation():
     split = pre_tokenizers.Split(pattern, "isolated")
     merging = byte_level(["Review: dull.\nSentiment: bad."] * 3, 320, split, use_regex=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, eos_token="<|endoftext|>")
-    encoder = Encoder.of(tokenizer)
+    encoder = PromptEncoder.of(tokenizer)
     template = SPACED.template
     apart = encoder(["Review: dull."])[0] + encoder.plain("\nSentiment:")
     ids = tuple(TemplateTokenizer(tokenizer, template).made("dull.")["input_ids"])
@@ -203,7 +203,7 @@ def test_truncation_keeps_the_end_of_the_template(tmp_path):
     exported(decoder, injection_for(decoder), tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer("a warm film " * 400, truncation=True, max_length=40)["input_ids"]
-    end = Encoder.of(decoder.tokenizer).plain("\nSentiment:")
+    end = PromptEncoder.of(decoder.tokenizer).plain("\nSentiment:")
     assert len(ids) == 40
     assert tuple(ids[-len(end) :]) == end
 

@@ -116,7 +116,7 @@ def test_injections_that_are_not_a_bias_are_refused():
     decoder, injection = drawn("llama")
     one_line("positions 'last'", fold, decoder, replace(injection, positions="last"))
     values = torch.zeros(decoder.layers, 1, decoder.d_model)
-    hidden = ContextVector(values, ExtractConfig(writers="hidden", separator=False), 1)
+    hidden = ContextVector(values, ExtractConfig(sublayers="hidden", separator=False), 1)
     blocks = replace(injection, context=hidden, coefficients=torch.zeros(decoder.layers, 1, 2))
     one_line("block outputs", fold, decoder, blocks)
     one_line("full sequences.*scoring=.words.", fold, *drawn("llama", SHARED))

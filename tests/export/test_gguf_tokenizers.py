@@ -16,7 +16,7 @@ from tiny import byte_level, tiny_model, tiny_tokenizer
 
 
 def bpe(*steps, use_regex=False, **more):
-    """A small byte-level BPE with a pre-tokenizer of its own."""
+    """Return a small byte-level BPE with a custom pre-tokenizer."""
     tokenizer = byte_level([text * 3 for text in TEXTS], 600, *steps, use_regex=use_regex, **more)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 

@@ -14,8 +14,8 @@ KINDS += [("llama", dtype, 0.1) for dtype in (torch.bfloat16, torch.float16)]
 TEXTS = list(ASKED)
 
 
-def made(decoder, number, *, writers="both", **fields):
-    extraction = ExtractConfig(writers=writers)
+def made(decoder, number, *, sublayers="both", **fields):
+    extraction = ExtractConfig(sublayers=sublayers)
     return random_injection(decoder, TASKS[number % 3], number, extraction=extraction, fields=fields)
 
 
@@ -40,7 +40,7 @@ def test_mixed_kinds_of_injections_match_separate_scores():
     decoder = decoder_of("llama")
     places = [{}, {"positions": "first"}, {"positions": "last"}]
     places += [{"positions": "random", "seed": seed} for seed in (5, 6)]
-    kinds = [*places, {"writers": "hidden"}, {"scoring": "sequence"}]
+    kinds = [*places, {"sublayers": "hidden"}, {"scoring": "sequence"}]
     injections = [made(decoder, number, **fields) for number, fields in enumerate(kinds)]
     injections.append(replace(made(decoder, 7, scoring="sequence"), task=TASKS[0]))
     more = [{"bias": (0.0, 4.0)}, {"bias": (-3.0, 0.0), "scoring": "sequence"}]

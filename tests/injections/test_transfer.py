@@ -20,12 +20,12 @@ QUICK = CalibrationConfig(epochs=2)
 UNTRAINED = CalibrationConfig(epochs=0)
 
 
-def anchor(coefficients, case="llama", *, writers="both", seed=0, **fields):
-    """Return an injection of another task with these coefficients, or with one pair at every site."""
+def anchor(coefficients, case="llama", *, sublayers="both", seed=0, **fields):
+    """Return an injection of another task with these coefficients, or with one pair at every sublayer."""
     decoder = decoder_of(case)
-    shape = (decoder.layers, 1 if writers == "hidden" else 2)
+    shape = (decoder.layers, 1 if sublayers == "hidden" else 2)
     values = torch.randn(*shape, decoder.d_model, generator=torch.Generator().manual_seed(seed))
-    context = ContextVector(values, ExtractConfig(writers=writers), demonstrations=3)
+    context = ContextVector(values, ExtractConfig(sublayers=sublayers), demonstrations=3)
     coefficients = torch.as_tensor(coefficients).expand(*shape, 2).contiguous()
     return Injection(context, coefficients, OTHER, fields.pop("base", decoder.base), **fields)
 
@@ -50,7 +50,7 @@ def test_similarity_is_the_cosine_of_all_coefficients():
     assert result == pytest.approx(product / math.prod(lengths), abs=1e-7)
     assert similarity(anchor(one), anchor(-2 * one)) == pytest.approx(-1)
     assert similarity(at_angle(10), at_angle(70)) == pytest.approx(0.5)
-    pair = anchor([0.1, 1.0]), anchor([0.1, 1.0], writers="hidden")
+    pair = anchor([0.1, 1.0]), anchor([0.1, 1.0], sublayers="hidden")
     one_line(r"\(2, 2, 2\) and \(2, 1, 2\) cannot be compared: fit both", similarity, *pair)
 
 
@@ -122,16 +122,16 @@ def test_average_of_related_anchors_is_calibrated_again(case, calibration):
     assert injection.log_probs(decoder, ["a film"]).isfinite().all()
 
 
-@pytest.mark.parametrize("writers", ["mha", "hidden"])
-def test_anchors_with_other_writers_are_averaged(writers):
-    decoder, extraction = decoder_of("llama"), ExtractConfig(writers=writers)
-    anchors = [anchor([0.2, 0.9], writers=writers), anchor([0.1, 1.1], writers=writers, seed=1)]
+@pytest.mark.parametrize("sublayers", ["mha", "hidden"])
+def test_anchors_with_other_sublayers_are_averaged(sublayers):
+    decoder, extraction = decoder_of("llama"), ExtractConfig(sublayers=sublayers)
+    anchors = [anchor([0.2, 0.9], sublayers=sublayers), anchor([0.1, 1.1], sublayers=sublayers, seed=1)]
     result = transfer(decoder, TASK, SHOTS, anchors, extraction=extraction, calibration=UNTRAINED)
     weights = torch.tensor([weight for _, weight in result.weights])
     expected = torch.stack([weights @ torch.tensor([0.2, 0.1]), weights @ torch.tensor([0.9, 1.1])])
     torch.testing.assert_close(result.injection.coefficients[0, 0], expected)
-    assert result.injection.context.config.writers == writers
-    if writers == "mha":  # untrained sites are unchanged
+    assert result.injection.context.config.sublayers == sublayers
+    if sublayers == "mha":  # untrained sublayers are unchanged
         assert torch.equal(result.injection.coefficients[:, 1], torch.tensor([[0.0, 1.0]] * 2))
 
 
@@ -187,9 +187,9 @@ def test_anchors_of_another_model_are_refused(case, overrides, refused):
     one_line(message, related, NEW, [NEW, wrong])
 
 
-@pytest.mark.parametrize("fields", [{"writers": "mha"}, {"writers": "hidden"}, {"positions": "last"}])
-def test_anchors_with_other_writers_or_positions_are_refused(fields, refused):
-    message = r"anchor 1 \('moods'\) has \(writers, positions\) \('.*'\), "
+@pytest.mark.parametrize("fields", [{"sublayers": "mha"}, {"sublayers": "hidden"}, {"positions": "last"}])
+def test_anchors_with_other_sublayers_or_positions_are_refused(fields, refused):
+    message = r"anchor 1 \('moods'\) has \(sublayers, positions\) \('.*'\), "
     message += r"the new task \('both', 'all'\): fit both"
     one_line(message, refused, [anchor([0.1, 1.0], **fields)])
     one_line(message, related, NEW, [anchor([0.1, 1.0], **fields)])

@@ -47,7 +47,7 @@ def fit(home, *more, model=None, task=None):
 
 @pytest.fixture
 def refused(call, tmp_path):
-    """Run a command that must fail in one line and leave every file as it was; returns the line."""
+    """Run a command that must fail with one line on stderr and change no file; return the line."""
 
     def refuse(*arguments):
         before = tree(tmp_path)
@@ -62,7 +62,7 @@ def refused(call, tmp_path):
     return refuse
 
 
-FILES = {  # what a file's name in the table below stands for; tests/tasks/test_rows.py has all that is wrong
+FILES = {  # contents by file name; tests/tasks/test_rows.py tests every kind of bad row
     "one.jsonl": b'{"text": "a", "label": "good"}\n' * 3,
     "torn.jsonl": b'{"text": "a"',
     "gap.txt": b"one\n\ntwo\n",
@@ -135,7 +135,7 @@ WRONG = {
     "unknown experiment": (["experiment", "run", "mian"], "did you mean 'main'"),
     "tasks that no experiment has": (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
     "no store": (["report", "nowhere"], "no store at"),
-    "no such format": (["report", ".", "--formats", "pdf"], "use one or more of md, tex, csv, html"),
+    "no such format": (["report", ".", "--formats", "pdf"], "use one or more of md, csv, html"),
     "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are named 'mood-colour-1'"),
     "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are named"),
     "a restart of nothing": (["predict", "{artefact}", "{films}", "--restart"], "--restart needs -o FILE"),

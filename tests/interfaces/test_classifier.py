@@ -76,7 +76,7 @@ def spelled(rows):
 
 WORDS = {0: "red", 1: "blue", 2: "green", 3: "gold", -1: "yellow"}
 NAMES = {word: word for word in ("one", "two", "three")}
-ROUNDED = "other batches round differently: 1e-6 apart where 1e-7 is asked"
+ROUNDED = "other batches round differently: differences of 1e-6, but 1e-7 is required"
 FAILED_CHECKS = {
     "check_methods_subset_invariance": ROUNDED,
     "check_sample_weight_equivalence_on_dense_data": "it draws examples; without shots, 1e-4 apart",
@@ -92,7 +92,7 @@ def test_passes_scikit_learn_checks(estimator, check):
 
 
 def shown_of(result, shots):
-    """The task that a classifier has made of its texts, and so many demonstrations of a class."""
+    """Return the task that a classifier makes of its texts, and ``shots`` demonstrations per class."""
     task = replace(TASK, labels=tuple(result.classes_), train=(), test=())
     rows = [Example(text, task.labels.index(word)) for text, word in zip(X, Y, strict=True)]
     return task, replace(task, train=tuple(rows)).sample(shots, 0)

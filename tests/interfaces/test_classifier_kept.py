@@ -88,7 +88,7 @@ def searched(**how):
 IN_PROCESSES = """
 import json, sys, joblib
 from interfaces.test_classifier_kept import searched
-with joblib.parallel_config("multiprocessing"):  # forks, where loky would start Python anew
+with joblib.parallel_config("multiprocessing"):  # forks; loky would start new interpreters
     json.dump(searched(n_jobs=2), sys.stdout)
 """
 

@@ -240,7 +240,7 @@ def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):
 def test_recipe_and_options_reach_the_calibration(call, said, home, tmp_path):
     call(*fit_arguments(home, tmp_path / "new", "--recipe", "released", "--set", "warmup=0.5"))
     settings = Injection.from_pretrained(tmp_path / "new").settings
-    assert (settings["draw"], settings["noise_place"], settings["lr_final"]) == ("step", "writer", 0.0)
+    assert (settings["draw"], settings["noise_place"], settings["lr_final"]) == ("step", "sublayer", 0.0)
     assert (settings["warmup"], settings["epochs"]) == (0.5, 2)
     said(*fit_arguments(home, tmp_path / "new", "--set", "loss=labels"))
     result, paper = (Injection.from_pretrained(where) for where in (tmp_path / "new", home / "artefact"))

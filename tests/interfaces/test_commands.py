@@ -16,6 +16,7 @@ from rich.console import Console
 
 from i2cl.interfaces.cli import EXAMPLES, app, console
 from i2cl.methods import METHODS
+from i2cl.models import loading
 from i2cl.version import __version__
 from processes import until
 
@@ -48,7 +49,7 @@ def test_every_command_has_help_json_and_seed(call, words):
     assert f"Example: {EXAMPLES[' '.join(words)]}" in " ".join(out.split())
 
 
-ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: tests of their own run them
+ELSEWHERE = {"demo", "serve", "push"}  # slow, endless, and for the hub: other tests run them
 
 
 @pytest.mark.usefixtures("few_golden_prompts")
@@ -65,6 +66,17 @@ def test_examples_in_help_run(said, tmp_path, monkeypatch):
             said(*words)
     assert (tmp_path / "labels.csv").is_file()
     assert (tmp_path / "results" / "report" / "report.md").is_file()
+
+
+def test_demo_fits_and_classifies_with_commands_that_can_be_repeated(said, monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "find_spec", lambda _: None)  # SmolLM2 is not installed
+    out = said("demo", "--evaluate", "8")
+    fit, predict = (line for line in out.splitlines() if line.startswith("$ i2cl "))
+    assert "fit reference mood-colour-1 -o " in fit
+    assert all(part in out for part in ("bundled model", "Verdict: ", "\nthe gloomy baker rested"))
+    artefact = tmp_path / "mood"
+    said(*shlex.split(fit.replace(shlex.split(predict)[3], str(artefact)))[2:])
+    assert (artefact / "README.md").is_file()
 
 
 @pytest.mark.parametrize("words", [("fit",), ("eval",)], ids=" ".join)

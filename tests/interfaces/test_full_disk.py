@@ -31,7 +31,7 @@ def listed(folder):
 
 @contextmanager
 def files_up_to(size):
-    """No file of this process grows beyond so many bytes, as on a disk without more room."""
+    """Limit the size of files that this process writes, in bytes, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:

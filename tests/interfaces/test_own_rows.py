@@ -1,4 +1,4 @@
-"""`i2cl fit` and `eval` on a file of somebody's own: what is said of its rows, and how they are used."""
+"""`i2cl fit` and `eval` on a user's file: what they report about its rows, and how they use them."""
 
 import json
 import re
@@ -254,7 +254,7 @@ def test_eval_continues_if_a_method_cannot_run(call, model, tmp_path, at_80):
 
 def test_unknown_model_without_hub_is_a_one_line_error(refused, monkeypatch, tmp_path):
     asked = Mock(side_effect=ConnectionError("Name or service not known"))
-    again = Mock(side_effect=AssertionError("the client, which tries again and again, was asked"))
+    again = Mock(side_effect=AssertionError("the client, which retries, was called"))
     monkeypatch.setattr("i2cl.storage.hub.get_hf_file_metadata", asked)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", again)
     line = refused("fit", "smollm3", "mood-colour-1", "-o", tmp_path / "new", "--shots", "1")

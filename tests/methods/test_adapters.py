@@ -212,13 +212,13 @@ def test_failed_attachment_restores_all_modules(name, films, demonstrations, mon
     assert dict(decoder.model.named_modules()) == modules
 
 
-def test_writers_are_those_of_the_base_model_while_an_adapter_is_attached(films, demonstrations):
+def test_sublayers_are_those_of_the_base_model_while_an_adapter_is_attached(films, demonstrations):
     """Also if they are first read while an adapter is attached."""
     decoder = made("llama")
-    bare = [module for pair in decoder.architecture.writers(decoder.model) for module in pair]
+    bare = [module for pair in decoder.architecture.sublayers(decoder.model) for module in pair]
     (lora,) = make_methods(["lora"], {"epochs": 0})
     with adapted(decoder, lora.config(decoder)):
-        late = [module for pair in decoder.writers for module in pair]
+        late = [module for pair in decoder.sublayers for module in pair]
         assert len(decoder.blocks) == decoder.layers
     assert late == bare
     assert decoder.base == made("llama").base

@@ -30,8 +30,8 @@ CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 def test_label_anchor_matches_masked_attention(model_type, films, demonstrations):
     """Demonstration tokens attend to all before them, query tokens to anchors and query only.
 
-    Two passes with a mask over the whole prompt would do, were masks alike in all families. Here each
-    layer's keys and values come from the plain run, and the query runs token by token behind them.
+    Masks differ between model families, so the expected scores are computed without one: each layer's keys
+    and values come from the plain run, and the query runs token by token after them.
     """
     decoder = made(model_type)
     predictor = fit("label_anchor", decoder, films, demonstrations)
@@ -146,7 +146,7 @@ def test_icv_rotates_states_and_preserves_their_norm(model_type, variant, films,
     ).reshape(decoder.layers, -1)
     expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
     np.testing.assert_allclose(result.numpy(), expected, atol=1e-4)
-    places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.writers]
+    places = decoder.blocks if variant == "paper" else [pair[1] for pair in decoder.sublayers]
     turned = [(place, _rotate(result[layer], 0.3, variant)) for layer, place in enumerate(places)]
     with torch.no_grad(), fitting.replacing(turned):
         scores = fitting.plain_logits(decoder, [films.template.query(text) for text in TEXTS])

@@ -14,7 +14,7 @@ from i2cl.models.scoring import LabelScorer
 
 
 def probe_features(decoder, films, layer, tokens):
-    """States of the demonstrations' and the queries' prompts, the text's tokens told by their letters."""
+    """Return states of the prompts of demonstrations and queries; the text's tokens are found by letters."""
     rows = []
     for text in [text for text, _ in SHOWN] + TEXTS:
         prompt = films.template.query(text)

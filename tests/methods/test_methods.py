@@ -96,21 +96,21 @@ def test_text_that_merges_with_the_demonstrations_is_not_scored_from_the_cache(m
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"formula": "add"}, {"writers": "mha", "positions": "last"}])
+@pytest.mark.parametrize("options", [{}, {"formula": "add"}, {"sublayers": "mha", "positions": "last"}])
 def test_i2cl_is_extraction_calibration_and_injection(model_type, films, demonstrations, options):
     decoder = made(model_type)
     predictor = fit("i2cl", decoder, films, demonstrations, seed=3, epochs="2", **options)
-    extraction = ExtractConfig(writers=options.get("writers", "both"))
-    config = CalibrationConfig(epochs=2, **{k: v for k, v in options.items() if k != "writers"})
+    extraction = ExtractConfig(sublayers=options.get("sublayers", "both"))
+    config = CalibrationConfig(epochs=2, **{k: v for k, v in options.items() if k != "sublayers"})
     injection = injected(decoder, films, demonstrations, config, extraction=extraction, seed=3)
     assert torch.equal(predictor.log_probs(TEXTS).log_softmax(-1), injection.log_probs(decoder, TEXTS))
     assert predictor.cost.cached_values == 2 * LAYERS * WIDTH
     assert not torch.allclose(predictor.log_probs(TEXTS), plain(decoder, films, TEXTS), atol=1e-3)
 
 
-BARE = [({}, 4), ({"formula": "balance"}, 4), ({"formula": "add"}, 2), ({"writers": "mlp"}, 2)]
-NUMBERS = [(name, *each) for name in ("i2cl", "noise") for each in (*BARE, ({"writers": "hidden"}, 2))]
-VECTORS = [({}, 2 * WIDTH), ({"writers": "mha"}, WIDTH), ({"writers": "hidden"}, WIDTH)]
+BARE = [({}, 4), ({"formula": "balance"}, 4), ({"formula": "add"}, 2), ({"sublayers": "mlp"}, 2)]
+NUMBERS = [(name, *each) for name in ("i2cl", "noise") for each in (*BARE, ({"sublayers": "hidden"}, 2))]
+VECTORS = [({}, 2 * WIDTH), ({"sublayers": "mha"}, WIDTH), ({"sublayers": "hidden"}, WIDTH)]
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,10 @@ def one_by_one(model, prefix):
 # The residual identity
 
 
-def test_blocks_add_exactly_their_two_writers(model):
+def test_blocks_add_exactly_their_two_sublayers(model):
     architecture = architecture_of(model)
     identity = residual_identity(model, architecture, IDS)
-    assert len(identity.errors) == len(architecture.writers(model)) == len(architecture.blocks(model)) >= 2
+    assert len(identity.errors) == len(architecture.sublayers(model)) == len(architecture.blocks(model)) >= 2
     assert identity.passed, identity
     for wrong in ({"mlp": architecture.attention}, {"attention": architecture.mlp}):
         assert residual_identity(model, replace(architecture, **wrong), IDS).worst > 1000 * TOLERANCE
@@ -82,7 +82,7 @@ def test_inner_modules_of_post_norm_blocks_fail(model_type):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_missing_or_wrong_scale_fails(dtype):
     granite, row = tiny_model("granite", dtype=dtype), ARCHITECTURES["granite"]
-    assert row.writer_scale(granite.config) == granite.config.residual_multiplier == 0.4
+    assert row.sublayer_scale(granite.config) == granite.config.residual_multiplier == 0.4
     assert residual_identity(granite, row, IDS).passed
     assert not residual_identity(granite, replace(row, scale=None), IDS).passed
     granite.config.residual_multiplier *= 1.1  # its blocks keep the value they were built with
@@ -129,7 +129,7 @@ def test_table_is_sorted_and_complete(gemma2):
     assert all(set(names.split()) & set(PATHS) for _, names in _ROWS)  # the chosen paths are of every row
     blocks = list(gemma2.model.layers)
     assert ARCHITECTURES["gemma2"].blocks(gemma2) == blocks
-    assert ARCHITECTURES["gemma2"].writers(gemma2) == [
+    assert ARCHITECTURES["gemma2"].sublayers(gemma2) == [
         (block.post_attention_layernorm, block.post_feedforward_layernorm) for block in blocks
     ]
 

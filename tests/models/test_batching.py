@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from fitting import encode
 from i2cl.errors import I2CLError
 from i2cl.models.batching import batch_sizes, longest_first, make_batch, pack_batch, packing_pays
-from i2cl.models.encoding import Encoder, TruncationWarning
+from i2cl.models.encoding import PromptEncoder, TruncationWarning
 from tiny import tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def with_special_tokens(single):
 
 @pytest.fixture(scope="module")
 def encoder():
-    return Encoder.of(tiny_tokenizer())
+    return PromptEncoder.of(tiny_tokenizer())
 
 
 def test_rows_are_packed_if_that_is_cheaper():
@@ -75,26 +75,26 @@ def test_batches_minimize_padding_and_passes(seed):
 @pytest.mark.parametrize("behind", ["", " <|endoftext|>"])
 @pytest.mark.parametrize(("before", "front"), [("", ()), ("<|endoftext|> ", (0,))])
 def test_leading_special_tokens_are_kept_and_trailing_ones_removed(before, behind, front):
-    encoder = Encoder.of(with_special_tokens(f"{before}$A{behind}"))
+    encoder = PromptEncoder.of(with_special_tokens(f"{before}$A{behind}"))
     assert encoder.front == front
     assert encoder(["a film", "b"]) == [front + encode("a film"), front + encode("b")]
 
 
 def test_texts_that_fit_are_not_truncated(encoder):
-    assert encoder([]) == encoder.fitted(query, [], 3) == []
+    assert encoder([]) == encoder.encode(query, [], 3) == []
     texts = ["a film", WORDS]
     longest = len(encode(query(WORDS)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for limit in (None, longest, longest + 1):
-            assert encoder.fitted(query, texts, limit) == [encode(query(text)) for text in texts]
+            assert encoder.encode(query, texts, limit) == [encode(query(text)) for text in texts]
 
 
 @pytest.mark.parametrize("limit", [25, 26, 27, 40, 61])
 def test_long_texts_are_truncated_only_at_their_end(encoder, limit):
     text = WORDS * 30
     with pytest.warns(TruncationWarning, match=f"^1 of 2 texts were cut to fit {limit} tokens") as caught:
-        cut, short = encoder.fitted(query, [text, "a"], limit)
+        cut, short = encoder.encode(query, [text, "a"], limit)
     assert len(caught) == 1
     assert short == encode(query("a"))
     candidates = [encode(query(text[:end])) for end in range(limit * 4)]
@@ -107,7 +107,7 @@ def test_long_texts_are_truncated_only_at_their_end(encoder, limit):
 def test_truncation_warns_once_for_all_texts(encoder):
     builds = [lambda text: text + " yes", lambda text: "no " + text]
     with pytest.warns(TruncationWarning, match="2 of 2") as caught:
-        first, second = encoder.fitted(builds, ["abc" * 50, "def" * 50], 12)
+        first, second = encoder.encode(builds, ["abc" * 50, "def" * 50], 12)
     assert len(caught) == 1
     assert first[-len(encode(" yes")) :] == encode(" yes")
     assert second[:3] == encode("no ")
@@ -117,11 +117,11 @@ def test_demonstrations_are_never_truncated(encoder):
     shown = "".join(query("a dull film") + " negative\n" for _ in range(3))
     needed = len(encode(shown + query("")))
     with pytest.warns(TruncationWarning):
-        (cut,) = encoder.fitted(lambda text: shown + query(text), [WORDS * 30], needed + 6)
+        (cut,) = encoder.encode(lambda text: shown + query(text), [WORDS * 30], needed + 6)
     assert cut[: len(encode(shown + HEAD)) - 1] == encode(shown + HEAD)[:-1]
     assert needed < len(cut) <= needed + 6
     with pytest.raises(I2CLError, match=rf"needs {needed} tokens, but only {needed - 1} fit"):
-        encoder.fitted(lambda text: shown + query(text), [WORDS * 30], needed - 1)
+        encoder.encode(lambda text: shown + query(text), [WORDS * 30], needed - 1)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_demonstrations_are_never_truncated(encoder):
 )
 @pytest.mark.parametrize("front", ["", "<|endoftext|> "])
 def test_very_long_texts_are_truncated_with_room_for_special_tokens(text, front):
-    encoder = Encoder.of(with_special_tokens(f"{front}$A"))
+    encoder = PromptEncoder.of(with_special_tokens(f"{front}$A"))
     with pytest.warns(TruncationWarning, match="1 of 1"):
-        (cut,) = encoder.fitted(query, [text], 100)
+        (cut,) = encoder.encode(query, [text], 100)
     assert cut[: len(encoder.front)] == encoder.front == ((0,) if front else ())
     assert 97 <= len(cut) <= 100
     assert cut[-len(encode(MIDDLE)) :] == encode(MIDDLE)
@@ -141,5 +141,5 @@ def test_truncation_encodes_only_the_start_of_a_long_text(encoder, monkeypatch):
     encoded = []
     build = partial(lambda text: encoded.append(len(text)) or query(text))
     with pytest.warns(TruncationWarning):
-        encoder.fitted(build, ["x" * 100_000], 50)
+        encoder.encode(build, ["x" * 100_000], 50)
     assert sum(encoded) < 100_000 + 100 * 50

@@ -28,7 +28,7 @@ BATCH = make_batch(ROWS, CPU)
 
 def test_sizes_name_and_context_length(decoder):
     assert (decoder.layers, decoder.d_model, decoder.max_length) == (2, 32, 1024)
-    assert len(decoder.writers) == len(decoder.blocks) == 2
+    assert len(decoder.sublayers) == len(decoder.blocks) == 2
     assert decoder.base.name == decoder.name == "tiny-llama"
     assert (decoder.base.layers, decoder.base.d_model, decoder.base.model_type) == (2, 32, "llama")
     assert Decoder(tiny_model("llama"), tiny_tokenizer()).name == "LlamaForCausalLM"
@@ -45,7 +45,7 @@ def test_unknown_model_types_take_an_architecture():
     model.config.model_type = "llama-of-a-neighbour"
     one_line("llama-of-a-neighbour", Decoder, model, tiny_tokenizer())
     own = Architecture("llama-of-a-neighbour", "layers", "self_attn", "mlp")
-    assert len(Decoder(model, tiny_tokenizer(), architecture=own).writers) == 2
+    assert len(Decoder(model, tiny_tokenizer(), architecture=own).sublayers) == 2
 
 
 # Logits
@@ -75,13 +75,13 @@ def test_lm_head_runs_only_at_the_chosen_positions(decoder):
 # Capture
 
 
-@pytest.mark.parametrize("site", ["writers", "hidden"])
+@pytest.mark.parametrize("hook_point", ["sublayers", "hidden"])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_captured_states_match_those_of_single_rows(case, site):
+def test_captured_states_match_those_of_single_rows(case, hook_point):
     decoder = decoder_of(case)
-    result = decoder.capture(BATCH, torch.tensor([1, 0, 4]), site=site)
+    result = decoder.capture(BATCH, torch.tensor([1, 0, 4]), hook_point=hook_point)
     for row, (ids, place) in enumerate(zip(ROWS, (1, 0, 4), strict=True)):
-        alone = decoder.capture(make_batch([ids[: place + 1]], CPU), site=site)
+        alone = decoder.capture(make_batch([ids[: place + 1]], CPU), hook_point=hook_point)
         assert close(result[row], alone[0])
 
 
@@ -153,7 +153,7 @@ WORK = {
     "score": lambda decoder: calibrated(decoder).log_probs(decoder, ["a", "a dull film"]),
     "sequence": lambda decoder: calibrated(decoder).log_probs(decoder, ["a", "b c"], scoring="sequence"),
     "capture": lambda decoder: decoder.capture(BATCH),
-    "hidden": lambda decoder: extract(decoder, TASK, SHOTS, ExtractConfig(writers="hidden")),
+    "hidden": lambda decoder: extract(decoder, TASK, SHOTS, ExtractConfig(sublayers="hidden")),
     "prefix": lambda decoder: decoder.prefix((1, 2, 3)),
     "calibrate": calibrated,
 }

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from fitting import fit, injected, one_line
 from i2cl import Decoder, Example, I2CLError, InjectionPool, Task, Template
 from i2cl.core.recipe import CalibrationConfig
-from i2cl.models.encoding import Encoder, label_tokens
+from i2cl.models.encoding import PromptEncoder, label_tokens
 from i2cl.models.scoring import LabelScorer
 from tiny import byte_level, tiny_model, tiny_tokenizer
 
@@ -62,7 +62,7 @@ KINDS = ("byte-level BPE", "sentencepiece BPE", "unigram", "bytes, slow")
 
 @pytest.fixture(scope="module", params=KINDS)
 def encoder(request):
-    return Encoder.of(tokenizer_of(request.param))
+    return PromptEncoder.of(tokenizer_of(request.param))
 
 
 def special(encoder):
@@ -71,7 +71,7 @@ def special(encoder):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_never_becomes_a_control_token(encoder, text):
-    assert special(encoder) & set(encoder([text])[0])  # as it is, it holds one
+    assert special(encoder) & set(encoder([text])[0])  # without `literal`, the ids contain one
     (ids,) = encoder([encoder.literal(text)])
     assert not special(encoder) & set(ids)
     assert encoder.tokenizer.decode(ids).strip() == text.strip()
@@ -115,7 +115,7 @@ PROMPTS = (
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("text", ["a film", " film", "film "])
 def test_special_token_in_a_text_leaves_the_tokens_of_the_template_unchanged(kind, prompt, text):
-    encoder = Encoder.of(tokenizer_of(kind))
+    encoder = PromptEncoder.of(tokenizer_of(kind))
     (expected,) = encoder([prompt.replace("{}", text)])
     mark = encoder.literal("</s>").removeprefix("<").removesuffix("/s>")
     marked = text[:1] + mark + text[1:]
@@ -127,7 +127,7 @@ def test_whitespace_that_a_special_token_strips_is_stripped_beside_a_marked_text
     tokenizer.add_tokens(
         [AddedToken("<|user|>", rstrip=True, lstrip=True, special=True)], special_tokens=True
     )
-    encoder = Encoder.of(tokenizer)
+    encoder = PromptEncoder.of(tokenizer)
     (plain,) = encoder(["of all \n<|user|>\n a film<|im_end|>"])
     (marked,) = encoder(["of all \n<|user|>\n a film" + encoder.literal("</s>") + "<|im_end|>"])
     assert marked[: len(plain) - 1] == plain[:-1]
@@ -155,7 +155,7 @@ def with_bos():
     tokenizer = tokenizer_of("byte-level BPE")
     token = ("</s>", tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("</s> $A", None, [token])
-    return Encoder.of(tokenizer)
+    return PromptEncoder.of(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def with_bos():
 def test_template_that_repeats_the_bos_of_the_tokenizer_is_refused(template):
     says = "template starts with '</s>', which this tokenizer adds too.*remove it"
     one_line(says, label_tokens, with_bos(), template, ("C", "D"))
-    label_tokens(Encoder.of(tokenizer_of("byte-level BPE")), template, ("C", "D"))  # which adds none
+    label_tokens(PromptEncoder.of(tokenizer_of("byte-level BPE")), template, ("C", "D"))  # which adds none
 
 
 @pytest.mark.parametrize("label", ["good</s>", "<|im_end|>"])
@@ -183,7 +183,11 @@ def test_label_that_merges_with_the_end_of_the_prompt_is_refused(labels):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     template = Template("Ticket: {text} Topic:{label}")
     one_line(
-        "merges label .* with the end of the prompt", label_tokens, Encoder.of(tokenizer), template, labels
+        "merges label .* with the end of the prompt",
+        label_tokens,
+        PromptEncoder.of(tokenizer),
+        template,
+        labels,
     )
 
 
@@ -195,20 +199,20 @@ def test_tokenizer_that_loses_spaces_is_refused():
     vocabulary["decoder"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
     backend = Tokenizer.from_str(json.dumps(vocabulary))
     says = "loses spaces: 'one two' is decoded as 'onetwo': compare tokenizer_class"
-    one_line(says, Encoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
+    one_line(says, PromptEncoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 def test_tokenizer_that_cannot_encode_text_is_one_line():
     backend = Tokenizer(models.BPE({"a": 0}, [], unk_token="<unk>"))
     says = "cannot encode text .*<unk>.* not found.*: compare tokenizer_class"
-    one_line(says, Encoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
+    one_line(says, PromptEncoder.of, PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 def test_tokenizer_that_knows_no_word_is_refused():
     backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    one_line("encodes every word as '<unk>': compare tokenizer_class", Encoder.of, tokenizer)
+    one_line("encodes every word as '<unk>': compare tokenizer_class", PromptEncoder.of, tokenizer)
 
 
 def test_threads_share_a_tokenizer_that_was_saved_with_truncation_and_padding(tmp_path):
@@ -220,8 +224,8 @@ def test_threads_share_a_tokenizer_that_was_saved_with_truncation_and_padding(tm
     fields["padding"] = {"strategy": {"Fixed": 8}, "direction": "Right", **pad}
     path.write_text(json.dumps(fields))
     text = "a film that is longer than eight tokens "
-    expected = Encoder.of(tiny_tokenizer())([text * count for count in range(1, 9)])
-    encoder = Encoder.of(AutoTokenizer.from_pretrained(tmp_path))
+    expected = PromptEncoder.of(tiny_tokenizer())([text * count for count in range(1, 9)])
+    encoder = PromptEncoder.of(AutoTokenizer.from_pretrained(tmp_path))
 
     def encode(count):
         marked = encoder.literal("<|endoftext|>")
@@ -257,9 +261,9 @@ def seen(decoder, monkeypatch):
 
 
 def control_tokens(result):
-    """How many stand in what was run, behind a row's first place, where ICV puts one itself.
+    """Return the number of rows with a control token, except at the first position, where ICV adds one.
 
-    In the tiny vocabulary the token is 0, as is padding behind a row.
+    In the tiny vocabulary the token has id 0, which is also the padding at the end of a row.
     """
     rows = [row.tolist() for ids in result for row in ids]
     return sum(0 in row[1 : max(place for place, token in enumerate(row) if token) + 1] for row in rows)
@@ -335,7 +339,7 @@ def test_word_weights_of_a_fit_are_used(decoder):
 def test_labels_with_the_same_tokens_are_refused(decoder, labels):
     result = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
     assert len(set(map(frozenset, result.words))) == len(labels)
-    if "bba" in labels:  # two of the same letters, told by a token of their own each
+    if "bba" in labels:  # two have the same letters, so each is represented by one distinct token
         assert result.words == (result.ids[0], result.ids[1], decoder.encoder.plain("cd"))
         assert len(result.ids[0]) == 1
         assert result.ids[0] != result.ids[1]
@@ -348,7 +352,7 @@ def test_labels_without_a_distinct_token_are_refused(decoder):
     tokens = [token for (token,) in result.ids]
     assert len(set(tokens)) == len(labels)
     own = [set(decoder.encoder.plain(label)) for label in labels]
-    # Five labels of four characters: all but one of them have a character of their own.
+    # Five labels over four characters: four labels can get distinct characters.
     assert sum(token in some for token, some in zip(tokens, own, strict=True)) == 4
     assert not set(tokens) & decoder.encoder.special
     assert label_tokens(decoder.encoder, template, labels, "words") == result

@@ -59,6 +59,16 @@ def test_large_models_fingerprint_is_cached_if_possible(kept, blocked):
     assert len(reads) == (3 if blocked else 1)
 
 
+def test_fingerprint_of_a_gguf_file_is_cached(kept, tmp_path):
+    model, reads, _ = kept
+    model.name_or_path = str(tmp_path / "model.gguf")
+    Path(model.name_or_path).write_bytes(b"GGUF")
+    assert len({weights_fingerprint(model) for _ in range(3)}) == len(reads) == 1
+    os.utime(model.name_or_path, ns=(0, 0))
+    weights_fingerprint(model)
+    assert len(reads) == 2
+
+
 @pytest.mark.parametrize("change", ["memory", "file", "damage"])
 def test_changed_files_invalidate_the_cached_fingerprint(kept, change):
     model, reads, assets = kept

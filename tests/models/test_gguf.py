@@ -38,17 +38,17 @@ def written(path, model=None, tokenizer=None, *, kind="F32", extra=()):
     empty = ContextVector(torch.zeros(decoder.layers, 2, decoder.d_model), ExtractConfig(), 1)
     nothing = Injection(empty, torch.tensor([0.0, 1.0]).expand(decoder.layers, 2, 2), TASK, decoder.base)
     content = GgufModel(Folding(decoder, nothing), tokenizer)
-    writer = gguf.GGUFWriter(path, "llama")
+    sublayer = gguf.GGUFWriter(path, "llama")
     for name, value in content.fields.items():
-        getattr(writer, f"add_{name}")(value)
+        getattr(sublayer, f"add_{name}")(value)
     tensors = {name: content.tensor(name).numpy() for name in content.names if not name.endswith(".bias")}
     for name, values in (tensors | dict(extra)).items():
         code = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(values, code), raw_dtype=code)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        sublayer.add_tensor(name, gguf.quants.quantize(values, code), raw_dtype=code)
+    sublayer.write_header_to_file()
+    sublayer.write_kv_data_to_file()
+    sublayer.write_tensors_to_file()
+    sublayer.close()
     return path
 
 
@@ -307,12 +307,12 @@ def test_invalid_text_or_architecture_is_refused(file, key, letter, named):
 
 
 def test_file_without_tokenizer_is_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_tokenizer_model("none")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    sublayer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    sublayer.add_tokenizer_model("none")
+    sublayer.write_header_to_file()
+    sublayer.write_kv_data_to_file()
+    sublayer.write_tensors_to_file()
+    sublayer.close()
     assert "has no tokenizer" in refused(tmp_path / "model.gguf")
 
 

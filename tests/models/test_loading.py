@@ -1,4 +1,4 @@
-"""Loading models: safetensors only, complete, and no foreign code unless asked for."""
+"""Loading models: safetensors only, complete, and no remote code unless it is allowed."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 
 def change(folder, **tensors):
-    """Other tensors in a folder's weights, or none where one is None."""
+    """Replace tensors in a folder's weights; None removes one."""
     path = folder / "model.safetensors"
     whole = load_file(path) | tensors
     save_file({name: one for name, one in whole.items() if one is not None}, path, {"format": "pt"})
@@ -29,7 +29,7 @@ def change(folder, **tensors):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Answer transformers' loaders in memory; what they were asked for."""
+    """Replace transformers' loaders; return the arguments of their calls."""
     calls = {}
 
     def tokenizer(name, **named):
@@ -93,7 +93,11 @@ def test_remote_code_of_a_folder_is_not_run(folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model.layers.1.mlp.up_proj.weight", None, r"lacks weights \(model.layers.1.mlp.up_proj.weight"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            None,
+            r"weights are missing \(model.layers.1.mlp.up_proj.weight",
+        ),
         (
             "model.norm.weight",
             torch.ones(7),

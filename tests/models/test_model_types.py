@@ -29,13 +29,13 @@ def demonstrations(decoder):
     return decoder.encoder(texts)
 
 
-def test_context_vector_is_the_mean_of_the_writers_last_outputs(decoder):
+def test_context_vector_is_the_mean_of_the_sublayers_last_outputs(decoder):
     wanted = torch.zeros(decoder.layers, 2, decoder.d_model)
 
     def add(mean, output):
         mean.add_(output.detach().reshape(-1, decoder.d_model)[-1] / len(SHOTS))
 
-    modules = [module for pair in decoder.writers for module in pair]
+    modules = [module for pair in decoder.sublayers for module in pair]
     adding = (partial(add, mean) for mean in wanted.flatten(0, 1))
     with torch.no_grad(), replacing(zip(modules, adding, strict=True)):
         for ids in demonstrations(decoder):

@@ -18,14 +18,14 @@ def above(edit, layer):
 
 
 class Broken(Edit):
-    """Fails at the first writer that runs."""
+    """Fails at the first sublayer that runs."""
 
     def output(self, _layer, _index, _output, _batch):
         raise RuntimeError("broken")
 
 
 class Vectors(Edit):
-    """Adds a trained vector to each writer's output."""
+    """Adds a trained vector to each sublayer's output."""
 
     def __init__(self, values):
         self.values = values

@@ -149,7 +149,7 @@ def test_queries_keep_their_own_vectors_in_mixed_batches(limited):
     draw = torch.Generator().manual_seed(0)
     vectors = torch.randn(4, decoder.layers, 2, decoder.d_model, generator=draw)
     keep = torch.ones(4, decoder.layers, 2)
-    result = score(decoder, queries, asked.labels, edit=AffineEdit(vectors, keep, rows=torch.arange(4)))
+    result = score(decoder, queries, asked.labels, edit=AffineEdit(vectors, keep, tasks=torch.arange(4)))
     for row, query in enumerate(queries):
         own = AffineEdit(vectors[row], keep[0])
         assert close(result[row : row + 1], score(decoder, [query], asked.labels, edit=own))

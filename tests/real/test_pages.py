@@ -1,4 +1,4 @@
-"""What the pages say to type with the real model: as it stands, but that the model is read once."""
+"""Run the commands of the pages that use the real model; the model is loaded only once."""
 
 import pytest
 

@@ -16,10 +16,9 @@ from commands import jsonl, run
 from fitting import one_line, random_injection
 from i2cl import AnchoredConfig, Decoder, Example, ExtractConfig, Injection, Task, Template, anchor
 from i2cl.core import artefact
-from i2cl.core.artefact import DESCRIPTION, TENSORS
 from i2cl.storage import hub
 from i2cl.storage.atomic import public_name
-from i2cl.storage.card import CARD
+from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 TASK = Task("films", ("positive", "negative"), Template("Review: {text}\nSentiment:{label}"), title="Films")

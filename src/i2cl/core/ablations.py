@@ -34,7 +34,7 @@ class _PositionEdit(Edit):
 
     def __init__(self, edit: Edit, positions: Positions, seed: int) -> None:
         self.edit = edit
-        self.site = edit.site
+        self.hook_point = edit.hook_point
         self.positions = positions
         self.seed = seed
         self._batch: Batch | None = None  # the batch of `_mask`
@@ -70,11 +70,11 @@ class NoisyEdit(Edit):
 
     Args:
         injection: the edit without noise.
-        active: sites that get the injection and noise.
+        active: sublayers that get the injection and noise.
         scale: size of the noise relative to the L2 norm of the signal, which counts as a constant.
         place: add noise to the residual stream after attention and after the MLP (``"residual"``, the paper's
-            text), or to each sublayer's output (``"writer"``, the released code).
-        writer_scale: factor of a sublayer's output in the residual stream.
+            text), or to each sublayer's output (``"sublayer"``, the released code).
+        sublayer_scale: factor of a sublayer's output in the residual stream.
         generator: source of the noise.
     """
 
@@ -82,18 +82,18 @@ class NoisyEdit(Edit):
         self,
         injection: Edit,
         *,
-        active: Bool[Tensor, "layers sites"],
+        active: Bool[Tensor, "layers sublayers"],
         scale: float,
-        place: Literal["residual", "writer"],
-        writer_scale: float,
+        place: Literal["residual", "sublayer"],
+        sublayer_scale: float,
         generator: torch.Generator,
     ) -> None:
         self.injection = injection
-        self.site = injection.site
+        self.hook_point = injection.hook_point
         self.active = active.tolist()
         self.scale = scale
-        self.sees_input = place == "residual" and self.site == "writers" and scale > 0
-        self.writer_scale = writer_scale
+        self.sees_input = place == "residual" and self.hook_point == "sublayers" and scale > 0
+        self.sublayer_scale = sublayer_scale
         self.generator = generator
         self.residual: Tensor | None = None
 
@@ -110,12 +110,12 @@ class NoisyEdit(Edit):
             return injected
         if self.residual is None:
             return injected + self._noise(injected.detach()) if active else injected
-        self.residual = self.residual.to(injected.device).add(injected.detach(), alpha=self.writer_scale)
+        self.residual = self.residual.to(injected.device).add(injected.detach(), alpha=self.sublayer_scale)
         if not active:
             return injected
         noise = self._noise(self.residual)
         self.residual = self.residual + noise
-        return torch.add(injected, noise, alpha=1 / self.writer_scale)
+        return torch.add(injected, noise, alpha=1 / self.sublayer_scale)
 
     def _noise(self, signal: States) -> Float[Tensor, "lines tokens d"]:
         size = self.scale * torch.linalg.vector_norm(signal, dim=-1, keepdim=True, dtype=torch.float32)

@@ -3,7 +3,7 @@
 Beyond the paper. It minimizes the same objective as `i2cl.core.gauss_newton`, from the same start and under
 the same prior. Instead of linearizing, it takes small batches for a fixed number of epochs. Every label
 competes in each step, so time grows with the number of demonstrations and hardly with the number of labels;
-memory stops growing at `i2cl.core.plan.MAX_SCALE_EXAMPLES` demonstrations.
+memory stops growing at `i2cl.core.plan.MAX_UNIT_EXAMPLES` demonstrations.
 
 Where labels are scored by their words, it also fits how much each word counts (`i2cl.core.word_weights`).
 """
@@ -34,7 +34,7 @@ def fit_adamw(
     """Minimize the objective by AdamW.
 
     Args:
-        objective: the problem; its scale is set here.
+        objective: the problem; its units are set here.
         prior_std: standard deviation of the label scores under the prior, in nats; 0 yields the plain model.
         seed: of the order of the demonstrations.
         progress: see `i2cl.models.training.train`.
@@ -46,13 +46,13 @@ def fit_adamw(
         I2CLError: if the loss is not finite.
     """
     decoder, labels = objective.scorer.decoder, objective.scorer.labels
-    variance = objective.scale_by_gold()
+    variance = objective.set_unit_by_gold()
     tau = variance / prior_std**2 if prior_std > 0 else math.inf
     count = len(objective.queries)
     rows = list(objective.rows)
     monitored = Random(0).sample(rows, MAX_MONITORED) if count > MAX_MONITORED else rows
     queries, gold = [objective.queries[row] for row in monitored], objective.gold[monitored]
-    monitored_weights = None if objective.weights is None else objective.weights[monitored]
+    monitored_weights = None if objective.example_weights is None else objective.example_weights[monitored]
     zeros = torch.zeros(objective.vector_size)
     tokens = token_scores(decoder, queries, labels, objective.edit(zeros))
     if labels.words:
@@ -106,11 +106,11 @@ class _Loss:
         gold = objective.gold[rows].to(self.decoder.device)
         logits = self.decoder.forward(batch, edit=objective.edit(self.parameters))[:, 0].float()
         scores = self.label_scores(logits[:, list(self.labels.read)])
-        if objective.weights is None:
+        if objective.example_weights is None:
             value = cross_entropy(scores, gold, reduction="sum") / len(chosen)
         else:
             share = len(objective.queries) / objective.total_weight
-            factors = objective.weights[rows].to(scores) * share
+            factors = objective.example_weights[rows].to(scores) * share
             value = factors @ cross_entropy(scores, gold, reduction="none") / len(chosen)
         self.decoder.pause()
         (slope,) = self.backward.gradients(value)

@@ -7,12 +7,12 @@ labels compete with each other only. The objective is
     sum of -w log p(label | query, label words) + tau/2 |theta / s|^2
 
 where theta are the vectors that are added to each sublayer's output and w is the weight of a demonstration, 1
-by default. The scale s has one value per site, chosen so that every site moves the label scores equally: one
-over the root of the Fisher information at the start of the fit, where all labels count as equally probable,
-averaged over the values of the site. tau follows from ``prior_std``: the standard deviation of a query's
-label scores under the prior, in nats, which means the same on every model. The prior is wide. A fit of few
-examples stays close to the plain model because it starts there and stops early; a narrow prior costs accuracy
-(docs/results.md).
+by default. The unit s has one value per sublayer, chosen so that every sublayer moves the label scores
+equally: one over the root of the Fisher information at the start of the fit, where all labels count as
+equally probable, averaged over the values of the sublayer. tau follows from ``prior_std``: the standard
+deviation of a query's label scores under the prior, in nats, which means the same on every model. The prior
+is wide. A fit of few examples stays close to the plain model because it starts there and stops early; a
+narrow prior costs accuracy (docs/results.md).
 
 Labels are scored by their first tokens, or by their words where first tokens are shared. Small fits are
 solved by `i2cl.core.gauss_newton`, large ones by `i2cl.core.adamw`; `i2cl.core.plan` chooses. One more vector
@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 
 from i2cl.core.adamw import fit_adamw
-from i2cl.core.context import ContextVector, ExtractConfig, Writers, require_demonstrations
+from i2cl.core.context import ContextVector, ExtractConfig, Sublayers, require_demonstrations
 from i2cl.core.gauss_newton import fit_gauss_newton
 from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.label_mass import raise_label_mass
@@ -46,7 +46,7 @@ class AnchoredConfig(Settings):
     """Options of anchored calibration.
 
     Attributes:
-        writers: which sublayers get a vector: both of every layer, one of them, or each block's output.
+        sublayers: which sublayers get a vector: both of every layer, one of them, or each block's output.
         prior_std: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 yields
             the plain model.
         steps: maximum number of Gauss-Newton steps. AdamW has its own schedule: of this and the next three
@@ -59,8 +59,8 @@ class AnchoredConfig(Settings):
         say_label: add one more vector to the last sublayer that makes the model say a label unprompted
             without changing which label is the most probable (`i2cl.core.label_mass`).
         solver: ``"gauss_newton"``, ``"adamw"``, or ``"auto"``: Gauss-Newton up to
-            `i2cl.core.plan.MAX_KERNEL_COLUMNS` pairs of an example and a wrong label
-            (`MAX_WORD_KERNEL_COLUMNS` for word-level scoring) if they fit into the memory. The settings of a
+            `i2cl.core.plan.MAX_KERNEL_PAIRS` pairs of an example and a wrong label
+            (`MAX_WORD_KERNEL_PAIRS` for word-level scoring) if they fit into the memory. The settings of a
             fit hold the solver as ``solved_by``.
         class_weight: ``"balanced"``, weights of the classes by label word, or None for equal weights of all
             demonstrations (`i2cl.core.weights.apply_class_weight`).
@@ -68,7 +68,7 @@ class AnchoredConfig(Settings):
             stored.
     """
 
-    writers: Writers = "both"
+    sublayers: Sublayers = "both"
     prior_std: Annotated[float, Field(ge=0, le=1e4)] = 30.0
     steps: int = Field(4, ge=0)
     tolerance: float = Field(0.02, ge=0)
@@ -97,9 +97,9 @@ def anchor(
         task: gives template and label words.
         demonstrations: labelled examples.
         config: see `AnchoredConfig`.
-        seed: of the draw of the demonstrations, stored with the injection; and of the order in which AdamW
-            reads them.
-        scoring: ``"first_token"``, ``"words"``, or ``"auto"``: by words where labels share first tokens.
+        seed: seed of the draw of the demonstrations, which the injection stores; it also shuffles AdamW's
+            batches.
+        scoring: ``"first_token"``, ``"words"``, or ``"auto"``: word-level if labels share first tokens.
         progress: called after each Gauss-Newton step, or as in `i2cl.models.training.train`, with the steps
             done, the maximum number of steps and the mean loss in nats.
 
@@ -114,7 +114,7 @@ def anchor(
     decoder.require_identity()
     demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
     scorer = LabelScorer.for_fit(decoder, task, scoring)
-    objective = Objective(scorer, tuple(demonstrations), config.writers)
+    objective = Objective(scorer, tuple(demonstrations), config.sublayers)
     plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
@@ -131,9 +131,9 @@ def anchor(
     if config.say_label and objective.has_last_vector and moved:
         labels = objective.labels(parameters)
         raised = raise_label_mass(decoder, objective.queries, labels, objective.edit(parameters))
-        vectors[-1, -1] += raised.vector / decoder.writer_scale
+        vectors[-1, -1] += raised.vector / decoder.sublayer_scale
         settings["label_mass"] = [raised.before, raised.after]
-    extraction = ExtractConfig(writers=config.writers)
+    extraction = ExtractConfig(sublayers=config.sublayers)
     return Injection(
         context=ContextVector(vectors, extraction, len(demonstrations), decoder.base),
         coefficients=torch.ones(*vectors.shape[:2], 2),

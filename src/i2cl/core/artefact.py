@@ -11,17 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from i2cl.core.ablations import Positions
-from i2cl.core.context import SITES, ExtractConfig
+from i2cl.core.context import ACTIVE_SUBLAYERS, ExtractConfig
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
-from i2cl.storage import layout
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import model_card
+from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 
 FORMAT_VERSION = 1
-TENSORS, DESCRIPTION, CARD, FILES = layout.TENSORS, layout.DESCRIPTION, layout.CARD, layout.FILES
-own_files = layout.own_files
 
 
 class Stored(pydantic.BaseModel):
@@ -63,7 +61,7 @@ class Stored(pydantic.BaseModel):
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise I2CLError(f"{name} in {TENSORS} is not finite: copy the file again, or fit it again")
         base = ModelIdentity.from_dict(self.base_model)
-        expected = base.layers, len(SITES[self.extraction.writers])
+        expected = base.layers, len(ACTIVE_SUBLAYERS[self.extraction.sublayers])
         shapes = tuple(tensors["context_vector"].shape), tuple(tensors["coefficients"].shape)
         if shapes != (described := ((*expected, base.d_model), (*expected, 2))):
             raise I2CLError(

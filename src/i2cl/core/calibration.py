@@ -1,4 +1,4 @@
-"""Noisy self-calibration: lambda and beta of every writer, fitted to the demonstrations' own labels.
+"""Noisy self-calibration: lambda and beta of every sublayer, fitted to the demonstrations' own labels.
 
 Source: paper, subsection "Noisy Self-calibration".
 """
@@ -33,7 +33,7 @@ def calibrate(
     *,
     seed: int = 0,
     scoring: Scoring = "auto",
-    start: Float[Tensor, "layers sites 2"] | None = None,
+    start: Float[Tensor, "layers sublayers 2"] | None = None,
     batches: Sequence[Sequence[int]] | None = None,
     prompt: Callable[[str], str] | None = None,
     progress: StepProgress | None = None,
@@ -50,8 +50,8 @@ def calibrate(
         context: what is injected.
         config: recipe and ablation switches.
         seed: of batches, noise and ``positions="random"``.
-        scoring: predict each label's first token, or its full sequence. If the loss is among the labels, by
-            first token or by words; see `i2cl.models.scoring.LabelScorer.for_fit`.
+        scoring: predict each label's first token, or its full sequence. If the loss is among the labels:
+            first-token or word-level scoring; see `i2cl.models.scoring.LabelScorer.for_fit`.
         start: initial coefficients, instead of the config's.
         batches: demonstration indices of every step, instead of random batches (one pass, in order).
         prompt: builds the text in front of a label, instead of the template's query. Tokens that all prompts
@@ -68,7 +68,7 @@ def calibrate(
     require_demonstrations(task, demonstrations)
     context.require_base(decoder)
     _require_options(config, context, start, batches, len(demonstrations))
-    active = config.active(decoder.layers, context.config.writers)
+    active = config.active(decoder.layers, context.config.sublayers)
     coefficients = Coefficients(config, active, start, decoder.device)
     weighted = apply_class_weight(demonstrations, task.labels, config.class_weight)
     loss = CalibrationLoss(scorer, weighted, context, coefficients, config, seed=seed, prompt=prompt)
@@ -111,7 +111,7 @@ def _minimize(
 def _require_options(
     config: CalibrationConfig,
     context: ContextVector,
-    start: Float[Tensor, "layers sites 2"] | None,
+    start: Float[Tensor, "layers sublayers 2"] | None,
     batches: Sequence[Sequence[int]] | None,
     count: int,
 ) -> None:
@@ -123,8 +123,8 @@ def _require_options(
         )
     if start is not None and start.shape != shape:
         raise I2CLError(
-            f"start coefficients have shape {tuple(start.shape)}, but {shape} is needed: use those of an "
-            "injection into this model"
+            f"start coefficients have shape {tuple(start.shape)}, but {shape} is needed: use the "
+            "coefficients of an injection into this model"
         )
     if batches is not None and config.optimizer == "lbfgs":
         raise I2CLError("optimizer='lbfgs' reads all demonstrations at once: leave out batches, or use adamw")
@@ -138,8 +138,8 @@ class Coefficients:
     def __init__(
         self,
         config: CalibrationConfig,
-        active: Bool[Tensor, "layers sites"],
-        start: Float[Tensor, "layers sites 2"] | None,
+        active: Bool[Tensor, "layers sublayers"],
+        start: Float[Tensor, "layers sublayers 2"] | None,
         device: torch.device,
     ) -> None:
         self.formula = config.formula
@@ -152,7 +152,7 @@ class Coefficients:
         self.trained = trained.contiguous().to(device)
         self.free = torch.nn.Parameter(self.base[self.trained].clone())
 
-    def linear(self) -> Float[Tensor, "layers sites 2"]:
+    def linear(self) -> Float[Tensor, "layers sublayers 2"]:
         """Return (lambda, beta) such that every formula becomes ``lambda v + beta a``."""
         amount, scale = self.base.masked_scatter(self.trained, self.free).unbind(-1)
         if self.formula == "add":
@@ -196,7 +196,7 @@ class CalibrationLoss:
         )
         self.weights = example_weights(demonstrations)
         self.values = context.values.to(decoder.device)
-        self.site = context.config.site
+        self.hook_point = context.config.hook_point
         self.seed = seed
         self.generator = torch.Generator(decoder.device).manual_seed(seed)
 
@@ -214,13 +214,13 @@ class CalibrationLoss:
 
     def _log_likelihoods(self, rows: Sequence[int]) -> Float[Tensor, " rows"]:
         """Compute the log-probabilities of the gold labels of rows that may share a batch."""
-        edit = AffineEdit.linear(self.values, self.coefficients.linear(), self.site)
+        edit = AffineEdit.linear(self.values, self.coefficients.linear(), self.hook_point)
         noisy = NoisyEdit(
             at_positions(edit, self.config.positions, self.seed),
             active=self.coefficients.active,
             scale=self.config.noise,
             place=self.config.noise_place,
-            writer_scale=self.decoder.writer_scale,
+            sublayer_scale=self.decoder.sublayer_scale,
             generator=self.generator,
         )
         batch = self._batch(rows)
@@ -228,7 +228,7 @@ class CalibrationLoss:
         return self.likelihood.of_rows(rows, batch, noisy, prefix)
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        """Make a batch, packed into one row if the model allows it, there is no prefix, and it saves work."""
+        """Make a batch. Pack it into one row if the model can, no prefix is used, and it saves work."""
         lengths = [self.likelihood.lengths[row] for row in rows]
         packs = self.decoder.architecture.packs and not self.shared
         return self.likelihood.batch(rows, packed=packs and packing_pays(lengths, self.decoder.d_model))

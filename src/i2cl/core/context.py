@@ -16,61 +16,61 @@ from torch import Tensor
 from i2cl.errors import LONE_SURROGATE, I2CLError
 from i2cl.models.batching import Batch
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import Site
+from i2cl.models.edits import HookPoint
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 from i2cl.tasks.task import group_by_label
 
-Writers = Literal["both", "mha", "mlp", "hidden"]
+Sublayers = Literal["both", "mha", "mlp", "hidden"]
 
-# Whether each site of a layer has a vector: the sublayers (mha, mlp), or the block's output alone.
-SITES = {"both": (True, True), "mha": (True, False), "mlp": (False, True), "hidden": (True,)}
+# Whether each output of a layer has a vector: the sublayers (mha, mlp), or the block's output alone.
+ACTIVE_SUBLAYERS = {"both": (True, True), "mha": (True, False), "mlp": (False, True), "hidden": (True,)}
 
 
 class ExtractConfig(Settings):
     """How demonstrations become a context vector. Defaults are the paper's.
 
     Attributes:
-        writers: sites that are captured and later injected: both sublayers, one of them, or each block's
-            output ("Target Module" ablation).
+        sublayers: whose outputs are captured and later edited: both sublayers, one of them, or each block's
+            output, called hidden ("Target Module" ablation).
         token: which token of a demonstration is kept.
         separator: end each demonstration with the template's separator, whose token is then the last one (as
             in the released code behind all published numbers), or with the label.
     """
 
-    writers: Writers = "both"
+    sublayers: Sublayers = "both"
     token: Literal["last", "first", "random"] = "last"
     separator: bool = True
 
     @property
-    def site(self) -> Site:
-        """Hook points of `writers`."""
-        return "hidden" if self.writers == "hidden" else "writers"
+    def hook_point(self) -> HookPoint:
+        """Modules to hook for `sublayers`."""
+        return "hidden" if self.sublayers == "hidden" else "sublayers"
 
 
 @dataclass(frozen=True, eq=False)
 class ContextVector:
-    """One vector per layer and site.
+    """One vector per layer and sublayer.
 
     Attributes:
-        values: axes [layer, (mha, mlp), d]; for ``writers="hidden"`` the second axis has length 1.
+        values: axes [layer, (mha, mlp), d]; for ``sublayers="hidden"`` the second axis has length 1.
         config: how the values were extracted.
         demonstrations: number of examples they are the mean of.
         base: the model they were extracted on; None for values that fit any model.
     """
 
-    values: Float[Tensor, "layers sites d"]
+    values: Float[Tensor, "layers sublayers d"]
     config: ExtractConfig = field(default_factory=ExtractConfig)
     demonstrations: int = 0
     base: ModelIdentity | None = None
 
     def require_base(self, decoder: Decoder) -> None:
         """Raise I2CLError, naming the difference, if it was extracted on another model."""
-        shape = (decoder.layers, len(SITES[self.config.writers]), decoder.d_model)
+        shape = (decoder.layers, len(ACTIVE_SUBLAYERS[self.config.sublayers]), decoder.d_model)
         hint = "extract it on this model"
         if self.values.shape != shape:
-            sizes = f"(layers, sites, width) {tuple(self.values.shape)}"
+            sizes = f"(layers, sublayers, width) {tuple(self.values.shape)}"
             raise I2CLError(f"the context vector has {sizes}, the model needs {shape}: {hint}")
         if self.base and (difference := self.base.difference(decoder.base)):
             models = f"{self.base.name!r}, not {decoder.name!r} ({difference})"
@@ -89,14 +89,14 @@ class ContextVector:
             weights: one per vector, nonnegative, not all 0; only their proportions count. Default: equal.
 
         Raises:
-            I2CLError: without vectors, on invalid weights, or if shapes, writers or models differ.
+            I2CLError: without vectors, on invalid weights, or if shapes, sublayers or models differ.
         """
         shares = torch.tensor([1.0] * len(vectors) if weights is None else list(weights), dtype=torch.float64)
         if len(shares) != len(vectors) or not (shares >= 0).all() or not 0 < shares.sum() < torch.inf:
             what = f"{len(vectors)} context vector(s) with weights {shares.tolist()} have no mean"
             raise I2CLError(f"{what}: give at least one vector, and one nonnegative weight each, not all 0")
         base, first = _common_base(vectors), vectors[0]
-        kinds = [f"{one.config.writers} {tuple(one.values.shape)}" for one in vectors]
+        kinds = [f"{one.config.sublayers} {tuple(one.values.shape)}" for one in vectors]
         if other := next((kind for kind in kinds if kind != kinds[0]), None):
             hint = "extract both from one model with the same settings"
             raise I2CLError(f"context vectors do not match: {kinds[0]} and {other}; {hint}")
@@ -137,14 +137,14 @@ def extract(
         partial(task.template.demonstration, label_word=task.labels[one.label], separator=config.separator)
         for one in demonstrations
     ]
-    ids = sorted(decoder.encoder.fitted(builds, [one.text for one in demonstrations], decoder.max_length))
+    ids = sorted(decoder.encoder.encode(builds, [one.text for one in demonstrations], decoder.max_length))
     picker = random.Random(seed)
     ends = [(len(row) - 1) * (config.token == "last") for row in ids]
     places = [picker.randrange(len(row)) for row in ids] if config.token == "random" else ends
 
-    def captured_at(batch: Batch) -> Float[Tensor, "batch layers sites d"]:
+    def captured_at(batch: Batch) -> Float[Tensor, "batch layers sublayers d"]:
         at = torch.tensor([places[row] for row in batch.rows], device=batch.last.device)
-        return decoder.capture(batch, at, site=config.site)
+        return decoder.capture(batch, at, hook_point=config.hook_point)
 
     mean, seen = torch.zeros(()), 0
     for _, captured in decoder.run_batches(ids, captured_at):

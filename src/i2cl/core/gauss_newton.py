@@ -22,7 +22,7 @@ from i2cl.models.training import StepProgress
 MAX_NEWTON_STEPS = 50  # of the linearized problem; it takes about six
 DAMPING = 8.0  # factor on the proximal term, first used in the second step, and whenever a step is retried
 MAX_DAMPING = 1e6
-COMPETING = 0.01  # probability from which on a label is differentiated again, for word-level scoring
+COMPETING = 0.01  # minimum probability of labels that are differentiated again, for word-level scoring
 
 
 class Step(NamedTuple):
@@ -48,7 +48,7 @@ def fit_gauss_newton(
     """Minimize the objective in a few damped Gauss-Newton steps.
 
     Args:
-        objective: the problem; its scale is set here.
+        objective: the problem; its units are set here.
         prior_std: standard deviation of the label scores under the prior, in nats; 0 yields the plain model.
         steps: maximum number of linearizations.
         tolerance: relative gain of an undamped step below which the solver stops.
@@ -60,7 +60,7 @@ def fit_gauss_newton(
         I2CLError: if scores or derivatives are not finite.
     """
     point, scores, variance = objective.first()
-    loss = mean_cross_entropy(scores, objective.gold, objective.weights)
+    loss = mean_cross_entropy(scores, objective.gold, objective.example_weights)
     tau = variance / prior_std**2 if prior_std > 0 else math.inf
     at = Step(torch.zeros(objective.size.parameters), scores, loss * objective.total_weight, 1.0, loss)
     history = [loss]
@@ -102,19 +102,20 @@ def gauss_newton_step(
         The accepted step, or None if there is none up to ``max_damping``.
     """
     start = at.parameters
-    directional = (point.jacobian @ start).double().view_as(point.columns)
+    directional = (point.jacobian @ start).double().view_as(point.differences)
     kernel = kernel_matrix(point.jacobian)
     while damping <= max_damping:
         prior_share = 1 / damping  # how far the proximal term's center lies towards the plain model
-        offset = point.columns - prior_share * directional
-        dual = solve_kernel_regression(offset, kernel, tau * damping, point.weights)
+        offset = point.differences - prior_share * directional
+        dual = solve_kernel_regression(offset, kernel, tau * damping, point.example_weights)
         moved = (1 - prior_share) * start + point.jacobian.T @ dual.float()
         prior = tau / 2 * moved.double().square().sum().item()
-        linearized = point.columns + (point.jacobian @ (moved - start)).double().view_as(point.columns)
+        change = (point.jacobian @ (moved - start)).double()
+        linearized = point.differences + change.view_as(point.differences)
         # rounding may make it negative
-        predicted = max(0.0, at.objective - summed_loss(linearized, point.weights) - prior)
+        predicted = max(0.0, at.objective - summed_loss(linearized, point.example_weights) - prior)
         scores = objective.scores(moved)
-        loss = mean_cross_entropy(scores, objective.gold, objective.weights)
+        loss = mean_cross_entropy(scores, objective.gold, objective.example_weights)
         value = loss * objective.total_weight + prior
         if value < at.objective - trust * predicted:  # False for NaN
             return Step(moved, scores, value, damping, loss)
@@ -122,7 +123,7 @@ def gauss_newton_step(
     return None
 
 
-def kernel_matrix(jacobian: Float[Tensor, "n_columns parameters"]) -> Float[Tensor, "n_columns n_columns"]:
+def kernel_matrix(jacobian: Float[Tensor, "n_pairs parameters"]) -> Float[Tensor, "n_pairs n_pairs"]:
     """Compute the inner products of the derivatives, in float64."""
     kernel = torch.zeros(len(jacobian), len(jacobian), dtype=torch.float64)
     for part in jacobian.split(SLICE, dim=1):
@@ -131,43 +132,43 @@ def kernel_matrix(jacobian: Float[Tensor, "n_columns parameters"]) -> Float[Tens
     return kernel
 
 
-def summed_loss(columns: Float[Tensor, "n others"], weights: Float[Tensor, " n"] | None = None) -> float:
+def summed_loss(differences: Float[Tensor, "n others"], weights: Float[Tensor, " n"] | None = None) -> float:
     """Compute the weighted sum of the gold labels' cross-entropy, in nats."""
-    losses = _with_gold(columns).logsumexp(1)
+    losses = _with_gold(differences).logsumexp(1)
     return float(losses.sum() if weights is None else weights @ losses)
 
 
 def solve_kernel_regression(
     start: Float[Tensor, "n others"],
-    kernel: Float[Tensor, "n_columns n_columns"],
+    kernel: Float[Tensor, "n_pairs n_pairs"],
     tau: float,
-    importance: Float[Tensor, " n"] | None = None,
-) -> Float[Tensor, " n_columns"]:
+    example_weights: Float[Tensor, " n"] | None = None,
+) -> Float[Tensor, " n_pairs"]:
     """Solve kernel logistic regression, ``start + kernel a``, for ``a`` by damped Newton steps.
 
     The parameters are the Jacobian's transpose times ``a``.
 
     Args:
-        start: the columns at the point of linearization, in float64.
-        kernel: inner products of the columns' derivatives, in float64.
+        start: the differences at the point of linearization, in float64.
+        kernel: inner products of the differences' derivatives, in float64.
         tau: strength of the prior.
-        importance: weights of the demonstrations' losses, in float64; None: 1 each.
+        example_weights: weights of the demonstrations' losses, in float64; None: 1 each.
     """
     n, others = start.shape
     dual = torch.zeros(n * others, dtype=torch.float64)
     eye = torch.eye(len(dual), dtype=torch.float64)
 
     def objective(at: Tensor) -> tuple[Tensor, float]:
-        columns = start + (kernel @ at).view_as(start)
-        return columns, summed_loss(columns, importance) + (tau / 2 * at @ kernel @ at).item()
+        differences = start + (kernel @ at).view_as(start)
+        return differences, summed_loss(differences, example_weights) + (tau / 2 * at @ kernel @ at).item()
 
-    columns, best = objective(dual)
+    differences, best = objective(dual)
     for _ in range(MAX_NEWTON_STEPS):
-        gradient = _with_gold(columns).softmax(1)[:, 1:]
+        gradient = _with_gold(differences).softmax(1)[:, 1:]
         curvature = torch.diag_embed(gradient) - gradient[:, :, None] * gradient[:, None]
-        if importance is not None:
-            gradient = importance[:, None] * gradient
-            curvature = importance[:, None, None] * curvature
+        if example_weights is not None:
+            gradient = example_weights[:, None] * gradient
+            curvature = example_weights[:, None, None] * curvature
         hessian = tau * eye + (curvature @ kernel.view(n, others, -1)).view_as(kernel)
         move = torch.linalg.solve(hessian, gradient.flatten() + tau * dual)
         length = 1.0
@@ -175,13 +176,13 @@ def solve_kernel_regression(
             length /= 2
         if trial[1] > best:
             break
-        gain, best, columns = best - trial[1], trial[1], trial[0]
+        gain, best, differences = best - trial[1], trial[1], trial[0]
         dual = dual - length * move
         if gain < 1e-9:
             break
     return dual
 
 
-def _with_gold(columns: Float[Tensor, "n others"]) -> Float[Tensor, "n labels"]:
-    """Put the gold label's own column, which is 0, in front."""
-    return pad(columns, (1, 0))
+def _with_gold(differences: Float[Tensor, "n others"]) -> Float[Tensor, "n labels"]:
+    """Put the gold label's own difference, which is 0, in front."""
+    return pad(differences, (1, 0))

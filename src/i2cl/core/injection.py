@@ -26,6 +26,7 @@ from i2cl.models.edits import AffineEdit, Edit
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.models.scoring import LabelScorer, Progress, label_log_probs
+from i2cl.storage import layout
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
 from i2cl.tasks import Task
@@ -157,7 +158,7 @@ class Injection:
     """
 
     context: ContextVector
-    coefficients: Float[Tensor, "layers sites 2"]
+    coefficients: Float[Tensor, "layers sublayers 2"]
     task: Task
     base: ModelIdentity
     head: LabelHead = field(default_factory=LabelHead)
@@ -190,7 +191,7 @@ class Injection:
 
     def affine_edit(self) -> AffineEdit:
         """Return shift and scale of every sublayer's output, as an edit of all tokens."""
-        return AffineEdit.linear(self.context.values, self.coefficients, self.context.config.site)
+        return AffineEdit.linear(self.context.values, self.coefficients, self.context.config.hook_point)
 
     def edit(self) -> Edit:
         """Return the edit that applies this injection in `Decoder.forward`."""
@@ -291,7 +292,7 @@ class Injection:
         or contains other files.
         """
         path = Path(folder)
-        with new_folder(path, artefact.own_files) as fresh:
+        with new_folder(path, layout.own_files) as fresh:
             self._write(fresh, path.resolve().name, shared=False)
 
     def push_to_hub(
@@ -349,7 +350,7 @@ class Injection:
         """
         folder = Path(name)
         if not folder.exists():
-            folder = download(str(name), revision, artefact.FILES)
+            folder = download(str(name), revision, layout.FILES)
         injection = cls._of(*artefact.read(folder, str(name)))
         if encoder is None:
             return injection
@@ -383,7 +384,7 @@ class Injection:
             "base_model": asdict(self.base),
             "task": self.task.to_dict(),
             "demonstrations": self.context.demonstrations,
-            "extraction": self.context.config.model_dump(include={"writers"} if fitted else None),
+            "extraction": self.context.config.model_dump(include={"sublayers"} if fitted else None),
             "positions": self.positions,
             "seed": self.seed,
             "scoring": head.scoring,

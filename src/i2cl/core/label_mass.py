@@ -50,7 +50,7 @@ def raise_label_mass(
     Args:
         decoder: the model.
         queries: token ids of the demonstrations' queries.
-        labels: scored by first tokens or words. With words, the head of an export is what says a label.
+        labels: for first-token or word-level scoring. With words, the head of an export says the label.
         edit: the injection so far.
     """
     tail = _Tail(decoder, labels)
@@ -72,7 +72,7 @@ def _streams(decoder: Decoder, queries: Sequence[Ids], edit: AffineEdit) -> Floa
     """Return the residual stream after the last block at each query's last token, in float32."""
 
     def run(batch: Batch) -> Tensor:
-        return decoder.capture(batch, site="hidden", edit=edit)[:, -1, 0]
+        return decoder.capture(batch, hook_point="hidden", edit=edit)[:, -1, 0]
 
     streams = in_order((batch.rows, ends) for batch, ends in decoder.run_batches(queries, run))
     return streams.to(decoder.device)
@@ -84,7 +84,7 @@ class _Ending(Edit):
     As an edit it is on the model only during a pass, so other threads of a server can run in between.
     """
 
-    site = "hidden"
+    hook_point = "hidden"
 
     def __init__(self, decoder: Decoder, states: Float[Tensor, "rows d"]) -> None:
         self.last = decoder.layers - 1

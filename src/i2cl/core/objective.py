@@ -1,8 +1,8 @@
-"""Label scores of the demonstrations as a function of what anchored calibration fits, and their derivatives.
+"""Label scores of the demonstrations as a function of the parameters of anchored calibration.
 
-Beyond the paper. The parameters are a vector for every site and, where labels are scored by their words, how
-much each word counts. In a batch every row gets its own copy of the vectors, so one backward pass yields the
-derivatives of one column for all rows.
+Beyond the paper. The parameters are a vector for every sublayer and, for word-level scoring, how much each
+word counts. In a batch every row gets its own copy of the vectors, so one backward pass yields the
+derivatives for one wrong label of each row.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from i2cl.core.context import SITES, ExtractConfig, Writers
-from i2cl.core.plan import MAX_SCALE_EXAMPLES, FitSize
+from i2cl.core.context import ACTIVE_SUBLAYERS, ExtractConfig, Sublayers
+from i2cl.core.plan import MAX_UNIT_EXAMPLES, FitSize
 from i2cl.core.weights import example_weights
 from i2cl.core.word_weights import WordWeights
 from i2cl.errors import I2CLError
@@ -30,16 +30,16 @@ from i2cl.models.training import Backward
 from i2cl.tasks import Example
 
 ROW_COPIES = 4  # copies of a row's vectors during a backward pass
-MIN_RELATIVE_SLOPE = 1e-3  # sites below this share of the mean slope are not scaled up any further
+MIN_RELATIVE_SLOPE = 1e-3  # sublayers below this share of the mean slope are not scaled up further
 SLICE = 2**14  # parameters that are reduced at once
-WORD_SHARE = 0.3  # prior variance of the label scores due to word weights, relative to that due to vectors
+WORD_SHARE = 0.3  # prior variance of label scores due to word weights, relative to the one due to vectors
 
 
 class Solution(NamedTuple):
     """Result of a solver."""
 
-    parameters: Float[Tensor, " parameters"]  # vectors in units of the scale, then word weights, if any
-    tau: float | None  # strength of the prior; None if prior_std is 0 or no site moves the scores
+    parameters: Float[Tensor, " parameters"]  # vectors in their unit, then word weights, if any
+    tau: float | None  # strength of the prior; None if prior_std is 0 or no sublayer moves the scores
     # Mean cross-entropy in nats, without the prior. Gauss-Newton: at the start and after each step. AdamW: at
     # the start, the average of each epoch, and at the end.
     history: tuple[float, ...]
@@ -48,12 +48,12 @@ class Solution(NamedTuple):
 class Linearization(NamedTuple):
     """Label scores linearized around some parameters.
 
-    A column is a wrong label's score minus the gold label's.
+    There is one difference for each pair of an example and a wrong label.
     """
 
-    columns: Float[Tensor, "n others"]  # in nats, float64
-    jacobian: Float[Tensor, "n_others parameters"]  # of the columns
-    weights: Float[Tensor, " n"] | None = None  # of the examples' losses, in float64; None: 1 each
+    differences: Float[Tensor, "n others"]  # wrong label's score minus gold label's, in nats, float64
+    jacobian: Float[Tensor, "n_others parameters"]  # of the differences
+    example_weights: Float[Tensor, " n"] | None = None  # of the examples' losses, in float64; None: 1 each
 
 
 @dataclass(eq=False)
@@ -63,31 +63,32 @@ class Objective:
     Attributes:
         scorer: the task on the frozen model.
         demonstrations: labelled examples.
-        writers: which sites have a vector.
-        scale: what one unit of each vector's parameters is; set by `first` or `scale_by_gold`.
+        sublayers: which have a vector.
+        unit: what each vector's parameters are multiplied by; set by `first` or `set_unit_by_gold`.
         words: the word weights, once `first` or `fit_words` has set their unit; None for other scorings.
     """
 
     scorer: LabelScorer
     demonstrations: tuple[Example, ...]
-    writers: Writers
+    sublayers: Sublayers
 
     def __post_init__(self) -> None:
         decoder = self.scorer.decoder
         self.queries = self.scorer.queries([example.text for example in self.demonstrations])
         self.rows = range(len(self.queries))
         self.gold = torch.tensor([example.label for example in self.demonstrations])
-        self.weights = example_weights(self.demonstrations)  # None: 1 each
-        self.total_weight = len(self.gold) if self.weights is None else self.weights.sum().item()
-        self.site = ExtractConfig(writers=self.writers).site
-        active = torch.tensor(SITES[self.writers]).float()[:, None]
-        self.scale = active.expand(decoder.layers, -1, decoder.d_model)
+        self.example_weights = example_weights(self.demonstrations)  # None: 1 each
+        weights = self.example_weights
+        self.total_weight = len(self.gold) if weights is None else weights.sum().item()
+        self.hook_point = ExtractConfig(sublayers=self.sublayers).hook_point
+        active = torch.tensor(ACTIVE_SUBLAYERS[self.sublayers]).float()[:, None]
+        self.unit = active.expand(decoder.layers, -1, decoder.d_model)
         self.words: WordWeights | None = None
 
     @property
     def vector_size(self) -> int:
         """Number of parameters of the vectors."""
-        return self.scale.numel()
+        return self.unit.numel()
 
     @property
     def size(self) -> FitSize:
@@ -99,16 +100,16 @@ class Objective:
     @property
     def has_last_vector(self) -> bool:
         """Whether the last sublayer, followed only by the final norm and the LM head, has a vector."""
-        return self.writers in {"both", "mlp"}
+        return self.sublayers in {"both", "mlp"}
 
-    def vectors(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sites d"]:
+    def vectors(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "layers sublayers d"]:
         """Return the vectors of some parameters."""
-        return self.scale * parameters[: self.vector_size].view_as(self.scale)
+        return self.unit * parameters[: self.vector_size].view_as(self.unit)
 
     def edit(self, parameters: Float[Tensor, " parameters"]) -> AffineEdit:
         """Return the edit that adds the vectors."""
         vectors = self.vectors(parameters)
-        return AffineEdit(vectors, torch.ones(vectors.shape[:2]), self.site)
+        return AffineEdit(vectors, torch.ones(vectors.shape[:2]), self.hook_point)
 
     def word_weights(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "read labels"] | None:
         """Return the word weights of some parameters, or None where there are none."""
@@ -127,7 +128,7 @@ class Objective:
         return score(self.scorer.decoder, self.queries, labels, edit=edit)
 
     def first(self) -> tuple[Linearization, Float[Tensor, "n labels"], float]:
-        """Linearize around the plain model, and set the scale and the unit of the word weights.
+        """Linearize around the plain model, and set the units of the vectors and of the word weights.
 
         Returns:
             The linearization; the label scores; and the variance of the label scores under a unit prior.
@@ -139,14 +140,13 @@ class Objective:
         slopes = torch.empty(size.examples, size.labels - 1, size.parameters)
         vectors = slopes[..., : self.vector_size]
         tokens = self._differentiate(slopes, torch.zeros(size.parameters), self.rows)
-        factor, variance = self._rescale(score_variance(vectors, self.weights))
+        factor, variance = self._set_unit(score_variance(vectors, self.example_weights))
         vectors.mul_(factor)
         if labels.words:
             self.fit_words(tokens, variance)
             self._differentiate_words(slopes, tokens, self.rows)
         scores = labels.mean(tokens)
-        point = Linearization(score_columns(scores, self.gold), slopes.flatten(0, 1), self.weights)
-        return point, scores, variance
+        return self._linearization(scores, slopes.flatten(0, 1)), scores, variance
 
     def fit_words(self, tokens: Float[Tensor, "n read"], variance: float | None = None) -> None:
         """Add word weights to the parameters.
@@ -155,14 +155,14 @@ class Objective:
             tokens: the `token_scores` under the plain model.
             variance: prior variance of the label scores due to the vectors. If given, the unit of the word
                 weights is set so that they add `WORD_SHARE` of it. AdamW, whose steps do not depend on the
-                unit of a gradient, keeps the unit of a single site.
+                unit of a gradient, keeps the unit of a single sublayer.
         """
         self.words = WordWeights(self.scorer.labels, tokens)
         if variance is not None:
             self.words.unit *= (WORD_SHARE * variance / self.words.start.numel()) ** 0.5
 
-    def scale_by_gold(self, most: int = MAX_SCALE_EXAMPLES) -> float:
-        """Set the scale from the gold labels of up to ``most`` demonstrations.
+    def set_unit_by_gold(self, most: int = MAX_UNIT_EXAMPLES) -> float:
+        """Set the unit from the gold labels of up to ``most`` demonstrations.
 
         This takes a single backward pass. The variance of the gold label's score around the mean of all
         labels, over demonstrations, equals that over labels where classes are equally frequent.
@@ -172,22 +172,22 @@ class Objective:
         """
         if len(self.queries) > most:
             part = replace(self, demonstrations=tuple(Random(0).sample(self.demonstrations, most)))
-            variance = part.scale_by_gold(most)
-            self.scale = part.scale
+            variance = part.set_unit_by_gold(most)
+            self.unit = part.unit
             return variance
         labels = len(self.scorer.labels.ids)
         gold_direction = one_hot(self.gold, labels).float() - 1 / labels
         slopes = torch.empty(len(gold_direction), 1, self.vector_size)
-        columns = {row: [0] for row in self.rows}
+        pairs = {row: [0] for row in self.rows}
         zeros = torch.zeros(self.vector_size)
-        tokens = self._differentiate_columns(slopes, zeros, columns, gold_direction[:, None])
+        tokens = self._differentiate_pairs(slopes, zeros, pairs, gold_direction[:, None])
         _require_finite(tokens, slopes)
-        return self._rescale(weighted_mean(slopes[:, 0].square_(), self.weights))[1]
+        return self._set_unit(weighted_mean(slopes[:, 0].square_(), self.example_weights))[1]
 
-    def _rescale(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:
-        """Set the scale; return its factor, and the variance of the label scores under a unit prior."""
-        factor = balanced_scale(spread, self.scale.shape[-1])
-        self.scale = self.scale * factor.view_as(self.scale)
+    def _set_unit(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:
+        """Set the unit; return its factor, and the variance of the label scores under a unit prior."""
+        factor = balanced_unit(spread, self.unit.shape[-1])
+        self.unit = self.unit * factor.view_as(self.unit)
         return factor, float((spread * factor.square()).sum())
 
     def linearize(
@@ -199,7 +199,7 @@ class Objective:
         tokens = self._differentiate(slopes, parameters, self.rows)
         self._differentiate_words(slopes, tokens, self.rows)
         scores = self.labels(parameters).mean(tokens)
-        return Linearization(score_columns(scores, self.gold), slopes.flatten(0, 1), self.weights), scores
+        return self._linearization(scores, slopes.flatten(0, 1)), scores
 
     def relinearize(
         self,
@@ -218,10 +218,13 @@ class Objective:
             others = competing.gather(1, wrong_labels(self.gold, competing.shape[1]))
             chosen = [row for row in chosen if others[row].any()]
         if chosen:
-            slopes = point.jacobian.view(*point.columns.shape, -1)
+            slopes = point.jacobian.view(*point.differences.shape, -1)
             tokens = self._differentiate(slopes, parameters, chosen, competing)
             self._differentiate_words(slopes, tokens, chosen)
-        return Linearization(score_columns(scores, self.gold), point.jacobian, self.weights)
+        return self._linearization(scores, point.jacobian)
+
+    def _linearization(self, scores: Float[Tensor, "n labels"], jacobian: Tensor) -> Linearization:
+        return Linearization(score_differences(scores, self.gold), jacobian, self.example_weights)
 
     def _differentiate(
         self,
@@ -230,36 +233,36 @@ class Objective:
         chosen: Sequence[int],
         competing: Bool[Tensor, "n labels"] | None = None,
     ) -> Float[Tensor, "chosen read"]:
-        """Write the derivatives of the columns of some demonstrations in the vectors; return token scores."""
+        """Write the derivatives of the pairs of some demonstrations in the vectors; return token scores."""
         directions = score_directions(self.gold, len(self.scorer.labels.ids))
         others = (
             None if competing is None else competing.gather(1, wrong_labels(self.gold, directions.shape[-1]))
         )
-        columns = {
+        pairs = {
             row: list(range(directions.shape[1])) if others is None else others[row].nonzero()[:, 0].tolist()
             for row in chosen
         }
-        tokens = self._differentiate_columns(slopes, parameters, columns, directions)
-        _require_finite(tokens, *(slopes[row, of_row, : self.vector_size] for row, of_row in columns.items()))
+        tokens = self._differentiate_pairs(slopes, parameters, pairs, directions)
+        _require_finite(tokens, *(slopes[row, of_row, : self.vector_size] for row, of_row in pairs.items()))
         return tokens
 
-    def _differentiate_columns(
+    def _differentiate_pairs(
         self,
-        slopes: Float[Tensor, "n columns parameters"],
+        slopes: Float[Tensor, "n pairs parameters"],
         parameters: Float[Tensor, " parameters"],
-        columns: dict[int, list[int]],
-        directions: Float[Tensor, "n columns labels"],
+        pairs: dict[int, list[int]],
+        directions: Float[Tensor, "n pairs labels"],
     ) -> Float[Tensor, "rows read"]:
-        """Write the derivatives of some columns of each row in the vectors; return token scores of the rows.
+        """Write the derivatives of some pairs of each row in the vectors; return token scores of the rows.
 
-        Rows with similar numbers of columns share batches: a batch takes as many backward passes as its row
-        with the most columns.
+        Rows with similar numbers of pairs share batches: a batch takes as many backward passes as its row
+        with the most pairs.
         """
         decoder, labels = self.scorer.decoder, self.labels(parameters)
         groups = defaultdict(list)
-        for row, of_row in columns.items():
+        for row, of_row in pairs.items():
             groups[len(of_row).bit_length()].append(row)
-        place = {row: number for number, row in enumerate(columns)}
+        place = {row: number for number, row in enumerate(pairs)}
         parts: list[tuple[list[int], Tensor]] = []
 
         def differentiate(rows: Sequence[int], batch: Batch) -> Tensor:
@@ -270,11 +273,11 @@ class Objective:
                 logits = decoder.forward(batch, edit=edit)[:, 0].float()
                 tokens = logits[:, list(labels.read)]
                 scores = labels.mean(tokens)
-                for number in range(max(len(columns[row]) for row in chosen)):
+                for number in range(max(len(pairs[row]) for row in chosen)):
                     decoder.pause()
-                    written = [(at, row) for at, row in enumerate(chosen) if number < len(columns[row])]
+                    written = [(at, row) for at, row in enumerate(chosen) if number < len(pairs[row])]
                     lines, active = map(list, zip(*written, strict=True))
-                    of_rows = [columns[row][number] for row in active]
+                    of_rows = [pairs[row][number] for row in active]
                     weights = directions[active, of_rows].to(scores)
                     (slope,) = backward.gradients((scores[lines] * weights).sum())
                     slopes[active, of_rows, : self.vector_size] = self._in_units(slope)[lines]
@@ -296,7 +299,7 @@ class Objective:
         tokens: Float[Tensor, "rows read"],
         rows: Sequence[int],
     ) -> None:
-        """Write the derivatives of the columns of some demonstrations in the word weights."""
+        """Write the derivatives of the pairs of some demonstrations in the word weights."""
         if self.words is not None:
             directions = score_directions(self.gold[list(rows)], len(self.scorer.labels.ids))
             slopes[list(rows), :, self.vector_size :] = self.words.jacobian(tokens, directions)
@@ -314,12 +317,12 @@ class Objective:
         leaf = torch.nn.Parameter(self.vectors(parameters).to(device).repeat(len(rows), 1, 1, 1))
         place = torch.zeros(count, dtype=torch.long, device=device)
         place[list(rows)] = torch.arange(len(rows), device=device)
-        return leaf, AffineEdit(leaf, torch.ones(leaf.shape[:-1], device=device), self.site, place)
+        return leaf, AffineEdit(leaf, torch.ones(leaf.shape[:-1], device=device), self.hook_point, place)
 
     def _in_units(self, slopes: Tensor | None) -> Float[Tensor, "batch parameters"]:
         if slopes is None:
             raise I2CLError("the label scores do not depend on the sublayers: is this the right model?")
-        return (self.scale * slopes.cpu()).flatten(1)
+        return (self.unit * slopes.cpu()).flatten(1)
 
 
 def wrong_labels(gold: Int[Tensor, " n"], labels: int) -> Int[Tensor, "n others"]:
@@ -329,12 +332,14 @@ def wrong_labels(gold: Int[Tensor, " n"], labels: int) -> Int[Tensor, "n others"
 
 
 def score_directions(gold: Int[Tensor, " n"], labels: int) -> Float[Tensor, "n others labels"]:
-    """Return the derivatives of the columns with respect to the label scores."""
+    """Return the derivatives of the differences with respect to the label scores."""
     return (one_hot(wrong_labels(gold, labels), labels) - one_hot(gold, labels)[:, None]).float()
 
 
-def score_columns(scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]) -> Float[Tensor, "n others"]:
-    """Return the columns of some label scores, in float64."""
+def score_differences(
+    scores: Float[Tensor, "n labels"], gold: Int[Tensor, " n"]
+) -> Float[Tensor, "n others"]:
+    """Return each wrong label's score minus the gold label's, in float64."""
     wide = scores.double()
     return wide.gather(1, wrong_labels(gold, scores.shape[1])) - wide.gather(1, gold[:, None])
 
@@ -350,20 +355,20 @@ def score_variance(
     labels = slopes.shape[1] + 1
     means = []
     for part in slopes.split(SLICE, dim=2):
-        # The gold label's own column is 0.
+        # The gold label's own difference is 0.
         mean, squares = part.sum(1) / labels, part.square().sum(1) / labels
         means.append(weighted_mean(squares - mean.square(), weights))
     return torch.cat(means)
 
 
-def balanced_scale(spread: Float[Tensor, " parameters"], site_size: int) -> Float[Tensor, " parameters"]:
-    """Return the scale at which all sites move the label scores equally.
+def balanced_unit(spread: Float[Tensor, " parameters"], vector_length: int) -> Float[Tensor, " parameters"]:
+    """Return the unit in which all sublayers move the label scores equally.
 
     Args:
         spread: the `score_variance` of each parameter.
-        site_size: number of consecutive parameters that form a site and share a scale.
+        vector_length: number of consecutive parameters that form a vector and share a unit.
     """
-    size = spread.view(-1, site_size).mean(1).sqrt().repeat_interleave(site_size)
+    size = spread.view(-1, vector_length).mean(1).sqrt().repeat_interleave(vector_length)
     return 1 / size.clamp_min(MIN_RELATIVE_SLOPE * size.mean()) if size.any() else torch.ones_like(size)
 
 

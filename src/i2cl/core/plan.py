@@ -16,11 +16,11 @@ Solver = Literal["auto", "gauss_newton", "adamw"]  # Gauss-Newton in a kernel, o
 
 MAX_EXAMPLES = 16_384  # one pass over more would take hours
 MAX_LABELS = 4096
-MAX_KERNEL_COLUMNS = 512  # examples times wrong labels; beyond, AdamW is more accurate (docs/log.md)
-MAX_WORD_KERNEL_COLUMNS = 2048  # the same for word-level scoring, where AdamW takes three times as long
-MAX_REQUESTED_COLUMNS = 4096  # for solver="gauss_newton"
-MAX_SCALE_EXAMPLES = 256  # examples from which AdamW estimates the scale of each site
-JACOBIAN_COPIES = 1.5  # peak memory of the Jacobian, in units of its own size
+MAX_KERNEL_PAIRS = 512  # examples times wrong labels; beyond, AdamW is more accurate (docs/log.md)
+MAX_WORD_KERNEL_PAIRS = 2048  # the same for word-level scoring, where AdamW takes three times as long
+MAX_REQUESTED_PAIRS = 4096  # for solver="gauss_newton"
+MAX_UNIT_EXAMPLES = 256  # AdamW estimates the unit of each sublayer on up to this many examples
+JACOBIAN_COPIES = 1.5  # peak memory of the Jacobian, relative to its size
 ADAMW_COPIES = 5  # parameter vectors that AdamW holds: values, gradient, two moments, one temporary
 SOLVER_MATRICES = 5  # square float64 matrices of the Newton solver
 FREE_MEMORY_SHARE = 0.25  # of the free memory, for a fit that sets no limit
@@ -28,7 +28,7 @@ FREE_MEMORY_SHARE = 0.25  # of the free memory, for a fit that sets no limit
 # Cost of passes over the examples, in units of one inference pass.
 TRAINING_FORWARD = 1.5
 BACKWARD = 1.3
-LATER_COLUMNS = 0.35  # share of the columns that later steps differentiate, for word-level scoring
+LATER_PAIRS = 0.35  # share of the pairs that later steps differentiate, for word-level scoring
 LATER_STEPS = 1.4  # cost of all later steps in units of the first one, for first-token scoring
 
 ADAMW = TrainConfig(epochs=5, batch_size=8, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
@@ -56,20 +56,20 @@ class FitSize:
     words: bool = False
 
     @property
-    def columns(self) -> int:
+    def pairs(self) -> int:
         """Pairs of an example and a wrong label: rows and columns of the Gauss-Newton kernel."""
         return self.examples * (self.labels - 1)
 
     @property
     def kernel_bytes(self) -> int:
         """Memory of the Gauss-Newton solver beyond the model."""
-        jacobian = JACOBIAN_COPIES * 4 * self.columns * self.parameters
-        return int(jacobian) + SOLVER_MATRICES * 8 * self.columns**2
+        jacobian = JACOBIAN_COPIES * 4 * self.pairs * self.parameters
+        return int(jacobian) + SOLVER_MATRICES * 8 * self.pairs**2
 
     @property
     def adamw_bytes(self) -> int:
         """Memory of the AdamW solver beyond the model."""
-        return 4 * self.parameters * (min(self.examples, MAX_SCALE_EXAMPLES) + ADAMW_COPIES)
+        return 4 * self.parameters * (min(self.examples, MAX_UNIT_EXAMPLES) + ADAMW_COPIES)
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,22 @@ def plan_fit(size: FitSize, memory: float, solver: Solver = "auto", steps: int =
     Raises:
         I2CLError: if the fit is too large for the requested solver, or for the memory.
     """
-    usual_limit = MAX_WORD_KERNEL_COLUMNS if size.words else MAX_KERNEL_COLUMNS
-    limit = MAX_REQUESTED_COLUMNS if solver == "gauss_newton" else usual_limit
+    usual_limit = MAX_WORD_KERNEL_PAIRS if size.words else MAX_KERNEL_PAIRS
+    limit = MAX_REQUESTED_PAIRS if solver == "gauss_newton" else usual_limit
     needed = f"the Gauss-Newton solver needs {size.kernel_bytes / 1e9:.3g} GB"
     available = f"{memory / 1e9:.3g} GB may be used"
-    if solver != "adamw" and size.columns <= limit and size.kernel_bytes <= memory:
+    if solver != "adamw" and size.pairs <= limit and size.kernel_bytes <= memory:
         return _gauss_newton(size, steps)
     if solver == "gauss_newton":
         hint = "leave out solver='gauss_newton', or give fewer examples of each class (--shots)"
-        if size.columns > limit:
-            count = f"{size.columns} pairs of an example and a wrong label"
-            raise I2CLError(f"solver='gauss_newton' takes up to {limit} columns, not {count}: {hint}")
+        if size.pairs > limit:
+            count = f"{size.pairs} pairs of an example and a wrong label"
+            raise I2CLError(f"solver='gauss_newton' takes up to {limit} pairs, not {count}: {hint}")
         raise I2CLError(f"{needed}, but {available}: raise the limit (--memory), or {hint}")
     if size.adamw_bytes > memory:
         needed = f"a fit of this model needs {size.adamw_bytes / 1e9:.3g} GB beside it"
         raise I2CLError(f"{needed}, but {available}: raise the limit (--memory)")
-    fallback = solver == "auto" and size.columns <= limit
+    fallback = solver == "auto" and size.pairs <= limit
     return _adamw(size, f"{needed}, but {available}: using AdamW, which needs less" if fallback else "")
 
 
@@ -128,7 +128,7 @@ def _gauss_newton(size: FitSize, steps: int) -> FitPlan:
     if steps <= 1:
         return FitPlan("gauss_newton", first + TRAINING_FORWARD, first / (first + TRAINING_FORWARD))
     if size.words:
-        later = (steps - 1) * (TRAINING_FORWARD + BACKWARD * max(1.0, LATER_COLUMNS * wrong))
+        later = (steps - 1) * (TRAINING_FORWARD + BACKWARD * max(1.0, LATER_PAIRS * wrong))
     else:
         later = LATER_STEPS * (TRAINING_FORWARD + BACKWARD * wrong)
     passes = first + later + steps - 1 + TRAINING_FORWARD

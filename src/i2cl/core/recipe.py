@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from i2cl.core.ablations import Positions
-from i2cl.core.context import SITES, Writers
+from i2cl.core.context import ACTIVE_SUBLAYERS, Sublayers
 from i2cl.core.weights import ClassWeight
 from i2cl.errors import I2CLError
 from i2cl.models.training import TrainConfig
@@ -23,7 +23,7 @@ Formula = Literal["linear", "add", "balance"]
 # takes few passes over all demonstrations at once (speed and accuracy: docs/performance.md).
 _RECIPES: dict[str, dict[str, object]] = {
     "paper": {},
-    "released": {"draw": "step", "lr_final": 0.0, "warmup": 0.05, "noise_place": "writer"},
+    "released": {"draw": "step", "lr_final": 0.0, "warmup": 0.05, "noise_place": "sublayer"},
     "fast": {"optimizer": "lbfgs"},
 }
 RECIPES = MappingProxyType({name: MappingProxyType(changes) for name, changes in _RECIPES.items()})
@@ -53,7 +53,7 @@ class CalibrationConfig(TrainConfig):
     positions: Positions = "all"
     formula: Formula = "linear"
     noise: float = Field(1e-3, ge=0)
-    noise_place: Literal["residual", "writer"] = "residual"
+    noise_place: Literal["residual", "sublayer"] = "residual"
     init_lambda: float = 0.1
     init_beta: float = 1.0
     optimizer: Literal["adamw", "lbfgs"] = "adamw"
@@ -91,8 +91,8 @@ class CalibrationConfig(TrainConfig):
         """Number of progress updates: one per epoch or evaluation."""
         return self.passes if self.optimizer == "lbfgs" else self.epochs
 
-    def active(self, layers: int, writers: Writers) -> Bool[Tensor, "layers sites"]:
-        """Return which sites are trained; others keep (0, 1). Raises I2CLError on unknown or no layers."""
+    def active(self, layers: int, sublayers: Sublayers) -> Bool[Tensor, "layers sublayers"]:
+        """Return what is trained; the rest keeps (0, 1). Raises I2CLError on unknown or no layers."""
         ends = {"all": (0, 3), "early": (0, 1), "middle": (1, 2), "late": (2, 3)}  # in thirds
         if isinstance(self.layers, str):
             chosen = list(range(*(third * layers // 3 for third in ends[self.layers])))
@@ -102,10 +102,10 @@ class CalibrationConfig(TrainConfig):
             raise I2CLError(
                 f"layers={self.layers!r} does not fit this model: choose from 0 to {layers - 1}, or 'all'"
             )
-        mask = torch.zeros(layers, len(SITES[writers]), dtype=torch.bool)
-        mask[chosen] = torch.tensor(SITES[writers])
+        mask = torch.zeros(layers, len(ACTIVE_SUBLAYERS[sublayers]), dtype=torch.bool)
+        mask[chosen] = torch.tensor(ACTIVE_SUBLAYERS[sublayers])
         return mask
 
-    def parameters(self, layers: int, writers: Writers) -> int:
-        """Return the number of trained scalars: lambda of each active site, and beta unless fixed."""
-        return int(self.active(layers, writers).sum()) * (1 + (self.formula != "add"))
+    def parameters(self, layers: int, sublayers: Sublayers) -> int:
+        """Return the number of trained scalars: lambda of each active sublayer, and beta unless fixed."""
+        return int(self.active(layers, sublayers).sum()) * (1 + (self.formula != "add"))

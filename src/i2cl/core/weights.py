@@ -47,7 +47,7 @@ ClassWeight = Annotated[
 def apply_class_weight(
     demonstrations: Sequence[Example], labels: Sequence[str], class_weight: ClassWeight
 ) -> tuple[Example, ...]:
-    """Multiply the examples' weights by those of their classes, as scikit-learn does.
+    """Multiply each example's weight by its class weight, as scikit-learn does.
 
     Args:
         demonstrations: labelled examples.

@@ -23,7 +23,7 @@ class WordWeights:
     """Word weights as a function of parameters that start at zero.
 
     The parameters are in a unit of one over the root of the Fisher information where all labels are equally
-    probable, averaged over all weights. Anchored calibration scales the vector of a site in the same way.
+    probable, averaged over all weights. Anchored calibration scales the vector of a sublayer in the same way.
     """
 
     def __init__(self, labels: LabelTokens, tokens: Float[Tensor, "n read"]) -> None:
@@ -33,7 +33,7 @@ class WordWeights:
         self.unit = count / math.sqrt(max(variance, 1e-12) * (count - 1))
 
     def at(self, parameters: Float[Tensor, "read labels"]) -> Float[Tensor, "read labels"]:
-        """Return the weights; those of each label keep their sum of 1."""
+        """Return the weights. The weights of a label always sum to 1."""
         return self.start.to(parameters) + self.unit * (parameters - parameters.mean(0))
 
     def jacobian(

@@ -10,7 +10,7 @@ from statistics import median_low
 from typing import Literal
 
 from i2cl.core.anchored import fit_memory
-from i2cl.core.context import SITES
+from i2cl.core.context import ACTIVE_SUBLAYERS
 from i2cl.core.plan import (
     BACKWARD,
     MAX_EXAMPLES,
@@ -242,9 +242,9 @@ class _Speed:
         decoder, method = self.scorer.decoder, self.method
         if isinstance(method, Anchored):
             labels, config = self.scorer.labels, method.anchoring
-            sites = decoder.layers * len(SITES[config.writers])
+            vectors = decoder.layers * len(ACTIVE_SUBLAYERS[config.sublayers])
             words = len(labels.read) * len(labels.ids) if labels.words else 0
-            size = FitSize(len(shown), len(labels.ids), sites * decoder.d_model + words, words > 0)
+            size = FitSize(len(shown), len(labels.ids), vectors * decoder.d_model + words, words > 0)
             return plan_fit(size, fit_memory(config.memory), config.solver, config.steps)
         steps = max(1, getattr(method, "rounds", 1))
         step = TRAINING_FORWARD + BACKWARD

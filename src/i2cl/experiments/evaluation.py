@@ -20,8 +20,9 @@ from i2cl.experiments.confidence import Confidence, mean_confidence
 from i2cl.experiments.records import Run, Scores
 from i2cl.experiments.workers import DecoderSource, run_jobs
 from i2cl.methods import Cost, Method, Predictor
+from i2cl.methods.base import LabelScores
 from i2cl.methods.compressors.base import NoCompressorError
-from i2cl.methods.postprocessing import Wrapper
+from i2cl.methods.postprocessing import PostProcessedPredictor, Wrapper
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.precision import dtype_name, quantization_of
@@ -82,13 +83,48 @@ def fit_wrappers(decoder: Decoder, method: Method, fitted: Fitted, task: Task) -
     return replace(inner, method=method, predictor=predictor, seconds=seconds)
 
 
+class SharedScores:
+    """Scores of predictors for the same queries, so that a wrapper reuses those of its inner predictor."""
+
+    def __init__(self) -> None:
+        self._scored: list[tuple[Predictor, LabelScores, float]] = []
+
+    def of(
+        self, predictor: Predictor, texts: Sequence[str], progress: Progress | None = None
+    ) -> tuple[LabelScores, float]:
+        """Return a predictor's scores, and the seconds that it takes to compute them from the texts."""
+        for known, scores, seconds in self._scored:
+            if known is predictor:
+                if progress is not None:
+                    progress(len(texts))
+                return scores, seconds
+        before = 0.0
+        if isinstance(predictor, PostProcessedPredictor):
+            inner, before = self.of(predictor.inner, texts, progress)
+            started = time.perf_counter()
+            scores = predictor.process(inner, texts)
+        else:
+            started = time.perf_counter()
+            scores = predictor.log_probs(texts, progress)
+        seconds = before + time.perf_counter() - started
+        self._scored.append((predictor, scores, seconds))
+        return scores, seconds
+
+
 def measure(
-    decoder: Decoder, task: Task, fitted: Fitted, queries: Examples, progress: Progress | None = None
+    decoder: Decoder,
+    task: Task,
+    fitted: Fitted,
+    queries: Examples,
+    progress: Progress | None = None,
+    shared: SharedScores | None = None,
 ) -> Run:
-    """Score a fitted method on labelled queries."""
-    started = time.perf_counter()
-    scores = fitted.predictor.log_probs([query.text for query in queries], progress)
-    seconds = time.perf_counter() - started
+    """Score a fitted method on labelled queries.
+
+    ``shared`` holds the scores of other methods for these queries, and receives those of this one.
+    """
+    texts = [query.text for query in queries]
+    scores, seconds = (shared or SharedScores()).of(fitted.predictor, texts, progress)
     gold = np.array([query.label for query in queries])
     best = scores.argmax(-1).numpy()
     indices = {example: index for index, example in reversed(list(enumerate(task.train)))}
@@ -191,13 +227,14 @@ class Evaluation:
         """Run every method. Raises I2CLError as `evaluate` does, unless ``keep_going`` is set."""
         queries = self.task.queries(self.limit)
         runs: list[Run | NotRun] = []
+        shared = SharedScores()
         with self._record_failures(runs, self.methods):
             demonstrations = self.task.sample(self.shots, self.seed)
             fitted = fit_method(decoder, self.task, innermost(self.methods[0]), demonstrations, self.seed)
             for method in self.methods:
                 with self._record_failures(runs, [method]):
                     wrapped = fit_wrappers(decoder, method, fitted, self.task)
-                    runs.append(measure(decoder, self.task, wrapped, queries))
+                    runs.append(measure(decoder, self.task, wrapped, queries, shared=shared))
         return runs
 
     @contextmanager

@@ -155,7 +155,7 @@ class Experiment(Frozen):
     # see `Cell.skew`; all rows are run with each
     skews: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     views: tuple[View, ...] = ("tasks", "comparison")  # tables and figures of the report, in this order
-    # name of the paper's tables with the same rows (`i2cl.experiments.report.paper`)
+    # name of the paper's tables with the same rows (`i2cl.experiments.report.printed`)
     printed: str | None = None
     full: Scale = Scale()  # the paper's scale
     quick: Scale = Scale(seeds=2, limit=100, tasks=5, shots=20)  # scale with --quick

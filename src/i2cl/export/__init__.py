@@ -1,5 +1,8 @@
 """Export a task as a text classifier, a language model, a PEFT adapter or a GGUF file, and verify exports."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from i2cl.export.causal_lm import export_causal_lm
 from i2cl.export.classifier import export_classifier
 from i2cl.export.folding import fold
@@ -9,7 +12,18 @@ from i2cl.export.peft import export_peft
 from i2cl.export.servers import verify_gguf, verify_server
 from i2cl.export.verify import verify
 
+EXPORTERS: Mapping[str, Callable[..., list[str] | None]] = MappingProxyType(
+    {
+        "classifier": export_classifier,
+        "causal-lm": export_causal_lm,
+        "peft": export_peft,
+        "gguf": export_gguf,
+    }
+)
+"""Functions by format (`i2cl export --to`). They may return sentences on how to use the export."""
+
 __all__ = [
+    "EXPORTERS",
     "Golden",
     "Verification",
     "export_causal_lm",

@@ -16,7 +16,8 @@ from i2cl.export.golden import TEXTS, make_golden
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import LabelTokens
 from i2cl.storage.atomic import new_folder, public_name, require_writable
-from i2cl.storage.card import CARD, code_block, export_card
+from i2cl.storage.card import code_block, export_card
+from i2cl.storage.layout import CARD
 from i2cl.tasks.template import TEXT_FIELD
 
 Form = Literal["causal-lm", "peft", "gguf"]
@@ -77,10 +78,10 @@ def export_causal_lm(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a transformers language model whose next-token probabilities are those of the injected model.
+    """Write a transformers language model with the next-token probabilities of the injected model.
 
     Prompt it with the task's template and compare the probabilities of the labels' tokens: its README.md
-    shows how. Arguments and errors are those of `export_classifier`.
+    shows how. Arguments and errors are the same as for `export_classifier`.
     """
     path = Path(output)
     require_writable(path, frozenset())

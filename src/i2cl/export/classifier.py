@@ -32,9 +32,10 @@ from i2cl.export.verify import make_pipeline, verify_classifier
 from i2cl.models.architectures import ARCHITECTURES
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Encoder
+from i2cl.models.encoding import PromptEncoder
 from i2cl.storage.atomic import new_folder, public_name, require_writable
-from i2cl.storage.card import CARD, classifier_card
+from i2cl.storage.card import classifier_card
+from i2cl.storage.layout import CARD
 from i2cl.tasks import Template
 
 USE_CAUSAL_LM = "export it as a language model instead (--to causal-lm)"
@@ -67,7 +68,7 @@ def export_classifier(
 
     Args:
         decoder: the base model, which is not changed.
-        injection: fitted task, injected at all positions into the residual writers.
+        injection: fitted task, which edits the sublayers at all positions.
         output: a folder that is new or empty; it appears when it is complete.
         golden: store golden answers for `verify`, and compare the classifier with some of them before it is
             written. They are computed in float32.
@@ -264,7 +265,7 @@ class TemplateTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, line: str = "") -> None:
-        self._encoder, self._template, self._line = Encoder.of(tokenizer), template, line
+        self._encoder, self._template, self._line = PromptEncoder.of(tokenizer), template, line
         backend = getattr(tokenizer, "backend_tokenizer", None)
         (prompt,) = self._prompts(PROBES[:1])
         inner = () if backend is None else _inner_tokenizers(backend, template.head, template.middle + line)

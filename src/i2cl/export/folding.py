@@ -163,7 +163,7 @@ def output_projections(model: PreTrainedModel) -> list[tuple[str, str]]:
     Raises I2CLError if the model type is not supported, or a sublayer does not end with a linear map.
     """
     config, names = model.config, {module: name for name, module in model.named_modules()}
-    pairs = ARCHITECTURES[config.model_type].writers(model)
+    pairs = ARCHITECTURES[config.model_type].sublayers(model)
     return [(names[_last_linear(one, config)], names[_last_linear(two, config)]) for one, two in pairs]
 
 
@@ -322,10 +322,10 @@ def require_exportable(decoder: Decoder, injection: Injection) -> LabelTokens:
 
 def require_foldable(injection: Injection) -> None:
     """Raise I2CLError if an injection is not a constant added to sublayer outputs at all positions."""
-    if injection.context.config.site != "writers":
-        hint = f"fit one with writers 'both', or {USE_HOOKS}"
+    if injection.context.config.hook_point != "sublayers":
+        hint = f"fit it with --set sublayers=both, or {USE_HOOKS}"
         raise I2CLError(
-            f"an injection into block outputs (writers 'hidden') is not a bias of a layer: {hint}"
+            f"an injection into block outputs (sublayers=hidden) is not a bias of a layer: {hint}"
         )
     if injection.encoder_bias is not None:
         what = "this injection uses a sentence encoder, which weights cannot hold"

@@ -28,7 +28,7 @@ from i2cl.export.causal_lm import usage
 from i2cl.export.folding import Folding
 from i2cl.export.golden import GOLDEN_KEY, make_golden
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Encoder
+from i2cl.models.encoding import PromptEncoder
 from i2cl.storage.atomic import new_file, public_name, require_new_file
 
 # Names of ``gguf.GGMLQuantizationType``, by dtype.
@@ -66,7 +66,7 @@ def export_gguf(
     """Write a GGUF file that makes llama.cpp compute what the injected model does.
 
     Its metadata hold the task's template and labels, how to score them (``i2cl.usage``), and the golden
-    answers. Other arguments and errors are those of `export_classifier`; ``output`` is a new file, and
+    answers. Other arguments and errors: see `export_classifier`. ``output`` is a new file, and
     ``dtype`` is float32, float16 or bfloat16. Vectors are in float32.
 
     Raises:
@@ -239,7 +239,7 @@ def tokenizer_fields(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[str,
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())
-    model, front = state.get("model", {}), Encoder.of(tokenizer).front
+    model, front = state.get("model", {}), PromptEncoder.of(tokenizer).front
     if model.get("type") != "BPE":
         raise _refusal("the tokenizer is not BPE")
     if len(front) > 1:

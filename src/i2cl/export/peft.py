@@ -47,7 +47,7 @@ def export_peft(
 ) -> None:
     """Write a LoRA adapter that does to its base model what the injection does.
 
-    ``peft.PeftModel.from_pretrained(base, output)`` loads it. Arguments are those of `export_classifier`.
+    ``peft.PeftModel.from_pretrained(base, output)`` loads it. Arguments: see `export_classifier`.
 
     Raises:
         I2CLError: if LoRA cannot express the injection, the folder cannot be used, the injection was fitted

@@ -133,8 +133,8 @@ class LlamaCpp:
 
     def log_probs(self, ids: list[int], tokens: list[int]) -> list[float]:
         """Return the log-probability of each of some tokens after a prompt."""
-        # Without a bias the next token could be a part of a character, for which no probabilities are sent.
-        # The bias does not change them.
+        # llama.cpp sends no probabilities if the next token is part of a character. The bias prevents this,
+        # and does not change the probabilities.
         body: dict[str, Any] = {"prompt": ids, "n_predict": 1, "n_probs": MAX_VOCABULARY}
         body["logit_bias"] = [[self.tokens("a")[-1], 1000.0]]
         (step,) = _request(f"{self.url}/completion", body)["completion_probabilities"]

@@ -19,7 +19,7 @@ from i2cl.encoders import encoder_biases
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
-from i2cl.models.edits import AffineEdit, Edit, Site
+from i2cl.models.edits import AffineEdit, Edit, HookPoint
 from i2cl.models.scoring import LabelScorer, Progress, require_finite, require_texts, score
 from i2cl.tasks import Task
 
@@ -35,9 +35,9 @@ class LoadedTask:
     seed: int = 0  # of random positions
 
     @cached_property
-    def kind(self) -> tuple[Site, bool, Positions, int]:
+    def kind(self) -> tuple[HookPoint, bool, Positions, int]:
         """Tasks of equal kind can share a batch."""
-        return self.edit.site, self.scorer.labels.full, self.positions, self.seed
+        return self.edit.hook_point, self.scorer.labels.full, self.positions, self.seed
 
     def queries(self, texts: Sequence[str], *, cut: bool = True) -> "list[TaskQuery]":
         """Encode texts.
@@ -119,7 +119,7 @@ class InjectionPool:
         _ = scorer.labels  # invalid labels raise here, before the first query
         self._loaded[name] = LoadedTask(
             scorer,
-            AffineEdit(edit.shift.to(device), edit.scale.contiguous().to(device), edit.site),
+            AffineEdit(edit.shift.to(device), edit.scale.contiguous().to(device), edit.hook_point),
             injection.head,
             injection.positions,
             injection.seed if injection.positions == "random" else 0,
@@ -259,5 +259,5 @@ def _make_edit(tasks: Sequence[LoadedTask]) -> Edit:
     shift = torch.stack([task.edit.shift for task in index])
     scale = torch.stack([task.edit.scale for task in index])
     rows = torch.tensor([index[task] for task in tasks], device=shift.device)
-    edit = AffineEdit(shift, scale, tasks[0].edit.site, rows)
+    edit = AffineEdit(shift, scale, tasks[0].edit.hook_point, rows)
     return at_positions(edit, tasks[0].positions, tasks[0].seed)

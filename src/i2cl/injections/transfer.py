@@ -13,7 +13,7 @@ from pydantic import Field
 
 from i2cl.core.ablations import Positions
 from i2cl.core.calibration import calibrate
-from i2cl.core.context import ContextVector, ExtractConfig, Writers, extract
+from i2cl.core.context import ContextVector, ExtractConfig, Sublayers, extract
 from i2cl.core.injection import Injection
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.errors import I2CLError
@@ -64,7 +64,7 @@ def similarity(one: Injection, other: Injection) -> float:
     """
     shapes = tuple(one.coefficients.shape), tuple(other.coefficients.shape)
     if shapes[0] != shapes[1]:
-        hint = "fit both on one model with the same writers"
+        hint = "fit both on one model with the same option 'sublayers'"
         raise I2CLError(f"coefficients of shapes {shapes[0]} and {shapes[1]} cannot be compared: {hint}")
     rows = [injection.coefficients.flatten().double() for injection in (one, other)]
     return float(torch.nn.functional.cosine_similarity(rows[0], rows[1], dim=0))
@@ -79,10 +79,10 @@ def related(
     exponential by tau instead; such weights would not sum to 1.
 
     Raises:
-        I2CLError: on an anchor with another model, other writers or other positions.
+        I2CLError: on an anchor with another model, other sublayers or other positions.
     """
     config = config or TransferConfig()
-    _require_compatible(anchors, new.base, new.context.config.writers, new.positions)
+    _require_compatible(anchors, new.base, new.context.config.sublayers, new.positions)
     cosines = [similarity(new, anchor) for anchor in anchors]
     kept = [index for index, cosine in enumerate(cosines) if cosine > config.threshold]
     logits = torch.tensor([cosines[index] for index in kept], dtype=torch.float64) / config.temperature
@@ -121,15 +121,15 @@ def transfer(
         progress: called after each epoch of each calibration, with counts of that calibration.
 
     Raises:
-        I2CLError: if an anchor or ``first`` has another model, other writers or other positions; if ``first``
-            has another task; or as `extract` and `calibrate`.
+        I2CLError: if an anchor or ``first`` has another model, other sublayers or other positions; if
+            ``first`` has another task; or as `extract` and `calibrate`.
     """
     calibration = calibration or CalibrationConfig()
     if calibration.formula != "linear":
         what = f"transfer starts from linear coefficients, but formula={calibration.formula!r}"
         raise I2CLError(f"{what}: use formula='linear'")
     extraction = first.context.config if first else extraction or ExtractConfig()
-    _require_compatible(anchors, decoder, extraction.writers, calibration.positions)  # before any fit
+    _require_compatible(anchors, decoder, extraction.sublayers, calibration.positions)  # before any fit
     fit = partial(calibrate, decoder, task, demonstrations, config=calibration, seed=seed, progress=progress)
     if first is None:
         first = fit(extract(decoder, task, demonstrations, extraction, seed=seed))
@@ -145,15 +145,15 @@ def transfer(
 
 
 def _require_compatible(
-    anchors: Sequence[Injection], base: Decoder | ModelIdentity, writers: Writers, positions: Positions
+    anchors: Sequence[Injection], base: Decoder | ModelIdentity, sublayers: Sublayers, positions: Positions
 ) -> None:
     for number, anchor in enumerate(anchors, start=1):
         name = f"anchor {number} ({anchor.task.name!r})"
         _require_base(name, anchor, base)
-        actual, required = (anchor.context.config.writers, anchor.positions), (writers, positions)
+        actual, required = (anchor.context.config.sublayers, anchor.positions), (sublayers, positions)
         if actual != required:
             hint = "fit both with the same values"
-            raise I2CLError(f"{name} has (writers, positions) {actual}, the new task {required}: {hint}")
+            raise I2CLError(f"{name} has (sublayers, positions) {actual}, the new task {required}: {hint}")
 
 
 def _require_same_task(first: Injection, task: Task, decoder: Decoder, positions: Positions) -> None:

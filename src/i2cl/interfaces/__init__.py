@@ -1,1 +1,1 @@
-"""Where users come in: the command line, scikit-learn, lm-evaluation-harness. Nothing imports it."""
+"""Where users come in: the command line, scikit-learn, server, vLLM. Nothing imports it."""

@@ -150,7 +150,7 @@ def find_label_issues(probabilities: Probabilities, labels: Labels) -> Bool[np.n
     for label in np.unique(labels):
         thresholds[label] = own[labels == label].mean()
     candidates = np.where(probabilities >= thresholds, probabilities, 0)
-    return candidates.any(1) & (candidates.argmax(1) != labels)
+    return np.asarray(candidates.any(1) & (candidates.argmax(1) != labels))
 
 
 def label_margins(probabilities: Probabilities, labels: Labels) -> Float[np.ndarray, " rows"]:

@@ -215,7 +215,7 @@ def choose_uncertain(
         Indices of candidates.
     """
     uncertain = np.argsort(margins, kind="stable")[: n * OVERSAMPLING]
-    return uncertain[choose_typical(vectors[uncertain], n, covered, seed)].tolist()
+    return [int(uncertain[at]) for at in choose_typical(vectors[uncertain], n, covered, seed)]
 
 
 def margins(probabilities: Float[np.ndarray, "texts labels"]) -> Float[np.ndarray, " texts"]:

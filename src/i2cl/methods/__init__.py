@@ -57,7 +57,7 @@ def make_methods(
         recipe: further options for methods that calibrate as I2CL does; ``options`` takes precedence.
 
     Raises:
-        I2CLError: on an unknown method, or an option that none of the methods has.
+        I2CLError: on an unknown method, or an option of none of the methods.
     """
     options = options or {}
     chosen = [part for name in names for part in _split(name)]

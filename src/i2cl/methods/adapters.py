@@ -90,7 +90,7 @@ class AdapterMethod(Method):
         """Train an adapter, copy its tensors and detach it.
 
         Raises:
-            I2CLError: if peft is not installed, there are no demonstrations, the adapter or its initial
+            I2CLError: if peft is not installed, the demonstrations are empty, the adapter or its initial
                 tensors do not fit the model, or the loss is not finite.
         """
         require_packages(self.name, "peft", "peft")

@@ -37,10 +37,10 @@ class Anchored(Injector):
 
     def fit_cost(self, injection: Injection) -> Cost:
         """Return the number of trained values: vectors, and word weights if there are any."""
-        layers, sites, width = injection.context.values.shape
-        sites = sites if self.anchoring.writers == "both" else 1
+        layers, vectors, width = injection.context.values.shape
+        vectors = vectors if self.anchoring.sublayers == "both" else 1
         weights = injection.word_weights
-        return Cost(trained=layers * sites * width + (0 if weights is None else weights.numel()))
+        return Cost(trained=layers * vectors * width + (0 if weights is None else weights.numel()))
 
     def fit_injection(
         self,

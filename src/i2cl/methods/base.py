@@ -115,7 +115,7 @@ class Method(ABC):
             number of layers, M the number of demonstration tokens and 1/K the share of tokens kept.
         is_transductive: whether the scores of a text depend on the other texts in the same call.
         is_stochastic: whether the result depends on the sampled demonstrations or the seed. For a wrapper:
-            whether it adds such a dependence to that of its inner method.
+            whether it adds such a dependence.
         settings: pydantic models of its options, which are its constructor's arguments in this order.
     """
 

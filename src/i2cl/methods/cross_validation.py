@@ -33,7 +33,7 @@ def fold_rows(
         task: gives the label words.
         demonstrations: labelled examples, at least two texts per label.
         folds: maximum number of folds.
-        seed: of the order in which texts are assigned.
+        seed: shuffles the texts before they are assigned.
 
     Returns:
         The row numbers of each fold, in ascending order.
@@ -121,7 +121,7 @@ def cross_validate(
         refit: fits to some of the demonstrations.
         folds: maximum number of folds, see `fold_rows`.
         seed: see `fold_rows`.
-        cost: cost of the fit to all demonstrations. Default: that of the first refit.
+        cost: cost of the fit to all demonstrations. Default: the cost of the first refit.
         rows: further rows to score, which no refit sees; they are assigned to the folds in turn.
 
     Raises:

@@ -42,7 +42,7 @@ class I2CL(Injector):
 
     def fit_cost(self, injection: Injection) -> Cost:
         """Return the number of trained coefficients."""
-        return Cost(trained=self.calibration.parameters(injection.base.layers, self.extraction.writers))
+        return Cost(trained=self.calibration.parameters(injection.base.layers, self.extraction.sublayers))
 
     def prepare(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> "CalibrationData":
         """Extract the context vector. Raises I2CLError as `i2cl.core.context.extract`."""

@@ -62,7 +62,7 @@ class AddPreservingNorm(Edit):
         self.directions = directions
         self.strength = strength
         self.released = variant == "released"
-        self.site = "writers" if self.released else "hidden"
+        self.hook_point = "sublayers" if self.released else "hidden"
 
     def output(self, layer: int, index: int, output: States, _batch: Batch) -> States | None:
         """Rotate the output of the block, or of the MLP alone, at every token of every layer."""
@@ -118,7 +118,7 @@ class ICV(Method):
 def directions(
     decoder: Decoder, task: Task, demonstrations: Examples, variant: Variant = "paper"
 ) -> Float[Tensor, "layers d"]:
-    """Return one unit vector per layer, pointing from the states of sentences to those of answers.
+    """Return one unit vector per layer, pointing from the states of sentences to the states of answers.
 
     A state is the block output at the last token of the sentence alone, or of the label word alone. The
     principal direction is computed over the concatenated states of all layers, then split by layer. In the
@@ -152,8 +152,8 @@ def _principal_direction(
 def _states(decoder: Decoder, texts: Sequence[str]) -> Float[Tensor, "texts layers d"]:
     front = _start_ids(decoder)
     limit = None if decoder.max_length is None else decoder.max_length - len(front)
-    ids = [front + row for row in decoder.encoder.fitted(str, texts, limit)]
-    captured = decoder.run_batches(ids, partial(decoder.capture, site="hidden"))
+    ids = [front + row for row in decoder.encoder.encode(str, texts, limit)]
+    captured = decoder.run_batches(ids, partial(decoder.capture, hook_point="hidden"))
     return in_order((batch.rows, states[:, :, 0]) for batch, states in captured)
 
 

@@ -154,7 +154,7 @@ class CapturePooled(Edit):
             spans.
     """
 
-    site = "hidden"
+    hook_point = "hidden"
 
     def __init__(self, layers: Sequence[int], spans: Int[Tensor, "queries 2"] | None) -> None:
         self.layers = layers

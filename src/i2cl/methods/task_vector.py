@@ -1,4 +1,4 @@
-"""Task vectors: the state after demonstrations and a dummy query replaces that of a query's last token.
+"""Task vectors: the state after demonstrations and a dummy query replaces the state of a query's last token.
 
 Source: paper, appendix "Implementation of Baseline Methods"; Hendel et al. 2023,
 https://arxiv.org/abs/2310.15916. See docs/reference/fidelity.md for details that the sources leave open.
@@ -25,7 +25,7 @@ HELD_OUT = 32
 class ReplaceLast(Edit):
     """Replaces the output of one block at the query's last token."""
 
-    site = "hidden"
+    hook_point = "hidden"
 
     def __init__(self, layer: int, state: Float[Tensor, " d"]) -> None:
         self.layer = layer
@@ -39,7 +39,7 @@ class ReplaceLast(Edit):
 class ReplaceEach(Edit):
     """Replaces the output of block l at the last token of query l, by ``states[l]``."""
 
-    site = "hidden"
+    hook_point = "hidden"
 
     def __init__(self, states: Float[Tensor, "layers d"]) -> None:
         self.states = states
@@ -71,7 +71,7 @@ class TaskVector(Method):
         dummy, *held_out = task.held_out(HELD_OUT + 1, demonstrations, seed)
         scorer = LabelScorer(decoder, task)
         (prompt,) = encode_prompts(scorer, fit_to_context(scorer, demonstrations), [dummy.text])
-        states = decoder.capture(make_batch([prompt], decoder.device), site="hidden")[0, :, 0]
+        states = decoder.capture(make_batch([prompt], decoder.device), hook_point="hidden")[0, :, 0]
         scores = layer_scores(scorer, states, [example.text for example in held_out])
         gold = torch.tensor([example.label for example in held_out])
         correct = (scores.argmax(-1) == gold).sum(1)

@@ -1,7 +1,7 @@
-"""Which modules of a decoder write to its residual stream, keyed by ``config.model_type``.
+"""Locations of the sublayers of a decoder, keyed by ``config.model_type``.
 
-A pre-norm block computes ``r_l = r_{l-1} + a_l + m_l`` (paper, section "Preliminaries"). The two
-*residual writers* are the modules whose outputs are exactly ``a_l`` (attention) and ``m_l`` (MLP).
+A pre-norm block computes ``r_l = r_{l-1} + a_l + m_l`` (paper, section "Preliminaries"). Its two
+*sublayers* are the modules whose outputs are exactly ``a_l`` (attention) and ``m_l`` (MLP).
 Module names alone are ambiguous: ``post_attention_layernorm`` is before the MLP in Llama and after the
 attention in Gemma 2. So the table is keyed by model type.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `i2cl ls architectures` does not import PyTorch
 
 @dataclass(frozen=True)
 class Architecture:
-    """Locations of the residual writers of a model type.
+    """Locations of the sublayers of a model type.
 
     Attributes:
         model_type: ``config.model_type`` of the text model.
@@ -28,7 +28,7 @@ class Architecture:
             models) to the list of blocks.
         attention: path from a block to the module that writes the attention output.
         mlp: path from a block to the module that writes the MLP output.
-        scale: config attribute with the factor that a block applies to the writers' outputs, or None for 1.
+        scale: config attribute with the factor that a block applies to the sublayers' outputs, or None for 1.
         packs: whether queries can be packed into one row, separated by position ids that restart at 0.
     """
 
@@ -54,8 +54,8 @@ class Architecture:
             )
         return list(stack)
 
-    def writers(self, model: "PreTrainedModel") -> "list[tuple[nn.Module, nn.Module]]":
-        """Return the (attention, MLP) residual writers of each layer.
+    def sublayers(self, model: "PreTrainedModel") -> "list[tuple[nn.Module, nn.Module]]":
+        """Return the (attention, MLP) sublayers of each layer.
 
         Raises:
             I2CLError: if a path does not exist.
@@ -65,8 +65,8 @@ class Architecture:
             for block in self.blocks(model)
         ]
 
-    def writer_scale(self, config: "PreTrainedConfig") -> float:
-        """Return the factor that a block applies to the writers' outputs; 1.0 for most models.
+    def sublayer_scale(self, config: "PreTrainedConfig") -> float:
+        """Return the factor that a block applies to the sublayers' outputs; 1.0 for most models.
 
         Raises:
             I2CLError: if the config attribute ``scale`` is not a number.
@@ -77,7 +77,7 @@ class Architecture:
         if not isinstance(value, int | float):
             raise I2CLError(
                 f"scale={self.scale!r} is not a number in the config of {self.model_type!r}: pass the "
-                "attribute that scales residual writers, or scale=None"
+                "attribute that scales sublayers, or scale=None"
             )
         return float(value)
 

@@ -30,7 +30,7 @@ class CheckpointFiles:
         head: name that older checkpoints give to ``lm_head``.
 
     Raises:
-        I2CLError: if there are no files, or one is damaged.
+        I2CLError: if a file is missing or damaged.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel, head: str) -> None:

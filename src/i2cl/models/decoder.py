@@ -17,8 +17,8 @@ from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.models import batching
 from i2cl.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import Batch, Ids, longest_first, make_batch
-from i2cl.models.edits import AnySite, Edit, Keep, Replay, Site, edit_inputs, editing
-from i2cl.models.encoding import Encoder
+from i2cl.models.edits import AnyHookPoint, Edit, HookPoint, Keep, Replay, edit_inputs, editing
+from i2cl.models.encoding import PromptEncoder
 from i2cl.models.fingerprint import (
     ModelIdentity,
     inference_config,
@@ -60,8 +60,8 @@ class Decoder:
     Attributes:
         model: the transformers causal LM.
         tokenizer: its tokenizer; the padding side is neither used nor changed.
-        architecture: locations of the residual writers.
-        writers: (attention, MLP) residual writers of each layer.
+        architecture: locations of the sublayers.
+        sublayers: (attention, MLP) sublayers of each layer.
         blocks: the decoder blocks.
         token_budget: maximum number of padded tokens in a batch. After an out-of-memory error, batches are
             temporarily smaller (`i2cl.models.memory.BatchLimit`); this number does not change.
@@ -87,13 +87,13 @@ class Decoder:
         self.tokenizer = tokenizer
         self.architecture = architecture or architecture_of(model)
         # Resolved now: later, another thread may have attached an adapter that wraps these modules.
-        self.writers = self.architecture.writers(model)
+        self.sublayers = self.architecture.sublayers(model)
         self.blocks = self.architecture.blocks(model)
         self.name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.revision = revision
         self.token_budget = token_budget or (CPU_BUDGET if self.device.type == "cpu" else GPU_BUDGET)
         self._inference_limit, self._training_limit = BatchLimit(), BatchLimit()
-        self.encoder = Encoder.of(tokenizer)
+        self.encoder = PromptEncoder.of(tokenizer)
         self.max_length = batching.context_length(model.config.get_text_config(), tokenizer.model_max_length)
         self.rope_limits = batching.rope_limits(model.config.get_text_config())
         self.can_split = holds_keys_alone(model.config)
@@ -151,9 +151,9 @@ class Decoder:
         return int(self.model.config.get_text_config().hidden_size)
 
     @cached_property
-    def writer_scale(self) -> float:
-        """Factor that a block applies to the outputs of its residual writers."""
-        return self.architecture.writer_scale(self.model.config)
+    def sublayer_scale(self) -> float:
+        """Factor that a block applies to the outputs of its sublayers."""
+        return self.architecture.sublayer_scale(self.model.config)
 
     @property
     def window(self) -> int | None:
@@ -190,13 +190,13 @@ class Decoder:
             return residual_identity(self.model, self.architecture, ids)
 
     def require_identity(self) -> None:
-        """Raise I2CLError if blocks do more than add their two writers, as in a post-norm OPT."""
+        """Raise I2CLError if blocks do more than add their two sublayers, as in a post-norm OPT."""
         if math.isnan(self.residual_identity.worst):
             problem = f"activations of {self.name!r} overflow in {dtype_name(self.model.dtype)}"
             raise I2CLError(f"{problem}: reload it with --dtype float32")
         if not self.residual_identity.passed:
             raise I2CLError(
-                f"the blocks of {self.name!r} do not just add the outputs of two residual writers "
+                f"the blocks of {self.name!r} do not just add the outputs of two sublayers "
                 f"(error {self.residual_identity.worst:.2g}): pass an Architecture that `i2cl check` accepts"
             )
 
@@ -212,13 +212,13 @@ class Decoder:
         supported = self.architecture == ARCHITECTURES.get(self.architecture.model_type)
         return supported and takes_masks and self.can_split and not (self.rope_limits or uses_alibi(config))
 
-    def sites(self, site: AnySite) -> list[tuple[int, int, torch.nn.Module]]:
-        """Return (layer, index, module) of every module at a hook point."""
-        if site == "embeddings":
+    def hook_points(self, kind: AnyHookPoint) -> list[tuple[int, int, torch.nn.Module]]:
+        """Return (layer, index, module) of every module of a kind."""
+        if kind == "embeddings":
             return [(0, 0, self.model.get_input_embeddings())]
-        if site == "hidden":
+        if kind == "hidden":
             return [(layer, 0, block) for layer, block in enumerate(self.blocks)]
-        return [(layer, index, pair[index]) for layer, pair in enumerate(self.writers) for index in (0, 1)]
+        return [(layer, index, pair[index]) for layer, pair in enumerate(self.sublayers) for index in (0, 1)]
 
     def frozen(self) -> AbstractContextManager[None]:
         """Lock and freeze the model while a block runs; see `i2cl.models.restore.frozen`."""
@@ -268,11 +268,11 @@ class Decoder:
         select = partial(batching.gather, positions, batch.packed)
         at_head = edit_inputs([(self.model.get_output_embeddings(), select)])
         replaying = nullcontext() if replay is None else replay.during(batch)
-        with lock_of(self.model), at_head, replaying, editing(edit, self.blocks, self.sites, batch):
+        with lock_of(self.model), at_head, replaying, editing(edit, self.blocks, self.hook_points, batch):
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         if not torch.is_grad_enabled():
             # A logit of +inf makes every other token impossible, so that the first label would win a tie of
-            # -inf. It becomes NaN, which is refused; finite logits stay as they are.
+            # -inf. It becomes NaN, which is refused; finite logits do not change.
             logits = logits + 0 * logits.amax(-1, keepdim=True)
         return logits
 
@@ -303,20 +303,20 @@ class Decoder:
         batch: Batch,
         at: Int[Tensor, " batch"] | None = None,
         *,
-        site: Site = "writers",
+        hook_point: HookPoint = "sublayers",
         edit: Edit | None = None,
-    ) -> Float[Tensor, "batch layers sites d"]:
+    ) -> Float[Tensor, "batch layers sublayers d"]:
         """Return the output at each hook point for one token of each row, in float32 on the CPU.
 
         Args:
             batch: the rows.
             at: index of the token in each row. Default: the last one.
-            site: the hook points.
+            hook_point: whose outputs to return.
             edit: edit of the activations; outputs are captured after it.
         """
         self.pause()
-        keep = Keep(site, batch.last if at is None else at)
-        edited, captured = (editing(one, self.blocks, self.sites, batch) for one in (edit, keep))
+        keep = Keep(hook_point, batch.last if at is None else at)
+        edited, captured = (editing(one, self.blocks, self.hook_points, batch) for one in (edit, keep))
         with self.frozen(), torch.no_grad(), edited, captured:
             self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         states = torch.stack([kept.float().cpu() for kept in keep.kept], dim=1)
@@ -331,7 +331,7 @@ class Decoder:
             whole: keep the keys and values of all tokens also in layers with a sliding window.
         """
         batch = make_batch([ids], self.device)
-        with self.frozen(), editing(edit, self.blocks, self.sites, batch):
+        with self.frozen(), editing(edit, self.blocks, self.hook_points, batch):
             cache = DynamicCache() if whole else DynamicCache(config=self.model.config)
             self.model.base_model(input_ids=batch.input_ids, past_key_values=cache, use_cache=True)
         return Prefix(ids, cache, len(ids), len(ids))

@@ -1,7 +1,7 @@
 """Edits that read or change the outputs of a decoder's layers, and their hooks.
 
-`AffineEdit` is the edit of an injection. Every hook lives inside a ``with`` block and is removed on success
-and on error alike (`torch.nn.Module.register_forward_hook`,
+`AffineEdit` is the edit of an injection. Every hook is removed at the end of its ``with`` block, also on
+errors (`torch.nn.Module.register_forward_hook`,
 https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html).
 Source: paper, section "Context Injection", which changes the outputs of the sublayers.
 """
@@ -58,7 +58,7 @@ class Replay:
     """Caches the output of a decoder's lower blocks, batch by batch, so that later passes can skip them.
 
     Beyond the paper: the last step of a fit takes many passes of a model's upper end over the same
-    demonstrations. The owner must ensure that nothing below changes between passes, and that passes fill no
+    demonstrations. The owner must keep the lower blocks unchanged between passes, and must not fill
     key-value caches.
     """
 
@@ -120,10 +120,10 @@ def _with_input(change: Hook, _module: nn.Module, args: tuple[Any, ...], keyword
 
 # Input or output of a layer; a line is a row of the batch, or all rows of a packed batch.
 States = Float[Tensor, "lines tokens d"]
-# Hook points: the two sublayers of a layer, or the block's output.
-Site = Literal["writers", "hidden"]
-AnySite = Site | Literal["embeddings"]
-Places = Callable[[AnySite], list[tuple[int, int, nn.Module]]]  # layer, index and module of each hook point
+# Modules that an edit hooks: the two sublayers of a layer, or the block.
+HookPoint = Literal["sublayers", "hidden"]
+AnyHookPoint = HookPoint | Literal["embeddings"]
+Places = Callable[[AnyHookPoint], list[tuple[int, int, nn.Module]]]  # layer, index and module of each kind
 
 
 class Edit:
@@ -131,7 +131,7 @@ class Edit:
 
     #: the two sublayers (index 0 attention, 1 MLP), the block output (index 0), or the tokens' input
     #: embeddings (layer 0, index 0)
-    site: AnySite = "writers"
+    hook_point: AnyHookPoint = "sublayers"
     sees_input: bool = False  #: whether `enter` is called
     #: whether it acts on every token in the same way, so that a row may run in parts or forked
     everywhere: bool = False
@@ -150,27 +150,27 @@ class AffineEdit(Edit):
     The scale stays in float32 on models in lower precision, where a scale of 1.003 would round to 1.
 
     Args:
-        shift: added to the output of each sublayer; with ``rows`` one for each task. Gradients flow to it and
-            to ``scale`` if enabled.
+        shift: added to the output of each sublayer; with ``tasks`` one for each task. Gradients flow to it
+            and to ``scale`` if enabled.
         scale: factor of the output of each sublayer.
-        site: hook points; with ``"hidden"`` the sites axis has length 1.
-        rows: index of each query's task; None if all queries share one.
+        hook_point: whose outputs change; with ``"hidden"`` the sublayers axis has length 1.
+        tasks: index of each query's task; None if all queries share one.
     """
 
-    site: Site
+    hook_point: HookPoint
     everywhere = True
 
     def __init__(
         self,
-        shift: Float[Tensor, "*tasks layers sites d"],
-        scale: Float[Tensor, "*tasks layers sites"],
-        site: Site = "writers",
-        rows: Int[Tensor, " queries"] | None = None,
+        shift: Float[Tensor, "*tasks layers sublayers d"],
+        scale: Float[Tensor, "*tasks layers sublayers"],
+        hook_point: HookPoint = "sublayers",
+        tasks: Int[Tensor, " queries"] | None = None,
     ) -> None:
         self.shift = shift
         self.scale = scale
-        self.site = site
-        self.rows = rows
+        self.hook_point = hook_point
+        self.tasks = tasks
         # Unbound once: indexing at every hook point would allocate a full-size gradient each time.
         self._shifts = [layer.unbind(-2) for layer in shift.unbind(-3)]
         self._scales = [layer.unbind(-1) for layer in scale.unbind(-2)]
@@ -181,22 +181,22 @@ class AffineEdit(Edit):
     @classmethod
     def linear(
         cls,
-        values: Float[Tensor, "layers sites d"],
-        coefficients: Float[Tensor, "layers sites 2"],
-        site: Site = "writers",
+        values: Float[Tensor, "layers sublayers d"],
+        coefficients: Float[Tensor, "layers sublayers 2"],
+        hook_point: HookPoint = "sublayers",
     ) -> "AffineEdit":
-        """Return the edit ``lambda * v + beta * output`` of the paper, with (lambda, beta) for each site."""
+        """Return the edit ``lambda * v + beta * output`` of the paper; coefficients are (lambda, beta)."""
         strength, scale = coefficients.unbind(-1)
-        return cls(strength[..., None] * values, scale, site)
+        return cls(strength[..., None] * values, scale, hook_point)
 
     def output(self, layer: int, index: int, output: States, batch: Batch | None = None) -> States:
-        """Return the edited output. ``batch`` is needed if rows belong to different tasks."""
-        if self.rows is None and not self.scale.requires_grad:
+        """Return the edited output. ``batch`` is needed if queries have different tasks."""
+        if self.tasks is None and not self.scale.requires_grad:
             constant, factor = self._constant(layer, index, output)
             return torch.add(constant, output, alpha=factor).to(output.dtype)  # the only cost of an injection
         shift, scale = self._shifts[layer][index], self._scales[layer][index]
-        if self.rows is not None and batch is not None:
-            owners, across = self._owners_of(self.rows, batch), 0 if batch.packed else 1
+        if self.tasks is not None and batch is not None:
+            owners, across = self._owners_of(self.tasks, batch), 0 if batch.packed else 1
             shift = shift.index_select(0, owners).unsqueeze(across)
             scale = scale.index_select(0, owners)[:, None].unsqueeze(across)
         mixed: Tensor = torch.addcmul(shift.to(output.device), scale.to(output.device), output)
@@ -213,10 +213,10 @@ class AffineEdit(Edit):
             self._constants[key] = constant
         return constant
 
-    def _owners_of(self, rows: Int[Tensor, " queries"], batch: Batch) -> Int[Tensor, " owners"]:
+    def _owners_of(self, tasks: Int[Tensor, " queries"], batch: Batch) -> Int[Tensor, " owners"]:
         """Return the task of each row, or of each token of a packed batch."""
         if self._batch is not batch:
-            owners = rows[list(batch.rows)]
+            owners = tasks[list(batch.rows)]
             if batch.packed:
                 end = batch.first.new_tensor([batch.input_ids.shape[1]])
                 owners = owners.repeat_interleave(torch.diff(batch.first, append=end))
@@ -232,10 +232,10 @@ def _keeps_alpha(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Keep(Edit):
-    """Copies the output at one token of each row; ``kept`` has one (batch x d) tensor per site."""
+    """Copies the output at one token of each row; ``kept`` has one (batch x d) tensor per sublayer."""
 
-    def __init__(self, site: Site, at: Int[Tensor, " batch"]) -> None:
-        self.site = site
+    def __init__(self, hook_point: HookPoint, at: Int[Tensor, " batch"]) -> None:
+        self.hook_point = hook_point
         self.at = at
         self.kept: list[Tensor] = []
 
@@ -252,7 +252,9 @@ def editing(edit: Edit | None, blocks: Sequence[nn.Module], places: Places, batc
         yield
         return
     looks = [(block, partial(edit.enter, layer)) for layer, block in enumerate(blocks) if edit.sees_input]
-    changes = [(module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.site)]
+    changes = [
+        (module, partial(_changed, edit, layer, at, batch)) for layer, at, module in places(edit.hook_point)
+    ]
     with edit_inputs(looks), edit_outputs(changes):
         yield
 

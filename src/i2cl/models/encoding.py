@@ -39,7 +39,7 @@ class TruncationWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Encoder:
+class PromptEncoder:
     """Encodes prompts with the special tokens that the tokenizer adds in front, such as BOS.
 
     Special tokens at the end, such as EOS, are left out: the last token must be the one that predicts the
@@ -51,7 +51,7 @@ class Encoder:
     front: Ids
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "PromptEncoder":
         """Find the special tokens that the tokenizer adds in front by encoding a probe with and without them.
 
         Raises:
@@ -137,7 +137,7 @@ class Encoder:
         return tokens, spans
 
     def _piece(self, part: str, behind: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a piece after the first of some prefixes that no token of the piece merges with."""
+        """Encode a piece after the first of some prefixes that stays separate from the piece's tokens."""
         text, places = _unmarked(part)
         places.append(len(part))
         for before in behind:
@@ -206,7 +206,7 @@ class Encoder:
         """A copy of the tokenizer: ``split_special_tokens`` changes its state for all threads."""
         return copy.deepcopy(self.tokenizer)
 
-    def fitted(
+    def encode(
         self,
         build: Callable[[str], str] | Sequence[Callable[[str], str]],
         texts: Sequence[str],
@@ -384,7 +384,7 @@ class LabelTokens:
 
 
 def label_tokens(
-    encoder: Encoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
+    encoder: PromptEncoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
 ) -> LabelTokens:
     """Find the tokens of each label by encoding it after a prompt.
 
@@ -434,7 +434,7 @@ def label_tokens(
     return LabelTokens(sequences, full=scoring == "sequence" or shared, line=line)
 
 
-def _check_special_tokens(encoder: Encoder, template: Template, labels: Sequence[str]) -> None:
+def _check_special_tokens(encoder: PromptEncoder, template: Template, labels: Sequence[str]) -> None:
     """Raise I2CLError if a label contains a special token, or the template repeats the BOS token."""
     for label in labels:
         if special := encoder.special_in(label):
@@ -447,7 +447,7 @@ def _check_special_tokens(encoder: Encoder, template: Template, labels: Sequence
         )
 
 
-def keywords(encoder: Encoder, labels: Sequence[str], sequences: Sequence[Ids]) -> Ids:
+def keywords(encoder: PromptEncoder, labels: Sequence[str], sequences: Sequence[Ids]) -> Ids:
     """Choose a different token for each label.
 
     Candidates are the label's tokens, rarest first, then its words in other spellings. If a token is taken,
@@ -504,7 +504,7 @@ def _assign_token(label: int, choices: Sequence[Sequence[int]], owner: dict[int,
 
 
 def _behind(
-    encoder: Encoder, template: Template, labels: Sequence[str], line: str, end: str = ""
+    encoder: PromptEncoder, template: Template, labels: Sequence[str], line: str, end: str = ""
 ) -> tuple[Ids, ...]:
     """Return the tokens of each label, followed by ``end``, after a query that ends in ``line``.
 
@@ -527,7 +527,7 @@ def _begun(sequences: Sequence[Ids]) -> tuple[int, int] | None:
 
 
 def _ended(
-    sequences: Sequence[Ids], ended: Sequence[Ids], encoder: Encoder, begun: Sequence[str]
+    sequences: Sequence[Ids], ended: Sequence[Ids], encoder: PromptEncoder, begun: Sequence[str]
 ) -> tuple[Ids, ...]:
     """Append the separator's first token to each label, or EOS if the separator merges with a label."""
     with_ends = tuple(long[: len(short) + 1] for short, long in zip(sequences, ended, strict=True))

@@ -24,7 +24,7 @@ from i2cl.storage.atomic import write_text_atomic
 
 # Values processed at once: small enough for a CPU's cache, large enough for a transfer from a device.
 CHUNK_SIZE, DEVICE_CHUNK_SIZE = 2**15, 2**22
-CACHE_MIN_BYTES = 2 * 10**9  # the fingerprints of smaller models are not cached
+CACHE_MIN_BYTES = 10**8  # the fingerprints of smaller models are not cached
 CHECKSUM_WORDS = 256  # 8-byte words per checksum
 MAX_QUANTIZATION_ERROR = 0.2  # relative; 8 bits have about 0.01, 4 bits 0.1
 # Configuration fields that do not change the outputs of a model in evaluation mode.
@@ -133,13 +133,13 @@ def _cache_path(model: PreTrainedModel) -> Path | None:
     if any(weight.is_meta for _, weight in named):  # offloaded
         return None
     is_large = sum(weight.nbytes for _, weight in named) >= CACHE_MIN_BYTES
-    stored = stored_weights(model) if is_large else None
-    if stored is None:
+    paths = _source_files(model) if is_large else []
+    if not paths:
         return None
     digest = hashlib.sha256()
     # torchao's tensors do not expose their bytes and raise various errors; their fingerprint is not cached
     with suppress(OSError, ValueError, RuntimeError, AssertionError, TypeError):
-        for path in stored.paths:
+        for path in paths:
             status = path.stat()
             digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode())
         for name, weight in named:
@@ -148,6 +148,14 @@ def _cache_path(model: PreTrainedModel) -> Path | None:
                 digest.update(sums.cpu().numpy().tobytes())
         return cached_assets_path("i2cl", "fingerprints") / digest.hexdigest()
     return None
+
+
+def _source_files(model: PreTrainedModel) -> list[Path]:
+    """Return the files that a model was loaded from: safetensors, or one GGUF file; none if unknown."""
+    stored, name = stored_weights(model), str(model.name_or_path or "")
+    if stored is not None:
+        return stored.paths
+    return [Path(name)] if name and Path(name).is_file() else []
 
 
 def _checksums(weight: Tensor) -> Iterator[Tensor]:
@@ -205,7 +213,7 @@ def _checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _agrees(stored: Tensor, values: Tensor, *, quantized: bool) -> bool:
-    """Return whether the values in memory can come from those of a checkpoint."""
+    """Return whether the values in memory can come from a checkpoint's values."""
     if stored.shape != values.shape or not stored.is_floating_point():  # integers: a quantized checkpoint
         return False
     stored = stored.to(values.device)

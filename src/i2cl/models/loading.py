@@ -46,7 +46,7 @@ DTYPES = ("auto", CHECKPOINT_DTYPE, "float32", "bfloat16", "float16")
 
 
 class EmulatedDtypeWarning(UserWarning):
-    """Warns that the CPU has no instructions for the dtype that was asked for."""
+    """Warns that the CPU has no instructions for the requested dtype."""
 
 
 def load_model_and_tokenizer(
@@ -286,7 +286,7 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
     if info["missing_keys"]:
         names = ", ".join(sorted(info["missing_keys"])[:3])
         raise I2CLError(
-            f"the checkpoint {name!r} is incomplete, it lacks weights ({names}, ...): copy it again"
+            f"the checkpoint {name!r} is incomplete, weights are missing ({names}, ...): copy it again"
         )
     if info["mismatched_keys"]:
         first, shape, expected = sorted(info["mismatched_keys"])[0]
@@ -371,7 +371,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _requested_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
-    """Return what transformers is asked for: a dtype, or ``"auto"`` for the checkpoint's own."""
+    """Return the dtype to request from transformers; ``"auto"`` means the checkpoint's own."""
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise I2CLError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     on_cpu, native = device.type == "cpu", cpu_has_bfloat16()

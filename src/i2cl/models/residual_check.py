@@ -1,4 +1,4 @@
-"""Check that blocks add the outputs of their two residual writers, and nothing else."""
+"""Check that blocks add the outputs of their two sublayers, and nothing else."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -43,12 +43,12 @@ def residual_identity(
 ) -> ResidualIdentity:
     """Run the base model once and measure the error of the residual identity.
 
-    The model must be in evaluation mode, since dropout would count as an error. Swapped writers are not
+    The model must be in evaluation mode, since dropout would count as an error. Swapped sublayers are not
     detected, since only their sum is compared.
 
     Args:
         model: the model.
-        architecture: locations of its residual writers.
+        architecture: locations of its sublayers.
         input_ids: token ids to run.
 
     Raises:
@@ -63,12 +63,12 @@ def residual_identity(
     blocks = architecture.blocks(model)
     inputs = [(block, partial(capture, layer, "input")) for layer, block in enumerate(blocks)]
     outputs = [(block, partial(capture, layer, "output")) for layer, block in enumerate(blocks)]
-    for layer, (attention, mlp) in enumerate(architecture.writers(model)):
+    for layer, (attention, mlp) in enumerate(architecture.sublayers(model)):
         outputs.append((attention, partial(capture, layer, "attention")))
         outputs.append((mlp, partial(capture, layer, "mlp")))
     with torch.no_grad(), edit_inputs(inputs), edit_outputs(outputs):
         model.base_model(input_ids=input_ids, use_cache=False)
-    parts, scale = ("input", "attention", "mlp", "output"), architecture.writer_scale(model.config)
+    parts, scale = ("input", "attention", "mlp", "output"), architecture.sublayer_scale(model.config)
     errors = []
     for layer, block in enumerate(blocks):
         for part in parts:
@@ -94,7 +94,9 @@ def _relative_error(
     # Each of up to four intermediate sums is rounded by half an epsilon of its size.
     rounding = 2 * torch.finfo(after.dtype).eps
     start, end = before.double(), after.double()
-    first, second = (scale * writer.double().reshape(start.shape) for writer in (attention, mlp))  # OPT: 2-D
+    first, second = (
+        scale * sublayer.double().reshape(start.shape) for sublayer in (attention, mlp)
+    )  # OPT: 2-D
     change = end - start
     error = (change - first - second).abs() - rounding * (start.abs() + first.abs() + second.abs())
     largest = change.abs().max().clamp(min=torch.finfo(torch.float64).tiny)

@@ -89,7 +89,7 @@ class LabelScorer:
     Attributes:
         decoder: the model.
         task: gives template and label words.
-        scoring: by first tokens, by full label sequences, by words, or chosen by the labels.
+        scoring: first-token, full-sequence or word-level scoring, or ``"auto"``: depends on the labels.
         weights: fitted word weights, if any.
     """
 
@@ -141,7 +141,7 @@ class LabelScorer:
         require_texts(texts)
         limit = None if self.decoder.max_length is None else self.decoder.max_length - self.labels.room
         ask, line = build or self.task.template.query, self.labels.line
-        return self.decoder.encoder.fitted(lambda text: ask(text) + line, texts, limit, cut=cut)
+        return self.decoder.encoder.encode(lambda text: ask(text) + line, texts, limit, cut=cut)
 
     def prompt(self, text: str) -> str:
         """Return the text in front of a label: the template's query, and a newline that belongs to it."""
@@ -173,8 +173,8 @@ def score(
     Args:
         decoder: the model.
         queries: token ids, without the prefix.
-        labels: the labels of all queries, or those of each query. If one of them is scored by its full
-            sequence, all are.
+        labels: the labels of all queries, or one per query. If one of them uses full-sequence scoring, all
+            do.
         edit: what changes the model's layers, if anything.
         prefix: cached keys and values of tokens in front of every query.
         progress: called as queries finish.

@@ -101,7 +101,7 @@ class LabelLikelihood:
 
         Args:
             chosen: indices of the queries.
-            run: returns those of queries that may share a batch.
+            run: computes the log-probabilities of queries that may share a batch.
             reserve: cached tokens in front of every query.
         """
         parts = group_by_rope_limit([reserve + self.lengths[row] for row in chosen], self.decoder.rope_limits)
@@ -302,7 +302,7 @@ def gold_log_probs(
     Args:
         decoder: the model.
         batch: one row per query.
-        labels: scored by first tokens or words.
+        labels: for first-token or word-level scoring.
         gold: index of each query's gold label.
         edit: edit of the activations.
         prefix: cached tokens before every query.

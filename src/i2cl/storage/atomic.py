@@ -110,7 +110,7 @@ def new_folder(path: Path, owned: Owned) -> Iterator[Path]:
         for file in files:
             file.chmod(new.stat().st_mode & 0o666)  # safetensors makes them readable by the owner only
         sync_to_disk(*files, new)
-        require_writable(path, owned)  # another process may have written to it meanwhile
+        require_writable(path, owned)  # another process may have written to it in between
         backup = scratch / "old"
         try:
             if path.is_dir():

@@ -14,11 +14,9 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from i2cl.storage import layout
 from i2cl.storage.atomic import public_name
 from i2cl.version import __version__
 
-CARD = layout.CARD
 BUNDLED = {"reference", "smollm2"}  # models of this package; on the hub, others may have these names
 TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot"]
 TASK_TYPE = "text-classification"

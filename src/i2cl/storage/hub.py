@@ -100,7 +100,7 @@ def require_reachable(
         name: hub id.
         revision: branch, tag or commit.
         others: names of models that do not come from the hub, for the error message.
-        kinds: what else can be given, for the error message.
+        kinds: alternatives to a hub id, for the error message.
 
     Returns:
         True if the hub responds. If False, `cached_snapshot` returns the model.

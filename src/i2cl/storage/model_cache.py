@@ -1,8 +1,8 @@
 """Cache of GGUF models converted to safetensors, in the user's cache folder.
 
 An entry is a folder as `save_pretrained` writes it, named after the content of the GGUF file, the dtype and
-the versions of the converting libraries, so it cannot stand for another model. The folder is ``gguf`` in
-``$I2CL_CACHE`` or in the platform's cache folder (https://platformdirs.readthedocs.io).
+the versions of the converting libraries, so it cannot be confused with another model's. The folder is
+``gguf`` in ``$I2CL_CACHE`` or in the platform's cache folder (https://platformdirs.readthedocs.io).
 """
 
 import hashlib

@@ -39,7 +39,7 @@ from i2cl.tasks.files import (
 from i2cl.tasks.labels import is_blank
 
 RowFormat = Literal["lines", "csv", "tsv", "jsonl", "json"]
-# Suffixes of files with columns, before that of a compression. Other files have one text per line.
+# Suffixes of files with columns; a suffix of compression may follow. Other files have one text per line.
 ROW_SUFFIXES = (*(f".{name}" for name in get_args(RowFormat)[1:]), ".parquet", ".xlsx")
 STDIN = "-"
 # Cell delimiters: which one a spreadsheet program writes depends on its locale.
@@ -248,12 +248,9 @@ def _json_rows(lines: Iterator[str], columns: Columns, name: str) -> Iterator[Ro
     if not content.strip():
         return
     value = _parse_json(content, name, "correct it, or name the file .jsonl if it has one object per line")
-    if isinstance(value, dict) and value and all(isinstance(cells, dict) for cells in value.values()):
-        # written by pandas' to_json: {column: {index: cell}}
-        indices = dict.fromkeys(index for cells in value.values() for index in cells)
-        value = [{column: cells.get(index) for column, cells in value.items()} for index in indices]
     if not isinstance(value, list):
-        raise RowError(f"{name} contains a JSON {type(value).__name__}: write a list of objects")
+        hint = "write a list of objects (pandas: to_json(orient='records'))"
+        raise RowError(f"{name} contains a JSON {type(value).__name__}: {hint}")
     for number, record in enumerate(value, start=1):
         try:
             yield _row_from_object(record, columns, f"{name} item {number}")

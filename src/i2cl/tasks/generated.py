@@ -23,9 +23,6 @@ SEPARATOR = "\n"
 SPLITS = {"train": (2000, 1), "test": (1000, 2)}  # number of rows and seed
 _HELD_OUT_MODULUS = 5  # one in five combinations of words never occurs in training
 
-DEMO_TASKS = ("mood-colour-1", "job-letter-2", "place-colour-2")
-"""Tasks of `i2cl demo`: three attributes, both sets of label words."""
-
 ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "mood": {
         "joy": ("cheerful", "happy", "merry", "glad", "jolly", "delighted"),

@@ -43,11 +43,11 @@ def answered(right):
     return (1,) * right + (0,) * (100 - right)
 
 
-def record(cell, labels=("a", "b"), layers=4, sites=2):
+def record(cell, labels=("a", "b"), layers=4, sublayers=2):
     right = share(cell)
     milliseconds, size = COST[cell.method]
     made = np.random.default_rng([cell.seed, len(cell.task)])
-    coefficients = made.random((layers, sites, 2)).tolist() if cell.method == "i2cl" else None
+    coefficients = made.random((layers, sublayers, 2)).tolist() if cell.method == "i2cl" else None
     outcome = {"accuracy": right / 100, "macro_f1": 0.5, "gold": (1,) * 100, "predictions": answered(right)}
     outcome |= {"labels": labels, "demonstrations": (0,), "coefficients": coefficients}
     outcome |= {"fit_seconds": 1, "predict_seconds": milliseconds / 10, "trainable_parameters": 0}
@@ -321,7 +321,7 @@ def test_coefficients_are_means_over_seeds():
 
 
 def test_coefficients_of_one_module_and_task_names_with_dollars(tmp_path):
-    (axes,) = drawn("coefficients", results(I2CL, tasks=("films",), seeds=1, sites=1)).axes
+    (axes,) = drawn("coefficients", results(I2CL, tasks=("films",), seeds=1, sublayers=1)).axes
     assert len(axes.lines) == 2
     assert not axes.collections
     result = results(I2CL, tasks=("cost_in_$", "price_in_$"))

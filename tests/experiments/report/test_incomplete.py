@@ -98,7 +98,6 @@ def test_experiment_without_results_shows_its_command():
     (only,) = result.sections
     assert only.missing == ("no results in this store: run `i2cl experiment run trial`",)
     assert "no results in this store: run `i2cl experiment run trial`" in render(result, "md")
-    assert r"no results in this store: run \texttt{i2cl experiment run trial}" in render(result, "tex")
     assert "no results in this store: run <code>i2cl experiment run trial</code>" in render(result, "html")
 
 

@@ -6,7 +6,7 @@ import pytest
 from experiments.report.synthetic import LLAMA, cells, grid, llama, noted, section, table, texts, trial
 from fitting import one_line
 from i2cl.experiments.library import load_experiment
-from i2cl.experiments.report.paper import PrintedRow, PrintedTable, printed_for, printed_tables
+from i2cl.experiments.report.printed import PrintedRow, PrintedTable, printed_for, printed_tables
 from i2cl.tasks.generated import SYNTHETIC
 from i2cl.tasks.loaders import PAPER_TASKS
 

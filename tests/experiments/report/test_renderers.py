@@ -1,4 +1,4 @@
-"""Reports as Markdown, LaTeX, CSV and HTML, and their files."""
+"""Reports as Markdown, CSV and HTML, and their files."""
 
 import re
 import sys
@@ -39,9 +39,6 @@ def odd():
 
 def test_every_format_shows_the_same_numbers():
     report = build([grid()], trial(), {}, figures=False)
-    plain = re.sub(r"\\textbf{([^}]*)}", r"\1", render(report, "tex"))
-    assert r"I2CL & 61.7 ± 12.6 & 73.3 ± 25.2 & 50.0 ± 0.0 \\" in plain
-    assert r"\begin{tabular}{lrrr}" in plain
     page = render(report, "html")
     assert ["I2CL", "61.7 ± 12.6", "73.3 ± 25.2", "50.0 ± 0.0"] in Page(page).rows
     assert '<th scope="row">I2CL</th>' in page
@@ -62,7 +59,6 @@ def test_markdown_escapes_and_marks_bold_and_printed_cells():
     ):
         assert part in text
     assert set(Page(render(odd(), "html")).strong) == {"100.0 ± 0.0"}
-    assert all(part in render(odd(), "tex") for part in (r"\textbf{100.0 ± 0.0}", r"of \$memory\_"))
 
 
 def test_csv_has_raw_measured_and_printed_numbers():
@@ -86,8 +82,6 @@ def test_headings_are_escaped():
     title = "a &lt; b_ *c* `d` [e](f) ~ ^ \\g"
     report = build([grid(title=title)], trial(), {}, figures=False)
     assert unescape(re.search("<h2>(.*) .reference.</h2>", render(report, "html"))[1]) == title
-    tex = re.search(r"section{(.*) .reference.}", render(report, "tex"))[1]
-    assert tex == (r"a \&lt; b\_ *c* `d` [e](f) \textasciitilde{} \textasciicircum{} \textbackslash{}g")
 
 
 def test_failed_cells_and_provenance_are_listed():
@@ -97,7 +91,6 @@ def test_failed_cells_and_provenance_are_listed():
     assert len(report.failures.rows) == 1
     row = ["reference", "mr", "i2cl", "1", "I2CLError: too few rows"]
     assert row in Page(render(report, "html")).rows
-    assert " & ".join(row) in render(report, "tex")
     assert all(part in render(report, "md") for part in row)
     assert dict(report.provenance)["Cells"] == ("8 done, 1 failed",)
     made = [
@@ -126,15 +119,14 @@ def drawn(monkeypatch):
 def test_write_creates_all_files(tmp_path):
     paths = write(build([grid(views=("tasks", "bars"))], trial(), {}), tmp_path / "out")
     names = [str(path.relative_to(tmp_path / "out")) for path in paths]
-    written = [f"report.{end}" for end in ("csv", "html", "md", "tex")]
+    written = [f"report.{end}" for end in ("csv", "html", "md")]
     assert names == ["figures/trial-bars.png", "figures/trial-bars.svg", *written]
-    _, text, md, tex = ((tmp_path / "out" / name).read_text() for name in written)
+    _, text, md = ((tmp_path / "out" / name).read_text() for name in written)
     addresses, caption = Page(text).addresses, CAPTIONS["bars"]
     assert f'alt="{caption}"><figcaption>{caption}</figcaption></figure>' in text
     assert next(one for one in addresses if one[0] != "#").startswith("data:image/svg+xml;base64,")
     assert "(figures/trial-bars.svg)" in md
-    assert caption in tex
-    assert "{figures/trial-bars.png}" in tex
+    assert caption in md
 
 
 @pytest.mark.usefixtures("drawn")
@@ -170,7 +162,7 @@ def test_figure_that_cannot_be_drawn_is_listed_as_missing(monkeypatch, error):
 @pytest.mark.parametrize("formats", [["pdf"], []])
 def test_write_rejects_unknown_formats_and_foreign_files(tmp_path, formats):
     report = build([grid()], trial(), {}, figures=False)
-    one_line("use one or more of md, tex, csv, html", write, report, tmp_path / "out", formats)
+    one_line("use one or more of md, csv, html", write, report, tmp_path / "out", formats)
     assert not (tmp_path / "out").exists()
     (tmp_path / "thesis.txt").write_text("mine")
     one_line("holds other files", write, report, tmp_path)

@@ -1,4 +1,4 @@
-"""Strings and numbers at the edge of what JSON can carry, in chats, batch files and fits."""
+"""Unusual strings and numbers in JSON, in chats, batch files and fits."""
 
 import json
 

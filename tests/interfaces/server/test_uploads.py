@@ -38,7 +38,7 @@ TENSORS = "injection.safetensors"
 
 
 def member(name, content=b"", kind=tarfile.REGTYPE, size=None, fields=()):
-    """Return a tar member whose header may lie about its size; ``fields``: (offset, bytes) to overwrite."""
+    """Return a tar member whose header may state a wrong size; ``fields``: (offset, bytes) to overwrite."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, 0
     head = bytearray(info.tobuf(tarfile.GNU_FORMAT))

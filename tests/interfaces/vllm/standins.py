@@ -60,7 +60,7 @@ class Llama(nn.Module):
 
 
 def vllm_config(**changes):
-    """Return a supported ``VllmConfig``, with changes to fields; ``__`` in their names stands for a dot."""
+    """Return a supported ``VllmConfig``, with changes to fields; ``__`` in their names means a dot."""
     model = {"architecture": "LlamaForCausalLM", "logprobs_mode": "raw_logprobs"}
     kinds = ("decode_context", "prefill_context", "pipeline", "data")
     parallel = {f"{kind}_parallel_size": 1 for kind in kinds} | {"_api_process_count": 1}

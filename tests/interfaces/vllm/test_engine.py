@@ -18,7 +18,7 @@ ONE = PackedEdit.of(torch.ones(1, 2, 4), torch.zeros(1, 2))
 
 
 class Request:
-    """vLLM's, as far as it is made from a request of the front end."""
+    """vLLM's request of the engine core, with the attributes that the plugin uses."""
 
     def __init__(self, salt):
         self.cache_salt = salt
@@ -29,7 +29,7 @@ class Request:
 
 
 class EngineCore:
-    """vLLM's, as far as calls to workers go."""
+    """vLLM's engine core, with its calls to workers."""
 
     def __init__(self):
         self.sent, self.message = [], [None, None]

@@ -1,4 +1,4 @@
-"""Routes of the plugin in an application of their own, with an engine that stands in for vLLM's."""
+"""Routes of the plugin in a separate application, with a replacement for vLLM's engine."""
 
 import asyncio
 import json
@@ -182,7 +182,7 @@ async def test_oversized_input_is_413_with_row_limit_and_hint(app, base, saved):
     )
     assert error["message"] == f"the request has 2049 texts, but the limit is 2048: {error['hint']}"
     assert (none[0], fine[0]) == (422, 200)
-    assert 0 < len(engine.digests) < 10  # those of one text
+    assert 0 < len(engine.digests) < 10  # of one text
 
 
 @in_a_loop

@@ -228,7 +228,7 @@ def test_unsupported_injections_are_rejected(decoder, task):
     injection = injection_for(decoder, task)
     one_line("on positions 'last'", PackedEdit.of_injection, replace(injection, positions="last"))
     context = injection.context
-    hidden = replace(context, config=ExtractConfig(writers="hidden"), values=context.values[:, :1])
+    hidden = replace(context, config=ExtractConfig(sublayers="hidden"), values=context.values[:, :1])
     with pytest.raises(I2CLError, match="block outputs"):
         PackedEdit.of_injection(
             replace(injection, context=hidden, coefficients=injection.coefficients[:, :1])

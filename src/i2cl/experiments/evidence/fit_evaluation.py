@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from random import Random
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from i2cl import encoders
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import confidence, highest
-from i2cl.experiments.evaluation import Fitted, fit_method, measure
+from i2cl.experiments.evaluation import Fitted, SharedScores, fit_method, fit_wrappers, innermost, measure
 from i2cl.experiments.evidence.selective import require_target, selection
 from i2cl.experiments.evidence.verdicts import Verdict, verdict, wilson
 from i2cl.experiments.records import Run
@@ -241,8 +241,12 @@ def evaluate_fit(
     rows, seed = tuple(demonstrations), injection.seed
     evaluated = method if injection.label_bias is None else LabelPrior(method)
 
+    @cache
+    def fit_innermost(inner: Method) -> Fitted:
+        return fit_method(decoder, task, inner, rows, seed)
+
     def fit(other: Method) -> Fitted:
-        return fit_method(decoder, task, other, rows, seed)
+        return fit_wrappers(decoder, other, fit_innermost(innermost(other)), task)
 
     def fit_folds(other: Method) -> Fitted:
         started = time.perf_counter()
@@ -304,11 +308,13 @@ def _run_all(
     """Score each method. Errors of zero-shot and of the last method are raised, others are returned."""
     runs: dict[str, Run] = {}
     not_run: dict[str, str] = {}
+    shared = SharedScores()
     *_, evaluated = fits
     for method, fit in fits.items():
         observer.evaluating(method.full_name)
         try:
-            runs[method.full_name] = measure(decoder, task, fit(method), queries, observer.scored)
+            fitted = fit(method)
+            runs[method.full_name] = measure(decoder, task, fitted, queries, observer.scored, shared)
         except (I2CLError, RuntimeError) as error:
             required = method is evaluated or method.full_name == "zero_shot"
             if required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):

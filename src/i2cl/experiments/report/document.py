@@ -20,7 +20,7 @@ from markupsafe import escape as escape_html
 from i2cl.errors import I2CLError, require_packages
 from i2cl.experiments.grid import Experiment, View
 from i2cl.experiments.records import Record
-from i2cl.experiments.report.paper import Paper, printed_for
+from i2cl.experiments.report.printed import Paper, printed_for
 from i2cl.experiments.report.results import Results, Setting, listing, outcome, results_of
 from i2cl.experiments.report.tables import Entry, Table, markdown_table, tables_of
 from i2cl.experiments.store import Vectors
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "Report of experiments"
-FORMATS = ("md", "tex", "csv", "html")  # file extensions
+FORMATS = ("md", "csv", "html")  # file extensions
 FIGURE_FOLDER = "figures"
 OWN_FILES = frozenset({FIGURE_FOLDER, *(f"report.{extension}" for extension in FORMATS)})
 MAX_ANCHOR = 60  # characters of an anchor, which file names of figures begin with
@@ -153,7 +153,7 @@ def build(
 
 
 def _anchor(name: str, sections: Sequence[Section]) -> str:
-    """Return a unique anchor without characters that are special in paths, Markdown or LaTeX."""
+    """Return a unique anchor without characters that are special in paths or Markdown."""
     plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:MAX_ANCHOR]
     used = {section.anchor for section in sections}
     numbered = (f"{plain}-{number}" for number in itertools.count(2))
@@ -313,33 +313,19 @@ def _escape_markdown(text: str) -> str:
     return re.sub(special, r"\\\g<0>", re.sub(r"\s+", " ", text))
 
 
-_TEX_SIGNS = str.maketrans(
-    {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-)
-
-
-def _escape_latex(text: str) -> str:
-    """Escape LaTeX; characters that pdfLaTeX cannot print become their code point, such as ``<U+4F60>``."""
-    text = re.sub(r"\s+", " ", text)
-    unprintable = "[^ -~\u00a0-\u00ff–—‘’“”„†‡•…−▲▼]"
-    return re.sub(unprintable, lambda match: f"<U+{ord(match[0]):04X}>", text).translate(_TEX_SIGNS)
-
-
 MARKUP = {
     "md": Markup(_escape_markdown, "**{}**", "*{}*", "`{}`"),
-    "tex": Markup(_escape_latex, r"\textbf{{{}}}", r"\textit{{{}}}", r"\texttt{{{}}}"),
     "html": Markup(escape_html, "<strong>{}</strong>", "<em>{}</em>", "<code>{}</code>"),
 }
 """Text formats by file extension."""
 
 
 def render(report: Report, extension: str, images: Mapping[str, str] | None = None) -> str:
-    """Render a report as Markdown, LaTeX or HTML.
+    """Render a report as Markdown or HTML.
 
     Args:
         report: the report.
-        extension: one of `MARKUP`. Markdown and LaTeX refer to figures in the folder ``figures``.
+        extension: one of `MARKUP`. Markdown refers to figures in the folder ``figures``.
         images: data URIs of the figures by stem, for HTML.
     """
     markup = MARKUP[extension]
@@ -410,7 +396,7 @@ def write(report: Report, folder: str | Path, formats: Iterable[str] = FORMATS) 
         for extension in chosen:
             content = csv_text(report) if extension == "csv" else render(report, extension, images)
             (new / f"report.{extension}").write_text(content, encoding="utf-8", newline="\n")
-        if images and not {"md", "tex"} & chosen.keys():
+        if images and "md" not in chosen:
             shutil.rmtree(new / FIGURE_FOLDER)  # HTML has embedded copies
         names = sorted(file.relative_to(new) for file in new.rglob("*") if file.is_file())
     return [path / name for name in names]

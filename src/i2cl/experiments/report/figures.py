@@ -432,12 +432,12 @@ def coefficients(results: Results, _vectors: Vectors) -> Figure | None:
 
 
 def _coefficients(results: Results, task: str) -> Float[np.ndarray, "seeds ..."]:
-    """Return coefficients [seeds, layers, sites, 2] of the reference row; empty if it has none."""
+    """Return coefficients [seeds, layers, sublayers, 2] of the reference row; empty if it has none."""
     outcomes = map(outcome, results.reference_records(task))
     return np.array([one.coefficients for one in outcomes if one.coefficients is not None], dtype=float)
 
 
-def _layers(axes: Axes, values: Float[np.ndarray, "seeds layers sites 2"]) -> None:
+def _layers(axes: Axes, values: Float[np.ndarray, "seeds layers sublayers 2"]) -> None:
     layers = np.arange(values.shape[1])
     flat = values.reshape(*values.shape[:2], -1)
     for number, name in enumerate(_SYMBOLS[values.shape[2]]):

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from i2cl.experiments.confidence import BINS, NAMES
 from i2cl.experiments.grid import View
 from i2cl.experiments.records import COUNTS
-from i2cl.experiments.report.paper import Paper, PrintedRow
+from i2cl.experiments.report.printed import Paper, PrintedRow
 from i2cl.experiments.report.results import (
     Line,
     Results,

@@ -201,7 +201,7 @@ def _has_rows(rows_file: Path) -> bool:
 
 
 def _require_same_settings(rows_file: Path, settings_file: Path, settings: dict[str, Any]) -> None:
-    """Raise I2CLError if rows were made with other settings. If there are no rows, store the settings."""
+    """Raise I2CLError if rows were made with other settings; store the settings if the file is empty."""
     if not _has_rows(rows_file):
         settings_file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from i2cl.errors import I2CLError, require_packages
-from i2cl.injections.confidence import confident_index
+from i2cl.injections.threshold import confident_index
 
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
 

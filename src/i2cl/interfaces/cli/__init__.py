@@ -9,7 +9,18 @@ import typer
 from typer import Option
 
 from i2cl.errors import OUT_OF_MEMORY, I2CLError, is_out_of_memory
-from i2cl.interfaces.cli import console, evaluate, experiment, export, fit, info, label, predict, serve
+from i2cl.interfaces.cli import (
+    console,
+    demo,
+    evaluate,
+    experiment,
+    export,
+    fit,
+    info,
+    label,
+    predict,
+    serve,
+)
 from i2cl.storage.atomic import system_cause
 from i2cl.version import __version__
 
@@ -49,7 +60,7 @@ app = typer.Typer(
 )
 app.add_typer(experiment.app, name="experiment")
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": evaluate.demo,
+    "demo": demo.demo,
     "fit": fit.fit,
     "predict": predict.predict,
     "suggest": label.suggest,

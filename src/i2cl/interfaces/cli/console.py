@@ -56,7 +56,7 @@ def escape() -> None:
             stream.reconfigure(errors=ESCAPED)
 
 
-_BARS: list["Bar"] = []  # active progress bars; only the innermost one is shown
+_BARS: list["Bar"] = []  # active progress bars; only the innermost one is visible
 
 
 def print_json(value: Any) -> None:

@@ -45,7 +45,7 @@ def ls(json: options.Json = False) -> None:
 
 
 def _cells_of(experiment: "Experiment", scale: "Scale") -> int:
-    """Return the number of cells of one task, without those of ``move`` rows."""
+    """Return the number of cells of one task, not counting ``move`` rows."""
     from i2cl.experiments.grid import Cell
 
     one_task = experiment.model_copy(update={"tasks": "all"})
@@ -193,7 +193,7 @@ def report(
     against: str | None = opt(None, "Reference row of the tests; default: the experiment's."),
     tasks: str | None = opt(None, "Tasks separated by commas; default: all."),
     out: Path | None = opt(None, "New folder; default: STORE/report.", "-o", "--out"),
-    formats: str = opt("md,tex,csv,html", "Output formats separated by commas."),
+    formats: str = opt("md,csv,html", "Output formats separated by commas."),
     json: options.Json = False,
 ) -> None:
     """Write tables and figures of a store, with confidence intervals and tests.

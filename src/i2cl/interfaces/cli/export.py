@@ -1,7 +1,7 @@
 """`i2cl export`, `i2cl verify` and `i2cl push`: a fitted task for other programs and people."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +16,14 @@ from i2cl.storage.atomic import require_new_file, require_writable
 
 if TYPE_CHECKING:
     from i2cl.export import Verification
+
+# What an export is, by its format.
+RESULTS = {
+    "classifier": "{task} as a text classifier on {model}",
+    "causal-lm": "{model} with {task} in its weights",
+    "peft": "{task} as a LoRA adapter of {model}",
+    "gguf": "{model} with {task} in its weights",
+}
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ def export(
     else:
         require_writable(output, frozenset())
     load.libraries()
-    from i2cl import export as formats
     from i2cl.core.injection import Injection
+    from i2cl.export import EXPORTERS
     from i2cl.injections.label_prior import without_label_prior
 
     injection = Injection.from_pretrained(artefact)
@@ -93,27 +101,15 @@ def export(
         except I2CLError as error:
             console.note(str(error))
     decoder = load.artefact_decoder(injection, model, loading)
-    notes: Sequence[str] = ()
     with console.progress(None, f"exporting {task}"):
-        if form.to == "classifier":
-            notes = formats.export_classifier(decoder, injection, output, **arguments)
-            result = f"{task} as a text classifier on {name}"
-        elif form.to == "peft":
-            formats.export_peft(decoder, injection, output, **arguments)
-            result = f"{task} as a LoRA adapter of {name}"
-        elif form.to == "gguf":
-            formats.export_gguf(decoder, injection, output, **arguments)
-            result = f"{name} with {task} in its weights"
-        else:
-            formats.export_causal_lm(decoder, injection, output, **arguments)
-            result = f"{name} with {task} in its weights"
+        notes = EXPORTERS[form.to](decoder, injection, output, **arguments) or ()
     files = [output] if output.is_file() else output.glob("*.safetensors")
     size = sum(path.stat().st_size for path in files)
     if json:
         record = {"output": str(output), "to": form.to, "task": task, "base_model": name}
         console.print_json(record | {"golden": form.golden, "bytes": size})
         return
-    console.say(f"Saved {output}: {result}, {size:,} bytes.")
+    console.say(f"Saved {output}: {RESULTS[form.to].format(task=task, model=name)}, {size:,} bytes.")
     for line in (*notes, *_hints(output, form)):
         console.say(line)
 

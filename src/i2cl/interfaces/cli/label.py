@@ -69,8 +69,12 @@ def suggest(
     require_new_file(output)
     require_packages("i2cl suggest", "sklearn", "sklearn")
     load.require_options(loading)
-    injection = _fitted_task(source, rows, places) if labels is None else None
-    task = _new_task(source, labels, rows) if injection is None else injection.task
+    injection = None
+    if labels is not None:
+        task = _new_task(source, labels, rows)
+    else:
+        injection = _fitted_task(source, rows, places)
+        task = injection.task
     known: Sequence[Example] = ()
     if choice.labelled is not None:
         known, _ = read_labelled(choice.labelled, task.labels, skip=rows.skip_bad_rows)
@@ -203,7 +207,7 @@ def _new_task(model: str, labels: str, rows: TaskOptions) -> "Task":
     if (Path(model) / DESCRIPTION).is_file():
         raise I2CLError(f"{model!r} is a fitted task, with labels: leave out --labels")
     load.require_model(model)
-    return Task("texts", tuple(load.split(labels)), Template(load.template(rows, DEFAULT_TEMPLATE)))
+    return Task("texts", tuple(load.split(labels)), Template(load.template(rows, None) or DEFAULT_TEMPLATE))
 
 
 def _read_texts(

@@ -12,7 +12,7 @@ import typer
 from typer import Argument
 
 from i2cl.errors import I2CLError
-from i2cl.injections.confidence import require_confidence
+from i2cl.injections.threshold import require_confidence
 from i2cl.interfaces.batch_prediction.outputs import (
     open_output,
     require_not_input,

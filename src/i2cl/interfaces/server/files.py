@@ -29,7 +29,7 @@ MAX_ERRORS = 1000  # checking stops after this many malformed lines
 MAX_JOB_BYTES = 2**30  # input of a job and upper bound of its answers, on the disk
 BYTES_PER_ANSWER, BYTES_PER_PROBABILITY = 400, 25  # upper bounds of the JSON
 
-# Characters that JSON leaves as they are, and at which `str.splitlines` and httpx would end a line.
+# Characters that JSON does not escape although `str.splitlines` and httpx end a line there.
 LINE_BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
 
 

@@ -33,7 +33,7 @@ PROGRESS_SECONDS = 0.1  # minimum interval between progress events
 
 
 class FitJob(FitOptions):
-    """Request of a fit job, as it is stored with the job."""
+    """Request of a fit job; stored with the job."""
 
     file_names: dict[str, str] = Field(default_factory=dict)  # shown in errors, by names in the job's folder
 

@@ -162,8 +162,8 @@ class Access:
         return hashlib.sha256(header.partition(" ")[2].strip().encode()).hexdigest()[:16]
 
     def authorize(self, required: Role, header: str) -> str | None:
-        """Check an Authorization header, and return the id of a read token (None for an admin, or if there
-        are no tokens). Raises RefusalError: 401 without a valid token, 403 if its role does not suffice.
+        """Check an Authorization header, and return the id of a read token; None for an admin, or if the
+        server has no tokens. Raises RefusalError: 401 without a valid token, 403 for an insufficient role.
         """
         if not self.tokens:
             return None

@@ -126,7 +126,7 @@ class Service:
         return self.batcher.alive and not self.batcher.stops
 
     async def classify(self, name: str, texts: Sequence[str], timeout: float | None = None) -> Answer:
-        """Classify texts with one version of a task, even if it is replaced meanwhile.
+        """Classify texts with one version of a task, even if it is replaced in the meantime.
 
         If the coroutine is cancelled, texts that were not yet encoded are not, and rows that had not started
         do not run.

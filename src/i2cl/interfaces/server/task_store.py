@@ -27,7 +27,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
-from i2cl.core.artefact import DESCRIPTION, FILES
 from i2cl.core.injection import Injection
 from i2cl.encoders import absolute
 from i2cl.errors import LONE_SURROGATE, I2CLError
@@ -35,6 +34,7 @@ from i2cl.injections.pool import InjectionPool, LoadedTask, TaskQuery
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.uploads import require_finite_in_use
 from i2cl.storage.atomic import sync_to_disk, write_text_atomic
+from i2cl.storage.layout import DESCRIPTION, FILES
 from i2cl.tasks.labels import normalize_word
 
 MAX_NAME_LENGTH = 128

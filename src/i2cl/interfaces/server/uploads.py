@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from i2cl.core.artefact import DESCRIPTION, FILES, TENSORS
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.models.decoder import Decoder
-from i2cl.storage.card import CARD, model_card
+from i2cl.storage.card import model_card
+from i2cl.storage.layout import CARD, DESCRIPTION, FILES, TENSORS
 
 OVERHEAD_BYTES = 16 * 2**20  # of an artefact besides its tensors: description, model card, tar headers
 MAX_DESCRIPTION = 2**20  # bytes of the JSON file; parsing takes thirty times as much memory

@@ -21,8 +21,8 @@ from i2cl.errors import I2CLError
 from i2cl.experiments.draw import up_to, warn_of_small_classes
 from i2cl.experiments.evidence import plan_evaluation
 from i2cl.experiments.fitting import FitRequest, fit_task
-from i2cl.injections.confidence import require_confidence
 from i2cl.injections.temperature import normalised
+from i2cl.injections.threshold import require_confidence
 from i2cl.interfaces.sklearn.inputs import Classes, as_examples, as_texts, label_words
 from i2cl.interfaces.sklearn.quiet import quiet_unless_verbose
 from i2cl.interfaces.sklearn.shared import NO_MODEL, ModelSource, find_decoder

@@ -21,7 +21,6 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from i2cl.core.artefact import DESCRIPTION
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.interfaces.decisions import (
@@ -42,6 +41,7 @@ from i2cl.interfaces.vllm.engine import ASLEEP, DROP, LOAD
 from i2cl.interfaces.vllm.frontend import TASKS, Answer, Edge, Prompt, ServedTask
 from i2cl.interfaces.vllm.support import NAME
 from i2cl.models.batching import Ids
+from i2cl.storage.layout import DESCRIPTION
 
 # Environment variable: folder of artefacts to load at start-up, each named by its subfolder.
 TASKS_FOLDER_ENV = "I2CL_VLLM_TASKS"

@@ -55,7 +55,7 @@ class Summarizer:
 
     @property
     def has_positions(self) -> bool:
-        """Whether summary vectors have positions of their own."""
+        """Whether summary vectors have separate positions."""
         return HAS_POSITIONS[self.decoder.model.config.model_type]
 
     def positions(self, vectors_before: int, tokens: int, vectors_after: int) -> list[int] | None:

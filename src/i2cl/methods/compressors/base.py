@@ -174,7 +174,7 @@ class SoftPromptPredictor:
         front = len(decoder.encoder.front)  # special tokens are removed from each query
         used = self.prefix.next_position + len(self.right) + labels.room - front
         limit = None if decoder.max_length is None else decoder.max_length - used
-        encoded = decoder.encoder.fitted(self.scorer.prompt, texts, limit)
+        encoded = decoder.encoder.encode(self.scorer.prompt, texts, limit)
         queries = [ids[front:] + self.right for ids in encoded]
         scores = score(decoder, queries, labels, edit=self.edit, prefix=self.prefix, progress=progress)
         require_finite(scores, decoder)

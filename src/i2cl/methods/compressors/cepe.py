@@ -57,8 +57,8 @@ class CrossLayer:
 class CrossAttention(Edit):
     """Adds cross-attention to encoder states after the self-attention of each layer.
 
-    Keys and values are computed again for every batch: those of all layers would take far more memory than
-    the states.
+    Keys and values are recomputed for every batch: storing them for all layers would take far more memory
+    than the states.
     """
 
     sees_input = True

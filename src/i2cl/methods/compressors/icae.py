@@ -61,7 +61,7 @@ class ICAEConfig(Settings):
 class ReplaceLastEmbedding(Edit):
     """Replaces the input embedding of each query's last token by a vector."""
 
-    site = "embeddings"
+    hook_point = "embeddings"
 
     def __init__(self, vector: Float[Tensor, " d"]) -> None:
         self.vector = vector
@@ -152,7 +152,7 @@ class ICAE(Method):
         """Compress the demonstrations.
 
         Raises:
-            I2CLError: if there is no compressor for the model, or the demonstrations are too long.
+            I2CLError: if the model has no compressor, or the demonstrations are too long.
         """
         encoder = auto_encoder(decoder, self.config)
         text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
@@ -188,7 +188,7 @@ def auto_encoder(decoder: Decoder, config: ICAEConfig) -> AutoEncoder:
     """Return a model with its compressor.
 
     Raises:
-        I2CLError: if there is no compressor, or it does not fit the model.
+        I2CLError: if the model has no compressor, or an incompatible one.
     """
     version = VERSIONS[require_model_type(decoder, ICAE.name, VERSIONS)]
     name = config.compressor or _find_file(decoder)
@@ -245,6 +245,6 @@ def _parse_ids(decoder: Decoder, text: str) -> Ids:
     if any(token >= size for token in ids):
         raise I2CLError(
             f"token id {max(ids)} of left= or right= is not below {size}, the vocabulary size of "
-            f"{decoder.name!r}: give ids of this model, or form=lm"
+            f"{decoder.name!r}: give ids of this model"
         )
     return ids

@@ -1,4 +1,4 @@
-"""Engines of vLLM in processes of their own, and a server; all tests here are skipped without vLLM."""
+"""Engines of vLLM in separate processes, and a server; all tests here are skipped without vLLM."""
 
 import json
 import socket
@@ -103,7 +103,7 @@ def run(engines, tmp_path, model):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, model, artefacts):
-    """URL of a server in three processes of its own with the tasks t0 and t1."""
+    """URL of a server, in three separate processes, with the tasks t0 and t1."""
     folder, _ = artefacts
     tasks = {name: folder / name for name in ("t0", "t1")}
     with serving(tmp_path_factory.mktemp("server"), model, tasks) as url:

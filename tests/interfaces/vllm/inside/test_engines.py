@@ -1,4 +1,4 @@
-"""The plugin in vLLM itself, on a CPU: its scores are those of `Injection`. Each test starts engines."""
+"""The plugin inside vLLM on a CPU computes the same scores as `Injection`. Each test starts engines."""
 
 import random
 from types import SimpleNamespace

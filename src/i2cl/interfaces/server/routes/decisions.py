@@ -13,7 +13,7 @@ from i2cl.interfaces.decisions import (
     SystemoneResponse,
     describe,
 )
-from i2cl.interfaces.server.decisions import DecisionMaker
+from i2cl.interfaces.server.decision_maker import DecisionMaker
 from i2cl.interfaces.server.guard import policy
 from i2cl.interfaces.server.routes import schemas
 from i2cl.interfaces.server.service import Service

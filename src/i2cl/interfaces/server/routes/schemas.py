@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from i2cl.injections.confidence import confident_index
+from i2cl.injections.threshold import confident_index
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.tasks.formats import ROW_SUFFIXES
 
