@@ -3,7 +3,7 @@
 const POLL_MS = 2000; // interval at which the state of an open project is read
 const WAIT_MS = 1000; // between two requests for texts while the first ones are being chosen
 const LINES = "one text per line"; // value of the text column if there are no columns
-const MAX_DOUBTS = 10; // listed
+const MAX_DOUBTS = 5; // listed
 const CHART = { left: 40, right: 390, top: 10, bottom: 130 };
 let project = null; // state of the open project
 let source = null; // chosen file: { name, format, content }
@@ -45,9 +45,11 @@ async function openProject(name) {
   for (const id of ["labelling", "curve", "review", "finish"]) $(id).hidden = false;
   for (const id of ["code", "copying"]) $(id).hidden = true;
   for (const id of ["served", "saved"]) show(id, "");
+  $("new").open = false;
   makeChoices();
   showState();
   await Promise.all([nextTexts(), showIssues()]);
+  if (!$("answer").hidden) $("text").focus();
 }
 
 function closeProject() {
@@ -61,6 +63,7 @@ async function removeProject() {
   const name = project.id;
   await json("DELETE", path());
   closeProject();
+  $("new").open = true;
   await listProjects();
   show("state", `Project ${name} and its texts were deleted. A task that was served from it stays.`);
   $("file").focus();
@@ -90,8 +93,7 @@ async function takeFile(file) {
     $("name").value ||= stem(name);
     $("texts").value = "";
     updateColumns();
-    const lines = content.split("\n").filter((line) => line.trim()).length;
-    show("state", `${name} has ${plural(lines, "line")}.${encoding === "windows-1252" ? " It is read as Windows-1252: save it as UTF-8 if that is wrong." : ""}`);
+    show("state", encoding === "windows-1252" ? `${name} is read as Windows-1252: save it as UTF-8 if that is wrong.` : `${name} is read: name the labels.`);
   } catch (error) { showError(error); }
 }
 
@@ -153,6 +155,7 @@ async function nextTexts() {
   if (project?.id !== name) return;
   queue = data;
   showText();
+  listProjects().catch(showSaveError);
   if (waiting) {
     show("saved", "Choosing the first texts");
     setTimeout(() => nextTexts().catch(showSaveError), WAIT_MS);
@@ -205,6 +208,7 @@ function saveChosen() {
 const undo = () => act(async () => {
   const text = await json("POST", path("/undo"), { labeller: labeller() });
   queue = [text, ...queue.filter((other) => other.id !== text.id)];
+  showText();
   show("saved", "The last answer was taken back.");
   await readState();
 });
@@ -285,7 +289,9 @@ function showExpected({ rounds, next_round: next, labels_per_round: step }) {
 
 async function showIssues() {
   const { data } = await json("GET", path("/review"));
-  $("doubts").textContent = data.length ? `${plural(data.length, "label")} may be wrong, according to fits that have not seen the text.` : "No label looks wrong so far.";
+  const accuracy = project.rounds.at(-1)?.accuracy;
+  $("doubts").textContent = data.length ? `Fits that have not seen the text, and are right about ${percent(accuracy)} of the texts, doubt ${
+    plural(data.length, "label")}${data.length > MAX_DOUBTS ? `, these the most` : ""}.` : "No label looks wrong so far.";
   $("issues").replaceChildren(...data.slice(0, MAX_DOUBTS).map((issue) => {
     const item = element("li"), line = element("p", undefined, { class: "row" });
     item.append(element("p", issue.text, { class: "doubtful" }),
@@ -357,7 +363,7 @@ async function load() {
   } catch (error) {
     const closed = error.code === "read_only";
     $("closed").hidden = !closed;
-    $("create").hidden = closed;
+    $("new").hidden = closed;
     if (error.status !== 401 && !closed) showError(error);
   }
 }
