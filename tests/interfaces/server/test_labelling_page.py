@@ -38,7 +38,7 @@ def create(page, name, content=None, labels=LABELS):
     choose_file(page, f"{name}.csv", content or "text\n" + "".join(f"{text}\n" for text in TEXTS))
     page.fill("#labels", labels)
     page.click("#create .main")
-    page.wait_for_selector("#answer:not([hidden])")
+    page.wait_for_selector("#answer:not([hidden])", timeout=300_000)  # until the first texts are chosen
 
 
 def label_by_keyboard(page, count):

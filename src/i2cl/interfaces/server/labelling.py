@@ -81,7 +81,8 @@ def run(job: Job, batcher: Batcher, store: LabellingStore) -> dict[str, Any]:
 
     def work() -> dict[str, Any]:
         source: Task | Injection = task
-        accuracy, issues = None, []
+        accuracy: tuple[float, float, float] | None = None
+        issues: list[Issue] = []
         if not missing:
             job.publish_progress("fitting", labels=len(rows))
             source, accuracy, issues = _fit(decoder, task, rows)
@@ -91,7 +92,8 @@ def run(job: Job, batcher: Batcher, store: LabellingStore) -> dict[str, Any]:
         store.save_round(project, Round(answer, len(rows), accuracy), issues, proposals)
         return {"labels": len(rows), "missing": missing, "accuracy": accuracy and accuracy[0]}
 
-    return batcher.run(work).result()
+    fields: dict[str, Any] = batcher.run(work).result()
+    return fields
 
 
 def _fit(
@@ -143,9 +145,11 @@ def _choose(
     task = source.task if isinstance(source, Injection) else source
     pool = [*candidates, *taken]
     unknown = [one for one in pool if one.vector is None]
-    fresh = text_vectors(decoder, task, [one.text for one in unknown]).astype(np.float32) if unknown else []
-    saved = {one.id: vector.tobytes() for one, vector in zip(unknown, fresh, strict=True)}
-    store.save_vectors(saved.items())
+    saved: dict[int, bytes] = {}
+    if unknown:
+        fresh = text_vectors(decoder, task, [one.text for one in unknown])
+        saved = {one.id: vector.tobytes() for one, vector in zip(unknown, fresh, strict=True)}
+        store.save_vectors(saved.items())
     vectors = np.stack([np.frombuffer(one.vector or saved[one.id], np.float32) for one in pool])
     texts, given = [one.text for one in pool], [one.text for one in taken]
     log_probs = source.log_probs(decoder, texts) if isinstance(source, Injection) else None
