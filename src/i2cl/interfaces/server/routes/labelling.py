@@ -280,9 +280,10 @@ def _fit_options(store: LabellingStore, project: Project, name: str | None) -> s
 
 
 def _project_of_task(service: Service, store: LabellingStore, name: str) -> Project:
-    """Return the project of a task, creating it if there is none."""
+    """Return the project of a task, creating it if there is none. Raises I2CLError for a multi-label task."""
     if project := store.find(normalize_word(name)):
         return project
     entry = service.tasks.entry(name)
-    template = service.tasks.injection(entry.digest).task.template.format
-    return store.create(entry.name, entry.labels, template, {})
+    task = service.tasks.injection(entry.digest).task
+    task.require_single_label("feedback", "correct its rows in a file, and fit it again")
+    return store.create(entry.name, entry.labels, task.template.format, {})
