@@ -16,16 +16,20 @@ from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError,
 from i2cl.experiments.draw import FewRowsWarning
 from i2cl.experiments.evidence.fit_evaluation import BASELINES
 from i2cl.injections.label_prior import with_label_prior
-from i2cl.injections.temperature import with_temperature
 from i2cl.tasks.loaders import default_template
 from i2cl.tasks.template import DEFAULT_TEMPLATE
-from processes import finished
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import (
+    check_classifiers_multilabel_output_format_decision_function,
+    check_classifiers_multilabel_output_format_predict,
+    check_classifiers_multilabel_output_format_predict_proba,
+    check_classifiers_multilabel_representation_invariance,
+    parametrize_with_checks,
+)
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from i2cl.interfaces.sklearn import I2CLClassifier
@@ -77,7 +81,15 @@ def spelled(rows):
 WORDS = {0: "red", 1: "blue", 2: "green", 3: "gold", -1: "yellow"}
 NAMES = {word: word for word in ("one", "two", "three")}
 ROUNDED = "other batches round differently: differences of 1e-6, but 1e-7 is required"
-FAILED_CHECKS = {
+MULTI_LABEL_CHECKS = (
+    check_classifiers_multilabel_output_format_decision_function,
+    check_classifiers_multilabel_output_format_predict,
+    check_classifiers_multilabel_output_format_predict_proba,
+    check_classifiers_multilabel_representation_invariance,
+)
+FAILED_CHECKS = dict.fromkeys(
+    [check.__name__ for check in MULTI_LABEL_CHECKS], "the method i2cl takes one label per text"
+) | {
     "check_methods_subset_invariance": ROUNDED,
     "check_sample_weight_equivalence_on_dense_data": "it draws examples; without shots, 1e-4 apart",
 }
@@ -89,6 +101,12 @@ FAILED_CHECKS = {
 )
 def test_passes_scikit_learn_checks(estimator, check):
     check(estimator)
+
+
+@pytest.mark.parametrize("check", MULTI_LABEL_CHECKS, ids=lambda check: check.__name__)
+def test_passes_scikit_learn_checks_of_multi_label_classifiers(check):
+    options = {"shots": 1, "settings": {"steps": 1}, "evaluate": 0, "labels": WORDS | {4: "black"}}
+    check("I2CLClassifier", OnNumbers("reference", **options))
 
 
 def shown_of(result, shots):
@@ -106,7 +124,7 @@ def test_fit_equals_extract_and_calibrate():
     injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast", passes=25))
     assert result.classes_.tolist() == sorted(TASK.labels)
     assert torch.equal(result.injection_.coefficients, injection.coefficients)
-    injection = with_temperature(injection, result.injection_.temperature)  # chosen on rows that shots left
+    injection = injection.with_head(ensemble=result.injection_.ensemble)  # chosen on rows that shots left
     scores = injection.log_probs(decoder, QUERIES).double()
     assert np.allclose(result.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
     assert np.array_equal(result.decision_function(QUERIES), scores.numpy())
@@ -120,7 +138,7 @@ def test_fit_with_anchored_and_unlabelled_texts(tmp_path):
     plain = anchor(reference(), *shown_of(result, 5), AnchoredConfig(steps=2))
     injection = with_label_prior(plain, reference(), unlabelled)
     assert torch.equal(result.injection_.context.values, injection.context.values)
-    injection = with_temperature(injection, result.injection_.temperature)
+    injection = injection.with_head(ensemble=result.injection_.ensemble)
     assert np.allclose(result.decision_function(QUERIES), injection.log_probs(reference(), QUERIES).numpy())
     assert "anchored+label_prior" in result.report_["methods"]
     result.save_pretrained(tmp_path / "out")
@@ -193,7 +211,7 @@ def test_report_uses_the_texts_left_over_by_shots():
     result = quick(shots=2, recipe="fast", settings={"passes": 20}, evaluate=160).fit(X, Y)
     report = result.report_
     assert (report["rows"], report["split"]) == (len(X) - 8, "train")
-    assert list(report["methods"]) == [*BASELINES, "i2cl"]
+    assert list(report["methods"]) == [*BASELINES, "i2cl", "ensemble"]
     shown = {row.text for row in shown_of(result, 2)[1]}
     left = [(text, word) for text, word in zip(X, Y, strict=True) if text not in shown]
     assert report["methods"]["i2cl"]["accuracy"] == result.score(*zip(*left, strict=True))
@@ -386,8 +404,3 @@ def test_shots_above_class_size_use_all_rows_and_warn():
     with pytest.warns(FewRowsWarning, match=r"fewer than 2 rows, all of which are used: blue \(1\), green"):
         result = quick(shots=2).fit([X[at] for at in rows], [Y[at] for at in rows])
     assert result.injection_.context.demonstrations == 4
-
-
-def test_missing_scikit_learn_is_reported_with_install_command():
-    _, _, message = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
-    assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in message
