@@ -222,7 +222,7 @@ def test_salts_separate_tasks_clients_and_plain_requests():
 
 
 class Blocks:
-    """A stream through writers that make something of what they read, edited as `edited` says."""
+    """A stream through sublayers that make something of what they read, edited as `edited` says."""
 
     def __init__(self, layers, d):
         draw = torch.Generator().manual_seed(3)
@@ -243,9 +243,9 @@ class Blocks:
     [
         (lambda _: True, None),
         (lambda _: False, "does not change the answer"),
-        (lambda place: place != 5, "not all residual writers"),
-        (lambda place: place != 0, "not all residual writers"),
-        (lambda place: place % 2 == 0, "not all residual writers"),
+        (lambda place: place != 5, "not all sublayers"),
+        (lambda place: place != 0, "not all sublayers"),
+        (lambda place: place % 2 == 0, "not all sublayers"),
     ],
 )
 def test_the_canary_detects_missing_edits(edited, fault):

@@ -23,7 +23,7 @@ def test_an_untested_version_is_rejected_without_override(monkeypatch):
 
 
 REFUSED = {
-    "model_config__architecture": ("FalconForCausalLM", "FalconForCausalLM.*residual writers"),
+    "model_config__architecture": ("FalconForCausalLM", "FalconForCausalLM.*sublayers"),
     "parallel_config__enable_dbo": (True, "dual-batch overlap"),
     "parallel_config__ubatch_size": (2, "dual-batch overlap"),
     "parallel_config__decode_context_parallel_size": (2, "context parallelism"),

@@ -17,7 +17,7 @@ from i2cl.interfaces.vllm.worker import (
     EditTables,
     PackedEdit,
     SlotState,
-    residual_writers,
+    find_sublayers,
     wrap_model_forward,
     write_edit,
 )
@@ -118,9 +118,9 @@ def test_each_token_is_edited_like_in_the_library(model):
     state.prepare_inputs(batch_v2([3, 1, 0], [2, 1, 3], padded=8, requests_padded=4), None)
     states = torch.randn(8, D)
     for layer, block in enumerate(model.model.layers):
-        for index, writer in enumerate((block.self_attn.o_proj, block.mlp.down_proj)):
-            plain = torch.nn.functional.linear(states, writer.weight, writer.bias)
-            result, bias = writer(states)
+        for index, sublayer in enumerate((block.self_attn.o_proj, block.mlp.down_proj)):
+            plain = torch.nn.functional.linear(states, sublayer.weight, sublayer.bias)
+            result, bias = sublayer(states)
             assert bias is None
             for rows, seed in ((slice(0, 2), 10), (slice(3, 6), 11)):
                 wanted = AffineEdit.linear(*edit(seed)).output(layer, index, plain[None, rows])[0]
@@ -131,42 +131,44 @@ def test_each_token_is_edited_like_in_the_library(model):
 
 def test_plain_rows_are_exact_in_bfloat16(model):
     states = torch.randn(4, D).bfloat16()
-    writer = model.model.layers[0].mlp.down_proj.bfloat16()
+    sublayer = model.model.layers[0].mlp.down_proj.bfloat16()
     model.i2cl_tables.token_slots.fill_(PLAIN)
-    plain = torch.nn.functional.linear(states, writer.weight, writer.bias)
+    plain = torch.nn.functional.linear(states, sublayer.weight, sublayer.bias)
     for name in ("i2cl_rows", "i2cl_scales"):  # which .bfloat16() has rounded, as vLLM never does
-        setattr(writer, name, getattr(writer, name).float())
-    result, _ = writer(states)
+        setattr(sublayer, name, getattr(sublayer, name).float())
+    result, _ = sublayer(states)
     assert result.dtype == torch.bfloat16
     assert torch.equal(result, plain)
 
 
 def test_tables_keep_their_addresses_and_stay_out_of_checkpoints(model):
     tables = model.i2cl_tables
-    writer = tables.writers[0]
-    before = [one.data_ptr() for one in (writer.i2cl_rows, writer.i2cl_scales, tables.token_slots)]
+    sublayer = tables.sublayers[0]
+    before = [one.data_ptr() for one in (sublayer.i2cl_rows, sublayer.i2cl_scales, tables.token_slots)]
     tables.write(2, packed(12).digest, packed(12))
-    assert before == [one.data_ptr() for one in (writer.i2cl_rows, writer.i2cl_scales, tables.token_slots)]
-    assert all(writer.i2cl_slots is tables.token_slots for writer in tables.writers)
+    assert before == [
+        one.data_ptr() for one in (sublayer.i2cl_rows, sublayer.i2cl_scales, tables.token_slots)
+    ]
+    assert all(sublayer.i2cl_slots is tables.token_slots for sublayer in tables.sublayers)
     assert not [name for name in model.state_dict() if "i2cl" in name]
     assert packed(10).digest not in tables.slot_of
     assert tables.slot_of[packed(12).digest] == 2
-    assert writer.i2cl_rows[PLAIN].eq(0).all()
-    assert writer.i2cl_scales[PLAIN] == 1
+    assert sublayer.i2cl_rows[PLAIN].eq(0).all()
+    assert sublayer.i2cl_scales[PLAIN] == 1
 
 
 def test_restored_tables_have_what_was_saved(model):
     tables = model.i2cl_tables
-    before = [(writer.i2cl_rows.clone(), writer.i2cl_scales.clone()) for writer in tables.writers]
+    before = [(sublayer.i2cl_rows.clone(), sublayer.i2cl_scales.clone()) for sublayer in tables.sublayers]
     tables.save()
-    for writer in tables.writers:  # memory that was unmapped and mapped again
-        writer.i2cl_rows.fill_(torch.nan)
-        writer.i2cl_scales.fill_(torch.nan)
+    for sublayer in tables.sublayers:  # memory that was unmapped and mapped again
+        sublayer.i2cl_rows.fill_(torch.nan)
+        sublayer.i2cl_scales.fill_(torch.nan)
     tables.token_slots.fill_(9)
     tables.restore()
-    for writer, (rows, scales) in zip(tables.writers, before, strict=True):
-        assert torch.equal(writer.i2cl_rows, rows)
-        assert torch.equal(writer.i2cl_scales, scales)
+    for sublayer, (rows, scales) in zip(tables.sublayers, before, strict=True):
+        assert torch.equal(sublayer.i2cl_rows, rows)
+        assert torch.equal(sublayer.i2cl_scales, scales)
     assert tables.token_slots.eq(PLAIN).all()
 
 
@@ -175,13 +177,13 @@ def test_a_second_restore_changes_nothing(model):
     tables.save()
     tables.restore()
     tables.write(2, packed(12).digest, packed(12))
-    written = tables.writers[0].i2cl_rows.clone()
+    written = tables.sublayers[0].i2cl_rows.clone()
     tables.restore()
-    assert torch.equal(tables.writers[0].i2cl_rows, written)
+    assert torch.equal(tables.sublayers[0].i2cl_rows, written)
 
 
 def test_another_depth_and_partial_sums_are_rejected(model):
-    with pytest.raises(I2CLError, match="edits 2 residual writers, but the model has 4"):
+    with pytest.raises(I2CLError, match="edits 2 sublayers, but the model has 4"):
         model.i2cl_tables.write(1, "x", PackedEdit.of(torch.zeros(1, 2, D), torch.ones(1, 2)))
 
     class Part(Linear):
@@ -189,13 +191,13 @@ def test_another_depth_and_partial_sums_are_rejected(model):
 
     model = Llama(vllm_config=vllm_config())
     model.model.layers[1].mlp.down_proj = Part(D, D)
-    one_line("partial sum", residual_writers, model, "LlamaForCausalLM")
+    one_line("partial sum", find_sublayers, model, "LlamaForCausalLM")
 
 
 def test_failed_write_returns_its_error_and_leaves_the_worker_usable():
     tables = EditTables([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], 3, 4, 8)
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(i2cl_tables=tables)))
-    for layers, width, error in ((2, 4, "edits 4 residual writers"), (1, 3, "RuntimeError")):
+    for layers, width, error in ((2, 4, "edits 4 sublayers"), (1, 3, "RuntimeError")):
         wrong = PackedEdit.of(torch.ones(layers, 2, width), torch.ones(layers, 2))
         assert error in write_edit(worker, 1, wrong.digest, wrong.rows, wrong.scales)
         assert not tables.slot_of

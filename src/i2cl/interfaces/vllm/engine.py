@@ -201,25 +201,25 @@ def wrap_request(original: Callable[..., Any], cls: Any, request: Any, block_has
 
 
 def canaries(layers: int, d: int) -> tuple[PackedEdit, PackedEdit]:
-    """Build two edits that give the same answer if, and only if, every residual writer is edited.
+    """Build two edits that give the same answer if, and only if, every sublayer is edited.
 
-    Both zero the writers' outputs and add the same vector to the residual stream: the first at the first
-    writer, the second in equal parts at all writers. A writer that is not edited sees a different stream in
-    each case, so its unedited output makes the answers differ.
+    Both zero the sublayers' outputs and add the same vector to the residual stream: the first at the first
+    sublayer, the second in equal parts at all sublayers. A sublayer that is not edited sees a different
+    stream in each case, so its unedited output makes the answers differ.
     """
     vector = torch.randn(d, generator=torch.Generator().manual_seed(0))
-    at_first_writer = torch.zeros(layers, 2, d)
-    at_first_writer[0, 0] = vector
-    at_all_writers = (vector / (2 * layers)).expand(layers, 2, d)
+    at_first_sublayer = torch.zeros(layers, 2, d)
+    at_first_sublayer[0, 0] = vector
+    at_all_sublayers = (vector / (2 * layers)).expand(layers, 2, d)
     scales = torch.zeros(layers, 2)
-    return PackedEdit.of(at_first_writer, scales), PackedEdit.of(at_all_writers, scales)
+    return PackedEdit.of(at_first_sublayer, scales), PackedEdit.of(at_all_sublayers, scales)
 
 
 def run_canary(core: Any) -> None:
     """Send one prompt to a newly started ``EngineCore``, without a task and under both canaries.
 
     Raises:
-        I2CLError: if the edit has no effect, or not all residual writers are edited.
+        I2CLError: if the edit has no effect, or not all sublayers are edited.
     """
     config = core.vllm_config.model_config
     pair = canaries(config.get_total_num_hidden_layers(), config.get_hidden_size())
@@ -238,7 +238,7 @@ def run_canary(core: Any) -> None:
 def require_edited(
     plain: Float[Tensor, " n"], first: Float[Tensor, " n"], second: Float[Tensor, " n"]
 ) -> None:
-    """Check that the canaries' log-probabilities show the edit of every residual writer.
+    """Check that the canaries' log-probabilities show the edit of every sublayer.
 
     Args:
         plain: log-probabilities without a task.
@@ -246,14 +246,14 @@ def require_edited(
         second: log-probabilities under the second canary.
 
     Raises:
-        I2CLError: if the edit has no effect, or not all residual writers are edited.
+        I2CLError: if the edit has no effect, or not all sublayers are edited.
     """
     effect, difference = float((first - plain).abs().max()), float((first - second).abs().max())
     # negated comparisons: also true for NaN
     if not effect > 1e-3:
         problem = "a task does not change the answer"
     elif not difference <= CANARY_TOLERANCE * effect:
-        problem = f"not all residual writers are edited (equivalent tasks differ by {difference:.2g} nats)"
+        problem = f"not all sublayers are edited (equivalent tasks differ by {difference:.2g} nats)"
     else:
         return
     raise I2CLError(

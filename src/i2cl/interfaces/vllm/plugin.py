@@ -8,7 +8,7 @@ from functools import cache, partial, wraps
 from typing import Any
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.vllm.support import NAME, WRITERS, require_version
+from i2cl.interfaces.vllm.support import NAME, SUBLAYERS, require_version
 
 
 def register() -> None:
@@ -23,7 +23,7 @@ def register() -> None:
     if NAME not in (envs.VLLM_PLUGINS or ()):
         return
     require_version(vllm.__version__)
-    for architecture in WRITERS:
+    for architecture in SUBLAYERS:
         vllm.ModelRegistry.register_model(architecture, f"i2cl.interfaces.vllm.worker:{architecture}")
     _install()
 

@@ -21,8 +21,8 @@ ANY_VERSION_ENV = "I2CL_VLLM_ANY"  # environment variable: 1 accepts an untested
 DEFAULT_SLOTS = 64  # maximum number of loaded tasks
 
 
-class Writers(NamedTuple):
-    """Location of a vLLM model class and of its residual writers."""
+class Sublayers(NamedTuple):
+    """Location of a vLLM model class and of its sublayers."""
 
     module: str  # in ``vllm.model_executor.models``
     name: str  # class name
@@ -32,21 +32,21 @@ class Writers(NamedTuple):
 
 
 # Keys: architecture names in config.json.
-WRITERS: Mapping[str, Writers] = MappingProxyType(
+SUBLAYERS: Mapping[str, Sublayers] = MappingProxyType(
     {
-        "GPT2LMHeadModel": Writers("gpt2", "GPT2LMHeadModel", "transformer.h", "attn.c_proj", "mlp.c_proj"),
-        "GemmaForCausalLM": Writers("gemma", "GemmaForCausalLM"),
-        "GraniteForCausalLM": Writers("granite", "GraniteForCausalLM"),
-        "LlamaForCausalLM": Writers("llama", "LlamaForCausalLM"),
-        "MistralForCausalLM": Writers("mistral", "MistralForCausalLM"),
-        "NemotronForCausalLM": Writers("nemotron", "NemotronForCausalLM"),
-        "OPTForCausalLM": Writers(
+        "GPT2LMHeadModel": Sublayers("gpt2", "GPT2LMHeadModel", "transformer.h", "attn.c_proj", "mlp.c_proj"),
+        "GemmaForCausalLM": Sublayers("gemma", "GemmaForCausalLM"),
+        "GraniteForCausalLM": Sublayers("granite", "GraniteForCausalLM"),
+        "LlamaForCausalLM": Sublayers("llama", "LlamaForCausalLM"),
+        "MistralForCausalLM": Sublayers("mistral", "MistralForCausalLM"),
+        "NemotronForCausalLM": Sublayers("nemotron", "NemotronForCausalLM"),
+        "OPTForCausalLM": Sublayers(
             "opt", "OPTForCausalLM", "model.decoder.layers", "self_attn.out_proj", "fc2"
         ),
-        "Phi3ForCausalLM": Writers("phi3", "Phi3ForCausalLM"),
-        "Qwen2ForCausalLM": Writers("qwen2", "Qwen2ForCausalLM"),
-        "Qwen3ForCausalLM": Writers("qwen3", "Qwen3ForCausalLM"),
-        "StableLmForCausalLM": Writers("stablelm", "StablelmForCausalLM"),
+        "Phi3ForCausalLM": Sublayers("phi3", "Phi3ForCausalLM"),
+        "Qwen2ForCausalLM": Sublayers("qwen2", "Qwen2ForCausalLM"),
+        "Qwen3ForCausalLM": Sublayers("qwen3", "Qwen3ForCausalLM"),
+        "StableLmForCausalLM": Sublayers("stablelm", "StablelmForCausalLM"),
     }
 )
 
@@ -87,8 +87,8 @@ def require_supported(config: Any) -> None:
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     checks = (
         (
-            model.architecture in WRITERS,
-            f"unknown residual writers (supported: {', '.join(sorted(WRITERS))})",
+            model.architecture in SUBLAYERS,
+            f"unknown sublayers (supported: {', '.join(sorted(SUBLAYERS))})",
         ),
         (
             not parallel.enable_dbo and parallel.ubatch_size <= 1,
@@ -105,7 +105,7 @@ def require_supported(config: Any) -> None:
         ),
         (
             config.lora_config is None,
-            "LoRA replaces the residual writers by its own layers, which bypass the edit: disable it",
+            "LoRA replaces the sublayers by its own layers, which bypass the edit: disable it",
         ),
         (config.speculative_config is None, "speculative decoding (drafts) was not tested: disable it"),
         (

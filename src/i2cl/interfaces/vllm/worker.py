@@ -1,6 +1,6 @@
 """Worker side of the plugin: model classes with per-token edits, and the tables of edits that they read.
 
-Every residual writer has a table with one row and one scale per slot; slot 0 is the identity edit, for plain
+Every sublayer has a table with one row and one scale per slot; slot 0 is the identity edit, for plain
 requests and padding. Before each forward pass, the model runner (V1 or V2) fills in the slot of every token.
 Buffer addresses never change, so compiled and captured graphs stay valid when tasks are loaded or dropped.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.export.folding import require_foldable
-from i2cl.interfaces.vllm.support import WRITERS, digest_of, plugin_settings
+from i2cl.interfaces.vllm.support import SUBLAYERS, digest_of, plugin_settings
 
 PLAIN = 0  # slot of padding and of tokens without a task
 
@@ -30,7 +30,7 @@ PLAIN = 0  # slot of padding and of tokens without a task
 class PackedEdit:
     """Edit of a task, as bytes that can be sent to any process."""
 
-    rows: bytes  # float32 ``lambda v`` of every residual writer, in the order of [layer, (mha, mlp)]
+    rows: bytes  # float32 ``lambda v`` of every sublayer, in the order of [layer, (mha, mlp)]
     scales: bytes  # float32 beta, in the same order
 
     @classmethod
@@ -40,7 +40,7 @@ class PackedEdit:
 
     @classmethod
     def of_injection(cls, injection: Injection) -> "PackedEdit":
-        """Pack an injection. Raises I2CLError unless it edits the writers' outputs at all positions."""
+        """Pack an injection. Raises I2CLError unless it edits the sublayers' outputs at all positions."""
         require_foldable(injection)
         edit = injection.affine_edit()
         return cls.of(edit.shift, edit.scale)
@@ -50,62 +50,62 @@ class PackedEdit:
         """Hash of the edit (32 hex digits). Tasks with the same edit share a slot and cached prefixes."""
         return hashlib.sha256(self.scales + self.rows).hexdigest()[:32]
 
-    def tensors(self, d: int) -> tuple[Float[Tensor, "writers d"], Float[Tensor, " writers"]]:
+    def tensors(self, d: int) -> tuple[Float[Tensor, "sublayers d"], Float[Tensor, " sublayers"]]:
         """Unpack rows and scales for a model of width ``d``."""
         read = partial(torch.frombuffer, dtype=torch.float32)
         return read(bytearray(self.rows)).view(-1, d), read(bytearray(self.scales))
 
 
 class EditTables:
-    """Rows and scales of all residual writers.
+    """Rows and scales of all sublayers.
 
-    The buffers are registered on the writers, where tracing finds them, and are not saved in checkpoints.
+    The buffers are registered on the sublayers, where tracing finds them, and are not saved in checkpoints.
 
     Args:
-        writers: residual writers in the order of [layer, (mha, mlp)].
+        sublayers: in the order of [layer, (mha, mlp)].
         count: number of slots, without slot 0.
         d: width of the residual stream.
         tokens: maximum number of tokens in a batch.
     """
 
-    def __init__(self, writers: list[nn.Module], count: int, d: int, tokens: int) -> None:
-        self.writers: list[Any] = writers
+    def __init__(self, sublayers: list[nn.Module], count: int, d: int, tokens: int) -> None:
+        self.sublayers: list[Any] = sublayers
         self.token_slots = torch.full((tokens,), PLAIN, dtype=torch.int32)  # of the current batch
         self.slot_of: dict[str, int] = {}  # by digest of the edit
         self._saved: list[tuple[Tensor, Tensor]] = []  # host copies of rows and scales during sleep
-        for writer in writers:
-            writer.register_buffer("i2cl_rows", torch.zeros(count + 1, d), persistent=False)
-            writer.register_buffer("i2cl_scales", torch.ones(count + 1), persistent=False)
-            writer.register_buffer("i2cl_slots", self.token_slots, persistent=False)
-            writer.register_forward_hook(apply_edit)
+        for sublayer in sublayers:
+            sublayer.register_buffer("i2cl_rows", torch.zeros(count + 1, d), persistent=False)
+            sublayer.register_buffer("i2cl_scales", torch.ones(count + 1), persistent=False)
+            sublayer.register_buffer("i2cl_slots", self.token_slots, persistent=False)
+            sublayer.register_forward_hook(apply_edit)
 
     def write(self, slot: int, digest: str, edit: PackedEdit) -> None:
         """Write an edit into a slot that no running request uses.
 
-        Raises I2CLError if the edit was made for another number of residual writers.
+        Raises I2CLError if the edit was made for another number of sublayers.
         """
-        rows, scales = edit.tensors(self.writers[0].i2cl_rows.shape[1])
-        if not len(rows) == len(scales) == len(self.writers):
-            message = f"this task edits {len(scales)} residual writers, but the model has {len(self.writers)}"
+        rows, scales = edit.tensors(self.sublayers[0].i2cl_rows.shape[1])
+        if not len(rows) == len(scales) == len(self.sublayers):
+            message = f"this task edits {len(scales)} sublayers, but the model has {len(self.sublayers)}"
             raise I2CLError(f"{message}: fit it on this model")
         self.slot_of = {other: taken for other, taken in self.slot_of.items() if taken != slot}
-        for writer, row, scale in zip(self.writers, rows, scales, strict=True):
-            writer.i2cl_rows[slot].copy_(row)
-            writer.i2cl_scales[slot].copy_(scale)
+        for sublayer, row, scale in zip(self.sublayers, rows, scales, strict=True):
+            sublayer.i2cl_rows[slot].copy_(row)
+            sublayer.i2cl_scales[slot].copy_(scale)
         self.slot_of[digest] = slot
 
     def save(self) -> None:
         """Copy rows and scales to the host."""
         self._saved = [
-            (writer.i2cl_rows.to("cpu", copy=True), writer.i2cl_scales.to("cpu", copy=True))
-            for writer in self.writers
+            (sublayer.i2cl_rows.to("cpu", copy=True), sublayer.i2cl_scales.to("cpu", copy=True))
+            for sublayer in self.sublayers
         ]
 
     def restore(self) -> None:
         """Copy saved rows and scales back, and free the copies. Has no effect without `save`."""
-        for writer, (rows, scales) in zip(self.writers, self._saved, strict=False):
-            writer.i2cl_rows.copy_(rows)
-            writer.i2cl_scales.copy_(scales)
+        for sublayer, (rows, scales) in zip(self.sublayers, self._saved, strict=False):
+            sublayer.i2cl_rows.copy_(rows)
+            sublayer.i2cl_scales.copy_(scales)
             self.token_slots.fill_(PLAIN)
         self._saved = []
 
@@ -142,10 +142,10 @@ class EditTables:
         self.token_slots[:size].copy_(source, non_blocking=True)
 
 
-def apply_edit(writer: nn.Module, _inputs: Any, output: Any) -> Any:
-    """Forward hook of a residual writer: ``lambda v + beta a`` with each token's slot, in float32."""
+def apply_edit(sublayer: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Forward hook of a sublayer: ``lambda v + beta a`` with each token's slot, in float32."""
     written = output[0] if isinstance(output, tuple) else output
-    buffers: Any = writer
+    buffers: Any = sublayer
     slots = buffers.i2cl_slots[: written.shape[0]]
     rows = buffers.i2cl_rows.index_select(0, slots)
     scales = buffers.i2cl_scales.index_select(0, slots)[:, None]
@@ -186,7 +186,7 @@ class EditedModel:
     def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **options)  # type: ignore[call-arg]
         self.i2cl_tables = EditTables(
-            residual_writers(self, type(self).__name__),
+            find_sublayers(self, type(self).__name__),
             plugin_settings(vllm_config)["slots"],
             vllm_config.model_config.get_hidden_size(),
             vllm_config.scheduler_config.max_num_batched_tokens,
@@ -199,29 +199,29 @@ class EditedModel:
         return type("EditedModelState", (SlotState, DefaultModelState), {"__module__": __name__})
 
 
-def residual_writers(model: Any, architecture: str) -> list[nn.Module]:
-    """Return the residual writers of a vLLM model, in the order of [layer, (mha, mlp)].
+def find_sublayers(model: Any, architecture: str) -> list[nn.Module]:
+    """Return the sublayers of a vLLM model, in the order of [layer, (mha, mlp)].
 
-    Raises I2CLError if a writer's output is not reduced over all ranks, or excludes its bias.
+    Raises I2CLError if a sublayer's output is not reduced over all ranks, or excludes its bias.
     """
-    paths = WRITERS[architecture]
+    paths = SUBLAYERS[architecture]
     blocks = model.get_submodule(paths.blocks)
-    writers = [block.get_submodule(path) for block in blocks for path in (paths.attention, paths.mlp)]
-    for writer in writers:
-        if not writer.reduce_results or writer.skip_bias_add:
+    sublayers = [block.get_submodule(path) for block in blocks for path in (paths.attention, paths.mlp)]
+    for sublayer in sublayers:
+        if not sublayer.reduce_results or sublayer.skip_bias_add:
             raise I2CLError(
-                f"{type(writer).__name__} of {architecture} returns a partial sum, which cannot be edited: "
+                f"{type(sublayer).__name__} of {architecture} returns a partial sum, which cannot be edited: "
                 "serve the task with InjectionPool, or as a folded checkpoint"
             )
-    return writers
+    return sublayers
 
 
 @cache
 def __getattr__(name: str) -> Any:
     """Create the edited class of an architecture when vLLM's model registry imports it."""
-    if name not in WRITERS:
+    if name not in SUBLAYERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    paths = WRITERS[name]
+    paths = SUBLAYERS[name]
     base = getattr(import_module(f"vllm.model_executor.models.{paths.module}"), paths.name)
     return type(name, (EditedModel, base), {"__module__": __name__, "__doc__": f"{paths.name} with edits."})
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import Field
 from torch import Tensor
 
 from i2cl.errors import I2CLError
@@ -44,18 +43,17 @@ LORA_ALPHA = 32.0  # updates are scaled by alpha / rank
 TOKENS_PER_SLOT = 4  # version 2 (approximately)
 MEMORY = "memory_token_embed.weight"
 SPECIAL_EMBEDDINGS = ("ae", "lm", "ft")  # last rows of the memory embeddings, in this order
+# Version 2: Mistral's token ids of "<s>[INST]" before the slots and of "[/INST]" after the query.
+LEFT, RIGHT = (1, 733, 16289, 28793), (733, 28748, 16289, 28793)
 FILE_NAMES = ("icae.safetensors", "icae.pt")  # of a compressor in the model's folder
 LORA_A_NAME = re.compile(r"icae\.base_model\.model\.(?P<module>.+)\.lora_A\.default\.weight")
 
 
 class ICAEConfig(Settings):
-    """The compressor's file and the prompt format."""
+    """The compressor's file."""
 
     # a file, or owner/repository/file on the hub. Default: icae.safetensors or icae.pt in the model's folder
     compressor: str | None = None
-    # version 2: space-separated token ids before the slots. Default: Mistral's [INST]
-    left: str = Field("1 733 16289 28793", pattern=r"^\d*( \d+)*$")
-    right: str = Field("733 28748 16289 28793", pattern=r"^\d*( \d+)*$")  # the same, after the query
 
 
 class ReplaceLastEmbedding(Edit):
@@ -158,26 +156,25 @@ class ICAE(Method):
         text = task.template.opening + "".join(exchanges(decoder, task, demonstrations))
         with torch.no_grad():
             slots = encoder.slots(encoder.segments(decoder.encoder([text])[0]))
-            return soft_prompt_predictor(encoder, task, slots, self.config)
+            return soft_prompt_predictor(encoder, task, slots)
 
 
 def soft_prompt_predictor(
-    encoder: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"], config: ICAEConfig
+    encoder: AutoEncoder, task: Task, slots: Float[Tensor, "slots d"]
 ) -> SoftPromptPredictor:
     """Return a predictor that puts memory slots before each query, in the format of instruction tuning.
 
     Raises:
-        I2CLError: if the slots fill the context, or the format has token ids that the model does not have.
+        I2CLError: if the slots fill the context.
     """
     decoder, edit = encoder.decoder, None
-    right: Ids
+    right: Ids = RIGHT
     vectors = torch.cat([slots, encoder.special("ft")])
     if encoder.version == "1":
         # the embedding of a placeholder token after the query is replaced by the special vector
         right, edit = (0,), ReplaceLastEmbedding(encoder.special("ft")[0])
     else:
-        left, right = _parse_ids(decoder, config.left), _parse_ids(decoder, config.right)
-        vectors = torch.cat([decoder.embed(left), vectors])
+        vectors = torch.cat([decoder.embed(LEFT), vectors])
     if decoder.max_length is not None and len(vectors) + len(right) >= decoder.max_length:
         size = f"{len(vectors)} of {decoder.max_length} positions"
         raise I2CLError(f"the memory slots take {size}: use fewer demonstrations")
@@ -237,14 +234,3 @@ def _lora_matrices(decoder: Decoder, compressor: Compressor) -> Iterator[tuple[s
 def _low_rank(lora_a: Tensor, lora_b: Tensor, states: Tensor) -> Tensor:
     inner = torch.nn.functional.linear(states, lora_a.to(states.device))
     return torch.nn.functional.linear(inner, lora_b.to(states.device))
-
-
-def _parse_ids(decoder: Decoder, text: str) -> Ids:
-    embedding: Any = decoder.model.get_input_embeddings()
-    ids, size = tuple(map(int, text.split())), embedding.num_embeddings
-    if any(token >= size for token in ids):
-        raise I2CLError(
-            f"token id {max(ids)} of left= or right= is not below {size}, the vocabulary size of "
-            f"{decoder.name!r}: give ids of this model"
-        )
-    return ids

@@ -108,9 +108,9 @@ class Engine:
 
 
 def lose_tables(worker):
-    for writer in worker.model_runner.model.i2cl_tables.writers:
-        writer.i2cl_rows.fill_(7.0)
-        writer.i2cl_scales.fill_(7.0)
+    for sublayer in worker.model_runner.model.i2cl_tables.sublayers:
+        sublayer.i2cl_rows.fill_(7.0)
+        sublayer.i2cl_scales.fill_(7.0)
 
 
 def spoiled(worker, rank):
@@ -141,7 +141,7 @@ def main(job):
     if job.get("unsalted"):
         Core.cache_salt = lambda self, salt, digest: salt
     if job.get("unedited"):
-        plugin_worker.apply_edit = lambda writer, inputs, output: None
+        plugin_worker.apply_edit = lambda sublayer, inputs, output: None
     engine = Engine(job)
     answers = [engine.step(*step) for step in job["steps"]]
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor

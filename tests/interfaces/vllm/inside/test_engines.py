@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from i2cl.export import export_causal_lm
-from i2cl.interfaces.vllm.support import WRITERS
+from i2cl.interfaces.vllm.support import SUBLAYERS
 from i2cl.models.decoder import Decoder
 from i2cl.models.loading import resolve_name
 
@@ -245,7 +245,7 @@ CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"enable_lora": True}, "LoRA replaces the residual writers by its own layers"),
+        ({"enable_lora": True}, "LoRA replaces the sublayers by its own layers"),
         ({"kv_transfer_config": CONNECTOR}, "leave kv_transfer_config and offloading unset"),
     ],
 )
@@ -293,7 +293,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("architecture", sorted(WRITERS.keys() - {"LlamaForCausalLM"}))
+@pytest.mark.parametrize("architecture", sorted(SUBLAYERS.keys() - {"LlamaForCausalLM"}))
 def test_every_architecture_of_the_table_answers_as_injected(run, tmp_path, architecture):
     torch.manual_seed(0)
     config = AutoConfig.for_model(**SMALL | KINDS[architecture])
