@@ -101,7 +101,7 @@ def test_metrics_become_eval_results_of_the_hub(tmp_path, evaluation):
         *(
             VERDICT,
             "zero_shot+batch_calibration needs the whole batch",
-            "no 0.00 (1 rows), yes 1.00 (3 rows)",
+            "no 0.00 (1 row), yes 1.00 (3 rows)",
         ),
         "| no | 0 | 1 |",
     ):

@@ -248,6 +248,8 @@ def test_reversed_codes_are_corrected_in_the_error(tmp_path):
         (("False", "True"), "booleans"),
         (("-1", "1"), "numbers"),
         (("f", "t"), "letters"),
+        (("F", "PE", "US"), "abbreviations"),
+        (("US", "UK"), ""),
         (("A1", "A2", "B1"), "codes"),
         (("LABEL_0", "LABEL_1"), "codes"),
         (("no", "yes"), ""),
@@ -328,7 +330,7 @@ NOT_A_LABEL = "row 3: label 'great' is not one of bad, good (or the ids 0 to 1)"
         ("a.csv", "text,label\n", "has no rows"),
         ("a.json", "[]", "has no rows"),
         ("a.csv", "sentence,label\nx,good\n", NO_TEXT_COLUMN),
-        ("a.jsonl", '{"txt": "x"}\n', "line 1: no text column 'text', the columns are txt"),
+        ("a.jsonl", '{"txt": "x", "label": 0}\n', "line 1: no text column 'text', the columns are txt"),
         ("a.csv", "text,label,text\nx,good,y\n", "names column 'text' twice"),
         ("a.csv", "text,label\nfine, really,good\n", "row 2: 3 cells but the header has 2: quote cells"),
         ("a.csv", "label,text\ngood,x\ngood\n", "row 3: 1 cells but the header has 2: complete the row"),
@@ -476,6 +478,21 @@ def test_missing_column_gets_a_suggestion(tmp_path):
     assert "no text column 'mesage', the columns are Message, topic: did you mean 'Message'?" in value
     path = write(tmp_path, "b.csv", "I was charged twice,billing\nit is late,delivery\n")
     assert "if the file has no header, add one: text,label" in failure(path, labels=None)
+
+
+def test_missing_text_and_label_columns_are_reported_together(tmp_path):
+    path = write(tmp_path, "a.csv", "id,Requirement,Label\n1,x,good\n")
+    value = failure(path)
+    assert "no text column 'text' and no label column 'label', the columns are id, Requirement" in value
+    assert "text_column (--text-column) and label_column (--label-column)" in value
+
+
+def test_all_columns_of_a_usual_file_are_listed(tmp_path):
+    votes = "count,hate_speech,offensive_language,neither"
+    path = write(tmp_path, "a.csv", f",{votes},class,tweet\n0,3,0,0,3,2,x\n")
+    assert f"the columns are '', {votes.replace(',', ', ')}, class, tweet" in failure(path)
+    path = write(tmp_path, "b.csv", ",".join(f"column {number}" for number in range(40)) + "\n")
+    assert "column 18 and 21 more" in failure(path)
 
 
 BAD = "text,label\nx,good\n,good\ny,bad\n ,bad\nz,\nw,good,more\n"

@@ -16,11 +16,9 @@ from random import Random
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from i2cl.core.objective import Objective, Solution
 from i2cl.core.plan import adamw_schedule
-from i2cl.core.weights import mean_cross_entropy
 from i2cl.core.word_weights import token_scores
 from i2cl.models.batching import Batch
 from i2cl.models.training import Backward, StepProgress, train
@@ -51,14 +49,13 @@ def fit_adamw(
     count = len(objective.queries)
     rows = list(objective.rows)
     monitored = Random(0).sample(rows, MAX_MONITORED) if count > MAX_MONITORED else rows
-    queries, gold = [objective.queries[row] for row in monitored], objective.gold[monitored]
-    monitored_weights = None if objective.example_weights is None else objective.example_weights[monitored]
+    queries = [objective.queries[row] for row in monitored]
     zeros = torch.zeros(objective.vector_size)
     tokens = token_scores(decoder, queries, labels, objective.edit(zeros))
     if labels.words:
         objective.fit_words(tokens)
         zeros = torch.zeros(objective.size.parameters)
-    start = mean_cross_entropy(labels.mean(tokens), gold, monitored_weights)
+    start = objective.mean_loss(objective.start(tokens), monitored)
     if not 0 < tau < math.inf:
         return Solution(zeros, None, (start,))
     loss = _Loss(objective, torch.nn.Parameter(zeros.clone()), tau)
@@ -67,7 +64,7 @@ def fit_adamw(
     means = train([parameters], loss, schedule.batches(count, seed), schedule, progress)
     parameters.requires_grad_(False)
     tokens = token_scores(decoder, queries, labels, objective.edit(parameters))
-    end = mean_cross_entropy(loss.label_scores(tokens), gold, monitored_weights)
+    end = objective.mean_loss(objective.label_scores(tokens, parameters), monitored)
     prior = tau / 2 * parameters.square().sum().item() / objective.total_weight
     lower = end + prior < start  # False for NaN
     return Solution(parameters if lower else zeros, tau, (start, *means, end))
@@ -86,11 +83,6 @@ class _Loss:
         self.tau = tau
         self.backward = Backward([parameters], self.decoder.model.dtype)
 
-    def label_scores(self, tokens: Float[Tensor, "rows read"]) -> Float[Tensor, "rows labels"]:
-        """Compute label scores from log-probabilities or logits of the tokens that they are made of."""
-        weights = self.objective.word_weights(self.parameters)
-        return self.labels.mean(tokens) if weights is None else tokens @ weights.to(tokens)
-
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
         queries = [self.objective.queries[row] for row in chosen]
         run = partial(self._loss_and_slope, chosen)
@@ -103,15 +95,9 @@ class _Loss:
     def _loss_and_slope(self, chosen: Sequence[int], batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss of a batch, as a share of the chosen demonstrations', and its gradient."""
         objective, rows = self.objective, [chosen[place] for place in batch.rows]
-        gold = objective.gold[rows].to(self.decoder.device)
         logits = self.decoder.forward(batch, edit=objective.edit(self.parameters))[:, 0].float()
-        scores = self.label_scores(logits[:, list(self.labels.read)])
-        if objective.example_weights is None:
-            value = cross_entropy(scores, gold, reduction="sum") / len(chosen)
-        else:
-            share = len(objective.queries) / objective.total_weight
-            factors = objective.example_weights[rows].to(scores) * share
-            value = factors @ cross_entropy(scores, gold, reduction="none") / len(chosen)
+        scores = objective.label_scores(logits[:, list(self.labels.read)], self.parameters)
+        value = objective.batch_loss(scores, rows) / len(chosen)
         self.decoder.pause()
         (slope,) = self.backward.gradients(value)
         return value.detach().cpu(), torch.zeros_like(self.parameters) if slope is None else slope

@@ -17,10 +17,14 @@ narrow prior costs accuracy (docs/results.md).
 Labels are scored by their first tokens, or by their words where first tokens are shared. Small fits are
 solved by `i2cl.core.gauss_newton`, large ones by `i2cl.core.adamw`; `i2cl.core.plan` chooses. One more vector
 then makes the model say a label unprompted: see `i2cl.core.label_mass`.
+
+In a multi-label task the loss is the logistic loss of each label instead, and the model is not made to say a
+label: see `i2cl.core.multi_label`.
 """
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -29,8 +33,9 @@ from pydantic import Field
 from i2cl.core.adamw import fit_adamw
 from i2cl.core.context import ContextVector, ExtractConfig, Sublayers, require_demonstrations
 from i2cl.core.gauss_newton import fit_gauss_newton
-from i2cl.core.injection import Injection, LabelHead, Report
+from i2cl.core.injection import DEFAULT_THRESHOLD, Injection, LabelHead, Report
 from i2cl.core.label_mass import raise_label_mass
+from i2cl.core.multi_label import MultiLabelObjective, require_multi_label
 from i2cl.core.objective import Objective, Solution
 from i2cl.core.plan import FREE_MEMORY_SHARE, FitPlan, Solver, check_fit_size, plan_fit
 from i2cl.core.weights import ClassWeight, apply_class_weight
@@ -109,12 +114,18 @@ def anchor(
             on scores that are not finite.
     """
     config = config or AnchoredConfig()
-    require_demonstrations(task, demonstrations)
-    check_fit_size(len(demonstrations), len({example.label for example in demonstrations}))
+    if task.multi_label:
+        require_multi_label(task, demonstrations)
+    else:
+        require_demonstrations(task, demonstrations)
+    check_fit_size(len(demonstrations), len({label for example in demonstrations for label in example.ids}))
     decoder.require_identity()
-    demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
+    if config.class_weight is not None:
+        task.require_single_label("class_weight")
+        demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
     scorer = LabelScorer.for_fit(decoder, task, scoring)
-    objective = Objective(scorer, tuple(demonstrations), config.sublayers)
+    loss = MultiLabelObjective if task.multi_label else Objective
+    objective = loss(scorer, tuple(demonstrations), config.sublayers)
     plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
@@ -128,18 +139,22 @@ def anchor(
     weights = objective.word_weights(parameters) if moved else None
     settings = config.model_dump(mode="json", exclude_none=True)
     settings |= {"method": "anchored", "solved_by": plan.solver, "tau": solution.tau}
-    if config.say_label and objective.has_last_vector and moved:
+    if config.say_label and objective.has_last_vector and moved and not task.multi_label:
         labels = objective.labels(parameters)
         raised = raise_label_mass(decoder, objective.queries, labels, objective.edit(parameters))
         vectors[-1, -1] += raised.vector / decoder.sublayer_scale
         settings["label_mass"] = [raised.before, raised.after]
+    head = LabelHead(scorer.scoring, weights)
+    if isinstance(objective, MultiLabelObjective):
+        thresholds = (DEFAULT_THRESHOLD,) * len(task.labels)
+        head = replace(head, bias=tuple(objective.bias.tolist()), thresholds=thresholds)
     extraction = ExtractConfig(sublayers=config.sublayers)
     return Injection(
         context=ContextVector(vectors, extraction, len(demonstrations), decoder.base),
         coefficients=torch.ones(*vectors.shape[:2], 2),
         task=task.without_data(),
         base=decoder.base,
-        head=LabelHead(scorer.scoring, weights),
+        head=head,
         report=Report(settings, solution.history),
         seed=seed,
     )

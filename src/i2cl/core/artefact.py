@@ -1,7 +1,7 @@
 """File format of an injection: tensors, description and model card. The paper defines none."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
 from i2cl.storage.atomic import public_name
 from i2cl.storage.card import model_card
-from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
+from i2cl.storage.layout import CARD, DESCRIPTION, EXAMPLES, TENSORS
+from i2cl.tasks import Example, Task
+from i2cl.tasks.rows import read_labelled
 
 FORMAT_VERSION = 1
 
@@ -40,7 +42,9 @@ class Stored(pydantic.BaseModel):
     word_weights: bool = False  # whether there is a tensor with them
     label_bias: tuple[float, ...] | None = None
     temperature: float = 1.0
+    thresholds: tuple[float, ...] | None = None
     encoder: str = ""
+    kept_examples: bool = False
     metrics: dict[str, int | float] = {}
     command: str = ""
     evaluation: dict[str, Any] = {}
@@ -128,3 +132,20 @@ def read(folder: Path, name: str) -> tuple[Stored, dict[str, Tensor]]:
             f"{folder / TENSORS} is damaged or missing ({error}): copy the file again, or fit it again"
         ) from None
     return stored, tensors
+
+
+def write_examples(folder: Path, task: Task, examples: Sequence[Example]) -> None:
+    """Write the rows of a fit as JSON Lines, which `i2cl fit` and `read_examples` can read."""
+    with (folder / EXAMPLES).open("w", encoding="utf-8") as file:
+        for example in examples:
+            words = [task.labels[label] for label in example.ids]
+            row = {"text": example.text, "label": words if task.multi_label else words[0]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def read_examples(folder: Path, task: Task) -> tuple[Example, ...]:
+    """Read the rows of a fit; none if they were not kept. Raises I2CLError if the file is damaged."""
+    path = folder / EXAMPLES
+    if not path.is_file():
+        return ()
+    return read_labelled(path, task.labels, multi_label=task.multi_label)[0]

@@ -196,6 +196,7 @@ def require_demonstrations(task: Task, demonstrations: Examples) -> None:
 
 def require_labels(task: Task, demonstrations: Examples) -> None:
     """Raise I2CLError if a demonstration has an unknown label, or text that is not valid Unicode."""
+    task.require_single_label("this method", "use the method anchored")
     for number, example in enumerate(demonstrations, start=1):
         if not 0 <= example.label < len(task.labels):
             known = f"task {task.name!r} has labels 0 to {len(task.labels) - 1}"

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
 from i2cl.core.objective import SLICE, Linearization, Objective, Solution
-from i2cl.core.weights import mean_cross_entropy
 from i2cl.models.training import StepProgress
 
 MAX_NEWTON_STEPS = 50  # of the linearized problem; it takes about six
@@ -60,7 +59,7 @@ def fit_gauss_newton(
         I2CLError: if scores or derivatives are not finite.
     """
     point, scores, variance = objective.first()
-    loss = mean_cross_entropy(scores, objective.gold, objective.example_weights)
+    loss = objective.mean_loss(scores)
     tau = variance / prior_std**2 if prior_std > 0 else math.inf
     at = Step(torch.zeros(objective.size.parameters), scores, loss * objective.total_weight, 1.0, loss)
     history = [loss]
@@ -68,10 +67,12 @@ def fit_gauss_newton(
     for number in range(steps):
         damping, max_damping = 1.0, MAX_DAMPING
         if number:
-            losses = cross_entropy(at.scores, objective.gold, reduction="none")
-            chosen = (losses >= (settled if number > 1 else 0.0)).nonzero()[:, 0].tolist()
+            chosen = (
+                (objective.losses(at.scores) >= (settled if number > 1 else 0.0)).nonzero()[:, 0].tolist()
+            )
             # With many labels most of them are out of the question after the first step.
-            competing = at.scores.softmax(-1) >= COMPETING if objective.words and settled else None
+            skips = objective.words and settled
+            competing = objective.wrong_probabilities(at.scores) >= COMPETING if skips else None
             point = objective.relinearize(point, at.parameters, at.scores, chosen, competing)
             damping, max_damping = DAMPING, MAX_DAMPING if chosen else DAMPING
         accepted = gauss_newton_step(objective, point, at, tau, trust, damping, max_damping)
@@ -115,7 +116,7 @@ def gauss_newton_step(
         # rounding may make it negative
         predicted = max(0.0, at.objective - summed_loss(linearized, point.example_weights) - prior)
         scores = objective.scores(moved)
-        loss = mean_cross_entropy(scores, objective.gold, objective.example_weights)
+        loss = objective.mean_loss(scores)
         value = loss * objective.total_weight + prior
         if value < at.objective - trust * predicted:  # False for NaN
             return Step(moved, scores, value, damping, loss)

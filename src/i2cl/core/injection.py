@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from i2cl.core import artefact
 from i2cl.core.ablations import Positions, at_positions
@@ -29,9 +30,11 @@ from i2cl.models.scoring import LabelScorer, Progress, label_log_probs
 from i2cl.storage import layout
 from i2cl.storage.atomic import new_folder
 from i2cl.storage.hub import download, upload
-from i2cl.tasks import Task
+from i2cl.tasks import Example, Task
+from i2cl.tasks.labels import predicted_labels
 
 LABEL_PRIOR = "label_prior"  # key in the settings with the origin of a label bias
+DEFAULT_THRESHOLD = 0.5  # probability from which on a text has a label, in a multi-label task
 TEMPERATURES = (0.001, 1000.0)  # minimum and maximum: within them, different scores stay different
 
 
@@ -46,6 +49,9 @@ class LabelHead:
     Label scores are log-probabilities of first tokens or full sequences, or weighted means over the tokens of
     the label words (`i2cl.models.encoding.LabelTokens`). Biases are added, then the temperature divides.
 
+    In a multi-label task (``thresholds`` is not None) scores are log-odds of each label: the sigmoid replaces
+    the softmax, and a text has every label whose probability reaches its threshold.
+
     Attributes:
         scoring: how labels are scored, in the fit and in prediction.
         word_weights: fitted weights of the labels' words in each label's score
@@ -54,6 +60,8 @@ class LabelHead:
         temperature: divides the log-probabilities among the labels, after the biases. Above 1 confidence
             falls; predictions stay the same.
         encoder: classifier on a sentence encoder, whose log-odds are added as a bias of each text, or None.
+        thresholds: minimum probability of each label of a multi-label task; None: a text has exactly one
+            label, the most probable.
     """
 
     scoring: Scoring = "auto"
@@ -61,14 +69,20 @@ class LabelHead:
     bias: tuple[float, ...] | None = None
     temperature: float = 1.0
     encoder: EncoderBias | None = None
+    thresholds: tuple[float, ...] | None = None
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether each label has its own probability, instead of one probability among the labels."""
+        return self.thresholds is not None
 
     def require_labels(self, count: int) -> None:
         """Check that the head fits ``count`` labels.
 
         Raises:
             I2CLError: if the bias is not one finite number per label, the temperature is outside
-                `TEMPERATURES`, word weights or encoder do not fit the labels, or there are word weights
-                without word-level scoring.
+                `TEMPERATURES`, word weights or encoder do not fit the labels, there are word weights
+                without word-level scoring, or the thresholds are not one probability per label.
         """
         if self.bias is not None and not (len(self.bias) == count and all(map(math.isfinite, self.bias))):
             raise I2CLError(
@@ -83,6 +97,14 @@ class LabelHead:
         if weights is not None and (self.scoring != "words" or weights.shape[1:] != (count,)):
             what = f"word weights {tuple(weights.shape)} with scoring {self.scoring!r} and {count} labels"
             raise I2CLError(f"{what} do not fit together: fit it again with scoring='words'")
+        thresholds = self.thresholds
+        if thresholds is not None and not (
+            len(thresholds) == count and all(0 < one < 1 for one in thresholds)
+        ):
+            raise I2CLError(
+                f"thresholds {thresholds} are not one number between 0 and 1 for each of {count} labels: fit "
+                "it again"
+            )
         encoder = self.encoder
         if encoder is not None and encoder.weights.shape != (count, len(encoder.probe) + 1):
             what = f"encoder weights {tuple(encoder.weights.shape)} for {count} labels"
@@ -104,14 +126,23 @@ class LabelHead:
     ) -> Float[Tensor, "*queries labels"]:
         """Turn label scores into log-probabilities among the labels, normalized, in float32.
 
+        In a multi-label task, into the log-probability of each label.
+
         Args:
-            scores: scores of the labels, up to a constant per query.
+            scores: scores of the labels, up to a constant per query; in a multi-label task, log-odds.
             encoder_bias: the `encoder_bias` of the queries' texts.
         """
         bias = encoder_bias
         if self.bias is not None:
             bias = torch.tensor(self.bias) if bias is None else bias + torch.tensor(self.bias)
+        if self.multi_label:
+            odds = scores if bias is None else scores + bias
+            return logsigmoid(odds.double() / self.temperature).float()
         return label_log_probs(scores, bias, self.temperature)
+
+    def probabilities(self, log_probs: Float[Tensor, "*queries labels"]) -> Float[Tensor, "*queries labels"]:
+        """Return the probabilities of `log_probs`."""
+        return log_probs.exp() if self.multi_label else log_probs.softmax(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +183,8 @@ class Injection:
         report: settings and results of the fit.
         seed: of the fit, and of ``positions="random"``.
         positions: injected tokens of the query; other values than ``"all"`` are for the paper's ablation.
+        examples: the rows of the fit, if the user wants them stored with it; see `i2cl update`. They are not
+            pushed to the hub.
 
     Raises:
         I2CLError: if the head does not fit the labels; see `LabelHead.require_labels`.
@@ -165,6 +198,7 @@ class Injection:
     report: Report = field(default_factory=Report)
     seed: int = 0
     positions: Positions = "all"
+    examples: tuple[Example, ...] = ()
 
     # Fields of the head and the report, for reading
     scoring = property(attrgetter("head.scoring"))
@@ -180,6 +214,12 @@ class Injection:
 
     def __post_init__(self) -> None:
         self.head.require_labels(len(self.task.labels))
+        if self.head.multi_label is not self.task.multi_label:
+            state = "has" if self.head.multi_label else "has no"
+            raise I2CLError(
+                f"the task has multi_label={self.task.multi_label} and its head {state} thresholds: fit "
+                "it again"
+            )
 
     def with_head(self, **changes: Any) -> "Injection":
         """Return a copy with changed fields of the `LabelHead`."""
@@ -214,8 +254,9 @@ class Injection:
     ) -> Float[Tensor, "texts labels"]:
         """Compute the log-probability of each label among the labels of the task, for each text, in float32.
 
-        Includes the label bias, the encoder bias and the temperature. The probabilities of a row sum to 1;
-        `label_log_mass` returns how probable the labels are among all tokens.
+        Includes the label bias, the encoder bias and the temperature. The probabilities of a row sum to 1,
+        except in a multi-label task, where each label has its own. `label_log_mass` returns how probable the
+        labels are among all tokens.
 
         Args:
             decoder: the model that the injection was made on.
@@ -250,15 +291,24 @@ class Injection:
                 means over tokens instead of probabilities.
         """
         self.require_base(decoder, force=force)
+        self.task.require_single_label("label_log_mass")
         scorer = self.scorer(decoder)
         if scorer.labels.words:
             raise I2CLError("label_log_mass is not defined for scoring='words', which yields no probability")
         return scorer.scores(texts, edit=self.edit()).logsumexp(-1)
 
-    def predict(self, decoder: Decoder, texts: Sequence[str], *, force: bool = False) -> list[str]:
-        """Return the most probable label word of each text. Arguments and errors as in `log_probs`."""
-        best = self.log_probs(decoder, texts, force=force).argmax(-1)
-        return [self.task.labels[place] for place in best.tolist()]
+    def predict(
+        self, decoder: Decoder, texts: Sequence[str], *, force: bool = False
+    ) -> list[str] | list[tuple[str, ...]]:
+        """Return the most probable label word of each text; in a multi-label task, a tuple of label words.
+
+        Arguments and errors as in `log_probs`.
+        """
+        log_probs, labels = self.log_probs(decoder, texts, force=force), self.task.labels
+        if not self.task.multi_label:
+            return [labels[place] for place in log_probs.argmax(-1).tolist()]
+        rows = self.head.probabilities(log_probs).tolist()
+        return [tuple(labels[place] for place in predicted_labels(row, self.head.thresholds)) for row in rows]
 
     def require_base(self, decoder: Decoder | ModelIdentity, *, force: bool = False) -> None:
         """Check that a decoder is the one that the injection was made on.
@@ -331,7 +381,10 @@ class Injection:
         if self.head.encoder is not None:
             tensors["encoder_weights"] = self.head.encoder.weights
             tensors["encoder_probe"] = self.head.encoder.probe
-        artefact.write(folder, tensors, self.description(), name, shared=shared)
+        kept = () if shared else self.examples
+        artefact.write(folder, tensors, replace(self, examples=kept).description(), name, shared=shared)
+        if kept:
+            artefact.write_examples(folder, self.task, kept)
 
     @classmethod
     def from_pretrained(
@@ -352,6 +405,7 @@ class Injection:
         if not folder.exists():
             folder = download(str(name), revision, layout.FILES)
         injection = cls._of(*artefact.read(folder, str(name)))
+        injection = replace(injection, examples=artefact.read_examples(folder, injection.task))
         if encoder is None:
             return injection
         if injection.head.encoder is None:
@@ -369,7 +423,9 @@ class Injection:
             coefficients=tensors["coefficients"],
             task=Task.from_dict(stored.task),
             base=base,
-            head=LabelHead(stored.scoring, weights, stored.label_bias, stored.temperature, encoder),
+            head=LabelHead(
+                stored.scoring, weights, stored.label_bias, stored.temperature, encoder, stored.thresholds
+            ),
             report=Report(stored.settings, stored.history, stored.metrics, stored.command, stored.evaluation),
             seed=stored.seed,
             positions=stored.positions,
@@ -396,6 +452,8 @@ class Injection:
             "label_bias": None if head.bias is None else list(head.bias),
             "temperature": head.temperature if head.temperature != 1 else None,
             "encoder": None if head.encoder is None else head.encoder.encoder,
+            "thresholds": None if head.thresholds is None else list(head.thresholds),
+            "kept_examples": bool(self.examples),
             "metrics": report.metrics,
             "command": report.command,
             "evaluation": report.evaluation,

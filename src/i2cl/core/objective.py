@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
 from i2cl.core.context import ACTIVE_SUBLAYERS, ExtractConfig, Sublayers
 from i2cl.core.plan import MAX_UNIT_EXAMPLES, FitSize
-from i2cl.core.weights import example_weights
+from i2cl.core.weights import example_weights, mean_cross_entropy
 from i2cl.core.word_weights import WordWeights
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Batch
@@ -59,6 +59,9 @@ class Linearization(NamedTuple):
 @dataclass(eq=False)
 class Objective:
     """The loss of anchored calibration as a function of its parameters.
+
+    This class has the cross-entropy among the labels; `i2cl.core.multi_label` has the logistic loss of each
+    label.
 
     Attributes:
         scorer: the task on the frozen model.
@@ -140,13 +143,64 @@ class Objective:
         slopes = torch.empty(size.examples, size.labels - 1, size.parameters)
         vectors = slopes[..., : self.vector_size]
         tokens = self._differentiate(slopes, torch.zeros(size.parameters), self.rows)
-        factor, variance = self._set_unit(score_variance(vectors, self.example_weights))
+        factor, variance = self._set_unit(self._score_variance(vectors))
         vectors.mul_(factor)
         if labels.words:
             self.fit_words(tokens, variance)
             self._differentiate_words(slopes, tokens, self.rows)
-        scores = labels.mean(tokens)
-        return self._linearization(scores, slopes.flatten(0, 1)), scores, variance
+        scores = self.start(tokens)
+        return self._linearization(scores, slopes), scores, variance
+
+    def start(self, tokens: Float[Tensor, "n read"]) -> Float[Tensor, "n labels"]:
+        """Return the label scores under the plain model, given its `token_scores`."""
+        return self.scorer.labels.mean(tokens)
+
+    def label_scores(
+        self, tokens: Float[Tensor, "n read"], parameters: Float[Tensor, " parameters"]
+    ) -> Float[Tensor, "n labels"]:
+        """Compute label scores from log-probabilities or logits of the tokens that they are made of."""
+        weights = self.word_weights(parameters)
+        return self.scorer.labels.mean(tokens) if weights is None else tokens @ weights.to(tokens)
+
+    def losses(self, scores: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
+        """Return the loss of each demonstration, in nats."""
+        return cross_entropy(scores, self.gold, reduction="none")
+
+    def mean_loss(self, scores: Float[Tensor, "chosen labels"], rows: Sequence[int] | None = None) -> float:
+        """Return the weighted mean loss of some demonstrations, by default of all, in nats."""
+        rows = list(self.rows if rows is None else rows)
+        return mean_cross_entropy(
+            scores, self.gold[rows], None if self.example_weights is None else self.example_weights[rows]
+        )
+
+    def batch_loss(self, scores: Float[Tensor, "chosen labels"], rows: Sequence[int]) -> Float[Tensor, ""]:
+        """Return the summed loss of some demonstrations, in nats; weights count relative to their mean."""
+        gold = self.gold[rows].to(scores.device)
+        if self.example_weights is None:
+            return cross_entropy(scores, gold, reduction="sum")
+        return self.relative_weights(rows, scores) @ cross_entropy(scores, gold, reduction="none")
+
+    def relative_weights(self, rows: Sequence[int], like: Tensor) -> Float[Tensor, " chosen"]:
+        """Return the weights of some demonstrations, divided by the mean of all, in the dtype of ``like``."""
+        if self.example_weights is None:
+            return like.new_ones(len(rows))
+        return self.example_weights[rows].to(like) * (len(self.queries) / self.total_weight)
+
+    def wrong_probabilities(self, scores: Float[Tensor, "n labels"]) -> Float[Tensor, "n others"]:
+        """Return the probability of the wrong answer of each pair."""
+        return scores.softmax(-1).gather(1, wrong_labels(self.gold, scores.shape[1]))
+
+    def _directions(self) -> Float[Tensor, "n others labels"]:
+        """Return the derivatives of the pairs with respect to the label scores."""
+        return score_directions(self.gold, len(self.scorer.labels.ids))
+
+    def _score_variance(self, slopes: Float[Tensor, "n others parameters"]) -> Float[Tensor, " parameters"]:
+        return score_variance(slopes, self.example_weights)
+
+    def _linearization(
+        self, scores: Float[Tensor, "n labels"], slopes: Float[Tensor, "n others parameters"]
+    ) -> Linearization:
+        return Linearization(score_differences(scores, self.gold), slopes.flatten(0, 1), self.example_weights)
 
     def fit_words(self, tokens: Float[Tensor, "n read"], variance: float | None = None) -> None:
         """Add word weights to the parameters.
@@ -175,14 +229,17 @@ class Objective:
             variance = part.set_unit_by_gold(most)
             self.unit = part.unit
             return variance
-        labels = len(self.scorer.labels.ids)
-        gold_direction = one_hot(self.gold, labels).float() - 1 / labels
-        slopes = torch.empty(len(gold_direction), 1, self.vector_size)
+        directions = self._gold_directions()
+        slopes = torch.empty(len(directions), 1, self.vector_size)
         pairs = {row: [0] for row in self.rows}
         zeros = torch.zeros(self.vector_size)
-        tokens = self._differentiate_pairs(slopes, zeros, pairs, gold_direction[:, None])
+        tokens = self._differentiate_pairs(slopes, zeros, pairs, directions[:, None])
         _require_finite(tokens, slopes)
         return self._set_unit(weighted_mean(slopes[:, 0].square_(), self.example_weights))[1]
+
+    def _gold_directions(self) -> Float[Tensor, "n labels"]:
+        labels = len(self.scorer.labels.ids)
+        return one_hot(self.gold, labels).float() - 1 / labels
 
     def _set_unit(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:
         """Set the unit; return its factor, and the variance of the label scores under a unit prior."""
@@ -198,8 +255,8 @@ class Objective:
         slopes = torch.empty(size.examples, size.labels - 1, len(parameters))
         tokens = self._differentiate(slopes, parameters, self.rows)
         self._differentiate_words(slopes, tokens, self.rows)
-        scores = self.labels(parameters).mean(tokens)
-        return self._linearization(scores, slopes.flatten(0, 1)), scores
+        scores = self.label_scores(tokens, parameters)
+        return self._linearization(scores, slopes), scores
 
     def relinearize(
         self,
@@ -207,40 +264,33 @@ class Objective:
         parameters: Float[Tensor, " parameters"],
         scores: Float[Tensor, "n labels"],
         chosen: Sequence[int],
-        competing: Bool[Tensor, "n labels"] | None = None,
+        competing: Bool[Tensor, "n others"] | None = None,
     ) -> Linearization:
         """Linearize around other parameters, of which the label scores are known.
 
         Only the ``chosen`` demonstrations are differentiated again, and of these only the ``competing``
-        labels, if given. Overwrites ``point.jacobian`` in place.
+        pairs, if given. Overwrites ``point.jacobian`` in place.
         """
         if competing is not None:
-            others = competing.gather(1, wrong_labels(self.gold, competing.shape[1]))
-            chosen = [row for row in chosen if others[row].any()]
+            chosen = [row for row in chosen if competing[row].any()]
+        slopes = point.jacobian.view(len(self.queries), -1, point.jacobian.shape[1])
         if chosen:
-            slopes = point.jacobian.view(*point.differences.shape, -1)
             tokens = self._differentiate(slopes, parameters, chosen, competing)
             self._differentiate_words(slopes, tokens, chosen)
-        return self._linearization(scores, point.jacobian)
-
-    def _linearization(self, scores: Float[Tensor, "n labels"], jacobian: Tensor) -> Linearization:
-        return Linearization(score_differences(scores, self.gold), jacobian, self.example_weights)
+        return self._linearization(scores, slopes)
 
     def _differentiate(
         self,
         slopes: Float[Tensor, "n others parameters"],
         parameters: Float[Tensor, " parameters"],
         chosen: Sequence[int],
-        competing: Bool[Tensor, "n labels"] | None = None,
+        competing: Bool[Tensor, "n others"] | None = None,
     ) -> Float[Tensor, "chosen read"]:
         """Write the derivatives of the pairs of some demonstrations in the vectors; return token scores."""
-        directions = score_directions(self.gold, len(self.scorer.labels.ids))
-        others = (
-            None if competing is None else competing.gather(1, wrong_labels(self.gold, directions.shape[-1]))
-        )
+        directions = self._directions()
+        every = list(range(directions.shape[1]))
         pairs = {
-            row: list(range(directions.shape[1])) if others is None else others[row].nonzero()[:, 0].tolist()
-            for row in chosen
+            row: every if competing is None else competing[row].nonzero()[:, 0].tolist() for row in chosen
         }
         tokens = self._differentiate_pairs(slopes, parameters, pairs, directions)
         _require_finite(tokens, *(slopes[row, of_row, : self.vector_size] for row, of_row in pairs.items()))
@@ -301,7 +351,7 @@ class Objective:
     ) -> None:
         """Write the derivatives of the pairs of some demonstrations in the word weights."""
         if self.words is not None:
-            directions = score_directions(self.gold[list(rows)], len(self.scorer.labels.ids))
+            directions = self._directions()[list(rows)]
             slopes[list(rows), :, self.vector_size :] = self.words.jacobian(tokens, directions)
 
     @property

@@ -28,7 +28,7 @@ from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer, next_token_log_probabilities
 from i2cl.tasks import Example, Examples, Task
-from i2cl.tasks.task import group_by_label, sample_per_class
+from i2cl.tasks.task import group_by_label, sample_multi_label, sample_per_class
 
 MAX_SHOTS = 20  # demonstrations per class by default
 PATIENCE_S = 300.0  # default time budget of a fit
@@ -80,11 +80,29 @@ def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Exampl
     `MIN_ROWS_TO_KEEP_BACK` rows. Raises I2CLError if a class has no rows.
     """
     task.sample(1, seed)  # raises for a class without rows
+    if task.multi_label:
+        rows = _not_held_out(task, keep_back, seed) if keep_back else task.train
+        return sample_multi_label(rows, len(task.labels), shots, Random(seed))
     groups = group_by_label(task.train, len(task.labels))
     available = [
         n - ceil(n / keep_back) if keep_back and n >= MIN_ROWS_TO_KEEP_BACK else n for n in map(len, groups)
     ]
     return sample_per_class(groups, [min(shots, max(1, n)) for n in available], Random(seed))
+
+
+def _not_held_out(task: Task, keep_back: int, seed: int) -> Examples:
+    """Hold out one row in ``keep_back`` of each label of a multi-label task with enough rows."""
+    totals = [len(group) for group in group_by_label(task.train, len(task.labels))]
+    spare = [ceil(n / keep_back) if n >= MIN_ROWS_TO_KEEP_BACK else 0 for n in totals]
+    rest, limit = [], ceil(len(task.train) / keep_back)
+    for row in Random(f"held out {seed}").sample(list(task.train), len(task.train)):
+        if limit and all(spare[label] for label in row.ids):
+            limit -= 1
+            for label in row.ids:
+                spare[label] -= 1
+        else:
+            rest.append(row)
+    return rest
 
 
 def draw(
@@ -188,7 +206,7 @@ def _largest(task: Task) -> int:
 
 def _check_size(shown: Examples) -> None:
     """Raise I2CLError if there are more demonstrations or labels than anchored calibration takes."""
-    check_fit_size(len(shown), len({row.label for row in shown}))
+    check_fit_size(len(shown), len({label for row in shown for label in row.ids}))
 
 
 @dataclass(frozen=True)
@@ -244,7 +262,8 @@ class _Speed:
             labels, config = self.scorer.labels, method.anchoring
             vectors = decoder.layers * len(ACTIVE_SUBLAYERS[config.sublayers])
             words = len(labels.read) * len(labels.ids) if labels.words else 0
-            size = FitSize(len(shown), len(labels.ids), vectors * decoder.d_model + words, words > 0)
+            count = len(labels.ids) + (labels.reference is not None)
+            size = FitSize(len(shown), count, vectors * decoder.d_model + words, words > 0)
             return plan_fit(size, fit_memory(config.memory), config.solver, config.steps)
         steps = max(1, getattr(method, "rounds", 1))
         step = TRAINING_FORWARD + BACKWARD

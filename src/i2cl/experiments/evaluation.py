@@ -121,8 +121,10 @@ def measure(
 ) -> Run:
     """Score a fitted method on labelled queries.
 
-    ``shared`` holds the scores of other methods for these queries, and receives those of this one.
+    ``shared`` holds the scores of other methods for these queries, and receives those of this one. Raises
+    I2CLError for a multi-label task.
     """
+    task.require_single_label("a comparison of methods", "`i2cl fit` evaluates it")
     texts = [query.text for query in queries]
     scores, seconds = (shared or SharedScores()).of(fitted.predictor, texts, progress)
     gold = np.array([query.label for query in queries])
@@ -292,6 +294,7 @@ def sweep(
             ``on_failure``, only if no run succeeds.
     """
     for task in tasks:
+        task.require_single_label("a comparison of methods", "`i2cl fit` evaluates it")
         task.sample(shots, seeds[0])
         task.queries(limit)
     decoder = source()

@@ -4,9 +4,10 @@ import time
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from i2cl.core.injection import Injection
+from i2cl.errors import I2CLError
 from i2cl.experiments.evidence.fit_evaluation import (
     EvaluationPlan,
     FitObserver,
@@ -14,8 +15,10 @@ from i2cl.experiments.evidence.fit_evaluation import (
     refitting,
     typical_temperature,
 )
+from i2cl.experiments.evidence.multi_label import Threshold, evaluate_multi_label
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods import Injector
+from i2cl.methods.anchored import Anchored
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.tasks import Examples, Task
@@ -42,7 +45,10 @@ class FitRequest:
         unlabelled: texts to measure a label prior on; none for no label prior.
         shares: share of each label among these texts; None: all equal.
         target: target accuracy of a confidence threshold.
+        threshold: how the thresholds of a multi-label task are chosen, see
+            `i2cl.experiments.evidence.multi_label.evaluate_multi_label`.
         command: the command line that repeats the fit, for the card.
+        keep_examples: store the demonstrations with the injection.
     """
 
     method: Injector
@@ -51,7 +57,9 @@ class FitRequest:
     unlabelled: Sequence[str] = ()
     shares: Sequence[float] | None = None
     target: float | None = None
+    threshold: Threshold = "0.5"
     command: str = ""
+    keep_examples: bool = False
 
 
 def fit_task(
@@ -75,10 +83,11 @@ def fit_task(
         clock: seconds, to time the fit with.
 
     Raises:
-        I2CLError: if the method refuses these demonstrations or this model, or the rows are too few for the
-            target accuracy.
+        I2CLError: if the method refuses these demonstrations or this model, the rows are too few for the
+            target accuracy, or as `require_supported`.
     """
     observer = observer or FitObserver()
+    require_supported(task, request)
     warn_of_language(decoder, demonstrations)
     started = clock()
     injection = request.method.fit_injection(
@@ -91,6 +100,8 @@ def fit_task(
         )
     seconds = clock() - started
     injection = injection.with_report(command=request.command)
+    if request.keep_examples:
+        injection = replace(injection, examples=tuple(demonstrations))
     if temperature := typical_temperature(request.method, task, demonstrations):
         injection = injection.with_head(temperature=temperature)
     observer.fitted(injection, seconds)
@@ -103,6 +114,19 @@ def fit_task(
             return again
         return with_label_prior(again, decoder, request.unlabelled, request.shares)
 
+    if task.multi_label:
+        return evaluate_multi_label(
+            injection,
+            decoder,
+            task,
+            demonstrations,
+            plan,
+            method=request.method,
+            seconds=seconds,
+            refit=refit,
+            threshold=request.threshold,
+            observer=observer,
+        )
     return evaluate_fit(
         injection,
         decoder,
@@ -115,6 +139,27 @@ def fit_task(
         target=request.target,
         observer=observer,
     )
+
+
+def require_supported(task: Task, request: FitRequest) -> None:
+    """Raise I2CLError if a multi-label task is to be fitted with an option that it does not support."""
+    if not task.multi_label:
+        if request.threshold != "0.5":
+            raise I2CLError(
+                "--threshold is for multi-label tasks, and this one has one label per text: omit it"
+            )
+        return
+    if type(request.method) is not Anchored:
+        task.require_single_label(f"method {request.method.name}", "use the method anchored")
+    for given, what in (
+        (request.unlabelled, "a label prior (--unlabelled)"),
+        (request.target is not None, "--target-accuracy"),
+        (isinstance(request.method, Anchored) and request.method.anchoring.class_weight, "--class-weight"),
+    ):
+        if given:
+            raise I2CLError(
+                f"{what} needs one label per text, and {task.name!r} is a multi-label task: omit it"
+            )
 
 
 def warn_of_language(decoder: Decoder, demonstrations: Examples) -> None:

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from i2cl.core.injection import Injection
+from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
 from i2cl.errors import I2CLError
 from i2cl.export.folding import Folding, lm_head_name, save_model
 from i2cl.export.golden import TEXTS, Golden, make_golden
@@ -94,6 +94,11 @@ def export_classifier(
         notes += ["Remove whitespace at the end of texts: it is encoded differently than by i2cl."]
     if len(tensors) > 1:
         notes += ["Run it in float32 or bfloat16: float16 overflows in its last layer."]
+    if (thresholds := injection.head.thresholds) and set(thresholds) != {DEFAULT_THRESHOLD}:
+        listed = ", ".join(
+            f"{word} {one:.4g}" for word, one in zip(injection.task.labels, thresholds, strict=True)
+        )
+        notes += [f"Give a text every label whose probability reaches its threshold: {listed}."]
     answers = make_golden(decoder, injection).of_export("classifier", folding.dtype) if golden else None
     made = folding.build(AutoModelForSequenceClassification, model.config, tensors)
     if answers is not None:
@@ -150,6 +155,8 @@ def add_classification_head(
     if offsets.abs().max() > 0:
         direction = constant_direction(folding, model)
         if direction is None:
+            # small scores are more accurate; a softmax ignores what all labels share
+            rows = rows if injection.task.multi_label else rows - rows.mean(0)
             return add_prior_layer(folding, rows, offsets)
         rows = rows + offsets[:, None] * direction
     return model, dict.fromkeys(new, rows)
@@ -170,8 +177,8 @@ def label_rows(
 ) -> tuple[Float[Tensor, "labels d"], Float[Tensor, " labels"]]:
     """Return weights and offsets of the label scores, divided by the temperature, in float32.
 
-    Offsets come from a label prior or from biases of the LM head; they sum to zero, since a softmax ignores
-    what all labels share.
+    Offsets come from a label prior, from the thresholds of a multi-label task, or from biases of the LM head.
+    With one label per text they sum to zero, since a softmax ignores what all labels share.
     """
     head, labels = lm_head_name(folding.model), folding.labels
     read = list(labels.read)
@@ -186,7 +193,9 @@ def label_rows(
     rows, offsets = labels.mean(rows.T).T, labels.mean(offsets)
     if injection.label_bias is not None:
         offsets = offsets + torch.tensor(injection.label_bias)
-    return rows / injection.temperature, (offsets - offsets.mean()) / injection.temperature
+    if not injection.task.multi_label:
+        offsets = offsets - offsets.mean()
+    return rows / injection.temperature, offsets / injection.temperature
 
 
 def constant_direction(folding: Folding, model: PreTrainedModel) -> Float[Tensor, " d"] | None:
@@ -237,7 +246,7 @@ def add_prior_layer(
     new[f"{layer}.input_layernorm.weight"] = torch.ones(width)
     new[f"{layer}.post_attention_layernorm.weight"] = folding.tensor("model.norm.weight").float().cpu()
     new[f"{layer}.mlp.gate_proj.bias"][:count] = GATE
-    new[f"{layer}.mlp.up_proj.weight"][:count] = rows - rows.mean(0)  # small scores are more accurate
+    new[f"{layer}.mlp.up_proj.weight"][:count] = rows
     new[f"{layer}.mlp.down_proj.weight"][range(count), range(count)] = SCORE_SCALE / GATE
     new[f"{layer}.mlp.down_proj.bias"][count] = SCORE_SCALE * CONSTANT
     root = width**0.5
@@ -344,5 +353,6 @@ def _complete_config(
     words = injection.task.labels
     config.id2label = dict(enumerate(words))
     config.label2id = {word: place for place, word in enumerate(words)}
-    config.problem_type = "single_label_classification"
+    kind = "multi_label" if injection.task.multi_label else "single_label"
+    config.problem_type = f"{kind}_classification"
     config.pad_token_id = tokenizer.pad_token_id

@@ -76,7 +76,8 @@ class Folding:
         force: bool = False,
         label_scores: bool = True,
     ) -> None:
-        self.labels = require_exportable(decoder, injection)
+        # a text classifier computes its own label scores
+        self.labels = require_exportable(decoder, injection, multi_label=not label_scores)
         self.source_config = decoder.model.config
         self.config = _folded_config(self.source_config)
         self.dtype = dtype or decoder.model.dtype
@@ -298,12 +299,15 @@ def lm_head_name(model: PreTrainedModel) -> str:
     return next(str(name) for name, module in model.named_modules() if module is head)
 
 
-def require_exportable(decoder: Decoder, injection: Injection) -> LabelTokens:
+def require_exportable(decoder: Decoder, injection: Injection, *, multi_label: bool = False) -> LabelTokens:
     """Return the label tokens that an export scores.
 
-    Raises I2CLError if the model or the injection cannot be folded, or the injection scores full label
-    sequences, whose probabilities the next token does not hold.
+    Raises I2CLError if the model or the injection cannot be folded, the injection scores full label
+    sequences, whose probabilities the next token does not hold, or its task is a multi-label task and the
+    export is not for these.
     """
+    if not multi_label:
+        injection.task.require_single_label("this export", "export a text classifier (--to classifier)")
     config = decoder.model.config
     if decoder.architecture != ARCHITECTURES.get(decoder.architecture.model_type):
         raise I2CLError(f"a custom Architecture cannot be folded into weights: {USE_HOOKS}")

@@ -62,6 +62,7 @@ class Golden(pydantic.BaseModel):
     probabilities: list[list[float]]  #: probability of each label for each text
     tolerance: float = TOLERANCES["float32"]  #: maximum difference of a probability
     left_padding: bool = True  #: whether batches may be padded on the left
+    multi_label: bool = False  #: whether each label has its own probability
 
     def of_export(self, form: Form, dtype: torch.dtype) -> "Golden":
         """Return a copy for an export of this form, whose weights are stored in this dtype."""
@@ -111,7 +112,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
         I2CLError: if the injection cannot be exported or does not fit the decoder, the model is quantized, or
             no text fits into the context.
     """
-    labels = require_exportable(decoder, injection)
+    labels = require_exportable(decoder, injection, multi_label=True)
     scorer = injection.scorer(decoder)
     prompts = [scorer.prompt(text) for text in TEXTS]
     ids = decoder.encoder(prompts)
@@ -130,7 +131,10 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
         texts=texts,
         prompts=[prompts[row] for row in whole],
         ids=[list(ids[row]) for row in whole],
-        probabilities=injection.log_probs(decoder, texts, force=True).double().softmax(-1).tolist(),
+        probabilities=injection.head.probabilities(
+            injection.log_probs(decoder, texts, force=True).double()
+        ).tolist(),
+        multi_label=injection.task.multi_label,
     )
 
 

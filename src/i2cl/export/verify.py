@@ -72,7 +72,9 @@ def verify_classifier(
     """Classify the golden texts in transformers' pipeline, in batches padded on alternating sides."""
     found = torch.zeros(len(golden.texts), len(golden.labels))
     order = sorted(range(len(golden.texts)), key=lambda row: len(golden.ids[row]))
-    options = {"top_k": None, "batch_size": BATCH_SIZE, "function_to_apply": "softmax"}
+    options: dict[str, Any] = {"top_k": None, "batch_size": BATCH_SIZE}
+    if not golden.multi_label:  # the pipeline then applies a sigmoid
+        options["function_to_apply"] = "softmax"
     for start in range(0, len(order), BATCH_SIZE):
         rows = order[start : start + BATCH_SIZE]
         classify.tokenizer.padding_side = sides[start // BATCH_SIZE % len(sides)]

@@ -54,6 +54,7 @@ def with_label_prior(
         I2CLError: without texts, on an empty text, shares that are not one per label or do not sum to 1, or
             another model.
     """
+    injection.task.require_single_label("a label prior", "fit it without unlabelled texts")
     scale = _default_temperature(injection)
     injection = without_label_prior(injection).with_head(temperature=scale)
     shares = None if prior is None else validate_prior(prior, injection.task.labels)
@@ -71,7 +72,11 @@ def with_label_prior(
 
 
 def without_label_prior(injection: Injection) -> Injection:
-    """Return an injection without its `label_bias`, and without results that were measured with it."""
+    """Return an injection without its `label_bias`, and without results that were measured with it.
+
+    Raises I2CLError for a multi-label task, whose bias holds the thresholds.
+    """
+    injection.task.require_single_label("a label prior", "leave out --drop-prior")
     if injection.head.bias is None:
         return injection
     settings = {name: value for name, value in injection.report.settings.items() if name != LABEL_PRIOR}

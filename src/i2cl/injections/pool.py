@@ -74,7 +74,8 @@ class RowScores:
     """Scores of one query.
 
     Attributes:
-        log_probs: log-probabilities among the labels of the task, in their order.
+        log_probs: log-probabilities among the labels of the task, in their order; of each label, in a
+            multi-label task.
         label_mass: probability of all labels together among everything that could follow the prompt, before
             biases and temperature; None for word-level scoring, which yields no probability.
     """
@@ -159,8 +160,13 @@ class InjectionPool:
         return [row.log_probs for row in rows]
 
     def predict(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[str]:
-        """Return the most probable label word of each text. Raises I2CLError as `log_probs`."""
+        """Return the most probable label word of each text.
+
+        Raises I2CLError as `log_probs`, and for multi-label tasks.
+        """
         queries = self._queries(texts, task_ids)
+        for task in {query.task for query in queries}:
+            task.scorer.task.require_single_label("InjectionPool.predict")
         pairs = zip(queries, self.score_rows(queries), strict=True)
         return [query.task.scorer.task.labels[int(row.log_probs.argmax())] for query, row in pairs]
 

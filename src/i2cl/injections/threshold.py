@@ -1,7 +1,5 @@
 """Abstain from a prediction whose probability is below a confidence threshold."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from i2cl.errors import I2CLError
@@ -13,9 +11,3 @@ def require_confidence(threshold: float | None) -> None:
         not isinstance(threshold, int | float | np.number) or not 0 < threshold <= 1
     ):
         raise I2CLError(f"min_confidence {threshold!r} is not a probability: give a number above 0, up to 1")
-
-
-def confident_index(probabilities: Sequence[float], threshold: float | None = None) -> int | None:
-    """Return the index of the most probable label, or None if its probability is below the threshold."""
-    best = max(range(len(probabilities)), key=probabilities.__getitem__)
-    return best if threshold is None or probabilities[best] >= threshold else None

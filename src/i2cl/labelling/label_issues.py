@@ -83,9 +83,11 @@ def review(
         progress: called with 1 after each refit.
 
     Raises:
-        I2CLError: with fewer than two labels that have two texts, on an empty text, or without scikit-learn.
+        I2CLError: with fewer than two labels that have two texts, on an empty text, without scikit-learn, or
+            for a multi-label task.
     """
     require_packages("reviewing labels", "sklearn", "sklearn")
+    task.require_single_label("a review of labels")
     if log_probs is None:
         log_probs = out_of_fold_log_probs(decoder, task, rows, folds, seed, progress)
     labels = np.array([row.label for row in rows])

@@ -90,9 +90,12 @@ def suggest(
         The suggestions, best first.
 
     Raises:
-        I2CLError: if fewer than ``n`` candidates are left, a text is empty, or scikit-learn is missing.
+        I2CLError: if fewer than ``n`` candidates are left, a text is empty, or scikit-learn is missing; or
+            for a multi-label task.
     """
     require_packages("suggesting texts", "sklearn", "sklearn")
+    plain = task.task if isinstance(task, Injection) else task
+    plain.require_single_label("the choice of texts to label")
     first_index: dict[str, int] = {}
     for index, text in enumerate(texts):
         first_index.setdefault(text_key(text), index)
@@ -101,7 +104,6 @@ def suggest(
     if not 1 <= n <= len(candidates):
         message = f"cannot suggest {n} of {len(candidates)} distinct texts without a label"
         raise I2CLError(message, "give more texts, or ask for fewer")
-    plain = task.task if isinstance(task, Injection) else task
     if vectors is None:
         vectors = text_vectors(decoder, plain, texts, encoder, progress)
     others = [text for text in labelled if text_key(text) not in first_index]

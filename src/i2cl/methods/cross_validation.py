@@ -46,16 +46,25 @@ def fold_rows(
     for row, example in enumerate(demonstrations):
         rows_of[example.text].append(row)
     groups = list(rows_of.values())
-    frequencies = np.bincount([example.label for example in demonstrations], minlength=len(task.labels))
+    every = [label for example in demonstrations for label in example.ids]
+    frequencies = np.bincount(every, minlength=len(task.labels))
+
+    def labels_of(rows: Sequence[int]) -> list[int]:
+        labels = {label for row in rows for label in demonstrations[row].ids}
+        return sorted(labels, key=lambda label: frequencies[label])
+
     parts: list[list[int]] = [[] for _ in range(min(folds, len(groups), max(2, int(np.median(frequencies)))))]
     assigned = np.zeros((len(parts), len(task.labels)), dtype=int)  # rows of each label by fold
     order = [groups[at] for at in np.random.default_rng(seed).permutation(len(groups))]
-    for rows in sorted(order, key=lambda rows: min(frequencies[demonstrations[row].label] for row in rows)):
-        labels = sorted({demonstrations[row].label for row in rows}, key=lambda label: frequencies[label])
+    # rows of a multi-label task may have no label: they come last
+    for rows in sorted(
+        order, key=lambda rows: min(frequencies[labels_of(rows)], default=len(demonstrations))
+    ):
+        labels = labels_of(rows)
         fold = min(range(len(parts)), key=lambda part: (*assigned[part, labels], len(parts[part])))
         parts[fold] += rows
         for row in rows:
-            assigned[fold, demonstrations[row].label] += 1
+            assigned[fold, list(demonstrations[row].ids)] += 1
     in_one_fold = (assigned == frequencies).any(0)
     if missing := [repr(name) for name, alone in zip(task.labels, in_one_fold, strict=True) if alone]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

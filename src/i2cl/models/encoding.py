@@ -291,6 +291,10 @@ MIN_TOKEN_SCORE = -65504.0
 Scoring = Literal["auto", "first_token", "sequence", "words"]
 
 
+# What the labels of a multi-label task are compared with, in order of preference.
+REFERENCE_WORDS = ("none", "other", "nothing", "something", "-", ".")
+
+
 class SharedFirstTokenError(I2CLError):
     """Raised if first-token scoring is requested for labels that share their first token."""
 
@@ -310,6 +314,8 @@ class LabelTokens:
         words: for word-level scoring, the tokens of each label; otherwise empty.
         fitted: word weights of a fit, which replace the default `weights`. Every token may count for every
             label.
+        reference: in a multi-label task, the token that every label is compared with: label scores are
+            log-odds of the label's words against it. None otherwise.
     """
 
     ids: tuple[Ids, ...]
@@ -317,6 +323,7 @@ class LabelTokens:
     line: str = ""
     words: tuple[Ids, ...] = ()
     fitted: Float[Tensor, "read labels"] | None = field(default=None, compare=False)
+    reference: int | None = None
 
     @property
     def first(self) -> Ids:
@@ -326,14 +333,15 @@ class LabelTokens:
     @cached_property
     def read(self) -> Ids:
         """Tokens whose log-probabilities after the query yield the label scores, unless `full`."""
-        return tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.first
+        tokens = tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.first
+        return tokens if self.reference is None else (*tokens, self.reference)
 
     @cached_property
     def weights(self) -> Float[Tensor, "read labels"]:
         """Weight of each token in each label's score, for word-level scoring.
 
         By default by inverse document frequency: tokens of fewer labels weigh more. The weights of a label
-        sum to 1.
+        sum to 1; with a reference, whose weight is -1, to 0.
         """
         if self.fitted is not None:
             return self.fitted
@@ -343,7 +351,10 @@ class LabelTokens:
         for label, ids in enumerate(self.words):
             for token in ids:
                 weights[place[token], label] = math.log1p(len(self.words) / labels[token])
-        return weights / weights.sum(0)
+        weights = weights / weights.sum(0)
+        if self.reference is not None:
+            weights[-1] = -1.0
+        return weights
 
     def weighted(self, fitted: Float[Tensor, "tokens labels"]) -> "LabelTokens":
         """Return a copy with fitted word weights. Raises I2CLError if their shape does not fit."""
@@ -384,7 +395,12 @@ class LabelTokens:
 
 
 def label_tokens(
-    encoder: PromptEncoder, template: Template, labels: Sequence[str], scoring: Scoring = "auto"
+    encoder: PromptEncoder,
+    template: Template,
+    labels: Sequence[str],
+    scoring: Scoring = "auto",
+    *,
+    multi_label: bool = False,
 ) -> LabelTokens:
     """Find the tokens of each label by encoding it after a prompt.
 
@@ -395,12 +411,17 @@ def label_tokens(
     after the query, in any order, so one pass scores all labels. Labels with the same set of tokens, such as
     "card lost" and "lost card", are represented by one token each (`keywords`), whose meaning a fit learns.
 
+    With ``multi_label``, labels are scored by their words against a token of the first of `REFERENCE_WORDS`
+    that has one which is in no label.
+
     Raises:
         I2CLError: if the tokenizer merges the prompt's last token with a label, two labels have the same
             tokens, no token can end a label that is a prefix of another, a label contains a special token,
-            or the template repeats the BOS token.
+            or the template repeats the BOS token; with ``multi_label``, for another scoring than by words.
         SharedFirstTokenError: if labels share their first token and ``scoring`` is ``"first_token"``.
     """
+    if multi_label:
+        scoring = _require_words(scoring)
     _check_special_tokens(encoder, template, labels)
     line = template.lead[: template.lead.rfind("\n") + 1]
     sequences = _behind(encoder, template, labels, line)
@@ -413,13 +434,8 @@ def label_tokens(
     if len(set(sequences)) < len(sequences):
         raise I2CLError("two labels have the same tokens: give labels that differ")
     if scoring == "words":
-        first = [(token,) for token in keywords(encoder, labels, sequences)]
-        words = [tuple(dict.fromkeys(ids)) for ids in sequences]
-        sets = Counter(map(frozenset, words))
-        while len(sets) < len(words):  # again, since the representative token may be another label's word
-            words = [ids if sets[frozenset(ids)] == 1 else one for ids, one in zip(words, first, strict=True)]
-            sets = Counter(map(frozenset, words))
-        return LabelTokens(tuple(first), full=False, line=line, words=tuple(words))
+        made = replace(_word_tokens(encoder, labels, sequences), line=line)
+        return replace(made, reference=_reference(encoder, template, made)) if multi_label else made
     shared = len({ids[0] for ids in sequences}) < len(sequences)
     if shared and scoring == "first_token":
         raise SharedFirstTokenError(
@@ -432,6 +448,32 @@ def label_tokens(
         ended = _behind(encoder, template, labels, line, template.separator)
         sequences = _ended(sequences, ended, encoder, [labels[one] for one in begun])
     return LabelTokens(sequences, full=scoring == "sequence" or shared, line=line)
+
+
+def _require_words(scoring: Scoring) -> Scoring:
+    """Return the scoring of multi-label tasks. Raises I2CLError if another one is requested."""
+    if scoring not in {"auto", "words"}:
+        raise I2CLError(f"scoring={scoring!r} is not for multi-label tasks: use scoring='words'")
+    return "words"
+
+
+def _word_tokens(encoder: PromptEncoder, labels: Sequence[str], sequences: Sequence[Ids]) -> LabelTokens:
+    first = [(token,) for token in keywords(encoder, labels, sequences)]
+    words = [tuple(dict.fromkeys(ids)) for ids in sequences]
+    sets = Counter(map(frozenset, words))
+    while len(sets) < len(words):  # again, since the representative token may be another label's word
+        words = [ids if sets[frozenset(ids)] == 1 else one for ids, one in zip(words, first, strict=True)]
+        sets = Counter(map(frozenset, words))
+    return LabelTokens(tuple(first), full=False, words=tuple(words))
+
+
+def _reference(encoder: PromptEncoder, template: Template, labels: LabelTokens) -> int:
+    """Return the token that the labels of a multi-label task are compared with."""
+    for ids in _behind(encoder, template, REFERENCE_WORDS, labels.line):
+        if unshared := [token for token in ids if token not in labels.read]:
+            return unshared[0]
+    words = ", ".join(REFERENCE_WORDS)
+    raise I2CLError(f"the labels share tokens with all of {words}, but one is needed: rename a label")
 
 
 def _check_special_tokens(encoder: PromptEncoder, template: Template, labels: Sequence[str]) -> None:

@@ -102,14 +102,17 @@ class LabelScorer:
     def for_fit(cls, decoder: Decoder, task: Task, scoring: Scoring = "auto") -> "LabelScorer":
         """Return the task as a fit among its labels scores it.
 
-        ``"auto"`` scores labels by their words where first tokens are shared. Raises I2CLError for
-        ``scoring="sequence"``, which would cost a pass per example and label in each step.
+        ``"auto"`` scores labels by their words where first tokens are shared, and in a multi-label task.
+        Raises I2CLError for ``scoring="sequence"``, which would cost a pass per example and label in each
+        step.
         """
         if scoring == "sequence":
             raise I2CLError(
                 "scoring='sequence' is for methods without a fit, such as few_shot: leave it out, or use "
                 "scoring='words'"
             )
+        if scoring == "auto" and task.multi_label:
+            return cls(decoder, task, "words")
         if scoring == "auto":
             try:
                 label_tokens(decoder.encoder, task.template, task.labels, "first_token")
@@ -121,7 +124,9 @@ class LabelScorer:
     def labels(self) -> LabelTokens:
         """Tokens of the label words as they follow a query. Raises I2CLError: see `label_tokens`."""
         task = self.task
-        tokens = label_tokens(self.decoder.encoder, task.template, task.labels, self.scoring)
+        tokens = label_tokens(
+            self.decoder.encoder, task.template, task.labels, self.scoring, multi_label=task.multi_label
+        )
         return tokens if self.weights is None else tokens.weighted(self.weights)
 
     def queries(

@@ -22,7 +22,13 @@ TAGS = ["i2cl", "implicit-in-context-learning", "activation-steering", "few-shot
 TASK_TYPE = "text-classification"
 PAPER = "[Implicit In-context Learning](https://arxiv.org/abs/2405.14660)"
 # Keys of `Injection.metrics`, with the metric type and name on the hub.
-METRICS = {"accuracy": ("accuracy", "Accuracy"), "macro_f1": ("f1", "Macro-F1")}
+METRICS = {
+    "accuracy": ("accuracy", "Accuracy"),
+    "micro_f1": ("f1", "Micro-F1"),
+    "macro_f1": ("f1", "Macro-F1"),
+    "mean_average_precision": ("mean_average_precision", "Mean average precision"),
+    "exact_match": ("exact_match", "Exact match"),
+}
 BATCH_METHOD_NOTE = (
     "zero_shot+batch_calibration needs the whole batch: it subtracts the mean scores of the batch."
 )
@@ -72,7 +78,7 @@ print(injection.predict(decoder, ["a text to classify"]))"""
         f"I2CL: {task['title'] or task['name']}",
         f"Classifies texts with {_code(base_name)} at the cost of a zero-shot prompt: it edits the output of "
         f"each attention and MLP block with {content}. Method: {method}. Created with i2cl {__version__}.",
-        f"Classes: {_classes(task)}.",
+        f"{_classes(task)}.",
         "## Use",
         *use,
         "The injection works only on this model: `require_base` compares the fingerprints of weights and "
@@ -96,10 +102,11 @@ def classifier_card(description: Mapping[str, Any], name: str, notes: Sequence[s
         name: folder or hub id that the classifier will be loaded from.
         notes: sentences on how to use it.
     """
+    all_labels = ", top_k=None" if description["task"].get("multi_label") else ""
     code = f"""from transformers import pipeline
 
 classify = pipeline("text-classification", model={json.dumps(name)})
-print(classify(["a text to classify"], truncation=True))"""
+print(classify(["a text to classify"], truncation=True{all_labels}))"""
     use = "\n\n".join((code_block(code, "python"), *notes))
     return _export_card(description, "a text classifier", use, "transformers", TASK_TYPE)
 
@@ -123,7 +130,7 @@ def _export_card(description: Mapping[str, Any], kind: str, usage: str, library:
         data["base_model_relation"] = "finetune"
     content = (
         f"{_code(base)} with a classification task that i2cl {__version__} learned from a few labelled "
-        f"examples by {PAPER}. Classes: {_classes(task)}."
+        f"examples by {PAPER}. {_classes(task)}."
     )
     return _card(data, f"{task['title'] or task['name']}, {kind}", content, "## Use", usage)
 
@@ -135,7 +142,8 @@ def _card(data: ModelCardData, title: str, *parts: str) -> str:
 
 
 def _classes(task: Mapping[str, Any]) -> str:
-    return ", ".join(map(_escape, task["labels"]))
+    kind = "Labels, of which a text has any number" if task.get("multi_label") else "Classes"
+    return f"{kind}: {', '.join(map(_escape, task['labels']))}"
 
 
 def _metadata(description: Mapping[str, Any], base: str) -> ModelCardData:
@@ -173,9 +181,12 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield paragraphs on the demonstrations, the loss and the optional parts of a fit."""
     losses = description["history"]
     loss = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats" if losses else "coefficients not calibrated"
+    where = "whose texts are not part of this repository"
+    if description.get("kept_examples"):
+        where = "whose texts and labels are in `examples.jsonl` for `i2cl update`"
     yield (
-        f"Fitted on {description['demonstrations']} demonstrations, whose texts are not part of this "
-        f"repository, with seed {description['seed']}: {loss}. All settings are in `injection.json`."
+        f"Fitted on {description['demonstrations']} demonstrations, {where}, "
+        f"with seed {description['seed']}: {loss}. All settings are in `injection.json`."
     )
     if description.get("word_weights"):
         yield "Labels are scored at word level, with a learned weight for each token (`word_weights`)."
@@ -186,6 +197,13 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
             "embeddings (`encoder_weights`) are added to the log-probabilities over the labels. Install it "
             "with `pip install 'i2cl[embeddings]'`."
         )
+    if "thresholds" in description:
+        yield (
+            "Each label has its own probability: the sigmoid of its score, plus `label_bias`, divided by the "
+            f"`temperature`, {description.get('temperature', 1.0):g}. A text gets every label whose "
+            "probability reaches its value in `thresholds`."
+        )
+        return
     if "temperature" in description:
         yield (
             "The log-probabilities over the labels are divided by the `temperature`, "
@@ -218,6 +236,26 @@ def describe_confidence(temperature: float, scores: Mapping[str, float]) -> str:
     return f"temperature {temperature:.2f} (fitted on these rows), {numbers}"
 
 
+def describe_log_loss(temperature: float, evaluation: Mapping[str, Any]) -> str:
+    """Describe the fitted temperature and the log-loss of a multi-label task."""
+    log_loss = f"log-loss {evaluation['log_loss']:.3f} per label"
+    return f"temperature {temperature:.2f} (fitted on these rows), {log_loss}"
+
+
+def describe_label_f1(evaluation: Mapping[str, Any]) -> str:
+    """Describe F1 and number of rows of each label of a multi-label task, lowest F1 first."""
+    scores = {label: one["f1"] for label, one in evaluation["labels"].items() if one is not None}
+    listed = [
+        f"{label} {scores[label]:.2f} ({evaluation['support'][label]} rows)"
+        for label in sorted(scores, key=lambda label: scores[label])
+    ]
+    more = f" and {len(listed) - MAX_RECALLS} more labels" if len(listed) > MAX_RECALLS else ""
+    absent = [label for label, one in evaluation["labels"].items() if one is None]
+    unseen = f"; no row has {', '.join(absent)}" if absent else ""
+    how = "chosen by F1 on the other half of these rows" if evaluation["threshold"] == "f1" else "0.5"
+    return f"F1 per label at a threshold {how}: {', '.join(listed[:MAX_RECALLS])}{more}{unseen}"
+
+
 def describe_recall(evaluation: Mapping[str, Any]) -> str:
     """Describe recall per label, lowest first; empty if classes are about equally frequent."""
     support = {label: rows for label, rows in evaluation["support"].items() if rows}
@@ -225,7 +263,8 @@ def describe_recall(evaluation: Mapping[str, Any]) -> str:
         return ""
     lowest = sorted(support, key=lambda label: evaluation["recall"][label])[:MAX_RECALLS]
     listed = ", ".join(
-        f"{label} {evaluation['recall'][label]:.2f} ({support[label]} rows)" for label in lowest
+        f"{label} {evaluation['recall'][label]:.2f} ({support[label]} row{'s' * (support[label] != 1)})"
+        for label in lowest
     )
     more = f" and {len(support) - MAX_RECALLS} more labels" if len(support) > MAX_RECALLS else ""
     return f"Recall per label: {listed}{more}"
@@ -269,14 +308,16 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
             yield "Not evaluated (`i2cl fit` evaluates if there are held-out or test rows)."
         return
     yield f"Verdict: {evaluation['verdict']}."
+    if "labels_per_row" in evaluation:
+        yield from _multi_label_results(description)
+        return
     yield f"Accuracy on {evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}:"
-    ms = "milliseconds_per_query"  # not measured by a server, which does other work at the same time
     lines = ["| method | accuracy | 95 % interval | macro-F1 | fit s | ms/query | bytes |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     lines += [
         f"| {name} | {result['accuracy']:.3f} | {result['low']:.3f} to {result['high']:.3f} "
         f"| {result['macro_f1']:.3f} | {result['fit_seconds']:.1f} "
-        f"| {f'{result[ms]:.2f}' if ms in result else ''} | {result['cached_bytes']} |"
+        f"| {_milliseconds(result)} | {result['cached_bytes']} |"
         for name, result in evaluation["methods"].items()
     ]
     lines += [
@@ -293,6 +334,37 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
     yield f"Calibration: {describe_confidence(temperature, evaluation['confidence'])}."
     if evaluation.get("selection"):
         yield f"Confidence threshold: {describe_threshold(evaluation['selection'])}."
+
+
+def _milliseconds(result: Mapping[str, Any]) -> str:
+    """Format the time per query. A server does not measure it, since it does other work at the same time."""
+    milliseconds = result.get("milliseconds_per_query")
+    return "" if milliseconds is None else f"{milliseconds:.2f}"
+
+
+def _multi_label_results(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield paragraphs with the compared methods and the metrics of a multi-label task."""
+    evaluation = description["evaluation"]
+    yield (
+        f"Micro-F1 on {evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}, with "
+        f"{evaluation['labels_per_row']:.2f} labels per row:"
+    )
+    lines = [
+        "| method | micro-F1 | 95 % interval | macro-F1 | mAP | exact match | fit s | ms/query | bytes |"
+    ]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
+    lines += [
+        f"| {name} | {one['micro_f1']:.3f} | {one['low']:.3f} to {one['high']:.3f} | {one['macro_f1']:.3f} "
+        f"| {one['mean_average_precision']:.3f} | {one['exact_match']:.3f} | {one['fit_seconds']:.1f} "
+        f"| {_milliseconds(one)} | {int(one['cached_bytes'])} |"
+        for name, one in evaluation["methods"].items()
+    ]
+    lines += [
+        f"| {name} | not run: {_escape(why)} | | | | | | | |" for name, why in evaluation["not_run"].items()
+    ]
+    yield "\n".join(lines)
+    yield f"{describe_label_f1(evaluation)}."
+    yield f"Calibration: {describe_log_loss(description.get('temperature', 1.0), evaluation)}."
 
 
 def _escape(text: str) -> str:

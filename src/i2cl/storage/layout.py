@@ -5,9 +5,10 @@ from pathlib import Path
 TENSORS = "injection.safetensors"
 DESCRIPTION = "injection.json"
 CARD = "README.md"
+EXAMPLES = "examples.jsonl"  # the rows of the fit, only if the user asked for it
 FILES = frozenset({TENSORS, DESCRIPTION})  # needed for loading; the card is not
 
 
 def own_files(folder: Path) -> frozenset[str]:
-    """Return the files that saving an injection may replace. README.md only if an injection is there too."""
-    return FILES | {CARD} if (folder / DESCRIPTION).is_file() else FILES
+    """Return the files that saving an injection may replace: optional ones only if an injection is there."""
+    return FILES | {CARD, EXAMPLES} if (folder / DESCRIPTION).is_file() else FILES

@@ -48,6 +48,7 @@ _SEPARATOR_LINE = re.compile("sep=([,;\t|])")  # Excel writes and reads it as th
 _MAX_CELL_CHARACTERS = 2**31 - 1
 _PARQUET_BATCH_ROWS = 4096  # rows in memory at a time
 _MAX_PREVIEW_CHARACTERS = 60
+_MAX_LISTED_CHARACTERS = 200
 
 
 class Row(NamedTuple):
@@ -64,6 +65,7 @@ class Columns:
     text: str = "text"
     label: str | None = None  #: None for unlabelled texts
     kept: tuple[str, ...] = ()  #: further columns, passed through unchanged
+    kept_option: str = "--keep"  #: option that names them, for error messages
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,13 +81,19 @@ class Columns:
 
     def require(self, present: Sequence[str], place: str, hint: str = "") -> None:
         """Raise RowError if a column is missing. ``hint`` is added to the message."""
-        kinds = {self.label: "label", self.text: "text"}
-        for column in self.names:
-            if column in present:
-                continue
-            available = f"the columns are {_truncate(', '.join(present)) or 'none'}"
+        missing = [column for column in self.names if column not in present]
+        available = f"the columns are {_listed(present)}"
+        kinds = {self.text: "text", self.label: "label"}
+        if missing[:2] == [self.text, self.label]:
+            problem = f"no text column {self.text!r} and no label column {self.label!r}"
+            advice = "say which ones hold the text and the label: text_column (--text-column) and "
+            raise RowError(f"{problem}, {available}: {advice}label_column (--label-column){hint}", place)
+        for column in missing:
             if column not in kinds:
-                raise RowError(f"no column {column!r} to keep, {available}: correct --keep", place)
+                purpose = " to keep" if self.kept_option == "--keep" else ""
+                raise RowError(
+                    f"no column {column!r}{purpose}, {available}: correct {self.kept_option}", place
+                )
             kind = kinds[column]
             advice = did_you_mean(column, present, limit=1) or f"say which one holds the {kind}: "
             advice += f"{kind}_column (--{kind}-column){hint}"
@@ -95,6 +103,15 @@ class Columns:
 def preview(value: object) -> str:
     """Return the representation of a value for an error message, truncated if it is long."""
     return _truncate(repr(value))
+
+
+def _listed(columns: Sequence[str]) -> str:
+    """Join column names for an error message: as many as fit, and the number of the others."""
+    shown = [_truncate(column) or "''" for column in columns]
+    while len(", ".join(shown)) > _MAX_LISTED_CHARACTERS:
+        shown.pop()
+    others = len(columns) - len(shown)
+    return (", ".join(shown) or "none") + (f" and {others} more" if others else "")
 
 
 def _truncate(text: str) -> str:

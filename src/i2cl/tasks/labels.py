@@ -115,3 +115,25 @@ def sort_labels(words: Iterable[str]) -> tuple[str, ...]:
     if any(as_id(word) is None for word in distinct):
         return tuple(sorted(distinct))
     return tuple(sorted(distinct, key=lambda word: (int(word.removesuffix(".0")), word)))
+
+
+def predicted_labels(
+    probabilities: Sequence[float],
+    thresholds: Sequence[float] | None = None,
+    min_confidence: float | None = None,
+) -> tuple[int, ...]:
+    """Return the indices of the labels that a text gets.
+
+    Args:
+        probabilities: probability of each label.
+        thresholds: minimum probability of each label of a multi-label task, which may get any number of
+            labels. None: the most probable label.
+        min_confidence: replaces the thresholds. Without thresholds, the most probable label needs at least
+            this probability.
+    """
+    if thresholds is None:
+        best = max(range(len(probabilities)), key=probabilities.__getitem__)
+        return (best,) if min_confidence is None or probabilities[best] >= min_confidence else ()
+    least = thresholds if min_confidence is None else [min_confidence] * len(thresholds)
+    pairs = enumerate(zip(probabilities, least, strict=True))
+    return tuple(index for index, (probability, threshold) in pairs if probability >= threshold)

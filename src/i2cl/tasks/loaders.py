@@ -12,9 +12,9 @@ from i2cl.errors import I2CLError, did_you_mean, first_line, require_packages
 from i2cl.tasks import generated
 from i2cl.tasks.formats import ROW_SUFFIXES, is_row_file, name_of
 from i2cl.tasks.labels import LabelLookup, is_blank
-from i2cl.tasks.rows import read_labelled
+from i2cl.tasks.rows import read_labelled, require_learnable
 from i2cl.tasks.schema import HubSource, TaskSpec, read_spec
-from i2cl.tasks.task import Example, Task, group_by_label, sample_per_class
+from i2cl.tasks.task import LABEL_SEPARATOR, Example, Task, group_by_label, sample_per_class
 from i2cl.tasks.template import DEFAULT_TEMPLATE, Template
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def load_task(
     labels: Sequence[str] | Mapping[str, str] | None = None,
     text_column: str = "text",
     label_column: str = "label",
+    label_separator: str | None = None,
+    label_columns: Sequence[str] = (),
     test_path: StrPath | None = None,
     skip_bad_rows: bool = False,
 ) -> Task:
@@ -79,7 +81,10 @@ def load_task(
             words in the order of the ids, or a dict from each code to its word, such as
             ``{"True": "good", "False": "bad"}``.
         text_column: name of the text column in a file of rows.
-        label_column: name of the label column in a file of rows.
+        label_column: name of the label column in a file of rows. If its cells are JSON lists, the task is a
+            multi-label task.
+        label_separator: what separates the labels in a cell, for a file of a multi-label task.
+        label_columns: columns of zeros and ones whose names are the labels, for such a file.
         test_path: file with the test rows, for a file of rows or a TOML that names none.
         skip_bad_rows: skip unusable rows of the user's own files, with a warning.
 
@@ -91,17 +96,31 @@ def load_task(
     template = Template(template) if isinstance(template, str) else template
     path = Path(name_or_path)
     if is_row_file(path):
-        read = partial(read_labelled, text_column=text_column, label_column=label_column, skip=skip_bad_rows)
+        _check_label_format(labels, label_separator, label_columns)
+        read = partial(
+            read_labelled,
+            text_column=text_column,
+            label_column=label_column,
+            label_separator=label_separator,
+            label_columns=label_columns,
+            skip=skip_bad_rows,
+        )
         train, lookup = read(path, labels)
+        multi_label = train[0].labels is not None
         if template is None:
             example = "'Review: {text}\\nSentiment: {label}'"
             raise I2CLError(f"{path} needs a template: pass one such as {example}")
-        test = () if test_path is None else read(Path(test_path), lookup)[0]
-        return Task(name_of(path), lookup.labels, template, train, test, title=name_of(path))
-    if isinstance(labels, Mapping) or (text_column, label_column) != ("text", "label"):
+        test = () if test_path is None else read(Path(test_path), lookup, multi_label=multi_label)[0]
+        name = name_of(path)
+        task = Task(name, lookup.labels, template, train, test, title=name, multi_label=multi_label)
+        if multi_label:
+            require_learnable(path, train, lookup.labels)
+        return task
+    columns = (text_column, label_column) != ("text", "label") or label_columns or label_separator
+    if isinstance(labels, Mapping) or columns:
         raise I2CLError(
-            "column names (--text-column, --label-column) and labels by code (NAME=CODE) apply only to a "
-            f"file of rows, not to {name_or_path}: leave them out"
+            "column names (--text-column, --label-column, --label-columns), --label-separator and labels by "
+            f"code (NAME=CODE) apply only to a file of rows, not to {name_or_path}: leave them out"
         )
     if path.suffix.lower() == ".toml":
         task = _load_spec(read_spec(path), path.parent, data_dir, test_path, skip=skip_bad_rows)
@@ -112,6 +131,16 @@ def load_task(
         raise I2CLError(f"task {task.name!r} has {classes}, not {len(labels)}: give one label word per class")
     words = task.labels if labels is None else tuple(labels)
     return replace(task, template=template or task.template, labels=words)
+
+
+def _check_label_format(labels: object, separator: str | None, columns: Sequence[str]) -> None:
+    """Raise I2CLError if the options of a multi-label file contradict each other."""
+    if separator is not None and is_blank(separator) and separator != "\t":
+        raise I2CLError(f"the label separator {separator!r} is blank: give a character such as ';'")
+    if columns and separator is not None:
+        raise I2CLError("--label-columns and --label-separator exclude each other: give one of them")
+    if columns and labels is not None:
+        raise I2CLError("--label-columns names the labels: rename the columns, and leave out --labels")
 
 
 def default_template(name: StrPath) -> str | None:
@@ -152,9 +181,19 @@ def _load_spec(
         _refuse_test_path(spec.name, test_path)
     elif test_path is not None:
         test_file = Path(test_path)
-    columns = files.text, files.label
-    train, lookup = read_labelled(folder / files.train, spec.labels, *columns, skip=skip)
-    return spec.to_task(train, read_labelled(test_file, lookup, *columns, skip=skip)[0] if test_file else ())
+    multi_label = spec.multi_label
+    read = partial(
+        read_labelled,
+        text_column=files.text,
+        label_column=files.label,
+        label_separator=LABEL_SEPARATOR if multi_label else None,
+        multi_label=multi_label,
+        skip=skip,
+    )
+    train, lookup = read(folder / files.train, spec.labels)
+    if multi_label:
+        require_learnable(folder / files.train, train, lookup.labels)
+    return spec.to_task(train, read(test_file, lookup)[0] if test_file else ())
 
 
 def _refuse_test_path(name: str, test_path: StrPath | None) -> None:

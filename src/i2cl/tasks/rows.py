@@ -6,8 +6,10 @@ Errors name the file and all unusable rows. `i2cl.tasks.formats` reads the file 
 import json
 import shlex
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from i2cl.tasks.formats import (
     preview,
     rows_or_errors,
 )
-from i2cl.tasks.labels import LabelLookup, as_id, cell_word, is_blank, sort_labels
+from i2cl.tasks.labels import BOOLEANS, LabelLookup, as_id, cell_word, is_blank, sort_labels
 from i2cl.tasks.task import Example
 
 _MAX_ERRORS = 1000  # bad rows whose errors are kept
@@ -111,6 +113,10 @@ def read_labelled(
     text_column: str = "text",
     label_column: str = "label",
     *,
+    label_separator: str | None = None,
+    label_columns: Sequence[str] = (),
+    multi_label: bool | None = None,
+    known: Sequence[str] = (),
     skip: bool = False,
 ) -> tuple[tuple[Example, ...], LabelLookup]:
     """Read the labelled examples of a file.
@@ -118,12 +124,20 @@ def read_labelled(
     A label cell is a label word (exact, else ignoring case) or a class id counted from 0 or from 1. A cell
     that could be either is read as a word.
 
+    In a file of a multi-label task, a row has any number of labels: in a JSON list, in one cell with a
+    separator, or in one column of zeros and ones per label.
+
     Args:
         path: the file.
         labels: label words in the order of their ids, a dict from each code in the file to its label word,
             or the lookup of another file of the same task. Default: the distinct labels of the file, sorted.
         text_column: name of the text column or key.
         label_column: name of the label column or key.
+        label_separator: what separates the labels in a cell of a multi-label task; an empty cell has none.
+        label_columns: columns of a multi-label task whose names are the labels and whose cells are 0 or 1.
+        multi_label: whether rows have any number of labels. Default: if there is a separator, if there are
+            label columns, or if the first label is a JSON list.
+        known: without ``labels``, label words that come before the file's others.
         skip: skip unusable rows, with a `ReadAsWarning` that names them.
 
     Returns:
@@ -138,33 +152,53 @@ def read_labelled(
     bad = BadRows(str(path))
     rows: list[Row] = []
     total = 0
-    for row in rows_or_errors(str(path), Columns(text_column, label_column)):
+    cells = _LabelCells(label_separator, tuple(label_columns), multi_label)
+    if label_columns:
+        columns = Columns(text_column, None, cells.columns, kept_option="--label-columns")
+        labels = LabelLookup(label_columns) if labels is None else labels
+    else:
+        columns = Columns(text_column, label_column)
+    for row in rows_or_errors(str(path), columns):
         total += 1
         with bad.collect():
-            if isinstance(row, RowError):
-                raise row
-            _text(row)
-            if labels is None:
-                _label_word(row)
-            rows.append(row)
+            rows.append(_checked(row, cells, are_words=labels is None))
     if labels is None or not rows:  # label words are derived from all rows
         bad.raise_unless_skipped(total, skip=skip)
     if labels is None:
-        _require_not_swapped(path, rows, text_column, label_column)
-        lookup = LabelLookup(_derive_labels(path, rows))
+        if not cells.multi_label:
+            _require_not_swapped(path, rows, text_column, label_column)
+        lookup = LabelLookup(_derive_labels(path, rows, known))
     elif isinstance(labels, LabelLookup):
         lookup = labels
     else:
-        lookup = LabelLookup(labels, (row.values[1] for row in rows))
+        lookup = LabelLookup(labels, (cell for row in rows for cell in row.values[1:]))
     examples = []
     for row in rows:
         with bad.collect():
-            examples.append(Example(_text(row), _class_id(row, lookup)))
+            ids = [_class_id(row, cell, lookup) for cell in row.values[1:]]
+            text = _text(row)
+            examples.append(Example.multi_label(text, ids) if cells.multi_label else Example(text, ids[0]))
     bad.raise_unless_skipped(total, skip=skip)
     if bad.count:
         message = f"{path}: {bad.count} of {total} rows are skipped: {bad.summary()}"
         warnings.warn(message, ReadAsWarning, stacklevel=2)
     return tuple(examples), lookup
+
+
+def require_learnable(path: Path, examples: Sequence[Example], labels: Sequence[str]) -> None:
+    """Check the training rows of a multi-label task.
+
+    Raises:
+        I2CLError: if a label is in every row or in none.
+    """
+    counts = Counter(label for example in examples for label in example.ids)
+    for label, word in enumerate(labels):
+        if counts[label] in {0, len(examples)}:
+            share, rows = ("every", "without it") if counts[label] else ("no", "with it")
+            raise I2CLError(
+                f"{path}: {share} row has the label {word!r}, so it cannot be learned: add rows {rows}, or "
+                "leave the label out"
+            )
 
 
 def read_queries(
@@ -248,8 +282,67 @@ def _kept_values(row: Row, names: tuple[str, ...]) -> tuple[object, ...]:
     return values
 
 
-def _label_word(row: Row) -> str:
-    label = row.values[1]
+@dataclass
+class _LabelCells:
+    """Finds the labels of a row of values: a text, and one label or any number of them.
+
+    Attributes:
+        separator: between the labels in a cell.
+        columns: columns whose cells are 0 or 1, instead of a column of labels.
+        multi_label: whether a row has any number of labels; None until the first row is read.
+    """
+
+    separator: str | None
+    columns: tuple[str, ...]
+    multi_label: bool | None
+
+    def of(self, row: Row) -> list[object]:
+        """Return the labels of a row. Raises RowError if they are in another format."""
+        if self.columns:
+            self.multi_label = True
+            return [
+                name
+                for name, cell in zip(self.columns, row.values[1:], strict=True)
+                if _flag(row, name, cell)
+            ]
+        (cell,) = row.values[1:]
+        if self.multi_label is None:
+            self.multi_label = self.separator is not None or isinstance(cell, list)
+        if not self.multi_label or isinstance(cell, list):
+            return cell if self.multi_label and isinstance(cell, list) else [cell]
+        if self.separator is None:
+            raise RowError(
+                f"label {preview(cell)} is not a list, but other rows have lists: write a list in every row, "
+                "[] for no label",
+                row.place,
+            )
+        if isinstance(cell, str):
+            return [part.strip() for part in cell.split(self.separator) if not is_blank(part)]
+        return [] if cell is None else [cell]
+
+
+def _flag(row: Row, name: str, cell: object) -> bool:
+    """Return whether the cell of a label column is 1 or true."""
+    word = str(cell_word(cell)).casefold()
+    flag = BOOLEANS.index(word) if word in BOOLEANS else as_id(word)
+    if flag not in {0, 1}:
+        raise RowError(f"label column {name!r} has {preview(cell)}: write 0 or 1", row.place)
+    return flag == 1
+
+
+def _checked(row: Row | RowError, cells: _LabelCells, *, are_words: bool) -> Row:
+    """Return a row as its text and labels. Raises RowError if it cannot be used."""
+    if isinstance(row, RowError):
+        raise row
+    _text(row)
+    labels = cells.of(row)
+    if are_words:
+        for label in labels:
+            _label_word(row, label)
+    return Row(row.place, (row.values[0], *labels))
+
+
+def _label_word(row: Row, label: object) -> str:
     word = cell_word(label)
     if word is None or is_blank(word):
         raise RowError(
@@ -260,11 +353,9 @@ def _label_word(row: Row) -> str:
     return word
 
 
-def _class_id(row: Row, lookup: LabelLookup) -> int:
-    if (index := lookup.find(row.values[1])) is None:
-        raise RowError(
-            f"label {preview(row.values[1])} is not one of {lookup.allowed}: correct it", row.place
-        )
+def _class_id(row: Row, label: object, lookup: LabelLookup) -> int:
+    if (index := lookup.find(label)) is None:
+        raise RowError(f"label {preview(label)} is not one of {lookup.allowed}: correct it", row.place)
     return index
 
 
@@ -282,13 +373,16 @@ def _require_not_swapped(path: Path, rows: Sequence[Row], text_column: str, labe
         )
 
 
-def _derive_labels(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return the label words of a file, sorted.
+def _derive_labels(path: Path, rows: Sequence[Row], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the known label words and the others of a file, sorted.
 
     Numbers from 1, such as stars, are accepted as words. Ids from 0 are rejected, because they carry no
     meaning.
     """
-    words = set(map(_label_word, rows))
+    words = {_label_word(row, cell) for row in rows for cell in row.values[1:]}
+    if known:
+        lookup = LabelLookup(known)
+        return (*known, *sort_labels(word for word in words if lookup.find(word) is None))
     ids = {as_id(word) for word in words}
     if 0 in ids and None not in ids:
         some_ids = ", ".join(sort_labels(words)[:8])
@@ -296,6 +390,8 @@ def _derive_labels(path: Path, rows: Sequence[Row]) -> tuple[str, ...]:
             f"{path}: the labels are numbers ({some_ids}): pass the label words (--labels), one for each in "
             "this order"
         )
+    if not words:
+        raise RowError(f"{path}: no row has a label: add some")
     if len(words) == 1:
         raise RowError(
             f"{path}: every label is {words.pop()!r}: add rows of another class or pass the label words "

@@ -14,6 +14,7 @@ from i2cl.tasks.task import Task
 N_LONGEST = 20  # texts with the most characters; one of them almost certainly has the most tokens
 TYPO_FREQUENCY_RATIO = 5  # a word is a possible typo of one that is at least this many times as frequent
 MIN_TYPO_SIMILARITY = 0.85  # ratio of `difflib.SequenceMatcher`: one wrong letter in seven
+SEPARATORS = (";", "|", ",")  # in cells with several labels
 _CODE = re.compile(r"(?P<prefix>[A-Za-z]*)[ _-]?\d+")
 
 
@@ -26,9 +27,11 @@ class Survey:
         distinct: number of distinct texts.
         labels: number of rows of each label.
         typos: labels that may be misspelled, each with the label that was probably meant.
-        contradictions: texts with several labels, and these labels.
+        contradictions: texts whose rows have different labels, and these labels.
         longest: the texts with the most characters.
         codes: kind of labels that mean nothing to a model, see `kind_of_codes`; "" for words.
+        separator: separator of multi-label cells that was probably not given; "" if there is none.
+        unlabelled: rows without any label, in a multi-label task.
     """
 
     rows: int
@@ -38,27 +41,31 @@ class Survey:
     contradictions: dict[str, list[str]]
     longest: tuple[str, ...]
     codes: str
+    separator: str = ""
+    unlabelled: int = 0
 
     @classmethod
     def from_task(cls, task: Task) -> "Survey":
         """Compute the statistics of a task's training rows."""
-        counts = Counter(row.label for row in task.train)
+        counts = Counter(label for row in task.train for label in row.ids)
         labels = {word: counts[index] for index, word in enumerate(task.labels)}
-        ids_by_text: dict[str, set[int]] = defaultdict(set)
+        ids_by_text: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         for row in task.train:
-            ids_by_text[row.text].add(row.label)
+            ids_by_text[row.text].add(row.ids)
         return cls(
             rows=len(task.train),
             distinct=len(ids_by_text),
             labels=labels,
             typos=likely_typos(labels),
             contradictions={
-                text: [task.labels[index] for index in sorted(ids)]
-                for text, ids in ids_by_text.items()
-                if len(ids) > 1
+                text: [task.labels[index] for index in sorted({index for ids in sets for index in ids})]
+                for text, sets in ids_by_text.items()
+                if len(sets) > 1
             },
             longest=tuple(nlargest(N_LONGEST, ids_by_text, key=len)),
             codes=kind_of_codes(task.labels),
+            separator="" if task.multi_label else likely_separator(task.labels),
+            unlabelled=sum(not row.ids for row in task.train),
         )
 
     def record(self) -> dict[str, Any]:
@@ -91,10 +98,21 @@ def likely_typos(counts: dict[str, int]) -> dict[str, str]:
     return pairs
 
 
-def kind_of_codes(labels: Iterable[str]) -> str:
-    """Return "numbers", "booleans", "letters" or "codes" (A1, LABEL_0) if labels mean nothing to a model.
+def likely_separator(labels: Iterable[str]) -> str:
+    """Return the separator if some labels look like several others, such as "billing;refund", or ""."""
+    words = set(labels)
+    for separator in SEPARATORS:
+        joined = [word for word in words if separator in word]
+        parts = {part.strip() for word in joined for part in word.split(separator)}
+        if joined and parts & words:
+            return separator
+    return ""
 
-    Returns "" if at least one label is a word.
+
+def kind_of_codes(labels: Iterable[str]) -> str:
+    """Return the kind of labels that mean nothing to a model, or "" if at least one label is a word.
+
+    The kinds are "numbers", "booleans", "letters", "abbreviations" (F, PE) and "codes" (A1, LABEL_0).
     """
     words = list(labels)
     if {word.casefold() for word in words} <= set(BOOLEANS):
@@ -103,6 +121,9 @@ def kind_of_codes(labels: Iterable[str]) -> str:
         return "numbers"
     if all(len(word) == 1 and word.isascii() and word.isalnum() for word in words):
         return "letters"
+    short = all(len(word) <= 2 and word.isascii() and word.isupper() for word in words)
+    if short and min(map(len, words)) == 1:
+        return "abbreviations"
     matches = [_CODE.fullmatch(word) for word in words]
     prefixes = {match["prefix"] for match in matches if match}
     if all(matches) and (len(prefixes) == 1 or max(map(len, prefixes)) == 1):

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
@@ -17,29 +17,49 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+LABEL_SEPARATOR = ";"  # between the labels of a text in the files of multi-label tasks
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """A labelled text.
 
     Attributes:
         text: the text.
-        label: class id, an index into the task's label words.
+        label: class id, an index into the task's label words; -1 for a row of a multi-label task.
         weight: weight of the example's loss in a fit; positive.
+        labels: class ids of a row of a multi-label task, ascending: none, some or all; None for a row with
+            one ``label``.
     """
 
     text: str
     label: int
     weight: float = 1.0
+    labels: tuple[int, ...] | None = None
+
+    @classmethod
+    def multi_label(cls, text: str, labels: Iterable[int], weight: float = 1.0) -> "Example":
+        """Return a row of a multi-label task."""
+        return cls(text, -1, weight, tuple(sorted(set(labels))))
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All class ids of the row."""
+        return (self.label,) if self.labels is None else self.labels
 
 
 Examples = Sequence[Example]
 
 
 def group_by_label(rows: Examples, classes: int) -> list[list[Example]]:
-    """Return the rows of each class id from 0 to ``classes - 1``, in their order."""
+    """Return the rows of each class id from 0 to ``classes - 1``, in their order.
+
+    Rows of a multi-label task are in the group of each of their labels.
+    """
     groups: list[list[Example]] = [[] for _ in range(classes)]
     for row in rows:
-        groups[row.label].append(row)
+        for label in row.ids:
+            groups[label].append(row)
     return groups
 
 
@@ -71,9 +91,39 @@ def sample_per_class(groups: Sequence[Examples], quotas: Sequence[int], rng: Ran
 
 
 def sample_evenly(rows: Examples, classes: int, n: int, rng: Random) -> tuple[Example, ...]:
-    """Draw ``n`` different rows, or all if there are fewer, as class-balanced as the rows allow."""
+    """Draw ``n`` different rows, or all if there are fewer, as class-balanced as the rows allow.
+
+    Rows of a multi-label task are drawn at random.
+    """
+    if any(row.labels is not None for row in rows):
+        return tuple(rng.sample(list(rows), min(n, len(rows))))
     groups = group_by_label(rows, classes)
     return sample_per_class(groups, even_quotas([len(group) for group in groups], n, rng), rng)
+
+
+def sample_multi_label(rows: Examples, classes: int, shots: int, rng: Random) -> tuple[Example, ...]:
+    """Draw rows until every label has ``shots`` of them, or all that it has, and shuffle them.
+
+    Labels are filled from the rarest to the most frequent one, so that rows drawn for a rare label count for
+    its other labels too. Rows without any label count as one more class. If all drawn rows have some label,
+    ``shots`` rows without it are added.
+    """
+    groups: list[list[int]] = [[] for _ in range(classes + 1)]
+    for number in rng.sample(range(len(rows)), len(rows)):
+        for label in rows[number].ids or (classes,):
+            groups[label].append(number)
+    chosen: dict[int, None] = {}
+    for group in sorted(groups, key=len):
+        missing = shots - sum(number in chosen for number in group)
+        fresh = [number for number in group if number not in chosen]
+        chosen |= dict.fromkeys(fresh[: max(0, missing)])
+    for label in range(classes):
+        if all(label in rows[number].ids for number in chosen):
+            others = [number for number, row in enumerate(rows) if label not in row.ids]
+            chosen |= dict.fromkeys(rng.sample(others, min(shots, len(others))))
+    drawn = [rows[number] for number in chosen]
+    rng.shuffle(drawn)
+    return tuple(drawn)
 
 
 @dataclass(frozen=True)
@@ -95,9 +145,12 @@ class Task:
         group: where the task comes from: "paper", "benchmark", "bundled", "synthetic", "reference" or "user".
         instruction: one sentence that tells the model what to do. Used by `chat` and `with_instruction`; not
             part of the plain template.
+        multi_label: whether a text has any number of the labels, each with its own probability, instead of
+            exactly one.
 
     Raises:
-        I2CLError: if label words are empty or repeated, or a row has a class id without a label word.
+        I2CLError: if label words are empty or repeated, a row has a class id without a label word, or rows
+            with one and with any number of labels are mixed.
     """
 
     name: str
@@ -110,6 +163,7 @@ class Task:
     description: str = ""
     group: str = "user"
     instruction: str = ""
+    multi_label: bool = False
 
     def __post_init__(self) -> None:
         labels = tuple(map(normalize_word, self.labels))
@@ -120,14 +174,34 @@ class Task:
             require_utf8(text, "the task's template")
         _check_labels(self.name, self.labels)
         _check_shots(self.name, self.shots)
+        if self.multi_label and (joined := [word for word in self.labels if LABEL_SEPARATOR in word]):
+            raise I2CLError(
+                f"task {self.name!r}: label word {joined[0]!r} contains {LABEL_SEPARATOR!r}, which separates "
+                "the labels of a text: rename it"
+            )
         for split, rows in (("train", self.train), ("test", self.test)):
             for number, example in enumerate(rows, start=1):
-                if not 0 <= example.label < len(self.labels):
+                if (example.labels is not None) is not self.multi_label:
+                    given = "one label" if example.labels is None else "a list of labels"
+                    hint = "use Example.multi_label" if self.multi_label else "set multi_label=True"
                     raise I2CLError(
-                        f"task {self.name!r}, {split} row {number}: label {example.label} is not one of 0 to "
+                        f"task {self.name!r}, {split} row {number} has {given}, but multi_label is "
+                        f"{self.multi_label}: {hint}"
+                    )
+                unknown = [label for label in example.ids if not 0 <= label < len(self.labels)]
+                if unknown:
+                    raise I2CLError(
+                        f"task {self.name!r}, {split} row {number}: label {unknown[0]} is not one of 0 to "
                         f"{len(self.labels) - 1} ({_joined(self.labels)}): correct the row or add a label "
                         "word"
                     )
+
+    def require_single_label(self, what: str, hint: str = "make one task per label") -> None:
+        """Raise I2CLError if this is a multi-label task, which ``what`` does not support."""
+        if self.multi_label:
+            raise I2CLError(
+                f"{what} needs exactly one label per text, and {self.name!r} is a multi-label task: {hint}"
+            )
 
     def sample(self, shots: int | None = None, seed: int = 0) -> tuple[Example, ...]:
         """Draw class-balanced demonstrations from the training rows, in random order.
@@ -150,6 +224,8 @@ class Task:
                     f"task {self.name!r}: class {word!r} has {len(group)} training examples, fewer than "
                     f"{count} shots: {'use fewer shots or ' if group else ''}add rows of that class"
                 )
+        if self.multi_label:
+            return sample_multi_label(self.train, len(self.labels), count, Random(seed))
         return sample_per_class(groups, [count] * len(groups), Random(seed))
 
     def queries(self, limit: int | None = None, seed: int = 0) -> tuple[Example, ...]:
@@ -207,7 +283,11 @@ class Task:
             limit: approximate number of test rows; classes with an even id get ``ratio`` times as many as the
                 others, if they have them. Default: sample test rows like training rows.
             seed: seed of the sample.
+
+        Raises:
+            I2CLError: for a multi-label task.
         """
+        self.require_single_label("skewed")
         weights = [1 if label % 2 else ratio for label in range(len(self.labels))]
         train, test = (group_by_label(rows, len(weights)) for rows in (self.train, self.test))
         quotas = [
@@ -258,7 +338,11 @@ class Task:
 
     def to_dict(self) -> dict[str, object]:
         """Return the task without its rows as JSON-serializable values, for `from_dict`."""
-        optional = {"opening": self.template.opening, "instruction": self.instruction}
+        optional = {
+            "opening": self.template.opening,
+            "instruction": self.instruction,
+            "multi_label": self.multi_label,
+        }
         return {
             "name": self.name,
             "labels": list(self.labels),
@@ -268,7 +352,7 @@ class Task:
             "title": self.title,
             "description": self.description,
             "group": self.group,
-        } | {name: text for name, text in optional.items() if text}
+        } | {name: value for name, value in optional.items() if value}
 
     @classmethod
     def from_dict(cls, description: Mapping[str, object]) -> "Task":
@@ -310,11 +394,12 @@ class TaskDescription(BaseModel):
     description: str = ""
     group: str = "user"
     instruction: str = ""
+    multi_label: bool = False
 
     def to_task(self, train: tuple[Example, ...] = (), test: tuple[Example, ...] = ()) -> Task:
         """Return the task with the given rows. Raises I2CLError if labels, template or rows are invalid."""
         template = Template(self.template, self.separator, self.opening)
-        names = ("name", "shots", "title", "description", "group", "instruction")
+        names = ("name", "shots", "title", "description", "group", "instruction", "multi_label")
         fields = {name: getattr(self, name) for name in names}
         return Task(labels=tuple(self.labels), template=template, train=train, test=test, **fields)
 

@@ -44,7 +44,9 @@ def test_classify_returns_the_scores_of_the_library(client, service):
     reply = client.post("/v1/classify", json={"model": "films", "input": list(TEXTS)})
     outcome = reply.json()
     assert (reply.status_code, reply.headers["X-I2CL-Digest"]) == (200, entry.digest)
-    assert outcome.keys() == {"id", "object", "created", "model", "labels", "data", "usage"}
+    names = {"id", "object", "created", "model", "multi_label", "labels", "data", "usage"}
+    assert outcome.keys() == names
+    assert not outcome["multi_label"]
     assert (outcome["object"], outcome["labels"]) == ("list", list(entry.labels))
     probabilities = torch.tensor([one["probs"] for one in outcome["data"]])
     torch.testing.assert_close(probabilities, right, rtol=0, atol=1e-5)
@@ -56,7 +58,7 @@ def test_classify_returns_the_scores_of_the_library(client, service):
 def test_label_below_the_minimum_confidence_is_empty(client):
     answer = client.post(CLASSIFY, json=CLASSIFY_BODY).json()["data"]
     unsure = client.post(CLASSIFY, json=CLASSIFY_BODY | {"min_confidence": 1}).json()["data"]
-    assert unsure == [answer[0] | {"label": ""}]
+    assert unsure == [answer[0] | {"label": "", "labels": []}]
 
 
 def test_tasks_are_fitted_uploaded_and_deleted(client, service, task, tmp_path):

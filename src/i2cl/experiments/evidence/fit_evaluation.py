@@ -160,7 +160,7 @@ def plan_evaluation(
         return EvaluationPlan()
     shown = {example.text: example for example in reversed(demonstrations)}
     held_out = sample_rows([row for row in task.test or task.train if row.text not in shown], limit)
-    present = {row.label for row in held_out}
+    present = {label for row in held_out for label in row.ids}
     missing = tuple(word for label, word in enumerate(task.labels) if label not in present)
     if held_out and (task.test or not missing):
         return EvaluationPlan("test" if task.test else "train", held_out, missing=missing)
@@ -177,10 +177,16 @@ def plan_evaluation(
 def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...]:
     """Draw up to ``limit`` rows with the same label frequencies, in their order.
 
-    Every label with rows keeps at least one: with more labels than ``limit``, there are more rows.
+    Every label with rows keeps at least one: with more labels than ``limit``, there are more rows. Rows of a
+    multi-label task are drawn at random, besides one of each label.
     """
     if len(rows) <= limit:
         return tuple(rows)
+    if rows[0].labels is not None:
+        order = Random(f"evaluation {seed}").sample(range(len(rows)), len(rows))
+        first = {label: index for index in reversed(order) for label in rows[index].ids}
+        kept = list(dict.fromkeys([*first.values(), *order]))[: max(limit, len(set(first.values())))]
+        return tuple(rows[index] for index in sorted(kept))
     groups: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault(row.label, []).append(index)
@@ -293,7 +299,7 @@ def typical_temperature(method: Method, task: Task, demonstrations: Examples) ->
 
     A fit to two or more examples per class is overconfident (docs/guide/confidence.md).
     """
-    counts = Counter(example.label for example in demonstrations)
+    counts = Counter(label for example in demonstrations for label in example.ids)
     enough = all(counts[label] >= 2 for label in range(len(task.labels)))
     return method.temperature_prior[0] if enough else None
 

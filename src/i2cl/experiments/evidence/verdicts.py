@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, comb, floor, log10, sqrt
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LEVEL = 0.05  # significance level of the tests; intervals cover 1 - LEVEL
 POWER = 0.8  # power of the sample sizes that a verdict suggests
@@ -19,6 +19,25 @@ Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 Outcome = Literal["better", "worse", "no_gain", "inconclusive", "unknown"]
 Counts = tuple[int, int]  # rows that only the fit answers correctly, and rows that only the rival does
+
+
+class Comparison(NamedTuple):
+    """A fit compared with a rival on the same rows, by accuracy or by the micro-F1 of a multi-label task."""
+
+    difference: float  # metric of the fit minus that of the rival, as a share
+    low: float  # lower bound of its 95 % interval
+    high: float  # upper bound of that interval
+    p: float  # two-sided p-value
+    spread: float  # mean square of the difference on a single row
+
+    @classmethod
+    def of_counts(cls, counts: Counts, n: int) -> "Comparison":
+        """Compare two accuracies (`mcnemar`, `paired_interval`). The spread is the share of discordant rows,
+        with one more for each method.
+        """
+        better, worse = counts
+        interval = paired_interval(better, worse, n)
+        return cls((better - worse) / n, *interval, mcnemar(better, worse), (better + worse + 2) / (n + 2))
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,7 @@ class Verdict:
 
 
 def verdict(
-    rivals: Mapping[str, Counts],
+    rivals: Mapping[str, Counts | Comparison],
     n: int,
     free: Collection[str],
     *,
@@ -57,16 +76,21 @@ def verdict(
     """Compare a fit with its rivals on the same rows.
 
     Args:
-        rivals: for each rival, the rows that only the fit and only the rival answers correctly.
+        rivals: for each rival, the rows that only the fit and only the rival answers correctly, or a
+            comparison by another metric.
         n: number of rows.
         free: names of the rivals that need no fit: the fit has to beat each of them.
         missing: labels without a row among the n, which make every comparison meaningless.
         advise: returns what to do, given the name of a rival that is more accurate.
     """
-    ps = dict(zip(rivals, holm([mcnemar(*counts) for counts in rivals.values()]), strict=True))
-    worse_than = [name for name, (up, down) in rivals.items() if ps[name] < LEVEL and down > up]
-    against = _strongest(rivals, worse_than or rivals)
-    difference, low, high = _difference(rivals[against], n)
+    compared = {
+        name: one if isinstance(one, Comparison) else Comparison.of_counts(one, n)
+        for name, one in rivals.items()
+    }
+    ps = dict(zip(compared, holm([one.p for one in compared.values()]), strict=True))
+    worse_than = [name for name, one in compared.items() if ps[name] < LEVEL and one.difference < 0]
+    against = _strongest(compared, worse_than or compared)
+    difference, low, high, *_ = compared[against]
     rows = f"{n} row{'s' * (n != 1)}"
     outcome: Outcome
     if missing:
@@ -77,7 +101,7 @@ def verdict(
         words = f"{against} is significantly better by {_points(-difference)} {_interval(-high, -low)}"
         words += f" on {rows}: {advise(against)}"
     else:
-        outcome, words = _not_worse(rivals, n, free, advise)
+        outcome, words = _not_worse(compared, n, free, advise)
         if against not in free and difference < 0:
             ahead = f"{against} is {_points(-difference)} ahead {_interval(-high, -low, ', not significant')}"
             worthwhile = -difference >= WORTHWHILE
@@ -86,7 +110,7 @@ def verdict(
 
 
 def _not_worse(
-    rivals: Mapping[str, Counts],
+    rivals: Mapping[str, Comparison],
     n: int,
     free: Collection[str],
     advise: Callable[[str], str],
@@ -96,10 +120,10 @@ def _not_worse(
     The fit is better than every baseline only if every comparison is significant, so these tests need no
     correction for multiplicity (Berger, Technometrics 24(4), 1982).
     """
-    baselines = {name: counts for name, counts in rivals.items() if name in free}
-    level_with = [name for name, (up, down) in baselines.items() if up <= down or mcnemar(up, down) >= LEVEL]
+    baselines = {name: one for name, one in rivals.items() if name in free}
+    level_with = [name for name, one in baselines.items() if one.difference <= 0 or one.p >= LEVEL]
     best = _strongest(baselines, level_with or baselines)
-    difference, low, high = _difference(baselines[best], n)
+    difference, low, high, _, spread = baselines[best]
     rows = f"{n} row{'s' * (n != 1)}"
     if low > 0 and not level_with:
         return (
@@ -109,8 +133,7 @@ def _not_worse(
     if high < WORTHWHILE:
         gain = f"a gain of {100 * WORTHWHILE:.0f} points over {best} is ruled out on {rows}"
         return "no_gain", f"worth little: {gain} {_interval(low, high)}; {advise(best)}"
-    discordant = (sum(baselines[best]) + 2) / (n + 2)
-    five, ten = (f"{rows_for(gain, discordant):,}" for gain in GAINS)
+    five, ten = (f"{rows_for(gain, spread):,}" for gain in GAINS)
     ahead = f" ({_points(difference, sign=True)})"
     return "inconclusive", (
         f"not significantly different from {best}{ahead} on {rows}; detecting a gain of "
@@ -118,12 +141,8 @@ def _not_worse(
     )
 
 
-def _strongest(rivals: Mapping[str, Counts], names: Collection[str]) -> str:
-    return min(names, key=lambda name: rivals[name][0] - rivals[name][1])
-
-
-def _difference(counts: Counts, n: int) -> tuple[float, float, float]:
-    return ((counts[0] - counts[1]) / n, *paired_interval(*counts, n))
+def _strongest(rivals: Mapping[str, Comparison], names: Collection[str]) -> str:
+    return min(names, key=lambda name: rivals[name].difference)
 
 
 def _points(difference: float, *, sign: bool = False) -> str:
@@ -134,16 +153,17 @@ def _interval(low: float, high: float, more: str = "") -> str:
     return f"(95 % interval {100 * low:.1f} to {100 * high:.1f}{more})"
 
 
-def rows_for(gain: float, discordant: float) -> int:
+def rows_for(gain: float, spread: float) -> int:
     """Number of rows that detect a gain with power `POWER`, rounded up to two digits.
 
     Source: Connor, Biometrics 43(1), 1987.
 
     Args:
         gain: difference of the two accuracies, as a share.
-        discordant: share of rows that exactly one of the two methods answers correctly.
+        spread: see `Comparison`; for accuracies, the share of rows that exactly one of the two methods
+            answers correctly.
     """
-    apart = max(discordant, gain)
+    apart = max(spread, gain)
     level, power = NormalDist().inv_cdf(1 - LEVEL / 2), NormalDist().inv_cdf(POWER)
     exact = ((level * sqrt(apart) + power * sqrt(apart - gain**2)) / gain) ** 2
     unit = int(10 ** max(0, floor(log10(exact)) - 1))

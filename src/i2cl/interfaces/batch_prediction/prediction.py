@@ -49,6 +49,8 @@ def digest(injection: Injection) -> str:
     # Optional parts are appended only if present, so that digests of other injections do not change.
     if injection.temperature != 1:
         settings.append(injection.temperature)
+    if injection.head.thresholds is not None:
+        settings.append(injection.head.thresholds)
     if injection.word_weights is not None:
         tensors.append(injection.word_weights)
     if injection.encoder_bias is not None:

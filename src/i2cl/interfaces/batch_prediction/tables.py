@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from i2cl.errors import I2CLError, require_packages
-from i2cl.injections.threshold import confident_index
+from i2cl.tasks.labels import predicted_labels
+from i2cl.tasks.task import LABEL_SEPARATOR
 
 OutputFormat = Literal["tsv", "csv", "jsonl", "parquet"]
 
@@ -60,13 +61,18 @@ def output_format(path: Path | None, named: OutputFormat | None, *, as_json: boo
 class Table:
     """Formats rows of `predict`: kept columns, the most probable label, and the probability of every label.
 
+    For a multi-label task, the column ``labels`` holds the labels of a text, joined by `LABEL_SEPARATOR`.
+    JSON Lines have a list.
+
     Attributes:
         labels: label words of the task; each has a column of probabilities.
         kind: file format.
         kept: names of input columns to repeat.
         numbered: whether the first column is the row number.
         deferred: whether rows are collected as JSON until `finish` writes the file (CSV and Parquet files).
-        min_confidence: the label is left empty if its probability is lower; None to always give it.
+        min_confidence: the label is left empty if its probability is lower; None to always give it. For a
+            multi-label task, it replaces the thresholds.
+        thresholds: minimum probability of each label of a multi-label task, else None.
     """
 
     labels: tuple[str, ...]
@@ -75,6 +81,7 @@ class Table:
     numbered: bool = False
     deferred: bool = False
     min_confidence: float | None = None
+    thresholds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.numbered and ROW_NUMBER_COLUMN in self.kept:
@@ -89,12 +96,17 @@ class Table:
         return (ROW_NUMBER_COLUMN, *self.kept) if self.numbered else self.kept
 
     @property
+    def label_name(self) -> str:
+        """Name of the column of predicted labels."""
+        return "label" if self.thresholds is None else "labels"
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names of all output columns.
 
         In case of conflicts, labels are renamed to ``probability.NAME`` and kept columns to ``input.NAME``.
         """
-        predicted = ["label"]
+        predicted = [self.label_name]
         for label in self.labels:
             name = label
             while name in predicted or (name != label and name in self.labels):
@@ -141,8 +153,9 @@ class Table:
             return self._parquet(rows, new) if self.kind == "parquet" else self._csv(rows, new)
 
     def _row(self, kept: list[object], row: Sequence[float] | None, error: str) -> str:
-        index = None if row is None else confident_index(row, self.min_confidence)
-        label = "" if index is None else self.labels[index]
+        chosen = () if row is None else predicted_labels(row, self.thresholds, self.min_confidence)
+        words = [self.labels[index] for index in chosen]
+        label = LABEL_SEPARATOR.join(words)
         probabilities = [None] * len(self.labels) if row is None else [round(value, 6) for value in row]
         if self.deferred:
             return json.dumps([*kept, label, *probabilities], ensure_ascii=False) + "\n"
@@ -150,7 +163,8 @@ class Table:
             return self._line([*kept, label, *map(_decimal, probabilities)])
         record: dict[str, Any] = {"input": dict(zip(self.names, kept, strict=True))} if self.names else {}
         by_label = {} if row is None else dict(zip(self.labels, probabilities, strict=True))
-        record |= {"label": label, "probabilities": by_label} | ({"error": error} if error else {})
+        record |= {self.label_name: label if self.thresholds is None else words, "probabilities": by_label}
+        record |= {"error": error} if error else {}
         return json.dumps(record, ensure_ascii=False) + "\n"
 
     def _line(self, cells: Iterable[object]) -> str:

@@ -20,6 +20,7 @@ from i2cl.interfaces.cli import (
     label,
     predict,
     serve,
+    update,
 )
 from i2cl.storage.atomic import system_cause
 from i2cl.version import __version__
@@ -33,8 +34,9 @@ _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy o
 # Example of each command, shown below its help. The tests run them in this order.
 EXAMPLES = {
     "demo": "i2cl demo",
-    "fit": "i2cl fit reference mood-colour-1 -o mood",
+    "fit": "i2cl fit reference mood-colour-1 -o mood --keep-examples",
     "predict": "i2cl predict mood texts.txt -o labels.csv",
+    "update": "i2cl update mood --rename blue=navy -o marine",
     "suggest": "i2cl suggest mood texts.txt -n 2 -o to_label.csv",
     "review": "i2cl review mood labelled.csv",
     "eval": "i2cl eval reference mood-colour-1 --method zero_shot,anchored --seeds 2 --limit 50 --workers 1",
@@ -63,6 +65,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo,
     "fit": fit.fit,
     "predict": predict.predict,
+    "update": update.update,
     "suggest": label.suggest,
     "review": label.review,
     "eval": evaluate.evaluate,

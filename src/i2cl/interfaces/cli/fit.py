@@ -4,10 +4,10 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import typer
 from typer import Argument, Option
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from i2cl.core.injection import Injection
     from i2cl.experiments.draw import Draw, Shots
     from i2cl.experiments.evidence import EvaluationPlan
+    from i2cl.experiments.fitting import FitRequest
     from i2cl.methods import Injector
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
     from i2cl.tasks.survey import Survey
 
 ACCURACY = "accuracy (95 %)"
+MICRO_F1 = "micro-F1 (95 %)"
 GUESSING = 0.99  # a loss above this fraction of log(labels) is no better than guessing
 MAX_CONTRADICTIONS = 5  # texts with several labels that are printed
 MAX_SNIPPET = 50  # characters of such a text
@@ -71,6 +73,12 @@ class DrawOptions:
         "Hold out one row in this many for evaluation, in each class of your file with at least 10 rows; "
         "0 for none; default: 5 without --shots and --test.",
         min=0,
+    )
+
+    keep_examples: bool = opt(
+        False,
+        "Store the demonstrations in the folder, for `i2cl update`; their texts may be private.",
+        "--keep-examples",
     )
 
     @property
@@ -131,6 +139,11 @@ class EvaluationOptions:
         min=0,
         callback=_folds,
     )
+    threshold: Literal["0.5", "f1"] = opt(
+        "0.5",
+        "Multi-label tasks: give a text every label with a probability of at least 0.5, or of the threshold "
+        "per label with the highest F1 on the held-out rows.",
+    )
     target_accuracy: float | None = opt(
         None,
         "Find the confidence threshold above which answers reach this accuracy, such as 0.95, on the "
@@ -170,12 +183,21 @@ def fit(
     load.libraries()
     from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
     from i2cl.experiments.evidence import plan_evaluation
-    from i2cl.experiments.fitting import FitRequest, fit_task
+    from i2cl.experiments.fitting import FitRequest, require_supported
     from i2cl.tasks.formats import is_row_file
 
     seed = draw_options.seed
     method = _method_of(method_options)
     loaded = local or load.task(task, rows)
+    request = FitRequest(
+        method,
+        seed,
+        unlabelled=texts,
+        target=evaluation.target_accuracy,
+        threshold=evaluation.threshold,
+        keep_examples=draw_options.keep_examples,
+    )
+    require_supported(loaded, request)
     choice: Any = {
         "shots": draw_options.number,
         "keep_back": draw_options.keep_back,
@@ -208,21 +230,38 @@ def fit(
         "seed": seed,
     }
     command = command_line(context, method=method.name, **resolved)
-    request = FitRequest(
-        method, seed, unlabelled=texts, shares=shares, target=evaluation.target_accuracy, command=command
-    )
+    request = replace(request, shares=shares, command=command)
+    fit_and_show(decoder, loaded, drawn, request, plan, output, survey, json=json)
+
+
+def fit_and_show(
+    decoder: "Decoder",
+    task: "Task",
+    drawn: "Draw",
+    request: "FitRequest",
+    plan: "EvaluationPlan",
+    output: Path,
+    survey: dict[str, Any] | None,
+    *,
+    json: bool,
+) -> None:
+    """Fit the drawn rows with a progress bar, save the artefact, and print its evaluation."""
+    from i2cl.experiments.fitting import fit_task
+
+    method = request.method
     with console.progress(max(1, method.rounds), "extracting") as bar:
         observer = _observer(bar, drawn.first_step, plan, output)
         with _saved_at_least(observer, output):
-            injection = fit_task(decoder, loaded, demonstrations, request, plan, observer)
+            injection = fit_task(decoder, task, drawn.demonstrations, request, plan, observer)
     if plan.rows:
         injection.save_pretrained(output)
-    _show_fit(injection, method.name, output, model, observer.seconds, survey, plan, json=json)
+    _show_fit(injection, method.name, output, decoder.name, observer.seconds, survey, plan, json=json)
 
 
 def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", output: Path) -> Any:
     """Show the progress of a fit in a bar, and save the fit before it is evaluated."""
     from i2cl.experiments.evidence.fit_evaluation import FitObserver, baselines
+    from i2cl.experiments.evidence.multi_label import BASELINES
 
     class Observer(FitObserver):
         saved = False
@@ -243,7 +282,8 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
                     f"{console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
                 )
             if plan.rows:
-                bar.restart(len(plan.rows) * (len(baselines()) + 1), "evaluating")
+                rivals = BASELINES if injection.task.multi_label else len(baselines())
+                bar.restart(len(plan.rows) * (rivals + 1), "evaluating")
 
         def refit_step(self, done: int, total: int, _loss: float) -> None:
             bar.describe(f"refitting, step {done} of {total}")
@@ -320,6 +360,17 @@ def _method_of(method_options: MethodOptions) -> "Injector":
     return chosen
 
 
+def method_of(injection: "Injection") -> "Injector":
+    """Return the method that fitted an injection. Raises I2CLError unless it is anchored calibration."""
+    from i2cl.methods.anchored import Anchored
+
+    if injection.settings.get("method") != Anchored.name or injection.encoder_bias is not None:
+        raise I2CLError("only tasks of the method anchored can be updated: fit it again from all rows")
+    known = Anchored.options()
+    made = Anchored.from_options({name: one for name, one in injection.settings.items() if name in known})
+    return cast("Injector", made)
+
+
 def _show_fit(
     injection: "Injection",
     method: str,
@@ -333,7 +384,12 @@ def _show_fit(
 ) -> None:
     from i2cl.core.injection import LABEL_PRIOR
     from i2cl.methods.injecting import injection_cost
-    from i2cl.storage.card import describe_confidence, describe_prior, describe_threshold
+    from i2cl.storage.card import (
+        describe_confidence,
+        describe_log_loss,
+        describe_prior,
+        describe_threshold,
+    )
 
     history, count = injection.history, injection.context.demonstrations
     first, last = (history[0], history[-1]) if history else (None, None)
@@ -349,13 +405,16 @@ def _show_fit(
     summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
     what = f"{injection.task.name} by {method}, {count} demonstrations"
     console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
-    guess = GUESSING * math.log(len(injection.task.labels))
+    guess = math.inf if injection.task.multi_label else GUESSING * math.log(len(injection.task.labels))
     if last is not None and method.startswith("anchored") and last > guess:
         console.note("the loss is no better than guessing: give more rows, or use another model")
-    if injection.label_bias is not None:
+    if LABEL_PRIOR in injection.settings:
         console.say(f"Label prior: {describe_prior(injection.task.labels, injection.settings[LABEL_PRIOR])}")
     threshold = ""
-    if injection.evaluation:
+    if injection.evaluation and injection.task.multi_label:
+        _show_multi_label(injection.evaluation)
+        console.say(f"Calibration: {describe_log_loss(injection.temperature, injection.evaluation)}.")
+    elif injection.evaluation:
         _show_evaluation(injection.evaluation)
         chosen = describe_confidence(injection.temperature, injection.evaluation["confidence"])
         console.say(f"Calibration: {chosen}.")
@@ -397,6 +456,27 @@ def _show_evaluation(evaluation: Mapping[str, Any]) -> None:
         console.say(f"To combine anchored and sentence_embeddings, refit with --set encoder={encoder}.")
     if recall := describe_recall(evaluation):
         console.say(f"{recall}.")
+    console.say(f"\nVerdict: {evaluation['verdict']}.")
+
+
+def _show_multi_label(evaluation: Mapping[str, Any]) -> None:
+    from i2cl.storage.card import EVALUATION_ROWS, describe_label_f1
+
+    rows: list[Mapping[str, object]] = [
+        {"method": name, MICRO_F1: f"{one['micro_f1']:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
+        | {"macro-F1": f"{one['macro_f1']:.3f}", "mAP": f"{one['mean_average_precision']:.3f}"}
+        | {"exact": f"{one['exact_match']:.3f}", "fit s": f"{one['fit_seconds']:.1f}"}
+        | {"ms/query": f"{one['milliseconds_per_query']:.2f}", "bytes": int(one["cached_bytes"])}
+        for name, one in evaluation["methods"].items()
+    ]
+    where = f"{evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}"
+    console.say(
+        f"\nMicro-F1 with 95 % interval on {where}, {evaluation['labels_per_row']:.2f} labels per row:"
+    )
+    console.print_table("", rows)
+    for name, why in evaluation["not_run"].items():
+        console.say(f"{name} was not run: {why}.")
+    console.say(f"{describe_label_f1(evaluation)}.")
     console.say(f"\nVerdict: {evaluation['verdict']}.")
 
 
@@ -458,7 +538,11 @@ def surveyed(
 
 
 def _label_lines(survey: "Survey") -> Iterator[str]:
-    yield f"Labels: {', '.join(f'{word} {count:,}' for word, count in survey.labels.items())}."
+    counts = ", ".join(f"{word} {count:,}" for word, count in survey.labels.items())
+    yield f"Labels: {counts}" + (f"; {survey.unlabelled:,} rows without one." if survey.unlabelled else ".")
+    if survey.separator:
+        separator = shlex.quote(survey.separator)
+        yield f"! Some labels look like several: separate them with --label-separator {separator}."
     for word, other in survey.typos.items():
         rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
         yield f"! {word!r} has {rows}: did you mean {other!r}? They are treated as different labels."

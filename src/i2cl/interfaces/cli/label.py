@@ -179,7 +179,9 @@ def _injection(name: str, places: PlaceOptions) -> "Injection":
     load.libraries()
     from i2cl.core.injection import Injection
 
-    return Injection.from_pretrained(name, encoder=places.encoder)
+    injection = Injection.from_pretrained(name, encoder=places.encoder)
+    injection.task.require_single_label("this command")
+    return injection
 
 
 def _decoder_of(injection: "Injection", places: PlaceOptions, loading: ModelOptions) -> "Decoder":

@@ -178,6 +178,8 @@ def task(name: str, options: TaskOptions) -> "Task":
         labels=label_words(options.labels) if options.labels is not None else None,
         text_column=options.text_column,
         label_column=options.label_column,
+        label_separator=options.label_separator,
+        label_columns=split(options.label_columns) if options.label_columns else (),
         test_path=options.test,
         skip_bad_rows=options.skip_bad_rows,
     )

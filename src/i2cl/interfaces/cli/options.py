@@ -74,7 +74,15 @@ class TaskOptions:
         "such as good=True,bad=False.",
     )
     text_column: TextColumn = "text"
-    label_column: str = opt("label", "Column or key of the labels.")
+    label_column: str = opt(
+        "label", "Column or key of the labels. JSON lists there make it a multi-label task."
+    )
+    label_separator: str | None = opt(
+        None, "What separates the labels in a cell, such as ';': a text has any number of labels."
+    )
+    label_columns: str | None = opt(
+        None, "Columns with 0 or 1, named after the labels and separated by commas, for such texts."
+    )
     test: Path | None = opt(None, "File with test rows.")
     skip_bad_rows: bool = opt(False, "Skip rows of your files that cannot be used.", "--skip-bad-rows")
 

@@ -41,7 +41,11 @@ class FormatOptions:
         None, "Columns of FILE to copy to the output, separated by commas; plain lines have the column text."
     )
     row_number: bool = opt(False, "Add the row number, from 1, as the first column.", "--row-number")
-    min_confidence: float | None = opt(None, "Leave the label empty if its probability is below this.")
+    min_confidence: float | None = opt(
+        None,
+        "Leave the label empty if its probability is below this; in a multi-label task, give all labels with "
+        "at least this probability.",
+    )
     skip_bad_rows: bool = opt(
         False, "Leave the output empty for rows without a usable text, instead of failing.", "--skip-bad-rows"
     )
@@ -87,7 +91,7 @@ def predict(
 
     injection = Injection.from_pretrained(artefact, encoder=places.encoder)
     loading = load.of_artefact(loading, injection, places.model)
-    table = replace(table, labels=injection.task.labels)
+    table = replace(table, labels=injection.task.labels, thresholds=injection.head.thresholds)
     settings: dict[str, Any] = {"i2cl": __version__, "artefact": digest(injection)}
     settings |= {"model": [places.model, loading.revision], "dtype": loading.dtype}
     settings |= {"quantization": loading.quantization, "source": source_state(source), "chunk": chunk}
@@ -96,7 +100,7 @@ def predict(
         console.note(f"the kept column {name!r} is renamed to {column!r}: the output has its own {name!r}")
 
     def scored(texts: list[str]) -> list[list[float]]:
-        return injection.log_probs(decoder, texts, force=force).softmax(-1).tolist() if texts else []
+        return injection.head.probabilities(injection.log_probs(decoder, texts, force=force)).tolist()
 
     given: Any = {"chunk": chunk, "resumes": rereadable, "restart": restart}
     given["finish"] = table.finish if table.deferred else None
@@ -111,7 +115,8 @@ def predict(
                 with _count_truncated():
                     for queries in read_chunks(source, **texts, **cut, skip_bad=form.skip_bad_rows):
                         usable = [query.text for query in queries if query.error is None]
-                        out.write(_lines(table, queries, scored(usable)), len(queries))
+                        rows = scored(usable) if usable else []
+                        out.write(_lines(table, queries, rows), len(queries))
                         bar.advance(len(queries))
                         if not rereadable:  # otherwise they were counted before
                             bad.add(*(query.error for query in queries if query.error is not None))

@@ -90,9 +90,9 @@ def _add_classification(app: FastAPI, service: Service) -> None:
         answer = await service.classify(body.model, texts, timeout)
 
         def serialize() -> str:
-            probabilities = answer.probabilities
+            entry, probabilities = answer.entry, answer.probabilities
             return schemas.Classification.of(
-                body, answer.entry.labels, probabilities, answer.tokens
+                body, entry.labels, probabilities, answer.tokens, entry.thresholds
             ).model_dump_json()
 
         return await service.json_response(answer, serialize)

@@ -43,9 +43,10 @@ class ServerError(I2CLError):
 class Prediction:
     """The answer for one text."""
 
-    label: str  # the most probable label; empty if below the minimum confidence
+    label: str  # the most probable label, empty below the minimum confidence; several are joined by ";"
     probabilities: dict[str, float]  # by label
     digest: str  # of the task's version
+    labels: tuple[str, ...] = ()  # all labels, in a multi-label task; else the label, if there is one
 
 
 class FitOptions(TypedDict, total=False):
@@ -54,6 +55,8 @@ class FitOptions(TypedDict, total=False):
     labels: Sequence[str] | None
     text_column: str
     label_column: str
+    label_separator: str | None
+    label_columns: Sequence[str]
     test: Sequence[Mapping[str, Any]]
     instruction: str | None
     chat: bool
@@ -129,7 +132,12 @@ class AsyncClient:
         response = await self._send("POST", "/v1/classify", _json(body))
         reply, digest = response.json(), response.headers.get(DIGEST_HEADER, "")
         return [
-            Prediction(item["label"], dict(zip(reply["labels"], item["probs"], strict=True)), digest)
+            Prediction(
+                item["label"],
+                dict(zip(reply["labels"], item["probs"], strict=True)),
+                digest,
+                tuple(item["labels"]),
+            )
             for item in reply["data"]
         ]
 

@@ -85,6 +85,7 @@ class DecisionMaker:
                 continue
             if name not in encoded:
                 entry, (query,) = self._service.tasks.queries(name, [text])
+                query.task.scorer.task.require_single_label("a decision", "send it to /v1/classify")
                 encoded[name] = entry, query
             entry, query = encoded[name]
             rows.append(_Row(query, choose_labels(question, entry), entry))

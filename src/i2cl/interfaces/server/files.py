@@ -19,7 +19,7 @@ from i2cl.interfaces.server.task_store import Entry, TaskStore
 from i2cl.models.scoring import TextError
 from i2cl.storage.journal import Journal
 from i2cl.tasks.formats import load_json
-from i2cl.tasks.labels import is_blank
+from i2cl.tasks.labels import is_blank, predicted_labels
 
 INPUT, OUTPUT = "input.jsonl", "output.jsonl"
 TASKS = "input.tasks"  # folder with a copy of each task, which may be replaced before the job has finished
@@ -168,7 +168,7 @@ def _answers(
     batcher: Batcher,
     encode: Callable[[str, list[str]], list[TaskQuery]],
 ) -> list[dict[str, Any]]:
-    """Return the label and probabilities of each line, or its error."""
+    """Return the label, or the labels of a multi-label task, and probabilities of each line, or its error."""
     answers: list[dict[str, Any]] = [{} for _ in chunk]
     rows, indices = [], []
     for index, line in enumerate(chunk):
@@ -186,9 +186,11 @@ def _answers(
         if isinstance(scores, RefusalError):
             answers[index] = scores.body()
             continue
-        labels, probs = row.task.scorer.task.labels, scores.log_probs.softmax(-1).tolist()
-        digest = digests[chunk[index]["model"]]
-        answers[index] = {"digest": digest, "label": labels[probs.index(max(probs))], "probs": probs}
+        head, labels = row.task.head, row.task.scorer.task.labels
+        probs = head.probabilities(scores.log_probs).tolist()
+        words = [labels[place] for place in predicted_labels(probs, head.thresholds)]
+        answer = {"labels": words} if head.multi_label else {"label": words[0]}
+        answers[index] = {"digest": digests[chunk[index]["model"]], **answer, "probs": probs}
     return answers
 
 

@@ -13,7 +13,7 @@ from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.draw import MAX_SHOTS, Draw, draw, draw_within_budget, up_to
 from i2cl.experiments.evidence.fit_evaluation import FitObserver, plan_evaluation
-from i2cl.experiments.fitting import FitRequest, fit_task
+from i2cl.experiments.fitting import FitRequest, fit_task, require_supported
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import OPTION, RefusalError
@@ -26,6 +26,7 @@ from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task, Template, load_task
 from i2cl.tasks.files import RowError
 from i2cl.tasks.survey import Survey
+from i2cl.tasks.task import LABEL_SEPARATOR
 
 MAX_SHOWN_CONTRADICTIONS = 5  # texts with several labels in the description of the rows
 SNIPPET_CHARACTERS = 60  # of such a text
@@ -88,7 +89,9 @@ def read_task(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path)
     task = replace(task, name=request.name, title=request.name)
     instruction = request.instruction or None
     task = task.with_prompt_options(decoder.tokenizer, chat=request.chat, instruction=instruction)
-    drawn = _draw(request, task, _method(request, tasks))
+    method = _method(request, tasks)
+    require_supported(task, FitRequest(method))
+    drawn = _draw(request, task, method)
     scorer = LabelScorer(decoder, task)
     for rows in (task.train, task.test):
         scorer.queries([example.text for example in rows], cut=False)
@@ -190,6 +193,8 @@ def _load_rows(request: FitJob, folder: Path) -> Task:
             labels=request.labels,
             text_column=text_column,
             label_column=label_column,
+            label_separator=request.label_separator,
+            label_columns=request.label_columns,
             test_path=test_path,
         )
     except RowError as error:
@@ -253,7 +258,7 @@ def _tokens_per_text(decoder: Decoder, task: Task, demonstrations: Examples) -> 
     """Return the tokens read for a text of median length, by the task (or zero-shot) and by few-shot."""
     rows = task.test or task.train
     ids = sorted(LabelScorer(decoder, task).queries([row.text for row in rows]), key=len)[len(rows) // 2]
-    shown = [(row.text, task.labels[row.label]) for row in demonstrations]
+    shown = [(row.text, LABEL_SEPARATOR.join(task.labels[one] for one in row.ids)) for row in demonstrations]
     prompt = decoder.encoder([task.template.prompt(shown, "")])[0]
     empty = decoder.encoder([task.template.query("")])[0]
     return {"task": len(ids), "few_shot": len(ids) + len(prompt) - len(empty)}

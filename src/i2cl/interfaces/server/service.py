@@ -145,7 +145,9 @@ class Service:
         scores = await self.score(rows, deadline)
 
         def finish() -> Answer:
-            probabilities = [row.log_probs.softmax(-1).tolist() for row in scores]
+            heads = (row.task.head for row in rows)
+            pairs = zip(heads, scores, strict=True)
+            probabilities = [head.probabilities(row.log_probs).tolist() for head, row in pairs]
             return Answer(entry, probabilities, [len(row.ids) for row in rows])
 
         return await off_loop(len(rows) * len(entry.labels), finish)

@@ -52,6 +52,7 @@ class Entry:
     created: int  # seconds since 1970
     labels: tuple[str, ...]  # in the order of probabilities
     source: Literal["server", "folder"] = "server"  # "server": it came over HTTP
+    thresholds: tuple[float, ...] | None = None  # of a multi-label task, in the order of labels
 
 
 Signature = tuple[tuple[int, int, int], ...]  # of files: time, size and inode
@@ -135,7 +136,8 @@ class TaskStore:
         self.prepare(injection)
         with self._writing:
             digest = self._store(injection)
-            entry = Entry(name, digest, int(time.time()), injection.task.labels)
+            thresholds = injection.head.thresholds
+            entry = Entry(name, digest, int(time.time()), injection.task.labels, thresholds=thresholds)
             before = self._named.get(name)
             self._save_names(self._named | {name: entry})
             if before is not None and before.digest != digest:
@@ -333,7 +335,11 @@ class TaskStore:
         records = json.loads(self._names_file.read_text(encoding="utf-8"))
         return {
             record["name"]: Entry(
-                record["name"], record["digest"], record["created"], tuple(record["labels"])
+                record["name"],
+                record["digest"],
+                record["created"],
+                tuple(record["labels"]),
+                thresholds=None if record["thresholds"] is None else tuple(record["thresholds"]),
             )
             for record in records
         }
@@ -398,7 +404,8 @@ class TaskStore:
             injection = Injection.from_pretrained(folder)
             self.prepare(injection)
             created = int((folder / DESCRIPTION).stat().st_mtime)
-            return Entry(name, content_digest(folder), created, injection.task.labels, "folder")
+            labels, thresholds = injection.task.labels, injection.head.thresholds
+            return Entry(name, content_digest(folder), created, labels, "folder", thresholds)
         except (I2CLError, OSError) as error:
             reason = RefusalError.of(error) if isinstance(error, OSError) else error
             _log.warning("task folder %s is not served: %s", folder, reason)

@@ -23,7 +23,15 @@ from i2cl.experiments.evidence import plan_evaluation
 from i2cl.experiments.fitting import FitRequest, fit_task
 from i2cl.injections.temperature import normalised
 from i2cl.injections.threshold import require_confidence
-from i2cl.interfaces.sklearn.inputs import Classes, as_examples, as_texts, label_words
+from i2cl.interfaces.sklearn.inputs import (
+    Classes,
+    as_examples,
+    as_indicators,
+    as_multi_label_examples,
+    as_texts,
+    label_names,
+    label_words,
+)
 from i2cl.interfaces.sklearn.quiet import quiet_unless_verbose
 from i2cl.interfaces.sklearn.shared import NO_MODEL, ModelSource, find_decoder
 from i2cl.methods import METHODS, make_injector
@@ -43,6 +51,9 @@ CLASS_DTYPES = re.compile(r"[|<>=]?(O|b1|[iuf][1248]|U\d{1,5})")  # allowed in a
 class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Classifies texts with a frozen decoder LLM and one injection fitted to the training texts.
 
+    If y is an indicator matrix, such as that of scikit-learn's ``MultiLabelBinarizer``, a text has any number
+    of labels: `predict` returns indicators, and `predict_proba` a probability of each label.
+
     Args:
         model: name, folder, GGUF file or hub id, loaded once per process; or a `Decoder`, which clones share;
             or a `ModelIdentity`, which also checks the model's fingerprint. Required by `fit`.
@@ -51,7 +62,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         instruction: text before everything else; in a chat, the system turn.
         labels: the words that the model says for the classes: a dict from each class to its word, or a list
             in the sorted order of the classes. Either form also covers classes that scikit-learn has numbered
-            from 0. Default: the classes themselves, if they are strings.
+            from 0. Default: the classes themselves, if they are strings. For an indicator matrix: a word per
+            column; default: the columns of a data frame.
         shots: examples per class, drawn with ``random_state``, or all if a class has fewer; None uses all
             training texts.
         method: ``"anchored"``, an injection fitted around the plain model among the labels; ``"i2cl"``, the
@@ -65,7 +77,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         unlabelled: 32 or more texts without labels, to correct label bias, see
             `i2cl.injections.label_prior.with_label_prior`; assumes that classes are equally frequent there.
         min_confidence: `predict` returns an empty string, or -1 for numeric classes, for texts whose highest
-            probability is below this; `score` counts them as wrong. Can be changed after `fit`.
+            probability is below this; `score` counts them as wrong. For an indicator matrix, a text has every
+            label with at least this probability. Can be changed after `fit`.
         scoring: ``"first_token"``, ``"sequence"`` or ``"words"`` of each label, or ``"auto"``.
         random_state: seed of examples and calibration: an int, a RandomState, or None to draw one.
         evaluate: maximum number of training texts left over by ``shots`` that are scored for `report_` and
@@ -77,7 +90,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         verbose: show progress bars and deprecation warnings of other libraries.
 
     Attributes:
-        classes_: the classes, sorted; the columns of `predict_proba`.
+        classes_: the classes, sorted; the columns of `predict_proba`. For an indicator matrix: the label
+            words, in the order of the columns.
         report_: evaluation beside zero-shot and few-shot baselines; None if nothing was scored.
         injection_: the fitted injection. If it was loaded, its label words are in their stored order.
     """
@@ -131,7 +145,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
         Args:
             X: n texts: a list, an array or a pandas Series.
-            y: n classes: strings, or anything that ``labels`` has words for.
+            y: n classes: strings, or anything that ``labels`` has words for; or an indicator matrix with n
+                rows and a column per label.
             sample_weight: n factors of the texts' losses, multiplied with ``class_weight``. Texts of weight 0
                 are left out.
 
@@ -141,11 +156,19 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         """
         shots = self._validate_parameters()
         texts = as_texts(X)
-        classes, rows = as_examples(texts, y, sample_weight)
-        words = label_words(classes, self.labels)
+        indicators = as_indicators(y, len(texts))
+        if indicators is None:
+            classes, rows = as_examples(texts, y, sample_weight)
+            words = label_words(classes, self.labels)
+        else:
+            words, rows = (
+                label_names(y, self.labels),
+                as_multi_label_examples(texts, indicators, sample_weight),
+            )
+            classes = np.array(words)
         method = make_injector(self.method, self._options(classes, words), self.recipe)
         template = self.template if isinstance(self.template, Template) else Template(self.template)
-        task = Task("texts", words, template, train=rows)
+        task = Task("texts", words, template, train=rows, multi_label=indicators is not None)
         seed = self._seed()
         if shots is not None:
             warn_of_small_classes(task, shots)
@@ -174,8 +197,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         check_is_fitted(self)
         return self.injection_.evaluation or None
 
-    def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
+    def predict(self, X: Any) -> Shaped[np.ndarray, "n ..."]:
         """Return the most probable class of each text, or the placeholder below ``min_confidence``.
+
+        After a fit to an indicator matrix: 1 for each label that reaches its threshold, else 0.
 
         Raises:
             I2CLError: on input that is not a list of texts, a model that has changed since the fit, an
@@ -184,6 +209,9 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         check_is_fitted(self)
         require_confidence(self.min_confidence)
         scores = self._scores(X)
+        if (thresholds := self.injection_.head.thresholds) is not None:
+            least = thresholds if self.min_confidence is None else self.min_confidence
+            return np.asarray(np.exp(scores) >= least).astype(int)
         best = self.classes_[scores.argmax(-1)]
         if self.min_confidence is None:
             return cast("np.ndarray", best)
@@ -202,14 +230,21 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def predict_log_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Return the log-probability of each class, in nats. Raises as `predict`."""
-        return normalised(self._scores(X))
+        scores = self._scores(X)
+        return scores if self.injection_.head.multi_label else normalised(scores)
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Return the log-odds of the second class, in nats; with more classes, log-probabilities of all.
 
+        After a fit to an indicator matrix: the log-odds of each label minus those of its threshold.
+
         To measure how well a text fits the task, see `Injection.label_log_mass`. Raises as `predict`.
         """
         scores = self._scores(X)
+        if (thresholds := self.injection_.head.thresholds) is not None:
+            limits = np.array(thresholds)
+            odds = scores - np.log(-np.expm1(np.minimum(scores, -1e-12)))
+            return cast("np.ndarray", odds - np.log(limits / (1 - limits)))
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -270,7 +305,11 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         classifier = cls(
             model if model is not None else injection.base,
             template=template.format if template == Template(template.format) else template,
-            labels=_as_label_list(dict(zip(classes.tolist(), words, strict=True))),
+            labels=(
+                list(words)
+                if injection.task.multi_label
+                else _as_label_list(dict(zip(classes.tolist(), words, strict=True)))
+            ),
             shots=state["shots"],
             method=method.name,
             class_weight=changed.pop("class_weight", None),
@@ -280,7 +319,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             device=device,
             dtype=dtype,
         )
-        classifier.classes_, classifier.injection_ = np.sort(classes), injection
+        classifier.classes_ = classes if injection.task.multi_label else np.sort(classes)
+        classifier.injection_ = injection
         return classifier
 
     @quiet_unless_verbose
@@ -289,7 +329,8 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         texts = as_texts(X)
         injection = self.injection_
         stored = injection.settings.get(SETTINGS_KEY, {"classes": injection.task.labels})["classes"]
-        return injection.log_probs(self._decoder(), texts).double().numpy()[:, np.argsort(stored)]
+        log_probs = injection.log_probs(self._decoder(), texts).double().numpy()
+        return log_probs if injection.task.multi_label else log_probs[:, np.argsort(stored)]
 
     def _options(self, classes: Classes, words: Sequence[str]) -> dict[str, Any]:
         """Return the options of the method, with class weights by label word."""
@@ -375,6 +416,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         tags = super().__sklearn_tags__()
         inputs = tags.input_tags
         inputs.one_d_array, inputs.two_d_array, inputs.string = True, False, True
+        tags.classifier_tags.multi_label = True
         return tags
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from sklearn.utils import assert_all_finite, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 
@@ -70,6 +70,79 @@ def as_examples(texts: Sequence[str], y: Any, sample_weight: Any) -> tuple[Class
             raise I2CLError(f"all rows with a weight above 0 are {classes.tolist()[0]!r}: give two classes")
     rows = zip(texts, ids.tolist(), weights.tolist(), strict=True)
     return classes, tuple(Example(text, label, weight) for text, label, weight in rows if weight)
+
+
+def as_indicators(y: Any, rows: int) -> Bool[np.ndarray, "rows labels"] | None:
+    """Return a multi-label target as an indicator matrix, or None if y has one class per row.
+
+    Args:
+        y: a two-dimensional array, data frame or sparse matrix of zeros and ones, as of scikit-learn's
+            ``MultiLabelBinarizer``; or anything else.
+        rows: number of texts.
+
+    Raises:
+        I2CLError: if y has two dimensions but other values, or another number of rows.
+    """
+    table = y.toarray() if hasattr(y, "toarray") else y
+    if isinstance(table, list | tuple) and any(
+        isinstance(row, set | frozenset | tuple | list) for row in table
+    ):
+        try:
+            table = np.array(table)
+        except ValueError:
+            table = None
+        if table is None or table.ndim != 2:
+            raise I2CLError(
+                "y has a list of labels per text: convert it to an indicator matrix with scikit-learn's "
+                "MultiLabelBinarizer"
+            )
+    if getattr(table, "ndim", 1) != 2 or table.shape[1] < 2:
+        return None
+    values = np.asarray(table)
+    if values.dtype.kind not in "biuf" or not np.isin(values, (0, 1)).all():
+        raise I2CLError("y has two dimensions but not only zeros and ones: pass an indicator matrix")
+    if len(values) != rows:
+        raise I2CLError(f"X has {rows} texts and y has {len(values)} rows: give each text one row")
+    return values.astype(bool)
+
+
+def label_names(y: Any, labels: Mapping[Any, str] | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the label word of each column of an indicator matrix.
+
+    Args:
+        y: the matrix; the columns of a data frame have names.
+        labels: the words in the order of the columns, such as ``MultiLabelBinarizer.classes_``, or a dict
+            from each column to its word.
+
+    Raises:
+        I2CLError: if there is not one word per column.
+    """
+    columns = list(getattr(y, "columns", range(y.shape[1])))
+    if isinstance(labels, Mapping):
+        words = [labels.get(column) for column in columns]
+    elif labels is not None:
+        words = list(labels)
+    else:
+        words = columns
+    if len(words) != len(columns) or not all(isinstance(word, str) for word in words):
+        raise I2CLError(
+            f"y has {len(columns)} columns and no word for each: pass labels, a word per column, such as "
+            "MultiLabelBinarizer.classes_"
+        )
+    return tuple(map(str, words))
+
+
+def as_multi_label_examples(
+    texts: Sequence[str], indicators: Bool[np.ndarray, "rows labels"], sample_weight: Any
+) -> tuple[Example, ...]:
+    """Pair texts with their labels and weights. Rows of weight 0 are left out. Raises as `as_examples`."""
+    weights = _as_weights(sample_weight, len(texts)).tolist()
+    rows = zip(texts, indicators, weights, strict=True)
+    return tuple(
+        Example.multi_label(text, np.flatnonzero(row).tolist(), weight)
+        for text, row, weight in rows
+        if weight
+    )
 
 
 def as_classes(y: Any, rows: int) -> tuple[Classes, Shaped[np.ndarray, " rows"]]:

@@ -207,6 +207,7 @@ class ServedTasks:
         """
         if not name.strip():
             raise I2CLError("the task name is empty: a task needs a name")
+        injection.task.require_single_label("the vLLM plugin", "serve it with `i2cl serve`")
         edit = PackedEdit.of_injection(injection)
         if config.model not in self._identities:
             self._identities[config.model] = model_identity(config, tokenizer)

@@ -4,9 +4,9 @@ const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const METHODS = {
   majority_class: "Majority class", zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated",
-  few_shot: "Few-shot", sentence_embeddings: "Sentence embeddings",
+  few_shot: "Few-shot", sentence_embeddings: "Sentence embeddings", label_frequency: "Label frequency",
 };
-const NO_TOKENS = ["majority_class", "sentence_embeddings"]; // methods that do not run the model
+const NO_TOKENS = ["majority_class", "label_frequency", "sentence_embeddings", "tfidf"]; // methods that do not run the model
 const FORMATS = ["csv", "tsv", "json", "jsonl"];
 const PASTED = "pasted text"; // name of rows that come from no file
 const TEXT_NAMES = /text|message|review|sentence|content|body|comment|question|query|utterance|description/i;
@@ -376,9 +376,10 @@ async function showTask() {
 
 function showScores(scores, tokens) {
   const percent = (share) => (100 * share).toFixed(0), methods = Object.entries(scores.methods), fitted = methods.at(-1)[0];
-  const best = Math.max(...methods.map(([, score]) => score.accuracy));
+  const [metric, metricName] = scores.labels_per_row === undefined ? ["accuracy", "Accuracy"] : ["micro_f1", "Micro-F1"];
+  const best = Math.max(...methods.map(([, score]) => score[metric]));
   const columns = {
-    [`Accuracy on ${scores.rows} rows`]: (score) => [`${(100 * score.accuracy).toFixed(1)} %`, score.accuracy === best ? "number best" : "number"],
+    [`${metricName} on ${scores.rows} rows`]: (score) => [`${(100 * score[metric]).toFixed(1)} %`, score[metric] === best ? "number best" : "number"],
     "95\u00a0% interval": (score) => [`${percent(score.low)}–${percent(score.high)}`, "number"],
     "Macro-F1": (score) => score.macro_f1 === undefined ? null : [score.macro_f1.toFixed(3), "number"],
     "ms per text": (score) => score.milliseconds_per_query === undefined ? null : [score.milliseconds_per_query.toFixed(1), "number"],
@@ -411,17 +412,17 @@ async function listTasks(chosen) {
   await showTask();
 }
 
-function probabilities(labels, values) {
+function probabilities(labels, values, multiLabel) {
   const ranked = labels.map((label, place) => [label, values[place]]).sort((a, b) => b[1] - a[1]);
   const rest = ranked.splice(MAX_PROBABILITIES), node = element("span");
-  if (rest.length) ranked.push([`${rest.length} other labels`, rest.reduce((sum, [, value]) => sum + value, 0)]);
+  if (rest.length && !multiLabel) ranked.push([`${rest.length} other labels`, rest.reduce((sum, [, value]) => sum + value, 0)]);
   for (const [label, value] of ranked) node.append(element("span", `${label} ${value.toFixed(3)}`, { class: "probability" }), " ");
   return node;
 }
 
 function answerTable(reply, texts) {
   const rows = reply.data.map((answer) => [texts[answer.index], answer.label ? [answer.label, "label"] : ["none", "none"],
-    [Math.max(...answer.probs).toFixed(3), "number"], probabilities(reply.labels, answer.probs)]);
+    [Math.max(...answer.probs).toFixed(3), "number"], probabilities(reply.labels, answer.probs, reply.multi_label)]);
   return table(["Text", "Label", "Confidence", "Probabilities"], rows, "stack");
 }
 

@@ -37,6 +37,9 @@ def add_chat(app: FastAPI, service: Service) -> None:
         body: schemas.Chat, response: Response, timeout: schemas.Timeout = None
     ) -> dict[str, Any] | Response:
         answer = await service.classify(body.model, [_text_of(body)], timeout)
+        if answer.entry.thresholds is not None:
+            problem = f"{body.model!r} is a multi-label task, and the answer of a chat is one label"
+            raise _unsupported(problem, "send the text to /v1/classify", "model")
         response.headers[DIGEST_HEADER] = answer.entry.digest
         head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",

@@ -71,6 +71,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
             "evaluation": injection.evaluation or None,
             "label_bias": injection.label_bias,
             "temperature": injection.temperature,
+            "thresholds": injection.head.thresholds,
             "encoder": None if injection.encoder_bias is None else injection.encoder_bias.encoder,
         }
 
@@ -182,6 +183,7 @@ def _task(entry: Entry) -> dict[str, Any]:
         "digest": entry.digest,
         "created": entry.created,
         "labels": list(entry.labels),
+        "multi_label": entry.thresholds is not None,
         "source": entry.source,
     }
 

@@ -18,9 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from i2cl.injections.threshold import confident_index
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.tasks.formats import ROW_SUFFIXES
+from i2cl.tasks.labels import predicted_labels
+from i2cl.tasks.task import LABEL_SEPARATOR
 
 Text = Annotated[str, Field(min_length=1)]
 MAX_TEXTS = 2048  # per request; more are a 413, as in the vLLM plugin
@@ -63,7 +64,13 @@ class Classify(Body):
     model: Name
     input: Text | Texts
     min_confidence: Annotated[
-        float | None, Field(gt=0, le=1, description="Below this probability the label is empty.")
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="Below this probability the label is empty. It replaces the thresholds of a "
+            "multi-label task.",
+        ),
     ] = None
 
 
@@ -109,7 +116,10 @@ LabelledText = Annotated[
     WithJsonSchema(
         {
             "type": "object",
-            "properties": {"text": {"type": "string"}, "label": {"type": "string"}},
+            "properties": {
+                "text": {"type": "string"},
+                "label": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+            },
             "description": "A row; text_column and label_column name other keys.",
         }
     ),
@@ -158,7 +168,18 @@ class FitOptions(Body):
     template: Annotated[str, Field(description="Such as 'Review: {text}\\nSentiment: {label}'.")]
     labels: list[str] | None = None
     text_column: Annotated[str, Field(description="Column or key that holds the text.")] = "text"
-    label_column: Annotated[str, Field(description="Column or key that holds the label.")] = "label"
+    label_column: Annotated[
+        str,
+        Field(
+            description="Column or key that holds the label, or a list of any number of labels (multi-label)."
+        ),
+    ] = "label"
+    label_separator: Annotated[
+        str | None, Field(description="What separates several labels in a cell, such as ';' (multi-label).")
+    ] = None
+    label_columns: Annotated[
+        list[str], Field(description="Columns with 0 or 1, named after the labels (multi-label).")
+    ] = Field(default_factory=list)
     instruction: str | None = None
     chat: bool = False
     shots: Annotated[Int, Field(ge=1, le=10_000)] | None = None
@@ -189,18 +210,23 @@ class Classified(BaseModel):
     """The answer for one text."""
 
     index: int
-    label: str
+    label: str  # in a multi-label task, all labels, separated by ";"
+    labels: list[str]
     probs: list[float]
     num_classes: int
 
 
 class Classification(BaseModel):
-    """Answers in the order of the texts. ``labels`` gives the order of ``probs``."""
+    """Answers in the order of the texts. ``labels`` gives the order of ``probs``.
+
+    In a multi-label task, each label has its own probability, and a text has any number of labels.
+    """
 
     id: str
     object: Literal["list"] = "list"
     created: int
     model: str
+    multi_label: bool
     labels: list[str]
     data: list[Classified]
     usage: Usage
@@ -212,18 +238,25 @@ class Classification(BaseModel):
         labels: Sequence[str],
         probabilities: Sequence[Sequence[float]],
         tokens: Sequence[int],
+        thresholds: Sequence[float] | None = None,
     ) -> "Classification":
-        """Build the response from the probabilities and the number of tokens of each text."""
+        """Build the response from the probabilities and the number of tokens of each text.
+
+        ``thresholds`` are those of a multi-label task, else None.
+        """
         data = []
         for index, probs in enumerate(probabilities):
-            best = confident_index(probs, body.min_confidence)
-            label = "" if best is None else labels[best]
-            data.append(Classified(index=index, label=label, probs=list(probs), num_classes=len(probs)))
+            words = [labels[place] for place in predicted_labels(probs, thresholds, body.min_confidence)]
+            label, count = LABEL_SEPARATOR.join(words), len(probs)
+            data.append(
+                Classified(index=index, label=label, labels=words, probs=list(probs), num_classes=count)
+            )
         usage = Usage(prompt_tokens=sum(tokens), total_tokens=sum(tokens))
         return cls(
             id=f"classify-{secrets.token_hex(12)}",
             created=int(time.time()),
             model=body.model,
+            multi_label=thresholds is not None,
             labels=list(labels),
             data=data,
             usage=usage,

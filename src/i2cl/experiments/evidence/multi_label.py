@@ -1,0 +1,389 @@
+"""Held-out evaluation of a fit of a multi-label task: F1 and average precision, thresholds, and the verdict.
+
+The counterpart of `i2cl.experiments.evidence.fit_evaluation` for texts with any number of labels. Metrics are
+scikit-learn's. Two methods are compared by the difference of their micro-F1 on the same rows: its interval
+comes from a paired bootstrap, its p-value from approximate randomization (Yeh 2000,
+https://aclanthology.org/C00-2137), which swaps the answers of the two methods row by row.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from i2cl import encoders
+from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
+from i2cl.core.multi_label import frequency_bias, indicators
+from i2cl.encoders import EmbeddingsConfig
+from i2cl.errors import I2CLError, is_out_of_memory, require_packages
+from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitObserver
+from i2cl.experiments.evidence.verdicts import LEVEL, Comparison, Verdict, verdict
+from i2cl.injections.temperature import likely_temperature
+from i2cl.methods import Cost, Method, Predictor
+from i2cl.methods.base import LabelScores
+from i2cl.methods.classifiers import TfidfConfig
+from i2cl.methods.cross_validation import cross_validate
+from i2cl.methods.injecting import NO_COST, injection_predictor
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import LabelScorer, Progress
+from i2cl.tasks import Examples, Task
+
+FREQUENCY = "label_frequency"  # predicts the frequency of each label in the training rows
+ZERO_SHOT = "zero_shot"  # the plain model, with thresholds from the demonstrations
+FREE = (FREQUENCY, ZERO_SHOT)  # baselines that need no fit
+BASELINES = 3  # these two, and logistic regression on embeddings or TF-IDF
+EMBEDDINGS, TFIDF = "sentence_embeddings", "tfidf"  # with one logistic regression per label
+MIN_POSITIVES = 5  # rows with a label, below which its threshold is that of all labels together
+RESAMPLES = 2000
+
+Threshold = Literal["0.5", "f1"]
+Probabilities = Float[np.ndarray, "rows labels"]
+Indicators = Bool[np.ndarray, "rows labels"]
+
+
+class Score(NamedTuple):
+    """Metrics of one method, with the 95 % interval of its micro-F1, and its cost per task.
+
+    The mean average precision is over the labels that at least one row has.
+    """
+
+    micro_f1: float
+    low: float
+    high: float
+    macro_f1: float
+    mean_average_precision: float
+    exact_match: float
+    fit_seconds: float
+    milliseconds_per_query: float
+    cached_bytes: int
+
+
+@dataclass(frozen=True)
+class MultiLabelEvaluation(Verdict):
+    """Evaluation of a fit and of baselines on held-out rows. `Injection.evaluation` holds it as JSON.
+
+    The verdict compares micro-F1. If thresholds were chosen on these rows (``threshold`` is "f1"), every
+    method's answers for one half of the rows use thresholds from the other half.
+
+    Attributes:
+        rows: number of rows.
+        split: see `i2cl.experiments.evidence.fit_evaluation.FitEvaluation`.
+        methods: scores by method.
+        not_run: why other methods could not run, by method.
+        support: number of rows with each label.
+        labels: F1, precision and recall of the fit by label; None for a label without a row.
+        labels_per_row: mean number of labels of a row.
+        threshold: how thresholds were chosen.
+        log_loss: mean logistic loss per label of the fit at its temperature, which these rows chose, in nats.
+    """
+
+    rows: int
+    split: str
+    methods: dict[str, dict[str, float]]
+    not_run: dict[str, str]
+    support: dict[str, int]
+    labels: dict[str, dict[str, float] | None]
+    labels_per_row: float
+    threshold: Threshold
+    log_loss: float
+
+
+@dataclass(frozen=True)
+class _Baseline:
+    """A fitted baseline, as a `i2cl.methods.base.Predictor`."""
+
+    probabilities: Callable[[Sequence[str]], Probabilities]  # of each label of each text
+    cost: Cost = NO_COST
+
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return the log-probability of each label."""
+        scores = torch.from_numpy(self.probabilities(texts)).log()
+        if progress is not None:
+            progress(len(texts))
+        return scores
+
+
+def evaluate_multi_label(
+    injection: Injection,
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Examples,
+    plan: EvaluationPlan,
+    *,
+    method: Method,
+    seconds: float,
+    refit: Callable[[Examples], Injection],
+    threshold: Threshold,
+    observer: FitObserver,
+) -> Injection:
+    """Return the injection with its evaluation, temperature and thresholds, all from the same rows.
+
+    Args:
+        injection: the fit.
+        decoder: its model.
+        task: with its rows.
+        demonstrations: the rows of the fit.
+        plan: see `i2cl.experiments.evidence.fit_evaluation.plan_evaluation`; it must have rows.
+        method: the method that made the injection.
+        seconds: duration of the fit.
+        refit: fits to some of the demonstrations.
+        threshold: ``"0.5"``, or ``"f1"`` to choose the threshold of each label by its F1.
+        observer: receives progress.
+
+    Raises:
+        I2CLError: if scikit-learn is missing, or on an empty text.
+    """
+    require_packages("the evaluation of a multi-label task", "sklearn", "sklearn", instead="add --evaluate 0")
+    rows, folds, seed = plan.rows, plan.folds, injection.seed
+    texts, gold = [row.text for row in rows], indicators(rows, len(task.labels))
+
+    def fit_all(fit: Callable[[Examples], Predictor]) -> Predictor:
+        if not folds:
+            return fit(demonstrations)
+        return cross_validate(task, tuple(demonstrations), fit, folds, seed, rows=rows)
+
+    def refitted(some: Examples) -> Predictor:
+        return injection_predictor(refit(some) if folds else injection, decoder, task)
+
+    fits = _baselines(decoder, task) | {method.full_name: refitted}
+    probabilities: dict[str, Probabilities] = {}
+    costs: dict[str, tuple[float, float, int]] = {}
+    not_run: dict[str, str] = {}
+    for name, fit in fits.items():
+        observer.evaluating(name)
+        started = time.perf_counter()
+        try:
+            predictor = fit_all(fit)
+            fit_seconds = (time.perf_counter() - started) / max(1, folds)
+            fit_seconds = seconds if name == method.full_name else fit_seconds
+            started = time.perf_counter()
+            probabilities[name] = predictor.log_probs(texts, observer.scored).double().exp().numpy()
+        except (I2CLError, RuntimeError) as error:
+            if name in {method.full_name, ZERO_SHOT} or not (
+                isinstance(error, I2CLError) or is_out_of_memory(error)
+            ):
+                raise
+            not_run[name] = str(error) if isinstance(error, I2CLError) else "out of memory"
+            continue
+        milliseconds = 1000 * (time.perf_counter() - started) / len(texts)
+        costs[name] = (fit_seconds, milliseconds, predictor.cost.cached_bytes)
+    own = probabilities[method.full_name]
+    temperature = best_temperature(own, gold, method.temperature_prior)
+    tempered = at_temperature(own, temperature)
+    answers = {name: decide(values, gold, threshold) for name, values in probabilities.items()}
+    answers[method.full_name] = decide(tempered, gold, threshold)
+    evaluation = MultiLabelEvaluation(
+        **asdict(_verdict(answers, gold, method.full_name)),
+        rows=len(rows),
+        split=plan.split,
+        methods={
+            name: _score(answers[name], values, gold, costs[name])._asdict()
+            for name, values in probabilities.items()
+        },
+        not_run=not_run,
+        support=dict(zip(task.labels, gold.sum(0).tolist(), strict=True)),
+        labels=_per_label(answers[method.full_name], gold, task.labels),
+        labels_per_row=float(gold.sum(1).mean()),
+        threshold=threshold,
+        log_loss=float(-np.log(np.where(gold, tempered, 1 - tempered) + 1e-12).mean()),
+    )
+    thresholds = choose_thresholds(tempered, gold) if threshold == "f1" else injection.head.thresholds
+    injection = injection.with_head(temperature=temperature, thresholds=thresholds)
+    injection = injection.with_report(evaluation=asdict(evaluation))
+    if folds:  # the model card publishes only metrics of this fit
+        return injection
+    score = evaluation.methods[method.full_name]
+    names = ("micro_f1", "macro_f1", "mean_average_precision", "exact_match")
+    return injection.with_report(metrics={name: score[name] for name in names} | {"n": len(rows)})
+
+
+def best_temperature(probabilities: Probabilities, gold: Indicators, prior: tuple[float, float]) -> float:
+    """Return the maximum a posteriori temperature, where each pair of a row and a label is one answer."""
+    pairs = np.stack([1 - probabilities, probabilities], -1).reshape(-1, 2)
+    with np.errstate(divide="ignore"):
+        return likely_temperature(np.log(pairs), gold.astype(int).ravel(), *prior)
+
+
+def at_temperature(probabilities: Probabilities, temperature: float) -> Probabilities:
+    """Divide log-odds by a temperature."""
+    bounded = np.clip(probabilities, 1e-12, 1 - 1e-12)
+    return np.asarray(1 / (1 + ((1 - bounded) / bounded) ** (1 / temperature)))
+
+
+def choose_thresholds(probabilities: Probabilities, gold: Indicators) -> tuple[float, ...]:
+    """Return the threshold of each label with the highest F1 on labelled rows.
+
+    A label with fewer than `MIN_POSITIVES` rows gets the threshold with the highest micro-F1 of all labels.
+    """
+    common = _best_threshold(probabilities.ravel(), gold.ravel())
+    return tuple(
+        _best_threshold(probabilities[:, label], gold[:, label])
+        if gold[:, label].sum() >= MIN_POSITIVES
+        else common
+        for label in range(gold.shape[1])
+    )
+
+
+def _best_threshold(
+    probabilities: Float[np.ndarray, " answers"], gold: Bool[np.ndarray, " answers"]
+) -> float:
+    """Return the threshold with the highest F1: midway between two probabilities, inside (0, 1)."""
+    if not gold.any():
+        return DEFAULT_THRESHOLD
+    order = np.argsort(-probabilities, kind="stable")
+    ranked, right = probabilities[order], np.cumsum(gold[order])
+    scores = 2 * right / (np.arange(1, len(ranked) + 1) + gold.sum())
+    scores[:-1][ranked[:-1] == ranked[1:]] = -1  # equal probabilities cannot be separated
+    best = int(scores.argmax())
+    below = ranked[best + 1] if best + 1 < len(ranked) else 0.0
+    return float(np.clip((ranked[best] + below) / 2, 1e-6, 1 - 1e-6))
+
+
+def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold) -> Indicators:
+    """Return which labels each row gets; with "f1", by thresholds chosen on the other half of the rows."""
+    if threshold == "0.5":
+        return np.asarray(probabilities >= DEFAULT_THRESHOLD)
+    answers = np.zeros_like(gold)
+    half = np.arange(len(gold)) % 2
+    for part in (0, 1):
+        thresholds = choose_thresholds(probabilities[half != part], gold[half != part])
+        answers[half == part] = probabilities[half == part] >= np.array(thresholds)
+    return answers
+
+
+def _baselines(decoder: Decoder, task: Task) -> dict[str, Callable[[Examples], Predictor]]:
+    """Return how each baseline is fitted to demonstrations."""
+    labels = len(task.labels)
+
+    def frequency(shown: Examples) -> Predictor:
+        means = indicators(task.train or shown, labels).mean(0)
+        return _Baseline(lambda texts: np.tile(means, (len(texts), 1)))
+
+    def zero_shot(shown: Examples) -> Predictor:
+        scorer = LabelScorer(decoder, task)
+        scores = scorer.scores([row.text for row in shown])
+        bias = frequency_bias(scores, torch.from_numpy(indicators(shown, labels)).float())
+        return _Baseline(lambda texts: (scorer.scores(texts) + bias).double().sigmoid().numpy())
+
+    encoder = encoders.local_encoder()
+    fit = partial(_embeddings, encoder, str(decoder.device)) if encoder else _tfidf
+    return {
+        FREQUENCY: frequency,
+        ZERO_SHOT: zero_shot,
+        EMBEDDINGS if encoder else TFIDF: partial(fit, labels),
+    }
+
+
+def _one_vs_rest(c: float) -> Any:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.multiclass import OneVsRestClassifier
+
+    return OneVsRestClassifier(LogisticRegression(C=c, class_weight="balanced", max_iter=10_000))
+
+
+def _embeddings(encoder: str, device: str, labels: int, shown: Examples) -> Predictor:
+    model, config = encoders.frozen_encoder(encoder, device), EmbeddingsConfig()
+    vectors = encoders.embed(model, [row.text for row in shown])
+    head = _one_vs_rest(config.embeddings_c).fit(vectors, indicators(shown, labels))
+    stored = labels * (vectors.shape[1] + 1)
+    return _Baseline(
+        lambda texts: np.asarray(head.predict_proba(encoders.embed(model, texts))),
+        Cost(stored, stored, 8 * stored),
+    )
+
+
+def _tfidf(labels: int, shown: Examples) -> Predictor:
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.pipeline import make_pipeline
+
+    config = TfidfConfig()
+    ngrams = (1, config.tfidf_words)
+    vectorizer = TfidfVectorizer(ngram_range=ngrams, sublinear_tf=True, token_pattern=r"\w+")  # noqa: S106
+    model = make_pipeline(vectorizer, _one_vs_rest(config.tfidf_c))
+    model.fit([row.text for row in shown], indicators(shown, labels))
+    trained = labels * (len(vectorizer.idf_) + 1)
+    stored = trained + len(vectorizer.idf_)
+    return _Baseline(lambda texts: np.asarray(model.predict_proba(texts)), Cost(trained, stored, 8 * stored))
+
+
+def _verdict(answers: Mapping[str, Indicators], gold: Indicators, fit: str) -> Verdict:
+    counts = {name: _counts(one, gold) for name, one in answers.items()}
+    rivals = {name: compare(counts[fit], one) for name, one in counts.items() if name != fit}
+    return verdict(rivals, len(gold), FREE)
+
+
+def _counts(answers: Indicators, gold: Indicators) -> Int[np.ndarray, "rows 2"]:
+    """Return twice the number of correct labels of each row, and that of its predicted and true labels."""
+    return np.stack([2 * (answers & gold).sum(1), answers.sum(1) + gold.sum(1)], 1)
+
+
+def _micro_f1(sums: Float[np.ndarray, "*samples 2"]) -> Float[np.ndarray, "*samples"]:
+    return np.asarray(sums[..., 0] / np.maximum(sums[..., 1], 1))
+
+
+def _bootstrap(*methods: Int[np.ndarray, "rows 2"]) -> list[Float[np.ndarray, " samples"]]:
+    """Return the micro-F1 of each method on the same resampled rows."""
+    n = len(methods[0])
+    weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)
+    return [_micro_f1(weights @ one) for one in methods]
+
+
+def _interval(samples: Float[np.ndarray, " samples"]) -> tuple[float, float]:
+    low, high = np.quantile(samples, [LEVEL / 2, 1 - LEVEL / 2]).tolist()
+    return low, high
+
+
+def compare(fit: Int[np.ndarray, "rows 2"], rival: Int[np.ndarray, "rows 2"]) -> Comparison:
+    """Compare the micro-F1 of two methods on the same rows, given their counts."""
+    n = len(fit)
+    difference = float(_micro_f1(fit.sum(0)) - _micro_f1(rival.sum(0)))
+    samples = np.subtract(*_bootstrap(fit, rival))
+    swapped = np.random.default_rng(1).integers(0, 2, (RESAMPLES, n))
+    moved = swapped @ (rival - fit)
+    shuffled = _micro_f1(fit.sum(0) + moved) - _micro_f1(rival.sum(0) - moved)
+    p = (1 + int((np.abs(shuffled) >= abs(difference) - 1e-12).sum())) / (1 + RESAMPLES)
+    return Comparison(difference, *_interval(samples), p, float(n * samples.var() + difference**2))
+
+
+def _score(
+    answers: Indicators, probabilities: Probabilities, gold: Indicators, cost: tuple[float, float, int]
+) -> Score:
+    from sklearn.metrics import average_precision_score, f1_score
+
+    counts = _counts(answers, gold)
+    present = np.flatnonzero(gold.any(0))
+    precisions = [average_precision_score(gold[:, label], probabilities[:, label]) for label in present]
+    low, high = _interval(_bootstrap(counts)[0])
+    fit_seconds, milliseconds, cached_bytes = cost
+    return Score(
+        float(_micro_f1(counts.sum(0))),
+        low,
+        high,
+        float(f1_score(gold, answers, average=None, zero_division=0)[present].mean())
+        if len(present)
+        else 0.0,
+        float(np.mean(precisions)) if precisions else 0.0,
+        float((answers == gold).all(1).mean()),
+        fit_seconds,
+        milliseconds,
+        cached_bytes,
+    )
+
+
+def _per_label(
+    answers: Indicators, gold: Indicators, labels: Sequence[str]
+) -> dict[str, dict[str, float] | None]:
+    from sklearn.metrics import precision_recall_fscore_support
+
+    precision, recall, f1, support = precision_recall_fscore_support(gold, answers, zero_division=0)
+    return {
+        word: {"f1": float(f1[at]), "precision": float(precision[at]), "recall": float(recall[at])}
+        if support[at]
+        else None
+        for at, word in enumerate(labels)
+    }

@@ -1,0 +1,113 @@
+"""`i2cl update`: fit a task again with further rows, or with labels renamed or removed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument
+
+from i2cl.errors import I2CLError
+from i2cl.interfaces.cli import console, fit, load, options
+from i2cl.interfaces.cli.fit import EvaluationOptions
+from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
+from i2cl.storage.atomic import require_writable
+from i2cl.storage.layout import own_files
+
+COLUMNS = ("text_column", "label_column", "label_separator", "label_columns", "skip_bad_rows")
+
+
+@dataclass(frozen=True)
+class LabelOptions:
+    """Changes of the labels."""
+
+    rename: list[str] | None = opt(None, "Rename a label, as OLD=NEW; repeatable.")
+    remove: list[str] | None = opt(
+        None, "Remove a label; repeatable. Its rows are dropped, or lose it in a multi-label task."
+    )
+
+
+@options.expanded
+def update(
+    context: typer.Context,
+    artefact: options.Artefact,
+    source: Annotated[
+        Path | None, Argument(help="CSV, TSV, JSONL, JSON, Parquet or Excel file with further rows.")
+    ] = None,
+    *,
+    output: Path | None = opt(None, "Folder for the new artefact; default: replace it.", "--output", "-o"),
+    labels: LabelOptions,
+    rows: Annotated[TaskOptions, COLUMNS],
+    evaluation: Annotated[EvaluationOptions, ("evaluate", "folds", "threshold")],
+    model: options.BaseName = None,
+    loading: ModelOptions,
+    json: options.Json = False,
+) -> None:
+    """Fit a task again with further rows and labels, or with labels renamed or removed.
+
+    Needs a task that was fitted with --keep-examples. Its rows and the new ones are fitted together, with the
+    settings of the first fit. A new row replaces one with the same text.
+    """
+    load.require_options(loading)
+    load.require_artefact(artefact)
+    output = output or Path(artefact)
+    require_writable(output, own_files(output))
+    names = load.options(labels.rename)
+    if source is None and not (names or labels.remove):
+        raise I2CLError("nothing to change: give a file of rows, --rename OLD=NEW or --remove LABEL")
+    load.libraries()
+    from i2cl.core.injection import Injection
+    from i2cl.experiments.draw import Draw
+    from i2cl.experiments.evidence import plan_evaluation
+    from i2cl.experiments.fitting import FitRequest, require_supported
+
+    injection = Injection.from_pretrained(artefact)
+    method = fit.method_of(injection)
+    task = _changed(injection, names, labels.remove or [], source, rows)
+    command = fit.command_line(context)
+    request = FitRequest(
+        method,
+        injection.seed,
+        injection.scoring,
+        threshold=evaluation.threshold,
+        command=command,
+        keep_examples=True,
+    )
+    require_supported(task, request)
+    loading = load.of_artefact(loading, injection, model)
+    decoder = load.artefact_decoder(injection, model, load.automatic(loading))
+    injection.require_base(decoder)
+    drawn = Draw(task.train, len(task.train), len(task.train)).timed(decoder, task, method)
+    plan = plan_evaluation(task, task.train, evaluation.evaluate, evaluation.folds, injection.seed)
+    survey, summary = fit.surveyed(task, decoder, drawn, plan)
+    if not json:
+        console.say(summary, wrapped=True)
+    fit.fit_and_show(decoder, task, drawn, request, plan, output, survey, json=json)
+
+
+def _changed(
+    injection: Any, names: dict[str, str], removed: list[str], source: Path | None, rows: TaskOptions
+) -> Any:
+    """Return the task with its kept rows, after all changes."""
+    from dataclasses import replace
+
+    from i2cl.tasks.changes import add_rows, remove_labels, rename_labels
+
+    if not injection.examples:
+        raise I2CLError(
+            f"task {injection.task.name!r} was fitted without --keep-examples, so its rows are unknown: fit "
+            "it again from all rows, with --keep-examples"
+        )
+    task = replace(injection.task, train=injection.examples)
+    task = remove_labels(rename_labels(task, names), [names.get(word, word) for word in removed])
+    if source is None:
+        return task
+    return add_rows(
+        task,
+        source,
+        text_column=rows.text_column,
+        label_column=rows.label_column,
+        label_separator=rows.label_separator,
+        label_columns=load.split(rows.label_columns) if rows.label_columns else (),
+        skip=rows.skip_bad_rows,
+    )

@@ -1,0 +1,75 @@
+"""Change a task that has rows: rename and remove labels, and add rows, also of new labels."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from i2cl.errors import I2CLError, did_you_mean
+from i2cl.tasks.rows import read_labelled
+from i2cl.tasks.task import Example, Task
+
+
+def rename_labels(task: Task, names: Mapping[str, str]) -> Task:
+    """Return the task with new label words, given by the old ones. Raises I2CLError on unknown labels."""
+    _require_known(task, names)
+    return replace(task, labels=tuple(names.get(word, word) for word in task.labels))
+
+
+def remove_labels(task: Task, words: Collection[str]) -> Task:
+    """Return the task without some labels.
+
+    Rows of a multi-label task lose these labels; other rows of these labels are dropped. Raises I2CLError on
+    unknown labels, or if fewer than two remain.
+    """
+    _require_known(task, words)
+    kept = [label for label, word in enumerate(task.labels) if word not in words]
+    place = {label: index for index, label in enumerate(kept)}
+    rows = [
+        row if row.labels is None else replace(row, labels=tuple(one for one in row.labels if one in place))
+        for row in task.train
+    ]
+    rows = [row for row in rows if row.labels is not None or row.label in place]
+    return replace(task, labels=tuple(task.labels[label] for label in kept), train=_renumbered(rows, place))
+
+
+def add_rows(task: Task, path: Path, **columns: Any) -> Task:
+    """Return the task with further rows of a file, whose new labels come last.
+
+    A row replaces those with the same text.
+
+    Args:
+        task: with its rows.
+        path: the file.
+        **columns: where texts and labels are, see `i2cl.tasks.rows.read_labelled`.
+
+    Raises:
+        I2CLError: if the file cannot be read, or its rows do not have labels like the task's.
+    """
+    if task.multi_label and not columns.get("label_columns"):
+        columns = {"multi_label": True} | columns
+    rows, lookup = read_labelled(path, known=task.labels, **columns)
+    if (rows[0].labels is not None) is not task.multi_label:
+        kind = "any number of labels" if task.multi_label else "one label"
+        raise I2CLError(f"{path}: a text of task {task.name!r} has {kind}: correct the file or the options")
+    texts = {row.text for row in rows}
+    before = tuple(row for row in task.train if row.text not in texts)
+    return replace(task, labels=lookup.labels, train=(*before, *rows))
+
+
+def _renumbered(rows: Collection[Example], place: Mapping[int, int]) -> tuple[Example, ...]:
+    """Return rows with new class ids."""
+    return tuple(
+        replace(row, label=place[row.label])
+        if row.labels is None
+        else replace(row, labels=tuple(place[one] for one in row.labels))
+        for row in rows
+    )
+
+
+def _require_known(task: Task, words: Collection[str]) -> None:
+    for word in words:
+        if word not in task.labels:
+            known = ", ".join(task.labels)
+            hint = did_you_mean(word, task.labels)
+            raise I2CLError(f"task {task.name!r} has no label {word!r}: {hint}labels are {known}")

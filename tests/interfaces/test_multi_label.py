@@ -1,0 +1,265 @@
+"""Multi-label tasks through the command line, the estimator, the server and the classifier export."""
+
+import csv
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from sklearn.preprocessing import MultiLabelBinarizer
+
+from commands import run
+from i2cl import Decoder, I2CLClassifier, I2CLError, Injection, encoders
+from i2cl.experiments.evidence.multi_label import choose_thresholds, compare, decide
+from i2cl.export import export_classifier, verify
+from i2cl.tasks import load_task
+from tiny import tiny_folder
+
+LABELS = ("billing", "login", "refund")
+WORDS = ("charged twice", "cannot sign in", "money back")
+SETS = [(), (0,), (1,), (2,), (0, 2), (0, 1), (1, 2), (0, 1, 2)] * 3
+ROWS = [
+    (f"{number} {' '.join(WORDS[one] for one in ids) or 'hello'}", ids) for number, ids in enumerate(SETS)
+]
+TEXTS = [text for text, _ in ROWS]
+LISTS = [[LABELS[one] for one in ids] for _, ids in ROWS]
+TEMPLATE = "Text: {text}\nLabel: {label}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("home") / "model")
+
+
+def write_csv(path, header, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+def separated(path):
+    return write_csv(
+        path, ["text", "label"], [(text, ";".join(words)) for text, words in zip(TEXTS, LISTS, strict=True)]
+    )
+
+
+def listed(path, rows=None):
+    rows = rows or zip(TEXTS, LISTS, strict=True)
+    path.write_text("".join(json.dumps({"text": text, "label": words}) + "\n" for text, words in rows))
+    return path
+
+
+def marked(path):
+    rows = [(text, *(int(one in ids) for one in range(3))) for text, ids in ROWS]
+    return write_csv(path, ["text", *LABELS], rows)
+
+
+@pytest.fixture(scope="module")
+def fitted(model, tmp_path_factory):
+    """A fit with its evaluation, and what the command printed."""
+
+    folder = tmp_path_factory.mktemp("fits")
+    path = separated(folder / "rows.csv")
+    words = (
+        "--label-separator",
+        ";",
+        "--shots",
+        "3",
+        "--evaluate",
+        "20",
+        "--threshold",
+        "f1",
+        "--set",
+        "steps=2",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoders, "local_encoder", lambda: None)  # TF-IDF is faster
+        assert run("fit", model, path, "-o", folder / "task", *words) == 0
+    return folder / "task"
+
+
+def test_three_formats_hold_the_same_task(tmp_path):
+    tasks = [
+        load_task(separated(tmp_path / "t.csv"), template=TEMPLATE, label_separator=";"),
+        load_task(listed(tmp_path / "t.jsonl"), template=TEMPLATE),
+        load_task(marked(tmp_path / "t.tsv.csv"), template=TEMPLATE, label_columns=LABELS),
+    ]
+    for task in tasks:
+        assert task.multi_label
+        assert task.labels == LABELS
+        assert [row.ids for row in task.train] == [ids for _, ids in ROWS]
+
+
+def test_fit_evaluates_and_chooses_thresholds(fitted):
+    injection = Injection.from_pretrained(fitted)
+    evaluation = injection.evaluation
+    assert [*evaluation["methods"]] == ["label_frequency", "zero_shot", "tfidf", "anchored"]
+    assert set(evaluation["support"]) == set(LABELS)
+    assert evaluation["verdict"]
+    assert injection.head.thresholds != (0.5,) * 3
+    assert injection.metrics.keys() >= {"micro_f1", "macro_f1", "mean_average_precision", "exact_match"}
+    card = (fitted / "README.md").read_text()
+    assert "Labels, of which a text has any number: billing, login, refund" in card
+    assert "| anchored |" in card
+
+
+def test_predict_writes_labels_and_probabilities(call, fitted, tmp_path):
+    path = listed(tmp_path / "in.jsonl")
+    code, out, err = call("predict", fitted, path, "--output-format", "csv")
+    assert code == 0, err
+    rows = list(csv.DictReader(out.splitlines()))
+    injection = Injection.from_pretrained(fitted)
+    decoder = Decoder.from_pretrained(injection.base.name)
+    assert [row["labels"] for row in rows] == [";".join(words) for words in injection.predict(decoder, TEXTS)]
+    found = torch.tensor([[float(row[label]) for label in LABELS] for row in rows])
+    torch.testing.assert_close(found, injection.log_probs(decoder, TEXTS).exp(), atol=1e-4, rtol=0)
+    code, out, _ = call("predict", fitted, path, "--json", "--min-confidence", "0.999999")
+    assert code == 0
+    assert [json.loads(line)["labels"] for line in out.splitlines()] == [[]] * len(TEXTS)
+
+
+def test_exported_classifier_answers_with_a_sigmoid(fitted, tmp_path):
+    from transformers import pipeline
+
+    injection = Injection.from_pretrained(fitted)
+    decoder = Decoder.from_pretrained(injection.base.name)
+    notes = export_classifier(decoder, injection, tmp_path / "out")
+    assert any("threshold" in note for note in notes)
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["problem_type"]
+        == "multi_label_classification"
+    )
+    assert verify(tmp_path / "out").passed
+    classify = pipeline("text-classification", model=str(tmp_path / "out"), device="cpu", top_k=None)
+    wanted = injection.log_probs(decoder, TEXTS[:4]).exp()
+    for answer, row in zip(classify(TEXTS[:4]), wanted, strict=True):
+        scores = {one["label"]: one["score"] for one in answer}
+        assert [scores[label] for label in LABELS] == pytest.approx(row.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("form", ["causal-lm", "peft", "gguf"])
+def test_other_exports_are_refused(call, fitted, tmp_path, form):
+    code, _, err = call("export", fitted, tmp_path / ("out.gguf" if form == "gguf" else "out"), "--to", form)
+    assert code == 2
+    assert "needs exactly one label per text" in err
+    assert "--to classifier" in err
+
+
+def test_comparisons_are_refused(call, model, tmp_path):
+    code, _, err = call("eval", model, listed(tmp_path / "rows.jsonl"), "--shots", "1")
+    assert code == 2
+    assert "`i2cl fit` evaluates it" in err
+
+
+def test_estimator_takes_indicators(model):
+    table = MultiLabelBinarizer(classes=LABELS).fit_transform(LISTS)
+    decoder = Decoder.from_pretrained(model)
+    estimator = I2CLClassifier(decoder, labels=LABELS, shots=3, settings={"steps": 2}, evaluate=0)
+    estimator.fit(TEXTS, table)
+    probabilities = estimator.predict_proba(TEXTS)
+    assert estimator.classes_.tolist() == list(LABELS)
+    assert probabilities.shape == table.shape
+    assert np.array_equal(estimator.predict(TEXTS), (probabilities >= 0.5).astype(int))
+    assert np.array_equal(estimator.decision_function(TEXTS) >= 0, probabilities >= 0.5)
+    assert 0 <= estimator.score(TEXTS, table) <= 1
+    with pytest.raises(I2CLError, match="MultiLabelBinarizer"):
+        estimator.fit(TEXTS, LISTS)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "why"),
+    [
+        (separated, ["--label-separator", ";", "--labels", "billing;refund,login,refund"], "not one of"),
+        (separated, ["--label-separator", ";", "--method", "i2cl"], "use the method anchored"),
+        (separated, ["--label-separator", ";", "--class-weight", "balanced"], "--class-weight"),
+        (separated, ["--label-separator", ";", "--target-accuracy", "0.9"], "--target-accuracy"),
+        (separated, ["--label-separator", " "], "is blank"),
+        (marked, ["--label-columns", "billing,gone"], "no column 'gone'.*correct --label-columns"),
+        (marked, ["--label-columns", "billing,text"], "label column 'text' has .*write 0 or 1"),
+        (marked, ["--label-columns", ",".join(LABELS), "--labels", "a,b,c"], "rename the columns"),
+        (
+            lambda path: listed(path.with_suffix(".jsonl"), [("a", ["x"]), ("b", "y"), ("c", [])]),
+            [],
+            "is not a list",
+        ),
+        (
+            lambda path: listed(path.with_suffix(".jsonl"), [("a", ["x", "y"]), ("b", ["y"])]),
+            [],
+            "every row has the label 'y'",
+        ),
+        (
+            lambda path: listed(path.with_suffix(".jsonl"), [("a", ["x;y"]), ("b", ["z"]), ("c", [])]),
+            [],
+            "contains ';'",
+        ),
+        (
+            lambda path: listed(path.with_suffix(".jsonl")),
+            ["--labels", "billing,login,refund,never"],
+            "no row has the label 'never'",
+        ),
+    ],
+)
+def test_bad_rows_and_options_are_one_line(call, model, tmp_path, make, options, why):
+    path = make(tmp_path / "rows.csv")
+    code, _, err = call("fit", model, path, "-o", tmp_path / "out", *options)
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1, err
+    assert re.search(why, err), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_labels_that_look_like_several_are_pointed_out(call, model, tmp_path):
+    path = separated(tmp_path / "rows.csv")
+    rows = [row for row in path.read_text().splitlines() if not row.endswith(",")]
+    path.write_text("\n".join(rows) + "\n")
+    code, out, err = call("fit", model, path, "-o", tmp_path / "out", "--set", "steps=0", "--evaluate", "0")
+    assert code == 0, err
+    assert "--label-separator ';'" in out
+
+
+def test_thresholds_have_the_highest_f1():
+    probabilities = np.array([0.1, 0.2, 0.3, 0.35, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95])[:, None]
+    gold = np.array([0, 0, 0, 1, 0, 1, 1, 1, 1, 1], dtype=bool)[:, None]
+    (threshold,) = choose_thresholds(probabilities, gold)
+    assert 0.3 < threshold < 0.35
+    assert decide(probabilities, gold, "0.5").sum() == 6
+
+
+def test_comparison_of_equal_answers_is_not_significant():
+    counts = np.array([[2, 2], [0, 1], [2, 3]] * 20)
+    same = compare(counts, counts)
+    assert (same.difference, same.p) == (0.0, 1.0)
+    better = compare(np.array([[2, 2]] * 60), counts)
+    assert better.low > 0
+    assert better.p < 0.01
+
+
+def test_update_adds_a_label_and_equals_a_fit_of_all_rows(call, model, tmp_path):
+    first = listed(tmp_path / "rows.jsonl")
+    more = listed(tmp_path / "more.jsonl", [(f"spam {number}", ["spam"]) for number in range(3)])
+    quick = ("--evaluate", "0", "--set", "steps=1", "--keep-examples")
+    assert call("fit", model, first, "-o", tmp_path / "task", "--shots", "all", *quick)[0] == 0
+    before = Injection.from_pretrained(tmp_path / "task")
+    assert sorted(row.text for row in before.examples) == sorted(TEXTS)
+    assert "are in `examples.jsonl`" in (tmp_path / "task" / "README.md").read_text()
+    code, _, err = call("update", tmp_path / "task", more, "--rename", "login=access", "--evaluate", "0")
+    assert code == 0, err
+    after = Injection.from_pretrained(tmp_path / "task")
+    assert after.task.labels == ("billing", "access", "refund", "spam")
+    assert after.context.demonstrations == len(TEXTS) + 3
+    assert after.settings["steps"] == 1
+    code, _, err = call(
+        "update", tmp_path / "task", "--remove", "spam", "-o", tmp_path / "less", "--evaluate", "0"
+    )
+    assert code == 0, err
+    less = Injection.from_pretrained(tmp_path / "less")
+    assert less.task.labels == ("billing", "access", "refund")
+    assert len(less.examples) == len(TEXTS) + 3
+
+
+def test_update_without_kept_examples_is_refused(call, fitted, tmp_path):
+    code, _, err = call("update", fitted, "--remove", "login", "-o", tmp_path / "out")
+    assert code == 2
+    assert "without --keep-examples" in err
+    assert len(err.strip().splitlines()) == 1
