@@ -25,7 +25,13 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import (
+    check_classifiers_multilabel_output_format_decision_function,
+    check_classifiers_multilabel_output_format_predict,
+    check_classifiers_multilabel_output_format_predict_proba,
+    check_classifiers_multilabel_representation_invariance,
+    parametrize_with_checks,
+)
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from i2cl.interfaces.sklearn import I2CLClassifier
@@ -77,7 +83,15 @@ def spelled(rows):
 WORDS = {0: "red", 1: "blue", 2: "green", 3: "gold", -1: "yellow"}
 NAMES = {word: word for word in ("one", "two", "three")}
 ROUNDED = "other batches round differently: differences of 1e-6, but 1e-7 is required"
-FAILED_CHECKS = {
+MULTI_LABEL_CHECKS = (
+    check_classifiers_multilabel_output_format_decision_function,
+    check_classifiers_multilabel_output_format_predict,
+    check_classifiers_multilabel_output_format_predict_proba,
+    check_classifiers_multilabel_representation_invariance,
+)
+FAILED_CHECKS = dict.fromkeys(
+    [check.__name__ for check in MULTI_LABEL_CHECKS], "the method i2cl takes one label per text"
+) | {
     "check_methods_subset_invariance": ROUNDED,
     "check_sample_weight_equivalence_on_dense_data": "it draws examples; without shots, 1e-4 apart",
 }
@@ -89,6 +103,12 @@ FAILED_CHECKS = {
 )
 def test_passes_scikit_learn_checks(estimator, check):
     check(estimator)
+
+
+@pytest.mark.parametrize("check", MULTI_LABEL_CHECKS, ids=lambda check: check.__name__)
+def test_passes_scikit_learn_checks_of_multi_label_classifiers(check):
+    options = {"shots": 1, "settings": {"steps": 1}, "evaluate": 0, "labels": WORDS | {4: "black"}}
+    check("I2CLClassifier", OnNumbers("reference", **options))
 
 
 def shown_of(result, shots):

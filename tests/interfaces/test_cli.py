@@ -111,6 +111,42 @@ def test_fit_prints_evaluation_and_verdict(call, home, tmp_path):
     assert (evaluation["rows"], evaluation["split"]) == (6, "test")  # where there are some
 
 
+@pytest.mark.parametrize("folds", [(), ("--shots", "8", "--folds", "2")])
+def test_fit_compares_with_further_methods(call, home, tmp_path, folds):
+    arguments = fit_arguments(home, tmp_path / "new", "--json", *folds)
+    compared = ["menu", "menu_few_shot", "few_shot+contextual_calibration"]
+    code, out, err = call(*arguments, "--compare", ", ".join(compared))
+    assert code == 0, err
+    evaluation = json.loads(out)["evaluation"]
+    compared[-1] = "contextual_calibration"
+    assert list(evaluation["methods"]) == [*BASELINES, *compared, "i2cl"]
+    assert "--compare" in Injection.from_pretrained(tmp_path / "new").command
+    card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
+    assert all(f"| {name} |" in card for name in compared)
+
+
+def test_fit_lists_compared_methods_that_fail(call, home, tmp_path):
+    arguments = fit_arguments(home, tmp_path / "new", "--compare", "menu+label_prior")
+    code, out, err = call(*arguments)
+    assert code == 0, err
+    assert "menu+label_prior was not run: label_prior needs 32 training texts" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--compare", "menue"], "unknown method 'menue': did you mean 'menu'"),
+        (["--compare", "few_shot"], "--compare: the table has a row 'few_shot' already: leave it out"),
+        (["--compare", "i2cl"], "--compare: the table has a row 'i2cl' already: leave it out"),
+        (["--compare", "menu,menu"], "--compare: the table has a row 'menu' already: leave it out"),
+        (["--compare", "menu", "--evaluate", "0"], "--compare needs an evaluation: leave out --evaluate 0"),
+    ],
+)
+def test_fit_refuses_methods_that_it_cannot_compare_with(refused, home, tmp_path, options, message):
+    assert message in refused(*fit_arguments(home, tmp_path / "new", *options))
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -108,7 +108,7 @@ class FitEvaluation(Verdict):
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The labelled rows that a fit is evaluated on.
+    """The labelled rows that a fit is evaluated on, and what it is compared with.
 
     Attributes:
         split: see `FitEvaluation`.
@@ -116,6 +116,7 @@ class EvaluationPlan:
         folds: number of refits of a cross-validation, else 0.
         missing: labels without a row.
         reason: why the fit is not evaluated; empty if it is, or if no evaluation was requested.
+        compare: methods to compare the fit with, besides `baselines`.
     """
 
     split: Split = "train"
@@ -123,6 +124,12 @@ class EvaluationPlan:
     folds: int = 0
     missing: tuple[str, ...] = ()
     reason: str = ""
+    compare: tuple[Method, ...] = ()
+
+    @property
+    def rivals(self) -> list[Method]:
+        """All methods that the fit is compared with: the baselines first."""
+        return [*baselines(), *self.compare]
 
     def require_target(self, target: float) -> None:
         """Raise I2CLError if these rows cannot support a confidence threshold for a target accuracy."""
@@ -276,7 +283,7 @@ def evaluate_fit(
             )
         return Fitted(evaluated, predictor, rows, seed, seconds)
 
-    free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
+    free, others = plan.rivals[: len(FREE)], plan.rivals[len(FREE) :]
     fits: Fits = dict.fromkeys(free, fit)
     fits |= dict.fromkeys(others, fit_folds if plan.folds else fit)
     fits[evaluated] = use_injection

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from i2cl.experiments.draw import Draw, Shots
     from i2cl.experiments.evidence import EvaluationPlan
     from i2cl.experiments.fitting import FitRequest
-    from i2cl.methods import Injector
+    from i2cl.methods import Injector, Method
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
     from i2cl.tasks.survey import Survey
@@ -133,6 +133,11 @@ class EvaluationOptions:
         "rows, or training rows that are not demonstrations; 0 for no evaluation.",
         min=0,
     )
+    compare: str | None = opt(
+        None,
+        "Further methods for the table of baselines, separated by commas, such as menu,few_shot+label_prior; "
+        "`i2cl ls methods` lists them.",
+    )
     folds: int = opt(
         3,
         "Folds of the cross-validation, which runs if held-out rows are missing or lack a label; 0 for none.",
@@ -188,6 +193,7 @@ def fit(
 
     seed = draw_options.seed
     method = _method_of(method_options)
+    compare = _methods_to_compare(evaluation, method, has_prior=bool(texts))
     loaded = local or load.task(task, rows)
     request = FitRequest(
         method,
@@ -198,6 +204,8 @@ def fit(
         keep_examples=draw_options.keep_examples,
     )
     require_supported(loaded, request)
+    if compare:
+        loaded.require_single_label("--compare", "omit it")
     choice: Any = {
         "shots": draw_options.number,
         "keep_back": draw_options.keep_back,
@@ -217,6 +225,7 @@ def fit(
             drawn = drawn.timed(decoder, loaded, method)
     demonstrations = drawn.demonstrations
     plan = plan_evaluation(loaded, demonstrations, evaluation.evaluate, evaluation.folds, seed)
+    plan = replace(plan, compare=compare)
     if evaluation.target_accuracy is not None:
         plan.require_target(evaluation.target_accuracy)
     survey, summary = surveyed(loaded, decoder, drawn, plan) if is_row_file(task) else (None, "")
@@ -260,7 +269,7 @@ def fit_and_show(
 
 def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", output: Path) -> Any:
     """Show the progress of a fit in a bar, and save the fit before it is evaluated."""
-    from i2cl.experiments.evidence.fit_evaluation import FitObserver, baselines
+    from i2cl.experiments.evidence.fit_evaluation import FitObserver
     from i2cl.experiments.evidence.multi_label import BASELINES
 
     class Observer(FitObserver):
@@ -282,7 +291,7 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
                     f"{console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
                 )
             if plan.rows:
-                rivals = BASELINES if injection.task.multi_label else len(baselines())
+                rivals = BASELINES if injection.task.multi_label else len(plan.rivals)
                 bar.restart(len(plan.rows) * (rivals + 1), "evaluating")
 
         def refit_step(self, done: int, total: int, _loss: float) -> None:
@@ -358,6 +367,26 @@ def _method_of(method_options: MethodOptions) -> "Injector":
     if isinstance(chosen, AnchoredWithEmbeddings):
         encoders.encoder_source(chosen.embeddings.encoder)
     return chosen
+
+
+def _methods_to_compare(
+    evaluation: EvaluationOptions, method: "Injector", *, has_prior: bool
+) -> "tuple[Method, ...]":
+    """Parse ``--compare``. Raises I2CLError for an unknown method and for one that the table has anyway."""
+    from i2cl.experiments.evidence.fit_evaluation import baselines
+    from i2cl.methods import make_methods
+    from i2cl.methods.postprocessing import LabelPrior
+
+    if evaluation.compare is None:
+        return ()
+    if not evaluation.evaluate:
+        raise I2CLError("--compare needs an evaluation: leave out --evaluate 0")
+    compare = make_methods(load.split(evaluation.compare))
+    evaluated = LabelPrior(method) if has_prior else method
+    names = [one.full_name for one in (*baselines(), evaluated, *compare)]
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise I2CLError(f"--compare: the table has a row {duplicates[0]!r} already: leave it out")
+    return tuple(compare)
 
 
 def method_of(injection: "Injection") -> "Injector":

@@ -162,7 +162,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             words = label_words(classes, self.labels)
         else:
             words, rows = (
-                label_names(y, self.labels),
+                label_names(y, indicators.shape[1], self.labels),
                 as_multi_label_examples(texts, indicators, sample_weight),
             )
             classes = np.array(words)

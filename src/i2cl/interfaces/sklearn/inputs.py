@@ -85,7 +85,7 @@ def as_indicators(y: Any, rows: int) -> Bool[np.ndarray, "rows labels"] | None:
     """
     table = y.toarray() if hasattr(y, "toarray") else y
     if isinstance(table, list | tuple) and any(
-        isinstance(row, set | frozenset | tuple | list) for row in table
+        isinstance(row, set | frozenset | tuple | list | np.ndarray) for row in table
     ):
         try:
             table = np.array(table)
@@ -106,18 +106,19 @@ def as_indicators(y: Any, rows: int) -> Bool[np.ndarray, "rows labels"] | None:
     return values.astype(bool)
 
 
-def label_names(y: Any, labels: Mapping[Any, str] | Sequence[str] | None) -> tuple[str, ...]:
+def label_names(y: Any, count: int, labels: Mapping[Any, str] | Sequence[str] | None) -> tuple[str, ...]:
     """Return the label word of each column of an indicator matrix.
 
     Args:
         y: the matrix; the columns of a data frame have names.
+        count: number of its columns.
         labels: the words in the order of the columns, such as ``MultiLabelBinarizer.classes_``, or a dict
             from each column to its word.
 
     Raises:
         I2CLError: if there is not one word per column.
     """
-    columns = list(getattr(y, "columns", range(y.shape[1])))
+    columns = list(getattr(y, "columns", range(count)))
     if isinstance(labels, Mapping):
         words = [labels.get(column) for column in columns]
     elif labels is not None:

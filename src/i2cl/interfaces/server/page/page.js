@@ -240,6 +240,7 @@ function showRows({ data, test_rows }) {
   const warnings = Object.entries(data.typos).map(([label, other]) =>
     `The label ${label} has ${data.labels[label]} row${data.labels[label] === 1 ? "" : "s"}: did you mean ${other}? They are two labels now.`);
   for (const { text, labels } of data.contradictions) warnings.push(`The text "${text}" has the labels ${labels.join(" and ")}: keep one.`);
+  if (data.separator) warnings.push(`Some labels look like several, separated by "${data.separator}": send a JSON file with lists of labels instead.`);
   const more = data.contradicting - data.contradictions.length;
   if (more > 0) warnings.push(`${more} more texts have several labels.`);
   $("odd").replaceChildren(...warnings.map((warning) => element("li", warning)));
