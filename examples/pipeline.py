@@ -1,6 +1,6 @@
 """Use the classifier in a scikit-learn pipeline, with cross-validation.
 
-python examples/pipeline.py [MODEL]     # needs the extra sklearn
+python examples/pipeline.py [MODEL]
 """
 
 import sys

@@ -97,7 +97,7 @@ UNSUPPORTED = {
     "reversible blocks with two streams and hashed attention": "reformer",
     "bidirectional attention within a prompt": "cpmant git",
     "bytes or audio codes instead of text tokens": "blt moshi musicgen musicgen_melody",
-    "a language model of its own type inside a vision-language model": "emu3 phi4_multimodal",
+    "the language model inside a vision-language model has another model type": "emu3 phi4_multimodal",
 }
 """Reasons for unsupported types of transformers."""
 

@@ -46,7 +46,7 @@ jaxtyping.jaxtyped = _where_shaped(jaxtyping.jaxtyped)  # by this name the hook'
 jaxtyping.install_import_hook([f"i2cl.{module}" for module in SHAPED], "beartype.beartype")
 
 from i2cl import encoders  # noqa: E402
-from i2cl.methods import classifiers  # noqa: E402
+from i2cl.core import experts  # noqa: E402
 from i2cl.models.decoder import Decoder  # noqa: E402
 from i2cl.storage import model_cache  # noqa: E402
 from i2cl.tasks import Example, Task, Template  # noqa: E402
@@ -115,15 +115,15 @@ def words_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[WordsEn
     """Every encoder is `WordsEncoder`, without sentence-transformers; a call replaces it by another."""
 
     def put(encoder: WordsEncoder = WordsEncoder()) -> None:  # noqa: B008 - it has no state
-        encoders._probe.cache_clear()
-        for module in (encoders, classifiers):
+        encoders.probe.cache_clear()
+        for module in (encoders, experts):
             monkeypatch.setattr(module, "frozen_encoder", lambda *_: encoder)
             monkeypatch.setattr(module, "require_packages", lambda *_: None)
         monkeypatch.setattr(encoders, "encoder_source", lambda name: name)
 
     put()
     yield put
-    encoders._probe.cache_clear()
+    encoders.probe.cache_clear()
 
 
 @pytest.fixture

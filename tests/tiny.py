@@ -4,6 +4,7 @@ The weights are drawn large enough that every sublayer changes the residual stre
 logits: with the usual initialisation a wrong hook could hide in rounding.
 """
 
+import copy
 from functools import cache
 from itertools import product
 from typing import Any
@@ -199,6 +200,16 @@ def tiny_model(
     model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
     """A random model of width 32 in evaluation mode; ``overrides`` go into its config."""
+    key = repr((model_type, seed, dtype, sorted(overrides.items())))
+    if key not in _MODELS:
+        _MODELS[key] = _draw_model(model_type, seed, dtype, overrides)
+    return copy.deepcopy(_MODELS[key])  # takes half as long as a new one
+
+
+_MODELS: dict[str, PreTrainedModel] = {}
+
+
+def _draw_model(model_type: str, seed: int, dtype: torch.dtype, overrides: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type, **(_CONFIGS[model_type] | overrides))
     for name in list(config.to_dict()):
         if "dropout" in name or name.endswith("_pdrop"):

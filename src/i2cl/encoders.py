@@ -1,9 +1,7 @@
-"""Sentence encoders, and a classifier on their embeddings whose log-odds are added to label scores.
+"""Sentence encoders: second, small models that sentence-transformers runs (https://sbert.net).
 
-Beyond the paper. The encoder is a second, small model that sentence-transformers runs (https://sbert.net).
-Only safetensors, and weights-only files of further modules, are loaded, and no code of a model runs. The sum
-of the scores is a product of experts (https://doi.org/10.1162/089976602760128018, Hinton 2002;
-docs/ablations.md).
+Beyond the paper. Only safetensors, and weights-only files of further modules, are loaded, and no code of a
+model runs.
 """
 
 import hashlib
@@ -12,9 +10,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +30,6 @@ from i2cl.models.scoring import Progress, in_parts, require_texts
 from i2cl.models.training import Settings
 from i2cl.storage.atomic import new_folder, write_errors
 from i2cl.storage.hub import require_reachable
-from i2cl.tasks import Examples, Task
 
 # The default encoder: 22 million parameters, embeddings of 384 values.
 HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -62,101 +57,12 @@ class EmbeddingsConfig(EncoderConfig):
     embeddings_c: float = Field(10.0, gt=0)
 
 
-@dataclass(frozen=True, eq=False)
-class EncoderBias:
-    """Bias of each label in nats, as a linear function of a text's unit-length embedding.
-
-    Attributes:
-        encoder: ``minilm``, a folder of sentence-transformers, or a hub id.
-        weights: of the embedding's values, and the intercept in the last column.
-        probe: embedding of `PROBE` at the fit.
-    """
-
-    encoder: str
-    weights: Float[Tensor, "labels inputs"]
-    probe: Float[Tensor, " d"]
-
-    def __post_init__(self) -> None:
-        weights, probe = self.weights.float(), self.probe.float()
-        if (weights.ndim, probe.ndim) != (2, 1) or not 0.99 < float(probe.norm()) < 1.01:
-            raise I2CLError("the stored sentence-encoder weights are damaged: copy or fit it again")
-        vars(self).update(weights=weights, probe=probe)  # the dataclass is frozen
-
-    @classmethod
-    def fit(
-        cls, config: EmbeddingsConfig, task: Task, demonstrations: Examples, device: str, *, scale: float
-    ) -> "EncoderBias":
-        """Fit scikit-learn's logistic regression; its log-odds are multiplied by ``scale``.
-
-        Raises I2CLError if the extra or the encoder is missing, a label has no demonstration, or a text is
-        empty.
-        """
-        if {one.label for one in demonstrations} != {*range(len(task.labels))}:
-            raise I2CLError("a sentence encoder needs demonstrations of every label: add some")
-        head = regression(config, demonstrations, device)
-        odds = torch.from_numpy(np.column_stack([head.coef_, head.intercept_]))
-        odds = torch.cat([-odds / 2, odds / 2]) if len(odds) == 1 else odds  # binary: one row for both labels
-        return cls(absolute(config.encoder), scale * odds.float(), _probe(config.encoder, device))
-
-    def require_encoder(self, device: str) -> None:
-        """Load the encoder. Raises I2CLError if it is missing, or is not the encoder of the fit."""
-        require_packages("this injection's sentence encoder", "embeddings", "sentence_transformers")
-        try:
-            same = self.is_of(self.encoder, device)
-        except I2CLError as error:
-            raise I2CLError(f"{error} (or give its new location with --encoder or encoder=)") from None
-        if not same:
-            hint = "give the encoder of the fit with --encoder or encoder=, or fit it again"
-            raise I2CLError(f"the encoder {self.encoder!r} yields other embeddings than at the fit: {hint}")
-
-    def is_of(self, encoder: str, device: str) -> bool:
-        """Return whether an encoder yields the embeddings of the fit. Raises I2CLError if it is missing."""
-        probe = _probe(encoder, device)
-        return probe.shape == self.probe.shape and float(probe @ self.probe) >= MIN_PROBE_COSINE
-
-    def of(self, texts: Sequence[str], device: str) -> Float[Tensor, "texts labels"]:
-        """Compute the biases of each text's labels, in nats. Raises I2CLError as `require_encoder`."""
-        rows = encoder_biases([self] * len(texts), texts, device)
-        return torch.stack(rows) if rows else self.weights.new_empty(0, len(self.weights))
-
-
 def require_encoders(names: Sequence[str], device: str) -> None:
     """Load encoders in advance. Raises I2CLError if the extra or one of them is missing."""
     if names:
-        require_packages("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
+        require_packages("a sentence encoder", "embeddings", "sentence_transformers")
     for name in names:
         frozen_encoder(name, device)
-
-
-def regression(config: EmbeddingsConfig, demonstrations: Examples, device: str) -> Any:
-    """Fit scikit-learn's logistic regression on the demonstrations' embeddings.
-
-    Raises I2CLError if the extra or the encoder is missing, or a text is empty.
-    """
-    require_packages("a sentence encoder", "embeddings", "sentence_transformers", "sklearn")
-    from sklearn.linear_model import LogisticRegression
-
-    vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])
-    head = LogisticRegression(C=config.embeddings_c, max_iter=10_000)
-    labels, weights = zip(*((example.label, example.weight) for example in demonstrations), strict=True)
-    return head.fit(vectors, labels, sample_weight=weights)
-
-
-def encoder_biases(
-    biases: Sequence[EncoderBias], texts: Sequence[str], device: str
-) -> list[Float[Tensor, " labels"]]:
-    """Compute the biases of texts of several tasks; texts with the same encoder share batches."""
-    rows = defaultdict(list)
-    for row, one in enumerate(biases):
-        rows[one.encoder].append(row)
-    vectors: dict[int, Tensor] = {}
-    for name, places in rows.items():
-        for one in {id(biases[row]): biases[row] for row in places}.values():
-            one.require_encoder(device)
-        values = torch.from_numpy(embed(frozen_encoder(name, device), [texts[row] for row in places]))
-        vectors |= zip(places, values, strict=True)
-    each = ((one.weights, vectors[row]) for row, one in enumerate(biases))
-    return [weights[:, :-1] @ vector + weights[:, -1] for weights, vector in each]
 
 
 def embed(
@@ -171,7 +77,7 @@ def embed(
 
 def local_encoder() -> str | None:
     """Return the name of the default encoder if it needs no download, else None."""
-    if any(find_spec(module) is None for module in ("sentence_transformers", "sklearn")):
+    if find_spec("sentence_transformers") is None:
         return None
     if _archive() is not None:
         return MINILM
@@ -225,11 +131,12 @@ def release_encoders() -> None:
     """Free the memory of all encoders. They are loaded again on demand."""
     with _LOADING:
         _loaded_encoder.cache_clear()
-        _probe.cache_clear()
+        probe.cache_clear()
 
 
 @lru_cache(maxsize=64)
-def _probe(name: str, device: str) -> Float[Tensor, " d"]:
+def probe(name: str, device: str) -> Float[Tensor, " d"]:
+    """Return an encoder's embedding of `PROBE`, which identifies it. Raises I2CLError as `load_encoder`."""
     return torch.from_numpy(embed(frozen_encoder(name, device), [PROBE])[0])
 
 

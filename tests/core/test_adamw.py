@@ -34,12 +34,6 @@ def many(count):
     return made_of, tuple(Example(f"text {word}", at) for at, word in enumerate(words))
 
 
-@pytest.fixture
-def few_steps(monkeypatch):
-    """A tenth of the usual number of steps."""
-    monkeypatch.setattr(plan, "MIN_ADAMW_STEPS", 24)
-
-
 def test_the_set_unit_by_gold_labels_is_near_that_of_all():
     every, gold = problem(made("llama")), problem(made("llama"))
     _, _, variance = every.first()

@@ -76,13 +76,13 @@ def test_the_cost_grows_with_labels_and_steps():
 
 
 @pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])
-def test_settings_store_the_solver(solver):
+def test_settings_store_the_solver(solver, few_steps):
     config = AnchoredConfig(steps=1, solver=solver)
     assert anchor(made("llama"), LETTERS, SHOWN, config).settings["solved_by"] == solver
 
 
 @pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])
-def test_labels_that_share_first_tokens_are_scored_by_words_without_a_warning(solver):
+def test_labels_that_share_first_tokens_are_scored_by_words_without_a_warning(solver, few_steps):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         injection = anchor(made("llama"), SHARED, SHOWN[:2], AnchoredConfig(steps=1, solver=solver))
@@ -94,11 +94,11 @@ def test_full_sequences_are_refused():
     one_line(message, anchor, made("llama"), SHARED, SHOWN[:2], scoring="sequence")
 
 
-def test_a_refit_uses_the_solver_and_scoring_of_the_fit(monkeypatch):
+def test_a_refit_uses_the_solver_and_scoring_of_the_fit(few_steps, monkeypatch):
     decoder, method = made("llama"), Anchored(AnchoredConfig(steps=1))
-    monkeypatch.setattr(plan, "MAX_WORD_KERNEL_PAIRS", 1)
-    fit = method.fit_injection(decoder, SHARED, SHOWN[:2])
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "MAX_WORD_KERNEL_PAIRS", 1)
+        fit = method.fit_injection(decoder, SHARED, SHOWN[:2])
     assert method.fit_injection(decoder, SHARED, SHOWN[:2]).settings["solved_by"] == "gauss_newton"
     again = refitting(method, fit)(decoder, SHARED, SHOWN[:2])
     assert (again.settings["solved_by"], again.scoring) == ("adamw", "words")

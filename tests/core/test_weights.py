@@ -50,7 +50,7 @@ def test_equal_weights_have_no_effect():
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_balanced_weights_of_equal_counts_do_not_change_an_anchored_fit(solver):
+def test_balanced_weights_of_equal_counts_do_not_change_an_anchored_fit(solver, few_steps):
     plain, balanced = (anchored(EVEN, solver=solver, class_weight=way) for way in (None, "balanced"))
     assert torch.equal(plain.context.values, balanced.context.values)
     assert plain.history == balanced.history
@@ -68,7 +68,7 @@ def test_integer_weights_equal_repeated_rows():
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_heavier_class_gets_more_probability(solver):
+def test_a_heavier_class_gets_more_probability(solver, few_steps):
     word = TASK.labels[0]
     plain = anchored(UNEVEN, solver=solver)
     heavy = anchored(UNEVEN, solver=solver, class_weight={word: 20.0})

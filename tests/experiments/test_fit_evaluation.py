@@ -19,11 +19,13 @@ from i2cl.experiments.evidence.fit_evaluation import (
     FREE,
     EvaluationPlan,
     FitObserver,
+    FitRequest,
     evaluate_fit,
     plan_evaluation,
     sample_rows,
 )
-from i2cl.injections.temperature import likely_temperature, normalised
+from i2cl.injections.ensemble import cross_fitted, likely_weights
+from i2cl.methods.ensemble import llm_prior
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.scoring import LabelScorer
 from processes import finished
@@ -57,8 +59,9 @@ def refit(_rest):
 
 def evaluated(injection, decoder, task, shown, plan=None, **more):
     plan = plan or plan_evaluation(task, shown)
-    given = {"method": METHOD, "seconds": 7.0, "refit": refit} | more
-    return evaluate_fit(injection, decoder, task, shown, plan, **given)
+    target, others = more.pop("target", None), {"seconds": 7.0, "refit": refit} | more
+    request = FitRequest(others.pop("method", METHOD), target=target)
+    return evaluate_fit(injection, decoder, task, shown, plan, request, **others)
 
 
 def measured(decoder, task, limit=160, **more):
@@ -155,13 +158,13 @@ def test_unused_training_rows_are_scored_with_progress(decoder, task):
     seen = Recorder()
     measured(decoder, task, observer=seen)
     assert seen.names == [*BASELINES, "i2cl"]
-    assert sum(seen.rows) == 5 * 16
+    assert sum(seen.rows) == 6 * 16
 
 
 def test_failing_few_shot_is_listed_and_other_errors_are_raised(decoder, task, monkeypatch):
     short = Decoder(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short")
     value = measured(short, task).evaluation
-    assert list(value["methods"]) == [*FREE, "i2cl"]
+    assert list(value["methods"]) == [*FREE, "char_tfidf", "i2cl"]
     assert "the context holds 64" in value["not_run"]["few_shot"]
     shown, injection = fitted(decoder, task)
     one_line("the evaluation plan has no rows", evaluated, injection, decoder, task, shown, EvaluationPlan())
@@ -188,7 +191,7 @@ def test_cross_validation_scores_rows_by_refits_without_them(decoder, task, name
     value = result.evaluation
     assert (value["rows"], value["split"]) == (len(shown), "demonstrations")
     assert seen.names == list(value["methods"]) == [*BASELINES, name]
-    assert (sum(seen.rows), len(asked)) == (5 * len(shown), 3)
+    assert (sum(seen.rows), len(asked)) == (6 * len(shown), 3)
     gold = torch.tensor([one.label for one in shown])
     right = 0
     for rest in tuple(asked):  # a copy, because the refits below add to it
@@ -280,18 +283,18 @@ def test_held_out_rows_include_at_least_one_of_each_label(task):
     assert plan.missing == ()
 
 
-def test_advice_names_the_encoder_if_sentence_embeddings_are_better(monkeypatch):
-    monkeypatch.setattr(fit_evaluation.encoders, "local_encoder", lambda: "minilm")
-    (anchored,) = make_methods(["anchored"])
-    assert fit_evaluation._advice(anchored, "sentence_embeddings").endswith("--set encoder=minilm")
-    assert "rarer labels" in fit_evaluation._advice(anchored, "majority_class")
-    assert "longer prompts" in fit_evaluation._advice(anchored, "few_shot")
-    assert fit_evaluation._advice(anchored, "zero_shot") == "use it instead"
+def test_advice_depends_on_the_rival():
+    advice = partial(fit_evaluation._advice, ["anchored", "char_tfidf"])
+    assert advice("sentence_embeddings").endswith("leave out --experts")
+    assert advice("char_tfidf").startswith("use it alone")
+    assert "label prior" in advice("majority_class")
+    assert "longer prompts" in advice("few_shot")
+    assert advice("zero_shot") == "use it instead"
 
 
 FIT = """
 import sys
-absent = {"scipy", "sklearn", "matplotlib"}  # as if not installed
+absent = {"matplotlib", "sentence_transformers"}  # as if not installed
 for name in [name for name in sys.modules if name.partition(".")[0] in absent | {"i2cl"}]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(absent))
@@ -307,18 +310,18 @@ def test_fit_needs_no_extra(tmp_path):
     assert Injection.from_pretrained(tmp_path / "out").evaluation["rows"] == 4
 
 
-def test_temperature_is_fitted_on_the_rows_and_keeps_predictions(decoder, task):
+def test_temperature_is_fitted_on_the_rows_and_confidence_on_other_rows(decoder, task):
     _, plain = fitted(decoder, task)
     result = measured(decoder, task)
     texts = [row.text for row in task.test]
     gold = np.array([row.label for row in task.test])
     scores = plain.log_probs(decoder, texts)
-    assert result.temperature == pytest.approx(likely_temperature(scores.numpy(), gold, 1.5, 1.0), rel=1e-2)
+    (weight,) = likely_weights(scores[None].numpy(), gold, [llm_prior(METHOD)])
+    assert result.temperature == pytest.approx(1 / weight, rel=1e-2)
     assert result.temperature != 1
     assert result.predict(decoder, texts) == plain.predict(decoder, texts)
-    expected = confidence(
-        normalised(result.log_probs(decoder, texts).numpy()), gold, scores.argmax(-1).numpy()
-    )
+    held_out = cross_fitted(scores[None].numpy(), gold, [llm_prior(METHOD)])
+    expected = confidence(held_out, gold, scores.argmax(-1).numpy())
     assert result.evaluation["confidence"] == pytest.approx(asdict(expected), abs=2e-3)
     assert result.evaluation["selection"] == {}
 

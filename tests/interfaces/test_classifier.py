@@ -16,10 +16,8 @@ from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError,
 from i2cl.experiments.draw import FewRowsWarning
 from i2cl.experiments.evidence.fit_evaluation import BASELINES
 from i2cl.injections.label_prior import with_label_prior
-from i2cl.injections.temperature import with_temperature
 from i2cl.tasks.loaders import default_template
 from i2cl.tasks.template import DEFAULT_TEMPLATE
-from processes import finished
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
@@ -126,7 +124,7 @@ def test_fit_equals_extract_and_calibrate():
     injection = injected(decoder, task, shown, CalibrationConfig.recipe("fast", passes=25))
     assert result.classes_.tolist() == sorted(TASK.labels)
     assert torch.equal(result.injection_.coefficients, injection.coefficients)
-    injection = with_temperature(injection, result.injection_.temperature)  # chosen on rows that shots left
+    injection = injection.with_head(ensemble=result.injection_.ensemble)  # chosen on rows that shots left
     scores = injection.log_probs(decoder, QUERIES).double()
     assert np.allclose(result.predict_log_proba(QUERIES), scores.log_softmax(-1).numpy())
     assert np.array_equal(result.decision_function(QUERIES), scores.numpy())
@@ -140,7 +138,7 @@ def test_fit_with_anchored_and_unlabelled_texts(tmp_path):
     plain = anchor(reference(), *shown_of(result, 5), AnchoredConfig(steps=2))
     injection = with_label_prior(plain, reference(), unlabelled)
     assert torch.equal(result.injection_.context.values, injection.context.values)
-    injection = with_temperature(injection, result.injection_.temperature)
+    injection = injection.with_head(ensemble=result.injection_.ensemble)
     assert np.allclose(result.decision_function(QUERIES), injection.log_probs(reference(), QUERIES).numpy())
     assert "anchored+label_prior" in result.report_["methods"]
     result.save_pretrained(tmp_path / "out")
@@ -213,7 +211,7 @@ def test_report_uses_the_texts_left_over_by_shots():
     result = quick(shots=2, recipe="fast", settings={"passes": 20}, evaluate=160).fit(X, Y)
     report = result.report_
     assert (report["rows"], report["split"]) == (len(X) - 8, "train")
-    assert list(report["methods"]) == [*BASELINES, "i2cl"]
+    assert list(report["methods"]) == [*BASELINES, "i2cl", "ensemble"]
     shown = {row.text for row in shown_of(result, 2)[1]}
     left = [(text, word) for text, word in zip(X, Y, strict=True) if text not in shown]
     assert report["methods"]["i2cl"]["accuracy"] == result.score(*zip(*left, strict=True))
@@ -406,8 +404,3 @@ def test_shots_above_class_size_use_all_rows_and_warn():
     with pytest.warns(FewRowsWarning, match=r"fewer than 2 rows, all of which are used: blue \(1\), green"):
         result = quick(shots=2).fit([X[at] for at in rows], [Y[at] for at in rows])
     assert result.injection_.context.demonstrations == 4
-
-
-def test_missing_scikit_learn_is_reported_with_install_command():
-    _, _, message = finished("import sys; sys.modules['sklearn'] = None; import i2cl; i2cl.I2CLClassifier")
-    assert "I2CLError: I2CLClassifier needs the package scikit-learn: pip install 'i2cl[sklearn]'" in message

@@ -89,12 +89,12 @@ def test_fit_prints_evaluation_and_verdict(call, home, tmp_path):
     record = json.loads(message)
     evaluation = record["evaluation"]
     assert (evaluation["rows"], evaluation["split"]) == (12, "train")  # of 16 rows, 4 are demonstrations
-    assert list(evaluation["methods"]) == [*BASELINES, "i2cl"]
-    assert evaluation["methods"]["i2cl"]["accuracy"] == record["metrics"]["accuracy"]
+    assert list(evaluation["methods"]) == [*BASELINES, "i2cl", "ensemble"]
+    assert evaluation["methods"]["ensemble"]["accuracy"] == record["metrics"]["accuracy"]
     assert evaluation["methods"]["i2cl"]["fit_seconds"] == record["fit_seconds"]
     kept = Injection.from_pretrained(tmp_path / "new").evaluation
     assert kept["verdict"] == evaluation["verdict"]  # what is timed differs
-    saved = f"Saved {tmp_path / 'new'}: films by i2cl, 4 demonstrations, loss "
+    saved = f"Saved {tmp_path / 'new'}: films by i2cl with tfidf, 4 demonstrations, loss "
     assert out.split("\n\n")[1].startswith(saved)
     words = out.split()
     assert set(words) >= {*evaluation["methods"], "0", str(evaluation["methods"]["few_shot"]["cached_bytes"])}
@@ -109,6 +109,42 @@ def test_fit_prints_evaluation_and_verdict(call, home, tmp_path):
     arguments = fit_arguments(home, tmp_path / "new", "--test", str(home / "test.jsonl"), "--json")
     evaluation = json.loads(call(*arguments, "--evaluate", "6")[1])["evaluation"]
     assert (evaluation["rows"], evaluation["split"]) == (6, "test")  # where there are some
+
+
+@pytest.mark.parametrize("folds", [(), ("--shots", "8", "--folds", "2")])
+def test_fit_compares_with_further_methods(call, home, tmp_path, folds):
+    arguments = fit_arguments(home, tmp_path / "new", "--json", *folds)
+    compared = ["menu", "menu_few_shot", "few_shot+contextual_calibration"]
+    code, out, err = call(*arguments, "--compare", ", ".join(compared))
+    assert code == 0, err
+    evaluation = json.loads(out)["evaluation"]
+    compared[-1] = "contextual_calibration"
+    assert list(evaluation["methods"]) == [*BASELINES, *compared, "i2cl"]
+    assert "--compare" in Injection.from_pretrained(tmp_path / "new").command
+    card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
+    assert all(f"| {name} |" in card for name in compared)
+
+
+def test_fit_lists_compared_methods_that_fail(call, home, tmp_path):
+    arguments = fit_arguments(home, tmp_path / "new", "--compare", "menu+label_prior")
+    code, out, err = call(*arguments)
+    assert code == 0, err
+    assert "menu+label_prior was not run: label_prior needs 32 training texts" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--compare", "menue"], "unknown method 'menue': did you mean 'menu'"),
+        (["--compare", "few_shot"], "--compare: the table has a row 'few_shot' already: leave it out"),
+        (["--compare", "i2cl"], "--compare: the table has a row 'i2cl' already: leave it out"),
+        (["--compare", "menu,menu"], "--compare: the table has a row 'menu' already: leave it out"),
+        (["--compare", "menu", "--evaluate", "0"], "--compare needs an evaluation: leave out --evaluate 0"),
+    ],
+)
+def test_fit_refuses_methods_that_it_cannot_compare_with(refused, home, tmp_path, options, message):
+    assert message in refused(*fit_arguments(home, tmp_path / "new", *options))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +175,7 @@ def test_fit_without_held_out_rows_cross_validates(call, home, tmp_path):
     record = json.loads(out)
     evaluation = record["evaluation"]
     assert (evaluation["rows"], evaluation["split"], record["metrics"]) == (16, "demonstrations", {})
-    assert list(evaluation["methods"]) == [*BASELINES, "i2cl"]
+    assert list(evaluation["methods"]) == [*BASELINES, "i2cl", "ensemble"]
     assert "no held-out rows of every label: running 2-fold cross-validation" in err
     card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
     assert "16 labelled rows by cross-validation" in card
@@ -177,12 +213,12 @@ def test_label_prior_is_fitted_saved_and_used_by_predict(call, home, tmp_path):
     texts = tmp_path / "texts.csv"
     texts.write_text("text,mark\n" + "".join(f"film {number},x\n" for number in range(40)), encoding="utf-8")
     arguments = fit_arguments(home, tmp_path / "new", "--seed", "3", "--unlabelled", texts)
-    code, out, err = call(*arguments, "--prior", "0.75, 0.25")
+    code, out, err = call(*arguments, "--prior", "0.75, 0.25", "--experts", "llm")
     assert code == 0, err
     assert "unlabelled texts, assuming that classes are as frequent as negative 0.75, positive 0.25." in out
     injection = Injection.from_pretrained(tmp_path / "new")
     decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
-    plain = Injection.from_pretrained(home / "artefact")
+    plain = Injection.from_pretrained(home / "artefact").llm_alone()
     wanted = with_label_prior(plain, decoder, [f"film {number}" for number in range(40)], (0.75, 0.25))
     torch.testing.assert_close(torch.tensor(injection.label_bias), torch.tensor(wanted.label_bias))
     assert list(injection.evaluation["methods"])[-1] == "i2cl+label_prior"
@@ -193,9 +229,7 @@ def test_label_prior_is_fitted_saved_and_used_by_predict(call, home, tmp_path):
     torch.testing.assert_close(result, shifted, atol=2e-6, rtol=1e-4)
 
 
-def test_sentence_encoder_is_fitted_saved_and_used_by_predict(
-    call, home, tmp_path, words_encoder, monkeypatch
-):
+def test_text_experts_are_fitted_saved_and_used_by_predict(call, home, tmp_path, words_encoder):
     arguments = [
         "fit",
         str(home / "model"),
@@ -207,10 +241,12 @@ def test_sentence_encoder_is_fitted_saved_and_used_by_predict(
     ]
     arguments += ["--set", "encoder=words", "--set", "steps=1", "--json", "--evaluate"]
     record = json.loads(call(*arguments, "8", "-o", str(tmp_path / "new"))[1])
-    assert record["method"] == "anchored+sentence_embeddings"
-    assert list(record["evaluation"]["methods"])[-1] == "anchored+sentence_embeddings"
+    assert record["method"] == "anchored"
+    names = ["char_tfidf", "sentence_embeddings", "anchored", "ensemble"]
+    assert list(record["evaluation"]["methods"])[-4:] == names
     injection = Injection.from_pretrained(tmp_path / "new")
-    assert record["cached_values"] >= injection.encoder_bias.weights.numel()
+    assert record["ensemble"] == injection.ensemble.description()
+    assert injection.ensemble.names == ("llm", "embeddings", "tfidf")
     decoder = Decoder.from_pretrained(str(home / "model"), device="cpu")
     texts = [row["text"] for row in rows(12, start=16)]
     _, result = parsed(call("predict", tmp_path / "new", home / "test.jsonl")[1])
@@ -219,13 +255,11 @@ def test_sentence_encoder_is_fitted_saved_and_used_by_predict(
     )
     moved = ["predict", tmp_path / "new", home / "test.jsonl", "--encoder", "others"]
     torch.testing.assert_close(parsed(call(*moved)[1])[1], result)
-    named = [*arguments, "0", "--method", "anchored+sentence_embeddings", "-o", str(tmp_path / "named")]
+    named = [*arguments, "0", "--experts", "llm,embeddings", "-o", str(tmp_path / "named")]
     assert call(*named)[0] == 0
-    again = Injection.from_pretrained(tmp_path / "named")
-    assert torch.equal(again.encoder_bias.weights, injection.encoder_bias.weights)
-    monkeypatch.setattr("i2cl.encoders.local_encoder", lambda: "words")
-    out = call(*arguments[:7], "-o", tmp_path / "alone")[1]
-    assert "To combine anchored and sentence_embeddings, refit with --set encoder=words." in out
+    again = Injection.from_pretrained(tmp_path / "named").ensemble
+    assert again.names == ("llm", "embeddings")
+    assert torch.equal(again.embeddings.weights, injection.ensemble.embeddings.weights)
 
 
 def test_fit_warns_of_a_label_prior_from_few_texts(call, home, tmp_path):

@@ -1,5 +1,6 @@
 """`i2cl fit` and `eval` on a user's file: what they report about its rows, and how they use them."""
 
+import csv
 import json
 import re
 from unittest.mock import Mock
@@ -7,7 +8,8 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 
-from i2cl import Injection
+from commands import jsonl
+from i2cl import Injection, load_task
 from i2cl.injections.temperature import TYPICAL_TEMPERATURE
 from i2cl.interfaces.cli import console
 from tiny import tiny_folder, tiny_tokenizer
@@ -294,3 +296,30 @@ def test_texts_are_printed_literally_and_paths_are_quoted(call, model, tmp_path)
     assert (code, ":100: 3, :joy: 3" in out) == (0, True), out
     assert f"Next: i2cl predict '{folder}' FILE" in out.replace("\n", " ")
     assert "--output 'my task'" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("prior", [False, True])
+def test_order_of_labels_changes_no_answer(call, model, tmp_path, prior):
+    """Real tickets, whose label ids are in two orders; with ``--unlabelled``, also unequal shares."""
+    tickets = load_task("tickets")
+    shown, texts = tickets.sample(3, 0), [row.text for row in tickets.test[:32]]
+    (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    shares, answers = (0.4, 0.3, 0.2, 0.1), []
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        folder = tmp_path / "".join(map(str, order))
+        rows = [{"text": row.text, "label": order.index(row.label)} for row in shown]
+        path = jsonl(folder.with_suffix(".jsonl"), rows)
+        options = ["--labels", ",".join(tickets.labels[label] for label in order), "--shots", "all"]
+        if prior:
+            options += ["--unlabelled", tmp_path / "texts.txt"]
+            options += ["--prior", ",".join(str(shares[label]) for label in order)]
+        code, _, err = call("fit", model, path, "-o", folder, "--set", "steps=3", "--evaluate", "0", *options)
+        assert code == 0, err
+        assert (Injection.from_pretrained(folder).label_bias is not None) is prior
+        code, out, err = call("predict", folder, tmp_path / "texts.txt")
+        assert code == 0, err
+        answers.append(list(csv.DictReader(out.splitlines(), delimiter="\t")))
+    for first, second in zip(*answers, strict=True):
+        assert first["label"] == second["label"]
+        for word in tickets.labels:
+            assert float(first[word]) == pytest.approx(float(second[word]), abs=2e-4)

@@ -189,15 +189,13 @@ def test_head_input_can_be_gathered_and_right_padding_needs_no_mask(model):
     assert not close(logits(model, padded())[:, -1], alone)
 
 
-@pytest.mark.parametrize("placed", [True, False], ids=["position_ids", "no position_ids"])
-def test_prefix_cache(model, placed):
+def test_prefix_cache_can_be_reused_with_and_without_position_ids(model):
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         model.base_model(input_ids=PREFIX, past_key_values=cache, use_cache=True)
     seen, (rows, width) = PREFIX.shape[1], IDS.shape
-    arguments = {"position_ids": torch.arange(seen, seen + width).expand(rows, -1)} if placed else {}
     expected = one_by_one(model, PREFIX)
-    for _ in range(2):
+    for arguments in ({"position_ids": torch.arange(seen, seen + width).expand(rows, -1)}, {}):
         expanded = copy.deepcopy(cache)
         expanded.batch_repeat_interleave(rows)
         after = logits(model, padded(), past_key_values=expanded, use_cache=True, **arguments)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from export.cases import TEXTS
 from fitting import random_injection, replacing
-from i2cl import AnchoredConfig, Decoder, Example, Task, Template, anchor, extract, load_task
+from i2cl import (
+    AnchoredConfig,
+    Decoder,
+    Example,
+    Task,
+    Template,
+    anchor,
+    extract,
+    load_task,
+    with_label_prior,
+)
 from i2cl.export import export_causal_lm, export_gguf, verify, verify_gguf
 from i2cl.models.loading import SMOLLM2, SMOLLM2_PACKAGE, is_gguf, resolve_name
 from i2cl.models.scoring import LabelScorer
@@ -124,6 +135,23 @@ def test_a_short_fit_learns_its_demonstrations(decoder):
     task = load_task("tickets")
     injection = anchor(decoder, task, task.sample(1, 0), AnchoredConfig(prior_std=3.0, steps=1))
     assert injection.history[-1] < 0.8 * injection.history[0]
+
+
+def test_order_of_labels_changes_no_answer_with_or_without_a_label_prior(decoder):
+    task, config = load_task("tickets"), AnchoredConfig(prior_std=3.0, steps=1)
+    shown, texts = task.sample(1, 0), [row.text for row in task.test[:32]]
+    shares, found = torch.tensor([0.4, 0.3, 0.2, 0.1]), []
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        labels = tuple(task.labels[label] for label in order)
+        moved = [replace(row, label=order.index(row.label)) for row in shown]
+        injection = anchor(decoder, replace(task, labels=labels, train=(), test=()), moved, config)
+        corrected = with_label_prior(injection, decoder, texts, shares[order].tolist())
+        places = [order.index(label) for label in range(4)]
+        found += [one.log_probs(decoder, texts)[:, places] for one in (injection, corrected)]
+    for first, second in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-3)
+        assert torch.equal(first.argmax(-1), second.argmax(-1))
+    assert not torch.equal(found[0].argmax(-1), found[1].argmax(-1))  # the prior changes answers
 
 
 def test_its_package_has_the_file_and_is_not_imported():

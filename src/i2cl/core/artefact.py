@@ -22,6 +22,19 @@ from i2cl.tasks import Example, Task
 from i2cl.tasks.rows import read_labelled
 
 FORMAT_VERSION = 1
+EXPERT_TENSORS = {
+    "embeddings": ("embeddings_weights", "embeddings_probe"),
+    "tfidf": ("tfidf_weights", "tfidf_buckets", "tfidf_idf"),
+}
+
+
+class StoredEnsemble(pydantic.BaseModel):
+    """The JSON description of an `i2cl.core.experts.Ensemble`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    weights: dict[str, float]  # by member, the LLM first
+    encoder: str | None = None
 
 
 class Stored(pydantic.BaseModel):
@@ -42,8 +55,8 @@ class Stored(pydantic.BaseModel):
     word_weights: bool = False  # whether there is a tensor with them
     label_bias: tuple[float, ...] | None = None
     temperature: float = 1.0
+    ensemble: StoredEnsemble | None = None
     thresholds: tuple[float, ...] | None = None
-    encoder: str = ""
     kept_examples: bool = False
     metrics: dict[str, int | float] = {}
     command: str = ""
@@ -59,10 +72,12 @@ class Stored(pydantic.BaseModel):
     def require_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise KeyError if a tensor is missing, and I2CLError on unexpected shapes or values."""
         names = ["context_vector", "coefficients"] + ["word_weights"] * self.word_weights
-        names += ["encoder_weights", "encoder_probe"] if self.encoder else []
+        if self.ensemble is not None:
+            names += [name for expert in self.ensemble.weights for name in EXPERT_TENSORS.get(expert, ())]
         for name in names:
             tensor = tensors[name]
-            if not (tensor.is_floating_point() and tensor.isfinite().all()):
+            floating = tensor.is_floating_point() or name == "tfidf_buckets"
+            if not (floating and tensor.isfinite().all()):
                 raise I2CLError(f"{name} in {TENSORS} is not finite: copy the file again, or fit it again")
         base = ModelIdentity.from_dict(self.base_model)
         expected = base.layers, len(ACTIVE_SUBLAYERS[self.extraction.sublayers])
@@ -105,8 +120,9 @@ def write(
     if shared:
         base = description["base_model"]
         description = {**description, "base_model": base | {"name": public_name(base["name"])}}
-        if "encoder" in description:
-            description["encoder"] = public_name(description["encoder"])
+        ensemble = description.get("ensemble", {})
+        if "encoder" in ensemble:
+            description["ensemble"] = ensemble | {"encoder": public_name(ensemble["encoder"])}
     text = json.dumps(description, indent=2, ensure_ascii=False)
     (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
     (folder / CARD).write_text(card, encoding="utf-8")

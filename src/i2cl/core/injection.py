@@ -20,7 +20,8 @@ from torch.nn.functional import logsigmoid
 from i2cl.core import artefact
 from i2cl.core.ablations import Positions, at_positions
 from i2cl.core.context import ContextVector
-from i2cl.encoders import EncoderBias, absolute
+from i2cl.core.experts import Ensemble, pool
+from i2cl.encoders import absolute
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit, Edit
@@ -47,7 +48,8 @@ class LabelHead:
     """Turns the model's answer to a query into log-probabilities of the labels.
 
     Label scores are log-probabilities of first tokens or full sequences, or weighted means over the tokens of
-    the label words (`i2cl.models.encoding.LabelTokens`). Biases are added, then the temperature divides.
+    the label words (`i2cl.models.encoding.LabelTokens`). The bias is added. Without an ensemble the
+    temperature then divides; with one, the LLM is pooled with the text experts instead.
 
     In a multi-label task (``thresholds`` is not None) scores are log-odds of each label: the sigmoid replaces
     the softmax, and a text has every label whose probability reaches its threshold.
@@ -56,10 +58,10 @@ class LabelHead:
         scoring: how labels are scored, in the fit and in prediction.
         word_weights: fitted weights of the labels' words in each label's score
             (`i2cl.core.word_weights`); None: weights by inverse document frequency.
-        bias: nats per label, added to the log-probabilities among the labels, or None.
-        temperature: divides the log-probabilities among the labels, after the biases. Above 1 confidence
-            falls; predictions stay the same.
-        encoder: classifier on a sentence encoder, whose log-odds are added as a bias of each text, or None.
+        bias: nats per label, added to the LLM's log-probabilities among the labels, or None.
+        temperature: of the LLM alone: divides its log-probabilities among the labels, after the bias. Above
+            1 confidence falls; predictions stay the same. An ensemble has a weight for the LLM instead.
+        ensemble: text experts and the weights of all members, or None for the LLM alone.
         thresholds: minimum probability of each label of a multi-label task; None: a text has exactly one
             label, the most probable.
     """
@@ -68,7 +70,7 @@ class LabelHead:
     word_weights: Float[Tensor, "tokens labels"] | None = None
     bias: tuple[float, ...] | None = None
     temperature: float = 1.0
-    encoder: EncoderBias | None = None
+    ensemble: Ensemble | None = None
     thresholds: tuple[float, ...] | None = None
 
     @property
@@ -81,8 +83,9 @@ class LabelHead:
 
         Raises:
             I2CLError: if the bias is not one finite number per label, the temperature is outside
-                `TEMPERATURES`, word weights or encoder do not fit the labels, there are word weights
-                without word-level scoring, or the thresholds are not one probability per label.
+                `TEMPERATURES`, word weights or text experts do not fit the labels, weights of an ensemble are
+                negative or not one per member, there are word weights without word-level scoring, or the
+                thresholds are not one probability per label.
         """
         if self.bias is not None and not (len(self.bias) == count and all(map(math.isfinite, self.bias))):
             raise I2CLError(
@@ -105,40 +108,42 @@ class LabelHead:
                 f"thresholds {thresholds} are not one number between 0 and 1 for each of {count} labels: fit "
                 "it again"
             )
-        encoder = self.encoder
-        if encoder is not None and encoder.weights.shape != (count, len(encoder.probe) + 1):
-            what = f"encoder weights {tuple(encoder.weights.shape)} for {count} labels"
-            raise I2CLError(f"{what} and embeddings of {len(encoder.probe)} values: fit it again")
+        if self.ensemble is not None:
+            self.ensemble.require_labels(count)
 
-    def encoder_bias(
+    def text_log_probs(
         self, texts: Sequence[str], device: torch.device
-    ) -> Float[Tensor, "texts labels"] | None:
-        """Compute the encoder's bias of each text's labels, in nats; None without an encoder.
+    ) -> Float[Tensor, "texts experts labels"] | None:
+        """Compute the log-probabilities of the text experts; None without an ensemble.
 
-        Raises I2CLError as `i2cl.encoders.EncoderBias.of`.
+        Raises I2CLError as `i2cl.core.experts.TextExpert.log_probs`.
         """
-        return None if self.encoder is None else self.encoder.of(texts, str(device))
+        return None if self.ensemble is None else self.ensemble.text_log_probs(texts, str(device))
 
     def log_probs(
         self,
         scores: Float[Tensor, "*queries labels"],
-        encoder_bias: Float[Tensor, "*queries labels"] | None = None,
+        text_log_probs: Float[Tensor, "*queries experts labels"] | None = None,
     ) -> Float[Tensor, "*queries labels"]:
         """Turn label scores into log-probabilities among the labels, normalized, in float32.
 
         In a multi-label task, into the log-probability of each label.
 
         Args:
-            scores: scores of the labels, up to a constant per query; in a multi-label task, log-odds.
-            encoder_bias: the `encoder_bias` of the queries' texts.
+            scores: the LLM's scores of the labels, up to a constant per query; in a multi-label task,
+                log-odds.
+            text_log_probs: those of the text experts; required with an ensemble.
         """
-        bias = encoder_bias
-        if self.bias is not None:
-            bias = torch.tensor(self.bias) if bias is None else bias + torch.tensor(self.bias)
+        bias = None if self.bias is None else torch.tensor(self.bias)
         if self.multi_label:
             odds = scores if bias is None else scores + bias
             return logsigmoid(odds.double() / self.temperature).float()
-        return label_log_probs(scores, bias, self.temperature)
+        if self.ensemble is None:
+            return label_log_probs(scores, bias, self.temperature)
+        if text_log_probs is None:
+            raise ValueError("an ensemble needs the log-probabilities of its text experts")
+        llm = label_log_probs(scores, bias)
+        return pool(torch.cat([llm[..., None, :], text_log_probs], -2), self.ensemble.weights)
 
     def probabilities(self, log_probs: Float[Tensor, "*queries labels"]) -> Float[Tensor, "*queries labels"]:
         """Return the probabilities of `log_probs`."""
@@ -205,7 +210,7 @@ class Injection:
     label_bias = property(attrgetter("head.bias"))
     temperature = property(attrgetter("head.temperature"))
     word_weights = property(attrgetter("head.word_weights"))
-    encoder_bias = property(attrgetter("head.encoder"))
+    ensemble = property(attrgetter("head.ensemble"))
     settings = property(attrgetter("report.settings"))
     history = property(attrgetter("report.history"))
     metrics = property(attrgetter("report.metrics"))
@@ -224,6 +229,10 @@ class Injection:
     def with_head(self, **changes: Any) -> "Injection":
         """Return a copy with changed fields of the `LabelHead`."""
         return replace(self, head=replace(self.head, **changes))
+
+    def llm_alone(self) -> "Injection":
+        """Return a copy without text experts, which exports and vLLM cannot hold."""
+        return self if self.head.ensemble is None else self.with_head(ensemble=None)
 
     def with_report(self, **changes: Any) -> "Injection":
         """Return a copy with changed fields of the `Report`."""
@@ -254,7 +263,7 @@ class Injection:
     ) -> Float[Tensor, "texts labels"]:
         """Compute the log-probability of each label among the labels of the task, for each text, in float32.
 
-        Includes the label bias, the encoder bias and the temperature. The probabilities of a row sum to 1,
+        Includes the label bias, and the ensemble or the temperature. The probabilities of a row sum to 1,
         except in a multi-label task, where each label has its own. `label_log_mass` returns how probable the
         labels are among all tokens.
 
@@ -269,9 +278,9 @@ class Injection:
             I2CLError: on an empty text, or another model.
         """
         self.require_base(decoder, force=force)
-        bias = self.head.encoder_bias(texts, decoder.device)  # first, so that a missing encoder fails early
+        others = self.head.text_log_probs(texts, decoder.device)  # first: a missing encoder fails early
         scores = self.scorer(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
-        return self.head.log_probs(scores, bias)
+        return self.head.log_probs(scores, others)
 
     def label_log_mass(
         self, decoder: Decoder, texts: Sequence[str], *, force: bool = False
@@ -279,7 +288,7 @@ class Injection:
         """Compute the log of the total probability of all labels among everything that could follow a text.
 
         Near 0 if the model would say a label unprompted. `log_probs` compares labels with each other only.
-        Biases and the temperature are not included.
+        Label bias, temperature and ensemble are not included.
 
         Args:
             decoder: the model that the injection was made on.
@@ -378,9 +387,9 @@ class Injection:
         tensors = {"context_vector": self.context.values, "coefficients": self.coefficients}
         if self.head.word_weights is not None:
             tensors["word_weights"] = self.head.word_weights
-        if self.head.encoder is not None:
-            tensors["encoder_weights"] = self.head.encoder.weights
-            tensors["encoder_probe"] = self.head.encoder.probe
+        if self.head.ensemble is not None:
+            for expert in self.head.ensemble.experts:
+                tensors |= expert.tensors()
         kept = () if shared else self.examples
         artefact.write(folder, tensors, replace(self, examples=kept).description(), name, shared=shared)
         if kept:
@@ -408,15 +417,14 @@ class Injection:
         injection = replace(injection, examples=artefact.read_examples(folder, injection.task))
         if encoder is None:
             return injection
-        if injection.head.encoder is None:
+        if injection.head.ensemble is None or injection.head.ensemble.embeddings is None:
             raise I2CLError(f"{str(name)!r} uses no sentence encoder: leave out {encoder!r}")
-        return injection.with_head(encoder=replace(injection.head.encoder, encoder=absolute(encoder)))
+        return injection.with_head(ensemble=injection.head.ensemble.with_encoder(absolute(encoder)))
 
     @classmethod
     def _of(cls, stored: artefact.Stored, tensors: Mapping[str, Tensor]) -> "Injection":
-        base, encoder = ModelIdentity.from_dict(stored.base_model), None
-        if stored.encoder:
-            encoder = EncoderBias(stored.encoder, tensors["encoder_weights"], tensors["encoder_probe"])
+        base, kept = ModelIdentity.from_dict(stored.base_model), stored.ensemble
+        ensemble = None if kept is None else Ensemble.from_stored(kept.weights, kept.encoder, tensors)
         weights = tensors["word_weights"] if stored.word_weights else None
         return cls(
             context=ContextVector(tensors["context_vector"], stored.extraction, stored.demonstrations, base),
@@ -424,7 +432,7 @@ class Injection:
             task=Task.from_dict(stored.task),
             base=base,
             head=LabelHead(
-                stored.scoring, weights, stored.label_bias, stored.temperature, encoder, stored.thresholds
+                stored.scoring, weights, stored.label_bias, stored.temperature, ensemble, stored.thresholds
             ),
             report=Report(stored.settings, stored.history, stored.metrics, stored.command, stored.evaluation),
             seed=stored.seed,
@@ -451,7 +459,7 @@ class Injection:
             "word_weights": head.word_weights is not None,
             "label_bias": None if head.bias is None else list(head.bias),
             "temperature": head.temperature if head.temperature != 1 else None,
-            "encoder": None if head.encoder is None else head.encoder.encoder,
+            "ensemble": None if head.ensemble is None else head.ensemble.description(),
             "thresholds": None if head.thresholds is None else list(head.thresholds),
             "kept_examples": bool(self.examples),
             "metrics": report.metrics,

@@ -28,8 +28,8 @@ FREE_MEMORY_SHARE = 0.25  # of the free memory, for a fit that sets no limit
 # Cost of passes over the examples, in units of one inference pass.
 TRAINING_FORWARD = 1.5
 BACKWARD = 1.3
-LATER_PAIRS = 0.35  # share of the pairs that later steps differentiate, for word-level scoring
-LATER_STEPS = 1.4  # cost of all later steps in units of the first one, for first-token scoring
+LATER_PAIRS = 0.55  # share of the pairs that later steps differentiate, for word-level scoring
+LATER_STEPS = 1.8  # cost of all later steps in units of the first one, for first-token scoring
 
 ADAMW = TrainConfig(epochs=5, batch_size=8, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
 ADAMW_WORDS = ADAMW.model_copy(update={"epochs": 8, "batch_size": 16})  # word-level scoring

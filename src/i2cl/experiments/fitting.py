@@ -3,24 +3,25 @@
 import time
 import unicodedata
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.evidence.fit_evaluation import (
     EvaluationPlan,
     FitObserver,
+    FitRequest,
     evaluate_fit,
     refitting,
     typical_temperature,
 )
-from i2cl.experiments.evidence.multi_label import Threshold, evaluate_multi_label
+from i2cl.experiments.evidence.multi_label import evaluate_multi_label
+from i2cl.injections.ensemble import fit_ensemble
 from i2cl.injections.label_prior import with_label_prior
-from i2cl.methods import Injector
 from i2cl.methods.anchored import Anchored
+from i2cl.methods.ensemble import llm_prior
 from i2cl.models.decoder import Decoder
-from i2cl.models.encoding import Scoring
 from i2cl.tasks import Examples, Task
 
 # Tokens per UTF-8 byte of letters, above which a tokenizer does not know the language. SmolLM2 has 0.2 on
@@ -34,34 +35,6 @@ class LanguageWarning(UserWarning):
     """The model's tokenizer splits the texts into unusually many tokens."""
 
 
-@dataclass(frozen=True)
-class FitRequest:
-    """Options of `fit_task`.
-
-    Attributes:
-        method: fits the task.
-        seed: of the fit.
-        scoring: how labels are scored; the baselines of an evaluation choose for themselves.
-        unlabelled: texts to measure a label prior on; none for no label prior.
-        shares: share of each label among these texts; None: all equal.
-        target: target accuracy of a confidence threshold.
-        threshold: how the thresholds of a multi-label task are chosen, see
-            `i2cl.experiments.evidence.multi_label.evaluate_multi_label`.
-        command: the command line that repeats the fit, for the card.
-        keep_examples: store the demonstrations with the injection.
-    """
-
-    method: Injector
-    seed: int = 0
-    scoring: Scoring = "auto"
-    unlabelled: Sequence[str] = ()
-    shares: Sequence[float] | None = None
-    target: float | None = None
-    threshold: Threshold = "0.5"
-    command: str = ""
-    keep_examples: bool = False
-
-
 def fit_task(
     decoder: Decoder,
     task: Task,
@@ -71,7 +44,7 @@ def fit_task(
     observer: FitObserver | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Injection:
-    """Fit a task to its demonstrations, evaluate the fit, and choose its temperature.
+    """Fit a task to its demonstrations, evaluate the fit, and choose the weights of the experts.
 
     Args:
         decoder: the frozen model.
@@ -98,12 +71,18 @@ def fit_task(
         injection = with_label_prior(
             injection, decoder, request.unlabelled, request.shares, progress=observer.scored
         )
-    seconds = clock() - started
-    injection = injection.with_report(command=request.command)
     if request.keep_examples:
         injection = replace(injection, examples=tuple(demonstrations))
     if temperature := typical_temperature(request.method, task, demonstrations):
         injection = injection.with_head(temperature=temperature)
+    weighted = request.method.weighted(task, demonstrations)
+    device = str(decoder.device)
+    ensemble = fit_ensemble(request.ensemble, llm_prior(request.method), task, weighted, device)
+    injection = injection.with_head(ensemble=ensemble).with_report(command=request.command)
+    if ensemble is not None and ensemble.embeddings is not None:
+        settings = injection.settings | {"embeddings_c": request.ensemble.embeddings_c}
+        injection = injection.with_report(settings=settings)
+    seconds = clock() - started
     observer.fitted(injection, seconds)
     if not plan.rows:
         return injection
@@ -133,10 +112,9 @@ def fit_task(
         task,
         demonstrations,
         plan,
-        method=request.method,
+        request,
         seconds=seconds,
         refit=refit,
-        target=request.target,
         observer=observer,
     )
 

@@ -1,4 +1,7 @@
-"""Export a task as a text classifier, a language model, a PEFT adapter or a GGUF file, and verify exports."""
+"""Export a task as a text classifier, a language model, a PEFT adapter or a GGUF file, and verify exports.
+
+Exports hold the LLM alone: the text experts of an ensemble are left out (`i2cl.Injection.llm_alone`).
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -331,9 +331,6 @@ def require_foldable(injection: Injection) -> None:
         raise I2CLError(
             f"an injection into block outputs (sublayers=hidden) is not a bias of a layer: {hint}"
         )
-    if injection.encoder_bias is not None:
-        what = "this injection uses a sentence encoder, which weights cannot hold"
-        raise I2CLError(f"{what}: fit it with --method anchored, or {USE_HOOKS}")
     if injection.positions != "all":
         what = f"a bias acts on all tokens, this injection on positions {injection.positions!r}"
         raise I2CLError(f"{what}: fit one with positions 'all', or {USE_HOOKS}")

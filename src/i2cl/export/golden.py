@@ -103,7 +103,7 @@ class Golden(pydantic.BaseModel):
 
 
 def make_golden(decoder: Decoder, injection: Injection) -> Golden:
-    """Run the injected model on some texts, in float32.
+    """Run the injected model on some texts, in float32, without the text experts of an ensemble.
 
     A decoder in another dtype is copied to float32 first. Texts that do not fit into the context are left
     out.
@@ -122,7 +122,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     if decoder.model.dtype != torch.float32:
         model = copy.deepcopy(decoder.model).float()
         decoder = Decoder(model, decoder.tokenizer, architecture=decoder.architecture, name=decoder.name)
-    texts = [TEXTS[row] for row in whole]
+    texts, alone = [TEXTS[row] for row in whole], injection.llm_alone()
     return Golden(
         labels=list(injection.task.labels),
         label_tokens=list(labels.first),
@@ -131,9 +131,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
         texts=texts,
         prompts=[prompts[row] for row in whole],
         ids=[list(ids[row]) for row in whole],
-        probabilities=injection.head.probabilities(
-            injection.log_probs(decoder, texts, force=True).double()
-        ).tolist(),
+        probabilities=alone.head.probabilities(alone.log_probs(decoder, texts, force=True).double()).tolist(),
         multi_label=injection.task.multi_label,
     )
 

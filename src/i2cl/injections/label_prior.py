@@ -14,7 +14,6 @@ from torch import Tensor
 
 from i2cl.core.injection import LABEL_PRIOR, Injection
 from i2cl.errors import I2CLError
-from i2cl.injections.temperature import TYPICAL_TEMPERATURE
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import Progress
 
@@ -37,10 +36,9 @@ def with_label_prior(
 ) -> Injection:
     """Return an injection with a `label_bias` of log(prior) - log(mean probability over the texts), in nats.
 
-    With a sentence encoder the bias is multiplied by the temperature of the product of both models. The bias
-    is a single step, so the means over the texts are close to the prior afterwards, but not equal. It
-    replaces an existing bias. Results of the uncorrected injection (metrics, evaluation, command and
-    temperature) are removed.
+    The bias corrects the LLM, whether or not it is part of an ensemble. It replaces an existing bias. Results
+    of the uncorrected injection (metrics, evaluation, command and temperature) are removed; an ensemble keeps
+    its weights.
 
     Args:
         injection: the injection to correct.
@@ -55,8 +53,7 @@ def with_label_prior(
             another model.
     """
     injection.task.require_single_label("a label prior", "fit it without unlabelled texts")
-    scale = _default_temperature(injection)
-    injection = without_label_prior(injection).with_head(temperature=scale)
+    injection = without_label_prior(injection).with_head(temperature=1.0)
     shares = None if prior is None else validate_prior(prior, injection.task.labels)
     if not texts:
         raise I2CLError(f"no texts were given: a label prior takes at least {MIN_UNLABELLED}")
@@ -65,8 +62,8 @@ def with_label_prior(
             f"a label prior measured on {len(texts)} texts is unreliable: give at least {MIN_UNLABELLED}"
         )
         warnings.warn(message, FewTextsWarning, stacklevel=2)
-    scores = injection.log_probs(decoder, texts, force=force, progress=progress)
-    bias = scale * prior_bias(shares, scores)
+    scores = injection.llm_alone().log_probs(decoder, texts, force=force, progress=progress)
+    bias = prior_bias(shares, scores)
     record = {"texts": len(texts), "prior": None if prior is None else list(prior)}
     return _replace_bias(injection, tuple(bias.tolist()), injection.report.settings | {LABEL_PRIOR: record})
 
@@ -118,14 +115,9 @@ def validate_prior(prior: Sequence[float], labels: Sequence[str]) -> Float[Tenso
     return torch.tensor(prior, dtype=torch.float32) / sum(prior)
 
 
-def _default_temperature(injection: Injection) -> float:
-    """Return the temperature of an injection that has not been calibrated."""
-    return 1.0 if injection.head.encoder is None else TYPICAL_TEMPERATURE
-
-
 def _replace_bias(
     injection: Injection, bias: tuple[float, ...] | None, settings: dict[str, object]
 ) -> Injection:
     """Set the label bias and reset everything that was measured with another one."""
     reset = injection.with_report(settings=settings, metrics={}, evaluation={}, command="")
-    return reset.with_head(bias=bias, temperature=_default_temperature(injection))
+    return reset.with_head(bias=bias, temperature=1.0)

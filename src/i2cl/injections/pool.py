@@ -15,7 +15,6 @@ from torch import Tensor
 
 from i2cl.core.ablations import Positions, at_positions
 from i2cl.core.injection import Injection, LabelHead
-from i2cl.encoders import encoder_biases
 from i2cl.errors import I2CLError
 from i2cl.models.batching import Ids
 from i2cl.models.decoder import Decoder
@@ -60,7 +59,7 @@ class TaskQuery:
 
     task: LoadedTask
     ids: Ids  # token ids of the query
-    text: str  # for the sentence encoder
+    text: str  # for the text experts
 
     @property
     def tokens(self) -> int:
@@ -114,8 +113,8 @@ class InjectionPool:
         """
         injection.require_base(self.decoder, force=force)
         device = self.decoder.device
-        if injection.head.encoder is not None:
-            injection.head.encoder.require_encoder(str(device))
+        if injection.ensemble is not None and injection.ensemble.embeddings is not None:
+            injection.ensemble.embeddings.require_encoder(str(device))
         scorer, edit = injection.scorer(self.decoder), injection.affine_edit()
         _ = scorer.labels  # invalid labels raise here, before the first query
         self._loaded[name] = LoadedTask(
@@ -196,7 +195,7 @@ class InjectionPool:
             I2CLError: if a single row does not fit into memory, or a score is NaN.
         """
         scores: dict[int, RowScores] = {}
-        biases = self._encoder_biases(queries)
+        others = self._text_log_probs(queries)
         by_kind = defaultdict(list)
         for row, query in enumerate(queries):
             by_kind[query.task.kind].append(row)
@@ -208,18 +207,23 @@ class InjectionPool:
             for row, task, padded in zip(rows, tasks, values, strict=True):
                 row_labels = task.scorer.labels
                 label_scores = padded[: len(row_labels.ids)]
-                log_probs = task.head.log_probs(label_scores, biases.get(row))
+                log_probs = task.head.log_probs(label_scores, others.get(row))
                 mass = None if row_labels.words else float(label_scores.logsumexp(-1).exp())
                 scores[row] = RowScores(log_probs, mass)
         return [scores[row] for row in range(len(queries))]
 
-    def _encoder_biases(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, " labels"]]:
-        """Return the encoder's label bias, by row, of queries whose task has a sentence encoder."""
-        rows = {row: query.task.head.encoder for row, query in enumerate(queries)}
-        encoders = {row: encoder for row, encoder in rows.items() if encoder is not None}
-        texts = [queries[row].text for row in encoders]
-        values = encoder_biases([*encoders.values()], texts, str(self.decoder.device))
-        return dict(zip(encoders, values, strict=True))
+    def _text_log_probs(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, "experts labels"]]:
+        """Return the log-probabilities of text experts, by row, of queries whose task has some."""
+        by_ensemble = defaultdict(list)
+        for row, query in enumerate(queries):
+            if query.task.head.ensemble is not None:
+                by_ensemble[query.task.head.ensemble].append(row)
+        log_probs: dict[int, Tensor] = {}
+        for ensemble, rows in by_ensemble.items():
+            texts = [queries[row].text for row in rows]
+            values = ensemble.text_log_probs(texts, str(self.decoder.device))
+            log_probs |= zip(rows, values, strict=True)
+        return log_probs
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
         if len(texts) != len(task_ids):

@@ -6,6 +6,7 @@ with a log-normal prior.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -32,13 +33,17 @@ Labels = Int[np.ndarray, " queries"]
 def with_temperature(injection: Injection, temperature: float) -> Injection:
     """Return an injection with another `temperature`.
 
-    Above 1, probabilities are less confident; at 1, they are the model's own. Predictions and their metrics
-    do not change. The recorded command is removed, since it would not reproduce the temperature.
+    Above 1, probabilities are less confident; at 1, they are the model's own. The weights of an ensemble are
+    all multiplied by the same factor. Predictions and their metrics do not change. The recorded command is
+    removed, since it would not reproduce the temperature.
 
     Raises:
         I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURES`.
     """
-    return injection.with_head(temperature=float(temperature)).with_report(command="")
+    ensemble, factor = injection.ensemble, injection.temperature / float(temperature)
+    if ensemble is not None:
+        ensemble = replace(ensemble, weights=tuple(factor * weight for weight in ensemble.weights))
+    return injection.with_head(temperature=float(temperature), ensemble=ensemble).with_report(command="")
 
 
 def normalised(scores: Scores, temperature: float = 1.0) -> Scores:

@@ -15,10 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from i2cl import encoders
-from i2cl.errors import I2CLError, require_packages
+from i2cl.errors import I2CLError
 from i2cl.injections.temperature import likely_temperature, normalised
-from i2cl.methods import Predictor, make_injector
-from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
+from i2cl.methods import Predictor, make_methods
 from i2cl.methods.cross_validation import cross_validate
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Examples, Task
@@ -83,10 +82,9 @@ def review(
         progress: called with 1 after each refit.
 
     Raises:
-        I2CLError: with fewer than two labels that have two texts, on an empty text, without scikit-learn, or
-            for a multi-label task.
+        I2CLError: with fewer than two labels that have two texts, on an empty text, or for a multi-label
+            task.
     """
-    require_packages("reviewing labels", "sklearn", "sklearn")
     task.require_single_label("a review of labels")
     if log_probs is None:
         log_probs = out_of_fold_log_probs(decoder, task, rows, folds, seed, progress)
@@ -123,7 +121,9 @@ def out_of_fold_log_probs(
     relabelled = [replace(rows[index], label=kept.index(rows[index].label)) for index in scored]
     groups = group_by_label(relabelled, len(kept))
     shown = sample_per_class(groups, [min(MAX_SHOTS, len(group)) for group in groups], Random(seed))
-    method = make_injector(AnchoredWithEmbeddings.name if encoders.local_encoder() else Anchored.name)
+    encoder = encoders.local_encoder()
+    name, options = ("anchored+sentence_embeddings", {"encoder": encoder}) if encoder else ("anchored", {})
+    (method,) = make_methods([name], options)
 
     def refit(rest: tuple[Example, ...]) -> Predictor:
         predictor = method.fit(decoder, known, rest, seed)

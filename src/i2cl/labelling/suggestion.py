@@ -17,7 +17,7 @@ from torch import Tensor
 
 from i2cl import encoders
 from i2cl.core.injection import Injection
-from i2cl.errors import I2CLError, require_packages
+from i2cl.errors import I2CLError
 from i2cl.injections.label_prior import prior_bias
 from i2cl.methods.linear_probe import query_states
 from i2cl.models.decoder import Decoder
@@ -90,10 +90,8 @@ def suggest(
         The suggestions, best first.
 
     Raises:
-        I2CLError: if fewer than ``n`` candidates are left, a text is empty, or scikit-learn is missing; or
-            for a multi-label task.
+        I2CLError: if fewer than ``n`` candidates are left or a text is empty, or for a multi-label task.
     """
-    require_packages("suggesting texts", "sklearn", "sklearn")
     plain = task.task if isinstance(task, Injection) else task
     plain.require_single_label("the choice of texts to label")
     first_index: dict[str, int] = {}

@@ -4,16 +4,15 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
-from i2cl import encoders
 from i2cl.core.recipe import RECIPES
-from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError, did_you_mean
-from i2cl.methods.anchored import Anchored, AnchoredWithEmbeddings
+from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost, Method, Predictor
-from i2cl.methods.classifiers import MajorityClass, SentenceEmbeddings, SetFit, Tfidf
+from i2cl.methods.classifiers import CharTfidf, MajorityClass, SentenceEmbeddings, SetFit, Tfidf
 from i2cl.methods.compressors.autocompressor import AutoCompressor
 from i2cl.methods.compressors.cepe import CEPE
 from i2cl.methods.compressors.icae import ICAE
+from i2cl.methods.ensemble import Ensemble
 from i2cl.methods.i2cl import I2CL
 from i2cl.methods.i2cl_variants import I2CLCorrupted, I2CLOverICL, I2CLUnseen, Noise
 from i2cl.methods.icv import ICV
@@ -37,8 +36,8 @@ _ALL: tuple[type[Method], ...] = (
     *(MajorityClass, ZeroShot, FewShot, FewShotUncached, Menu, MenuFewShot),
     *(Noise, LabelAnchor, TaskVector, ICV),
     *(I2CL, I2CLUnseen, I2CLCorrupted, I2CLOverICL, Anchored, PromptTuning, PrefixTuning, LoRA, IA3),
-    *(LinearProbe, Tfidf, SentenceEmbeddings, SetFit),
-    *(ContextualCalibration, BatchCalibration, LabelPrior, Temperature),
+    *(LinearProbe, Tfidf, CharTfidf, SentenceEmbeddings, SetFit),
+    *(ContextualCalibration, BatchCalibration, LabelPrior, Temperature, Ensemble),
     *(KNNPrompting, AutoCompressor, ICAE, CEPE),
 )
 
@@ -75,9 +74,8 @@ def make_injector(
     """Construct the method that fits an injection.
 
     Args:
-        name: ``"anchored"``, ``"i2cl"`` or ``"anchored+sentence_embeddings"``. Default: ``"i2cl"`` if there
-            is a recipe or an option that only I2CL has; ``"anchored+sentence_embeddings"`` if there is an
-            option of the sentence encoder; else ``"anchored"``.
+        name: ``"anchored"`` or ``"i2cl"``. Default: ``"i2cl"`` if there is a recipe or an option that only
+            I2CL has, else ``"anchored"``.
         options: options of the method.
         recipe: calibration recipe of I2CL.
 
@@ -85,7 +83,7 @@ def make_injector(
         I2CLError: on a method that fits no injection, an unknown recipe or one with another method, or an
             option that the method does not have.
     """
-    known = (Anchored.name, I2CL.name, AnchoredWithEmbeddings.name)
+    known = (Anchored.name, I2CL.name)
     if name not in (None, *known):
         raise I2CLError(f"unknown method {name!r}: choose one of {', '.join(known)}")
     if recipe not in (None, *RECIPES):
@@ -96,14 +94,9 @@ def make_injector(
         given = set(options or {})
         if recipe is not None or given & (set(I2CL.options()) - set(Anchored.options())):
             name = I2CL.name
-        elif given & set(EmbeddingsConfig.model_fields):
-            name = AnchoredWithEmbeddings.name
         else:
             name = Anchored.name
     (method,) = make_methods([name], options, RECIPES[recipe or "paper"])
-    if name == AnchoredWithEmbeddings.name:
-        default = {"encoder": encoders.local_encoder() or encoders.HUB_ID}
-        method = AnchoredWithEmbeddings.from_options(default | dict(options or {}))
     return cast("Injector", method)
 
 

@@ -6,7 +6,6 @@ from typing import ClassVar, Self
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.injection import Injection
 from i2cl.core.weights import apply_class_weight
-from i2cl.encoders import EmbeddingsConfig, EncoderBias
 from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE
 from i2cl.methods.base import Cost
 from i2cl.methods.injecting import Injector
@@ -56,6 +55,10 @@ class Anchored(Injector):
             decoder, task, demonstrations, self.anchoring, seed=seed, scoring=scoring, progress=progress
         )
 
+    def weighted(self, task: Task, demonstrations: Examples) -> Examples:
+        """Return the demonstrations with class weights."""
+        return apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
+
     def with_solver_of(self, injection: Injection) -> Self:
         """Return the method with the solver that made an injection, for refits to fewer demonstrations.
 
@@ -64,38 +67,3 @@ class Anchored(Injector):
         if injection.settings.get("solved_by") != "adamw":
             return self
         return replace(self, anchoring=self.anchoring.model_copy(update={"solver": "adamw"}))
-
-
-@dataclass(frozen=True)
-class AnchoredWithEmbeddings(Anchored):
-    """Product of experts of anchored calibration and a sentence encoder, stored as one injection.
-
-    `i2cl.methods.postprocessing.Product` combines any two methods in the same way, but cannot be stored.
-    """
-
-    name = "anchored+sentence_embeddings"
-    summary = "product of anchored calibration and a sentence-encoder classifier"
-    needs = "demonstrations, sentence-transformers, a second model"
-    formula = "2DL, (d+1) per label"
-    settings = (AnchoredConfig, EmbeddingsConfig)
-    embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
-
-    def fit_injection(
-        self,
-        decoder: Decoder,
-        task: Task,
-        demonstrations: Examples,
-        seed: int = 0,
-        progress: StepProgress | None = None,
-        scoring: Scoring = "auto",
-    ) -> Injection:
-        """Fit the encoder's classifier, then the vectors, which count at their typical temperature.
-
-        Raises I2CLError as `i2cl.encoders.EncoderBias.fit`.
-        """
-        shown = apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
-        bias = EncoderBias.fit(self.embeddings, task, shown, str(decoder.device), scale=TYPICAL_TEMPERATURE)
-        injection = super().fit_injection(decoder, task, demonstrations, seed, progress, scoring)
-        settings = injection.settings | {"embeddings_c": self.embeddings.embeddings_c}
-        head = {"encoder": bias, "temperature": TYPICAL_TEMPERATURE}
-        return injection.with_head(**head).with_report(settings=settings)

@@ -1,6 +1,7 @@
-"""Baselines without an LLM: the majority class, logistic regression on TF-IDF or embeddings, and SetFit.
+"""Classifiers without an LLM: the majority class, logistic regression on TF-IDF or embeddings, and SetFit.
 
-They use only the decoder's device. Encoders truncate texts to their own context length.
+They use only the decoder's device. Encoders truncate texts to their own context length. Two of them are also
+experts of an ensemble (`i2cl.core.experts`).
 """
 
 import random
@@ -18,14 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from i2cl.core.context import require_demonstrations
-from i2cl.encoders import (
-    EmbeddingsConfig,
-    EncoderConfig,
-    embed,
-    frozen_encoder,
-    load_encoder,
-    regression,
-)
+from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert
+from i2cl.encoders import EmbeddingsConfig, EncoderConfig, embed, load_encoder
 from i2cl.errors import I2CLError, require_packages
 from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.models.decoder import Decoder
@@ -124,7 +119,7 @@ class Tfidf(Method):
 
     name = "tfidf"
     summary = "logistic regression on TF-IDF features, without the model"
-    needs = "demonstrations, scikit-learn"
+    needs = "demonstrations"
     formula = "(words+1) per label"
     settings = (TfidfConfig,)
     config: TfidfConfig = field(default_factory=TfidfConfig)
@@ -133,10 +128,8 @@ class Tfidf(Method):
         """Fit the vectorizer and the classifier.
 
         Raises:
-            I2CLError: if scikit-learn is not installed, there are fewer than two classes, a text is empty, or
-                no demonstration contains a word.
+            I2CLError: with fewer than two classes, on an empty text, or if no demonstration contains a word.
         """
-        require_packages(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
@@ -155,8 +148,40 @@ class Tfidf(Method):
 
 
 @dataclass(frozen=True)
+class ExpertPredictor:
+    """A fitted text expert on a device."""
+
+    expert: TextExpert
+    device: str
+
+    @property
+    def cost(self) -> Cost:
+        """Stored tensors; the weights are trained."""
+        return Cost.of(*self.expert.tensors().values(), trained=self.expert.weights.numel())
+
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return log-probabilities; minus infinity for labels without a demonstration."""
+        return self.expert.log_probs(texts, self.device, progress)
+
+
+@dataclass(frozen=True)
+class CharTfidf(Method):
+    """Logistic regression on TF-IDF features of character n-grams, which need no word boundaries."""
+
+    name = "char_tfidf"
+    summary = "logistic regression on TF-IDF features of character n-grams, without the model"
+    needs = "demonstrations"
+    formula = "(n-grams+1) per label"
+
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ExpertPredictor:
+        """Fit the classifier. Raises I2CLError with fewer than two classes, or on an empty text."""
+        require_two_classes(self.name, task, demonstrations)
+        return ExpertPredictor(TfidfExpert.fit(task, demonstrations), str(decoder.device))
+
+
+@dataclass(frozen=True)
 class SentenceEmbeddings(Method):
-    """Logistic regression on unit-length vectors of a frozen sentence encoder.
+    """Logistic regression on unit-length embeddings of a frozen sentence encoder.
 
     Source: Reimers and Gurevych 2019, https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
     """
@@ -168,7 +193,7 @@ class SentenceEmbeddings(Method):
     settings = (EmbeddingsConfig,)
     config: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
-    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
+    def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ExpertPredictor:
         """Embed the demonstrations and fit the classifier.
 
         Raises:
@@ -176,9 +201,8 @@ class SentenceEmbeddings(Method):
                 the encoder cannot be loaded.
         """
         require_two_classes(self.name, task, demonstrations)
-        head = regression(self.config, demonstrations, str(decoder.device))
-        encoder = frozen_encoder(self.config.encoder, str(decoder.device))
-        return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), regression_cost(head))
+        device = str(decoder.device)
+        return ExpertPredictor(EmbeddingsExpert.fit(self.config, task, demonstrations, device), device)
 
 
 @dataclass(frozen=True)
@@ -198,7 +222,7 @@ class SetFit(Method):
 
     def fit(self, decoder: Decoder, task: Task, demonstrations: Examples, seed: int) -> ClassifierPredictor:
         """Fine-tune the encoder and fit the classifier. Raises I2CLError as `SentenceEmbeddings.fit`."""
-        require_packages(self.name, "embeddings", "setfit", "datasets", "accelerate", "sklearn")
+        require_packages(self.name, "embeddings", "setfit", "datasets", "accelerate")
         require_two_classes(self.name, task, demonstrations)
         require_texts([example.text for example in demonstrations])
         encoder = load_encoder(self.config.encoder, str(decoder.device))

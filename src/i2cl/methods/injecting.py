@@ -51,6 +51,10 @@ class Injector(Method):
             I2CLError: if the model or the demonstrations are unsuitable, or the fit diverges.
         """
 
+    def weighted(self, task: Task, demonstrations: Examples) -> Examples:
+        """Return the demonstrations with the weights that the fit gives them."""
+        return demonstrations
+
     @abstractmethod
     def fit_cost(self, injection: Injection) -> Cost:
         """Return what the fit used: the number of trained parameters, and data besides demonstrations."""
@@ -69,7 +73,7 @@ def injection_predictor(
     scoring: Scoring | None = None,
     cost: Cost = NO_COST,
 ) -> Predictor:
-    """Return a predictor for an injection, at a temperature of 1.
+    """Return a predictor for an injection's LLM alone, at a temperature of 1.
 
     Args:
         injection: the injection.
@@ -81,20 +85,15 @@ def injection_predictor(
     cost += injection_cost(injection)
     scorer = replace(injection.scorer(decoder, scoring), task=task)
     predictor = PromptPredictor(scorer, edit=injection.edit(), injection=injection, cost=cost)
-    head = replace(injection.head, temperature=1.0)
-    if head.bias is None and head.encoder is None:
+    head = replace(injection.head, temperature=1.0, ensemble=None)
+    if head.bias is None:
         return predictor
-    return PostProcessedPredictor(
-        predictor,
-        lambda scores, texts: head.log_probs(scores, head.encoder_bias(texts, decoder.device)),
-        cost,
-    )
+    return PostProcessedPredictor(predictor, lambda scores, _: head.log_probs(scores), cost)
 
 
 def injection_cost(injection: Injection) -> Cost:
-    """Return the storage cost of an injection, without its coefficients."""
+    """Return the storage cost of an injection's LLM part, without its coefficients."""
     head = injection.head
     bias = None if head.bias is None else torch.tensor(head.bias)
-    encoder = None if head.encoder is None else head.encoder.weights
     texts = injection.settings.get(LABEL_PRIOR, {}).get("texts", 0)
-    return Cost.of(injection.context.values, head.word_weights, bias, encoder, unlabelled=texts)
+    return Cost.of(injection.context.values, head.word_weights, bias, unlabelled=texts)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from i2cl.errors import I2CLError, require_packages
+from i2cl.errors import I2CLError
 from i2cl.methods.base import Method
 from i2cl.methods.classifiers import ClassifierPredictor, regression_cost, require_two_classes
 from i2cl.models.batching import Batch, Ids
@@ -58,7 +58,7 @@ class LinearProbe(Method):
 
     name = "linear_probe"
     summary = "logistic regression on states chosen by inner folds"
-    needs = "demonstrations, scikit-learn"
+    needs = "demonstrations"
     formula = "(D+1) per label, (2D+1) with both tokens"
     settings = (ProbeConfig,)
     config: ProbeConfig = field(default_factory=ProbeConfig)
@@ -67,10 +67,9 @@ class LinearProbe(Method):
         """Fit to the states of the demonstrations.
 
         Raises:
-            I2CLError: if scikit-learn is not installed, there are fewer than two classes, the model does not
-                have the layer, or the tokenizer does not report character offsets.
+            I2CLError: with fewer than two classes, if the model does not have the layer, or if the tokenizer
+                does not report character offsets.
         """
-        require_packages(self.name, "sklearn", "sklearn")
         require_two_classes(self.name, task, demonstrations)
         scorer = LabelScorer(decoder, task)
         choices = self._choices(decoder)

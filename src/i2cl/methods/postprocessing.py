@@ -236,7 +236,7 @@ class Product(Wrapper):
 
     @property
     def temperature_prior(self) -> tuple[float, float]:
-        """A median of 1: ``anchored+sentence_embeddings`` is well calibrated (docs/ablations.md)."""
+        """A median of 1, since products with tempered scores are well calibrated (docs/ablations.md)."""
         return 1.0, self.inner.temperature_prior[1]
 
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:

@@ -190,21 +190,28 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
     )
     if description.get("word_weights"):
         yield "Labels are scored at word level, with a learned weight for each token (`word_weights`)."
-    if "encoder" in description:
-        encoder = _escape(public_name(description["encoder"]))
+    if "ensemble" in description:
+        ensemble = description["ensemble"]
         yield (
-            f"The sentence encoder {encoder} runs beside the model. The log-odds of a classifier on its "
-            "embeddings (`encoder_weights`) are added to the log-probabilities over the labels. Install it "
-            "with `pip install 'i2cl[embeddings]'`."
+            "The answer combines several experts: log-probabilities over the labels are multiplied by the "
+            f"weights {_listed_weights(ensemble['weights'])}, added and normalized (a log-linear pool)."
         )
-    if "thresholds" in description:
+        if "encoder" in ensemble:
+            encoder = _escape(public_name(ensemble["encoder"]))
+            yield (
+                f"`embeddings` is logistic regression on embeddings of the sentence encoder {encoder}, which "
+                "runs beside the model. Install it with `pip install 'i2cl[embeddings]'`."
+            )
+        if "tfidf" in ensemble["weights"]:
+            yield "`tfidf` is logistic regression on hashed character n-grams."
+    elif "thresholds" in description:
         yield (
             "Each label has its own probability: the sigmoid of its score, plus `label_bias`, divided by the "
             f"`temperature`, {description.get('temperature', 1.0):g}. A text gets every label whose "
             "probability reaches its value in `thresholds`."
         )
         return
-    if "temperature" in description:
+    elif "temperature" in description:
         yield (
             "The log-probabilities over the labels are divided by the `temperature`, "
             f"{description['temperature']:g}. This does not change predicted labels."
@@ -229,11 +236,47 @@ def describe_prior(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
     return f"Measured on {prior['texts']} unlabelled texts, assuming that classes are {frequencies}."
 
 
-def describe_confidence(temperature: float, scores: Mapping[str, float]) -> str:
-    """Describe a fitted temperature and the four metrics of `i2cl.experiments.confidence` at it."""
+def describe_confidence(description: Mapping[str, Any], scores: Mapping[str, float]) -> str:
+    """Describe the fitted weights, and the four metrics of `i2cl.experiments.confidence` at them."""
     names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
     numbers = ", ".join(f"{name} {scores[key]:.3f}" for key, name in names.items())
-    return f"temperature {temperature:.2f} (fitted on these rows), {numbers}"
+    return f"{describe_weights(description)} (fitted on these rows), {numbers}"
+
+
+def describe_weights(description: Mapping[str, Any]) -> str:
+    """Describe the weights of an ensemble, or the temperature of the LLM alone."""
+    if "ensemble" in description:
+        return f"weights {_listed_weights(description['ensemble']['weights'])}"
+    return f"temperature {description.get('temperature', 1.0):.2f}"
+
+
+def _listed_weights(weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {weight:.2f}" for name, weight in weights.items())
+
+
+def describe_llm_gain(evaluation: Mapping[str, Any]) -> str:
+    """Say how many points the LLM adds to the other experts; empty without any."""
+    if not (gain := evaluation.get("llm_gain")):
+        return ""
+    interval = f"95 % interval {100 * gain['low']:.1f} to {100 * gain['high']:.1f}"
+    if gain["low"] > 0 or gain["high"] < 0:
+        return f"The LLM adds {100 * gain['difference']:.1f} points to the other experts ({interval})"
+    return (
+        f"The LLM adds nothing significant to the other experts: {100 * gain['difference']:+.1f} points "
+        f"({interval})"
+    )
+
+
+def describe_llm_alone(description: Mapping[str, Any]) -> str:
+    """Say that an export leaves out the text experts, with both accuracies; empty for the LLM alone."""
+    if "ensemble" not in description:
+        return ""
+    _, *experts = description["ensemble"]["weights"]
+    left_out = f"the LLM alone, without {' and '.join(experts)}"
+    if not (evaluation := description.get("evaluation")):
+        return left_out
+    *_, alone, ensemble = (one["accuracy"] for one in evaluation["methods"].values())
+    return f"{left_out}: accuracy {alone:.3f} instead of {ensemble:.3f} on {evaluation['rows']} rows"
 
 
 def describe_log_loss(temperature: float, evaluation: Mapping[str, Any]) -> str:
@@ -330,8 +373,9 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
         yield f"{recall}."
     if len(evaluation["support"]) <= MAX_RECALLS:
         yield f"Confusion matrix:\n\n{_confusion(evaluation)}"
-    temperature = description.get("temperature", 1.0)
-    yield f"Calibration: {describe_confidence(temperature, evaluation['confidence'])}."
+    if gain := describe_llm_gain(evaluation):
+        yield f"{gain}."
+    yield f"Calibration: {describe_confidence(description, evaluation['confidence'])}."
     if evaluation.get("selection"):
         yield f"Confidence threshold: {describe_threshold(evaluation['selection'])}."
 

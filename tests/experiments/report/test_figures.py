@@ -1,6 +1,5 @@
 """Figures of small synthetic results show the computed numbers."""
 
-import sys
 from dataclasses import replace
 from itertools import combinations
 
@@ -11,7 +10,6 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from experiments.report.synthetic import changed, message
-from fitting import one_line
 from i2cl.experiments.confidence import highest, reliability
 from i2cl.experiments.grid import Cell, Experiment, GridRow, Scale
 from i2cl.experiments.library import load_experiment
@@ -284,8 +282,6 @@ def test_no_map_without_enough_distinct_points(monkeypatch):
         assert FIGURES["vectors"](result, vectors) is None
     assert FIGURES["class-vectors"](many, equal) is None
     assert FIGURES["vectors"](other, vectors_of(other)) is None
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    one_line(r"scikit-learn: pip install", FIGURES["vectors"], many, vectors_of(many))
 
 
 def test_class_vectors_have_a_panel_per_task(monkeypatch):

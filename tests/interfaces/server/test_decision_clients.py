@@ -85,11 +85,14 @@ def test_litellm_decides_by_openai_route(served):
     )
 
 
-def test_litellm_decides_by_systemone_route(served):
+@pytest.mark.parametrize("provider", ["hosted_vllm", "strands_decider"])
+def test_litellm_decides_by_systemone_route(served, provider):
     litellm = pytest.importorskip("litellm", reason="needs litellm")
+    if not hasattr(litellm, "systemone"):
+        pytest.skip("needs litellm 1.110 or later")
     url, expected = served
-    reply = litellm.decisions(
-        model="strands_decider/films", state=TEXT, questions=STATE_QUESTION, api_base=url
+    reply = litellm.systemone(
+        model=f"{provider}/films", state=TEXT, questions=STATE_QUESTION, api_base=url, api_key="none"
     )
     assert dict(reply.answers["films"].probabilities) == pytest.approx(expected, abs=1e-5)
 

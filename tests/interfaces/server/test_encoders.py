@@ -3,7 +3,7 @@
 import pytest
 
 from fitting import one_line
-from i2cl.methods import make_injector
+from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
 from plugin import WordsEncoder
 from processes import until
 
@@ -11,7 +11,6 @@ from .conftest import TAR, TEXTS, make_injection, tar_of
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
-NAME = "anchored+sentence_embeddings"
 REFUSED = "encoder 'words' is not enabled on this server (enabled: none): start the server with --encoder"
 
 
@@ -27,8 +26,9 @@ def fit_body(task, **more):
 
 
 def fit_injection(service, task):
-    method = make_injector(NAME, {"encoder": "words", "steps": 1})
-    return method.fit_injection(service.decoder, task, task.sample(2, 0), 0)
+    config = EnsembleConfig(encoder="words")
+    ensemble = fit_ensemble(config, WeightPrior(0.5, 0.5), task, task.sample(2, 0), "cpu")
+    return make_injection(service.decoder, 0).with_head(ensemble=ensemble)
 
 
 def answers(client, name):
@@ -37,15 +37,16 @@ def answers(client, name):
     return [one["probs"] for one in reply.json()["data"]]
 
 
-@pytest.mark.parametrize("options", [{"method": NAME}, {"settings": {"encoder": "words"}}])
+@pytest.mark.parametrize("options", [{}, {"settings": {"encoder": "words"}}])
 def test_fit_uses_the_encoder_of_the_server(open_service, make_client, task, words_encoder, options):
     service = open_service(encoders=["words", "others"])
     client = make_client(service)
     job = client.post("/v1/tasks", json=fit_body(task, **options)).json()
     until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["status"] == "done")
     injection = service.tasks.injection(service.tasks.entry("both").digest)
-    assert injection.encoder_bias.encoder == client.get("/v1/tasks/both").json()["encoder"] == "words"
-    assert NAME in injection.evaluation["methods"]
+    assert client.get("/v1/tasks/both").json()["ensemble"] == injection.ensemble.description()
+    assert injection.ensemble.embeddings.encoder == "words"
+    assert "ensemble" in injection.evaluation["methods"]
     service.tasks.put("plain", make_injection(service.decoder, 0))
     expected = injection.log_probs(service.decoder, TEXTS).softmax(-1).tolist()
     for actual, wanted in zip(answers(client, "both"), expected, strict=True):

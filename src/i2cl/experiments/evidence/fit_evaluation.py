@@ -6,37 +6,56 @@ statistics are in `i2cl.experiments.evidence.verdicts`.
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from random import Random
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 
-from i2cl import encoders
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import confidence, highest
-from i2cl.experiments.evaluation import Fitted, SharedScores, fit_method, fit_wrappers, innermost, measure
+from i2cl.experiments.evaluation import (
+    Fitted,
+    SharedScores,
+    fit_method,
+    fit_wrappers,
+    innermost,
+    macro_f1,
+    measure,
+)
 from i2cl.experiments.evidence.selective import require_target, selection
-from i2cl.experiments.evidence.verdicts import Verdict, verdict, wilson
-from i2cl.experiments.records import Run
-from i2cl.injections.temperature import likely_temperature, normalised
-from i2cl.methods import METHODS, Injector, Method, make_methods
+from i2cl.experiments.evidence.verdicts import Comparison, Counts, Verdict, verdict, wilson
+from i2cl.experiments.records import Run, Scores
+from i2cl.injections.ensemble import (
+    TEXT_PRIORS,
+    WEIGHT_FOLDS,
+    EnsembleConfig,
+    WeightPrior,
+    cross_fitted,
+    likely_weights,
+)
+from i2cl.methods import Injector, Method, make_methods
 from i2cl.methods.anchored import Anchored
+from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings
 from i2cl.methods.cross_validation import FOLDS, cross_validate, cross_validation_error, fold_rows
+from i2cl.methods.ensemble import Ensemble, llm_prior, text_methods
 from i2cl.methods.injecting import injection_predictor
 from i2cl.methods.postprocessing import LabelPrior
 from i2cl.models.decoder import Decoder
+from i2cl.models.encoding import Scoring
 from i2cl.tasks import Example, Examples, Task
 
+TEXT_METHODS = (SentenceEmbeddings.name, CharTfidf.name)
 # baselines that need no fit: a fit has to beat each of them
 FREE = ("majority_class", "zero_shot", "zero_shot+batch_calibration")
-BASELINES = (*FREE, "few_shot")
+BASELINES = (*FREE, "few_shot", "char_tfidf")
 ROWS = 160  # rows that a fit is evaluated on by default
 MAX_CROSS_VALIDATED_ROWS = 512  # further rows would narrow the intervals little
+Threshold = Literal["0.5", "f1"]  # of the labels of a multi-label task: 0.5, or chosen by F1
 Split = Literal["train", "test", "demonstrations"]
 Fits = dict[Method, Callable[[Method], Fitted]]  # how each method is fitted; the evaluated one comes last
 
@@ -61,6 +80,36 @@ class FitObserver:
 
     def scored(self, rows: float) -> None:
         """Called as rows finish."""
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """Options of a fit and its evaluation; see `i2cl.experiments.fitting.fit_task`.
+
+    Attributes:
+        method: fits the task.
+        ensemble: which text experts are fitted beside the LLM; default: all that are available.
+        seed: of the fit.
+        scoring: how labels are scored; the baselines of an evaluation choose for themselves.
+        unlabelled: texts to measure a label prior on; none for no label prior.
+        shares: share of each label among these texts; None: all equal.
+        target: target accuracy of a confidence threshold.
+        threshold: how the thresholds of a multi-label task are chosen, see
+            `i2cl.experiments.evidence.multi_label.evaluate_multi_label`.
+        command: the command line that repeats the fit, for the card.
+        keep_examples: store the demonstrations with the injection.
+    """
+
+    method: Injector
+    ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
+    seed: int = 0
+    scoring: Scoring = "auto"
+    unlabelled: Sequence[str] = ()
+    shares: Sequence[float] | None = None
+    target: float | None = None
+    threshold: Threshold = "0.5"
+    command: str = ""
+    keep_examples: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +139,10 @@ class FitEvaluation(Verdict):
         recall: share of each label's rows that the fit answers correctly; None without rows of that label.
         confusion: number of rows by true label (outer list) and predicted label, in the task's label order.
         confidence: log-loss, Brier score, calibration error and area under the risk-coverage curve of the
-            fit at its temperature, which these rows chose (`i2cl.experiments.confidence.Confidence`).
+            fit (`i2cl.experiments.confidence.Confidence`). The temperature, or the weights of an ensemble,
+            are chosen for each row by the others (`i2cl.injections.ensemble.cross_fitted`).
+        llm_gain: what the LLM adds to the text experts of an ensemble: the difference of their accuracies,
+            ``low`` and ``high`` of its 95 % interval; empty for the LLM alone.
         selection: the confidence threshold for a target accuracy
             (`i2cl.experiments.evidence.selective.selection`); empty if none was requested.
     """
@@ -103,12 +155,13 @@ class FitEvaluation(Verdict):
     recall: dict[str, float | None]
     confusion: list[list[int]]
     confidence: dict[str, float]
+    llm_gain: dict[str, float]
     selection: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The labelled rows that a fit is evaluated on.
+    """The labelled rows that a fit is evaluated on, and what it is compared with.
 
     Attributes:
         split: see `FitEvaluation`.
@@ -116,6 +169,7 @@ class EvaluationPlan:
         folds: number of refits of a cross-validation, else 0.
         missing: labels without a row.
         reason: why the fit is not evaluated; empty if it is, or if no evaluation was requested.
+        compare: methods to compare the fit with, besides `BASELINES` and text experts.
     """
 
     split: Split = "train"
@@ -123,6 +177,7 @@ class EvaluationPlan:
     folds: int = 0
     missing: tuple[str, ...] = ()
     reason: str = ""
+    compare: tuple[Method, ...] = ()
 
     def require_target(self, target: float) -> None:
         """Raise I2CLError if these rows cannot support a confidence threshold for a target accuracy."""
@@ -200,30 +255,23 @@ def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...
     return tuple(rows[index] for index in sorted(chosen))
 
 
-def baselines() -> list[Method]:
-    """Return `BASELINES`, and sentence embeddings if their encoder is available without a download."""
-    encoder, rival = encoders.local_encoder(), METHODS["sentence_embeddings"]
-    return make_methods(BASELINES) + ([rival.from_options({"encoder": encoder})] if encoder else [])
-
-
 def evaluate_fit(
     injection: Injection,
     decoder: Decoder,
     task: Task,
     demonstrations: Examples,
     plan: EvaluationPlan,
+    request: FitRequest,
     *,
-    method: Method,
     seconds: float,
     refit: Callable[[Examples], Injection],
-    target: float | None = None,
     observer: FitObserver | None = None,
 ) -> Injection:
-    """Return the injection with its `FitEvaluation`, and the temperature fitted on the plan's rows.
+    """Return the injection with its `FitEvaluation`, and with weights that are fitted on the plan's rows.
 
-    Baselines get the same demonstrations and seed; in a cross-validation they are refitted on the same folds.
-    A baseline that fails, such as few-shot with demonstrations that exceed the context, is listed in
-    `FitEvaluation.not_run`.
+    The weights are those of the ensemble's members; for the LLM alone, the temperature. Every method gets the
+    same demonstrations and seed, or in a cross-validation the same folds. A baseline that fails, such as
+    few-shot with demonstrations that exceed the context, is listed in `FitEvaluation.not_run`.
 
     Args:
         injection: the fit.
@@ -231,10 +279,9 @@ def evaluate_fit(
         task: with its rows.
         demonstrations: the rows of the fit.
         plan: see `plan_evaluation`; it must have rows.
-        method: the method that made the injection.
+        request: options of the fit.
         seconds: duration of the fit.
         refit: fits to some of the demonstrations; used in a cross-validation only.
-        target: target accuracy of a confidence threshold.
         observer: receives progress.
 
     Raises:
@@ -242,10 +289,13 @@ def evaluate_fit(
     """
     if not plan.rows:
         raise I2CLError("the evaluation plan has no rows: give at least one labelled row")
+    method, target = request.method, request.target
     if target is not None:
         plan.require_target(target)
     rows, seed = tuple(demonstrations), injection.seed
     evaluated = method if injection.label_bias is None else LabelPrior(method)
+
+    weighted = method.weighted(task, rows)
 
     @cache
     def fit_innermost(inner: Method) -> Fitted:
@@ -254,13 +304,16 @@ def evaluate_fit(
     def fit(other: Method) -> Fitted:
         return fit_wrappers(decoder, other, fit_innermost(innermost(other)), task)
 
-    def fit_folds(other: Method) -> Fitted:
+    def fit_text(other: Method) -> Fitted:
+        return fit_folds(other, weighted) if plan.folds else fit_method(decoder, task, other, weighted, seed)
+
+    def fit_folds(other: Method, shown: Examples = rows) -> Fitted:
         started = time.perf_counter()
         predictor = cross_validate(
-            task, rows, partial(other.fit, decoder, task, seed=seed), plan.folds, seed, rows=plan.rows
+            task, shown, partial(other.fit, decoder, task, seed=seed), plan.folds, seed, rows=plan.rows
         )
         seconds_per_fold = (time.perf_counter() - started) / len(predictor.refits)
-        return Fitted(other, predictor, rows, seed, seconds_per_fold)
+        return Fitted(other, predictor, tuple(shown), seed, seconds_per_fold)
 
     def use_injection(_: Method) -> Fitted:
         predictor = injection_predictor(injection, decoder, task)
@@ -276,12 +329,18 @@ def evaluate_fit(
             )
         return Fitted(evaluated, predictor, rows, seed, seconds)
 
-    free, others = baselines()[: len(FREE)], baselines()[len(FREE) :]
-    fits: Fits = dict.fromkeys(free, fit)
+    texts = text_methods(request.ensemble)
+    members = injection.ensemble.names[1:] if injection.ensemble else ()
+    fits: Fits = dict.fromkeys(make_methods(FREE), fit)
+    others = (*make_methods(["few_shot"]), *plan.compare)
     fits |= dict.fromkeys(others, fit_folds if plan.folds else fit)
+    fits |= dict.fromkeys(texts.values(), fit_text)
     fits[evaluated] = use_injection
-    runs, not_run = _run_all(fits, decoder, task, plan.rows, observer or FitObserver())
-    return _with_evaluation(injection, runs, not_run, evaluated, method, plan, target)
+    required = {"zero_shot", evaluated.full_name, *(texts[name].full_name for name in members)}
+    runs, not_run = _run_all(fits, required, decoder, task, plan.rows, observer or FitObserver())
+    each = [runs[evaluated.full_name], *(runs[texts[name].full_name] for name in members)]
+    priors = [llm_prior(method), *(TEXT_PRIORS[name] for name in members)]
+    return _with_evaluation(injection, runs, not_run, each, priors, plan, target)
 
 
 def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
@@ -306,24 +365,23 @@ def typical_temperature(method: Method, task: Task, demonstrations: Examples) ->
 
 def _run_all(
     fits: Fits,
+    required: Collection[str],
     decoder: Decoder,
     task: Task,
     queries: Examples,
     observer: FitObserver,
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """Score each method. Errors of zero-shot and of the last method are raised, others are returned."""
+    """Score each method. Errors of the required methods are raised, those of others are returned."""
     runs: dict[str, Run] = {}
     not_run: dict[str, str] = {}
     shared = SharedScores()
-    *_, evaluated = fits
     for method, fit in fits.items():
         observer.evaluating(method.full_name)
         try:
             fitted = fit(method)
             runs[method.full_name] = measure(decoder, task, fitted, queries, observer.scored, shared)
         except (I2CLError, RuntimeError) as error:
-            required = method is evaluated or method.full_name == "zero_shot"
-            if required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
+            if method.full_name in required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
             not_run[method.full_name] = str(error) if isinstance(error, I2CLError) else "out of memory"
     return runs, not_run
@@ -333,27 +391,35 @@ def _with_evaluation(
     injection: Injection,
     runs: dict[str, Run],
     not_run: dict[str, str],
-    evaluated: Method,
-    method: Method,
+    members: Sequence[Run],
+    priors: Sequence[WeightPrior],
     plan: EvaluationPlan,
     target: float | None,
 ) -> Injection:
-    run = runs[evaluated.full_name]
-    log_probs = run.scores.array if run.scores else np.empty((0, len(run.labels)))
-    gold, predictions = np.array(run.gold), np.array(run.predictions)
-    temperature = injection.temperature
-    if not plan.missing:  # with rows of some labels only, a fitted temperature would be overconfident
-        temperature = likely_temperature(log_probs, gold, *evaluated.temperature_prior)
-    tempered = normalised(log_probs, temperature)
+    """Fit the weights of the members, whose first one is the LLM, and evaluate their pool."""
+    gold = np.array(members[0].gold)
+    log_probs = np.stack([one.scores.array for one in members if one.scores is not None])
+    # with rows of some labels only, fitted weights would be overconfident
+    pooled = cross_fitted(log_probs, gold, priors, folds=0 if plan.missing else WEIGHT_FOLDS)
+    run = members[0]
+    if len(members) > 1:
+        run = _pooled_run(members, pooled)
+        runs = runs | {Ensemble.name: run}
+    predictions = np.array(run.predictions)
     correct = gold == predictions
-    rivals = {name: _correct(one) for name, one in runs.items() if name != evaluated.full_name}
-    counts = {
-        name: (int((correct & ~rival).sum()), int((rival & ~correct).sum())) for name, rival in rivals.items()
-    }
-    comparison = verdict(counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, method))
+    rivals = {name: _correct(one) for name, one in runs.items() if one is not run}
+    counts = {name: _discordant(correct, rival) for name, rival in rivals.items()}
+    comparison = verdict(
+        counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, [one.method for one in members])
+    )
     confusion = np.zeros((len(run.labels), len(run.labels)), dtype=int)
     np.add.at(confusion, (gold, predictions), 1)
     support = confusion.sum(1).tolist()
+    llm_gain: dict[str, float] = {}
+    if len(members) > 1 and not plan.missing:
+        without = cross_fitted(log_probs[1:], gold, priors[1:], WEIGHT_FOLDS).argmax(1) == gold
+        compared = Comparison.of_counts(_discordant(correct, without), run.n)
+        llm_gain = {"difference": compared.difference, "low": compared.low, "high": compared.high}
     evaluation = FitEvaluation(
         **asdict(comparison),
         rows=run.n,
@@ -366,23 +432,63 @@ def _with_evaluation(
             for label, word in enumerate(run.labels)
         },
         confusion=confusion.tolist(),
-        confidence=asdict(confidence(tempered, gold, predictions)),
-        selection=selection(highest(tempered), correct, target) if target is not None else {},
+        confidence=asdict(confidence(pooled, gold, predictions)),
+        llm_gain=llm_gain,
+        selection=selection(highest(pooled), correct, target) if target is not None else {},
     )
-    injection = injection.with_head(temperature=temperature).with_report(evaluation=asdict(evaluation))
+    if not plan.missing:
+        injection = _with_weights(injection, log_probs, gold, priors)
+    injection = injection.with_report(evaluation=asdict(evaluation))
     if plan.folds or plan.missing:  # the model card publishes only accuracies of this fit on every label
         return injection
     measured = {"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n}
     return injection.with_report(metrics=measured)
 
 
-def _advice(method: Method, rival: str) -> str:
+def _with_weights(
+    injection: Injection,
+    log_probs: Float[np.ndarray, "members rows labels"],
+    gold: Int[np.ndarray, " rows"],
+    priors: Sequence[WeightPrior],
+) -> Injection:
+    """Fit the weights to all rows: the temperature of the LLM alone, and those of the ensemble."""
+    (alone,) = likely_weights(log_probs[:1], gold, priors[:1])
+    injection = injection.with_head(temperature=1 / alone)
+    if injection.ensemble is None:
+        return injection
+    weights = likely_weights(log_probs, gold, priors)
+    return injection.with_head(ensemble=replace(injection.ensemble, weights=weights))
+
+
+def _pooled_run(members: Sequence[Run], pooled: Float[np.ndarray, "rows labels"]) -> Run:
+    """Return the run of an ensemble, given its log-probabilities; it takes the time of all members."""
+    gold, predictions = np.array(members[0].gold), pooled.argmax(1)
+    changes: dict[str, Any] = {
+        "method": Ensemble.name,
+        "accuracy": float((predictions == gold).mean()),
+        "macro_f1": macro_f1(gold, predictions, pooled.shape[1]),
+        "predictions": tuple(predictions.tolist()),
+        "scores": Scores.of(pooled),
+        "fit_seconds": sum(one.fit_seconds for one in members),
+        "predict_seconds": sum(one.predict_seconds for one in members),
+        "cost": sum((one.cost for one in members[1:]), members[0].cost),
+    }
+    return members[0].model_copy(update=changes)
+
+
+def _advice(members: Collection[str], rival: str) -> str:
     """Return what to do if a rival is more accurate than the fit."""
-    if rival == "sentence_embeddings" and method.name == Anchored.name:
-        return f"use it, or combine both with --set encoder={encoders.local_encoder()}"
+    if rival in members:
+        return "use it alone, or give more rows, which make the weights more reliable"
+    if rival in TEXT_METHODS:
+        return "use it, or combine both: leave out --experts"
     if rival == "majority_class":
-        return "give more rows of the rarer labels"
+        return "use more rows (--shots) or a label prior (--unlabelled, --prior)"
     return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"
+
+
+def _discordant(ours: Bool[np.ndarray, " rows"], other: Bool[np.ndarray, " rows"]) -> Counts:
+    return int((ours & ~other).sum()), int((other & ~ours).sum())
 
 
 def _correct(run: Run) -> Bool[np.ndarray, " rows"]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from i2cl import encoders
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
 from i2cl.core.multi_label import frequency_bias, indicators
 from i2cl.encoders import EmbeddingsConfig
-from i2cl.errors import I2CLError, is_out_of_memory, require_packages
-from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitObserver
+from i2cl.errors import I2CLError, is_out_of_memory
+from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitObserver, Threshold
 from i2cl.experiments.evidence.verdicts import LEVEL, Comparison, Verdict, verdict
 from i2cl.injections.temperature import likely_temperature
 from i2cl.methods import Cost, Method, Predictor
@@ -41,7 +41,6 @@ EMBEDDINGS, TFIDF = "sentence_embeddings", "tfidf"  # with one logistic regressi
 MIN_POSITIVES = 5  # rows with a label, below which its threshold is that of all labels together
 RESAMPLES = 2000
 
-Threshold = Literal["0.5", "f1"]
 Probabilities = Float[np.ndarray, "rows labels"]
 Indicators = Bool[np.ndarray, "rows labels"]
 
@@ -136,9 +135,8 @@ def evaluate_multi_label(
         observer: receives progress.
 
     Raises:
-        I2CLError: if scikit-learn is missing, or on an empty text.
+        I2CLError: on an empty text.
     """
-    require_packages("the evaluation of a multi-label task", "sklearn", "sklearn", instead="add --evaluate 0")
     rows, folds, seed = plan.rows, plan.folds, injection.seed
     texts, gold = [row.text for row in rows], indicators(rows, len(task.labels))
 

@@ -5,8 +5,6 @@ less accurate than the target. Thresholds are tested in a fixed order: first the
 of the rows, then `STEP` more of them at a time, until one fails. All thresholds that pass are then valid at
 the level of a single test (fixed-sequence testing in Angelopoulos et al., Learn then Test,
 https://arxiv.org/abs/2110.01052). The last one has the largest coverage.
-
-Nothing here needs scipy, so `i2cl fit` runs without the ``experiments`` extra.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,8 +1,7 @@
 """Verdict on a fit: significance tests against baselines on the same held-out rows.
 
-Nothing here needs scipy, so `i2cl fit` runs without the ``experiments`` extra. `i2cl.experiments.statistics`
-resamples seeds as well; the intervals here are for one fit on few rows and have a width even where every
-answer is right.
+`i2cl.experiments.statistics` resamples seeds as well; the intervals here are for one fit on few rows and have
+a width even where every answer is right.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -16,7 +16,6 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from i2cl.errors import require_packages
 from i2cl.experiments import confidence
 from i2cl.experiments.grid import GridRow, View
 from i2cl.experiments.report.results import Line, Results, TaskScores, mean_times, outcome, scores_by_task
@@ -531,7 +530,6 @@ def _embed(groups: Points) -> Points | None:
 
 
 def _tsne(points: Float[np.ndarray, "n features"]) -> Float[np.ndarray, "n 2"]:
-    require_packages("the map", "experiments", "sklearn")
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 

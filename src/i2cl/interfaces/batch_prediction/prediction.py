@@ -47,15 +47,15 @@ def digest(injection: Injection) -> str:
     settings += [injection.scoring, injection.context.config.hook_point, injection.seed, injection.label_bias]
     tensors = [injection.context.values, injection.coefficients]
     # Optional parts are appended only if present, so that digests of other injections do not change.
-    if injection.temperature != 1:
+    if injection.ensemble is not None:
+        settings.append(injection.ensemble.description())
+        tensors += [tensor for expert in injection.ensemble.experts for tensor in expert.tensors().values()]
+    elif injection.temperature != 1:
         settings.append(injection.temperature)
     if injection.head.thresholds is not None:
         settings.append(injection.head.thresholds)
     if injection.word_weights is not None:
         tensors.append(injection.word_weights)
-    if injection.encoder_bias is not None:
-        settings.append(injection.encoder_bias.encoder)
-        tensors.append(injection.encoder_bias.weights)
     sha = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for tensor in tensors:
         sha.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())

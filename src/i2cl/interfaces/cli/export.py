@@ -89,6 +89,7 @@ def export(
     from i2cl.core.injection import Injection
     from i2cl.export import EXPORTERS
     from i2cl.injections.label_prior import without_label_prior
+    from i2cl.storage.card import describe_llm_alone
 
     injection = Injection.from_pretrained(artefact)
     if form.drop_prior:
@@ -106,11 +107,13 @@ def export(
     files = [output] if output.is_file() else output.glob("*.safetensors")
     size = sum(path.stat().st_size for path in files)
     if json:
-        record = {"output": str(output), "to": form.to, "task": task, "base_model": name}
+        record: dict[str, Any] = {"output": str(output), "to": form.to, "task": task, "base_model": name}
+        record["experts"] = ["llm"]
         console.print_json(record | {"golden": form.golden, "bytes": size})
         return
     console.say(f"Saved {output}: {RESULTS[form.to].format(task=task, model=name)}, {size:,} bytes.")
-    for line in (*notes, *_hints(output, form)):
+    alone = describe_llm_alone(injection.description())
+    for line in (*filter(None, [alone and f"It holds {alone}."]), *notes, *_hints(output, form)):
         console.say(line)
 
 

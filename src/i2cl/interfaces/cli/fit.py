@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from i2cl.core.injection import Injection
     from i2cl.experiments.draw import Draw, Shots
     from i2cl.experiments.evidence import EvaluationPlan
-    from i2cl.experiments.fitting import FitRequest
-    from i2cl.methods import Injector
+    from i2cl.experiments.evidence.fit_evaluation import FitRequest
+    from i2cl.injections.ensemble import EnsembleConfig
+    from i2cl.methods import Injector, Method
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
     from i2cl.tasks.survey import Survey
@@ -93,11 +94,16 @@ class MethodOptions:
 
     PANEL: ClassVar[str] = options.METHOD
 
-    method: Literal["anchored", "i2cl", "anchored+sentence_embeddings"] | None = opt(
+    method: Literal["anchored", "i2cl"] | None = opt(
         None,
-        "anchored: a vector at every attention and MLP output; i2cl: the paper's method; or anchored "
-        "combined with a sentence encoder, a second, small model (--set encoder=minilm). Default: anchored, "
-        "or the method of the given recipe or option.",
+        "How the LLM is fitted. anchored: a vector at every attention and MLP output; i2cl: the paper's "
+        "method. Default: anchored, or the method of the given recipe or option.",
+    )
+    experts: str | None = opt(
+        None,
+        "Classifiers that are combined, separated by commas: llm, embeddings (logistic regression on a "
+        "sentence encoder), tfidf (logistic regression on character n-grams). Default: all; embeddings only "
+        "if i2cl[embeddings] and an encoder are installed.",
     )
     recipe: options.OwnRecipe = None
     settings: options.Settings = None
@@ -132,6 +138,11 @@ class EvaluationOptions:
         "Evaluate the fit beside baselines on up to this many held-out rows (at least one per label): test "
         "rows, or training rows that are not demonstrations; 0 for no evaluation.",
         min=0,
+    )
+    compare: str | None = opt(
+        None,
+        "Further methods for the table of baselines, separated by commas, such as menu,few_shot+label_prior; "
+        "`i2cl ls methods` lists them.",
     )
     folds: int = opt(
         3,
@@ -183,14 +194,17 @@ def fit(
     load.libraries()
     from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
     from i2cl.experiments.evidence import plan_evaluation
-    from i2cl.experiments.fitting import FitRequest, require_supported
+    from i2cl.experiments.evidence.fit_evaluation import FitRequest
+    from i2cl.experiments.fitting import require_supported
     from i2cl.tasks.formats import is_row_file
 
     seed = draw_options.seed
-    method = _method_of(method_options)
+    method, ensemble = _method_of(method_options)
+    compare = _methods_to_compare(evaluation, method, has_prior=bool(texts))
     loaded = local or load.task(task, rows)
     request = FitRequest(
         method,
+        ensemble,
         seed,
         unlabelled=texts,
         target=evaluation.target_accuracy,
@@ -198,6 +212,8 @@ def fit(
         keep_examples=draw_options.keep_examples,
     )
     require_supported(loaded, request)
+    if compare:
+        loaded.require_single_label("--compare", "omit it")
     choice: Any = {
         "shots": draw_options.number,
         "keep_back": draw_options.keep_back,
@@ -217,6 +233,7 @@ def fit(
             drawn = drawn.timed(decoder, loaded, method)
     demonstrations = drawn.demonstrations
     plan = plan_evaluation(loaded, demonstrations, evaluation.evaluate, evaluation.folds, seed)
+    plan = replace(plan, compare=compare)
     if evaluation.target_accuracy is not None:
         plan.require_target(evaluation.target_accuracy)
     survey, summary = surveyed(loaded, decoder, drawn, plan) if is_row_file(task) else (None, "")
@@ -260,8 +277,8 @@ def fit_and_show(
 
 def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", output: Path) -> Any:
     """Show the progress of a fit in a bar, and save the fit before it is evaluated."""
-    from i2cl.experiments.evidence.fit_evaluation import FitObserver, baselines
-    from i2cl.experiments.evidence.multi_label import BASELINES
+    from i2cl.experiments.evidence import multi_label
+    from i2cl.experiments.evidence.fit_evaluation import BASELINES, FitObserver
 
     class Observer(FitObserver):
         saved = False
@@ -282,7 +299,8 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
                     f"{console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
                 )
             if plan.rows:
-                rivals = BASELINES if injection.task.multi_label else len(baselines())
+                rivals = len(BASELINES) + len(plan.compare) + 1
+                rivals = multi_label.BASELINES if injection.task.multi_label else rivals
                 bar.restart(len(plan.rows) * (rivals + 1), "evaluating")
 
         def refit_step(self, done: int, total: int, _loss: float) -> None:
@@ -344,27 +362,47 @@ def _shares(method_options: MethodOptions, task: "Task") -> list[float] | None:
     return shares
 
 
-def _method_of(method_options: MethodOptions) -> "Injector":
-    """Return the method. Raises I2CLError for a missing encoder, before the model is loaded."""
-    from i2cl import encoders
+def _method_of(method_options: MethodOptions) -> "tuple[Injector, EnsembleConfig]":
+    """Return the method and the experts. Raises I2CLError for a missing encoder, before the model loads."""
+    from i2cl.injections.ensemble import EnsembleConfig
     from i2cl.methods import make_injector
-    from i2cl.methods.anchored import AnchoredWithEmbeddings
 
     given = {"memory": method_options.memory, "class_weight": method_options.class_weight}
     named = {name: str(value) for name, value in given.items() if value is not None}
-    chosen = make_injector(
-        method_options.method, load.options(method_options.settings) | named, method_options.recipe
-    )
-    if isinstance(chosen, AnchoredWithEmbeddings):
-        encoders.encoder_source(chosen.embeddings.encoder)
-    return chosen
+    if method_options.experts is not None:
+        named["experts"] = method_options.experts
+    ensemble, options = EnsembleConfig.take_from(load.options(method_options.settings) | named)
+    ensemble.members()  # raises
+    return make_injector(method_options.method, options, method_options.recipe), ensemble
+
+
+def _methods_to_compare(
+    evaluation: EvaluationOptions, method: "Injector", *, has_prior: bool
+) -> "tuple[Method, ...]":
+    """Parse ``--compare``. Raises I2CLError for an unknown method and for one that the table has anyway."""
+    from i2cl.experiments.evidence.fit_evaluation import BASELINES, TEXT_METHODS
+    from i2cl.methods import make_methods
+    from i2cl.methods.ensemble import Ensemble
+    from i2cl.methods.postprocessing import LabelPrior
+
+    if evaluation.compare is None:
+        return ()
+    if not evaluation.evaluate:
+        raise I2CLError("--compare needs an evaluation: leave out --evaluate 0")
+    compare = make_methods(load.split(evaluation.compare))
+    evaluated = LabelPrior(method) if has_prior else method
+    names = list(dict.fromkeys([*BASELINES, *TEXT_METHODS, Ensemble.name, evaluated.full_name]))
+    names += [one.full_name for one in compare]
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise I2CLError(f"--compare: the table has a row {duplicates[0]!r} already: leave it out")
+    return tuple(compare)
 
 
 def method_of(injection: "Injection") -> "Injector":
     """Return the method that fitted an injection. Raises I2CLError unless it is anchored calibration."""
     from i2cl.methods.anchored import Anchored
 
-    if injection.settings.get("method") != Anchored.name or injection.encoder_bias is not None:
+    if injection.settings.get("method") != Anchored.name:
         raise I2CLError("only tasks of the method anchored can be updated: fit it again from all rows")
     known = Anchored.options()
     made = Anchored.from_options({name: one for name, one in injection.settings.items() if name in known})
@@ -386,9 +424,11 @@ def _show_fit(
     from i2cl.methods.injecting import injection_cost
     from i2cl.storage.card import (
         describe_confidence,
+        describe_llm_gain,
         describe_log_loss,
         describe_prior,
         describe_threshold,
+        describe_weights,
     )
 
     history, count = injection.history, injection.context.demonstrations
@@ -400,10 +440,12 @@ def _show_fit(
         record |= {"fit_seconds": seconds, "cached_values": injection_cost(injection).cached_values}
         record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
         record |= {"temperature": injection.temperature, "metrics": injection.metrics}
+        record["ensemble"] = injection.ensemble.description() if injection.ensemble else None
         console.print_json(record | {"evaluation": injection.evaluation or None})
         return
     summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
-    what = f"{injection.task.name} by {method}, {count} demonstrations"
+    experts = " and ".join(injection.ensemble.names[1:]) if injection.ensemble else ""
+    what = f"{injection.task.name} by {method}{f' with {experts}' if experts else ''}, {count} demonstrations"
     console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
     guess = math.inf if injection.task.multi_label else GUESSING * math.log(len(injection.task.labels))
     if last is not None and method.startswith("anchored") and last > guess:
@@ -416,22 +458,22 @@ def _show_fit(
         console.say(f"Calibration: {describe_log_loss(injection.temperature, injection.evaluation)}.")
     elif injection.evaluation:
         _show_evaluation(injection.evaluation)
-        chosen = describe_confidence(injection.temperature, injection.evaluation["confidence"])
+        if gain := describe_llm_gain(injection.evaluation):
+            console.say(f"{gain}.")
+        chosen = describe_confidence(injection.description(), injection.evaluation["confidence"])
         console.say(f"Calibration: {chosen}.")
         if summary := injection.evaluation["selection"]:
             console.say(f"Confidence threshold: {describe_threshold(summary)}.")
             threshold = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
     elif plan.reason:
         console.say(f"Not evaluated: {plan.reason}, or give rows with --test FILE.")
-    if not injection.evaluation and injection.temperature != 1:
-        console.say(
-            f"Calibration: temperature {injection.temperature:g} (typical of such fits, not measured)."
-        )
+    if not injection.evaluation and (injection.ensemble or injection.temperature != 1):
+        weights = describe_weights(injection.description())
+        console.say(f"Calibration: {weights} (typical of such fits, not measured).")
     console.say(f"Next: i2cl predict {shlex.quote(str(output))} FILE{threshold}")
 
 
 def _show_evaluation(evaluation: Mapping[str, Any]) -> None:
-    from i2cl import encoders
     from i2cl.storage.card import BATCH_METHOD_NOTE, EVALUATION_ROWS, describe_recall
 
     rows: list[Mapping[str, object]] = [
@@ -451,9 +493,6 @@ def _show_evaluation(evaluation: Mapping[str, Any]) -> None:
         console.say(f"{name} was not run: {why}.")
     if any("batch_calibration" in name for name in evaluation["methods"]):
         console.say(BATCH_METHOD_NOTE)
-    if {"anchored", "sentence_embeddings"} <= evaluation["methods"].keys():
-        encoder = encoders.local_encoder()
-        console.say(f"To combine anchored and sentence_embeddings, refit with --set encoder={encoder}.")
     if recall := describe_recall(evaluation):
         console.say(f"{recall}.")
     console.say(f"\nVerdict: {evaluation['verdict']}.")

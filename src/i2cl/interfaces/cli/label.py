@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from i2cl.errors import I2CLError, require_packages
+from i2cl.errors import I2CLError
 from i2cl.interfaces.batch_prediction.tables import formula_note, is_formula
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
@@ -67,7 +67,6 @@ def suggest(
     Without a fitted task, the choice covers all kinds of texts; with one, those that it is uncertain about.
     """
     require_new_file(output)
-    require_packages("i2cl suggest", "sklearn", "sklearn")
     load.require_options(loading)
     injection = None
     if labels is not None:
@@ -137,7 +136,6 @@ def review(
 
     Refits without a row score it, and near-duplicates with different labels are compared. No row is changed.
     """
-    require_packages("i2cl review", "sklearn", "sklearn")
     load.require_options(loading)
     injection = _injection(artefact, places)
     task = injection.task

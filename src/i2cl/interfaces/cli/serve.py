@@ -50,7 +50,7 @@ class LimitOptions:
     max_resident_tasks: int = opt(1000, "Maximum number of tasks on the model's device.", min=1)
     encoder: list[str] | None = opt(
         None,
-        "Sentence encoder that tasks may use (`fit --method anchored+sentence_embeddings`), repeatable; "
+        "Sentence encoder that tasks may use (`fit --experts`), repeatable; "
         "default: minilm, if it is available without a download.",
     )
 

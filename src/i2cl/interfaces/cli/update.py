@@ -59,7 +59,9 @@ def update(
     from i2cl.core.injection import Injection
     from i2cl.experiments.draw import Draw
     from i2cl.experiments.evidence import plan_evaluation
-    from i2cl.experiments.fitting import FitRequest, require_supported
+    from i2cl.experiments.evidence.fit_evaluation import FitRequest
+    from i2cl.experiments.fitting import require_supported
+    from i2cl.injections.ensemble import EnsembleConfig
 
     injection = Injection.from_pretrained(artefact)
     method = fit.method_of(injection)
@@ -67,6 +69,7 @@ def update(
     command = fit.command_line(context)
     request = FitRequest(
         method,
+        EnsembleConfig.of(injection.ensemble),
         injection.seed,
         injection.scoring,
         threshold=evaluation.threshold,

@@ -9,18 +9,19 @@ from typing import Any
 
 from pydantic import Field
 
+from i2cl.core.experts import LLM, TfidfExpert
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.draw import MAX_SHOTS, Draw, draw, draw_within_budget, up_to
-from i2cl.experiments.evidence.fit_evaluation import FitObserver, plan_evaluation
-from i2cl.experiments.fitting import FitRequest, fit_task, require_supported
+from i2cl.experiments.evidence.fit_evaluation import FitObserver, FitRequest, plan_evaluation
+from i2cl.experiments.fitting import fit_task, require_supported
+from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job
 from i2cl.interfaces.server.refusals import OPTION, RefusalError
 from i2cl.interfaces.server.routes.schemas import FitOptions
 from i2cl.interfaces.server.task_store import TaskStore
 from i2cl.methods import Injector, make_injector
-from i2cl.methods.anchored import AnchoredWithEmbeddings
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Examples, Task, Template, load_task
@@ -89,7 +90,7 @@ def read_task(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path)
     task = replace(task, name=request.name, title=request.name)
     instruction = request.instruction or None
     task = task.with_prompt_options(decoder.tokenizer, chat=request.chat, instruction=instruction)
-    method = _method(request, tasks)
+    method, _ = _method(request, tasks)
     require_supported(task, FitRequest(method))
     drawn = _draw(request, task, method)
     scorer = LabelScorer(decoder, task)
@@ -124,7 +125,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     request = FitJob.model_validate(job.request)
     decoder = SharedDecoder(batcher, job)
     task, drawn = read_task(decoder, tasks, request, job.folder)
-    method = _method(request, tasks)
+    method, ensemble = _method(request, tasks)
     observer = _JobObserver(job, decoder)
 
     def work() -> tuple[Injection, Examples]:
@@ -142,7 +143,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
             split=plan.split,
             folds=plan.folds,
         )
-        options = FitRequest(method, request.seed)
+        options = FitRequest(method, ensemble, request.seed)
         injection = fit_task(decoder, task, demonstrations, options, plan, observer, observer.clock)
         return (_without_timings(injection) if injection.evaluation else injection), demonstrations
 
@@ -243,15 +244,17 @@ def _without_timings(injection: Injection) -> Injection:
     return injection.with_report(evaluation=injection.evaluation | {"methods": methods})
 
 
-def _method(request: FitJob, tasks: TaskStore) -> Injector:
-    """Return the method. Raises I2CLError on unknown options, or an encoder that is not enabled."""
-    settings = request.settings
-    method = make_injector(request.method, settings, request.recipe)
-    if isinstance(method, AnchoredWithEmbeddings) and tasks.encoders and "encoder" not in settings:
-        method = make_injector(method.name, {"encoder": tasks.encoders[0], **settings})
-    if isinstance(method, AnchoredWithEmbeddings):
-        tasks.require_encoder(method.embeddings.encoder)
-    return method
+def _method(request: FitJob, tasks: TaskStore) -> tuple[Injector, EnsembleConfig]:
+    """Return method and experts. Raises I2CLError on unknown options, or an encoder that is not enabled."""
+    ensemble, settings = EnsembleConfig.take_from(request.settings | {"experts": request.experts})
+    if ensemble.encoder is not None:
+        tasks.require_encoder(ensemble.encoder)
+    elif tasks.encoders:
+        ensemble = ensemble.model_copy(update={"encoder": tasks.encoders[0]})
+    elif ensemble.experts is None:
+        ensemble = ensemble.model_copy(update={"experts": (LLM, TfidfExpert.name)})
+    ensemble.members()  # raises
+    return make_injector(request.method, settings, request.recipe), ensemble
 
 
 def _tokens_per_text(decoder: Decoder, task: Task, demonstrations: Examples) -> dict[str, int]:

@@ -22,7 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
@@ -186,13 +186,14 @@ class TaskStore:
 
     def _with_encoder(self, injection: Injection) -> Injection:
         """Use the enabled encoder whose vectors equal those of the fit: its path may differ by machine."""
-        bias, device = injection.head.encoder, str(self.pool.decoder.device)
-        if bias is None or absolute(bias.encoder) in self.encoders:
+        ensemble, device = injection.ensemble, str(self.pool.decoder.device)
+        expert = None if ensemble is None else ensemble.embeddings
+        if ensemble is None or expert is None or absolute(expert.encoder) in self.encoders:
             return injection
         for name in self.encoders:
-            if bias.is_of(name, device):
-                return injection.with_head(encoder=replace(bias, encoder=name))
-        self.require_encoder(bias.encoder)
+            if expert.is_of(name, device):
+                return injection.with_head(ensemble=ensemble.with_encoder(name))
+        self.require_encoder(expert.encoder)
         return injection
 
     def require_encoder(self, name: str) -> None:

@@ -12,15 +12,19 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from jaxtyping import Float, Shaped
+from pydantic import BaseModel
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
+from i2cl.core.experts import LLM
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.draw import up_to, warn_of_small_classes
 from i2cl.experiments.evidence import plan_evaluation
-from i2cl.experiments.fitting import FitRequest, fit_task
+from i2cl.experiments.evidence.fit_evaluation import FitRequest
+from i2cl.experiments.fitting import fit_task
+from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.injections.temperature import normalised
 from i2cl.injections.threshold import require_confidence
 from i2cl.interfaces.sklearn.inputs import (
@@ -35,7 +39,6 @@ from i2cl.interfaces.sklearn.inputs import (
 from i2cl.interfaces.sklearn.quiet import quiet_unless_verbose
 from i2cl.interfaces.sklearn.shared import NO_MODEL, ModelSource, find_decoder
 from i2cl.methods import METHODS, make_injector
-from i2cl.methods.anchored import AnchoredWithEmbeddings
 from i2cl.methods.cross_validation import require_folds
 from i2cl.methods.i2cl import I2CL
 from i2cl.models.decoder import Decoder
@@ -66,12 +69,14 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             column; default: the columns of a data frame.
         shots: examples per class, drawn with ``random_state``, or all if a class has fewer; None uses all
             training texts.
-        method: ``"anchored"``, an injection fitted around the plain model among the labels; ``"i2cl"``, the
-            paper's method; or ``"anchored+sentence_embeddings"``, the first combined with a sentence encoder.
-            Default: ``"anchored"``, or the method that a recipe or an option belongs to.
+        method: how the LLM is fitted: ``"anchored"``, an injection fitted around the plain model among the
+            labels, or ``"i2cl"``, the paper's method. Default: ``"anchored"``, or the method that a recipe or
+            an option belongs to.
         recipe: calibration recipe of I2CL: ``"paper"`` (its default), ``"released"`` or ``"fast"``.
-        settings: options of the method over the recipe's, such as ``{"encoder": "minilm"}``; `i2cl ls
-            methods` lists them.
+        experts: names of the classifiers that are combined: ``"llm"``, ``"embeddings"`` and ``"tfidf"``.
+            Default: all that are available; see `i2cl.injections.ensemble.EnsembleConfig`.
+        settings: options of the method over the recipe's, which `i2cl ls methods` lists, and of the experts,
+            such as ``{"encoder": "minilm"}``.
         class_weight: ``"balanced"``, which weights a class inversely to its frequency among the examples; a
             dict from class to weight; or None for equal weights of all examples.
         unlabelled: 32 or more texts without labels, to correct label bias, see
@@ -107,6 +112,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         shots: int | None = None,
         method: str | None = None,
         recipe: str | None = None,
+        experts: Sequence[str] | None = None,
         settings: Mapping[str, Any] | None = None,
         class_weight: Mapping[Any, float] | Literal["balanced"] | None = None,
         unlabelled: Sequence[str] | None = None,
@@ -127,6 +133,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.shots = shots
         self.method = method
         self.recipe = recipe
+        self.experts = experts
         self.settings = settings
         self.class_weight = class_weight
         self.unlabelled = unlabelled
@@ -166,7 +173,10 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
                 as_multi_label_examples(texts, indicators, sample_weight),
             )
             classes = np.array(words)
-        method = make_injector(self.method, self._options(classes, words), self.recipe)
+        options = self._options(classes, words) | {"experts": self.experts}
+        ensemble, options = EnsembleConfig.take_from(options)
+        ensemble.members()  # raises
+        method = make_injector(self.method, options, self.recipe)
         template = self.template if isinstance(self.template, Template) else Template(self.template)
         task = Task("texts", words, template, train=rows, multi_label=indicators is not None)
         seed = self._seed()
@@ -181,7 +191,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             decoder.tokenizer, chat=self.chat, instruction=self.instruction or None
         )
         unlabelled = [] if self.unlabelled is None else as_texts(self.unlabelled, "unlabelled")
-        request = FitRequest(method, seed, self.scoring, unlabelled)
+        request = FitRequest(method, ensemble, seed, self.scoring, unlabelled)
         injection = fit_task(decoder, task, shown, request, plan)
         state = {"classes": classes.tolist(), "dtype": classes.dtype.str, "shots": shots}
         self.injection_ = injection.with_report(settings=injection.settings | {SETTINGS_KEY: state})
@@ -289,18 +299,17 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         state = injection.settings.get(SETTINGS_KEY, {"classes": list(words), "shots": None})
         classes = _stored_classes(state)
         method = METHODS.get(injection.settings.get("method", I2CL.name), I2CL)
-        method = AnchoredWithEmbeddings if injection.encoder_bias is not None else method
         settings = injection.context.config.model_dump() | injection.settings
-        if injection.encoder_bias is not None:
-            settings["encoder"] = injection.encoder_bias.encoder
-        fields = {
-            option: field for config in method.settings for option, field in config.model_fields.items()
-        }
+        configs: list[type[BaseModel]] = [*method.settings, EnsembleConfig]
+        fields = {option: field for config in configs for option, field in config.model_fields.items()}
         changed = {
             option: value
             for option, value in settings.items()
-            if option in fields and (value != fields[option].default or option == "encoder")
+            if option in fields and value != fields[option].default
         }
+        ensemble = injection.ensemble
+        if ensemble is not None and ensemble.embeddings is not None:
+            changed["encoder"] = ensemble.embeddings.encoder
         template = injection.task.template
         classifier = cls(
             model if model is not None else injection.base,
@@ -312,6 +321,7 @@ class I2CLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             ),
             shots=state["shots"],
             method=method.name,
+            experts=[LLM] if ensemble is None else list(ensemble.names),
             class_weight=changed.pop("class_weight", None),
             settings=changed or None,
             scoring=injection.scoring,

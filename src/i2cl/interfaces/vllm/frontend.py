@@ -4,6 +4,7 @@ Does not import vLLM, except in functions that take a ``vllm.LLM``.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,7 @@ from i2cl.models.fingerprint import (
 from i2cl.models.loading import resolve_name
 from i2cl.models.precision import dtype_name
 from i2cl.models.scoring import LabelScorer, require_texts
+from i2cl.storage.card import describe_llm_alone
 
 MAX_LABEL_TOKENS = 128  # vLLM's limit on ``logprob_token_ids`` per prompt
 Edge = tuple[Ids, int]  # of the trie of label tokens: a label prefix, and a token that follows it
@@ -197,7 +199,7 @@ class ServedTasks:
 
         Args:
             name: task name, as used in requests.
-            injection: the injection to serve.
+            injection: the injection to serve; of an ensemble, the LLM alone, with a warning.
             config: the engine's ``ModelConfig``.
             tokenizer: the engine's tokenizer.
             force: accept an injection fitted on other weights of the same sizes.
@@ -208,6 +210,8 @@ class ServedTasks:
         if not name.strip():
             raise I2CLError("the task name is empty: a task needs a name")
         injection.task.require_single_label("the vLLM plugin", "serve it with `i2cl serve`")
+        if alone := describe_llm_alone(injection.description()):
+            warnings.warn(f"task {name!r} is served by {alone}", UserWarning, stacklevel=2)
         edit = PackedEdit.of_injection(injection)
         if config.model not in self._identities:
             self._identities[config.model] = model_identity(config, tokenizer)
@@ -216,7 +220,7 @@ class ServedTasks:
         decoder.max_length = min(decoder.max_length or config.max_model_len, config.max_model_len - 1)
         scorer = injection.scorer(decoder)
         _ = scorer.labels  # raises now if the labels cannot be scored
-        return ServedTask(name, edit, artefact_digest(injection), scorer, injection.head)
+        return ServedTask(name, edit, artefact_digest(injection), scorer, injection.llm_alone().head)
 
     def add(self, task: ServedTask) -> list[str]:
         """Admit requests for a task, replacing its previous version.

@@ -72,7 +72,7 @@ def add_tasks(app: FastAPI, service: Service) -> None:
             "label_bias": injection.label_bias,
             "temperature": injection.temperature,
             "thresholds": injection.head.thresholds,
-            "encoder": None if injection.encoder_bias is None else injection.encoder_bias.encoder,
+            "ensemble": None if injection.ensemble is None else injection.ensemble.description(),
         }
 
     @app.put("/v1/tasks/{name:path}", summary="Upload a task folder as a tar file", openapi_extra=_TAR)

@@ -184,7 +184,11 @@ class FitOptions(Body):
     chat: bool = False
     shots: Annotated[Int, Field(ge=1, le=10_000)] | None = None
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
-    method: Literal["anchored", "i2cl", "anchored+sentence_embeddings"] | None = None
+    method: Literal["anchored", "i2cl"] | None = None
+    experts: Annotated[
+        list[Literal["llm", "embeddings", "tfidf"]] | None,
+        Field(description="Classifiers that are combined; default: all that are available."),
+    ] = None
     recipe: Literal["paper", "released", "fast"] | None = None
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
     evaluate: Annotated[Int, Field(ge=0, le=10_000, description="Maximum number of rows to score on.")] = 160

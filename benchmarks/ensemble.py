@@ -1,0 +1,172 @@
+"""Evaluate an ensemble on the scores of a store: its weights see some of the queries, and answer the others.
+
+    python benchmarks/ensemble.py docs/experiments/real/store --limit 200 --scores /tmp/real -o real.json
+
+The label scores of anchored calibration come from the store; both text experts are fitted to the same
+demonstrations and kept in ``--scores``. The paper's nine tasks need I2CL_DATA_DIR or the hub.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from i2cl import load_task
+from i2cl.core.experts import EmbeddingsExpert, TfidfExpert
+from i2cl.encoders import EmbeddingsConfig
+from i2cl.experiments.confidence import confidence
+from i2cl.experiments.evidence.verdicts import holm
+from i2cl.experiments.statistics import difference
+from i2cl.experiments.store import Store
+from i2cl.injections.ensemble import TEXT_PRIORS, WeightPrior, cross_fitted, likely_weights
+from i2cl.injections.temperature import SPREAD, TYPICAL_TEMPERATURE, normalised
+
+PRIORS = [WeightPrior(1 / TYPICAL_TEMPERATURE, SPREAD / TYPICAL_TEMPERATURE), *TEXT_PRIORS.values()]
+MEMBERS = ("anchored", "embeddings", "tfidf")
+METHODS = ("ensemble", "typical weights", "product", "anchored", "embeddings", "tfidf")
+RIVALS = ("lora", "setfit")
+FEW_ROWS = (12, 20, 40)  # rows for the weights where evidence is weak
+DRAWS = 20
+BEHIND = 0.03  # accuracy behind the best member that counts as far behind
+
+Scores = dict[str, Any]
+
+
+def collect(store: Store, limit: int, folder: Path) -> dict[tuple[str, int], Scores]:
+    """Return the scores of all members, and predictions of rivals, by task and seed."""
+    runs: dict[tuple[str, int], dict[str, Any]] = defaultdict(dict)
+    for record in store.records.values():
+        run, cell = record.outcome, record.cell
+        plain = cell.shots is None and cell.demonstrations == "random" and not (cell.chat or cell.own)
+        if run is not None and run.n == limit and run.seed < 4 and plain and cell.skew == 1:
+            options = cell.options
+            if run.method == "anchored" and not options and run.scores is not None:
+                runs[run.task, run.seed]["anchored"] = run
+            elif run.method in RIVALS and "scoring" not in options and options.get("epochs", 20) == 20:
+                runs[run.task, run.seed][run.method] = run
+    folder.mkdir(parents=True, exist_ok=True)
+    collected = {}
+    for (task, seed), of_method in sorted(runs.items()):
+        if "anchored" not in of_method:
+            continue
+        path = folder / f"{task}-{seed}.npz"
+        if not path.is_file():
+            np.savez_compressed(path, text=text_scores(task, seed, limit))
+        anchored = of_method["anchored"]
+        scores = np.concatenate([normalised(anchored.scores.array)[None], np.load(path)["text"]])
+        gold = np.array(anchored.gold)
+        rivals = {
+            name: np.array(of_method[name].predictions) == np.array(of_method[name].gold)
+            for name in RIVALS
+            if name in of_method
+        }
+        collected[task, seed] = {"scores": scores, "gold": gold, "rivals": rivals}
+    return collected
+
+
+def text_scores(name: str, seed: int, limit: int) -> np.ndarray:
+    """Return the log-probabilities of both text experts on the queries of a task."""
+    task = load_task(name)
+    shown, texts = task.sample(None, seed), [row.text for row in task.queries(limit)]
+    embeddings = EmbeddingsExpert.fit(EmbeddingsConfig(encoder="minilm"), task, shown, "cpu")
+    experts = (embeddings, TfidfExpert.fit(task, shown))
+    return np.stack([expert.log_probs(texts, "cpu").double().numpy() for expert in experts])
+
+
+def evaluate(one: Scores) -> dict[str, Any]:
+    """Return accuracies and calibration of members, products and the ensemble on one task and seed."""
+    scores, gold = one["scores"], one["gold"]
+    pooled = {
+        "ensemble": cross_fitted(scores, gold, PRIORS, folds=5),
+        "typical weights": cross_fitted(scores, gold, PRIORS, folds=0),
+        "product": normalised(scores[0] / TYPICAL_TEMPERATURE + scores[1]),
+        "anchored": cross_fitted(scores[:1], gold, PRIORS[:1], folds=5),
+        "embeddings": scores[1],
+        "tfidf": scores[2],
+    }
+    record = {
+        name: {"right": (log_probs.argmax(1) == gold).tolist()}
+        | {key: vars(confidence(log_probs, gold, log_probs.argmax(1)))[key] for key in ("log_loss", "ece")}
+        for name, log_probs in pooled.items()
+    }
+    record |= {name: {"right": right.tolist()} for name, right in one["rivals"].items()}
+    record["weights"] = dict(zip(MEMBERS, likely_weights(scores, gold, PRIORS), strict=True))
+    return record
+
+
+def weak_evidence(one: Scores, rows: int) -> list[dict[str, float]]:
+    """Return accuracies of the ensemble and its best member, with weights from random ``rows``."""
+    scores, gold, draws = one["scores"], one["gold"], []
+    for draw in range(DRAWS):
+        order = np.random.default_rng(draw).permutation(len(gold))
+        some, rest = order[:rows], order[rows:]
+        weights = likely_weights(scores[:, some], gold[some], PRIORS)
+        right = np.tensordot(weights, scores[:, rest], 1).argmax(1) == gold[rest]
+        members = (scores[:, rest].argmax(2) == gold[rest]).mean(1)
+        draws.append({"ensemble": float(right.mean()), "best": float(members.max())})
+    return draws
+
+
+def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, Any]]) -> None:
+    """Print the mean of each method, and the difference of the ensemble from it."""
+    tasks = sorted({task for task, _ in collected})
+    right = {
+        method: [
+            np.stack([records[f"{task} {seed}"][method]["right"] for seed in range(4)])
+            for task in tasks
+            if all(method in records.get(f"{task} {seed}", {}) for seed in range(4))
+        ]
+        for method in (*METHODS, *RIVALS)
+    }
+    complete = {method: each for method, each in right.items() if len(each) == len(tasks)}
+    differences = {
+        method: difference(complete["ensemble"], each)
+        for method, each in complete.items()
+        if method != "ensemble"
+    }
+    qs = dict(zip(differences, holm([one.p for one in differences.values()]), strict=True))
+    for method, each in complete.items():
+        means = {
+            key: np.mean([records[key_of][method].get(key, np.nan) for key_of in records])
+            for key in ("log_loss", "ece")
+        }
+        by_task = " ".join(f"{task} {100 * one.mean():.1f}" for task, one in zip(tasks, each, strict=True))
+        mean = 100 * np.mean([one.mean() for one in each])
+        print(f"{method}: {mean:.1f}, log-loss {means['log_loss']:.3f}, ECE {means['ece']:.3f} ({by_task})")
+        if method in differences:
+            one = differences[method]
+            interval = f"{100 * one.low:.1f} to {100 * one.high:.1f}"
+            print(f"  ensemble {100 * one.mean:+.1f} ({interval}), q {qs[method]:.4f}")
+
+
+def main() -> None:
+    """Print means over tasks and seeds, and write all figures as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--limit", type=int, default=200)
+    parser.add_argument("--scores", type=Path, required=True)
+    parser.add_argument("--weak", default="mr,subj,tickets,trec", help="tasks of the draws with few rows")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    given = parser.parse_args()
+    collected = collect(Store.open(given.store), given.limit, given.scores)
+    records = {f"{task} {seed}": evaluate(one) for (task, seed), one in collected.items()}
+    weak = {
+        f"{task} {rows}": weak_evidence(collected[task, 0], rows)
+        for task in given.weak.split(",")
+        for rows in FEW_ROWS
+    }
+    weights = {key: record["weights"] for key, record in records.items()}
+    given.output.write_text(json.dumps({"weights": weights, "weak": weak}) + "\n", encoding="utf-8")
+    show(collected, records)
+    for key, draws in weak.items():
+        behind = np.mean([one["best"] - one["ensemble"] > BEHIND for one in draws])
+        print(f"{key} rows: {behind:.0%} of draws more than {100 * BEHIND:.0f} points behind the best member")
+
+
+if __name__ == "__main__":
+    main()

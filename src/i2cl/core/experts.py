@@ -1,0 +1,306 @@
+"""Text experts: small classifiers on the text alone, whose label probabilities are pooled with the LLM's.
+
+Beyond the paper. The members of an `Ensemble` are combined by a log-linear pool,
+
+    log p(label) = sum over members of weight * log p_member(label), normalized,
+
+which is a product of experts with fitted exponents (Genest and Zidek 1986,
+https://doi.org/10.1214/ss/1177013825). `i2cl.injections.ensemble` fits the weights.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from i2cl.encoders import (
+    MIN_PROBE_COSINE,
+    EmbeddingsConfig,
+    absolute,
+    embed,
+    frozen_encoder,
+    probe,
+)
+from i2cl.errors import I2CLError, require_packages
+from i2cl.models.scoring import Progress, require_texts
+from i2cl.tasks import Examples, Task
+
+LLM = "llm"  # name of the LLM among the members of an ensemble
+NGRAMS = (1, 5)  # lengths of the character n-grams
+HASH_BUCKETS = 2**18  # n-grams are stored as hashes, so that an artefact contains no fragments of texts
+TFIDF_C = 10.0  # scikit-learn's C
+
+
+@dataclass(frozen=True, eq=False)
+class TextExpert(ABC):
+    """Logistic regression on features of a text.
+
+    Attributes:
+        weights: log-odds of each label per feature; the last column is the intercept.
+    """
+
+    weights: Float[Tensor, "labels inputs"]
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def log_probs(
+        self, texts: Sequence[str], device: str, progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
+        """Compute the log-probability of each label, in float32.
+
+        ``progress`` is called as texts finish. Raises I2CLError on an empty text, or if a package or the
+        encoder of the fit is missing.
+        """
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all stored tensors, by their name in an artefact."""
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingsExpert(TextExpert):
+    """Logistic regression on unit-length embeddings of a frozen sentence encoder.
+
+    Source: Reimers and Gurevych 2019, https://arxiv.org/abs/1908.10084, and their library, https://sbert.net.
+
+    Attributes:
+        encoder: ``minilm``, a folder of sentence-transformers, or a hub id.
+        probe: embedding of `i2cl.encoders.PROBE` at the fit.
+    """
+
+    encoder: str
+    probe: Float[Tensor, " d"]
+
+    name = "embeddings"
+
+    def __post_init__(self) -> None:
+        weights, direction = self.weights.float(), self.probe.float()
+        shapes_fit = (weights.ndim, direction.ndim) == (2, 1) and weights.shape[1] == len(direction) + 1
+        if not shapes_fit or not 0.99 < float(direction.norm()) < 1.01:
+            raise I2CLError("the stored sentence-encoder weights are damaged: copy or fit it again")
+        vars(self).update(weights=weights, probe=direction)  # the dataclass is frozen
+
+    @classmethod
+    def fit(cls, config: EmbeddingsConfig, task: Task, demonstrations: Examples, device: str) -> Self:
+        """Embed the demonstrations and fit the classifier, with the demonstrations' weights.
+
+        Raises I2CLError if the extra or the encoder is missing, or a text is empty.
+        """
+        require_packages("a sentence encoder", "embeddings", "sentence_transformers")
+        vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])
+        weights = _fit_regression(vectors, task, demonstrations, config.embeddings_c)
+        return cls(weights, absolute(config.encoder), probe(config.encoder, device))
+
+    def is_of(self, encoder: str, device: str) -> bool:
+        """Return whether an encoder yields the embeddings of the fit. Raises I2CLError if it is missing."""
+        direction = probe(encoder, device)
+        return direction.shape == self.probe.shape and float(direction @ self.probe) >= MIN_PROBE_COSINE
+
+    def require_encoder(self, device: str) -> None:
+        """Load the encoder. Raises I2CLError if it is missing, or is not the encoder of the fit."""
+        require_packages("this injection's sentence encoder", "embeddings", "sentence_transformers")
+        try:
+            same = self.is_of(self.encoder, device)
+        except I2CLError as error:
+            raise I2CLError(f"{error} (or give its new location with --encoder or encoder=)") from None
+        if not same:
+            hint = "give the encoder of the fit with --encoder or encoder=, or fit it again"
+            raise I2CLError(f"the encoder {self.encoder!r} yields other embeddings than at the fit: {hint}")
+
+    def log_probs(
+        self, texts: Sequence[str], device: str, progress: Progress | None = None
+    ) -> Float[Tensor, "texts labels"]:
+        """Compute the log-probability of each label; see `TextExpert.log_probs`."""
+        self.require_encoder(device)
+        if not texts:
+            return self.weights.new_empty(0, len(self.weights))
+        vectors = torch.from_numpy(embed(frozen_encoder(self.encoder, device), texts, progress))
+        return (vectors @ self.weights[:, :-1].T + self.weights[:, -1]).log_softmax(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights and the probe."""
+        return {"embeddings_weights": self.weights, "embeddings_probe": self.probe}
+
+
+@dataclass(frozen=True, eq=False)
+class TfidfExpert(TextExpert):
+    """Logistic regression on TF-IDF features of character n-grams.
+
+    Equals scikit-learn's ``TfidfVectorizer(analyzer="char_wb", sublinear_tf=True)`` up to hash collisions.
+
+    Attributes:
+        buckets: hashes of the n-grams of the demonstrations, ascending.
+        idf: inverse document frequency of each bucket.
+    """
+
+    buckets: Int[Tensor, " buckets"]
+    idf: Float[Tensor, " buckets"]
+
+    name = "tfidf"
+
+    def __post_init__(self) -> None:
+        buckets = self.buckets
+        ascending = bool((buckets[1:] > buckets[:-1]).all()) and not (buckets < 0).any()
+        if not (ascending and len(buckets) == len(self.idf) == self.weights.shape[1] - 1):
+            raise I2CLError("the stored TF-IDF weights are damaged: copy or fit it again")
+
+    @classmethod
+    def fit(cls, task: Task, demonstrations: Examples) -> Self:
+        """Count the n-grams and fit the classifier, with the demonstrations' weights.
+
+        Raises I2CLError on an empty text.
+        """
+        from sklearn.feature_extraction.text import TfidfTransformer
+
+        counts = _count_ngrams([example.text for example in demonstrations])
+        buckets = np.unique(counts.indices)
+        tfidf = TfidfTransformer(sublinear_tf=True)
+        features = tfidf.fit_transform(counts[:, buckets])
+        weights = _fit_regression(features, task, demonstrations, TFIDF_C)
+        return cls(weights, torch.from_numpy(buckets.astype(np.int32)), torch.tensor(tfidf.idf_).float())
+
+    def log_probs(
+        self,
+        texts: Sequence[str],
+        device: str = "cpu",  # noqa: ARG002 - always the CPU
+        progress: Progress | None = None,
+    ) -> Float[Tensor, "texts labels"]:
+        """Compute the log-probability of each label; see `TextExpert.log_probs`."""
+        from scipy.sparse import diags
+        from sklearn.preprocessing import normalize
+
+        if not texts:
+            return self.weights.new_empty(0, len(self.weights))
+        counts = _count_ngrams(texts)[:, self.buckets.numpy()]
+        counts.data = 1 + np.log(counts.data)
+        features = normalize(counts @ diags(self.idf.numpy()))
+        odds = features @ self.weights[:, :-1].double().numpy().T + self.weights[:, -1].numpy()
+        if progress is not None:
+            progress(len(texts))
+        return torch.from_numpy(odds).float().log_softmax(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights, hashes and document frequencies."""
+        return {"tfidf_weights": self.weights, "tfidf_buckets": self.buckets, "tfidf_idf": self.idf}
+
+
+@dataclass(frozen=True, eq=False)
+class Ensemble:
+    """Text experts beside the LLM, and the weights of the log-linear pool.
+
+    Attributes:
+        experts: the text experts.
+        weights: weight of the LLM, then of each text expert; not negative.
+    """
+
+    experts: tuple[TextExpert, ...]
+    weights: tuple[float, ...]
+
+    def require_labels(self, count: int) -> None:
+        """Raise I2CLError unless there is a weight of at least 0 per member, and experts fit the labels."""
+        if len(self.weights) != len(self.names) or not all(0 <= one < math.inf for one in self.weights):
+            raise I2CLError(
+                f"ensemble weights {self.weights} are not one per member, at least 0: fit it again"
+            )
+        for expert in self.experts:
+            if len(expert.weights) != count:
+                what = f"{expert.name} weights {tuple(expert.weights.shape)} do not fit {count} labels"
+                raise I2CLError(f"{what}: fit it again")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the members, in the order of the weights."""
+        return (LLM, *(expert.name for expert in self.experts))
+
+    @property
+    def embeddings(self) -> EmbeddingsExpert | None:
+        """The expert with a sentence encoder, if there is one."""
+        return next((one for one in self.experts if isinstance(one, EmbeddingsExpert)), None)
+
+    def with_encoder(self, encoder: str) -> "Ensemble":
+        """Return a copy that loads its sentence encoder from another place."""
+        moved = [
+            replace(one, encoder=encoder) if isinstance(one, EmbeddingsExpert) else one
+            for one in self.experts
+        ]
+        return replace(self, experts=tuple(moved))
+
+    def text_log_probs(self, texts: Sequence[str], device: str) -> Float[Tensor, "texts experts labels"]:
+        """Compute the log-probabilities of all text experts. Raises I2CLError as `TextExpert.log_probs`."""
+        return torch.stack([expert.log_probs(texts, device) for expert in self.experts], 1)
+
+    def description(self) -> dict[str, Any]:
+        """Return the JSON description, which `from_stored` reads together with the experts' tensors."""
+        description: dict[str, Any] = {"weights": dict(zip(self.names, self.weights, strict=True))}
+        if self.embeddings is not None:
+            description["encoder"] = self.embeddings.encoder
+        return description
+
+    @classmethod
+    def from_stored(
+        cls, weights: Mapping[str, float], encoder: str | None, tensors: Mapping[str, Tensor]
+    ) -> Self:
+        """Return a stored ensemble.
+
+        Args:
+            weights: by member.
+            encoder: sentence encoder of the member ``"embeddings"``.
+            tensors: the experts' tensors.
+
+        Raises:
+            KeyError: if a tensor is missing.
+            I2CLError: if an expert is unknown or damaged.
+        """
+        experts: list[TextExpert] = []
+        for name in [name for name in weights if name != LLM]:
+            if name == EmbeddingsExpert.name and encoder:
+                expert = EmbeddingsExpert(tensors["embeddings_weights"], encoder, tensors["embeddings_probe"])
+                experts.append(expert)
+            elif name == TfidfExpert.name:
+                stored = [tensors[f"tfidf_{part}"] for part in ("weights", "buckets", "idf")]
+                experts.append(TfidfExpert(*stored))
+            else:
+                raise I2CLError(f"unknown expert {name!r} in an ensemble: upgrade i2cl, or fit it again")
+        return cls(tuple(experts), tuple(weights.values()))
+
+
+def pool(
+    log_probs: Float[Tensor, "*queries members labels"], weights: Sequence[float]
+) -> Float[Tensor, "*queries labels"]:
+    """Combine the members' log-probabilities by a log-linear pool, normalized, in float32."""
+    scaled = torch.tensor(weights, dtype=torch.float64)[:, None] * log_probs.double()
+    return scaled.sum(-2).log_softmax(-1).float()
+
+
+def _count_ngrams(texts: Sequence[str]) -> Any:
+    """Count hashed n-grams, as a sparse matrix of shape (texts, HASH_BUCKETS)."""
+    from sklearn.feature_extraction.text import HashingVectorizer
+
+    require_texts(texts)
+    hashing = HashingVectorizer(
+        analyzer="char_wb", ngram_range=NGRAMS, n_features=HASH_BUCKETS, norm=None, alternate_sign=False
+    )
+    return hashing.transform(texts)
+
+
+def _fit_regression(
+    features: Any, task: Task, demonstrations: Examples, c: float
+) -> Float[Tensor, "labels inputs"]:
+    """Fit scikit-learn's logistic regression, and return weights with the intercept as last column."""
+    from sklearn.linear_model import LogisticRegression
+
+    labels, weights = zip(*((example.label, example.weight) for example in demonstrations), strict=True)
+    model = LogisticRegression(C=c, max_iter=10_000).fit(features, labels, sample_weight=weights)
+    odds = torch.from_numpy(np.column_stack([model.coef_, model.intercept_])).float()
+    odds = torch.cat([-odds / 2, odds / 2]) if len(odds) == 1 else odds  # binary: one row for both labels
+    every = torch.zeros(len(task.labels), odds.shape[1])
+    every[:, -1] = -torch.inf  # labels without a demonstration
+    every[model.classes_.tolist()] = odds
+    return every

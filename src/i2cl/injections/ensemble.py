@@ -1,0 +1,188 @@
+"""Fit text experts beside an injection, and the weights of the log-linear pool of all members.
+
+Beyond the paper. The weights are a maximum a posteriori estimate from predictions on rows that the members
+were not fitted to. Their prior is normal, restricted to weights of at least 0, so a few rows leave them near
+the typical weights of other tasks, and many can set the weight of a useless member to 0. The log-loss of the
+pool is convex in the weights. A weight is an inverse temperature: a pool of one member is temperature
+scaling.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple, Self
+
+import numpy as np
+from jaxtyping import Float
+from pydantic import BeforeValidator, Field, ValidationError
+
+from i2cl import encoders
+from i2cl.core.experts import LLM, EmbeddingsExpert, Ensemble, TextExpert, TfidfExpert
+from i2cl.encoders import EmbeddingsConfig
+from i2cl.errors import I2CLError, first_problem
+from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, normalised
+from i2cl.models.training import Settings
+from i2cl.tasks import Examples, Task
+
+MIN_WEIGHT = 0.001  # practically 0; its inverse is the highest temperature
+WEIGHT_FOLDS = 10  # folds of the rows that weights are fitted on, to evaluate them
+MEMBERS = (LLM, EmbeddingsExpert.name, TfidfExpert.name)
+
+
+class WeightPrior(NamedTuple):
+    """Normal prior of a member's weight, restricted to weights of at least 0."""
+
+    mean: float
+    std: float
+
+
+TEXT_PRIORS: Mapping[str, WeightPrior] = MappingProxyType(
+    {EmbeddingsExpert.name: WeightPrior(0.8, 0.9), TfidfExpert.name: WeightPrior(0.5, 0.9)}
+)
+"""Priors of the text experts: their best weights on eleven tasks are between 0 and 2.3 (docs/ensemble.md)."""
+
+
+def _names(value: Any) -> Any:
+    """Split a string of names at commas."""
+    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
+
+class EnsembleConfig(Settings):
+    """Which experts a fit uses.
+
+    Attributes:
+        experts: names of the members; the LLM is always one of them. Default: the LLM, character n-grams, and
+            a sentence encoder if one is given or needs no download.
+        encoder: the sentence encoder: ``minilm``, a folder of sentence-transformers, or a hub id.
+        embeddings_c: scikit-learn's ``C`` of the classifier on its embeddings.
+    """
+
+    experts: Annotated[tuple[str, ...] | None, BeforeValidator(_names)] = None
+    encoder: str | None = Field(None, min_length=1)
+    embeddings_c: float = Field(10.0, gt=0)
+
+    @classmethod
+    def take_from(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """Split options into those of an ensemble and the others. Raises I2CLError on an invalid value."""
+        own = {name: value for name, value in options.items() if name in cls.model_fields}
+        try:
+            config = cls.model_validate(own)
+        except ValidationError as error:
+            raise I2CLError(f"option {first_problem(error)}") from None
+        return config, {name: value for name, value in options.items() if name not in own}
+
+    @classmethod
+    def of(cls, ensemble: Ensemble | None) -> Self:
+        """Return the experts and the encoder of an ensemble; the LLM alone for None."""
+        if ensemble is None:
+            return cls(experts=(LLM,))
+        encoder = None if ensemble.embeddings is None else ensemble.embeddings.encoder
+        return cls(experts=ensemble.names, encoder=encoder)
+
+    @property
+    def embeddings(self) -> EmbeddingsConfig | None:
+        """Settings of the sentence encoder; None if none is given and none needs no download."""
+        encoder = self.encoder or encoders.local_encoder()
+        return None if encoder is None else EmbeddingsConfig(encoder=encoder, embeddings_c=self.embeddings_c)
+
+    def members(self) -> tuple[str, ...]:
+        """Return the names of the members, the LLM first.
+
+        Raises I2CLError on an unknown name, without the LLM, or if a named encoder is missing.
+        """
+        if self.experts is None:
+            return tuple(name for name in MEMBERS if name != EmbeddingsExpert.name or self.embeddings)
+        if unknown := [name for name in self.experts if name not in MEMBERS]:
+            raise I2CLError(f"unknown expert {unknown[0]!r}: choose from {', '.join(MEMBERS)}")
+        if LLM not in self.experts:
+            hint = "without an LLM, use scikit-learn or sentence-transformers directly"
+            raise I2CLError(f"the experts {', '.join(self.experts)} lack the LLM: add {LLM!r} ({hint})")
+        if EmbeddingsExpert.name in self.experts:
+            encoders.encoder_source(self.embeddings.encoder if self.embeddings else encoders.MINILM)
+        return tuple(name for name in MEMBERS if name in self.experts)
+
+
+def fit_ensemble(
+    config: EnsembleConfig, llm: WeightPrior, task: Task, demonstrations: Examples, device: str
+) -> Ensemble | None:
+    """Fit the text experts, at the typical weights of the members.
+
+    Args:
+        config: which experts.
+        llm: prior of the LLM's weight.
+        task: gives the labels.
+        demonstrations: labelled examples, with their weights.
+        device: of the sentence encoder.
+
+    Returns:
+        The ensemble, or None if the LLM is the only member: for a multi-label task, or if a label has no
+        demonstration, which no text expert could predict.
+
+    Raises:
+        I2CLError: if a package or the encoder is missing, or a text is empty.
+    """
+    names = () if task.multi_label else config.members()[1:]
+    if not names or {example.label for example in demonstrations} != {*range(len(task.labels))}:
+        return None
+    experts: list[TextExpert] = []
+    for name in names:
+        if name == TfidfExpert.name:
+            experts.append(TfidfExpert.fit(task, demonstrations))
+        elif config.embeddings is not None:
+            experts.append(EmbeddingsExpert.fit(config.embeddings, task, demonstrations, device))
+    priors = [llm, *(TEXT_PRIORS[expert.name] for expert in experts)]
+    return Ensemble(tuple(experts), tuple(prior.mean for prior in priors))
+
+
+def likely_weights(
+    log_probs: Float[np.ndarray, "members rows labels"], gold: Labels, priors: Sequence[WeightPrior]
+) -> tuple[float, ...]:
+    """Return the maximum a posteriori weights of a log-linear pool.
+
+    They minimize the summed log-loss plus ``(weight - mean) ** 2 / (2 * std ** 2)`` of each member.
+
+    Args:
+        log_probs: log-probabilities of the members on rows that they were not fitted to.
+        gold: index of the correct label of each row.
+        priors: prior of each member's weight.
+    """
+    from scipy.optimize import minimize
+
+    means, stds = np.array(priors, float).T
+    rows, clipped = np.arange(len(gold)), np.maximum(np.asarray(log_probs, float), MIN_LOG_PROB)
+
+    def objective(weights: Float[np.ndarray, " members"]) -> tuple[float, Float[np.ndarray, " members"]]:
+        pooled = normalised(np.tensordot(weights, clipped, 1))
+        expected = (np.exp(pooled) * clipped).sum(2)
+        slope = (expected - clipped[:, rows, gold]).sum(1)
+        deviation = (weights - means) / stds
+        loss = (deviation**2).sum() / 2 - pooled[rows, gold].sum()
+        return float(loss), slope + deviation / stds
+
+    bounds = [(MIN_WEIGHT, 1 / MIN_WEIGHT)] * len(means)
+    result = minimize(objective, means, jac=True, method="L-BFGS-B", bounds=bounds)
+    return tuple(result.x.tolist())
+
+
+def cross_fitted(
+    log_probs: Float[np.ndarray, "members rows labels"],
+    gold: Labels,
+    priors: Sequence[WeightPrior],
+    folds: int = WEIGHT_FOLDS,
+) -> Scores:
+    """Return the pool's log-probability of each row, at weights fitted to the rows of the other folds.
+
+    With 0 folds, the weights are the means of the priors.
+    """
+    if not folds:
+        return _pooled(log_probs, [prior.mean for prior in priors])
+    fold = np.arange(len(gold)) % folds
+    pooled = np.empty(log_probs.shape[1:])
+    for number in np.unique(fold):
+        rest, some = fold != number, fold == number
+        weights = likely_weights(log_probs[:, rest], gold[rest], priors)
+        pooled[some] = _pooled(log_probs[:, some], weights)
+    return pooled
+
+
+def _pooled(log_probs: Float[np.ndarray, "members rows labels"], weights: Sequence[float]) -> Scores:
+    return normalised(np.tensordot(weights, np.maximum(log_probs, MIN_LOG_PROB), 1))

@@ -1,0 +1,83 @@
+"""A log-linear pool of the LLM and text experts, as a method; `i2cl fit` stores the same as one injection."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, pool
+from i2cl.injections.ensemble import TEXT_PRIORS, EnsembleConfig, WeightPrior, likely_weights
+from i2cl.methods.base import Cost, LabelScores, Method, Predictor
+from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings
+from i2cl.methods.cross_validation import FOLDS, cross_validate, cross_validation_error
+from i2cl.methods.postprocessing import Wrapper
+from i2cl.models.decoder import Decoder
+from i2cl.models.scoring import Progress
+from i2cl.tasks import Examples, Task
+
+
+def text_methods(config: EnsembleConfig) -> dict[str, Method]:
+    """Return the methods without an LLM that a fit is compared or combined with, by name of the expert."""
+    methods: dict[str, Method] = {TfidfExpert.name: CharTfidf()}
+    if config.embeddings is not None:
+        methods[EmbeddingsExpert.name] = SentenceEmbeddings(config.embeddings)
+    return methods
+
+
+def llm_prior(method: Method) -> WeightPrior:
+    """Return the prior of the LLM's weight, which corresponds to the method's prior of the temperature."""
+    temperature, spread = method.temperature_prior
+    return WeightPrior(1 / temperature, spread / temperature)
+
+
+@dataclass(frozen=True)
+class PooledPredictor:
+    """Predictors whose log-probabilities are pooled."""
+
+    members: tuple[Predictor, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def cost(self) -> Cost:
+        """What all members store, and the weights."""
+        costs = (member.cost for member in self.members)
+        return sum(costs, Cost.of(torch.tensor(self.weights)))
+
+    def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
+        """Return the pool's log-probabilities; ``progress`` is called by the first member."""
+        first, *others = self.members
+        each = [first.log_probs(texts, progress), *(other.log_probs(texts) for other in others)]
+        return pool(torch.stack([scores.log_softmax(-1) for scores in each], 1), self.weights)
+
+
+class Ensemble(Wrapper):
+    """A log-linear pool of a method and text experts, with weights from a cross-validation.
+
+    With one example per class, cross-validation is not possible, and the weights are the typical ones.
+    """
+
+    name = "ensemble"
+    default = "anchored"
+    summary = "another method pooled with classifiers on embeddings and character n-grams"
+    needs = "what the inner method needs, and its time again for each refit"
+    settings = (EnsembleConfig,)
+
+    def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
+        """Fit the text experts and the weights. Raises I2CLError as `EnsembleConfig.members`."""
+        texts = text_methods(self.config)
+        names = self.config.members()[1:]
+        methods = [self.inner, *(texts[name] for name in names)]
+        priors = [llm_prior(self.inner), *(TEXT_PRIORS[name] for name in names)]
+        fitted = [inner, *(method.fit(decoder, task, shown, seed) for method in methods[1:])]
+        weights = tuple(prior.mean for prior in priors)
+        if not cross_validation_error(task, shown, FOLDS, seed):
+            queries, gold = [row.text for row in shown], np.array([row.label for row in shown])
+            held_out = [
+                cross_validate(task, shown, partial(method.fit, decoder, task, seed=seed), FOLDS, seed)
+                for method in methods
+            ]
+            each = [predictor.log_probs(queries).double().log_softmax(-1) for predictor in held_out]
+            weights = likely_weights(torch.stack(each).numpy(), gold, priors)
+        return PooledPredictor(tuple(fitted), weights)
