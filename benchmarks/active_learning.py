@@ -40,6 +40,7 @@ from i2cl.models.encoding import ScoringWarning
 from tables import measure_missing
 
 STRATEGIES = ("random", "typical", "suggest")
+VECTORS = Path("vectors")  # folder of embeddings, to resume without embedding again
 FIRST = 20  # labels that are chosen without a fit
 NOISE = 0.1  # share of labels that are flipped
 Probabilities = Float[np.ndarray, "texts labels"]
@@ -65,7 +66,7 @@ class Scale:
     noisy: tuple[int, ...]
 
 
-CHEAP = Scale((10, 20, 30, 40, 50, 60, 70, 80), pool=2000, scored=2000, test=1000, noisy=(80, 200))
+CHEAP = Scale((10, 20, 30, 40, 50, 60, 70, 80), pool=2000, scored=2000, test=600, noisy=(80, 200))
 DEAR = Scale((10, 20, 40, 80), pool=2000, scored=400, test=150, noisy=(80,))
 
 
@@ -88,9 +89,8 @@ class Simulation:
         task, vectors, test_vectors = embedded(name)
         order = np.random.default_rng(seed).permutation(len(task.train))[: scale.pool]
         rows = tuple(task.train[at] for at in order)
-        test = np.random.default_rng(seed).permutation(len(task.test))[: scale.test]
-        kept = tuple(task.test[at] for at in test)
-        return cls(task, rows, kept, vectors[order], test_vectors[test], scale, seed, decoder)
+        kept, test = task.test[: scale.test], test_vectors[: scale.test]
+        return cls(task, rows, kept, vectors[order], test, scale, seed, decoder)
 
     def fit(self, chosen: Sequence[int], rows: Sequence[Example]) -> Predict:
         """Fit to rows of the pool, given by their indices and with their labels."""
@@ -125,12 +125,18 @@ class Simulation:
 
 @cache
 def embedded(name: str) -> tuple[Task, Float[np.ndarray, "rows d"], Float[np.ndarray, "test d"]]:
-    """Load a task, and embed up to 2,000 training and 1,000 test rows."""
+    """Load a task, and embed 2,000 training rows and 600 test rows. The embeddings are kept in `VECTORS`."""
     task = load_task(name)
-    task = replace(task, train=task.train[: CHEAP.pool], test=task.test[: CHEAP.test])
-    encoder = frozen_encoder(MINILM, "cpu")
-    train, test = (embed(encoder, [row.text for row in rows]) for rows in (task.train, task.test))
-    return task, train, test
+    test = [task.test[at] for at in np.random.default_rng(12345).permutation(len(task.test))[: CHEAP.test]]
+    task = replace(task, train=task.train[: CHEAP.pool], test=tuple(test))
+    path = VECTORS / f"{name}.npz"
+    if not path.is_file():
+        VECTORS.mkdir(parents=True, exist_ok=True)
+        encoder = frozen_encoder(MINILM, "cpu")
+        train, held_out = (embed(encoder, [row.text for row in rows]) for rows in (task.train, task.test))
+        np.savez(path, train=train, test=held_out)
+    stored = np.load(path)
+    return task, stored["train"], stored["test"]
 
 
 def choice(name: str, seed: int, scale: Scale, decoder: Decoder | None) -> dict[str, Any]:
@@ -147,15 +153,15 @@ def _label(simulation: Simulation, strategy: str) -> list[float]:
     for size in simulation.scale.labels:
         taken = set(chosen)
         rest = [at for at in range(len(simulation.rows)) if at not in taken]
-        vectors, covered, n = simulation.vectors, simulation.vectors[chosen], size - len(chosen)
+        vectors, n = simulation.vectors, size - len(chosen)
         if strategy == "random":
             new = range(n)
         elif strategy == "typical" or size <= FIRST:
-            new = choose_typical(vectors[rest], n, covered, simulation.seed)
+            new = choose_typical(vectors[rest], n, vectors[chosen], simulation.seed)
         else:
             rest = rest[: simulation.scale.scored]
             narrow = margins(predict(rest, False))
-            new = choose_uncertain(vectors[rest], narrow, n, covered, simulation.seed)
+            new = choose_uncertain(vectors[rest], narrow, n, simulation.seed)
         chosen += [rest[at] for at in new]
         predict = simulation.fit(chosen, [simulation.rows[at] for at in chosen])
         accuracies.append(round(simulation.accuracy(predict), 4))

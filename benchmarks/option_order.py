@@ -92,7 +92,7 @@ def measure(
     names = ("flips", "same_position", "accuracy")
     means = {name: np.mean(values, axis=0).round(4).tolist() for name, values in figures.items()}
     return [
-        {"task": task.name, "method": name, "seeds": seeds, "queries": len(gold)}
+        {"task": task.name, "method": name, "shots": task.shots, "seeds": seeds, "queries": len(gold)}
         | dict(zip(names, values, strict=True))
         for name, values in means.items()
     ]
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("tasks")
     parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--shots", type=int, help="demonstrations per class; default: the task's own")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--queries", type=int, default=50)
     parser.add_argument("-o", "--output", type=Path)
@@ -116,7 +117,9 @@ def main() -> None:
     for method in make_methods(options.methods.split(",")):
         groups.setdefault(innermost(method), []).append(method)
     for methods in groups.values():
-        for task in map(load_task, options.tasks.split(",")):
+        for name in options.tasks.split(","):
+            task = load_task(name)
+            task = replace(task, shots=options.shots or task.shots)
             done = {(one["task"], one["method"]) for one in records}
             if all((task.name, method.full_name) in done for method in methods):
                 continue

@@ -170,7 +170,7 @@ def linear_edit(values, coefficients, hook_point="sublayers", positions="all", s
 def weighted(decoder, injection, seed=0):
     """Return the injection with word-level scoring and random word weights, as large as a fit finds."""
     plain = injection.with_head(scoring="words")
-    idf = plain.scorer(decoder).labels.weights
+    idf = plain.scorer(decoder).labels.word_weights
     moved = torch.randn(idf.shape, generator=torch.Generator().manual_seed(seed)) / 4
     return plain.with_head(word_weights=idf + moved - moved.mean(0))
 

@@ -78,7 +78,7 @@ def test_any_number_of_labels_can_be_fitted():
     scores = injection.log_probs(decoder, [one.text for one in shown])
     loss = cross_entropy(scores.log_softmax(-1), torch.arange(60)).item()
     assert injection.history[-1] == pytest.approx(loss, abs=0.2)  # the last vector shrinks logits a little
-    weights, idf = injection.word_weights, LabelScorer(decoder, asked, "words").labels.weights
+    weights, idf = injection.word_weights, LabelScorer(decoder, asked, "words").labels.word_weights
     torch.testing.assert_close(weights.sum(0), torch.ones(60))
     assert 0.01 < (weights - idf).std() < 1
 
@@ -93,10 +93,10 @@ def test_word_weights_take_one_step_of_the_same_optimizer(monkeypatch):
     monkeypatch.setattr(plan, "MIN_ADAMW_STEPS", 1)
     end = fit.word_weights(fit_adamw(fit, 30.0, seed=0).parameters)
     labels, tokens = fit.scorer.labels, token_scores(decoder, fit.queries, fit.scorer.labels)
-    weights = labels.weights.clone().requires_grad_()
+    weights = labels.word_weights.clone().requires_grad_()
     cross_entropy(tokens @ weights, fit.gold).backward()
     slope = weights.grad - weights.grad.mean(0)
-    moved = end - labels.weights
+    moved = end - labels.word_weights
     assert (moved * slope).sum() < 0  # downhill
     step = one.lr * WordWeights(labels, tokens).unit  # of AdamW's first step, whatever the slope's size
     assert moved.abs().max() == pytest.approx(step, rel=0.8)

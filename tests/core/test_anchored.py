@@ -310,7 +310,7 @@ def test_labels_that_differ_in_order_or_repetition_of_words_can_be_fitted(labels
 def test_gauss_newton_fits_word_weights():
     decoder = made("llama")
     weights = anchor(decoder, task(words=True), SHOWN).word_weights
-    start = LabelScorer(decoder, task(words=True), "words").labels.weights
+    start = LabelScorer(decoder, task(words=True), "words").labels.word_weights
     torch.testing.assert_close(weights.sum(0), torch.ones(3))
     assert (weights - start).abs().max() > 1e-3
 

@@ -166,7 +166,7 @@ def test_temperature_is_saved_unless_it_is_1(saved, tmp_path):
 
 def test_word_weights_are_saved(saved, tmp_path):
     plain = made(scoring="words")
-    sizes = plain.scorer(decoder_of("llama")).labels.weights.shape
+    sizes = plain.scorer(decoder_of("llama")).labels.word_weights.shape
     weighted = plain.with_head(word_weights=torch.randn(sizes).T.contiguous().T)
     weighted.save_pretrained(tmp_path / "new")
     record = {"word_weights": True, "scoring": "words"}

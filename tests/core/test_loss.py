@@ -63,7 +63,7 @@ def by_hand(decoder, task, values, coefficients):
     """Mean loss among the labels: a plain row for each token of each text, under separate hooks."""
     labels = LabelScorer.for_fit(decoder, task).labels
     with injecting(decoder, values, coefficients):
-        asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), labels.read)
+        asked = product((encode(TEMPLATE.query(text)) for text in TEXTS), labels.tokens)
         tokens = [log_probability(decoder, query, (token,)) for query, token in asked]
     return cross_entropy(labels.mean(torch.stack(tokens).view(len(TEXTS), -1)), GOLD)
 

@@ -109,7 +109,7 @@ def test_probabilities_do_not_depend_on_other_tokens():
     """Scores are log-odds against the reference, so the vocabulary's normalizer cancels."""
     labels = LabelScorer(made("llama"), TASK).labels
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
-    assert labels.read[-1] == labels.reference
+    assert labels.tokens[-1] == labels.reference
     assert torch.allclose(labels.scores(logits), labels.scores(logits.log_softmax(-1)), atol=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_class_weights_are_refused():
 def test_a_label_may_be_the_first_reference_word():
     task = Task("films", ("good", "none"), TASK.template, multi_label=True)
     labels = LabelScorer(made("llama"), task).labels
-    assert labels.reference not in labels.read[:-1]
+    assert labels.reference not in labels.tokens[:-1]
 
 
 def test_kept_examples_are_stored_but_not_pushed(tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ def test_the_estimate_is_that_of_the_plan(decoder, fast):
     task = of(4, 4, 4)  # labels share their first token
     speed = module._Speed.of(decoder, task, ANCHORED)
     labels = speed.scorer.labels
-    parameters = decoder.layers * 2 * decoder.d_model + len(labels.read) * 3
+    parameters = decoder.layers * 2 * decoder.d_model + len(labels.tokens) * 3
     plan = plan_fit(FitSize(12, 3, parameters, words=True), 1e9)
     seconds, first_step = speed.estimate(task.train)
     assert seconds == pytest.approx(plan.passes * tokens_of(speed, task.train))

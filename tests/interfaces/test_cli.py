@@ -119,7 +119,7 @@ def test_fit_compares_with_further_methods(call, home, tmp_path, folds):
     assert code == 0, err
     evaluation = json.loads(out)["evaluation"]
     compared[-1] = "contextual_calibration"
-    assert list(evaluation["methods"]) == [*BASELINES, *compared, "i2cl"]
+    assert set(compared) | set(BASELINES) | {"i2cl"} <= set(evaluation["methods"])
     assert "--compare" in Injection.from_pretrained(tmp_path / "new").command
     card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
     assert all(f"| {name} |" in card for name in compared)

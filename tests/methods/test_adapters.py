@@ -75,11 +75,11 @@ def test_adapters_learn_among_the_labels(name, words, more, demonstrations, monk
 
     trained = fitted(epochs=10, lr=0.05)
     assert loss(trained) < loss(fitted(epochs=0)) - 0.1
-    weights = trained.scorer.weights
+    weights = trained.scorer.word_weights
     assert (weights is None) == ("word_weights" not in more)
     if weights is not None:
         torch.testing.assert_close(weights.sum(0), torch.ones(3))
-        assert not torch.allclose(weights, LabelScorer(decoder, task, "words").labels.weights)
+        assert not torch.allclose(weights, LabelScorer(decoder, task, "words").labels.word_weights)
         assert trained.cost.trained == sum(one.numel() for one in (*trained.state.values(), weights))
     seen = []
 

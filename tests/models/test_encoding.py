@@ -308,14 +308,14 @@ def test_word_level_scores_are_means_over_tokens(decoder):
     result = label_tokens(decoder.encoder, template, labels, "words")
     assert (result.full, result.room) == (False, 0)
     assert result.words == (*map(decoder.encoder.plain, labels[:3]), decoder.encoder.plain("ae"))
-    assert len(result.read) == 5
+    assert len(result.tokens) == 5
     many, once = math.log1p(4 / 3), math.log1p(4)
     wide = torch.randn(2, 3, len(decoder.tokenizer))
     a, b, c, d, e = (wide[..., ids[0]] for ids in map(decoder.encoder.plain, "abcde"))
     expected = [(many * a + once * other) / (many + once) for other in (b, c, e)]
     expected.insert(2, d)
     torch.testing.assert_close(result.scores(wide), torch.stack(expected, -1))
-    torch.testing.assert_close(result.mean(wide[..., list(result.read)]), result.scores(wide))
+    torch.testing.assert_close(result.mean(wide[..., list(result.tokens)]), result.scores(wide))
     changed = result.at_first(wide)
     torch.testing.assert_close(changed[..., list(result.first)], result.scores(wide))
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
@@ -324,12 +324,12 @@ def test_word_level_scores_are_means_over_tokens(decoder):
 def test_word_weights_of_a_fit_are_used(decoder):
     template, labels = Template("Text: {text}\nTopic:\n{label}"), ("ab", "ac", "d")
     weights, plain = torch.randn(4, 3), label_tokens(decoder.encoder, template, labels, "words")
-    result = plain.weighted(weights)
+    result = plain.with_word_weights(weights)
     tokens = torch.randn(2, 4)
     torch.testing.assert_close(result.mean(tokens), tokens @ weights)
     assert result == plain  # the same labels
     with pytest.raises(I2CLError, match=r"\(3, 4\), but these labels need \(4, 3\): fit it again"):
-        plain.weighted(weights.T)
+        plain.with_word_weights(weights.T)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_long_augmenting_paths_are_supported():
 def test_token_of_probability_zero_excludes_only_its_labels(fitted):
     labels = LabelTokens(((1,), (2,), (3,)), full=False, words=((1, 4), (2,), (3, 5)))
     if fitted:
-        labels = labels.weighted(labels.weights + 0.001)
+        labels = labels.with_word_weights(labels.word_weights + 0.001)
     logits = torch.zeros(2, 6)
     logits[1, 4] = -torch.inf
     scores = labels.scores(logits)

@@ -96,7 +96,7 @@ class _Loss:
         """Compute the loss of a batch, as a share of the chosen demonstrations', and its gradient."""
         objective, rows = self.objective, [chosen[place] for place in batch.rows]
         logits = self.decoder.forward(batch, edit=objective.edit(self.parameters))[:, 0].float()
-        scores = objective.label_scores(logits[:, list(self.labels.read)], self.parameters)
+        scores = objective.label_scores(logits[:, list(self.labels.tokens)], self.parameters)
         value = objective.batch_loss(scores, rows) / len(chosen)
         self.decoder.pause()
         (slope,) = self.backward.gradients(value)

@@ -194,7 +194,7 @@ class CalibrationLoss:
             [example.label for example in demonstrations],
             among_labels=config.loss == "labels",
         )
-        self.weights = example_weights(demonstrations)
+        self.example_weights = example_weights(demonstrations)
         self.values = context.values.to(decoder.device)
         self.hook_point = context.config.hook_point
         self.seed = seed
@@ -203,8 +203,8 @@ class CalibrationLoss:
     def __call__(self, chosen: Sequence[int]) -> Float[Tensor, ""]:
         """Compute the mean loss over the chosen demonstrations, in nats."""
         likelihoods = self.likelihood(chosen, self._log_likelihoods, reserve=len(self.shared))
-        if self.weights is not None:
-            likelihoods = likelihoods * self.weights[list(chosen)].to(likelihoods)
+        if self.example_weights is not None:
+            likelihoods = likelihoods * self.example_weights[list(chosen)].to(likelihoods)
         return -likelihoods.mean()
 
     def repeatable(self, chosen: Sequence[int]) -> Float[Tensor, ""]:

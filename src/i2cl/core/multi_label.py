@@ -49,7 +49,7 @@ class MultiLabelObjective(Objective):
         """-1 where an example has the label, 1 where it does not."""
         return 1 - 2 * self.gold
 
-    def start(self, tokens: Float[Tensor, "n read"]) -> Float[Tensor, "n labels"]:
+    def start(self, tokens: Float[Tensor, "n tokens"]) -> Float[Tensor, "n labels"]:
         """Set the bias, and return the label scores under the plain model."""
         scores = self.scorer.labels.mean(tokens)
         self.bias = frequency_bias(scores, self.gold)
@@ -60,7 +60,7 @@ class MultiLabelObjective(Objective):
         return super().scores(parameters) + self.bias
 
     def label_scores(
-        self, tokens: Float[Tensor, "n read"], parameters: Float[Tensor, " parameters"]
+        self, tokens: Float[Tensor, "n tokens"], parameters: Float[Tensor, " parameters"]
     ) -> Float[Tensor, "n labels"]:
         """Compute label scores from log-probabilities or logits of the tokens, with the bias."""
         return super().label_scores(tokens, parameters) + self.bias.to(tokens)

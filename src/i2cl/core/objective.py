@@ -97,7 +97,7 @@ class Objective:
     def size(self) -> FitSize:
         """Size of the fit."""
         labels = self.scorer.labels
-        words = len(labels.read) * len(labels.ids) if labels.words else 0
+        words = len(labels.tokens) * len(labels.ids) if labels.words else 0
         return FitSize(len(self.queries), len(labels.ids), self.vector_size + words, words > 0)
 
     @property
@@ -114,7 +114,7 @@ class Objective:
         vectors = self.vectors(parameters)
         return AffineEdit(vectors, torch.ones(vectors.shape[:2]), self.hook_point)
 
-    def word_weights(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "read labels"] | None:
+    def word_weights(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "tokens labels"] | None:
         """Return the word weights of some parameters, or None where there are none."""
         if self.words is None:
             return None
@@ -123,7 +123,7 @@ class Objective:
     def labels(self, parameters: Float[Tensor, " parameters"]) -> LabelTokens:
         """Return the label tokens, with the word weights of some parameters."""
         weights, labels = self.word_weights(parameters), self.scorer.labels
-        return labels if weights is None else labels.weighted(weights)
+        return labels if weights is None else labels.with_word_weights(weights)
 
     def scores(self, parameters: Float[Tensor, " parameters"]) -> Float[Tensor, "n labels"]:
         """Compute the label scores of all demonstrations."""
@@ -151,12 +151,12 @@ class Objective:
         scores = self.start(tokens)
         return self._linearization(scores, slopes), scores, variance
 
-    def start(self, tokens: Float[Tensor, "n read"]) -> Float[Tensor, "n labels"]:
+    def start(self, tokens: Float[Tensor, "n tokens"]) -> Float[Tensor, "n labels"]:
         """Return the label scores under the plain model, given its `token_scores`."""
         return self.scorer.labels.mean(tokens)
 
     def label_scores(
-        self, tokens: Float[Tensor, "n read"], parameters: Float[Tensor, " parameters"]
+        self, tokens: Float[Tensor, "n tokens"], parameters: Float[Tensor, " parameters"]
     ) -> Float[Tensor, "n labels"]:
         """Compute label scores from log-probabilities or logits of the tokens that they are made of."""
         weights = self.word_weights(parameters)
@@ -202,7 +202,7 @@ class Objective:
     ) -> Linearization:
         return Linearization(score_differences(scores, self.gold), slopes.flatten(0, 1), self.example_weights)
 
-    def fit_words(self, tokens: Float[Tensor, "n read"], variance: float | None = None) -> None:
+    def fit_words(self, tokens: Float[Tensor, "n tokens"], variance: float | None = None) -> None:
         """Add word weights to the parameters.
 
         Args:
@@ -285,7 +285,7 @@ class Objective:
         parameters: Float[Tensor, " parameters"],
         chosen: Sequence[int],
         competing: Bool[Tensor, "n others"] | None = None,
-    ) -> Float[Tensor, "chosen read"]:
+    ) -> Float[Tensor, "chosen tokens"]:
         """Write the derivatives of the pairs of some demonstrations in the vectors; return token scores."""
         directions = self._directions()
         every = list(range(directions.shape[1]))
@@ -302,7 +302,7 @@ class Objective:
         parameters: Float[Tensor, " parameters"],
         pairs: dict[int, list[int]],
         directions: Float[Tensor, "n pairs labels"],
-    ) -> Float[Tensor, "rows read"]:
+    ) -> Float[Tensor, "rows tokens"]:
         """Write the derivatives of some pairs of each row in the vectors; return token scores of the rows.
 
         Rows with similar numbers of pairs share batches: a batch takes as many backward passes as its row
@@ -321,7 +321,7 @@ class Objective:
             backward = Backward([leaf], decoder.model.dtype)
             with torch.enable_grad():
                 logits = decoder.forward(batch, edit=edit)[:, 0].float()
-                tokens = logits[:, list(labels.read)]
+                tokens = logits[:, list(labels.tokens)]
                 scores = labels.mean(tokens)
                 for number in range(max(len(pairs[row]) for row in chosen)):
                     decoder.pause()
@@ -346,7 +346,7 @@ class Objective:
     def _differentiate_words(
         self,
         slopes: Float[Tensor, "n others parameters"],
-        tokens: Float[Tensor, "rows read"],
+        tokens: Float[Tensor, "rows tokens"],
         rows: Sequence[int],
     ) -> None:
         """Write the derivatives of the pairs of some demonstrations in the word weights."""

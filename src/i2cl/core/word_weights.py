@@ -26,18 +26,18 @@ class WordWeights:
     probable, averaged over all weights. Anchored calibration scales the vector of a sublayer in the same way.
     """
 
-    def __init__(self, labels: LabelTokens, tokens: Float[Tensor, "n read"]) -> None:
+    def __init__(self, labels: LabelTokens, tokens: Float[Tensor, "n tokens"]) -> None:
         """``tokens``: `token_scores` of the demonstrations."""
-        self.start, count = labels.weights, len(labels.ids)
+        self.start, count = labels.word_weights, len(labels.ids)
         variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean().item()
         self.unit = count / math.sqrt(max(variance, 1e-12) * (count - 1))
 
-    def at(self, parameters: Float[Tensor, "read labels"]) -> Float[Tensor, "read labels"]:
+    def at(self, parameters: Float[Tensor, "tokens labels"]) -> Float[Tensor, "tokens labels"]:
         """Return the weights. The weights of a label always sum to 1."""
         return self.start.to(parameters) + self.unit * (parameters - parameters.mean(0))
 
     def jacobian(
-        self, tokens: Float[Tensor, "n read"], directions: Float[Tensor, "n others labels"]
+        self, tokens: Float[Tensor, "n tokens"], directions: Float[Tensor, "n others labels"]
     ) -> Float[Tensor, "n others parameters"]:
         """Return the derivatives of directions in the label scores with respect to the parameters."""
         clamped = tokens.clamp(min=MIN_TOKEN_SCORE)
@@ -47,7 +47,7 @@ class WordWeights:
 
 def token_scores(
     decoder: Decoder, queries: Sequence[Ids], labels: LabelTokens, edit: Edit | None = None
-) -> Float[Tensor, "n read"]:
+) -> Float[Tensor, "n tokens"]:
     """Return the log-probability of every token that label scores are computed from, after each query."""
-    single = LabelTokens(tuple((token,) for token in labels.read), full=False)
+    single = LabelTokens(tuple((token,) for token in labels.tokens), full=False)
     return score(decoder, queries, single, edit=edit)

@@ -181,7 +181,7 @@ def label_rows(
     With one label per text they sum to zero, since a softmax ignores what all labels share.
     """
     head, labels = lm_head_name(folding.model), folding.labels
-    read = list(labels.read)
+    read = list(labels.tokens)
     weight = f"{head}.weight"
     rows = folding.tensor(folding.model.all_tied_weights_keys.get(weight, weight))[read].float().cpu()
     offsets = torch.zeros(len(read))

@@ -2,8 +2,8 @@
 
 Before anything is fitted, the choice covers the texts: they are clustered, and the most typical text of each
 cluster without a label is chosen (TypiClust, Hacohen et al. 2022, https://arxiv.org/abs/2202.02794). With a
-fitted task, only texts with a small margin between the two most probable labels are clustered (Zhdanov 2019,
-https://arxiv.org/abs/1901.05954).
+fitted task, texts with a small margin between the two most probable labels are clustered, and the central
+text of each cluster is chosen (Zhdanov 2019, https://arxiv.org/abs/1901.05954).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from i2cl import encoders
@@ -27,7 +27,7 @@ from i2cl.tasks.sample import text_key
 
 PRIOR_TEXTS = 64  # texts that the label prior of zero-shot proposals is measured on
 NEIGHBOURS = 20  # nearest texts in a cluster, which show how typical a text is
-OVERSAMPLING = 10  # uncertain texts that are clustered, for each text to choose
+OVERSAMPLING = 3  # uncertain texts that are clustered, for each text to choose
 STATE_DEPTH = 0.93  # relative position of the layer whose states stand in for a sentence embedding
 PROGRESS_TEXTS = 64  # texts between two progress calls
 
@@ -104,18 +104,16 @@ def suggest(
         raise I2CLError(message, "give more texts, or ask for fewer")
     if vectors is None:
         vectors = text_vectors(decoder, plain, texts, encoder, progress)
-    others = [text for text in labelled if text_key(text) not in first_index]
-    known = [first_index[key] for key in taken if key in first_index]
-    covered = vectors[known]
-    if others:
-        covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder)])
     if isinstance(task, Injection):
         if log_probs is None:
             log_probs = task.log_probs(decoder, texts, progress=progress)
         narrow = margins(log_probs[candidates].exp().numpy())
-        chosen = [candidates[at] for at in choose_uncertain(vectors[candidates], narrow, n, covered, seed)]
+        chosen = [candidates[at] for at in choose_uncertain(vectors[candidates], narrow, n, seed)]
         answers = log_probs[chosen]
     else:
+        covered = vectors[[first_index[key] for key in taken if key in first_index]]
+        if others := [text for text in labelled if text_key(text) not in first_index]:
+            covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder)])
         chosen = [candidates[at] for at in choose_typical(vectors[candidates], n, covered, seed)]
         answers = _zero_shot(decoder, task, texts, chosen, log_probs, seed)
     return [
@@ -172,50 +170,71 @@ def choose_typical(vectors: Vectors, n: int, covered: Vectors, seed: int = 0) ->
     Returns:
         Indices of candidates.
     """
-    from sklearn.cluster import KMeans
-
     together = np.concatenate([vectors, covered]) if len(covered) else vectors
-    distinct = len(np.unique(together.round(5), axis=0))  # more clusters would be empty
-    count = min(n + len(covered), distinct)
-    clusters = KMeans(count, n_init=1, random_state=seed).fit(together).labels_
-    sizes = np.bincount(clusters, minlength=count)
-    labelled = np.bincount(clusters[len(vectors) :], minlength=count)
-    order: list[tuple[int, int, int, int]] = []
-    for cluster in range(count):
-        members = np.flatnonzero(clusters[: len(vectors)] == cluster)
-        if not len(members):  # all of its texts are labelled
-            continue
-        ranked = members[np.argsort(-typicality(vectors[members]), kind="stable")]
-        before = int(labelled[cluster])
-        order += [(before + rank, -int(sizes[cluster]), cluster, int(at)) for rank, at in enumerate(ranked)]
-    return [at for *_, at in sorted(order)[:n]]
+    _, clusters = _cluster(together, n + len(covered), seed)
+    sizes, labelled = np.bincount(clusters), np.bincount(clusters[len(vectors) :], minlength=len(together))
+    clusters = clusters[: len(vectors)]
+    ranks = _rank_within(clusters, -typicality(vectors, clusters))
+    return [int(at) for at in np.lexsort((-sizes[clusters], labelled[clusters] + ranks))[:n]]
 
 
-def typicality(vectors: Vectors) -> Float[np.ndarray, " texts"]:
-    """Return the mean cosine of each vector with its `NEIGHBOURS` nearest ones."""
-    cosines = vectors @ vectors.T
-    np.fill_diagonal(cosines, -np.inf)
-    nearest = np.sort(cosines, axis=1)[:, -min(NEIGHBOURS, max(1, len(vectors) - 1)) :]
-    return np.asarray(nearest.mean(1))
+def typicality(vectors: Vectors, clusters: Int[np.ndarray, " texts"]) -> Float[np.ndarray, " texts"]:
+    """Return the mean cosine of each vector with its `NEIGHBOURS` nearest ones in its cluster."""
+    typical = np.zeros(len(vectors))
+    for cluster in np.unique(clusters):
+        members = np.flatnonzero(clusters == cluster)
+        if len(members) > 1:
+            cosines = vectors[members] @ vectors[members].T
+            np.fill_diagonal(cosines, -np.inf)
+            typical[members] = np.sort(cosines, axis=1)[:, 1:][:, -NEIGHBOURS:].mean(1)
+    return typical
 
 
 def choose_uncertain(
-    vectors: Vectors, margins: Float[np.ndarray, " texts"], n: int, covered: Vectors, seed: int = 0
+    vectors: Vectors, margins: Float[np.ndarray, " texts"], n: int, seed: int = 0
 ) -> list[int]:
-    """Choose typical candidates among the ``n * OVERSAMPLING`` with the smallest margins.
+    """Choose uncertain candidates that differ from each other.
+
+    The ``n * OVERSAMPLING`` candidates with the smallest margins are clustered by k-means, and the one next
+    to each centre is chosen.
 
     Args:
         vectors: of the candidates, of unit length.
-        margins: between the two most probable labels of each candidate.
+        margins: between the two largest label probabilities of each candidate.
         n: how many to choose, at most all.
-        covered: vectors of the labelled texts.
         seed: seed of the clustering.
 
     Returns:
-        Indices of candidates.
+        Indices of candidates, the most uncertain first.
     """
     uncertain = np.argsort(margins, kind="stable")[: n * OVERSAMPLING]
-    return [int(uncertain[at]) for at in choose_typical(vectors[uncertain], n, covered, seed)]
+    distances, clusters = _cluster(vectors[uncertain], n, seed)
+    central = np.argsort(_rank_within(clusters, distances), kind="stable")[:n]
+    return [int(at) for at in uncertain[np.sort(central)]]
+
+
+def _rank_within(
+    clusters: Int[np.ndarray, " texts"], values: Float[np.ndarray, " texts"]
+) -> Int[np.ndarray, " texts"]:
+    """Return the rank of each value within its cluster, from 0 for the smallest."""
+    order = np.lexsort((values, clusters))
+    ranks = np.empty(len(order), dtype=int)
+    ranks[order] = np.arange(len(order)) - np.searchsorted(clusters[order], clusters[order])
+    return ranks
+
+
+def _cluster(
+    vectors: Vectors, n: int, seed: int
+) -> tuple[Float[np.ndarray, " texts"], Int[np.ndarray, " texts"]]:
+    """Return each vector's distance to the centre of its cluster, and its cluster, by k-means.
+
+    There are ``n`` clusters, or fewer if there are fewer distinct vectors.
+    """
+    from sklearn.cluster import KMeans
+
+    distinct = len(np.unique(vectors.round(5), axis=0))
+    model = KMeans(min(n, distinct), n_init=1, random_state=seed).fit(vectors)
+    return model.transform(vectors).min(1), model.labels_
 
 
 def margins(probabilities: Float[np.ndarray, "texts labels"]) -> Float[np.ndarray, " texts"]:

@@ -117,7 +117,7 @@ class AdapterMethod(Method):
             def loss(chosen: Sequence[int]) -> Tensor:
                 if word_weights is not None:
                     weights = word_weights.at(*weight_changes)
-                    likelihood.labels = scorer.labels.weighted(weights)
+                    likelihood.labels = scorer.labels.with_word_weights(weights)
                 values = likelihood(chosen, lambda rows: likelihood.of_rows(rows, likelihood.batch(rows)))
                 return -values.mean()
 
@@ -131,7 +131,7 @@ class AdapterMethod(Method):
             weights = word_weights.at(*weight_changes).detach().cpu() if word_weights is not None else None
         tensors = [*trained.values(), *([] if weights is None else [weights])]
         cost = Cost.of(*tensors, trained=sum(tensor.numel() for tensor in tensors))
-        return AdapterPredictor(replace(scorer, decoder=decoder, weights=weights), config, trained, cost)
+        return AdapterPredictor(replace(scorer, decoder=decoder, word_weights=weights), config, trained, cost)
 
 
 @contextmanager

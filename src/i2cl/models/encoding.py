@@ -312,8 +312,7 @@ class LabelTokens:
         full: whether full sequences are scored.
         line: text between the template's query and the label, which becomes part of the query.
         words: for word-level scoring, the tokens of each label; otherwise empty.
-        fitted: word weights of a fit, which replace the default `weights`. Every token may count for every
-            label.
+        fitted_weights: replace the default `word_weights`. Every token may count for every label.
         reference: in a multi-label task, the token that every label is compared with: label scores are
             log-odds of the label's words against it. None otherwise.
     """
@@ -322,7 +321,7 @@ class LabelTokens:
     full: bool
     line: str = ""
     words: tuple[Ids, ...] = ()
-    fitted: Float[Tensor, "read labels"] | None = field(default=None, compare=False)
+    fitted_weights: Float[Tensor, "tokens labels"] | None = field(default=None, compare=False)
     reference: int | None = None
 
     @property
@@ -331,21 +330,21 @@ class LabelTokens:
         return tuple(ids[0] for ids in self.ids)
 
     @cached_property
-    def read(self) -> Ids:
+    def tokens(self) -> Ids:
         """Tokens whose log-probabilities after the query yield the label scores, unless `full`."""
         tokens = tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.first
         return tokens if self.reference is None else (*tokens, self.reference)
 
     @cached_property
-    def weights(self) -> Float[Tensor, "read labels"]:
+    def word_weights(self) -> Float[Tensor, "tokens labels"]:
         """Weight of each token in each label's score, for word-level scoring.
 
         By default by inverse document frequency: tokens of fewer labels weigh more. The weights of a label
         sum to 1; with a reference, whose weight is -1, to 0.
         """
-        if self.fitted is not None:
-            return self.fitted
-        place = {token: row for row, token in enumerate(self.read)}
+        if self.fitted_weights is not None:
+            return self.fitted_weights
+        place = {token: row for row, token in enumerate(self.tokens)}
         labels = Counter(token for ids in self.words for token in ids)
         weights = torch.zeros(len(place), len(self.words))
         for label, ids in enumerate(self.words):
@@ -356,25 +355,25 @@ class LabelTokens:
             weights[-1] = -1.0
         return weights
 
-    def weighted(self, fitted: Float[Tensor, "tokens labels"]) -> "LabelTokens":
+    def with_word_weights(self, fitted: Float[Tensor, "tokens labels"]) -> "LabelTokens":
         """Return a copy with fitted word weights. Raises I2CLError if their shape does not fit."""
-        if fitted.shape != (sizes := (len(self.read), len(self.ids))):
+        if fitted.shape != (sizes := (len(self.tokens), len(self.ids))):
             raise I2CLError(
                 f"word weights have (tokens, labels) {tuple(fitted.shape)}, but these labels need {sizes}: "
                 "fit it again"
             )
-        return replace(self, fitted=fitted)
+        return replace(self, fitted_weights=fitted)
 
     def scores(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows labels"]:
         """Compute label scores from logits or log-probabilities after a query, unless `full`."""
-        return self.mean(wide[..., list(self.read)])
+        return self.mean(wide[..., list(self.tokens)])
 
-    def mean(self, tokens: Float[Tensor, "*rows read"]) -> Float[Tensor, "*rows labels"]:
-        """Compute label scores from the values of the tokens in `read`."""
+    def mean(self, tokens: Float[Tensor, "*rows tokens"]) -> Float[Tensor, "*rows labels"]:
+        """Compute label scores from the values of the `tokens`."""
         if not self.words:
             return tokens
         # A token of another label may have probability 0, and 0 * -inf is NaN.
-        return tokens.clamp(min=MIN_TOKEN_SCORE) @ self.weights.to(tokens)
+        return tokens.clamp(min=MIN_TOKEN_SCORE) @ self.word_weights.to(tokens)
 
     def at_first(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
         """Return logits with each label's score at its first token, as the head of an export does."""
@@ -470,7 +469,7 @@ def _word_tokens(encoder: PromptEncoder, labels: Sequence[str], sequences: Seque
 def _reference(encoder: PromptEncoder, template: Template, labels: LabelTokens) -> int:
     """Return the token that the labels of a multi-label task are compared with."""
     for ids in _behind(encoder, template, REFERENCE_WORDS, labels.line):
-        if unshared := [token for token in ids if token not in labels.read]:
+        if unshared := [token for token in ids if token not in labels.tokens]:
             return unshared[0]
     words = ", ".join(REFERENCE_WORDS)
     raise I2CLError(f"the labels share tokens with all of {words}, but one is needed: rename a label")

@@ -90,13 +90,13 @@ class LabelScorer:
         decoder: the model.
         task: gives template and label words.
         scoring: first-token, full-sequence or word-level scoring, or ``"auto"``: depends on the labels.
-        weights: fitted word weights, if any.
+        word_weights: fitted weights, if any.
     """
 
     decoder: Decoder
     task: Task
     scoring: Scoring = "auto"
-    weights: Float[Tensor, "read labels"] | None = field(default=None, compare=False)
+    word_weights: Float[Tensor, "tokens labels"] | None = field(default=None, compare=False)
 
     @classmethod
     def for_fit(cls, decoder: Decoder, task: Task, scoring: Scoring = "auto") -> "LabelScorer":
@@ -127,7 +127,7 @@ class LabelScorer:
         tokens = label_tokens(
             self.decoder.encoder, task.template, task.labels, self.scoring, multi_label=task.multi_label
         )
-        return tokens if self.weights is None else tokens.weighted(self.weights)
+        return tokens if self.word_weights is None else tokens.with_word_weights(self.word_weights)
 
     def queries(
         self, texts: Sequence[str], build: Callable[[str], str] | None = None, *, cut: bool = True

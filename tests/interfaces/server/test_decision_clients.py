@@ -146,7 +146,8 @@ def guide_server(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("guide")
     try:
-        main(["fit", "reference", "mood-colour-1", "-o", str(folder / "mood"), "--evaluate", "0"])
+        options = ["--experts", "llm", "--evaluate", "0"]
+        main(["fit", "reference", "mood-colour-1", "-o", str(folder / "mood"), *options])
     except SystemExit as end:
         if end.code:
             raise I2CLError("the fit of the guide failed: see its output") from None

@@ -103,8 +103,8 @@ class ServedTask:
     @cached_property
     def _label_ids(self) -> tuple[Ids, ...]:
         """Label tokens that are scored: full sequences, or single tokens after the query."""
-        tokens = self.scorer.labels
-        return tokens.ids if tokens.full else tuple((token,) for token in tokens.read)
+        labels = self.scorer.labels
+        return labels.ids if labels.full else tuple((token,) for token in labels.tokens)
 
     @cached_property
     def _next_tokens(self) -> dict[Ids, tuple[int, ...]]:
