@@ -11,7 +11,7 @@ GEMMA := results/gemma-3-270m-q4_k_m.gguf
 SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
 AS_WRITTEN := real,main-real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled,curves,curves-tickets,many-labels
 AT_100 := skewed,chat
-SEEN := $(addprefix tests/interfaces/server/test_,clients.py decision_clients.py openapi.py page.py)
+SEEN := $(addprefix tests/interfaces/server/test_,clients.py decision_clients.py labelling_page.py openapi.py page.py)
 ON_RAY := 'tests/test_pages.py::test_it_runs_and_says_what_the_page_shows[predict]'
 
 # pip compiles no bytecode, of which most is never used: the first import does, and all processes share it.

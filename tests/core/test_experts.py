@@ -20,6 +20,7 @@ from i2cl.injections.temperature import with_temperature
 from i2cl.interfaces.batch_prediction.prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.worker import PackedEdit
+from i2cl.models.language import LanguageWarning
 from i2cl.storage.card import describe_llm_alone
 from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from plugin import WordsEncoder
@@ -216,3 +217,30 @@ def test_encoder_cache_is_bounded_and_can_be_cleared(loads):
     encoders.release_encoders()
     encoders.frozen_encoder("1", "cpu")
     assert loads[-1] == "1"
+
+
+@pytest.mark.parametrize("texts", [("the film is good", "what a day"), ("Größe und Käse", "schöne Tage")])
+def test_encoder_that_knows_the_language_is_a_member(texts, monkeypatch):
+    ask_words_encoder(monkeypatch)
+    assert EnsembleConfig().members_for(texts, "cpu") == ("llm", "embeddings", "tfidf")
+
+
+def test_encoder_that_splits_texts_into_letters_is_left_out_unless_asked_for(monkeypatch):
+    ask_words_encoder(monkeypatch)
+    texts = ("хороший фильм", "плохой день")
+    with pytest.warns(LanguageWarning, match="words hardly knows the language .* --set encoder=NAME"):
+        assert EnsembleConfig().members_for(texts, "cpu") == ("llm", "tfidf")
+    assert EnsembleConfig(experts=("llm", "embeddings")).members_for(texts, "cpu") == ("llm", "embeddings")
+    assert EnsembleConfig(encoder="words").members_for(texts, "cpu") == ("llm", "embeddings", "tfidf")
+
+
+def ask_words_encoder(monkeypatch):
+    """An encoder that needs no download; its tokenizer splits Cyrillic words into letters, others not."""
+    encoder = Mock(tokenizer=lambda texts, **_: {"input_ids": list(map(pieces, texts))})
+    monkeypatch.setattr(encoders, "local_encoder", lambda: "words")
+    monkeypatch.setattr(encoders, "encoder_source", lambda name: name)
+    monkeypatch.setattr(encoders, "frozen_encoder", lambda _name, _device: encoder)
+
+
+def pieces(text):
+    return [piece for word in text.split() for piece in (word if "а" <= word[0] <= "я" else [word])]

@@ -1,8 +1,6 @@
 """Fit a task and evaluate the fit: what the command line, the server and `I2CLClassifier` share."""
 
 import time
-import unicodedata
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,17 +20,8 @@ from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.ensemble import llm_prior
 from i2cl.models.decoder import Decoder
+from i2cl.models.language import warn_of_language
 from i2cl.tasks import Examples, Task
-
-# Tokens per UTF-8 byte of letters, above which a tokenizer does not know the language. SmolLM2 has 0.2 on
-# English, 0.4 on German and Russian, 0.55 on Arabic and Chinese; a multilingual tokenizer stays below 0.3.
-MAX_TOKENS_PER_BYTE = 0.4
-MIN_FOREIGN_SHARE = 0.005  # share of letters outside ASCII, below which a text counts as English
-MAX_TEXTS_CHECKED = 64
-
-
-class LanguageWarning(UserWarning):
-    """The model's tokenizer splits the texts into unusually many tokens."""
 
 
 def fit_task(
@@ -61,7 +50,7 @@ def fit_task(
     """
     observer = observer or FitObserver()
     require_supported(task, request)
-    warn_of_language(decoder, demonstrations)
+    warn_of_language(decoder, [row.text for row in demonstrations])
     started = clock()
     injection = request.method.fit_injection(
         decoder, task, demonstrations, request.seed, observer.step, request.scoring
@@ -138,23 +127,3 @@ def require_supported(task: Task, request: FitRequest) -> None:
             raise I2CLError(
                 f"{what} needs one label per text, and {task.name!r} is a multi-label task: omit it"
             )
-
-
-def warn_of_language(decoder: Decoder, demonstrations: Examples) -> None:
-    """Emit a `LanguageWarning` if the tokenizer needs unusually many tokens for these texts."""
-    texts = [_letters(row.text) for row in demonstrations[:MAX_TEXTS_CHECKED]]
-    letters = "".join(texts).replace(" ", "")
-    if not letters or sum(not one.isascii() for one in letters) < MIN_FOREIGN_SHARE * len(letters):
-        return
-    tokens = sum(len(decoder.encoder.plain(text)) for text in texts)
-    if tokens > MAX_TOKENS_PER_BYTE * len("".join(texts).encode()):
-        rate = tokens / max(1, sum(map(len, texts)))
-        message = f"the tokenizer of {decoder.name} needs {rate:.1f} tokens per character of these texts"
-        consequence = "the model hardly knows their language, so answers will be slow and inaccurate"
-        warnings.warn(f"{message}: {consequence}; use a multilingual model", LanguageWarning, stacklevel=3)
-
-
-def _letters(text: str) -> str:
-    """The text without digits, punctuation and symbols; combining marks are parts of letters."""
-    kept = (one if unicodedata.category(one)[0] in "LM" else " " for one in text)
-    return " ".join("".join(kept).split())

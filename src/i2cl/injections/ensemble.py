@@ -7,6 +7,7 @@ pool is convex in the weights. A weight is an inverse temperature: a pool of one
 scaling.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Self
@@ -20,6 +21,7 @@ from i2cl.core.experts import LLM, EmbeddingsExpert, Ensemble, TextExpert, Tfidf
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError, first_problem
 from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, normalised
+from i2cl.models.language import LanguageWarning, knows_language
 from i2cl.models.training import Settings
 from i2cl.tasks import Examples, Task
 
@@ -100,6 +102,26 @@ class EnsembleConfig(Settings):
             encoders.encoder_source(self.embeddings.encoder if self.embeddings else encoders.MINILM)
         return tuple(name for name in MEMBERS if name in self.experts)
 
+    def members_for(self, texts: Sequence[str], device: str) -> tuple[str, ...]:
+        """Return `members`, without an encoder that nobody asked for and that hardly knows the language.
+
+        Emits a `LanguageWarning` if it leaves the encoder out. Raises I2CLError as `members`.
+
+        Args:
+            texts: samples of the language.
+            device: of the sentence encoder.
+        """
+        names = self.members()
+        if EmbeddingsExpert.name not in names or self.experts is not None or self.encoder is not None:
+            return names
+        name = encoders.local_encoder() or encoders.HUB_ID
+        if knows_language(encoders.frozen_encoder(name, device).tokenizer, texts):
+            return names
+        message = f"the sentence encoder {name} hardly knows the language of these texts and is left out"
+        hint = "name a multilingual one with --set encoder=NAME (encoder=NAME in Python)"
+        warnings.warn(f"{message}: {hint}", LanguageWarning, stacklevel=2)
+        return tuple(name for name in names if name != EmbeddingsExpert.name)
+
 
 def fit_ensemble(
     config: EnsembleConfig, llm: WeightPrior, task: Task, demonstrations: Examples, device: str
@@ -120,7 +142,8 @@ def fit_ensemble(
     Raises:
         I2CLError: if a package or the encoder is missing, or a text is empty.
     """
-    names = () if task.multi_label else config.members()[1:]
+    texts = [example.text for example in demonstrations]
+    names = () if task.multi_label else config.members_for(texts, device)[1:]
     if not names or {example.label for example in demonstrations} != {*range(len(task.labels))}:
         return None
     experts: list[TextExpert] = []

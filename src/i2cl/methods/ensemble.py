@@ -67,7 +67,8 @@ class Ensemble(Wrapper):
     def wrap(self, decoder: Decoder, inner: Predictor, task: Task, shown: Examples, seed: int) -> Predictor:
         """Fit the text experts and the weights. Raises I2CLError as `EnsembleConfig.members`."""
         texts = text_methods(self.config)
-        names = self.config.members()[1:]
+        device = str(decoder.device)
+        names = self.config.members_for([row.text for row in shown], device)[1:]
         methods = [self.inner, *(texts[name] for name in names)]
         priors = [llm_prior(self.inner), *(TEXT_PRIORS[name] for name in names)]
         fitted = [inner, *(method.fit(decoder, task, shown, seed) for method in methods[1:])]

@@ -18,12 +18,14 @@ from i2cl.errors import I2CLError
 from i2cl.interfaces.decisions import error_response
 from i2cl.interfaces.server.guard import Access, Guard, GuardedRoute, policy
 from i2cl.interfaces.server.refusals import RefusalError, model_failed, stopping
-from i2cl.interfaces.server.routes import completions, decisions, management, schemas
+from i2cl.interfaces.server.routes import completions, decisions, labelling, management, schemas
 from i2cl.interfaces.server.service import DIGEST_HEADER, Service
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")
-PAGE_FILES = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "example.csv")}}
+PAGE_FILES = {"/": "index.html", "/labelling": "labelling.html"}
+PAGE_FILES |= {f"/{name}": name for name in ("page.css", "common.js", "page.js", "labelling.js")}
+PAGE_FILES |= {"/example.csv": "example.csv"}
 METHODS = ("DELETE", "GET", "POST", "PUT")
 ERROR_STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 421, 422, 429, 500, 503, 504, 507)
 
@@ -63,6 +65,8 @@ def make_app(service: Service, access: Access, *, page: bool = True, origins: Se
     management.add_tasks(app, service)
     management.add_jobs(app, service)
     management.add_batches(app, service)
+    labelling.add_projects(app, service)
+    labelling.add_labelling(app, service)
     _add_health(app, service)
     if page:
         for path, name in PAGE_FILES.items():

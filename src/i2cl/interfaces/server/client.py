@@ -179,6 +179,13 @@ class AsyncClient:
         """Remove a task. Raises ServerError if there is no such task, or if it is a folder of the server."""
         await self._send("DELETE", f"/v1/tasks/{quote(name)}")
 
+    async def feedback(self, task: str, text: str, label: str) -> None:
+        """Correct the answer for a text: it joins the task's labelling project. Raises ServerError if the
+        task does not have the label.
+        """
+        body = _json({"text": text, "label": label})
+        await self._send("POST", f"/v1/tasks/{quote(task)}/feedback", body)
+
     async def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
         """Start to classify lines (``input``, ``model``, ``custom_id``), and return the job's id. Raises
         ServerError, naming invalid lines.
@@ -246,7 +253,7 @@ class AsyncClient:
         """Send a request and return the httpx response. Repeats it if that is safe; raises ServerError."""
         import httpx2 as httpx
 
-        idempotent = method in {"GET", "PUT"} or path == "/v1/classify" or path.endswith("/cancel")
+        idempotent = method in {"GET", "PUT"} or path.endswith(("/classify", "/cancel", "/feedback"))
         http = self._http if idempotent else self._once
         headers = {} if body is None else {"Content-Type": content_type}
         request = http.build_request(method, path, content=body, headers=headers, params=params)
@@ -346,6 +353,7 @@ class Client:
     fit = _blocking(AsyncClient.fit)
     upload = _blocking(AsyncClient.upload)
     delete = _blocking(AsyncClient.delete)
+    feedback = _blocking(AsyncClient.feedback)
     batch = _blocking(AsyncClient.batch)
     answers = _blocking(AsyncClient.answers)
     jobs = _blocking(AsyncClient.jobs)

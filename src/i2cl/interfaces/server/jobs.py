@@ -1,4 +1,4 @@
-"""Persistent queue of long jobs (fits and files), with events, cancellation and crash recovery.
+"""Persistent queue of long jobs (fits, files, labelling), with events, cancellation and crash recovery.
 
     DIR/.i2cl-server/jobs/ID/
         job.json                    request and events
@@ -28,7 +28,7 @@ from i2cl.interfaces.server.batcher import FitStoppedError
 from i2cl.interfaces.server.refusals import RefusalError, busy, stopping
 from i2cl.storage.atomic import WriteError, sync_to_disk, write_text_atomic
 
-Kind = Literal["fit", "batch"]
+Kind = Literal["fit", "batch", "labelling"]
 RECORD = "job.json"
 FINAL_STATES = ("done", "failed", "cancelled")
 PERSISTED_EVENTS = ("queued", "started", "resumed", *FINAL_STATES)
@@ -44,7 +44,7 @@ _log = logging.getLogger("i2cl.server")
 
 @dataclass(eq=False)
 class Job:
-    """One fit, or one file of texts."""
+    """One fit, one file of texts, or one round of a labelling project."""
 
     folder: Path  # of its files; the name is the job's id
     kind: Kind
@@ -307,7 +307,7 @@ class Jobs:
     def _run(self, job: Job) -> None:
         try:
             job.raise_if_cancelled()
-            if not any(job.folder.glob("input.*")):
+            if job.kind != "labelling" and not any(job.folder.glob("input.*")):  # those have no files
                 message = "the input was removed when the disk was full"
                 raise RefusalError(500, "lost_input", message, "send it again")  # noqa: TRY301
             self.record_event(job, "started" if job.status == "queued" else "resumed")

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import sqlite3
 
 from i2cl.errors import I2CLError
 from i2cl.models.encoding import TooLongError
@@ -47,7 +48,7 @@ class RefusalError(I2CLError):
         """Convert any error. Of an unexpected one only the type is kept: its message may quote a text."""
         if isinstance(error, RefusalError):
             return error
-        if isinstance(error, WriteError | OSError):
+        if isinstance(error, WriteError | OSError | sqlite3.Error):
             return _storage_error(error)
         if isinstance(error, TooLongError):
             return cls(413, "text_too_long", error.message, error.hint)
@@ -104,7 +105,7 @@ def _storage_error(error: Exception) -> RefusalError:
     """Convert an error of the disk or the database, without paths."""
     cause = error.__context__ if isinstance(error, WriteError) else error
     reason = system_cause(cause) if isinstance(cause, Exception) else None
-    if reason in DISK_FULL:
+    if reason in DISK_FULL or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         return RefusalError(507, "disk_full", "the server's disk is full", "retry when it has room")
     message = f"storage error on the server ({reason or type(error).__name__})"
     return RefusalError(500, "disk", message, "contact its operator")

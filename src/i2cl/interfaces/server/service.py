@@ -14,9 +14,10 @@ from starlette.responses import Response
 
 from i2cl import encoders as sentence_encoders
 from i2cl.injections.pool import InjectionPool, RowScores, TaskQuery
-from i2cl.interfaces.server import files, fits
+from i2cl.interfaces.server import files, fits, labelling
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.jobs import Job, Jobs, Kind
+from i2cl.interfaces.server.labelling_store import LabellingStore
 from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, deadline_passed
 from i2cl.interfaces.server.routes.schemas import require_text_count
@@ -104,10 +105,14 @@ class Service:
         self._parsing = ThreadPoolExecutor(PARSING_THREADS, "parsing")
         self._encoding = ThreadPoolExecutor(ENCODING_THREADS, "encoding")
         self.jobs: Jobs | None = None  # None if read-only
+        self.labelling: LabellingStore | None = None  # None if read-only
         if not read_only:
+            self.labelling = LabellingStore(folder / STATE / "labelling.sqlite3")
+            self._resources.callback(self.labelling.close)
             workers: dict[Kind, Callable[[Job], dict[str, Any]]] = {
                 "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
                 "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
+                "labelling": partial(labelling.run, batcher=self.batcher, store=self.labelling),
             }
             self.jobs = Jobs(folder / STATE / "jobs", workers)
             self.jobs.start()

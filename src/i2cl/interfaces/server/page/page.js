@@ -1,17 +1,10 @@
 "use strict";
-// Text from users and from the server is only assigned to textContent, never parsed as HTML.
-const $ = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
+// The page that creates tasks from labelled examples; common.js has what it shares with the labelling page.
 const METHODS = {
   majority_class: "Majority class", zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated",
   few_shot: "Few-shot", sentence_embeddings: "Sentence embeddings", label_frequency: "Label frequency",
 };
 const NO_TOKENS = ["majority_class", "label_frequency", "sentence_embeddings", "tfidf"]; // methods that do not run the model
-const FORMATS = ["csv", "tsv", "json", "jsonl"];
-const PASTED = "pasted text"; // name of rows that come from no file
-const TEXT_NAMES = /text|message|review|sentence|content|body|comment|question|query|utterance|description/i;
-const LABEL_NAMES = /label|category|class|intent|topic|sentiment|rating|target|tag/i;
-const MAX_LISTED_ROWS = 100; // of refused rows
 const MAX_PROBABILITIES = 5; // listed per text; the others are summed
 const RECONNECT_MS = 2000;
 const MIN_SECONDS = 5; // shorter waits show no clock
@@ -20,140 +13,7 @@ let source = null; // file whose rows are in the text area: { name, format }
 let test = null; // test file: { name, format, content }
 const tokensRead = {}; // tokens per text, by digest of the task
 
-function element(tag, text, attributes = {}, namespace) {
-  const node = namespace ? document.createElementNS(namespace, tag) : document.createElement(tag);
-  if (text !== undefined) node.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  return node;
-}
-
-// Build a table. A cell is text, a node, or [text, class]; the first cell of a row is its header.
-// Roles are explicit because the layout of narrow screens (class "stack") would remove them.
-function table(head, rows, kind) {
-  const node = element("table", undefined, { role: "table", ...(kind ? { class: kind } : {}) });
-  node.append(element("thead", undefined, { role: "rowgroup" }), element("tbody", undefined, { role: "rowgroup" }));
-  const line = (parent, cells) => {
-    const row = element("tr", undefined, { role: "row" });
-    row.append(...cells);
-    parent.append(row);
-  };
-  line(node.tHead, head.map((name, column) => {
-    const cell = element("th", undefined, { scope: "col", role: "columnheader" });
-    if (/^number/.test(rows[0]?.[column]?.[1])) cell.className = "number";
-    cell.append(element("span", name)); // limits the width without splitting words
-    return cell;
-  }));
-  for (const row of rows) {
-    line(node.tBodies[0], row.map((value, column) => {
-      if (column === 0) return element("th", value, { scope: "row", role: "rowheader" });
-      const [content, name] = Array.isArray(value) ? value : [value];
-      const cell = element("td", undefined, { role: "cell", "data-head": head[column], ...(name ? { class: name } : {}) });
-      cell.append(content);
-      return cell;
-    }));
-  }
-  return node;
-}
-
-function throwUnreachable() {
-  throw Object.assign(new Error("The server cannot be reached: check that it is running."), { away: true });
-}
-
-async function send(method, path, body) {
-  const headers = body === undefined ? {} : { "Content-Type": "application/json" };
-  if ($("token").value) headers.Authorization = `Bearer ${$("token").value}`;
-  const reply = await fetch(path, { method, headers, body: body && JSON.stringify(body) }).catch(throwUnreachable);
-  if (reply.ok) return reply;
-  const { error } = await reply.json().catch(() => ({ error: { message: `The server returned status ${reply.status}.` } }));
-  if (reply.status === 401) {
-    $("access").open = true;
-    $("denied").textContent = error.message;
-  }
-  throw Object.assign(new Error(error.message), { rows: error.rows, code: error.code, status: reply.status, away: reply.status > 501 });
-}
-
-const json = async (method, path, body) => (await send(method, path, body)).json();
-const urlName = (name) => encodeURIComponent(name).replace(/%2F/g, "/");
-
-function show(id, text, wrong = false) {
-  $(id).textContent = text;
-  $(id).classList.toggle("wrong", wrong);
-}
-
-// One problem is shown as the status; several are listed below it.
-function showError(error) {
-  const rows = error.rows?.length > 1 ? error.rows : [];
-  show("state", rows.length ? `${rows.length} rows cannot be used.` : error.message, true);
-  $("refused").replaceChildren(...rows.slice(0, MAX_LISTED_ROWS).map((row) => element("li", row)));
-  if (rows.length > MAX_LISTED_ROWS) $("refused").append(element("li", `and ${rows.length - MAX_LISTED_ROWS} more`));
-}
-
-// Files and their columns
-
-function formatOf(name, content) {
-  const ending = name.split(".").pop().toLowerCase();
-  if (FORMATS.includes(ending)) return ending;
-  return { "[": "json", "{": "jsonl" }[content.trim()[0]] ?? "csv";
-}
-
-// Returns { name, format, content, encoding }.
-async function readFile(file) {
-  const bytes = new Uint8Array(await file.arrayBuffer());
-  let encoding = { "255,254": "utf-16le", "254,255": "utf-16be" }[bytes.slice(0, 2).join()] ?? "utf-8", content;
-  try {
-    content = new TextDecoder(encoding, { fatal: true }).decode(bytes);
-  } catch {
-    encoding = "windows-1252";
-    content = new TextDecoder(encoding).decode(bytes);
-  }
-  if (content.includes("\0")) throw new Error(`${file.name} is not a text file: save it as CSV, TSV, JSON or JSON Lines.`);
-  if (!content.trim()) throw new Error(`${file.name} is empty: choose a file with labelled rows.`);
-  return { name: file.name, format: formatOf(file.name, content), content, encoding };
-}
-
-function firstRecord(text, delimiter) {
-  const cells = [""];
-  let quoted = false;
-  for (let at = 0; at < text.length; at += 1) {
-    const character = text[at];
-    if (character === '"') {
-      if (quoted && text[at + 1] === '"') {
-        cells[cells.length - 1] += '"';
-        at += 1;
-      } else quoted = !quoted;
-    } else if (!quoted && character === delimiter) cells.push("");
-    else if (!quoted && /[\r\n]/.test(character)) break;
-    else cells[cells.length - 1] += character;
-  }
-  return cells.map((cell) => cell.trim());
-}
-
-// Column names of the rows, or none if they cannot be read: the server then says what is wrong.
-function columnsOf(content, format) {
-  const text = content.trimStart();
-  if (format === "csv" || format === "tsv") {
-    const [, separator] = /^sep=([,;\t|])\s*\n/.exec(text) ?? []; // a line that Excel writes
-    const start = separator ? text.slice(text.indexOf("\n") + 1) : text;
-    const delimiters = separator ? [separator] : [format === "tsv" ? "\t" : ",", ",", ";", "\t", "|"];
-    const headers = delimiters.map((delimiter) => firstRecord(start, delimiter));
-    return headers.reduce((best, cells) => (cells.length > best.length ? cells : best)).filter((name) => name);
-  }
-  try {
-    const value = JSON.parse(format === "json" ? text : text.split("\n", 1)[0]);
-    const row = Array.isArray(value) ? value[0] : value;
-    return typeof row === "object" && row ? Object.keys(row) : [];
-  } catch {
-    return [];
-  }
-}
-
-function choose(id, columns, exact, pattern, taken) {
-  const before = $(id).value, free = columns.filter((name) => name !== taken);
-  const named = free.find((name) => name.toLowerCase() === exact) ?? free.find((name) => pattern.test(name));
-  $(id).replaceChildren(element("option", "Choose a column", { value: "" }),
-    ...columns.map((name) => element("option", name, { value: name })));
-  $(id).value = free.includes(before) && before ? before : named ?? (columns.length === 2 && taken ? free[0] : "");
-}
+// The rows
 
 function updateColumns() {
   const content = $("examples").value, format = source?.format ?? formatOf("", content);
@@ -176,8 +36,6 @@ async function takeFile(file) {
     show("state", encoding === "windows-1252" ? `${name} is read as Windows-1252: save it as UTF-8 if that is wrong.` : "");
   } catch (error) { showError(error); }
 }
-
-const stem = (name) => name.replace(/\.[^.]*$/, "").trim().slice(0, 128);
 
 async function takeTestFile(file) {
   test = null;
@@ -246,8 +104,6 @@ function showRows({ data, test_rows }) {
   $("odd").replaceChildren(...warnings.map((warning) => element("li", warning)));
   $("data").hidden = false;
 }
-
-const duration = (seconds) => seconds < 90 ? `${Math.max(0, Math.round(seconds))} s` : `${Math.round(seconds / 60)} minutes`;
 
 // Show a clock: time left if it is known, else time spent once the wait is long. Without argument: stop it.
 function startClock(left) {
@@ -333,21 +189,6 @@ async function watch(id) {
   }
 }
 
-async function* events(reply) {
-  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read().catch(throwUnreachable);
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.split("\n").find((line) => line.startsWith("data: "));
-      if (data) yield JSON.parse(data.slice(6));
-    }
-  }
-}
-
 // Draw pairs of a step and its loss; the server does not send every step.
 function showLoss(losses) {
   const most = Math.max(...losses.map(([, loss]) => loss), 1e-9), width = Math.max(1, losses.at(-1)[0] - losses[0][0]);
@@ -407,7 +248,7 @@ async function listTasks(chosen) {
   if (chosen !== undefined) $("tasks").value = chosen;
   $("ask").hidden = !tasks.length;
   $("none").hidden = tasks.length > 0;
-  $("answers").hidden = true;
+  $("answers").hidden = $("wrong").hidden = true;
   show("answered", "");
   showCode();
   await showTask();
@@ -432,15 +273,34 @@ async function classify(event) {
   const input = $("texts").value.split("\n").filter((line) => line.trim()), started = performance.now();
   const model = $("tasks").value, least = $("least").valueAsNumber;
   show("answered", "Classifying");
-  $("answers").hidden = true;
+  $("answers").hidden = $("wrong").hidden = true;
   try {
     const reply = await json("POST", "v1/classify", { model, input, ...(least ? { min_confidence: least } : {}) });
     $("answers").replaceChildren(answerTable(reply, input));
     $("answers").hidden = false;
+    if (!reply.multi_label) offerCorrection(model, input, reply.labels);
     const milliseconds = (performance.now() - started).toFixed(0), none = reply.data.filter((answer) => !answer.label).length;
     show("answered", `${input.length} text${input.length > 1 ? "s" : ""}${none ? `, ${none} without a label (confidence below ${least})` : ""}, ${
       milliseconds} ms, ${reply.usage.prompt_tokens} tokens read.`);
   } catch (error) { show("answered", error.message, true); }
+}
+
+function offerCorrection(model, texts, labels) {
+  $("wrong").hidden = !$("closed").hidden;
+  $("wrong").dataset.model = model;
+  $("wrong-text").replaceChildren(...texts.map((text) => element("option", text, { value: text })));
+  $("right-label").replaceChildren(element("option", "Choose a label", { value: "" }), ...labels.map((label) => element("option", label, { value: label })));
+  show("corrected", "");
+}
+
+async function correct(event) {
+  event.preventDefault();
+  const name = $("wrong").dataset.model, body = { text: $("wrong-text").value, label: $("right-label").value };
+  try {
+    const { labelled } = await json("POST", `v1/tasks/${urlName(name)}/feedback`, body);
+    $("right-label").value = "";
+    show("corrected", `Saved. The labelling project ${name} has ${labelled} label${labelled === 1 ? "" : "s"} now.`);
+  } catch (error) { show("corrected", error.message, true); }
 }
 
 async function removeTask() {
@@ -452,20 +312,6 @@ async function removeTask() {
     show("answered", `Task ${name} was removed.`);
   } catch (error) { show("answered", error.message, true); }
 }
-
-// Code to copy. It names the variable that holds the token, never the token itself.
-const CALLS = {
-  curl: (url, task, text, token, least) => `curl ${url}/v1/classify -H 'Content-Type: application/json' \\\n${
-    token ? "  -H \"Authorization: Bearer $I2CL_TOKEN\" \\\n" : ""}  -d ${
-    `'${JSON.stringify({ model: task, input: text, ...(least ? { min_confidence: least } : {}) }).replaceAll("'", "'\\''")}'`}`,
-  Python: (url, task, text, token, least) => `${token ? "import os\n\n" : ""}from i2cl.interfaces.server.client import Client\n\nclient = Client(${
-    JSON.stringify(url)}${token ? ", token=os.environ[\"I2CL_TOKEN\"]" : ""})\nprint(client.classify(${
-    JSON.stringify(task)}, [${JSON.stringify(text)}]${least ? `, min_confidence=${least}` : ""}))`,
-  OpenAI: (url, task, text, token) => `${token ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(\n    base_url=${
-    JSON.stringify(`${url}/v1`)},\n    api_key=${token ? "os.environ[\"I2CL_TOKEN\"]" : "\"none\""},\n)\nreply = client.chat.completions.create(\n    model=${
-    JSON.stringify(task)},\n    messages=[{"role": "user", "content": ${
-    JSON.stringify(text)}}],\n    logprobs=True,\n)\nprint(reply.choices[0].message.content)`,
-};
 
 function showCode() {
   const text = $("texts").value.split("\n").find((line) => line.trim()) || "a text";
@@ -527,7 +373,8 @@ function start() {
   $("example").addEventListener("click", () => fillExample().catch(showError));
   $("cancel").addEventListener("click", () => json("POST", `v1/jobs/${job}/cancel`).catch(showError));
   $("ask").addEventListener("submit", classify);
-  $("tasks").addEventListener("change", () => { showCode(); $("answers").hidden = true; show("answered", ""); showTask().catch(showError); });
+  $("correct").addEventListener("submit", correct);
+  $("tasks").addEventListener("change", () => { showCode(); $("answers").hidden = $("wrong").hidden = true; show("answered", ""); showTask().catch(showError); });
   $("least").addEventListener("input", showCode);
   $("another").addEventListener("click", clearForm);
   $("texts").addEventListener("input", showCode);

@@ -202,6 +202,63 @@ class Fit(FitOptions):
     test: Annotated[Rows | None, Field(description="Rows to score on, with the same columns.")] = None
 
 
+class NewProject(Body):
+    """Texts to label, and the names of the labels."""
+
+    name: Name
+    labels: Annotated[list[str], Field(min_length=2, max_length=2048)]
+    texts: Annotated[
+        Annotated[list[str], Field(min_length=1), Tag("rows")] | Annotated[DataFile, Tag("file")],
+        Discriminator(_kind_of_rows),
+    ]
+    text_column: Annotated[str, Field(description="Column of a file that holds the text.")] = "text"
+    label_column: Annotated[
+        str | None, Field(description="Column of a file that holds labels, which may be empty.")
+    ] = None
+    template: str = "Text: {text}\nLabel: {label}"
+
+
+LabellerId = Annotated[
+    str, Field(min_length=1, max_length=64, description="Any id of the person: texts are leased to it.")
+]
+
+
+class Labeller(Body):
+    """Who labels."""
+
+    labeller: LabellerId
+
+
+class NextTexts(Labeller):
+    """Request for texts to label."""
+
+    count: Annotated[Int, Field(ge=1, le=100)] = 10
+
+
+class LabelAnswer(Labeller):
+    """The label of a text."""
+
+    text: Annotated[Int, Field(ge=0, lt=2**63, description="Id of the text.")]
+    label: Annotated[str | None, Field(description="null skips the text.")]
+    replaces: Annotated[
+        str | None, Field(description="The label that the text has, to correct or confirm it.")
+    ] = None
+
+
+class Finish(Body):
+    """Name of the task, by default that of the project."""
+
+    name: Name | None = None
+
+
+class Feedback(Body):
+    """The right label of a text that a task answered."""
+
+    text: Text
+    label: str
+    labeller: LabellerId = "feedback"
+
+
 class Usage(BaseModel):
     """Number of tokens."""
 

@@ -1,0 +1,292 @@
+"""Labelling over HTTP: projects, answers, rounds of fits, corrections, and the finished task."""
+
+import csv
+import io
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("sklearn")
+
+from i2cl.interfaces.server import fits, labelling
+from i2cl.interfaces.server.guard import Access
+from i2cl.interfaces.server.labelling_store import Round
+from i2cl.methods.anchored import Anchored
+from processes import until
+
+from .conftest import make_injection
+from .test_app import error_of
+from .test_authorization import ADMIN, READ, bearer
+from .test_jobs import wait_until_ended
+
+LABELS = ["positive", "negative"]
+URL = "/v1/labelling/films"
+
+
+@pytest.fixture(autouse=True)
+def _short_fits(monkeypatch):
+    """Fit in one step: these tests do not depend on the accuracy."""
+    for module in (fits, labelling):
+        monkeypatch.setattr(module, "make_injector", lambda *_: Anchored.from_options({"steps": 1}))
+
+
+def texts_of(task):
+    return [row.text for row in task.train]
+
+
+def gold(task, text):
+    return next(task.labels[row.label] for row in task.train if row.text == text)
+
+
+def create(client, given, **more):
+    return client.post("/v1/labelling", json={"name": "films", "labels": LABELS, "texts": given} | more)
+
+
+def following(client, labeller="ann", count=10):
+    """Return the next texts, after the first round."""
+
+    def ask():
+        reply = client.post(f"{URL}/next", json={"labeller": labeller, "count": count}).json()
+        return None if reply["waiting"] else reply
+
+    return until(ask)["data"]
+
+
+def answer(client, text, label, labeller="ann", **more):
+    body = {"labeller": labeller, "text": text["id"], "label": label} | more
+    return client.post(f"{URL}/answers", json=body)
+
+
+def end_round(service):
+    return wait_until_ended(labelling.latest_job(service.jobs, service.labelling.project("films")))
+
+
+def label_ten(client, service, task, labeller="ann"):
+    """Label ten texts by their gold labels, and wait for the round."""
+    for text in following(client, labeller):
+        assert answer(client, text, gold(task, text["text"]), labeller).status_code == 200
+    return end_round(service)
+
+
+def test_texts_become_a_served_task(client, service, task):
+    made = create(client, [*texts_of(task), "", texts_of(task)[0].upper()])
+    assert made.status_code == 201
+    assert made.json()["left_out"] == {"unusable": 1, "too_long": 0, "repeated": 1}
+    assert made.json()["texts"] == 24
+    first = following(client)
+    assert len(first) == 10
+    assert {text["proposal"] for text in first} <= set(LABELS)
+    assert all(0 < text["confidence"] <= 1 for text in first)
+    job = label_ten(client, service, task)
+    assert job.status == "done", job.events[-1]
+    assert not list(job.folder.glob("input.*"))
+    state = client.get(URL).json()
+    assert (state["labelled"], sum(state["per_label"].values())) == (10, 10)
+    assert [one["labels"] for one in state["rounds"]] == [10]
+    assert 0 <= state["rounds"][0]["low"] <= state["rounds"][0]["accuracy"] <= state["rounds"][0]["high"] <= 1
+    assert state["next_round"] is None
+    assert not {text["id"] for text in following(client)} & {text["id"] for text in first}
+    rows = list(csv.DictReader(io.StringIO(client.get(f"{URL}/export").text)))
+    assert [row["label"] for row in rows] == [gold(task, row["text"]) for row in rows]
+    assert {row["text"] for row in rows} == {text["text"] for text in first}
+    reply = client.post(f"{URL}/finish", json={"name": "finished"})
+    assert reply.status_code == 202
+    fit = wait_until_ended(service.jobs.get(reply.json()["id"]))
+    assert (fit.status, fit.events[-1]["demonstrations"]) == ("done", 10)
+    reply = client.post("/v1/classify", json={"model": "finished", "input": "a warm film"})
+    assert reply.json()["labels"] == LABELS
+
+
+def test_a_round_follows_every_ten_labels(client, service, task):
+    create(client, texts_of(task))
+    *nine, tenth = following(client)
+    for text in nine:
+        answer(client, text, gold(task, text["text"]))
+    assert end_round(service).events[-1]["labels"] == 0
+    answer(client, tenth, gold(task, tenth["text"]))
+    assert end_round(service).events[-1]["labels"] == 10
+
+
+def test_without_all_labels_the_base_model_chooses(client, service, task):
+    create(client, texts_of(task))
+    for text in following(client):
+        answer(client, text, "positive")
+    job = end_round(service)
+    assert (job.status, job.events[-1]["missing"]) == ("done", ["negative"])
+    assert error_of(client.post(f"{URL}/finish", json={})) == (409, "label_missing")
+    assert following(client)[0]["proposal"] in LABELS
+
+
+def test_a_failed_round_does_not_stop_the_labelling(client, service, task, monkeypatch):
+    monkeypatch.setattr(labelling, "text_vectors", lambda *_: 1 / 0)
+    create(client, texts_of(task))
+    texts = following(client)
+    assert [len(texts), texts[0]["proposal"]] == [10, None]
+    assert end_round(service).status == "failed"
+    assert answer(client, texts[0], "positive").json()["labelled"] == 1
+
+
+def test_labels_are_reviewed_and_corrected(client, service, task):
+    create(client, texts_of(task))
+    (text, *_) = following(client)
+    answer(client, text, "positive")
+    project = service.labelling.project("films")
+    issue = labelling.Issue(text["id"], "positive", "negative", 0.125)
+    service.labelling.save_round(project, Round(service.labelling.last_answer(project), 1, None), [issue], [])
+    (listed,) = client.get(f"{URL}/review").json()["data"]
+    assert (listed["text"], listed["label"], listed["suggested"]) == (text["text"], "positive", "negative")
+    assert client.get(URL).json()["issues"] == 1
+    assert error_of(answer(client, text, "negative")) == (409, "labelled")
+    assert answer(client, text, "negative", replaces="positive").status_code == 200
+    assert client.get(f"{URL}/review").json()["data"] == []
+
+
+def test_two_browsers_share_a_project(client, service, task):
+    create(client, texts_of(task))
+    (mine, *_), (other, *_) = following(client, "ann"), following(client, "bob")
+    assert mine["id"] != other["id"]
+    assert error_of(answer(client, other, "positive", "ann")) == (409, "leased")
+    assert len(following(client, "eve")) == 4  # the rest of 24
+    assert client.get(URL).json()["labellers"] == 3
+    answer(client, mine, "positive", "ann")
+    undone = client.post(f"{URL}/undo", json={"labeller": "ann"}).json()
+    assert undone["id"] == mine["id"]
+    assert error_of(client.post(f"{URL}/undo", json={"labeller": "ann"})) == (409, "nothing_to_undo")
+    assert answer(client, mine, None, "ann").json()["skipped"] == 1
+
+
+def test_labels_in_the_file_are_imported(client, service, task):
+    rows = "ticket,kind\nit crashes,negative\nvery nice,1\nmy cat,\nIT  crashes,positive\n"
+    file = {"name": "tickets.csv", "content": rows}
+    columns = {"text_column": "ticket", "label_column": "kind"}
+    made = create(client, file, **columns).json()
+    assert (made["texts"], made["labelled"], made["left_out"]["repeated"]) == (3, 2, 1)
+    assert client.get(f"{URL}/export").text == "text,label\nit crashes,negative\nvery nice,negative\n"
+    assert [text["text"] for text in following(client)] == ["my cat"]
+    wrong = create(
+        client, {**file, "content": rows.replace("my cat,", "my cat,ugly")}, name="other", **columns
+    )
+    assert error_of(wrong) == (422, "unknown_label")
+    assert "'ugly'" in wrong.text
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code", "words"),
+    [
+        ({"labels": ["positive"]}, 422, "bad_request", "at least 2"),
+        ({"labels": ["positive", "positive"]}, 422, "bad_input", "given twice"),
+        ({"texts": ["", " "]}, 422, "bad_rows", "no text can be used"),
+        ({"texts": []}, 422, "bad_request", "at least 1"),
+        ({"texts": {"name": "a.csv", "content": "body\na\n"}}, 422, "bad_rows", "no text column 'text'"),
+        ({"texts": ["long " * 5000]}, 413, "text_too_long", "shorten"),
+        ({"name": "a/export"}, 422, "bad_name", "cannot end with"),
+        ({"template": "no fields"}, 422, "bad_input", "{text}"),
+    ],
+)
+def test_bad_projects_are_refused_in_one_line(client, change, status, code, words):
+    reply = create(client, ["a", "b"], **change)
+    assert error_of(reply) == (status, code)
+    assert words in reply.json()["error"]["message"]
+    assert client.get("/v1/labelling").json()["data"] == []
+
+
+def test_fewer_texts_than_ten_are_all_suggested(client, service):
+    create(client, ["a warm film", "dull", "so so"])
+    texts = following(client)
+    assert len(texts) == 3
+    for text, label in zip(texts, ["positive", "negative", None], strict=True):
+        answer(client, text, label)
+    assert following(client) == []
+    assert client.get(URL).json()["labelled"] == 2
+
+
+def test_a_project_of_the_same_name_or_unknown_project_is_refused(client):
+    create(client, ["a", "b"])
+    assert error_of(create(client, ["c"])) == (409, "project_exists")
+    assert [one["texts"] for one in client.get("/v1/labelling").json()["data"]] == [2]
+    assert error_of(client.get("/v1/labelling/none")) == (404, "unknown_project")
+    assert error_of(client.post("/v1/labelling/none/next", json={"labeller": "a"})) == (
+        404,
+        "unknown_project",
+    )
+    assert error_of(answer(client, {"id": 99}, "positive")) == (404, "unknown_text")
+    assert error_of(answer(client, {"id": 1}, "ugly")) == (422, "unknown_label")
+
+
+def test_corrections_of_answers_go_into_the_project(client, service):
+    """The task "films" was uploaded; its first correction creates the project."""
+    body = {"text": "a cold night", "label": "positive"}
+    assert client.post("/v1/tasks/films/feedback", json=body).json()["labelled"] == 1
+    client.post("/v1/tasks/films/feedback", json=body | {"label": "negative"})
+    template = service.tasks.injection(service.tasks.entry("films").digest).task.template.format
+    assert client.get(URL).json()["template"] == template
+    assert client.get(f"{URL}/export").text == "text,label\na cold night,negative\n"
+    for wrong, status in (({"label": "ugly"}, 422), ({"text": " "}, 422), ({"text": "long " * 5000}, 413)):
+        assert client.post("/v1/tasks/films/feedback", json=body | wrong).status_code == status
+    assert error_of(client.post("/v1/tasks/none/feedback", json=body)) == (404, "unknown_task")
+
+
+def test_deleting_a_project_removes_its_texts(client, service, task, tmp_path):
+    create(client, ["a secret of the patient", *texts_of(task)])
+    job = end_round(service)
+    assert client.delete(URL).json() == {"id": "films", "object": "labelling", "deleted": True}
+    assert client.get("/v1/labelling").json()["data"] == []
+    files = [path for path in (tmp_path / "tasks").rglob("*") if path.is_file()]
+    assert job.folder / "job.json" in files
+    assert not any(b"a secret of the patient" in path.read_bytes() for path in files)
+    assert service.tasks.entry("films").name == "films"  # the task stays
+
+
+def test_texts_are_not_logged(client, service, caplog):
+    caplog.set_level("DEBUG")
+    create(client, ["a secret of the patient", "dull"])
+    end_round(service)
+    answer(client, following(client)[0], "positive")
+    client.post("/v1/tasks/films/feedback", json={"text": "a secret of the patient", "label": "negative"})
+    assert "/v1/labelling" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_labelling_needs_an_admin_token(service, make_client):
+    client = make_client(service, Access({ADMIN: "admin", READ: "read"}))
+    for method, path in (("GET", "/v1/labelling"), ("GET", URL), ("GET", f"{URL}/export"), ("DELETE", URL)):
+        assert error_of(client.request(method, path, headers=bearer(READ))) == (403, "read_token")
+    for path in ("/v1/labelling", f"{URL}/next", f"{URL}/answers", "/v1/tasks/films/feedback"):
+        assert error_of(client.post(path, json={}, headers=bearer(READ))) == (403, "read_token")
+
+
+def test_read_only_server_has_no_projects(open_service, make_client):
+    service = open_service()
+    service.tasks.put("films", make_injection(service.decoder, 0))
+    client = make_client(open_service(read_only=True))
+    assert error_of(client.get("/v1/labelling")) == (403, "read_only")
+    assert error_of(create(client, ["a", "b"])) == (403, "read_only")
+
+
+def test_projects_and_rounds_survive_a_restart(open_service, make_client, task):
+    service = open_service()
+    client = make_client(service)
+    create(client, texts_of(task))
+    texts = following(client)
+    for text in texts:
+        answer(client, text, gold(task, text["text"]))
+    service.close()  # with a round queued or running
+    service = open_service()
+    client = make_client(service)
+    assert end_round(service).events[-1]["labels"] == 10
+    assert client.get(URL).json()["labelled"] == 10
+    assert client.get(URL).json()["rounds"]
+
+
+def test_gain_is_extrapolated_from_three_rounds():
+    def rounds(*accuracies):
+        return [
+            Round(0, 10 * number, (accuracy, accuracy - 0.25, accuracy + 0.25))
+            for number, accuracy in enumerate(accuracies, start=1)
+        ]
+
+    assert labelling.expected_gain(rounds(0.5, 0.6)) is None
+    assert labelling.expected_gain([*rounds(0.5, 0.6), Round(0, 20, (0.7, 0.6, 0.8))]) is None
+    rising = labelling.expected_gain(rounds(0.5, 0.6, 0.7))
+    assert rising.low < 0 < rising.gain < 0.1 < rising.high < 0.2
+    assert labelling.expected_gain(rounds(0.7, 0.7, 0.7)).gain == pytest.approx(0)

@@ -1,0 +1,211 @@
+"""The labelling page in Chromium: keyboard use, undo, two people, a kill, narrow screens and dark mode."""
+
+import pytest
+
+from i2cl.interfaces.server.client import Client
+from i2cl.tasks import load_task
+from processes import COMMAND, Program
+
+from .test_page import (
+    browser,
+    check_accessible,
+    check_narrow_screen,
+    choose_file,
+    expect_text,
+    open_page,
+    sync_api,
+)
+from .test_serve import address, serving
+
+pytest.importorskip("sklearn")
+
+__all__ = ["browser", "open_page"]  # fixtures
+
+TASK = load_task("mood-colour-1")
+GOLD = {row.text: TASK.labels[row.label] for row in TASK.train}
+TEXTS = list(GOLD)[:60]
+LABELS = ", ".join(TASK.labels)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """URL of a server with the bundled model."""
+    with serving(tmp_path_factory.mktemp("labelled") / "tasks") as at:
+        yield at
+
+
+def create(page, name, content=None, labels=LABELS):
+    choose_file(page, f"{name}.csv", content or "text\n" + "".join(f"{text}\n" for text in TEXTS))
+    page.fill("#labels", labels)
+    page.click("#create .main")
+    page.wait_for_selector("#answer:not([hidden])", timeout=300_000)  # until the first texts are chosen
+
+
+def label_by_keyboard(page, count):
+    """Give the gold labels of the next texts by the keyboard alone."""
+    page.focus("#text")
+    for _ in range(count):
+        before = page.inner_text("#text")
+        page.keyboard.press(str(TASK.labels.index(GOLD[before]) + 1))
+        page.keyboard.press("Enter")
+        page.wait_for_function("text => document.querySelector('#text').innerText !== text", arg=before)
+
+
+def test_texts_are_labelled_by_keyboard_and_served(open_page, url):
+    page = open_page(f"{url}/labelling")
+    check_accessible(page)
+    create(page, "mood")
+    expect_text(page, "#state", "^60 texts.$")
+    expect_text(page, "#place", r"10 texts left of these; proposal: \w+, \d+ %")
+    assert page.locator("#choices input:checked").count() == 1
+    label_by_keyboard(page, 3)
+    assert page.evaluate("document.activeElement.id") == "text"
+    expect_text(page, "#counts", "^mood: 3 of 60 texts labelled")
+    skipped = page.inner_text("#text")
+    page.keyboard.press("s")
+    expect_text(page, "#counts", "3 of 60 texts labelled, 1 skipped")
+    sync_api.expect(page.locator("#text")).not_to_have_text(skipped)
+    page.keyboard.press("u")
+    expect_text(page, "#saved", "taken back")
+    assert page.inner_text("#text") == skipped
+    label_by_keyboard(page, 37)
+    expect_text(page, "#measured", r"With \d+ labels: \d+\.\d % right in a cross-validation")
+    assert "labels" in page.get_attribute("#points", "aria-label")
+    with page.expect_download() as download:
+        page.click("#export")
+    head, *rows = download.value.path().read_text().splitlines()
+    assert (head, len(rows)) == ("text,label", 40)
+    assert all(GOLD[row.rpartition(",")[0]] == row.rpartition(",")[2] for row in rows)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": 1280, "height": 900})
+        check_accessible(page)
+        check_narrow_screen(page)
+    page.click("#serve")
+    expect_text(
+        page, "#served", r"Task mood is served, fitted on 40 labels. Accuracy in a cross-validation: \d+"
+    )
+    assert "/v1/classify" in page.inner_text("#code")
+    assert Client(url).classify("mood", [TEXTS[0]])[0].label in TASK.labels
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("#remove")
+    expect_text(page, "#state", "Project mood and its texts were deleted")
+    assert page.locator("#answer").is_hidden()
+
+
+def test_two_people_label_different_texts_of_one_project(open_page, url):
+    ann = open_page(f"{url}/labelling")
+    create(ann, "shared")
+    bob = open_page(f"{url}/labelling#shared")
+    bob.wait_for_selector("#answer:not([hidden])")
+    assert ann.inner_text("#text") != bob.inner_text("#text")
+    expect_text(bob, "#counts", "2 people are labelling")
+    for page in (ann, bob):
+        label_by_keyboard(page, 10)
+    expect_text(bob, "#counts", "^shared: 20 of 60 texts labelled")
+
+
+def test_a_label_that_looks_wrong_is_changed(open_page, url):
+    rows = "".join(f"{text},{GOLD[text]}\n" for text in TEXTS[:16])
+    first = TEXTS[0]
+    wrong = next(label for label in TASK.labels if label != GOLD[first])
+    page = open_page(f"{url}/labelling")
+    content = "text,label\n" + rows.replace(f"{first},{GOLD[first]}", f"{first},{wrong}") + "one more,\n"
+    choose_file(page, "doubts.csv", content)
+    page.select_option("#label-column", "label")
+    page.fill("#labels", LABELS)
+    page.click("#create .main")
+    page.wait_for_selector("#issues li", timeout=300_000)  # three fits
+    expect_text(page, "#doubts", r"right about \d+\.\d % of the texts, doubt \d+ label")
+    item = page.locator("#issues li", has_text=first)
+    sync_api.expect(item).to_contain_text(f"more probable: {GOLD[first]}")
+    check_narrow_screen(page)
+    check_accessible(page)
+    item.get_by_role("button", name=f"Change to {GOLD[first]}").click()
+    sync_api.expect(item).to_have_count(0)
+    with page.expect_download() as download:
+        page.click("#export")
+    assert f"{first},{GOLD[first]}" in download.value.path().read_text().splitlines()
+
+
+def test_labels_survive_a_kill_in_the_middle(open_page, tmp_path):
+    def start(port):
+        return Program(COMMAND, "serve", "reference", "--tasks", tmp_path / "tasks", "--port", port)
+
+    server = start(0)
+    at = address(server)
+    page = open_page(f"{at}/labelling")
+    create(page, "mood")
+    label_by_keyboard(page, 12)
+    server.process.kill()
+    server.process.join()
+    page.focus("#text")
+    page.keyboard.press("1")
+    page.keyboard.press("Enter")
+    expect_text(page, "#saved", "The server cannot be reached")
+    here = page.inner_text("#text")
+    server = start(at.rpartition(":")[2])
+    address(server)
+    assert page.inner_text("#text") == here  # the text waits for its label
+    label_by_keyboard(page, 2)
+    expect_text(page, "#counts", "^mood: 14 of 60 texts labelled")
+    expect_text(page, "#measured", "With 1[0-4] labels|Measured by")
+    server.process.terminate()
+    assert server.wait()[0] == 0
+
+
+def test_bad_input_is_reported_in_one_line(open_page, url):
+    page = open_page(f"{url}/labelling")
+    page.click("#create .main")
+    assert page.evaluate("document.activeElement.id") == "texts"
+    page.fill("#texts", "a warm film\ndull")
+    page.fill("#name", "few")
+    page.fill("#labels", "one")
+    page.click("#create .main")
+    assert "two labels" in page.locator("#labels").evaluate("input => input.validationMessage")
+    page.fill("#labels", "good, good")
+    page.click("#create .main")
+    expect_text(page, "#state", "label word 'good' is given twice")
+    page.fill("#labels", "good, bad")
+    page.click("#create .main")
+    page.wait_for_selector("#answer:not([hidden])")
+    for count in (1, 2):
+        page.focus("#text")
+        page.keyboard.press("1")
+        page.keyboard.press("Enter")
+        expect_text(page, "#counts", f"{count} of 2 texts labelled")
+    expect_text(page, "#saved", "No text is left")
+    page.click("#serve")
+    expect_text(page, "#served", "no text is labelled 'bad': label one")
+    page.click("#new summary")
+    page.click("#create .main")
+    expect_text(page, "#state", "there is a labelling project 'few': continue it, delete it")
+    choose_file(page, "a.xlsx", b"PK\x03\x04\0\0")
+    expect_text(page, "#state", "a.xlsx is not a text file")
+
+
+def test_an_answer_is_corrected_on_the_first_page(open_page, url):
+    client = Client(url)
+    rows = [{"text": text, "label": GOLD[text]} for text in TEXTS]
+    client.wait(client.fit("corrected", rows, TASK.template.format, evaluate=0, settings={"steps": 0}))
+    page = open_page(url)
+    page.select_option("#tasks", "corrected")
+    page.fill("#texts", "a cold night\na warm film")
+    page.click("#ask .main")
+    expect_text(page, "#answered", "2 texts")
+    page.click("#wrong summary")
+    page.select_option("#wrong-text", "a warm film")
+    page.select_option("#right-label", "red")
+    check_accessible(page)
+    page.click("#correct button")
+    expect_text(page, "#corrected", "The labelling project corrected has 1 label now")
+
+
+def test_read_only_server_hides_the_form(open_page, tmp_path):
+    with serving(tmp_path):
+        pass  # creates the folder
+    with serving(tmp_path, "--read-only") as at:
+        page = open_page(f"{at}/labelling")
+        page.wait_for_selector("#closed:not([hidden])")
+        assert page.locator("#create").is_hidden()
+        check_accessible(page)
