@@ -1,5 +1,7 @@
 """The logistic loss of multi-label tasks: solvers against independent minimizers, and what heads return."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -144,3 +146,18 @@ def test_a_label_may_be_the_first_reference_word():
     task = Task("films", ("good", "none"), TASK.template, multi_label=True)
     labels = LabelScorer(made("llama"), task).labels
     assert labels.reference not in labels.tokens[:-1]
+
+
+def test_kept_examples_are_stored_but_not_pushed(tmp_path, monkeypatch):
+    pushed = []
+
+    def upload(folder, *_, **__):
+        pushed.extend(path.name for path in folder.iterdir())
+        return ""
+
+    monkeypatch.setattr("i2cl.core.injection.upload", upload)
+    injection = replace(anchor(made("llama"), TASK, SHOWN, AnchoredConfig(steps=0)), examples=SHOWN)
+    injection.save_pretrained(tmp_path / "new")
+    assert Injection.from_pretrained(tmp_path / "new").examples == SHOWN
+    injection.push_to_hub("user/films")
+    assert sorted(pushed) == ["README.md", "injection.json", "injection.safetensors"]
