@@ -1,7 +1,7 @@
 """`i2cl demo`: the main job, from labelled rows to answers, as the commands that do it."""
 
 import shlex
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,14 +67,20 @@ def demo(
         job = _REAL
     if not json:
         console.say(f"{job.about.format(package=SMOLLM2_PACKAGE)}\n", wrapped=True)
-    run = context.find_root().command.main
-    with TemporaryDirectory(prefix="i2cl-demo-") as folder:
-        artefact, texts = str(Path(folder) / job.task), Path(folder) / "new.txt"
-        texts.write_text("\n".join(job.texts) + "\n", encoding="utf-8")
-        fit = ["fit", job.model, job.task, "-o", artefact, "--evaluate", str(evaluate), "--seed", str(seed)]
-        for command in (fit, ["predict", artefact, str(texts), "--keep", "text"]):
-            if not json:
-                console.say(f"$ i2cl {shlex.join(command)}")
-            run(command + ["--json"] * json, prog_name="i2cl", standalone_mode=False)
-            if not json:
-                console.say("")
+    fit = ["fit", job.model, job.task, "-o", "demo", "--evaluate", str(evaluate), "--seed", str(seed)]
+    with TemporaryDirectory(prefix="i2cl-demo-") as folder, chdir(folder):
+        _run(context, fit, json=json)
+        Path("new.txt").write_text("\n".join(job.texts) + "\n", encoding="utf-8")
+        if not json:
+            console.say(f"$ printf '%s\\n' {shlex.join(job.texts)} > new.txt")
+        _run(context, ["predict", "demo", "new.txt", "--keep", "text"], json=json)
+
+
+def _run(context: typer.Context, command: list[str], *, json: bool) -> None:
+    """Print a command and run it."""
+    if not json:
+        console.say(f"$ i2cl {shlex.join(command)}")
+    group = context.find_root().command
+    group.main(command + ["--json"] * json, prog_name="i2cl", standalone_mode=False)
+    if not json:
+        console.say("")
