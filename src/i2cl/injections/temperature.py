@@ -40,10 +40,12 @@ def with_temperature(injection: Injection, temperature: float) -> Injection:
     Raises:
         I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURES`.
     """
-    ensemble, factor = injection.ensemble, injection.temperature / float(temperature)
-    if ensemble is not None:
-        ensemble = replace(ensemble, weights=tuple(factor * weight for weight in ensemble.weights))
-    return injection.with_head(temperature=float(temperature), ensemble=ensemble).with_report(command="")
+    changed = injection.with_head(temperature=float(temperature)).with_report(command="")
+    if injection.ensemble is None:
+        return changed
+    factor = injection.temperature / changed.temperature
+    weights = tuple(factor * weight for weight in injection.ensemble.weights)
+    return changed.with_head(ensemble=replace(injection.ensemble, weights=weights))
 
 
 def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
