@@ -78,7 +78,8 @@ def test_clones_share_the_model():
 def searched(**how):
     """Scores of a grid search in a pipeline, whether its best one holds the model itself, and its answers."""
     strip = FunctionTransformer(np.char.strip)
-    pipeline = make_pipeline(strip, I2CLClassifier(reference(), method="anchored", experts=("llm",), evaluate=0))
+    classifier = I2CLClassifier(reference(), method="anchored", experts=("llm",), evaluate=0)
+    pipeline = make_pipeline(strip, classifier)
     grid = {"i2clclassifier__shots": [1, 5], "i2clclassifier__settings": [{"steps": 2}]}
     search = GridSearchCV(pipeline, grid, cv=2, **how).fit(np.array(X), Y)
     scores = search.cv_results_["mean_test_score"].tolist()
