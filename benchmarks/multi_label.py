@@ -56,21 +56,23 @@ def load(folder: Path, count: int) -> Task:
 
 def main() -> None:
     """Run the missing seeds, or print a table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--labels", type=int, default=28)
-    parser.add_argument("--shots", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--table", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="JSON lines, one per seed")
+    parser.add_argument("--data", type=Path, help="folder with train.jsonl, test.jsonl and labels.json")
+    parser.add_argument("--model", default="smollm2", help="model of i2cl")
+    parser.add_argument("--labels", type=int, default=28, help="most frequent labels to keep")
+    parser.add_argument("--shots", type=int, default=5, help="examples per label")
+    parser.add_argument("--rows", type=int, default=500, help="test rows")
+    parser.add_argument("--seeds", type=int, default=4, help="number of seeds")
+    parser.add_argument("--table", action="store_true", help="print the means and run nothing")
     given = parser.parse_args()
     lines = given.results.read_text().splitlines() if given.results.exists() else []
     records = [json.loads(line) for line in lines]
     if given.table:
         show(records)
         return
+    if given.data is None:
+        parser.error("--data is missing: give the folder of GoEmotions")
     task, decoder = load(given.data, given.labels), None
     task = replace(task, test=tuple(Random(0).sample(task.test, given.rows)))
     for seed in range(given.seeds):
