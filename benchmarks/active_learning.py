@@ -4,10 +4,10 @@
     python benchmarks/active_learning.py noise minilm trec,sst2 -o noise.jsonl
     python benchmarks/active_learning.py table choice.jsonl
 
-`choice` labels texts of a pool in batches: at random, typical ones (as `suggest` chooses without a task), or
-as `suggest` does: typical ones first, and with a fit to the labels so far after the first 20. It measures the
-accuracy on test rows after each batch. `noise` flips 10 % of the labels of random rows, and measures how many
-of them `review` finds, and the accuracy before and after these are corrected.
+`choice` labels texts of a pool in batches: at random, typical ones (as `suggest` does), or
+typical ones first, and after 20 labels those that a fit to the labels so far is uncertain about. It measures
+the accuracy on test rows after each batch. `noise` flips 10 % of the labels of random rows, and measures how
+many of them `review` finds, and the accuracy before and after these are corrected.
 
 The model is ``minilm`` (logistic regression on sentence embeddings) or a decoder with anchored calibration,
 which is slower and therefore gets fewer batches and texts (`Scale`). Appends a line of JSON per task and
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from sklearn.cluster import KMeans
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 
@@ -35,13 +36,14 @@ from i2cl import Decoder, Example, Task, anchor, load_task
 from i2cl.encoders import MINILM, EmbeddingsConfig, embed, frozen_encoder
 from i2cl.injections.temperature import likely_temperature, normalised
 from i2cl.labelling.label_issues import FOLDS, find_label_issues, label_margins, out_of_fold_log_probs
-from i2cl.labelling.suggestion import choose_typical, choose_uncertain, margins
+from i2cl.labelling.suggestion import Vectors, choose_typical
 from i2cl.models.encoding import ScoringWarning
 from tables import measure_missing
 
-STRATEGIES = ("random", "typical", "suggest")
+STRATEGIES = ("random", "typical", "uncertain")
 VECTORS = Path("vectors")  # folder of embeddings, to resume without embedding again
 FIRST = 20  # labels that are chosen without a fit
+OVERSAMPLING = 3  # uncertain texts that are clustered, for each text to choose
 NOISE = 0.1  # share of labels that are flipped
 Probabilities = Float[np.ndarray, "texts labels"]
 Predict = Callable[[Sequence[int], bool], Probabilities]  # of pool texts, or of test texts
@@ -160,12 +162,24 @@ def _label(simulation: Simulation, strategy: str) -> list[float]:
             new = choose_typical(vectors[rest], n, vectors[chosen], simulation.seed)
         else:
             rest = rest[: simulation.scale.scored]
-            narrow = margins(predict(rest, False))
-            new = choose_uncertain(vectors[rest], narrow, n, simulation.seed)
+            new = choose_uncertain(vectors[rest], predict(rest, False), n, simulation.seed)
         chosen += [rest[at] for at in new]
         predict = simulation.fit(chosen, [simulation.rows[at] for at in chosen])
         accuracies.append(round(simulation.accuracy(predict), 4))
     return accuracies
+
+
+def choose_uncertain(vectors: Vectors, probabilities: Probabilities, n: int, seed: int) -> list[int]:
+    """Choose uncertain candidates that differ from each other (Zhdanov 2019, https://arxiv.org/abs/1901.05954).
+
+    Those with the smallest margins between the two most probable labels are clustered by k-means, and the one
+    next to each centre is chosen.
+    """
+    top = np.sort(probabilities, axis=1)[:, -2:]
+    uncertain = np.argsort(top[:, 1] - top[:, 0], kind="stable")[: n * OVERSAMPLING]
+    distances = KMeans(n, n_init=1, random_state=seed).fit_transform(vectors[uncertain])
+    order = [*dict.fromkeys([*distances.argmin(0).tolist(), *range(len(uncertain))])]
+    return [int(at) for at in uncertain[order[:n]]]
 
 
 def noise(name: str, seed: int, scale: Scale, decoder: Decoder | None) -> dict[str, Any]:

@@ -6,9 +6,7 @@ import pytest
 from fitting import one_line
 from i2cl import Suggestion, anchor, suggest
 from i2cl.labelling.suggestion import (
-    OVERSAMPLING,
     choose_typical,
-    choose_uncertain,
     text_vectors,
     typicality,
 )
@@ -52,15 +50,6 @@ def test_choice_is_distinct_even_among_equal_vectors(n):
     assert chosen == choose_typical(vectors, n, vectors[:2], seed=3)
 
 
-def test_uncertain_choice_has_small_margins_and_differs_within_the_batch():
-    vectors = around(100, 100, 100)
-    margins = np.tile(np.linspace(0, 1, 100), 3)
-    chosen = choose_uncertain(vectors, margins, 3)
-    assert margins[chosen].max() < np.sort(margins)[3 * OVERSAMPLING]
-    assert margins[chosen].tolist() == sorted(margins[chosen])
-    assert {int(np.argmax(vectors[at])) for at in chosen} == {0, 1, 2}
-
-
 def test_sample_is_distinct_and_independent_of_order_and_repetition():
     texts = [f"text {number % 50}" for number in range(500)]
     drawn = sample_texts(texts, 20)
@@ -88,21 +77,19 @@ def test_suggestions_without_a_fit_propose_the_corrected_zero_shot_label(decoder
     probabilities = LabelScorer(decoder, task).scores(texts).softmax(-1)
     corrected = probabilities / probabilities.mean(0)
     corrected /= corrected.sum(-1, keepdim=True)
-    given = suggest(decoder, task, texts, 5, log_probs=LabelScorer(decoder, task).scores(texts))
-    for one in given:
+    for one in suggest(decoder, task, texts, 5):
         assert one.probabilities == pytest.approx(corrected[one.index].tolist(), abs=1e-4)
         assert one.label == task.labels[int(corrected[one.index].argmax())]
 
 
-def test_suggestions_of_a_fit_are_uncertain_and_repeatable(decoder, task):
+def test_suggestions_of_a_fit_propose_its_answers_and_are_repeatable(decoder, task):
     texts = texts_of(task)
     injection = anchor(decoder, task, task.sample(2))
-    log_probs = injection.log_probs(decoder, texts)
     vectors = text_vectors(decoder, task, texts)
     counted = []
     first = suggest(decoder, injection, texts, 2, progress=counted.append)
-    assert sum(counted) == 2 * len(texts)
-    assert first == suggest(decoder, injection, texts, 2, vectors=vectors, log_probs=log_probs)
+    assert sum(counted) == len(texts)
+    assert first == suggest(decoder, injection, texts, 2, vectors=vectors)
     assert all(isinstance(one, Suggestion) for one in first)
     assert [one.label for one in first] == injection.predict(decoder, [one.text for one in first])
 

@@ -1,9 +1,8 @@
 """Choose which texts to label, from a file of unlabelled texts (pool-based active learning).
 
-Before anything is fitted, the choice covers the texts: they are clustered, and the most typical text of each
-cluster without a label is chosen (TypiClust, Hacohen et al. 2022, https://arxiv.org/abs/2202.02794). With a
-fitted task, texts with a small margin between the two most probable labels are clustered, and the central
-text of each cluster is chosen (Zhdanov 2019, https://arxiv.org/abs/1901.05954).
+The choice covers the texts: they are clustered, and the most typical text of each cluster without a label is
+chosen (TypiClust, Hacohen et al. 2022, https://arxiv.org/abs/2202.02794). Texts that a fitted task is
+uncertain about were a worse choice (docs/guide/label.md).
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from i2cl.tasks.sample import text_key
 
 PRIOR_TEXTS = 64  # texts that the label prior of zero-shot proposals is measured on
 NEIGHBOURS = 20  # nearest texts in a cluster, which show how typical a text is
-OVERSAMPLING = 3  # uncertain texts that are clustered, for each text to choose
 STATE_DEPTH = 0.93  # relative position of the layer whose states stand in for a sentence embedding
 PROGRESS_TEXTS = 64  # texts between two progress calls
 
@@ -60,18 +58,16 @@ def suggest(
     labelled: Sequence[str] = (),
     seed: int = 0,
     vectors: Vectors | None = None,
-    log_probs: Float[Tensor, "texts labels"] | None = None,
     encoder: str | None = None,
     progress: Progress | None = None,
 ) -> list[Suggestion]:
     """Choose the texts to label next, and propose a label for each.
 
-    With a `Task`, chooses typical texts that cover all kinds of texts; the proposal is the zero-shot answer,
-    after division by the mean label probabilities. With an `Injection`, chooses texts that it is uncertain
-    about and that differ from each other; the proposal is its answer. Deterministic for a seed.
+    Chooses typical texts that cover all kinds of texts without a label. The proposal of an `Injection` is its
+    answer, that of a `Task` the zero-shot answer, after division by the mean label probabilities.
+    Deterministic for a seed.
 
-    Every text is embedded, and scored if there is an injection; `i2cl.tasks.sample.sample_texts` draws from a
-    long file.
+    Every text is embedded; `i2cl.tasks.sample.sample_texts` draws from a long file.
 
     Args:
         decoder: the model, of the injection if there is one.
@@ -82,9 +78,8 @@ def suggest(
         labelled: texts that have a label already, or that another person is labelling.
         seed: seed of the clustering.
         vectors: `text_vectors` of ``texts``, if they are known from an earlier call.
-        log_probs: `Injection.log_probs` of ``texts``, or for a `Task` their label scores, if known.
         encoder: sentence encoder of `text_vectors`.
-        progress: called as texts are embedded and scored.
+        progress: called as texts are embedded.
 
     Returns:
         The suggestions, best first.
@@ -104,18 +99,14 @@ def suggest(
         raise I2CLError(message, "give more texts, or ask for fewer")
     if vectors is None:
         vectors = text_vectors(decoder, plain, texts, encoder, progress)
+    covered = vectors[[first_index[key] for key in taken if key in first_index]]
+    if others := [text for text in labelled if text_key(text) not in first_index]:
+        covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder)])
+    chosen = [candidates[at] for at in choose_typical(vectors[candidates], n, covered, seed)]
     if isinstance(task, Injection):
-        if log_probs is None:
-            log_probs = task.log_probs(decoder, texts, progress=progress)
-        narrow = margins(log_probs[candidates].exp().numpy())
-        chosen = [candidates[at] for at in choose_uncertain(vectors[candidates], narrow, n, seed)]
-        answers = log_probs[chosen]
+        answers = task.log_probs(decoder, [texts[at] for at in chosen])
     else:
-        covered = vectors[[first_index[key] for key in taken if key in first_index]]
-        if others := [text for text in labelled if text_key(text) not in first_index]:
-            covered = np.concatenate([covered, text_vectors(decoder, plain, others, encoder)])
-        chosen = [candidates[at] for at in choose_typical(vectors[candidates], n, covered, seed)]
-        answers = _zero_shot(decoder, task, texts, chosen, log_probs, seed)
+        answers = _zero_shot(decoder, task, texts, chosen, seed)
     return [
         Suggestion(index, texts[index], plain.labels[int(row.argmax())], tuple(row.exp().tolist()))
         for index, row in zip(chosen, answers, strict=True)
@@ -170,8 +161,11 @@ def choose_typical(vectors: Vectors, n: int, covered: Vectors, seed: int = 0) ->
     Returns:
         Indices of candidates.
     """
+    from sklearn.cluster import KMeans
+
     together = np.concatenate([vectors, covered]) if len(covered) else vectors
-    _, clusters = _cluster(together, n + len(covered), seed)
+    distinct = len(np.unique(together.round(5), axis=0))  # more clusters would be empty
+    clusters = KMeans(min(n + len(covered), distinct), n_init=1, random_state=seed).fit(together).labels_
     sizes, labelled = np.bincount(clusters), np.bincount(clusters[len(vectors) :], minlength=len(together))
     clusters = clusters[: len(vectors)]
     ranks = _rank_within(clusters, -typicality(vectors, clusters))
@@ -190,29 +184,6 @@ def typicality(vectors: Vectors, clusters: Int[np.ndarray, " texts"]) -> Float[n
     return typical
 
 
-def choose_uncertain(
-    vectors: Vectors, margins: Float[np.ndarray, " texts"], n: int, seed: int = 0
-) -> list[int]:
-    """Choose uncertain candidates that differ from each other.
-
-    The ``n * OVERSAMPLING`` candidates with the smallest margins are clustered by k-means, and the one next
-    to each centre is chosen.
-
-    Args:
-        vectors: of the candidates, of unit length.
-        margins: between the two largest label probabilities of each candidate.
-        n: how many to choose, at most all.
-        seed: seed of the clustering.
-
-    Returns:
-        Indices of candidates, the most uncertain first.
-    """
-    uncertain = np.argsort(margins, kind="stable")[: n * OVERSAMPLING]
-    distances, clusters = _cluster(vectors[uncertain], n, seed)
-    central = np.argsort(_rank_within(clusters, distances), kind="stable")[:n]
-    return [int(at) for at in uncertain[np.sort(central)]]
-
-
 def _rank_within(
     clusters: Int[np.ndarray, " texts"], values: Float[np.ndarray, " texts"]
 ) -> Int[np.ndarray, " texts"]:
@@ -223,38 +194,15 @@ def _rank_within(
     return ranks
 
 
-def _cluster(
-    vectors: Vectors, n: int, seed: int
-) -> tuple[Float[np.ndarray, " texts"], Int[np.ndarray, " texts"]]:
-    """Return each vector's distance to the centre of its cluster, and its cluster, by k-means.
-
-    There are ``n`` clusters, or fewer if there are fewer distinct vectors.
-    """
-    from sklearn.cluster import KMeans
-
-    distinct = len(np.unique(vectors.round(5), axis=0))
-    model = KMeans(min(n, distinct), n_init=1, random_state=seed).fit(vectors)
-    return model.transform(vectors).min(1), model.labels_
-
-
-def margins(probabilities: Float[np.ndarray, "texts labels"]) -> Float[np.ndarray, " texts"]:
-    """Return the difference between the two largest probabilities of each text."""
-    top = np.sort(probabilities, axis=1)[:, -2:]
-    return np.asarray(top[:, 1] - top[:, 0])
-
-
 def _zero_shot(
     decoder: Decoder,
     task: Task,
     texts: Sequence[str],
     chosen: Sequence[int],
-    scores: Float[Tensor, "texts labels"] | None,
     seed: int,
 ) -> Float[Tensor, "chosen labels"]:
     """Return the zero-shot log-probabilities of the chosen texts, with the label prior divided out."""
-    if scores is None:
-        rest = sorted(set(range(len(texts))) - set(chosen))
-        extra = Random(seed).sample(rest, min(len(rest), max(0, PRIOR_TEXTS - len(chosen))))
-        scores = LabelScorer(decoder, task).scores([texts[at] for at in (*chosen, *extra)])
-        chosen = range(len(chosen))
-    return label_log_probs(scores, prior_bias(None, scores))[list(chosen)]
+    rest = sorted(set(range(len(texts))) - set(chosen))
+    extra = Random(seed).sample(rest, min(len(rest), max(0, PRIOR_TEXTS - len(chosen))))
+    scores = LabelScorer(decoder, task).scores([texts[at] for at in (*chosen, *extra)])
+    return label_log_probs(scores, prior_bias(None, scores))[: len(chosen)]

@@ -64,7 +64,7 @@ def suggest(
 ) -> None:
     """Choose which texts to label, and propose a label for each.
 
-    Without a fitted task, the choice covers all kinds of texts; with one, those that it is uncertain about.
+    The choice covers all kinds of texts without a label. A fitted task proposes better labels than a model.
     """
     require_new_file(output)
     load.require_options(loading)
@@ -91,8 +91,7 @@ def suggest(
         task = task.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     else:
         decoder = _decoder_of(injection, places, loading)
-    steps = len(candidates) * (1 if injection is None else 2)
-    with console.progress(steps, "comparing texts") as bar:
+    with console.progress(len(candidates), "comparing texts") as bar:
         chosen = choose(
             decoder,
             injection or task,

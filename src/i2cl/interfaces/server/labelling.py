@@ -27,7 +27,7 @@ from i2cl.interfaces.server.labelling_store import (
     Round,
 )
 from i2cl.labelling.label_issues import review
-from i2cl.labelling.suggestion import Suggestion, suggest, text_vectors
+from i2cl.labelling.suggestion import suggest, text_vectors
 from i2cl.methods import Injector, make_injector
 from i2cl.methods.cross_validation import cross_validate, cross_validation_error
 from i2cl.methods.injecting import injection_predictor
@@ -152,14 +152,8 @@ def _choose(
         store.save_vectors(saved.items())
     vectors = np.stack([np.frombuffer(one.vector or saved[one.id], np.float32) for one in pool])
     texts, given = [one.text for one in pool], [one.text for one in taken]
-    log_probs = source.log_probs(decoder, texts) if isinstance(source, Injection) else None
-    size = SUGGESTIONS if log_probs is None else LABELS_PER_ROUND  # larger batches would be less uncertain
-    chosen: list[Suggestion] = []
-    while left := min(SUGGESTIONS, len(candidates)) - len(chosen):
-        labelled = [*given, *(one.text for one in chosen)]
-        chosen += suggest(
-            decoder, source, texts, min(size, left), labelled=labelled, vectors=vectors, log_probs=log_probs
-        )
+    size = min(SUGGESTIONS, len(candidates))
+    chosen = suggest(decoder, source, texts, size, labelled=given, vectors=vectors)
     return [Proposal(pool[one.index].id, one.label, max(one.probabilities)) for one in chosen]
 
 
