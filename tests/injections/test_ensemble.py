@@ -76,7 +76,7 @@ def test_ensemble_options_are_taken_out_of_the_options_of_a_method():
     ("experts", "message"),
     [
         ("llm,bert", "unknown expert 'bert': choose from llm, embeddings, tfidf"),
-        ("tfidf", "the experts tfidf lack the LLM: add 'llm'"),
+        ("tfidf", "the experts tfidf do not include the LLM: add 'llm'"),
     ],
 )
 def test_unusable_experts_are_refused(experts, message):

@@ -64,7 +64,7 @@ class EnsembleConfig(Settings):
 
     @classmethod
     def take_from(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """Split options into those of an ensemble and the others. Raises I2CLError on an invalid value."""
+        """Split off the options of an ensemble from others. Raises I2CLError on an invalid value."""
         own = {name: value for name, value in options.items() if name in cls.model_fields}
         try:
             config = cls.model_validate(own)
@@ -97,13 +97,13 @@ class EnsembleConfig(Settings):
             raise I2CLError(f"unknown expert {unknown[0]!r}: choose from {', '.join(MEMBERS)}")
         if LLM not in self.experts:
             hint = "without an LLM, use scikit-learn or sentence-transformers directly"
-            raise I2CLError(f"the experts {', '.join(self.experts)} lack the LLM: add {LLM!r} ({hint})")
+            raise I2CLError(f"the experts {', '.join(self.experts)} do not include the LLM: add {LLM!r} ({hint})")
         if EmbeddingsExpert.name in self.experts:
             encoders.encoder_source(self.embeddings.encoder if self.embeddings else encoders.MINILM)
         return tuple(name for name in MEMBERS if name in self.experts)
 
     def members_for(self, texts: Sequence[str], device: str) -> tuple[str, ...]:
-        """Return `members`, without an encoder that nobody asked for and that hardly knows the language.
+        """Return `members`, without an encoder chosen by default that hardly knows the language.
 
         Emits a `LanguageWarning` if it leaves the encoder out. Raises I2CLError as `members`.
 
@@ -137,7 +137,7 @@ def fit_ensemble(
 
     Returns:
         The ensemble, or None if the LLM is the only member: for a multi-label task, or if a label has no
-        demonstration, which no text expert could predict.
+        demonstration, which text experts could not predict.
 
     Raises:
         I2CLError: if a package or the encoder is missing, or a text is empty.

@@ -63,8 +63,8 @@ def suggest(
 ) -> list[Suggestion]:
     """Choose the texts to label next, and propose a label for each.
 
-    Chooses typical texts that cover all kinds of texts without a label. The proposal of an `Injection` is its
-    answer, that of a `Task` the zero-shot answer, after division by the mean label probabilities.
+    Chooses typical texts that cover all kinds of texts without a label. An `Injection` proposes its
+    answer, a `Task` the zero-shot answer, after division by the mean label probabilities.
     Deterministic for a seed.
 
     Every text is embedded; `i2cl.tasks.sample.sample_texts` draws from a long file.

@@ -51,7 +51,7 @@ class DecisionMaker:
         """Answer questions about a text, all of them in one request to the model.
 
         Args:
-            model: name of the base model, or of the task for questions whose name is no task.
+            model: name of the base model, or of the task for questions that are not named like a task.
             text: what the questions are about.
             questions: one or more.
             timeout: seconds within which the model has to start on them.
