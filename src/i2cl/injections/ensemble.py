@@ -97,7 +97,8 @@ class EnsembleConfig(Settings):
             raise I2CLError(f"unknown expert {unknown[0]!r}: choose from {', '.join(MEMBERS)}")
         if LLM not in self.experts:
             hint = "without an LLM, use scikit-learn or sentence-transformers directly"
-            raise I2CLError(f"the experts {', '.join(self.experts)} do not include the LLM: add {LLM!r} ({hint})")
+            names = ", ".join(self.experts)
+            raise I2CLError(f"the experts {names} do not include the LLM: add {LLM!r} ({hint})")
         if EmbeddingsExpert.name in self.experts:
             encoders.encoder_source(self.embeddings.encoder if self.embeddings else encoders.MINILM)
         return tuple(name for name in MEMBERS if name in self.experts)
