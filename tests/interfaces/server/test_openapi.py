@@ -1,7 +1,7 @@
 """Schemathesis: responses conform to /openapi.json, and none is a 5xx."""
 
-import re
 import json
+import re
 
 import pytest
 
