@@ -1,6 +1,6 @@
 """Evaluate an ensemble on the scores of a store: its weights see some of the queries, and answer the others.
 
-    python benchmarks/ensemble.py docs/experiments/real/store --limit 200 --scores /tmp/real -o real.json
+    python benchmarks/ensemble.py docs/experiments/real/store --limit 200 --scores scores -o real.json
 
 The label scores of anchored calibration come from the store; both text experts are fitted to the same
 demonstrations and kept in ``--scores``. The paper's nine tasks need I2CL_DATA_DIR or the hub.

@@ -35,7 +35,7 @@ from i2cl.tasks import Example, Task
 from i2cl.tasks.labels import predicted_labels
 
 LABEL_PRIOR = "label_prior"  # key in the settings with the origin of a label bias
-DEFAULT_THRESHOLD = 0.5  # probability from which on a text has a label, in a multi-label task
+DEFAULT_THRESHOLD = 0.5  # minimum probability of a label, in a multi-label task
 TEMPERATURES = (0.001, 1000.0)  # minimum and maximum: within them, different scores stay different
 
 

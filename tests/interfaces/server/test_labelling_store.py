@@ -52,7 +52,7 @@ def test_text_of_another_person_is_refused(store, project):
     assert (error.status, error.code) == (409, "leased")
     store.answer(project, text["id"], "good", "ann")
     store.answer(project, text["id"], "good", "ann")  # a repeated request
-    error = catch_refusal("labelled 'good' meanwhile", store.answer, project, text["id"], "bad", "bob")
+    error = catch_refusal("already has the label 'good'", store.answer, project, text["id"], "bad", "bob")
     assert (error.status, error.code) == (409, "labelled")
     assert [(row.text, row.label) for row in store.labelled(project)] == [(text["text"], "good")]
     assert store.answers_since(project, 0) == 1

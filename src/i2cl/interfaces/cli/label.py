@@ -111,7 +111,8 @@ def suggest(
         console.print_json({"output": str(output), "suggestions": [asdict(one) for one in chosen]})
         return
     before = f" after {len(known)} labelled rows" if known else ""
-    console.say(f"Saved {output}: {choice.number} texts to label{before}, chosen from {len(candidates):,}.")
+    count = "1 text" if choice.number == 1 else f"{choice.number} texts"
+    console.say(f"Saved {output}: {count} to label{before}, chosen from {len(candidates):,}.")
     model = source if injection is None else injection.base.name
     words = shlex.join(["i2cl", "fit", model, str(output)])
     console.say(f"Next: fill in the column label, then {words} -o TASK")

@@ -306,7 +306,7 @@ class LabellingStore:
             if row["id"] is not None and replaces is None and row["label"] == label:
                 return  # the request was repeated
             if row["label"] != replaces:
-                message = f"this text was labelled {row['label']!r} meanwhile"
+                message = f"this text already has the label {row['label']!r}"
                 raise RefusalError(409, "labelled", message, "get the next texts")
             leased = row["id"] is None and row["labeller"] != labeller and row["leased_until"] > time.time()
             if leased:
