@@ -15,7 +15,7 @@ ablation-layer ablation-position ablation-noise ablation-formula synthetic over-
 ORDER = tuple(_PAPER.split())  # the paper's experiments, in its order; "all" on the command line
 
 _OTHERS = """real main-real skewed chat real-ablations anchored-ablations anchored-shots
-curves curves-tickets anchored-unlabelled unlabelled many-labels"""
+curves curves-tickets anchored-unlabelled unlabelled many-labels larger"""
 BUILTIN = (*_OTHERS.split(), *ORDER)
 
 
