@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from export.cases import change
 from fitting import one_line
@@ -18,6 +18,7 @@ from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Task, Templat
 from i2cl.export.folding import Folding
 from i2cl.export.gguf import GgufModel
 from i2cl.models import loading
+from i2cl.models.fingerprint import tokenizer_fingerprint
 from i2cl.models.loading import load_model_and_tokenizer
 from i2cl.storage import model_cache
 from processes import Program
@@ -241,6 +242,15 @@ def test_tokenizer_that_transformers_would_load_differently_is_not_cached(file, 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", save_changed)
     load(file)
     assert model_cache.list_entries() == []
+
+
+def test_tokenizer_class_that_changes_what_it_loads_is_saved_as_the_generic_class(tmp_path):
+    tokenizer = Qwen2Tokenizer(vocab={letter: index for index, letter in enumerate("abc")}, merges=[])
+    tokenizer.backend_tokenizer.normalizer = None  # as a GGUF file gives it; the class adds one when it loads
+    loading._save_conversion(tiny_model("llama"), tokenizer, tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert saved.backend_tokenizer.normalizer is None
+    assert tokenizer_fingerprint(saved) == tokenizer_fingerprint(tokenizer)
 
 
 def test_two_processes_convert_at_the_same_time(file, cache):
