@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from export.cases import change
 from fitting import one_line
@@ -244,13 +244,16 @@ def test_tokenizer_that_transformers_would_load_differently_is_not_cached(file, 
     assert model_cache.list_entries() == []
 
 
-def test_tokenizer_class_that_changes_what_it_loads_is_saved_as_the_generic_class(tmp_path):
-    tokenizer = Qwen2Tokenizer(vocab={letter: index for index, letter in enumerate("abc")}, merges=[])
-    tokenizer.backend_tokenizer.normalizer = None  # as a GGUF file gives it; the class adds one when it loads
-    loading._save_conversion(tiny_model("llama"), tokenizer, tmp_path)
-    saved = AutoTokenizer.from_pretrained(tmp_path)
-    assert saved.backend_tokenizer.normalizer is None
-    assert tokenizer_fingerprint(saved) == tokenizer_fingerprint(tokenizer)
+def test_tokenizer_whose_class_changes_what_it_loads_is_cached_unchanged(file, cache, monkeypatch):
+    vocabulary = {letter: index for index, letter in enumerate("abc")}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], bos_token="a", eos_token="b", pad_token="c")
+    tokenizer.backend_tokenizer.normalizer = None  # as in a GGUF file; the class adds one when it loads
+    model = loading._convert_gguf(file, torch.float32)[0]
+    monkeypatch.setattr(loading, "_convert_gguf", lambda *args: (model, tokenizer))
+    _, loaded = load(file)
+    assert len(model_cache.list_entries()) == 1
+    assert loaded.backend_tokenizer.normalizer is None
+    assert tokenizer_fingerprint(loaded) == tokenizer_fingerprint(tokenizer)
 
 
 def test_two_processes_convert_at_the_same_time(file, cache):

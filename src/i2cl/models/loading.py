@@ -1,6 +1,5 @@
 """Load a causal language model and its tokenizer from safetensors (hub or folder) or a GGUF file."""
 
-import json
 import sys
 import tempfile
 import warnings
@@ -16,7 +15,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.quantization_config import GgufConfig
 
 from i2cl.errors import I2CLError, first_line, require_packages, require_utf8
@@ -144,11 +149,16 @@ def _load_folder_or_hub(
     except Exception as error:  # tokenizers raises bare exceptions
         hint = "compare tokenizer_class in tokenizer_config.json with tokenizer.json"
         raise I2CLError(f"cannot load {tokenizer_name} ({_reason(error)}): {hint}") from error
+    return _load_model(name, source, loading, hub), tokenizer
+
+
+def _load_model(name: str, source: str, loading: dict[str, Any], hub: dict[str, Any]) -> Any:
+    """Load a model from ``source``; ``name`` is for messages. Raises I2CLError if values are missing."""
     with _load_errors(f"the model {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **loading, **hub)
     model, info = loaded
     _check_complete(name, info)
-    return model, tokenizer
+    return model
 
 
 def _load_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
@@ -181,7 +191,9 @@ def _load_gguf(path: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _load_entry(path: Path, entry: Path, loading: dict[str, Any]) -> tuple[Any, Any]:
-    return _set_name(path, *_load_folder_or_hub(str(entry), str(entry), loading, {}))
+    with _load_errors(f"the conversion of {str(path)!r}"):
+        tokenizer = _load_converted_tokenizer(entry)
+    return _set_name(path, _load_model(str(entry), str(entry), loading, {}), tokenizer)
 
 
 def _set_name(path: Path, model: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -227,20 +239,20 @@ def _save_conversion(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        if not _loads_same_tokenizer(folder, tokenizer):
-            # Some classes change what they load: Qwen2Tokenizer adds a normalizer. The generic one does not.
-            config = folder / "tokenizer_config.json"
-            settings = json.loads(config.read_text(encoding="utf-8"))
-            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-            config.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
-            if not _loads_same_tokenizer(folder, tokenizer):
-                raise WriteError("transformers would load another tokenizer than it saved")
+        saved_tokenizer = _load_converted_tokenizer(folder)
     except (ValueError, RuntimeError) as error:
         raise WriteError(f"transformers cannot save this model ({_reason(error)})") from error
+    if tokenizer_fingerprint(saved_tokenizer) != tokenizer_fingerprint(tokenizer):
+        raise WriteError("transformers would load another tokenizer than it saved")
 
 
-def _loads_same_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    return tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder)) == tokenizer_fingerprint(tokenizer)
+def _load_converted_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a conversion as it was saved.
+
+    ``AutoTokenizer`` would take the class of the model type, and some change what they load:
+    ``Qwen2Tokenizer`` adds a normalizer.
+    """
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
