@@ -1,8 +1,10 @@
 """The command line `i2cl`. Commands import PyTorch only when they need it, so that `--help` is fast."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -29,6 +31,7 @@ NAME = "i2cl"
 INTERRUPTED = 130
 # Iterations that a thread of GNU OpenMP waits in a loop before it sleeps: some ten microseconds.
 SPIN_COUNT = "10000"
+KEPT_BYTES = 2**31 - 1  # blocks and free memory up to this size are kept; the largest value of a C int
 _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it
 
 # Example of each command, shown below its help. The tests run them in this order.
@@ -101,6 +104,7 @@ def top(
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with 0 (success), 1 (a check failed), 2 (invalid input) or 130 (interrupted)."""
     _limit_spinning()
+    _keep_freed_memory()
     console.escape()
     code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -119,6 +123,26 @@ def _limit_spinning() -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse freed memory instead of returning each large block to the system.
+
+    It would otherwise map every output of more than 32 MB again, and the kernel would clear its pages, which
+    takes a quarter of a forward pass of a model with 1.5 billion parameters (docs/performance.md). Worker
+    processes read the variables when they start. Does nothing with another C library, or if the user has set
+    one of the variables.
+
+    Source: ``mallopt(3)``.
+    """
+    parameters = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
+    if {*parameters, "GLIBC_TUNABLES"} & os.environ.keys() or sys.platform != "linux":
+        return
+    with suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for variable, parameter in parameters.items():
+            mallopt(parameter, KEPT_BYTES)
+            os.environ[variable] = str(KEPT_BYTES)
 
 
 def _run(arguments: list[str]) -> int:
