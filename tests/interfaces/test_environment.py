@@ -1,4 +1,4 @@
-"""The command line sets OpenMP's spinning and the allocator's thresholds, unless the user has chosen otherwise."""
+"""The command line sets OpenMP's spinning and the allocator's thresholds, unless the user has."""
 
 import os
 import sys
