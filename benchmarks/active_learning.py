@@ -250,6 +250,10 @@ def show(path: Path) -> None:
             means = np.mean(list(curves.values()), 0)
             at_40 = [curve[sizes.index(40)] for curve in curves.values()]
             print(strategy, *(f"{100 * value:.1f}" for value in (*means, *at_40)), sep="\t")
+        slopes = np.array([np.diff(one["accuracy"]["typical"]) for one in records]) / np.diff(np.log(sizes))
+        print(
+            f"typical: gain over that of the logarithm of labels: {slopes.mean():.3f}, std {slopes.std():.3f}"
+        )
         return
     sizes = [name for name in records[0] if name.isdigit()]
     names = list(records[0][sizes[0]])

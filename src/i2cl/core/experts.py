@@ -95,7 +95,7 @@ class EmbeddingsExpert(TextExpert):
         """
         require_packages("a sentence encoder", "embeddings", "sentence_transformers")
         vectors = embed(frozen_encoder(config.encoder, device), [example.text for example in demonstrations])
-        weights = _fit_regression(vectors, task, demonstrations, config.embeddings_c)
+        weights = fit_regression(vectors, task, demonstrations, config.embeddings_c)
         return cls(weights, absolute(config.encoder), probe(config.encoder, device))
 
     def is_of(self, encoder: str, device: str) -> bool:
@@ -122,7 +122,7 @@ class EmbeddingsExpert(TextExpert):
         if not texts:
             return self.weights.new_empty(0, len(self.weights))
         vectors = torch.from_numpy(embed(frozen_encoder(self.encoder, device), texts, progress))
-        return (vectors @ self.weights[:, :-1].T + self.weights[:, -1]).log_softmax(-1)
+        return regression_log_probs(self.weights, vectors)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights and the probe."""
@@ -163,7 +163,7 @@ class TfidfExpert(TextExpert):
         buckets = np.unique(counts.indices)
         tfidf = TfidfTransformer(sublinear_tf=True)
         features = tfidf.fit_transform(counts[:, buckets])
-        weights = _fit_regression(features, task, demonstrations, TFIDF_C)
+        weights = fit_regression(features, task, demonstrations, TFIDF_C)
         return cls(weights, torch.from_numpy(buckets.astype(np.int32)), torch.tensor(tfidf.idf_).float())
 
     def log_probs(
@@ -290,7 +290,7 @@ def _count_ngrams(texts: Sequence[str]) -> Any:
     return hashing.transform(texts)
 
 
-def _fit_regression(
+def fit_regression(
     features: Any, task: Task, demonstrations: Examples, c: float
 ) -> Float[Tensor, "labels inputs"]:
     """Fit scikit-learn's logistic regression, and return weights with the intercept as last column."""
@@ -304,3 +304,10 @@ def _fit_regression(
     every[:, -1] = -torch.inf  # labels without a demonstration
     every[model.classes_.tolist()] = odds
     return every
+
+
+def regression_log_probs(
+    weights: Float[Tensor, "labels inputs"], features: Float[Tensor, "texts features"]
+) -> Float[Tensor, "texts labels"]:
+    """Return the log-probabilities of a logistic regression, whose intercept is the last column."""
+    return (features @ weights[:, :-1].T + weights[:, -1]).log_softmax(-1)

@@ -106,7 +106,7 @@ def suggest(
     if isinstance(task, Injection):
         answers = task.log_probs(decoder, [texts[at] for at in chosen])
     else:
-        answers = _zero_shot(decoder, task, texts, chosen, seed)
+        answers = zero_shot_log_probs(decoder, task, texts, chosen, seed)
     return [
         Suggestion(index, texts[index], plain.labels[int(row.argmax())], tuple(row.exp().tolist()))
         for index, row in zip(chosen, answers, strict=True)
@@ -194,12 +194,12 @@ def _rank_within(
     return ranks
 
 
-def _zero_shot(
+def zero_shot_log_probs(
     decoder: Decoder,
     task: Task,
     texts: Sequence[str],
     chosen: Sequence[int],
-    seed: int,
+    seed: int = 0,
 ) -> Float[Tensor, "chosen labels"]:
     """Return the zero-shot log-probabilities of the chosen texts, with the label prior divided out."""
     rest = sorted(set(range(len(texts))) - set(chosen))

@@ -26,8 +26,7 @@ URL = "/v1/labelling/films"
 @pytest.fixture(autouse=True)
 def _short_fits(monkeypatch):
     """Fit in one step: these tests do not depend on the accuracy."""
-    for module in (fits, labelling):
-        monkeypatch.setattr(module, "make_injector", lambda *_: Anchored.from_options({"steps": 1}))
+    monkeypatch.setattr(fits, "make_injector", lambda *_: Anchored.from_options({"steps": 1}))
 
 
 def texts_of(task):
@@ -84,7 +83,6 @@ def test_texts_become_a_served_task(client, service, task):
     assert (state["labelled"], sum(state["per_label"].values())) == (10, 10)
     assert [one["labels"] for one in state["rounds"]] == [10]
     assert 0 <= state["rounds"][0]["low"] <= state["rounds"][0]["accuracy"] <= state["rounds"][0]["high"] <= 1
-    assert state["next_round"] is None
     assert not {text["id"] for text in following(client)} & {text["id"] for text in first}
     rows = list(csv.DictReader(io.StringIO(client.get(f"{URL}/export").text)))
     assert [row["label"] for row in rows] == [gold(task, row["text"]) for row in rows]
@@ -132,7 +130,9 @@ def test_labels_are_reviewed_and_corrected(client, service, task):
     answer(client, text, "positive")
     project = service.labelling.project("films")
     issue = labelling.Issue(text["id"], "positive", "negative", 0.125)
-    service.labelling.save_round(project, Round(service.labelling.last_answer(project), 1, None), [issue], [])
+    service.labelling.save_round(
+        project, Round(service.labelling.last_answer(project), 1, None, None), [issue], []
+    )
     (listed,) = client.get(f"{URL}/review").json()["data"]
     assert (listed["text"], listed["label"], listed["suggested"]) == (text["text"], "positive", "negative")
     assert client.get(URL).json()["issues"] == 1
@@ -278,15 +278,38 @@ def test_projects_and_rounds_survive_a_restart(open_service, make_client, task):
     assert client.get(URL).json()["rounds"]
 
 
-def test_gain_is_extrapolated_from_three_rounds():
-    def rounds(*accuracies):
-        return [
-            Round(0, 10 * number, (accuracy, accuracy - 0.25, accuracy + 0.25))
-            for number, accuracy in enumerate(accuracies, start=1)
-        ]
+def test_typical_gain_shrinks_with_the_number_of_labels_and_near_perfection():
+    few, many, perfect = (
+        labelling.typical_gain(Round(0, labels, "tfidf", accuracy))
+        for labels, accuracy in (
+            (10, (0.5, 0.25, 0.75)),
+            (80, (0.5, 0.375, 0.625)),
+            (80, (1.0, 0.96875, 1.0)),
+        )
+    )
+    assert few["low"] < many["low"] < 0 < many["gain"] < few["gain"] < few["high"] < 0.3
+    assert perfect == {"gain": 0, "low": many["low"], "high": 0.03125}
 
-    assert labelling.expected_gain(rounds(0.5, 0.6)) is None
-    assert labelling.expected_gain([*rounds(0.5, 0.6), Round(0, 20, (0.7, 0.6, 0.8))]) is None
-    rising = labelling.expected_gain(rounds(0.5, 0.6, 0.7))
-    assert rising.low < 0 < rising.gain < 0.1 < rising.high < 0.2
-    assert labelling.expected_gain(rounds(0.7, 0.7, 0.7)).gain == pytest.approx(0)
+
+def test_only_rounds_of_the_latest_classifier_are_compared():
+    before, after = (Round(0, 10, name, (0.5, 0.25, 0.75)) for name in ("tfidf", "embeddings"))
+    assert labelling.measured_rounds([before, before]) == [before, before]
+    assert labelling.measured_rounds([before, after, Round(0, 20, None, None)]) == [after]
+    assert labelling.measured_rounds([]) == []
+
+
+@pytest.mark.parametrize(("encoders", "name"), [(["words"], "embeddings"), ([], "tfidf")])
+def test_rounds_do_not_run_the_model(
+    open_service, make_client, task, words_encoder, monkeypatch, encoders, name
+):
+    service = open_service(encoders=encoders)
+    client = make_client(service)
+    create(client, texts_of(task))
+    texts = following(client)
+    monkeypatch.setattr(type(service.decoder), "forward", lambda *_, **__: 1 / 0)
+    for text in texts:
+        answer(client, text, gold(task, text["text"]))
+    job, state = end_round(service), client.get(URL).json()
+    assert (job.status, state["classifier"]) == ("done", name), job.events[-1]
+    assert state["rounds"][0]["accuracy"] > 0.5
+    assert state["next_round"]["low"] < 0 <= state["next_round"]["gain"]

@@ -79,6 +79,15 @@ def test_undo_returns_the_last_text_of_the_same_person(store, project):
     assert [row.label for row in store.labelled(project)] == ["bad"]
 
 
+def test_undo_of_a_correction_returns_the_text_with_its_label(store, project):
+    store.answer(project, 1, "good", "ann")
+    store.answer(project, 1, "bad", "ann", replaces="good")
+    undone = store.undo(project, "ann")
+    assert (undone["id"], undone["label"]) == (1, "good")
+    store.answer(project, 1, "bad", "ann", replaces=undone["label"])
+    assert [row.label for row in store.labelled(project)] == ["bad"]
+
+
 def test_corrections_replace_the_label_and_are_counted(store, project):
     store.correct(project, "  TEXT  0", "good", "feedback")
     store.correct(project, "text 0", "bad", "feedback")
@@ -96,9 +105,11 @@ def test_proposals_come_first_and_issues_leave_the_list_once_confirmed(store, pr
         store.answer(project, text, "good", "ann")
     proposals = [Proposal(9, "bad", 0.5), Proposal(5, "good", 0.75)]
     issues = [Issue(1, "good", "bad", 0.25, (2,)), Issue(3, "good", "bad", 0.375)]
-    store.save_round(project, Round(store.last_answer(project), 3, (0.5, 0.25, 0.75)), issues, proposals)
+    store.save_round(
+        project, Round(store.last_answer(project), 3, "tfidf", (0.5, 0.25, 0.75)), issues, proposals
+    )
     first, second, third = store.lease(project, "ann", 3)
-    assert first == {"id": 9, "text": "text 8", "proposal": "bad", "confidence": 0.5}
+    assert first == {"id": 9, "text": "text 8", "label": None, "proposal": "bad", "confidence": 0.5}
     assert (second["id"], third["proposal"]) == (5, None)
     one, other = store.issues(project)
     assert one == {
@@ -112,7 +123,7 @@ def test_proposals_come_first_and_issues_leave_the_list_once_confirmed(store, pr
     store.answer(project, 1, "good", "ann", replaces="good")  # confirmed
     store.answer(project, other["id"], "bad", "ann", replaces="good")
     assert store.issues(project) == []
-    assert store.rounds(project) == [Round(3, 3, (0.5, 0.25, 0.75))]
+    assert store.rounds(project) == [Round(3, 3, "tfidf", (0.5, 0.25, 0.75))]
 
 
 def test_candidates_are_unlabelled_texts_that_nobody_has(store, project):
@@ -124,7 +135,7 @@ def test_candidates_are_unlabelled_texts_that_nobody_has(store, project):
     assert left == {*range(1, 13)} - {mine["id"], 3, 4}
     assert store.candidates(project, 4) == store.candidates(project, 100)[:4]
     assert {one.id for one in store.taken(project)} == {mine["id"], 3}
-    assert PoolText(3, "text 2", b"abcd") in store.taken(project)
+    assert PoolText(3, "text 2", b"abcd", "good") in store.taken(project)
 
 
 def test_deleted_texts_are_not_on_the_disk(store, tmp_path):
@@ -136,7 +147,7 @@ def test_deleted_texts_are_not_on_the_disk(store, tmp_path):
     assert not any(secret.encode() in path.read_bytes() for path in tmp_path.iterdir())
     assert store.find("secret") is None
     assert store.labelled(project) == []
-    store.save_round(project, Round(1, 1, None), [], [])  # of a job that was still running
+    store.save_round(project, Round(1, 1, None, None), [], [])  # of a job that was still running
     assert [one.name for one in store.projects()] == ["kept"]
 
 

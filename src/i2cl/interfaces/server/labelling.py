@@ -1,19 +1,24 @@
-"""Rounds of a labelling project, as jobs: fit the labels so far, cross-validate, and choose texts to label.
+"""Rounds of a labelling project, as jobs: fit a text classifier, and choose texts to label.
 
-Like other fits, a round runs on the model thread between requests. It reads its rows from the
+A text classifier is fitted in seconds, so that people need not wait; the LLM is fitted when they finish. Like
+fits, a round runs on the model thread between requests. It reads its rows from the
 `i2cl.interfaces.server.labelling_store`, so its job holds no texts, and it starts again after a kill.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from i2cl.core.injection import Injection
-from i2cl.experiments.evidence.fit_evaluation import refitting, typical_temperature
+from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, fit_regression, regression_log_probs
+from i2cl.encoders import EmbeddingsConfig
 from i2cl.experiments.evidence.verdicts import Z, wilson
-from i2cl.injections.temperature import likely_temperature
+from i2cl.injections.ensemble import TEXT_PRIORS, likely_weights
 from i2cl.interfaces.server.batcher import Batcher
 from i2cl.interfaces.server.fits import SharedDecoder
 from i2cl.interfaces.server.jobs import Job, Jobs
@@ -27,17 +32,20 @@ from i2cl.interfaces.server.labelling_store import (
     Round,
 )
 from i2cl.labelling.label_issues import review
-from i2cl.labelling.suggestion import suggest, text_vectors
-from i2cl.methods import Injector, make_injector
-from i2cl.methods.cross_validation import cross_validate, cross_validation_error
-from i2cl.methods.injecting import injection_predictor
+from i2cl.labelling.suggestion import choose_typical, text_vectors, zero_shot_log_probs
+from i2cl.methods.cross_validation import cross_validation_error, fold_rows
 from i2cl.models.decoder import Decoder
-from i2cl.tasks import Example, Task, Template
+from i2cl.tasks import Example, Examples, Task, Template
 
 LABELS_PER_ROUND = 10
 MAX_CANDIDATES = 2000  # texts among which a round chooses: a random sample of larger projects
-SUGGESTIONS = 30  # texts per round, so that people who are faster than the fits get some too
-MIN_ROUNDS_TO_EXTRAPOLATE = 3
+SUGGESTIONS = 30  # texts per round, so that people who are faster than the rounds get some too
+FOLDS = 10  # of the cross-validation
+TYPICAL_SLOPE, SLOPE_STD = 0.09, 0.15
+"""Change of the accuracy in a round, divided by the change of the logarithm of the number of labels: mean and
+standard deviation in simulations (docs/guide/label.md)."""
+
+Vector = Float[np.ndarray, " d"]  # see i2cl.labelling.text_vectors
 
 
 def latest_job(jobs: Jobs, project: Project) -> Job | None:
@@ -67,57 +75,105 @@ def task_of(project: Project, rows: Sequence[LabelledText] = ()) -> Task:
     return Task(project.name, project.labels, Template(project.template), train=examples)
 
 
-def run(job: Job, batcher: Batcher, store: LabellingStore) -> dict[str, Any]:
+def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) -> dict[str, Any]:
     """Run a round, and return the fields of its last event.
 
-    While labels are missing, texts are chosen by the base model. Raises RefusalError (404) if the project was
-    deleted; I2CLError if the labels cannot be fitted; FitStoppedError if the job is cancelled.
+    Args:
+        job: the round.
+        batcher: has the model.
+        store: the projects.
+        encoder: sentence encoder of the classifier; None for a classifier on character n-grams.
+
+    Raises:
+        RefusalError: 404 if the project was deleted.
+        FitStoppedError: if the job is cancelled, or the server shuts down.
     """
     project = store.project(job.request["name"])
     decoder = SharedDecoder(batcher, job)
-    answer, rows = store.last_answer(project), store.labelled(project)
-    task = task_of(project, rows)
-    missing = [label for label in task.labels if label not in {row.label for row in rows}]
 
     def work() -> dict[str, Any]:
-        source: Task | Injection = task
-        accuracy: tuple[float, float, float] | None = None
-        issues: list[Issue] = []
-        if not missing:
-            job.publish_progress("fitting", labels=len(rows))
-            source, accuracy, issues = _fit(decoder, task, rows)
+        answer, taken = store.last_answer(project), store.taken(project)
         candidates = store.candidates(project, MAX_CANDIDATES)
-        job.publish_progress("suggesting", texts=len(candidates))
-        proposals = _choose(decoder, source, store, candidates, store.taken(project))
-        store.save_round(project, Round(answer, len(rows), accuracy), issues, proposals)
-        return {"labels": len(rows), "missing": missing, "accuracy": accuracy and accuracy[0]}
+        rows = [LabelledText(one.id, one.text, one.label) for one in taken if one.label is not None]
+        task = task_of(project, rows)
+        missing = [label for label in task.labels if label not in {row.label for row in rows}]
+        vectors = _vectors(job, decoder, task, store, [*taken, *candidates], encoder)
+        texts = [one.text for one in candidates]
+        chosen = _choose(texts, [one.text for one in taken], vectors)
+        if missing:
+            result, issues = Round(answer, len(rows), None, None), list[Issue]()
+            log_probs = zero_shot_log_probs(decoder, task, texts, chosen)
+        else:
+            classifier = TextClassifier(task, vectors if encoder else None)
+            weight, accuracy, issues = _cross_validate(decoder, classifier, rows)
+            result = Round(answer, len(rows), classifier.name, accuracy)
+            log_probs = classifier.log_probs(task.train, [texts[at] for at in chosen])
+            log_probs = (weight * log_probs).log_softmax(-1)
+        proposals = [
+            Proposal(candidates[at].id, task.labels[int(row.argmax())], float(row.max().exp()))
+            for at, row in zip(chosen, log_probs, strict=True)
+        ]
+        store.save_round(project, result, issues, proposals)
+        return {"labels": len(rows), "missing": missing, "accuracy": result.accuracy and result.accuracy[0]}
 
     fields: dict[str, Any] = batcher.run(work).result()
     return fields
 
 
-def _fit(
-    decoder: Decoder, task: Task, rows: Sequence[LabelledText]
-) -> tuple[Injection, tuple[float, float, float] | None, list[Issue]]:
-    """Fit all rows, and cross-validate the fit if each label has two texts.
+@dataclass(frozen=True)
+class TextClassifier:
+    """A text expert (`i2cl.core.experts`), whose fit takes milliseconds if the embeddings are known.
+
+    Attributes:
+        task: gives the labels and all labelled texts.
+        vectors: embeddings by text, for `EmbeddingsExpert`; None for `TfidfExpert`.
+    """
+
+    task: Task
+    vectors: Mapping[str, Vector] | None
+
+    @property
+    def name(self) -> str:
+        """Name of the expert."""
+        return TfidfExpert.name if self.vectors is None else EmbeddingsExpert.name
+
+    def log_probs(self, rows: Examples, texts: Sequence[str]) -> Float[Tensor, "texts labels"]:
+        """Fit to some rows, and return the log-probabilities of texts."""
+        if self.vectors is None:
+            return TfidfExpert.fit(self.task, rows).log_probs(texts)
+        known = np.stack([self.vectors[row.text] for row in rows])
+        weights = fit_regression(known, self.task, rows, EmbeddingsConfig().embeddings_c)
+        asked = torch.tensor(np.array([self.vectors[text] for text in texts]))
+        return regression_log_probs(weights, asked.view(len(texts), known.shape[1]))
+
+    def held_out_log_probs(self) -> Float[Tensor, "rows labels"]:
+        """Return the log-probabilities of all labelled texts, each by a fit without its fold."""
+        rows = self.task.train
+        log_probs = torch.empty(len(rows), len(self.task.labels))
+        for fold in fold_rows(self.task, rows, FOLDS):
+            held_out = set(fold)
+            rest = tuple(row for at, row in enumerate(rows) if at not in held_out)
+            log_probs[fold] = self.log_probs(rest, [rows[at].text for at in fold])
+        return log_probs
+
+
+def _cross_validate(
+    decoder: Decoder, classifier: TextClassifier, rows: Sequence[LabelledText]
+) -> tuple[float, tuple[float, float, float] | None, list[Issue]]:
+    """Cross-validate a classifier.
 
     Returns:
-        The fit, its accuracy with a 95 % interval (None without a cross-validation), and its label issues.
+        The weight that calibrates its log-probabilities; its accuracy with a 95 % interval, or None if a
+        label has a single text; and labels that are probably wrong.
     """
-    method: Injector = make_injector()
-    injection = method.fit_injection(decoder, task, task.train)
-    if cross_validation_error(task, task.train):
-        temperature = typical_temperature(method, task, task.train) or injection.temperature
-        return injection.with_head(temperature=temperature), None, []
-    refit = refitting(method, injection)
-    predictor = cross_validate(
-        task, task.train, lambda rest: injection_predictor(refit(decoder, task, rest), decoder, task)
-    )
-    log_probs = predictor.log_probs([row.text for row in rows])
+    task, prior = classifier.task, TEXT_PRIORS[classifier.name]
+    if cross_validation_error(task, task.train, FOLDS):
+        return prior.mean, None, []
+    log_probs = classifier.held_out_log_probs()
     gold = np.array([row.label for row in task.train])
     right = int((log_probs.argmax(-1).numpy() == gold).sum())
-    temperature = likely_temperature(log_probs.numpy(), gold, *method.temperature_prior)
-    calibrated = (log_probs / temperature).log_softmax(-1)
+    (weight,) = likely_weights(log_probs[None].numpy(), gold, [prior])
+    calibrated = (weight * log_probs).log_softmax(-1)
     issues = [
         Issue(
             rows[issue.row].id,
@@ -128,58 +184,57 @@ def _fit(
         )
         for issue in review(decoder, task, task.train, log_probs=calibrated)
     ]
-    accuracy = (right / len(rows), *wilson(right, len(rows)))
-    return injection.with_head(temperature=temperature), accuracy, issues
+    return weight, (right / len(rows), *wilson(right, len(rows))), issues
 
 
-def _choose(
-    decoder: Decoder,
-    source: Task | Injection,
-    store: LabellingStore,
-    candidates: Sequence[PoolText],
-    taken: Sequence[PoolText],
-) -> list[Proposal]:
-    """Choose the texts to label next, and keep the vectors that were computed for it."""
-    if not candidates:
+def _choose(texts: Sequence[str], taken: Sequence[str], vectors: Mapping[str, Vector]) -> list[int]:
+    """Return the indices of the texts to label next, best first."""
+    if not texts:
         return []
-    task = source.task if isinstance(source, Injection) else source
-    pool = [*candidates, *taken]
+    free = np.stack([vectors[text] for text in texts])
+    covered = np.array([vectors[text] for text in taken]).reshape(len(taken), free.shape[1])
+    return choose_typical(free, min(SUGGESTIONS, len(texts)), covered)
+
+
+def _vectors(
+    job: Job,
+    decoder: Decoder,
+    task: Task,
+    store: LabellingStore,
+    pool: Sequence[PoolText],
+    encoder: str | None,
+) -> dict[str, Vector]:
+    """Return vectors by text, of which new ones are saved."""
     unknown = [one for one in pool if one.vector is None]
-    saved: dict[int, bytes] = {}
+    vectors = {one.text: np.frombuffer(one.vector, np.float32) for one in pool if one.vector is not None}
     if unknown:
-        fresh = text_vectors(decoder, task, [one.text for one in unknown])
-        saved = {one.id: vector.tobytes() for one, vector in zip(unknown, fresh, strict=True)}
-        store.save_vectors(saved.items())
-    vectors = np.stack([np.frombuffer(one.vector or saved[one.id], np.float32) for one in pool])
-    texts, given = [one.text for one in pool], [one.text for one in taken]
-    size = min(SUGGESTIONS, len(candidates))
-    chosen = suggest(decoder, source, texts, size, labelled=given, vectors=vectors)
-    return [Proposal(pool[one.index].id, one.label, max(one.probabilities)) for one in chosen]
+        job.publish_progress("embedding", texts=len(unknown))
+        texts = [one.text for one in unknown]
+        fresh = text_vectors(decoder, task, texts, encoder, lambda _: decoder.pause())
+        store.save_vectors((one.id, vector.tobytes()) for one, vector in zip(unknown, fresh, strict=True))
+        vectors |= dict(zip(texts, fresh, strict=True))
+    return vectors
 
 
-@dataclass(frozen=True)
-class Gain:
-    """Expected change of the accuracy by `LABELS_PER_ROUND` more labels, with its 95 % interval."""
-
-    gain: float
-    low: float
-    high: float
+def measured_rounds(rounds: Sequence[Round]) -> list[Round]:
+    """Return the rounds that measured the accuracy of the latest classifier."""
+    measured = [one for one in rounds if one.accuracy is not None]
+    return [one for one in measured if one.classifier == measured[-1].classifier]
 
 
-def expected_gain(rounds: Sequence[Round]) -> Gain | None:
-    """Extrapolate the accuracies of a project's rounds, linearly in the logarithm of the number of labels.
+def typical_gain(last: Round) -> dict[str, float]:
+    """Return how much `LABELS_PER_ROUND` more labels typically change the accuracy on new texts.
 
-    The rounds are weighted by the binomial variance of their accuracies. The interval is approximate, because
-    the rounds share rows. None with fewer than `MIN_ROUNDS_TO_EXTRAPOLATE` accuracies at different numbers of
-    labels.
+    It depends on the number of labels alone: how the accuracy of a project has changed so far does not
+    improve the forecast (docs/guide/label.md). The last accuracy only limits what can be gained.
+
+    Returns:
+        The change, as a share, with the bounds of its 95 % interval (``gain``, ``low``, ``high``).
     """
-    measured = {one.labels: one.accuracy for one in rounds if one.accuracy is not None}
-    if len(measured) < MIN_ROUNDS_TO_EXTRAPOLATE:
-        return None
-    labels = np.array(list(measured), dtype=float)
-    accuracies, low, high = np.array(list(measured.values())).T
-    deviations = (high - low) / (2 * Z)
-    (slope, _), covariance = np.polyfit(np.log(labels), accuracies, 1, w=1 / deviations, cov="unscaled")
-    step = float(np.log1p(LABELS_PER_ROUND / labels.max()))
-    margin = Z * float(np.sqrt(covariance[0, 0]))
-    return Gain(step * float(slope), step * (float(slope) - margin), step * (float(slope) + margin))
+    accuracy, low, _ = last.accuracy or (0.0, 0.0, 0.0)
+    step, margin = math.log1p(LABELS_PER_ROUND / last.labels), Z * SLOPE_STD
+    return {
+        "gain": min(step * TYPICAL_SLOPE, 1 - accuracy),
+        "low": step * (TYPICAL_SLOPE - margin),
+        "high": min(step * (TYPICAL_SLOPE + margin), 1 - low),
+    }

@@ -61,6 +61,7 @@ CREATE TABLE IF NOT EXISTS rounds (
     project INTEGER NOT NULL REFERENCES projects ON DELETE CASCADE,
     answer INTEGER NOT NULL,  -- the last one that it knew
     labels INTEGER NOT NULL,
+    classifier TEXT,  -- NULL: none, because labels are missing
     accuracy REAL,  -- in a cross-validation; NULL: not measured
     low REAL,
     high REAL,
@@ -99,11 +100,12 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class PoolText:
-    """A text to choose from, with its vector if that is known."""
+    """A text to choose from, or one that is labelled, with its vector if that is known."""
 
     id: int
     text: str
     vector: bytes | None  # float32
+    label: str | None
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,13 @@ class Round:
     Attributes:
         answer: id of the last answer that the fit knew.
         labels: number of labelled texts.
+        classifier: what was fitted, such as ``"embeddings"``; None while labels are missing.
         accuracy: in a cross-validation, with its 95 % interval; None if it was not measured.
     """
 
     answer: int
     labels: int
+    classifier: str | None
     accuracy: tuple[float, float, float] | None
 
 
@@ -248,8 +252,9 @@ class LabellingStore:
     def lease(self, project: Project, labeller: str, count: int) -> list[dict[str, Any]]:
         """Return up to ``count`` texts to label, those that the labeller already has first.
 
-        They stay with the labeller for `LEASE_SECONDS`. Each has an ``id``, a ``text``, and the proposed
-        label with its probability (``proposal``, ``confidence``), which are None before the first round.
+        They stay with the labeller for `LEASE_SECONDS`. Each has an ``id``, a ``text``, its ``label`` (None),
+        and the proposed label with its probability (``proposal``, ``confidence``), which are None before the
+        first round.
         """
         now = time.time()
         with self._transaction() as database:
@@ -272,7 +277,11 @@ class LabellingStore:
             return [self._described(text) for text in ids]
 
     def _described(self, text: int) -> dict[str, Any]:
-        (row,) = self._rows("SELECT id, text, proposal, confidence FROM texts WHERE id = ?", text)
+        (row,) = self._rows(
+            "SELECT texts.id, text, label, proposal, confidence FROM texts "
+            "LEFT JOIN current ON text_id = texts.id WHERE texts.id = ?",
+            text,
+        )
         return dict(row)
 
     def answer(
@@ -339,6 +348,8 @@ class LabellingStore:
     def undo(self, project: Project, labeller: str) -> dict[str, Any]:
         """Remove the last answer of a labeller, and return its text, which the labeller has again.
 
+        A text whose label was changed has its previous label again.
+
         Raises RefusalError (409) if there is none.
         """
         with self._transaction() as database:
@@ -396,7 +407,7 @@ class LabellingStore:
     def candidates(self, project: Project, limit: int) -> list[PoolText]:
         """Return up to ``limit`` texts that nobody has labelled or has now: a fixed random sample."""
         query = (
-            f"SELECT texts.id, text, vector {_UNANSWERED} AND leased_until <= ? "
+            f"SELECT texts.id, text, vector, label {_UNANSWERED} AND leased_until <= ? "
             f"ORDER BY {_RANDOM_ORDER} LIMIT ?"
         )
         return [PoolText(*row) for row in self._rows(query, project.id, time.time(), limit)]
@@ -404,7 +415,7 @@ class LabellingStore:
     def taken(self, project: Project) -> list[PoolText]:
         """Return the texts that have a label, or that a person is labelling."""
         query = (
-            f"SELECT texts.id, text, vector {_ANSWERS} AND "
+            f"SELECT texts.id, text, vector, label {_ANSWERS} AND "
             "(label IS NOT NULL OR current.id IS NULL AND leased_until > ?) ORDER BY texts.id"
         )
         return [PoolText(*row) for row in self._rows(query, project.id, time.time())]
@@ -427,9 +438,10 @@ class LabellingStore:
                 [(place, one.label, one.confidence, one.text) for place, one in enumerate(proposals)],
             )
             database.execute(
-                "INSERT INTO rounds (project, answer, labels, accuracy, low, high, issues, created) "
-                "SELECT id, ?, ?, ?, ?, ?, ?, ? FROM projects WHERE id = ?",  # none if it was deleted
-                (result.answer, result.labels, *accuracy, saved, time.time(), project.id),
+                "INSERT INTO rounds "
+                "(project, answer, labels, classifier, accuracy, low, high, issues, created) "
+                "SELECT id, ?, ?, ?, ?, ?, ?, ?, ? FROM projects WHERE id = ?",  # none if it was deleted
+                (result.answer, result.labels, result.classifier, *accuracy, saved, time.time(), project.id),
             )
 
     def rounds(self, project: Project) -> list[Round]:
@@ -439,6 +451,7 @@ class LabellingStore:
             Round(
                 row["answer"],
                 row["labels"],
+                row["classifier"],
                 None if row["accuracy"] is None else (row["accuracy"], row["low"], row["high"]),
             )
             for row in rows

@@ -112,7 +112,12 @@ class Service:
             workers: dict[Kind, Callable[[Job], dict[str, Any]]] = {
                 "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
                 "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
-                "labelling": partial(labelling.run, batcher=self.batcher, store=self.labelling),
+                "labelling": partial(
+                    labelling.run,
+                    batcher=self.batcher,
+                    store=self.labelling,
+                    encoder=next(iter(enabled), None),
+                ),
             }
             self.jobs = Jobs(folder / STATE / "jobs", workers)
             self.jobs.start()

@@ -4,6 +4,7 @@ const POLL_MS = 2000; // interval at which the state of an open project is read
 const WAIT_MS = 1000; // between two requests for texts while the first ones are being chosen
 const LINES = "one text per line"; // value of the text column if there are no columns
 const MAX_DOUBTS = 5; // listed
+const CLASSIFIERS = { embeddings: "sentence embeddings", tfidf: "character n-grams" };
 const CHART = { left: 40, right: 390, top: 10, bottom: 130 };
 let project = null; // state of the open project
 let source = null; // chosen file: { name, format, content }
@@ -48,6 +49,7 @@ async function openProject(name) {
   $("new").open = false;
   makeChoices();
   showState();
+  if (["queued", "running"].includes(project.fit?.status)) followFit(project.fit.id).catch(showFinishError);
   await Promise.all([nextTexts(), showIssues()]);
   if (!$("answer").hidden) $("text").focus();
 }
@@ -168,6 +170,10 @@ function showSaveError(error) {
   show("saved", error.message, true);
 }
 
+function showFinishError(error) {
+  show("served", error.message, true);
+}
+
 // Run an action on the queue unless another one is running, and then show the next text.
 async function act(action) {
   if (busy || !project) return;
@@ -185,7 +191,7 @@ function save(label) {
     const [text] = queue;
     if (!text) return;
     try {
-      const counts = await json("POST", path("/answers"), { labeller: labeller(), text: text.id, label });
+      const counts = await json("POST", path("/answers"), { labeller: labeller(), text: text.id, label, replaces: text.label });
       Object.assign(project, counts);
       given[text.id] = label;
       show("saved", "");
@@ -243,26 +249,28 @@ function showState() {
   $("counts").textContent = `${project.id}: ${labelled} of ${plural(texts, "text")} labelled${skipped ? `, ${skipped} skipped` : ""}. ${
     Object.entries(perLabel).map(([label, count]) => `${label} ${count}`).join(", ")}.${others}`;
   showRound(project.job);
-  showCurve(project.rounds);
+  showCurve(project);
   showExpected(project);
   $("serve").disabled = finishing;
 }
 
 function showRound(job) {
-  const last = job?.last, busyWith = { fitting: `Fitting ${last?.labels} labels`, suggesting: `Choosing among ${plural(last?.texts, "text")}` };
+  const last = job?.last;
   let text = "";
-  if (["queued", "running"].includes(job?.status)) text = `${busyWith[last.event] ?? "Waiting for the model"}: you can go on labelling.`;
-  else if (job?.status === "failed") text = `The last fit failed: ${last.error.message}`;
-  else if (last?.missing?.length) text = `No fit yet: no text is labelled ${last.missing.join(" or ")}.`;
+  if (job?.status === "queued") text = "Waiting for the model: you can go on labelling.";
+  else if (job?.status === "running") text = `${last.event === "embedding" ? `Comparing ${plural(last.texts, "text")}` : "Choosing texts"}: you can go on labelling.`;
+  else if (job?.status === "failed") text = `The last round failed: ${last.error.message}`;
+  else if (last?.missing?.length) text = `The proposals are zero-shot answers: no text is labelled ${last.missing.join(" or ")} yet.`;
   if ($("round").textContent !== text) show("round", text, job?.status === "failed");
 }
 
-function showCurve(rounds) {
+function showCurve({ rounds, classifier }) {
   $("figure").hidden = !rounds.length;
   if (!rounds.length) return;
   const last = rounds.at(-1);
-  $("measured").textContent = `With ${plural(last.labels, "label")}: ${percent(last.accuracy)} right in a cross-validation (95 % interval ${
-    (100 * last.low).toFixed(0)} to ${percent(last.high)}). The suggested texts are difficult ones, so other texts are often easier.`;
+  $("measured").textContent = `With ${plural(last.labels, "label")}, a classifier on ${CLASSIFIERS[classifier]} is right about ${
+    percent(last.accuracy)} of the labelled texts in a cross-validation (95 % interval ${(100 * last.low).toFixed(0)} to ${
+    percent(last.high)}). The task adds the LLM, which is fitted and evaluated when you finish.`;
   const { left, right, top, bottom } = CHART, most = last.labels;
   const x = (labels) => left + (right - left) * labels / most, y = (share) => bottom - (bottom - top) * share;
   const nodes = [0, 0.5, 1].flatMap((share) => [
@@ -279,10 +287,10 @@ function showCurve(rounds) {
   $("points").setAttribute("aria-label", `Accuracy by number of labels: ${rounds.map((one) => `${one.labels} labels ${percent(one.accuracy)}`).join(", ")}`);
 }
 
-function showExpected({ rounds, next_round: next, labels_per_round: step }) {
+function showExpected({ next_round: next, labels_per_round: step }) {
   const signed = (share) => `${share < 0 ? "−" : "+"}${Math.abs(100 * share).toFixed(1)}`;
-  $("expected").textContent = next ? `The next ${step} labels will change it by about ${signed(next.gain)} points (95 % interval ${signed(next.low)} to ${
-    signed(next.high)}), if it goes on as in the ${rounds.length} fits so far.` : "";
+  $("expected").textContent = next ? `${step} more labels typically change the accuracy on new texts by ${signed(next.gain)} points (95 % of the time by ${
+    signed(next.low)} to ${signed(next.high)}).` : "";
 }
 
 // Probably wrong labels
@@ -290,7 +298,7 @@ function showExpected({ rounds, next_round: next, labels_per_round: step }) {
 async function showIssues() {
   const { data } = await json("GET", path("/review"));
   const accuracy = project.rounds.at(-1)?.accuracy;
-  $("doubts").textContent = data.length ? `Fits that have not seen the text, and are right about ${percent(accuracy)} of the texts, doubt ${
+  $("doubts").textContent = data.length ? `Classifiers that have not seen the text, and are right about ${percent(accuracy)} of the texts, doubt ${
     plural(data.length, "label")}${data.length > MAX_DOUBTS ? `, these the most` : ""}.` : "No label looks wrong so far.";
   $("issues").replaceChildren(...data.slice(0, MAX_DOUBTS).map((issue) => {
     const item = element("li"), line = element("p", undefined, { class: "row" });
@@ -328,20 +336,41 @@ async function exportLabels() {
 async function finish() {
   const name = project.id, tasks = (await json("GET", "v1/models")).data;
   if (tasks.some((task) => task.id === name && task.object === "model" && task.parent) && !confirm(`Replace the task ${name}?`)) return;
+  await followFit((await json("POST", path("/finish"), {})).id);
+}
+
+// Follow the fit of the task to its end, reconnecting if the server is restarted.
+async function followFit(id) {
+  const name = project.id;
   finishing = $("serve").disabled = true;
   try {
-    const job = await json("POST", path("/finish"), {});
-    for await (const event of events(await send("GET", `v1/jobs/${job.id}/events`))) {
+    while (!await watchFit(name, id)) await new Promise((done) => setTimeout(done, WAIT_MS));
+  } finally {
+    finishing = $("serve").disabled = false;
+  }
+}
+
+// Show the events of a fit, and return whether it has ended or its project was closed.
+async function watchFit(name, id) {
+  const labels = `all ${plural(project.labelled, "label")}`;
+  try {
+    for await (const event of events(await send("GET", `v1/jobs/${id}/events`))) {
+      if (project?.id !== name) return true;
       if (event.event === "queued") show("served", "Waiting for other fits to finish");
-      if (["started", "resumed", "drawn"].includes(event.event)) show("served", `Fitting all ${plural(project.labelled, "label")}`);
+      if (["started", "resumed"].includes(event.event)) show("served", `Fitting ${labels}`);
+      if (event.event === "drawn") show("served", `Fitting ${labels}${event.seconds ? ` (about ${duration(event.seconds)})` : ""}`);
+      if (event.event === "step") show("served", `Fitting ${labels}: step ${event.step} of at most ${event.steps}`);
       if (event.event === "scoring") show("served", `Evaluating: ${event.method.replaceAll("_", " ")}`);
       if (event.event === "cancelled") show("served", "Cancelled");
       if (event.event === "failed") show("served", event.error.message, true);
       if (event.event === "done") showTask(name, event);
+      if (["done", "failed", "cancelled"].includes(event.event)) return true;
     }
-  } finally {
-    finishing = $("serve").disabled = false;
+  } catch (error) {
+    if (!error.away) throw error;
+    show("served", "The server does not answer. The fit continues when it is back.", true);
   }
+  return false;
 }
 
 function showTask(name, { demonstrations, evaluation }) {
@@ -376,6 +405,10 @@ function start() {
     load();
   });
   $("create").addEventListener("submit", create);
+  $("file").addEventListener("click", () => {
+    $("file").value = ""; // otherwise a changed file cannot be chosen again
+    takeFile();
+  });
   $("file").addEventListener("change", () => takeFile($("file").files[0]));
   const area = $("texts");
   area.addEventListener("input", () => {
@@ -395,9 +428,9 @@ function start() {
   $("answer").addEventListener("keydown", pressKey);
   $("skip").addEventListener("click", () => save(null));
   $("undo").addEventListener("click", undo);
-  $("serve").addEventListener("click", () => finish().catch((error) => show("served", error.message, true)));
-  $("export").addEventListener("click", () => exportLabels().catch((error) => show("served", error.message, true)));
-  $("remove").addEventListener("click", () => removeProject().catch((error) => show("served", error.message, true)));
+  $("serve").addEventListener("click", () => finish().catch(showFinishError));
+  $("export").addEventListener("click", () => exportLabels().catch(showFinishError));
+  $("remove").addEventListener("click", () => removeProject().catch(showFinishError));
   $("copy").addEventListener("click", () => (navigator.clipboard?.writeText($("code").textContent) ?? Promise.reject()).then(
     () => { $("copied").textContent = "Copied"; }, () => { $("copied").textContent = "Select the code and copy it"; }));
   setInterval(() => { if (!document.hidden) readState().catch(() => {}); }, POLL_MS);

@@ -400,6 +400,10 @@ function start() {
     event.preventDefault();
     takeFile(event.dataTransfer.files[0]);
   });
+  for (const id of ["file", "test"]) {
+    $(id).addEventListener("click", () => { $(id).value = ""; }); // otherwise a changed file cannot be chosen again
+  }
+  $("test").addEventListener("click", () => takeTestFile());
   $("file").addEventListener("change", () => takeFile($("file").files[0]));
   $("test").addEventListener("change", () => takeTestFile($("test").files[0]));
   $("token").value = sessionStorage.getItem("token") ?? "";

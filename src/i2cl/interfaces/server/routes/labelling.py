@@ -5,7 +5,6 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -153,23 +152,25 @@ def _summary(store: LabellingStore, project: Project) -> dict[str, Any]:
 
 
 def _state(service: Service, project: Project) -> dict[str, Any]:
-    """Return all about a project except its texts: counts, accuracies, and its last round as a job."""
+    """Return all about a project except its texts: counts, accuracies, and its last round and fit as jobs."""
     store, job = store_of(service), labelling.latest_job(jobs_of(service), project)
-    rounds = store.rounds(project)
-    gain = labelling.expected_gain(rounds)
+    fits = (one for one in jobs_of(service).all() if one.kind == "fit")
+    fit = next((one for one in fits if one.request["name"] == project.name), None)
+    rounds = labelling.measured_rounds(store.rounds(project))
     counts = Counter(row.label for row in store.labelled(project))
     return _summary(store, project) | {
         "template": project.template,
         "labels_per_round": labelling.LABELS_PER_ROUND,
         "per_label": {label: counts[label] for label in project.labels},
+        "classifier": rounds[-1].classifier if rounds else None,
         "rounds": [
-            {"labels": one.labels} | dict(zip(("accuracy", "low", "high"), one.accuracy, strict=True))
+            {"labels": one.labels} | dict(zip(("accuracy", "low", "high"), one.accuracy or (), strict=True))
             for one in rounds
-            if one.accuracy is not None
         ],
-        "next_round": gain and asdict(gain),
+        "next_round": labelling.typical_gain(rounds[-1]) if rounds else None,
         "issues": len(store.issues(project)),
         "job": job and job.to_json(),
+        "fit": fit and fit.to_json(),
     }
 
 
