@@ -51,9 +51,12 @@ def test_label_fit_suggest_again_and_review(folder, said, refused):
     chosen = json.loads(said(*again, "-o", "third.csv", "--json"))["suggestions"]
     assert [one["text"] for one in chosen] == [row["text"] for row in second[6:]]
     assert (folder / "second.csv").read_bytes() == (folder / "third.csv").read_bytes()
+    every = jsonl(folder / "every.jsonl", [{"text": text, "label": "red"} for text in TEXTS])
+    out = refused("suggest", "mood", "texts.txt", "--labelled", every, "-n", 1, "-o", "fourth.csv")
+    assert "every text of texts.txt is labelled" in out
 
 
-def test_review_lists_the_flipped_row_and_changes_none(folder, said, refused):
+def test_review_lists_the_flipped_row_and_changes_none(folder, said, refused, monkeypatch):
     rows = [("red" if "glad" in text else "blue", text) for text in TEXTS]
     rows[3] = ("red", rows[3][1])
     content = "label,text\n" + "".join(f"{label},{text}\n" for label, text in rows)
@@ -71,6 +74,8 @@ def test_review_lists_the_flipped_row_and_changes_none(folder, said, refused):
     assert listed(folder) == ["labelled.csv", "mood", "texts.txt"]
     (folder / "one.csv").write_text("text,label\na,red\nb,red\n", encoding="utf-8")
     assert "fewer than two labels have two texts or more" in refused("review", "mood", "one.csv")
+    monkeypatch.setattr("i2cl.interfaces.cli.label.rows_or_errors", lambda *_: [])
+    assert "labelled.csv changed while it was read" in refused("review", "mood", "labelled.csv")
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,10 @@ def suggest(
         task = injection.task
     known: Sequence[Example] = ()
     if choice.labelled is not None:
-        known, _ = read_labelled(choice.labelled, task.labels, skip=rows.skip_bad_rows)
+        known, _ = read_labelled(choice.labelled, task.labels, multi_label=False, skip=rows.skip_bad_rows)
     candidates = _read_texts(texts, rows, choice, known)
+    if not candidates:
+        raise I2CLError(f"every text of {texts} is labelled in {choice.labelled}: add texts")
     if choice.number > len(candidates):
         raise I2CLError(
             f"{texts} has {len(candidates)} distinct texts without a label, fewer than {choice.number}: add "
@@ -140,18 +142,23 @@ def review(
     injection = _injection(artefact, places)
     task = injection.task
     columns = rows.text_column, rows.label_column
-    examples, lookup = read_labelled(labelled, task.labels, *columns, skip=rows.skip_bad_rows)
-    from i2cl.labelling import review as find_issues
-
-    decoder = _decoder_of(injection, places, loading)
-    with console.progress(folds, "refitting") as bar:
-        issues = find_issues(decoder, task, examples, folds=folds, seed=seed, progress=bar.advance)
+    examples, lookup = read_labelled(
+        labelled, task.labels, *columns, multi_label=False, skip=rows.skip_bad_rows
+    )
     row_names = {
         (row.values[0], lookup.find(row.values[1])): row.place.removeprefix(f"{labelled} ")
         for row in rows_or_errors(str(labelled), Columns(*columns))
         if isinstance(row, Row)
     }
-    numbered = [row_names[example.text, example.label] for example in examples]
+    try:
+        numbered = [row_names[example.text, example.label] for example in examples]
+    except KeyError:
+        raise I2CLError(f"{labelled} changed while it was read: run the command again") from None
+    from i2cl.labelling import review as find_issues
+
+    decoder = _decoder_of(injection, places, loading)
+    with console.progress(folds, "refitting") as bar:
+        issues = find_issues(decoder, task, examples, folds=folds, seed=seed, progress=bar.advance)
     if json:
         found = [asdict(one) | {"where": numbered[one.row]} for one in issues]
         console.print_json({"rows": len(examples), "issues": found})
