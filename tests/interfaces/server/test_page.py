@@ -249,6 +249,24 @@ def choose_file(page, name, content, field="#file"):
     page.set_input_files(field, {"name": name, "mimeType": "text/plain", "buffer": buffer})
 
 
+def test_a_text_can_have_several_labels(open_page):
+    page = open_page()
+    rows = [("charged twice", "billing;refund"), ("wrong invoice", "billing"), ("money back", "refund")]
+    rows = [f"{text} {number},{label}\n" for number in range(3) for text, label in [*rows, ("thanks", "")]]
+    page.fill("#examples", "text,label\n" + "".join(rows))
+    page.fill("#name", "several")
+    page.fill("#separator", ";")
+    page.click("#check")
+    expect_text(page, "#counts", "^Rows per label: billing 6, refund 6")
+    page.click("#begin")
+    expect_text(page, "#state", "Task several is ready")
+    page.fill("#texts", "charged twice 1\nthanks 1")
+    page.click("#ask .main")
+    expect_text(page, "#answered", r"2 texts, (\d without a label, )?\d+ ms")
+    expect_text(page, "#answers", "billing [01]\\.")
+    assert page.locator("#wrong").is_hidden()
+
+
 TICKETS = "ticket_text,category\ncharged twice,billing\nit crashes,bug\n"
 
 

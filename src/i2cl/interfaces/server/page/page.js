@@ -61,6 +61,7 @@ function fitRequest(check) {
   if (!$("columns").hidden) Object.assign(body, { text_column: $("text-column").value, label_column: $("label-column").value });
   const labels = $("labels").value.split(",").map((label) => label.trim());
   if (labels.some((label) => label)) body.labels = labels;
+  if ($("separator").value) body.label_separator = $("separator").value;
   if ($("shots").value) body.shots = Number($("shots").value);
   if (test) body.test = test;
   return check ? { ...body, check } : body;
@@ -98,7 +99,7 @@ function showRows({ data, test_rows }) {
   const warnings = Object.entries(data.typos).map(([label, other]) =>
     `The label ${label} has ${data.labels[label]} row${data.labels[label] === 1 ? "" : "s"}: did you mean ${other}? They are two labels now.`);
   for (const { text, labels } of data.contradictions) warnings.push(`The text "${text}" has the labels ${labels.join(" and ")}: keep one.`);
-  if (data.separator) warnings.push(`Some labels look like several, separated by "${data.separator}": send a JSON file with lists of labels instead.`);
+  if (data.separator) warnings.push(`Some labels look like several, separated by "${data.separator}": enter it as the label separator.`);
   const more = data.contradicting - data.contradictions.length;
   if (more > 0) warnings.push(`${more} more texts have several labels.`);
   $("odd").replaceChildren(...warnings.map((warning) => element("li", warning)));
@@ -280,7 +281,7 @@ async function classify(event) {
     $("answers").hidden = false;
     if (!reply.multi_label) offerCorrection(model, input, reply.labels);
     const milliseconds = (performance.now() - started).toFixed(0), none = reply.data.filter((answer) => !answer.label).length;
-    show("answered", `${input.length} text${input.length > 1 ? "s" : ""}${none ? `, ${none} without a label (confidence below ${least})` : ""}, ${
+    show("answered", `${input.length} text${input.length > 1 ? "s" : ""}${none ? `, ${none} without a label${least ? ` (confidence below ${least})` : ""}` : ""}, ${
       milliseconds} ms, ${reply.usage.prompt_tokens} tokens read.`);
   } catch (error) { show("answered", error.message, true); }
 }
@@ -334,7 +335,7 @@ async function fillExample() {
 }
 
 function clearForm() {
-  for (const id of ["name", "shots", "labels", "examples", "file", "test"]) $(id).value = "";
+  for (const id of ["name", "shots", "labels", "separator", "examples", "file", "test"]) $(id).value = "";
   for (const id of ["data", "progress", "another"]) $(id).hidden = true;
   source = test = null;
   updateColumns();
