@@ -1,11 +1,11 @@
 """Label a file on the page of `i2cl serve`, in headless Chromium by the keyboard, up to a served task.
 
-    python scripts/labelling_session.py smollm2 tickets.csv -o session
+    python scripts/labelling_session.py smollm2 trec -o session
 
-The file has the columns text and label. The page gets its texts only; each label that the script types is
-the text's own. The server is killed with SIGKILL in the middle and started again. Prints the minutes of each
-part, the seconds of each round, and the accuracy of the served task on the texts that were not labelled;
-saves screenshots at widths of 1,280 and 390 pixels. Exits with 1 if axe finds a violation (with
+The task is a name or a file with the columns text and label. The page gets its texts only; each label that
+the script types is the text's own. The server is killed with SIGKILL in the middle and started again. Prints
+the minutes of each part, the seconds of each round, and the accuracy of the served task on the texts that were
+not labelled; saves screenshots at widths of 1,280 and 390 pixels. Exits with 1 if axe finds a violation (with
 axe-playwright-python).
 
 Needs the extra ``serve``, playwright, and Chromium.
@@ -28,7 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from i2cl.interfaces.server.client import Client
-from i2cl.tasks.rows import read_labelled
+from i2cl.tasks import load_task
+from i2cl.tasks.template import DEFAULT_TEMPLATE
 from processes import COMMAND, Program, until
 
 NAME = "session"
@@ -102,7 +103,8 @@ class Session:
     def finish(self) -> None:
         """Press the button that fits and serves the task, and wait for it."""
         self.page.click("#serve")
-        self.page.wait_for_selector("#code:not([hidden])")
+        self.page.wait_for_selector("#code:not([hidden]), #served.wrong")
+        assert self.page.locator("#code").is_visible(), self.page.text_content("#served")
 
     def photograph(self, name: str) -> None:
         """Save a screenshot of each width, and check both for accessibility."""
@@ -144,7 +146,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("file", type=Path)
+    parser.add_argument("task", help="file with the columns text and label, or name of a task")
     parser.add_argument("--texts", type=int, default=300)
     parser.add_argument("--labels", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
@@ -152,9 +154,9 @@ def main() -> None:
     given = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
-    examples, lookup = read_labelled(given.file)
-    drawn = Random(given.seed).sample(examples, min(given.texts, len(examples)))
-    gold = {row.text: lookup.labels[row.label] for row in drawn}
+    task = load_task(given.task, template=DEFAULT_TEMPLATE)
+    drawn = Random(given.seed).sample(task.train, min(given.texts, len(task.train)))
+    gold = {row.text: task.labels[row.label] for row in drawn}
     seconds: dict[str, float] = {}
 
     def timed(part: str, work: Callable[[], None]) -> None:
