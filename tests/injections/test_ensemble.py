@@ -5,6 +5,7 @@ import pytest
 
 from fitting import one_line
 from i2cl import encoders
+from i2cl.injections import ensemble
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, cross_fitted, likely_weights
 from i2cl.injections.temperature import best_temperature, normalised
 
@@ -53,6 +54,18 @@ def test_cross_fitted_rows_do_not_choose_their_own_weights():
     assert not np.array_equal(before[5], after[5])
     typical = normalised(np.tensordot([0.4, 0.4], log_probs, 1))
     assert cross_fitted(log_probs, gold, [PRIOR, PRIOR], folds=0) == pytest.approx(typical)
+
+
+def test_weights_of_rows_whose_labels_repeat_in_turn_come_from_every_label(monkeypatch):
+    labels_seen = []
+    monkeypatch.setattr(
+        ensemble,
+        "likely_weights",
+        lambda log_probs, gold, priors: labels_seen.append(set(gold)) or [1.0] * len(priors),
+    )
+    gold = np.arange(100) % 10
+    cross_fitted(np.zeros((2, 100, 10)), gold, [PRIOR, PRIOR])
+    assert labels_seen == [{*range(10)}] * 10
 
 
 def test_default_members_depend_on_what_is_installed(monkeypatch):

@@ -195,14 +195,18 @@ def cross_fitted(
 ) -> Scores:
     """Return the pool's log-probability of each row, at weights fitted to the rows of the other folds.
 
-    With 0 folds, the weights are the means of the priors.
+    Folds are stratified by label if every label has at least one row per fold. With 0 folds or a single row,
+    the weights are the means of the priors.
     """
-    if not folds:
+    from sklearn.model_selection import KFold, StratifiedKFold
+
+    if not folds or len(gold) < 2:
         return _pooled(log_probs, [prior.mean for prior in priors])
-    fold = np.arange(len(gold)) % folds
+    folds = min(folds, len(gold))
+    stratified = np.unique(gold, return_counts=True)[1].min() >= folds
+    splitter = (StratifiedKFold if stratified else KFold)(folds, shuffle=True, random_state=0)
     pooled = np.empty(log_probs.shape[1:])
-    for number in np.unique(fold):
-        rest, some = fold != number, fold == number
+    for rest, some in splitter.split(gold, gold):
         weights = likely_weights(log_probs[:, rest], gold[rest], priors)
         pooled[some] = _pooled(log_probs[:, some], weights)
     return pooled
