@@ -10,9 +10,22 @@ import torch
 from sklearn.preprocessing import MultiLabelBinarizer
 
 from commands import run
-from i2cl import Decoder, I2CLClassifier, I2CLError, Injection, encoders
+from i2cl import (
+    Decoder,
+    Example,
+    I2CLClassifier,
+    I2CLError,
+    Injection,
+    Task,
+    Template,
+    encoders,
+    make_methods,
+)
+from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitRequest
 from i2cl.experiments.evidence.multi_label import choose_thresholds, compare, decide
+from i2cl.experiments.fitting import fit_task
 from i2cl.export import export_classifier, verify
+from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.tasks import load_task
 from tiny import tiny_folder
 
@@ -225,6 +238,21 @@ def test_thresholds_have_the_highest_f1():
     (threshold,) = choose_thresholds(probabilities, gold)
     assert 0.3 < threshold < 0.35
     assert decide(probabilities, gold, "0.5").sum() == 6
+
+
+def test_thresholds_of_rows_whose_labels_alternate_come_from_both_labels():
+    gold = np.tile(np.eye(2, dtype=bool), (20, 1))
+    assert np.array_equal(decide(np.where(gold, 0.3, 0.1), gold, "f1"), gold)
+
+
+def test_label_frequency_is_counted_on_rows_that_are_not_scored(model):
+    shown = (Example("a", -1, labels=(0,)), Example("b", label=-1, labels=(1,)))
+    scored = tuple(Example(f"c{number}", -1, labels=(0,)) for number in range(6))
+    task = Task("words", ("one", "two"), Template(TEMPLATE), train=shown + scored, multi_label=True)
+    (method,) = make_methods(["anchored"], {"steps": 0})
+    request, plan = FitRequest(method, EnsembleConfig(experts=("llm",))), EvaluationPlan("train", scored)
+    evaluation = fit_task(Decoder.from_pretrained(model), task, shown, request, plan).evaluation
+    assert evaluation["methods"]["label_frequency"]["micro_f1"] == pytest.approx(2 / 3)
 
 
 def test_comparison_of_equal_answers_is_not_significant():

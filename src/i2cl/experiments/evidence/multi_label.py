@@ -148,7 +148,9 @@ def evaluate_multi_label(
     def refitted(some: Examples) -> Predictor:
         return injection_predictor(refit(some) if folds else injection, decoder, task)
 
-    fits = _baselines(decoder, task) | {method.full_name: refitted}
+    scored = set(texts)
+    training = () if folds else [row for row in task.train if row.text not in scored]
+    fits = _baselines(decoder, task, training) | {method.full_name: refitted}
     probabilities: dict[str, Probabilities] = {}
     costs: dict[str, tuple[float, float, int]] = {}
     not_run: dict[str, str] = {}
@@ -258,12 +260,14 @@ def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold)
     return answers
 
 
-def _baselines(decoder: Decoder, task: Task) -> dict[str, Callable[[Examples], Predictor]]:
-    """Return how each baseline is fitted to demonstrations."""
+def _baselines(
+    decoder: Decoder, task: Task, training: Examples
+) -> dict[str, Callable[[Examples], Predictor]]:
+    """Return how each baseline is fitted to demonstrations; ``training`` are all rows that are not scored."""
     labels = len(task.labels)
 
     def frequency(shown: Examples) -> Predictor:
-        means = indicators(task.train or shown, labels).mean(0)
+        means = indicators(training or shown, labels).mean(0)
         return _Baseline(lambda texts: np.tile(means, (len(texts), 1)))
 
     def zero_shot(shown: Examples) -> Predictor:
