@@ -80,7 +80,6 @@ def test_the_reference_has_every_public_name_and_the_glossarys_names_are_there()
 
 
 def test_the_snippet_runs_on_the_bundled_model(tmp_path, monkeypatch):
-    pytest.importorskip("sklearn")
     snippet = next(one.text for one in blocks(README) if one.language == "python")
     assert snippet.count('"smollm2"') == 1
     assert len(re.findall(r"^(?!from |$)", snippet, re.MULTILINE)) <= 6, "five lines, as the page says"

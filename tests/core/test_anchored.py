@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scipy import optimize
 
 from fitting import made, one_line
 from i2cl import Example, Injection, Task, Template, make_methods
@@ -90,7 +91,6 @@ def test_columns_hold_the_whole_loss(labels):
 
 @pytest.mark.parametrize("shape", [(4, 1), (3, 4)])
 def test_kernel_regression_finds_the_optimum_of_scipy(shape):
-    optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference")
     generator = torch.Generator().manual_seed(0)
     jacobian = torch.randn(shape[0] * shape[1], 30, generator=generator, dtype=torch.float64)
     start, tau = torch.randn(*shape, generator=generator, dtype=torch.float64), 0.3

@@ -25,8 +25,6 @@ from i2cl.storage.card import describe_llm_alone
 from i2cl.storage.layout import CARD, DESCRIPTION, TENSORS
 from plugin import WordsEncoder
 
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-
 TEXTS = list(ASKED)
 CONFIG = EnsembleConfig(encoder="words")
 LLM_PRIOR = WeightPrior(0.25, 0.5)

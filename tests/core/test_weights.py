@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from sklearn.utils import class_weight
 
 from fitting import injected, one_line
 from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, anchor, load_task
@@ -32,10 +33,9 @@ def probabilities(injection):
 
 
 def test_balanced_weights_match_scikit_learn():
-    utils = pytest.importorskip("sklearn.utils.class_weight", reason="scikit-learn is not installed")
     labels = [example.label for example in UNEVEN]
     weights = [one.weight for one in apply_class_weight(UNEVEN, TASK.labels, "balanced")]
-    assert weights == pytest.approx(utils.compute_sample_weight("balanced", labels))
+    assert weights == pytest.approx(class_weight.compute_sample_weight("balanced", labels))
 
 
 def test_class_weights_multiply_sample_weights():

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from scipy import optimize
+from sklearn import calibration, metrics
 
 from i2cl.experiments.confidence import BINS, confidence, highest, reliability, risk_coverage
 from i2cl.injections import temperature
@@ -31,7 +33,6 @@ def test_metrics_of_four_queries():
 
 @pytest.mark.parametrize("labels", [2, 5])
 def test_log_loss_and_brier_score_equal_scikit_learn(labels):
-    metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for the scores")
     scores, gold = drawn(labels=labels, sharper=1.7)
     probabilities, known = np.exp(normalised(scores)), range(labels)
     result = measured(scores, gold)
@@ -42,7 +43,6 @@ def test_log_loss_and_brier_score_equal_scikit_learn(labels):
 
 
 def test_calibration_error_equals_scikit_learn_quantile_bins():
-    calibration = pytest.importorskip("sklearn.calibration", reason="scikit-learn is the reference")
     scores, gold = drawn(queries=20 * BINS, sharper=2)
     sure, right = highest(scores), scores.argmax(1) == gold
     hits, means = calibration.calibration_curve(right, sure, n_bins=BINS, strategy="quantile")
@@ -82,7 +82,6 @@ def test_best_temperature_recovers_the_scale_of_the_scores(sharper):
 
 def searched(loss):
     """Minimize a loss over the log temperature; return the temperature and the loss."""
-    optimize = pytest.importorskip("scipy.optimize", reason="scipy is the reference for the search")
     result = optimize.minimize_scalar(loss, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
     return np.exp(result.x), result.fun
 

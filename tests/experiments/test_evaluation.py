@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from sklearn import metrics
 
 from fitting import one_line
 from i2cl import Example
@@ -45,7 +46,6 @@ class Fake(Method):
 @pytest.mark.parametrize("classes", [2, 5, 14])
 @pytest.mark.parametrize("seed", range(3))
 def test_macro_f1_equals_scikit_learn(classes, seed):
-    metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for macro-F1")
     gold, best = np.random.default_rng(seed).integers(classes, size=(2, 60))
     gold[gold == 1] = 0  # a class without queries that may be predicted
     expected = metrics.f1_score(gold, best, average="macro", labels=range(classes), zero_division=0)
@@ -53,7 +53,6 @@ def test_macro_f1_equals_scikit_learn(classes, seed):
 
 
 def test_accuracy_and_f1_of_a_run_equal_scikit_learn(decoder, task):
-    metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the reference for the scores")
     gold = [query.label for query in task.queries()]
     best = tuple((label + (number % 3 == 0)) % 2 for number, label in enumerate(gold))
     run = evaluate(decoder, task, Fake(Told(best, [])), shots=2, seed=4)

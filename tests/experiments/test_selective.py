@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from fitting import one_line
 from i2cl.experiments.evidence import selective
@@ -12,7 +13,6 @@ from i2cl.experiments.evidence.selective import LEVEL, binomial_tail, min_rows, 
     ("errors", "n", "chance"), [(0, 22, 0.1), (5, 100, 0.1), (30, 1000, 0.05), (9, 9, 0.3)]
 )
 def test_binomial_tail_equals_scipy(errors, n, chance):
-    stats = pytest.importorskip("scipy.stats", reason="scipy is the reference")
     assert binomial_tail(errors, n, chance) == pytest.approx(stats.binom.cdf(errors, n, chance), rel=1e-9)
 
 

@@ -10,17 +10,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-
-from fitting import injected, left_as_found, one_line, weighted
-from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError, anchor, load_task
-from i2cl.experiments.draw import FewRowsWarning
-from i2cl.experiments.evidence.fit_evaluation import BASELINES
-from i2cl.injections.label_prior import with_label_prior
-from i2cl.tasks.loaders import default_template
-from i2cl.tasks.template import DEFAULT_TEMPLATE
-
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import (
@@ -32,7 +21,14 @@ from sklearn.utils.estimator_checks import (
 )
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from fitting import injected, left_as_found, one_line, weighted
+from i2cl import AnchoredConfig, CalibrationConfig, Decoder, Example, I2CLError, anchor, load_task
+from i2cl.experiments.draw import FewRowsWarning
+from i2cl.experiments.evidence.fit_evaluation import BASELINES
+from i2cl.injections.label_prior import with_label_prior
 from i2cl.interfaces.sklearn import I2CLClassifier
+from i2cl.tasks.loaders import default_template
+from i2cl.tasks.template import DEFAULT_TEMPLATE
 
 TASK = load_task("mood-colour-1")
 X = [example.text for example in TASK.train[:60]]

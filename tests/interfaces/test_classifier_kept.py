@@ -8,25 +8,22 @@ import pickle
 from dataclasses import replace
 from unittest.mock import Mock
 
+import joblib
 import numpy as np
 import pytest
 import torch
-
-from fitting import one_line
-from i2cl import Decoder, Injection
-from processes import finished
-from tiny import tiny_folder, tiny_model, tiny_tokenizer
-
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-import joblib
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
+from fitting import one_line
+from i2cl import Decoder, Injection
 from i2cl.interfaces.sklearn import I2CLClassifier, shared
 from i2cl.methods import make_injector
 from interfaces.test_classifier import QUERIES, QUICK, TASK, X, Y, fitted, quick, reference
+from processes import finished
+from tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 
 def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):

@@ -4,9 +4,6 @@ import pickle
 
 import numpy as np
 import pytest
-
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.ensemble import StackingClassifier, VotingClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer

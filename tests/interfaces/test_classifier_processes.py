@@ -2,16 +2,13 @@
 
 import os
 
-import pytest
-
-from processes import finished
-from tiny import tiny_folder
-
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 import joblib
+import pytest
 from sklearn.model_selection import GridSearchCV
 
 from interfaces.test_classifier import QUERIES, X, Y, quick, reference
+from processes import finished
+from tiny import tiny_folder
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 

@@ -7,8 +7,6 @@ import pytest
 
 from commands import jsonl, listed
 
-pytest.importorskip("sklearn")
-
 PEOPLE, VERBS = ("cook", "baker", "singer", "nurse", "farmer", "waiter"), ("rested", "stood")
 TEXTS = [f"the {mood} {who} {did}" for mood in ("sad", "glad") for who in PEOPLE for did in VERBS]
 NEW = ("suggest", "reference", "texts.txt", "--labels", "blue,red", "-n", 4)

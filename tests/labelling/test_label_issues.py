@@ -15,7 +15,6 @@ from i2cl.labelling.label_issues import (
     out_of_fold_log_probs,
 )
 
-pytest.importorskip("sklearn")
 WORDS = ("wonderful", "boring")
 
 

@@ -13,7 +13,6 @@ from i2cl.labelling.suggestion import (
 from i2cl.models.scoring import LabelScorer
 from i2cl.tasks.sample import sample_texts
 
-pytest.importorskip("sklearn")
 NONE = np.empty((0, 3), np.float32)
 
 

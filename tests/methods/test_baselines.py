@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from sklearn import linear_model
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
@@ -296,7 +297,6 @@ def test_anchored_method_injects_the_fitted_vector(films, demonstrations):
 
 def test_tfidf_matches_logistic_regression_on_weighted_words(films, demonstrations):
     """Features: sublinear term frequency times smoothed inverse document frequency, unit length."""
-    linear_model = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is an extra")
 
     def features(text):
         words = re.findall(r"\w+", text.lower())

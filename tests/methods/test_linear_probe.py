@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from sklearn import linear_model
 
 from fitting import SHOWN, TEXTS, block_outputs, fit, ids, made, one_line
 from i2cl import Example, Template
@@ -33,7 +34,6 @@ def probe_features(decoder, films, layer, tokens):
     ("layer", "tokens", "c"), [(-1, "last", 1.0), (0, "mean", 0.1), (1, "both", 2.0), (-2, "mean", 1.0)]
 )
 def test_linear_probe_is_logistic_regression_on_states(layer, tokens, c, films, demonstrations):
-    linear_model = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is an extra")
     decoder = made("qwen2")
     states = probe_features(decoder, films, layer, tokens)
     seen, new = states[: len(SHOWN)], states[len(SHOWN) :]
@@ -51,7 +51,6 @@ def test_linear_probe_is_logistic_regression_on_states(layer, tokens, c, films, 
 @pytest.mark.parametrize(("place", "other"), [(0, "mean"), (1, "last")])
 def test_a_probe_is_chosen_by_what_its_folds_get_right(place, other, films, monkeypatch):
     """Noise everywhere but at one place of one of eleven layers, which tells the labels."""
-    pytest.importorskip("sklearn", reason="scikit-learn is an extra")
     decoder = made("llama", num_hidden_layers=11)
     shown = [Example(f"film {number}", number % 2) for number in range(20)]
 
@@ -101,7 +100,6 @@ def test_a_texts_tokens_are_found_in_a_prompt_that_was_cut(front, films):
     ],
 )
 def test_a_probe_that_cannot_be_made(options, message, films, demonstrations, monkeypatch):
-    pytest.importorskip("sklearn", reason="scikit-learn is an extra")
     decoder = made("llama")
     monkeypatch.setattr(type(decoder.tokenizer), "is_fast", False)
     assert fit("linear_probe", decoder, films, demonstrations).choice.tokens == "last"

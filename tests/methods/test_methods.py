@@ -325,7 +325,6 @@ def test_wrapped_methods_take_their_own_options():
 
 @pytest.mark.parametrize("name", ["zero_shot+tfidf", "tfidf+zero_shot"])
 def test_product_excludes_a_label_that_one_method_has_not_seen(name, films, demonstrations):
-    pytest.importorskip("sklearn", reason="scikit-learn is an extra")
     three = replace(films, labels=("positive", "neutral", "negative"), train=(), test=())
     shown = [Example(text, 2 * label) for text, label in SHOWN]
     scores = fit(name, made("llama"), three, shown).log_probs(TEXTS)

@@ -17,6 +17,7 @@ from fitting import one_line
 from i2cl import ContextVector, Decoder, ExtractConfig, Injection, Task, Template
 from i2cl.export.folding import Folding
 from i2cl.export.gguf import GgufModel
+from i2cl.interfaces.sklearn import shared
 from i2cl.models import loading
 from i2cl.models.fingerprint import tokenizer_fingerprint
 from i2cl.models.loading import load_model_and_tokenizer
@@ -360,7 +361,6 @@ def test_smollm2_package_is_found_without_importing_it(file, tmp_path, monkeypat
 
 
 def test_classifiers_share_a_model_until_its_file_changes(file):
-    shared = pytest.importorskip("i2cl.interfaces.sklearn.shared", reason="scikit-learn is not installed")
     one = shared.shared_decoder(file, device="cpu")
     assert shared.shared_decoder(str(file), device="cpu") is one
     written(file, tiny_model("llama", seed=1))

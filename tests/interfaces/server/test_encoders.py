@@ -9,8 +9,6 @@ from processes import until
 
 from .conftest import TAR, TEXTS, make_injection, tar_of
 
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-
 REFUSED = "encoder 'words' is not enabled on this server (enabled: none): start the server with --encoder"
 
 

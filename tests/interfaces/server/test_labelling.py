@@ -6,7 +6,6 @@ import io
 import pytest
 
 pytest.importorskip("fastapi")
-pytest.importorskip("sklearn")
 
 from i2cl.interfaces.server import fits, labelling
 from i2cl.interfaces.server.guard import Access

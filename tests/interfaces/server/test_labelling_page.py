@@ -17,8 +17,6 @@ from .test_page import (
 )
 from .test_serve import address, serving
 
-pytest.importorskip("sklearn")
-
 __all__ = ["browser", "open_page"]  # fixtures
 
 TASK = load_task("mood-colour-1")

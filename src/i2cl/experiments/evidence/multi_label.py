@@ -245,7 +245,7 @@ def _best_threshold(
 
 
 def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold) -> Indicators:
-    """Return which labels each row gets; with "f1", by thresholds chosen on the other, random half of the rows.
+    """Return which labels each row gets; with "f1", by thresholds chosen on a random half of the rows without it.
 
     A single row gets the default thresholds.
     """
