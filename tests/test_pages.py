@@ -76,6 +76,33 @@ def test_the_reference_has_every_public_name_and_the_glossarys_names_are_there()
             assert hasattr(known, name) or name in fields, f"{owner}.{name}"
 
 
+# Length and form
+
+
+def words(page):
+    """Count words outside tables, HTML comments and Sphinx directives; code counts."""
+    text = page.read_text(encoding="utf-8")
+    markup = r"<!--.*?-->|^```\{.*?^```$|^\|.*?$"
+    return len(re.sub(markup, "", text, flags=re.DOTALL | re.MULTILINE).split())
+
+
+def test_the_pages_can_be_read_in_an_hour_and_a_half():
+    counts = {page: words(page) for page in pages() if page.name != "CONTRIBUTING.md"}
+    assert sum(counts.values()) <= 20_000, sorted(counts.items(), key=lambda item: -item[1])[:5]
+    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    assert len(log.split()) <= 4_000
+
+
+GUIDES = [page for page in PAGES if page.parent.name == "guide" and page.stem != "extend"]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_guides_start_with_code_that_works(page):
+    _, second, third, *_ = page.read_text(encoding="utf-8").splitlines()
+    assert second == ""
+    assert third.startswith("```")
+
+
 # The README; tests/real plays its snippet on the real model
 
 
@@ -88,6 +115,17 @@ def test_the_snippet_runs_on_the_bundled_model(tmp_path, monkeypatch):
     exec(compile(snippet.replace('"smollm2"', '"reference"'), str(README), "exec"), names)
     assert set(names["tickets"].predict(names["texts"])) <= set(names["labels"])
     assert (tmp_path / "tickets" / "injection.safetensors").is_file()
+
+
+def test_the_readme_is_easy_to_read():
+    text = README.read_text(encoding="utf-8")
+    assert "docs/guide/label.md" in text.split("\n## ")[0], "where to start without labels"
+    assert re.search(r"^\| use this instead \| when \|\n\|---\|---\|\n(\|.*\n){4}\n", text, re.MULTILINE)
+    prose = re.sub(
+        r"```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]*>|^!\[.*$|^\|.*$", "", text, flags=re.DOTALL | re.MULTILINE
+    )
+    for paragraph in prose.split("\n\n"):
+        assert len(re.findall(r"(?<![\w.-])\d[\d.,]*", paragraph)) <= 2, paragraph
 
 
 def test_installation_names_every_extra_and_the_oldest_python():
