@@ -4,9 +4,9 @@
 
 The task is a name or a file with the columns text and label. The page gets its texts only; each label that
 the script types is the text's own. The server is killed with SIGKILL in the middle and started again. Prints
-the minutes of each part, the seconds of each round, and the accuracy of the served task on the texts that were
-not labelled; saves screenshots at widths of 1,280 and 390 pixels. Exits with 1 if axe finds a violation (with
-axe-playwright-python).
+the minutes of each part, the seconds of each round, and the accuracy of the served task on the texts that
+were not labelled; saves screenshots at widths of 1,280 and 390 pixels. Exits with 1 if axe finds a violation
+(with axe-playwright-python).
 
 Needs the extra ``serve``, playwright, and Chromium.
 """

@@ -114,6 +114,16 @@ def test_without_all_labels_the_base_model_chooses(client, service, task):
     assert following(client)[0]["proposal"] in LABELS
 
 
+@pytest.mark.parametrize("labels", [["positive"], LABELS])
+def test_a_round_after_the_last_text_succeeds(client, service, task, labels):
+    create(client, texts_of(task)[:10])
+    for number, text in enumerate(following(client)):
+        answer(client, text, labels[number % len(labels)])
+    job = end_round(service)
+    assert (job.status, job.events[-1]["labels"]) == ("done", 10), job.events[-1]
+    assert following(client) == []
+
+
 def test_a_failed_round_does_not_stop_the_labelling(client, service, task, monkeypatch):
     monkeypatch.setattr(labelling, "text_vectors", lambda *_: 1 / 0)
     create(client, texts_of(task))

@@ -102,7 +102,7 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
         chosen = _choose(texts, [one.text for one in taken], vectors)
         if missing:
             result, issues = Round(answer, len(rows), None, None), list[Issue]()
-            log_probs = zero_shot_log_probs(decoder, task, texts, chosen)
+            log_probs = zero_shot_log_probs(decoder, task, texts, chosen) if chosen else torch.empty(0)
         else:
             classifier = TextClassifier(task, vectors if encoder else None)
             weight, accuracy, issues = _cross_validate(decoder, classifier, rows)
