@@ -189,7 +189,7 @@ def test_estimator_takes_indicators(model):
         (separated, ["--label-separator", ";", "--target-accuracy", "0.9"], "--target-accuracy"),
         (separated, ["--label-separator", ";", "--compare", "menu"], "--compare needs exactly one label"),
         (separated, ["--label-separator", " "], "is blank"),
-        (marked, ["--label-columns", "billing,gone"], "no column 'gone'.*correct --label-columns"),
+        (marked, ["--label-columns", "billing,gone"], "no column 'gone'.*correct its name .--label-columns"),
         (marked, ["--label-columns", "billing,text"], "label column 'text' has .*write 0 or 1"),
         (marked, ["--label-columns", ",".join(LABELS), "--labels", "a,b,c"], "rename the columns"),
         (

@@ -109,7 +109,9 @@ def test_kept_columns_are_unchanged(tmp_path, name):
 def test_only_the_text_of_lines_can_be_kept(tmp_path):
     path = write(tmp_path, "t.txt", "one\ntwo\n")
     assert list(read_queries(str(path), kept=("text",))) == [Query("one", ("one",)), Query("two", ("two",))]
-    assert "no column 'id' to keep, the columns are text: correct --keep" in query_failure(path, kept=("id",))
+    assert "no column 'id' to keep, the columns are text: correct its name (--keep)" in query_failure(
+        path, kept=("id",)
+    )
 
 
 def test_lone_surrogate_in_a_kept_column_is_refused(tmp_path):

@@ -92,7 +92,8 @@ class Columns:
             if column not in kinds:
                 purpose = " to keep" if self.kept_option == "--keep" else ""
                 raise RowError(
-                    f"no column {column!r}{purpose}, {available}: correct {self.kept_option}", place
+                    f"no column {column!r}{purpose}, {available}: correct its name ({self.kept_option})",
+                    place,
                 )
             kind = kinds[column]
             advice = did_you_mean(column, present, limit=1) or f"say which one holds the {kind}: "

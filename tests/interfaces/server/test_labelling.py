@@ -188,6 +188,12 @@ def test_labels_in_the_file_are_imported(client, service, task):
         ({"texts": []}, 422, "bad_request", "at least 1"),
         ({"texts": {"name": "a.csv", "content": "body\na\n"}}, 422, "bad_rows", "no text column 'text'"),
         ({"texts": ["long " * 5000]}, 413, "text_too_long", "shorten"),
+        (
+            {"texts": {"name": "a.csv", "content": "text\na\n"}, "label_column": "kind"},
+            422,
+            "bad_rows",
+            "a.csv: no column 'kind' to keep, the columns are text: correct its name",
+        ),
         ({"name": "a/export"}, 422, "bad_name", "cannot end with"),
         ({"template": "no fields"}, 422, "bad_input", "{text}"),
     ],

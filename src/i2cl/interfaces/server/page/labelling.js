@@ -193,6 +193,7 @@ function save(label) {
     try {
       const counts = await json("POST", path("/answers"), { labeller: labeller(), text: text.id, label, replaces: text.label });
       Object.assign(project, counts);
+      if (label !== null) project.per_label[label] += 1;
       given[text.id] = label;
       show("saved", "");
     } catch (error) {
