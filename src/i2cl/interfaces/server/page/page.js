@@ -2,9 +2,9 @@
 // The page that creates tasks from labelled examples; common.js has what it shares with the labelling page.
 const METHODS = {
   majority_class: "Majority class", zero_shot: "Zero-shot", "zero_shot+batch_calibration": "Zero-shot, calibrated",
-  few_shot: "Few-shot", sentence_embeddings: "Sentence embeddings", label_frequency: "Label frequency",
+  few_shot: "Few-shot", sentence_embeddings: "Sentence embeddings", char_tfidf: "Character n-grams", label_frequency: "Label frequency",
 };
-const NO_TOKENS = ["majority_class", "label_frequency", "sentence_embeddings", "tfidf"]; // methods that do not run the model
+const NO_TOKENS = ["majority_class", "label_frequency", "sentence_embeddings", "tfidf", "char_tfidf"]; // methods that do not run the model
 const MAX_PROBABILITIES = 5; // listed per text; the others are summed
 const RECONNECT_MS = 2000;
 const MIN_SECONDS = 5; // shorter waits show no clock
