@@ -183,8 +183,7 @@ class AsyncClient:
         """Correct the answer for a text: it joins the task's labelling project. Raises ServerError if the
         task does not have the label.
         """
-        body = _json({"text": text, "label": label})
-        await self._send("POST", f"/v1/tasks/{quote(task)}/feedback", body)
+        await self._send("POST", "/v1/feedback", _json({"task": task, "text": text, "label": label}))
 
     async def batch(self, lines: Sequence[Mapping[str, Any]], model: str | None = None) -> str:
         """Start to classify lines (``input``, ``model``, ``custom_id``), and return the job's id. Raises

@@ -21,14 +21,16 @@ function labeller() {
   return id;
 }
 
-const path = (rest = "") => `v1/labelling/${urlName(project.id)}${rest}`;
+const projectPath = (name = project.id) => `v1/labelling/projects/${urlName(name)}`;
+const queryPath = (route) => `v1/labelling/${route}?project=${encodeURIComponent(project.id)}`;
+const post = (route, body) => json("POST", `v1/labelling/${route}`, { project: project.id, ...body });
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 // Projects
 
 async function listProjects() {
-  const { data } = await json("GET", "v1/labelling");
+  const { data } = await json("GET", "v1/labelling/projects");
   $("projects").replaceChildren();
   if (!data.length) return;
   $("projects").append(table(["Project", "Labelled", "Texts", "Open"], data.map((one) => {
@@ -39,7 +41,7 @@ async function listProjects() {
 }
 
 async function openProject(name) {
-  project = await json("GET", `v1/labelling/${urlName(name)}`);
+  project = await json("GET", projectPath(name));
   history.replaceState(null, "", `#${encodeURIComponent(name)}`);
   queue = [];
   given = {};
@@ -63,7 +65,7 @@ function closeProject() {
 async function removeProject() {
   if (!confirm(`Delete the project ${project.id} with its ${plural(project.texts, "text")} and ${plural(project.labelled, "label")}?`)) return;
   const name = project.id;
-  await json("DELETE", path());
+  await json("DELETE", projectPath());
   closeProject();
   $("new").open = true;
   await listProjects();
@@ -118,7 +120,7 @@ async function create(event) {
   $("refused").replaceChildren();
   show("state", "Reading the texts");
   try {
-    const made = await json("POST", "v1/labelling", newProject());
+    const made = await json("POST", "v1/labelling/projects", newProject());
     const reasons = { unusable: "empty or unreadable", too_long: "too long for the model", repeated: "repeated" };
     const left = Object.entries(made.left_out).filter(([, count]) => count).map(([reason, count]) => `${count} ${reasons[reason]}`);
     show("state", `${plural(made.texts, "text")}${left.length ? `; left out: ${left.join(", ")}` : ""}.`);
@@ -153,7 +155,7 @@ function showText() {
 async function nextTexts() {
   if (queue.length || !project) return showText();
   const name = project.id;
-  const { data, waiting } = await json("POST", path("/next"), { labeller: labeller() });
+  const { data, waiting } = await post("next", { labeller: labeller() });
   if (project?.id !== name) return;
   queue = data;
   showText();
@@ -191,7 +193,7 @@ function save(label) {
     const [text] = queue;
     if (!text) return;
     try {
-      const counts = await json("POST", path("/answers"), { labeller: labeller(), text: text.id, label, replaces: text.label });
+      const counts = await post("answers", { labeller: labeller(), text: text.id, label, replaces: text.label });
       Object.assign(project, counts);
       if (label !== null) project.per_label[label] += 1;
       given[text.id] = label;
@@ -213,7 +215,7 @@ function saveChosen() {
 }
 
 const undo = () => act(async () => {
-  const text = await json("POST", path("/undo"), { labeller: labeller() });
+  const text = await post("undo", { labeller: labeller() });
   queue = [text, ...queue.filter((other) => other.id !== text.id)];
   showText();
   show("saved", "The last answer was taken back.");
@@ -236,7 +238,7 @@ function pressKey(event) {
 
 async function readState() {
   if (!project) return;
-  const before = project, state = await json("GET", path());
+  const before = project, state = await json("GET", projectPath());
   if (project !== before) return;
   const isNew = state.job?.status === "done" && state.job.id !== before.job?.id || state.job?.status !== before.job?.status;
   project = state;
@@ -297,7 +299,7 @@ function showExpected({ next_round: next, labels_per_round: step }) {
 // Probably wrong labels
 
 async function showIssues() {
-  const { data } = await json("GET", path("/review"));
+  const { data } = await json("GET", queryPath("review"));
   const accuracy = project.rounds.at(-1)?.accuracy;
   $("doubts").textContent = data.length ? `Classifiers that have not seen the text, and are right about ${percent(accuracy)} of the texts, doubt ${
     plural(data.length, "label")}${data.length > MAX_DOUBTS ? `, these the most` : ""}.` : "No label looks wrong so far.";
@@ -318,7 +320,7 @@ async function showIssues() {
 
 async function decide(issue, label) {
   const place = [...$("issues").children].findIndex((item) => item.contains(document.activeElement));
-  await json("POST", path("/answers"), { labeller: labeller(), text: issue.id, label, replaces: issue.label }).catch((error) => {
+  await post("answers", { labeller: labeller(), text: issue.id, label, replaces: issue.label }).catch((error) => {
     if (error.status !== 409) throw error; // another person was faster
   });
   await showIssues();
@@ -329,7 +331,7 @@ async function decide(issue, label) {
 // The task
 
 async function exportLabels() {
-  const url = URL.createObjectURL(await (await send("GET", path("/export"))).blob());
+  const url = URL.createObjectURL(await (await send("GET", queryPath("export"))).blob());
   element("a", undefined, { href: url, download: `${project.id.replaceAll("/", "_")}.csv` }).click();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
@@ -337,7 +339,7 @@ async function exportLabels() {
 async function finish() {
   const name = project.id, tasks = (await json("GET", "v1/models")).data;
   if (tasks.some((task) => task.id === name && task.object === "model" && task.parent) && !confirm(`Replace the task ${name}?`)) return;
-  await followFit((await json("POST", path("/finish"), {})).id);
+  await followFit((await post("finish", {})).id);
 }
 
 // Follow the fit of the task to its end, reconnecting if the server is restarted.

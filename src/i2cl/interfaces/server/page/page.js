@@ -296,9 +296,9 @@ function offerCorrection(model, texts, labels) {
 
 async function correct(event) {
   event.preventDefault();
-  const name = $("wrong").dataset.model, body = { text: $("wrong-text").value, label: $("right-label").value };
+  const name = $("wrong").dataset.model, body = { task: name, text: $("wrong-text").value, label: $("right-label").value };
   try {
-    const { labelled } = await json("POST", `v1/tasks/${urlName(name)}/feedback`, body);
+    const { labelled } = await json("POST", "v1/feedback", body);
     $("right-label").value = "";
     show("corrected", `Saved. The labelling project ${name} has ${labelled} label${labelled === 1 ? "" : "s"} now.`);
   } catch (error) { show("corrected", error.message, true); }

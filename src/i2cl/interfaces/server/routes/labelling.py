@@ -5,11 +5,10 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.server import labelling
@@ -24,23 +23,23 @@ from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Task, Template
 from i2cl.tasks.formats import preview
 from i2cl.tasks.labels import LabelLookup, is_blank, normalize_word
-from i2cl.tasks.rows import Query, read_queries
+from i2cl.tasks.rows import Query as TextRow, read_queries
 
 MAX_PROJECT_BODY = 64 * 2**20  # bytes of a file of texts
 MAX_PROJECT_TEXTS = 100_000
-RESERVED_ENDINGS = ("/export", "/review")  # the routes would be ambiguous
+ProjectQuery = Annotated[schemas.ProjectName, Query()]
 
 
 def add_projects(app: FastAPI, service: Service) -> None:
     """Add the routes that create, describe, export and remove labelling projects."""
 
-    @app.get("/v1/labelling", summary="Labelling projects")
+    @app.get("/v1/labelling/projects", summary="Labelling projects")
     @policy("admin")
     def projects() -> dict[str, Any]:
         store = store_of(service)
         return {"object": "list", "data": [_summary(store, project) for project in store.projects()]}
 
-    @app.post("/v1/labelling", status_code=201, summary="Create a labelling project")
+    @app.post("/v1/labelling/projects", status_code=201, summary="Create a labelling project")
     @policy("admin", schemas.JSON, max_body=MAX_PROJECT_BODY)
     async def create(body: schemas.NewProject) -> dict[str, Any]:
         store = store_of(service)
@@ -48,29 +47,29 @@ def add_projects(app: FastAPI, service: Service) -> None:
         labelling.queue_round(jobs_of(service), store, project)
         return _summary(store, project) | {"left_out": left_out}
 
-    @app.get("/v1/labelling/{name:path}/export", summary="Labelled texts as CSV", response_class=Response)
+    @app.get("/v1/labelling/export", summary="Labelled texts as CSV", response_class=Response)
     @policy("admin")
-    def export(name: str) -> Response:
-        project = store_of(service).project(name)
+    def export(project: ProjectQuery) -> Response:
+        chosen = store_of(service).project(project)
         table = io.StringIO()
         writer = csv.writer(table, lineterminator="\n")
         writer.writerow(("text", "label"))
-        writer.writerows((row.text, row.label) for row in store_of(service).labelled(project))
-        disposition = f"attachment; filename*=UTF-8''{quote(project.name, safe='')}.csv"
+        writer.writerows((row.text, row.label) for row in store_of(service).labelled(chosen))
+        disposition = f"attachment; filename*=UTF-8''{quote(chosen.name, safe='')}.csv"
         return Response(table.getvalue(), media_type="text/csv", headers={"Content-Disposition": disposition})
 
-    @app.get("/v1/labelling/{name:path}/review", summary="Labels that are probably wrong, worst first")
+    @app.get("/v1/labelling/review", summary="Labels that are probably wrong, worst first")
     @policy("admin")
-    def review(name: str) -> dict[str, Any]:
+    def review(project: ProjectQuery) -> dict[str, Any]:
         store = store_of(service)
-        return {"object": "list", "data": store.issues(store.project(name))}
+        return {"object": "list", "data": store.issues(store.project(project))}
 
-    @app.get("/v1/labelling/{name:path}", summary="State of a labelling project")
+    @app.get("/v1/labelling/projects/{name:path}", summary="State of a labelling project")
     @policy("admin")
     def state(name: str) -> dict[str, Any]:
         return _state(service, store_of(service).project(name))
 
-    @app.delete("/v1/labelling/{name:path}", summary="Remove a project with its texts and labels")
+    @app.delete("/v1/labelling/projects/{name:path}", summary="Remove a project with its texts and labels")
     @policy("admin")
     def delete(name: str) -> dict[str, Any]:
         project = store_of(service).project(name)
@@ -83,11 +82,11 @@ def add_projects(app: FastAPI, service: Service) -> None:
 def add_labelling(app: FastAPI, service: Service) -> None:
     """Add the routes for labelling texts, and for fitting the task to the labels."""
 
-    @app.post("/v1/labelling/{name:path}/next", summary="Get texts to label")
+    @app.post("/v1/labelling/next", summary="Get texts to label")
     @policy("admin", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    def following(name: str, body: schemas.NextTexts) -> dict[str, Any]:
+    def following(body: schemas.NextTexts) -> dict[str, Any]:
         store, jobs = store_of(service), jobs_of(service)
-        project = store.project(name)
+        project = store.project(body.project)
         labelling.queue_round(jobs, store, project)
         job = labelling.latest_job(jobs, project)
         if not store.rounds(project) and job is not None and not job.ended:
@@ -95,39 +94,39 @@ def add_labelling(app: FastAPI, service: Service) -> None:
         texts = store.lease(project, body.labeller, body.count)
         return {"object": "list", "data": texts, "waiting": False}
 
-    @app.post("/v1/labelling/{name:path}/answers", summary="Save a label, or skip a text")
+    @app.post("/v1/labelling/answers", summary="Save a label, or skip a text")
     @policy("admin", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    def answer(name: str, body: schemas.LabelAnswer) -> dict[str, Any]:
+    def answer(body: schemas.LabelAnswer) -> dict[str, Any]:
         store = store_of(service)
-        project = store.project(name)
+        project = store.project(body.project)
         store.answer(project, body.text, body.label, body.labeller, body.replaces)
         labelling.queue_round(jobs_of(service), store, project)
         return _summary(store, project)
 
-    @app.post("/v1/labelling/{name:path}/undo", summary="Take back your last answer")
+    @app.post("/v1/labelling/undo", summary="Take back your last answer")
     @policy("admin", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    def undo(name: str, body: schemas.Labeller) -> dict[str, Any]:
+    def undo(body: schemas.Labeller) -> dict[str, Any]:
         store = store_of(service)
-        return store.undo(store.project(name), body.labeller)
+        return store.undo(store.project(body.project), body.labeller)
 
     @app.post(
-        "/v1/labelling/{name:path}/finish",
+        "/v1/labelling/finish",
         status_code=202,
         summary="Fit the task to all labels, and serve it",
         response_model=None,
     )
     @policy("admin", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def finish(name: str, body: schemas.Finish, request: Request) -> Response:
+    async def finish(body: schemas.Finish, request: Request) -> Response:
         store = store_of(service)
-        options = _fit_options(store, store.project(name), body.name)
+        options = _fit_options(store, store.project(body.project), body.name)
         return await service.run_blocking(queue_fit, service, request, options)
 
-    @app.post("/v1/tasks/{name:path}/feedback", summary="Correct the answer of a task")
+    @app.post("/v1/feedback", summary="Correct the answer of a task")
     @policy("admin", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    def feedback(name: str, body: schemas.Feedback) -> dict[str, Any]:
+    def feedback(body: schemas.Feedback) -> dict[str, Any]:
         store = store_of(service)
-        service.tasks.queries(name, [body.text])  # raises on an unknown task, or a text that it cannot read
-        project = _project_of_task(service, store, name)
+        service.tasks.queries(body.task, [body.text])  # raises on an unknown task or an invalid text
+        project = _project_of_task(service, store, body.task)
         store.correct(project, body.text, body.label, body.labeller)
         labelling.queue_round(jobs_of(service), store, project)
         return _summary(store, project)
@@ -189,9 +188,6 @@ def _create(
     """
     name = normalize_word(body.name)
     service.tasks.require_name(name)
-    if name.endswith(RESERVED_ENDINGS):
-        message = f"the name of a labelling project cannot end with {Path(name).name!r}"
-        raise RefusalError(422, "bad_name", message, "choose another")
     task = Task(name, tuple(body.labels), Template(body.template))
     scorer = LabelScorer(service.decoder, task)
     rows = _read_rows(service, body)
@@ -215,7 +211,7 @@ def _create(
     return project, left_out
 
 
-def _read_rows(service: Service, body: schemas.NewProject) -> list[Query]:
+def _read_rows(service: Service, body: schemas.NewProject) -> list[TextRow]:
     """Read the texts of a new project; unusable rows have an error."""
     column, kept = body.text_column, () if body.label_column is None else (body.label_column,)
     if isinstance(body.texts, schemas.DataFile):
@@ -233,7 +229,7 @@ def _read_rows(service: Service, body: schemas.NewProject) -> list[Query]:
             raise RefusalError(422, "bad_rows", message) from None
 
 
-def _labels_of(rows: list[Query], labels: tuple[str, ...]) -> Mapping[str, str | None]:
+def _labels_of(rows: list[TextRow], labels: tuple[str, ...]) -> Mapping[str, str | None]:
     """Return the texts with their labels, None where the label column is empty or not given. Raises
     RefusalError (422) listing the rows with an unknown label.
     """

@@ -28,6 +28,7 @@ MAX_TEXTS = 2048  # per request; more are a 413, as in the vLLM plugin
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 Texts = Annotated[list[Text], Field(min_length=1, json_schema_extra={"maxItems": MAX_TEXTS})]
 Name = Annotated[str, Field(min_length=1, max_length=128, description="Name of a task.")]
+ProjectName = Annotated[str, Field(min_length=1, max_length=128, description="Name of a labelling project.")]
 
 JSON = "application/json"
 MAX_JSON_BODY = 4 * 2**20  # bytes of a body of texts or examples
@@ -224,8 +225,9 @@ LabellerId = Annotated[
 
 
 class Labeller(Body):
-    """Who labels."""
+    """Who labels the texts of which project."""
 
+    project: ProjectName
     labeller: LabellerId
 
 
@@ -246,14 +248,16 @@ class LabelAnswer(Labeller):
 
 
 class Finish(Body):
-    """Name of the task, by default that of the project."""
+    """The project to fit, and the name of the task, by default that of the project."""
 
+    project: ProjectName
     name: Name | None = None
 
 
 class Feedback(Body):
     """The right label of a text that a task answered."""
 
+    task: Name
     text: Text
     label: str
     labeller: LabellerId = "feedback"
