@@ -21,6 +21,7 @@ from i2cl.methods.anchored import Anchored
 from i2cl.methods.ensemble import llm_prior
 from i2cl.models.decoder import Decoder
 from i2cl.models.language import warn_of_language
+from i2cl.models.scoring import Progress
 from i2cl.tasks import Examples, Task
 
 
@@ -52,25 +53,7 @@ def fit_task(
     require_supported(task, request)
     warn_of_language(decoder, [row.text for row in demonstrations])
     started = clock()
-    injection = request.method.fit_injection(
-        decoder, task, demonstrations, request.seed, observer.step, request.scoring
-    )
-    if request.unlabelled:
-        observer.scoring_unlabelled(len(request.unlabelled))
-        injection = with_label_prior(
-            injection, decoder, request.unlabelled, request.shares, progress=observer.scored
-        )
-    if request.keep_examples:
-        injection = replace(injection, examples=tuple(demonstrations))
-    if temperature := typical_temperature(request.method, task, demonstrations):
-        injection = injection.with_head(temperature=temperature)
-    weighted = request.method.weighted(task, demonstrations)
-    device = str(decoder.device)
-    ensemble = fit_ensemble(request.ensemble, llm_prior(request.method), task, weighted, device)
-    injection = injection.with_head(ensemble=ensemble).with_report(command=request.command)
-    if ensemble is not None and ensemble.embeddings is not None:
-        settings = injection.settings | {"embeddings_c": request.ensemble.embeddings_c}
-        injection = injection.with_report(settings=settings)
+    injection = _fit(decoder, task, demonstrations, request, observer)
     seconds = clock() - started
     observer.fitted(injection, seconds)
     if not plan.rows:
@@ -78,24 +61,10 @@ def fit_task(
 
     def refit(rest: Examples) -> Injection:
         again = refitting(request.method, injection)(decoder, task, rest, request.seed, observer.refit_step)
-        if not request.unlabelled:
-            return again
-        return with_label_prior(again, decoder, request.unlabelled, request.shares)
+        return _with_label_prior(again, decoder, request)
 
-    if task.multi_label:
-        return evaluate_multi_label(
-            injection,
-            decoder,
-            task,
-            demonstrations,
-            plan,
-            method=request.method,
-            seconds=seconds,
-            refit=refit,
-            threshold=request.threshold,
-            observer=observer,
-        )
-    return evaluate_fit(
+    evaluate = evaluate_multi_label if task.multi_label else evaluate_fit
+    return evaluate(
         injection,
         decoder,
         task,
@@ -106,6 +75,37 @@ def fit_task(
         refit=refit,
         observer=observer,
     )
+
+
+def _fit(
+    decoder: Decoder, task: Task, demonstrations: Examples, request: FitRequest, observer: FitObserver
+) -> Injection:
+    """Fit the LLM, its label prior and the text experts, at typical weights and temperature."""
+    method = request.method
+    injection = method.fit_injection(
+        decoder, task, demonstrations, request.seed, observer.step, request.scoring
+    )
+    if request.unlabelled:
+        observer.scoring_unlabelled(len(request.unlabelled))
+        injection = _with_label_prior(injection, decoder, request, observer.scored)
+    if request.keep_examples:
+        injection = replace(injection, examples=tuple(demonstrations))
+    if temperature := typical_temperature(method, task, demonstrations):
+        injection = injection.with_head(temperature=temperature)
+    weighted, device = method.weighted(task, demonstrations), str(decoder.device)
+    ensemble = fit_ensemble(request.ensemble, llm_prior(method), task, weighted, device)
+    settings = injection.settings
+    if ensemble is not None and ensemble.embeddings is not None:
+        settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
+    return injection.with_head(ensemble=ensemble).with_report(command=request.command, settings=settings)
+
+
+def _with_label_prior(
+    injection: Injection, decoder: Decoder, request: FitRequest, progress: Progress | None = None
+) -> Injection:
+    if not request.unlabelled:
+        return injection
+    return with_label_prior(injection, decoder, request.unlabelled, request.shares, progress=progress)
 
 
 def require_supported(task: Task, request: FitRequest) -> None:

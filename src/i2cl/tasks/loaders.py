@@ -1,7 +1,7 @@
 """Load a task by name, from a task TOML or from a file of rows, and list the known tasks."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,6 @@ def load_task(
     template = Template(template) if isinstance(template, str) else template
     path = Path(name_or_path)
     if is_row_file(path):
-        _check_label_format(labels, label_separator, label_columns)
         read = partial(
             read_labelled,
             text_column=text_column,
@@ -105,17 +104,8 @@ def load_task(
             label_columns=label_columns,
             skip=skip_bad_rows,
         )
-        train, lookup = read(path, labels)
-        multi_label = train[0].labels is not None
-        if template is None:
-            example = "'Review: {text}\\nSentiment: {label}'"
-            raise I2CLError(f"{path} needs a template: pass one such as {example}")
-        test = () if test_path is None else read(Path(test_path), lookup, multi_label=multi_label)[0]
-        name = name_of(path)
-        task = Task(name, lookup.labels, template, train, test, title=name, multi_label=multi_label)
-        if multi_label:
-            require_learnable(path, train, lookup.labels)
-        return task
+        _check_label_format(labels, label_separator, label_columns)
+        return _load_rows(path, template, labels, test_path, read)
     columns = (text_column, label_column) != ("text", "label") or label_columns or label_separator
     if isinstance(labels, Mapping) or columns:
         raise I2CLError(
@@ -131,6 +121,27 @@ def load_task(
         raise I2CLError(f"task {task.name!r} has {classes}, not {len(labels)}: give one label word per class")
     words = task.labels if labels is None else tuple(labels)
     return replace(task, template=template or task.template, labels=words)
+
+
+def _load_rows(
+    path: Path,
+    template: Template | None,
+    labels: Sequence[str] | Mapping[str, str] | None,
+    test_path: StrPath | None,
+    read: Callable[..., tuple[tuple[Example, ...], LabelLookup]],
+) -> Task:
+    """Make a task of a file of rows and a file of test rows, which ``read`` reads."""
+    train, lookup = read(path, labels)
+    multi_label = train[0].labels is not None
+    if template is None:
+        example = "'Review: {text}\\nSentiment: {label}'"
+        raise I2CLError(f"{path} needs a template: pass one such as {example}")
+    test = () if test_path is None else read(Path(test_path), lookup, multi_label=multi_label)[0]
+    name = name_of(path)
+    task = Task(name, lookup.labels, template, train, test, title=name, multi_label=multi_label)
+    if multi_label:
+        require_learnable(path, train, lookup.labels)
+    return task
 
 
 def _check_label_format(labels: object, separator: str | None, columns: Sequence[str]) -> None:

@@ -6,11 +6,11 @@ statistics are in `i2cl.experiments.evidence.verdicts`.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -38,10 +38,16 @@ from i2cl.injections.ensemble import (
     cross_fitted,
     likely_weights,
 )
-from i2cl.methods import Injector, Method, make_methods
+from i2cl.methods import Cost, Injector, Method, Predictor, make_methods
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings
-from i2cl.methods.cross_validation import FOLDS, cross_validate, cross_validation_error, fold_rows
+from i2cl.methods.cross_validation import (
+    FOLDS,
+    CrossValidatedPredictor,
+    cross_validate,
+    cross_validation_error,
+    fold_rows,
+)
 from i2cl.methods.ensemble import Ensemble, llm_prior, text_methods
 from i2cl.methods.injecting import injection_predictor
 from i2cl.methods.postprocessing import LabelPrior
@@ -57,7 +63,7 @@ ROWS = 160  # rows that a fit is evaluated on by default
 MAX_CROSS_VALIDATED_ROWS = 512  # further rows would narrow the intervals little
 Threshold = Literal["0.5", "f1"]  # of the labels of a multi-label task: 0.5, or chosen by F1
 Split = Literal["train", "test", "demonstrations"]
-Fits = dict[Method, Callable[[Method], Fitted]]  # how each method is fitted; the evaluated one comes last
+T = TypeVar("T")
 
 
 class FitObserver:
@@ -289,58 +295,72 @@ def evaluate_fit(
     """
     if not plan.rows:
         raise I2CLError("the evaluation plan has no rows: give at least one labelled row")
-    method, target = request.method, request.target
-    if target is not None:
-        plan.require_target(target)
-    rows, seed = tuple(demonstrations), injection.seed
-    evaluated = method if injection.label_bias is None else LabelPrior(method)
-
-    weighted = method.weighted(task, rows)
+    if request.target is not None:
+        plan.require_target(request.target)
+    method, rows, seed = request.method, tuple(demonstrations), injection.seed
+    weighted, shared = method.weighted(task, rows), SharedScores()
+    observer = observer or FitObserver()
+    refits = _Refits(decoder, task, plan, seed)
 
     @cache
     def fit_innermost(inner: Method) -> Fitted:
         return fit_method(decoder, task, inner, rows, seed)
 
-    def fit(other: Method) -> Fitted:
+    def fit_once(other: Method) -> Fitted:
         return fit_wrappers(decoder, other, fit_innermost(innermost(other)), task)
 
     def fit_text(other: Method) -> Fitted:
-        return fit_folds(other, weighted) if plan.folds else fit_method(decoder, task, other, weighted, seed)
+        return refits.fit(other, weighted) if plan.folds else fit_method(decoder, task, other, weighted, seed)
 
-    def fit_folds(other: Method, shown: Examples = rows) -> Fitted:
-        started = time.perf_counter()
-        predictor = cross_validate(
-            task, shown, partial(other.fit, decoder, task, seed=seed), plan.folds, seed, rows=plan.rows
-        )
-        seconds_per_fold = (time.perf_counter() - started) / len(predictor.refits)
-        return Fitted(other, predictor, tuple(shown), seed, seconds_per_fold)
-
-    def use_injection(_: Method) -> Fitted:
+    def use_injection(evaluated: Method) -> Fitted:
         predictor = injection_predictor(injection, decoder, task)
         if plan.folds:
-            predictor = cross_validate(
-                task,
-                rows,
-                lambda rest: injection_predictor(refit(rest), decoder, task),
-                plan.folds,
-                seed,
-                cost=predictor.cost,
-                rows=plan.rows,
+            predictor = refits.predictor(
+                rows, lambda rest: injection_predictor(refit(rest), decoder, task), predictor.cost
             )
         return Fitted(evaluated, predictor, rows, seed, seconds)
 
     texts = text_methods(request.ensemble)
-    members = injection.ensemble.names[1:] if injection.ensemble else ()
-    fits: Fits = dict.fromkeys(make_methods(FREE), fit)
-    others = (*make_methods(["few_shot"]), *plan.compare)
-    fits |= dict.fromkeys(others, fit_folds if plan.folds else fit)
+    evaluated = method if injection.label_bias is None else LabelPrior(method)
+    fit_other = partial(refits.fit, shown=rows) if plan.folds else fit_once
+    fits: dict[Method, Callable[[Method], Fitted]] = dict.fromkeys(make_methods(FREE), fit_once)
+    fits |= dict.fromkeys((*make_methods(["few_shot"]), *plan.compare), fit_other)
     fits |= dict.fromkeys(texts.values(), fit_text)
     fits[evaluated] = use_injection
-    required = {"zero_shot", evaluated.full_name, *(texts[name].full_name for name in members)}
-    runs, not_run = _run_all(fits, required, decoder, task, plan.rows, observer or FitObserver())
-    each = [runs[evaluated.full_name], *(runs[texts[name].full_name] for name in members)]
-    priors = [llm_prior(method), *(TEXT_PRIORS[name] for name in members)]
-    return _with_evaluation(injection, runs, not_run, each, priors, plan, target)
+
+    def run(fit: Callable[[Method], Fitted], other: Method) -> Run:
+        return measure(decoder, task, fit(other), plan.rows, observer.scored, shared)
+
+    experts = injection.ensemble.names[1:] if injection.ensemble else ()
+    members = [evaluated.full_name, *(texts[name].full_name for name in experts)]
+    calls = {other.full_name: partial(run, fit, other) for other, fit in fits.items()}
+    runs, not_run = run_all(calls, {"zero_shot", *members}, observer)
+    priors = [llm_prior(method), *(TEXT_PRIORS[name] for name in experts)]
+    return _with_evaluation(
+        injection, runs, not_run, [runs[name] for name in members], priors, plan, request.target
+    )
+
+
+@dataclass(frozen=True)
+class _Refits:
+    """Cross-validation of methods on the rows of a plan."""
+
+    decoder: Decoder
+    task: Task
+    plan: EvaluationPlan
+    seed: int
+
+    def predictor(
+        self, shown: Examples, refit: Callable[[tuple[Example, ...]], Predictor], cost: Cost | None = None
+    ) -> CrossValidatedPredictor:
+        folds = self.plan.folds
+        return cross_validate(self.task, shown, refit, folds, self.seed, cost=cost, rows=self.plan.rows)
+
+    def fit(self, method: Method, shown: Examples) -> Fitted:
+        started = time.perf_counter()
+        predictor = self.predictor(shown, partial(method.fit, self.decoder, self.task, seed=self.seed))
+        seconds = (time.perf_counter() - started) / len(predictor.refits)
+        return Fitted(method, predictor, tuple(shown), self.seed, seconds)
 
 
 def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
@@ -363,28 +383,21 @@ def typical_temperature(method: Method, task: Task, demonstrations: Examples) ->
     return method.temperature_prior[0] if enough else None
 
 
-def _run_all(
-    fits: Fits,
-    required: Collection[str],
-    decoder: Decoder,
-    task: Task,
-    queries: Examples,
-    observer: FitObserver,
-) -> tuple[dict[str, Run], dict[str, str]]:
-    """Score each method. Errors of the required methods are raised, those of others are returned."""
-    runs: dict[str, Run] = {}
+def run_all(
+    runs: Mapping[str, Callable[[], T]], required: Collection[str], observer: FitObserver
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Run each method. Errors of the required methods are raised, those of others are returned."""
+    results: dict[str, T] = {}
     not_run: dict[str, str] = {}
-    shared = SharedScores()
-    for method, fit in fits.items():
-        observer.evaluating(method.full_name)
+    for name, run in runs.items():
+        observer.evaluating(name)
         try:
-            fitted = fit(method)
-            runs[method.full_name] = measure(decoder, task, fitted, queries, observer.scored, shared)
+            results[name] = run()
         except (I2CLError, RuntimeError) as error:
-            if method.full_name in required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
+            if name in required or not (isinstance(error, I2CLError) or is_out_of_memory(error)):
                 raise
-            not_run[method.full_name] = str(error) if isinstance(error, I2CLError) else "out of memory"
-    return runs, not_run
+            not_run[name] = str(error) if isinstance(error, I2CLError) else "out of memory"
+    return results, not_run
 
 
 def _with_evaluation(

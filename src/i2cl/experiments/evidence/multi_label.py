@@ -20,11 +20,16 @@ from i2cl import encoders
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
 from i2cl.core.multi_label import frequency_bias, indicators
 from i2cl.encoders import EmbeddingsConfig
-from i2cl.errors import I2CLError, is_out_of_memory
-from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitObserver, Threshold
+from i2cl.experiments.evidence.fit_evaluation import (
+    EvaluationPlan,
+    FitObserver,
+    FitRequest,
+    Threshold,
+    run_all,
+)
 from i2cl.experiments.evidence.verdicts import LEVEL, Comparison, Verdict, verdict
 from i2cl.injections.temperature import likely_temperature
-from i2cl.methods import Cost, Method, Predictor
+from i2cl.methods import Cost, Predictor
 from i2cl.methods.base import LabelScores
 from i2cl.methods.classifiers import TfidfConfig
 from i2cl.methods.cross_validation import cross_validate
@@ -92,6 +97,13 @@ class MultiLabelEvaluation(Verdict):
     log_loss: float
 
 
+class _Run(NamedTuple):
+    probabilities: Probabilities
+    fit_seconds: float
+    milliseconds_per_query: float
+    cached_bytes: int
+
+
 @dataclass(frozen=True)
 class _Baseline:
     """A fitted baseline, as a `i2cl.methods.base.Predictor`."""
@@ -113,11 +125,10 @@ def evaluate_multi_label(
     task: Task,
     demonstrations: Examples,
     plan: EvaluationPlan,
+    request: FitRequest,
     *,
-    method: Method,
     seconds: float,
     refit: Callable[[Examples], Injection],
-    threshold: Threshold,
     observer: FitObserver,
 ) -> Injection:
     """Return the injection with its evaluation, temperature and thresholds, all from the same rows.
@@ -128,66 +139,54 @@ def evaluate_multi_label(
         task: with its rows.
         demonstrations: the rows of the fit.
         plan: see `i2cl.experiments.evidence.fit_evaluation.plan_evaluation`; it must have rows.
-        method: the method that made the injection.
+        request: options of the fit, of which ``threshold`` says how thresholds are chosen: ``"0.5"``, or
+            ``"f1"`` for the highest F1 of each label.
         seconds: duration of the fit.
         refit: fits to some of the demonstrations.
-        threshold: ``"0.5"``, or ``"f1"`` to choose the threshold of each label by its F1.
         observer: receives progress.
 
     Raises:
         I2CLError: on an empty text.
     """
-    rows, folds, seed = plan.rows, plan.folds, injection.seed
-    texts, gold = [row.text for row in rows], indicators(rows, len(task.labels))
-
-    def fit_all(fit: Callable[[Examples], Predictor]) -> Predictor:
-        if not folds:
-            return fit(demonstrations)
-        return cross_validate(task, tuple(demonstrations), fit, folds, seed, rows=rows)
+    method, threshold = request.method, request.threshold
+    texts, gold = [row.text for row in plan.rows], indicators(plan.rows, len(task.labels))
+    name = method.full_name
 
     def refitted(some: Examples) -> Predictor:
-        return injection_predictor(refit(some) if folds else injection, decoder, task)
+        return injection_predictor(refit(some) if plan.folds else injection, decoder, task)
 
-    scored = set(texts)
-    training = () if folds else [row for row in task.train if row.text not in scored]
-    fits = _baselines(decoder, task, training) | {method.full_name: refitted}
-    probabilities: dict[str, Probabilities] = {}
-    costs: dict[str, tuple[float, float, int]] = {}
-    not_run: dict[str, str] = {}
-    for name, fit in fits.items():
-        observer.evaluating(name)
+    def run(fit: Callable[[Examples], Predictor]) -> _Run:
         started = time.perf_counter()
-        try:
-            predictor = fit_all(fit)
-            fit_seconds = (time.perf_counter() - started) / max(1, folds)
-            fit_seconds = seconds if name == method.full_name else fit_seconds
-            started = time.perf_counter()
-            probabilities[name] = predictor.log_probs(texts, observer.scored).double().exp().numpy()
-        except (I2CLError, RuntimeError) as error:
-            if name in {method.full_name, ZERO_SHOT} or not (
-                isinstance(error, I2CLError) or is_out_of_memory(error)
-            ):
-                raise
-            not_run[name] = str(error) if isinstance(error, I2CLError) else "out of memory"
-            continue
-        milliseconds = 1000 * (time.perf_counter() - started) / len(texts)
-        costs[name] = (fit_seconds, milliseconds, predictor.cost.cached_bytes)
-    own = probabilities[method.full_name]
-    temperature = best_temperature(own, gold, method.temperature_prior)
-    tempered = at_temperature(own, temperature)
-    answers = {name: decide(values, gold, threshold) for name, values in probabilities.items()}
-    answers[method.full_name] = decide(tempered, gold, threshold)
+        predictor: Predictor
+        if plan.folds:
+            rows = tuple(demonstrations)
+            predictor = cross_validate(task, rows, fit, plan.folds, injection.seed, rows=plan.rows)
+        else:
+            predictor = fit(demonstrations)
+        fitted = time.perf_counter()
+        probabilities = predictor.log_probs(texts, observer.scored).double().exp().numpy()
+        milliseconds = 1000 * (time.perf_counter() - fitted) / len(texts)
+        fit_seconds = seconds if fit is refitted else (fitted - started) / max(1, plan.folds)
+        return _Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
+
+    fits = _baselines(decoder, task, plan) | {name: refitted}
+    runs, not_run = run_all(
+        {one: partial(run, fit) for one, fit in fits.items()}, {name, ZERO_SHOT}, observer
+    )
+    temperature = best_temperature(runs[name].probabilities, gold, method.temperature_prior)
+    tempered = at_temperature(runs[name].probabilities, temperature)
+    answers = {
+        one: decide(tempered if one == name else run.probabilities, gold, threshold)
+        for one, run in runs.items()
+    }
     evaluation = MultiLabelEvaluation(
-        **asdict(_verdict(answers, gold, method.full_name)),
-        rows=len(rows),
+        **asdict(_verdict(answers, gold, name)),
+        rows=len(texts),
         split=plan.split,
-        methods={
-            name: _score(answers[name], values, gold, costs[name])._asdict()
-            for name, values in probabilities.items()
-        },
+        methods={one: _score(answers[one], gold, run)._asdict() for one, run in runs.items()},
         not_run=not_run,
         support=dict(zip(task.labels, gold.sum(0).tolist(), strict=True)),
-        labels=_per_label(answers[method.full_name], gold, task.labels),
+        labels=_per_label(answers[name], gold, task.labels),
         labels_per_row=float(gold.sum(1).mean()),
         threshold=threshold,
         log_loss=float(-np.log(np.where(gold, tempered, 1 - tempered) + 1e-12).mean()),
@@ -195,11 +194,13 @@ def evaluate_multi_label(
     thresholds = choose_thresholds(tempered, gold) if threshold == "f1" else injection.head.thresholds
     injection = injection.with_head(temperature=temperature, thresholds=thresholds)
     injection = injection.with_report(evaluation=asdict(evaluation))
-    if folds:  # the model card publishes only metrics of this fit
+    if plan.folds:  # the model card publishes only metrics of this fit
         return injection
-    score = evaluation.methods[method.full_name]
-    names = ("micro_f1", "macro_f1", "mean_average_precision", "exact_match")
-    return injection.with_report(metrics={name: score[name] for name in names} | {"n": len(rows)})
+    score, published = (
+        evaluation.methods[name],
+        ("micro_f1", "macro_f1", "mean_average_precision", "exact_match"),
+    )
+    return injection.with_report(metrics={one: score[one] for one in published} | {"n": len(texts)})
 
 
 def best_temperature(probabilities: Probabilities, gold: Indicators, prior: tuple[float, float]) -> float:
@@ -245,9 +246,9 @@ def _best_threshold(
 
 
 def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold) -> Indicators:
-    """Return which labels each row gets; with "f1", by thresholds chosen on a random half of the rows without it.
+    """Return which labels each row gets; with "f1", by thresholds chosen on the other half of the rows.
 
-    A single row gets the default thresholds.
+    The halves are random. A single row gets the default thresholds.
     """
     from sklearn.model_selection import KFold
 
@@ -261,10 +262,11 @@ def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold)
 
 
 def _baselines(
-    decoder: Decoder, task: Task, training: Examples
+    decoder: Decoder, task: Task, plan: EvaluationPlan
 ) -> dict[str, Callable[[Examples], Predictor]]:
-    """Return how each baseline is fitted to demonstrations; ``training`` are all rows that are not scored."""
-    labels = len(task.labels)
+    """Return how each baseline is fitted to demonstrations."""
+    labels, scored = len(task.labels), {row.text for row in plan.rows}
+    training = () if plan.folds else [row for row in task.train if row.text not in scored]
 
     def frequency(shown: Examples) -> Predictor:
         means = indicators(training or shown, labels).mean(0)
@@ -356,16 +358,13 @@ def compare(fit: Int[np.ndarray, "rows 2"], rival: Int[np.ndarray, "rows 2"]) ->
     return Comparison(difference, *_interval(samples), p, float(n * samples.var() + difference**2))
 
 
-def _score(
-    answers: Indicators, probabilities: Probabilities, gold: Indicators, cost: tuple[float, float, int]
-) -> Score:
+def _score(answers: Indicators, gold: Indicators, run: _Run) -> Score:
     from sklearn.metrics import average_precision_score, f1_score
 
     counts = _counts(answers, gold)
     present = np.flatnonzero(gold.any(0))
-    precisions = [average_precision_score(gold[:, label], probabilities[:, label]) for label in present]
+    precisions = [average_precision_score(gold[:, label], run.probabilities[:, label]) for label in present]
     low, high = _interval(_bootstrap(counts)[0])
-    fit_seconds, milliseconds, cached_bytes = cost
     return Score(
         float(_micro_f1(counts.sum(0))),
         low,
@@ -375,9 +374,7 @@ def _score(
         else 0.0,
         float(np.mean(precisions)) if precisions else 0.0,
         float((answers == gold).all(1).mean()),
-        fit_seconds,
-        milliseconds,
-        cached_bytes,
+        *run[1:],
     )
 
 

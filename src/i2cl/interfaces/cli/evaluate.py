@@ -61,14 +61,8 @@ def evaluate(
     methods = list(METHODS) if method == "all" else load.split(method)
     chosen = make_methods(methods, load.options(settings), RECIPES[recipe])
     tasks = [local[name] or load.task(name, rows) for name in names]
-    for what, names in (
-        ("tasks", [one.name for one in tasks]),
-        ("methods", [one.full_name for one in chosen]),
-    ):
-        if duplicates := [name for name in names if names.count(name) > 1]:
-            raise I2CLError(f"two {what} are named {duplicates[0]!r}: remove one, or run it separately")
-    source = partial(load.decoder, model, loading)
-    span = range(seed, seed + seeds)
+    _require_distinct("tasks", [one.name for one in tasks])
+    _require_distinct("methods", [one.full_name for one in chosen])
     failures: list["NotRun"] = []
 
     def add_failure(failure: "NotRun") -> None:
@@ -80,10 +74,10 @@ def evaluate(
 
     with console.progress(len(tasks) * len(chosen) * seeds, "evaluating") as bar:
         runs = sweep(
-            source,
+            partial(load.decoder, model, loading),
             tasks,
             chosen,
-            span,
+            range(seed, seed + seeds),
             shots=shots,
             limit=limit,
             workers=workers,
@@ -94,6 +88,12 @@ def evaluate(
         )
     title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
     show(runs, title, sorted(failures, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
+
+
+def _require_distinct(what: str, names: Sequence[str]) -> None:
+    """Raise I2CLError if a name is used twice."""
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise I2CLError(f"two {what} are named {duplicates[0]!r}: remove one, or run it separately")
 
 
 def show(

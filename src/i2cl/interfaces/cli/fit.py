@@ -1,11 +1,9 @@
-"""`i2cl fit`, its summary of a labelled file, and the command line that a model card repeats."""
+"""`i2cl fit`, and the command line that a model card repeats."""
 
-import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -14,6 +12,7 @@ from typer import Argument, Option
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, load, options
+from i2cl.interfaces.cli.fit_output import about, fit_record, show_fit, surveyed
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import public_name, require_writable
 from i2cl.storage.layout import own_files
@@ -27,14 +26,7 @@ if TYPE_CHECKING:
     from i2cl.methods import Injector, Method
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
-    from i2cl.tasks.survey import Survey
 
-ACCURACY = "accuracy (95 %)"
-MICRO_F1 = "micro-F1 (95 %)"
-GUESSING = 0.99  # a loss above this fraction of log(labels) is no better than guessing
-MAX_CONTRADICTIONS = 5  # texts with several labels that are printed
-MAX_SNIPPET = 50  # characters of such a text
-MAX_CODES = 4  # label codes in a suggested --labels
 _NAME_OR_PATH = ("model", "task")  # arguments of type str that may be paths
 
 
@@ -192,13 +184,12 @@ def fit(
     texts = _unlabelled(method_options, rows)
 
     load.libraries()
-    from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
     from i2cl.experiments.evidence import plan_evaluation
     from i2cl.experiments.evidence.fit_evaluation import FitRequest
     from i2cl.experiments.fitting import require_supported
     from i2cl.tasks.formats import is_row_file
 
-    seed = draw_options.seed
+    from_file, seed = is_row_file(task), draw_options.seed
     method, ensemble = _method_of(method_options)
     compare = _methods_to_compare(evaluation, method, has_prior=bool(texts))
     loaded = local or load.task(task, rows)
@@ -214,41 +205,49 @@ def fit(
     require_supported(loaded, request)
     if compare:
         loaded.require_single_label("--compare", "omit it")
-    choice: Any = {
-        "shots": draw_options.number,
-        "keep_back": draw_options.keep_back,
-        "scored": evaluation.evaluate > 0 and not loaded.test,
-    }
-    # sizes are checked before the model is loaded
-    drawn = draw(loaded, method, seed=seed, from_file=is_row_file(task), **choice)
-    if is_row_file(task) and isinstance(draw_options.number, int):
-        warn_of_small_classes(loaded, draw_options.number)
+    draw_rows = _draw(draw_options, loaded, method, from_file=from_file, scored=evaluation.evaluate > 0)
     shares = _shares(method_options, loaded)
     decoder = load.decoder(model, load.automatic(loading))
     loaded = loaded.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
-    with console.waiting("timing the model"):
-        if drawn is None:
-            drawn = draw_within_budget(decoder, loaded, method, seed, **choice)
-        else:
-            drawn = drawn.timed(decoder, loaded, method)
-    demonstrations = drawn.demonstrations
-    plan = plan_evaluation(loaded, demonstrations, evaluation.evaluate, evaluation.folds, seed)
+    drawn = draw_rows(decoder, loaded)
+    plan = plan_evaluation(loaded, drawn.demonstrations, evaluation.evaluate, evaluation.folds, seed)
     plan = replace(plan, compare=compare)
-    if evaluation.target_accuracy is not None:
-        plan.require_target(evaluation.target_accuracy)
-    survey, summary = surveyed(loaded, decoder, drawn, plan) if is_row_file(task) else (None, "")
+    if request.target is not None:
+        plan.require_target(request.target)
+    survey, summary = surveyed(loaded, decoder, drawn, plan) if from_file else (None, "")
     if summary and not json:
         console.say(summary, wrapped=True)
     elif not json and (drawn.seconds or 0) > console.SHORT_S:
         console.note(f"fitting takes {about(drawn.seconds)}")
-    resolved: Any = {
-        "shots": draw_options.shots or drawn.shots,
-        "keep_back": drawn.keep_back or None,
-        "seed": seed,
-    }
-    command = command_line(context, method=method.name, **resolved)
+    resolved: Any = {"shots": draw_options.shots or drawn.shots, "keep_back": drawn.keep_back or None}
+    command = command_line(context, method=method.name, seed=seed, **resolved)
     request = replace(request, shares=shares, command=command)
     fit_and_show(decoder, loaded, drawn, request, plan, output, survey, json=json)
+
+
+def _draw(
+    chosen: DrawOptions, task: "Task", method: "Injector", *, from_file: bool, scored: bool
+) -> "Callable[[Decoder, Task], Draw]":
+    """Check the numbers of rows before the model is loaded.
+
+    Returns:
+        A function that draws the demonstrations of the task, in the wording for the loaded model, and
+        estimates the duration of their fit.
+    """
+    from i2cl.experiments.draw import draw, draw_within_budget, warn_of_small_classes
+
+    choice: Any = {"shots": chosen.number, "keep_back": chosen.keep_back, "scored": scored and not task.test}
+    early = draw(task, method, seed=chosen.seed, from_file=from_file, **choice)
+    if from_file and isinstance(chosen.number, int):
+        warn_of_small_classes(task, chosen.number)
+
+    def timed(decoder: "Decoder", task: "Task") -> "Draw":
+        with console.waiting("timing the model"):
+            if early is None:
+                return draw_within_budget(decoder, task, method, chosen.seed, **choice)
+            return early.timed(decoder, task, method)
+
+    return timed
 
 
 def fit_and_show(
@@ -272,7 +271,11 @@ def fit_and_show(
             injection = fit_task(decoder, task, drawn.demonstrations, request, plan, observer)
     if plan.rows:
         injection.save_pretrained(output)
-    _show_fit(injection, method.name, output, decoder.name, observer.seconds, survey, plan, json=json)
+    if json:
+        record = fit_record(injection, method.name, output, observer.seconds, decoder.name, survey)
+        console.print_json(record)
+    else:
+        show_fit(injection, method.name, output, observer.seconds, plan)
 
 
 def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", output: Path) -> Any:
@@ -409,116 +412,6 @@ def method_of(injection: "Injection") -> "Injector":
     return cast("Injector", made)
 
 
-def _show_fit(
-    injection: "Injection",
-    method: str,
-    output: Path,
-    model: str,
-    seconds: float,
-    rows: dict[str, Any] | None,
-    plan: "EvaluationPlan",
-    *,
-    json: bool,
-) -> None:
-    from i2cl.core.injection import LABEL_PRIOR
-    from i2cl.methods.injecting import injection_cost
-    from i2cl.storage.card import (
-        describe_confidence,
-        describe_llm_gain,
-        describe_log_loss,
-        describe_prior,
-        describe_threshold,
-        describe_weights,
-    )
-
-    history, count = injection.history, injection.context.demonstrations
-    first, last = (history[0], history[-1]) if history else (None, None)
-    if json:
-        record: dict[str, Any] = {"output": str(output), "model": model, "method": method}
-        record |= {"task": injection.task.name, "labels": list(injection.task.labels)}
-        record |= {"demonstrations": count, "rows": rows, "first_loss": first, "last_loss": last}
-        record |= {"fit_seconds": seconds, "cached_values": injection_cost(injection).cached_values}
-        record |= {"coefficients": injection.coefficients.numel(), "label_bias": injection.label_bias}
-        record |= {"temperature": injection.temperature, "metrics": injection.metrics}
-        record["ensemble"] = injection.ensemble.description() if injection.ensemble else None
-        console.print_json(record | {"evaluation": injection.evaluation or None})
-        return
-    summary = f"loss {first:.3f} -> {last:.3f}" if first is not None else "not calibrated"
-    experts = " and ".join(injection.ensemble.names[1:]) if injection.ensemble else ""
-    what = f"{injection.task.name} by {method}{f' with {experts}' if experts else ''}, {count} demonstrations"
-    console.say(f"Saved {output}: {what}, {summary}, {seconds:.1f} s.")
-    guess = math.inf if injection.task.multi_label else GUESSING * math.log(len(injection.task.labels))
-    if last is not None and method.startswith("anchored") and last > guess:
-        console.note("the loss is no better than guessing: give more rows, or use another model")
-    if LABEL_PRIOR in injection.settings:
-        console.say(f"Label prior: {describe_prior(injection.task.labels, injection.settings[LABEL_PRIOR])}")
-    threshold = ""
-    if injection.evaluation and injection.task.multi_label:
-        _show_multi_label(injection.evaluation)
-        console.say(f"Calibration: {describe_log_loss(injection.temperature, injection.evaluation)}.")
-    elif injection.evaluation:
-        _show_evaluation(injection.evaluation)
-        if gain := describe_llm_gain(injection.evaluation):
-            console.say(f"{gain}.")
-        chosen = describe_confidence(injection.description(), injection.evaluation["confidence"])
-        console.say(f"Calibration: {chosen}.")
-        if summary := injection.evaluation["selection"]:
-            console.say(f"Confidence threshold: {describe_threshold(summary)}.")
-            threshold = f" --min-confidence {summary['threshold']:.6g}" if "threshold" in summary else ""
-    elif plan.reason:
-        console.say(f"Not evaluated: {plan.reason}, or give rows with --test FILE.")
-    if not injection.evaluation and (injection.ensemble or injection.temperature != 1):
-        weights = describe_weights(injection.description())
-        console.say(f"Calibration: {weights} (typical of such fits, not measured).")
-    console.say(f"Next: i2cl predict {shlex.quote(str(output))} FILE{threshold}")
-
-
-def _show_evaluation(evaluation: Mapping[str, Any]) -> None:
-    from i2cl.storage.card import BATCH_METHOD_NOTE, EVALUATION_ROWS, describe_recall
-
-    rows: list[Mapping[str, object]] = [
-        {"method": name, ACCURACY: f"{one['accuracy']:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
-        | {"macro-F1": f"{one['macro_f1']:.3f}", "fit s": f"{one['fit_seconds']:.1f}"}
-        | {"ms/query": f"{one['milliseconds_per_query']:.2f}", "bytes": one["cached_bytes"]}
-        for name, one in evaluation["methods"].items()
-    ]
-    rows += [
-        dict.fromkeys(rows[0], "") | {"method": name, ACCURACY: "not run"} for name in evaluation["not_run"]
-    ]
-    console.say(
-        f"\nAccuracy with 95 % interval on {evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}:"
-    )
-    console.print_table("", rows)
-    for name, why in evaluation["not_run"].items():
-        console.say(f"{name} was not run: {why}.")
-    if any("batch_calibration" in name for name in evaluation["methods"]):
-        console.say(BATCH_METHOD_NOTE)
-    if recall := describe_recall(evaluation):
-        console.say(f"{recall}.")
-    console.say(f"\nVerdict: {evaluation['verdict']}.")
-
-
-def _show_multi_label(evaluation: Mapping[str, Any]) -> None:
-    from i2cl.storage.card import EVALUATION_ROWS, describe_label_f1
-
-    rows: list[Mapping[str, object]] = [
-        {"method": name, MICRO_F1: f"{one['micro_f1']:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
-        | {"macro-F1": f"{one['macro_f1']:.3f}", "mAP": f"{one['mean_average_precision']:.3f}"}
-        | {"exact": f"{one['exact_match']:.3f}", "fit s": f"{one['fit_seconds']:.1f}"}
-        | {"ms/query": f"{one['milliseconds_per_query']:.2f}", "bytes": int(one["cached_bytes"])}
-        for name, one in evaluation["methods"].items()
-    ]
-    where = f"{evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}"
-    console.say(
-        f"\nMicro-F1 with 95 % interval on {where}, {evaluation['labels_per_row']:.2f} labels per row:"
-    )
-    console.print_table("", rows)
-    for name, why in evaluation["not_run"].items():
-        console.say(f"{name} was not run: {why}.")
-    console.say(f"{describe_label_f1(evaluation)}.")
-    console.say(f"\nVerdict: {evaluation['verdict']}.")
-
-
 def _public(value: object) -> str:
     """Return the last part of a path, or the public name of a model or task."""
     return (value.name or value.resolve().name) if isinstance(value, Path) else public_name(str(value))
@@ -555,62 +448,3 @@ def command_line(context: typer.Context, **resolved: object) -> str:
         else:
             named += [word for one in values for word in (parameter.opts[0], one)]
     return shlex.join([*words, *named]).encode(errors="backslashreplace").decode()
-
-
-def surveyed(
-    task: "Task", decoder: "Decoder", draw: "Draw", plan: "EvaluationPlan"
-) -> tuple[dict[str, Any], str]:
-    """Describe the training rows, the draw and the evaluation: as a record, and as lines of text."""
-    from i2cl.tasks.survey import Survey
-
-    survey = Survey.from_task(task)
-    kept_back = len(plan.rows) if plan.split == "train" else 0
-    tokens = max(map(len, decoder.tokenizer(list(survey.longest))["input_ids"]))
-    record = survey.record() | {"longest_tokens": tokens, "used": len(draw.demonstrations)}
-    record |= {"shots": draw.shots, "kept_back": kept_back, "estimated_seconds": draw.seconds}
-    window = f" (context: {decoder.max_length:,})" if decoder.max_length else ""
-    distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
-    first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
-    return record, "\n".join(
-        (first, *_label_lines(survey), _usage_line(draw, kept_back, max(0, plan.folds - 1)), "")
-    )
-
-
-def _label_lines(survey: "Survey") -> Iterator[str]:
-    counts = ", ".join(f"{word} {count:,}" for word, count in survey.labels.items())
-    yield f"Labels: {counts}" + (f"; {survey.unlabelled:,} rows without one." if survey.unlabelled else ".")
-    if survey.separator:
-        separator = shlex.quote(survey.separator)
-        yield f"! Some labels look like several: separate them with --label-separator {separator}."
-    for word, other in survey.typos.items():
-        rows = f"{survey.labels[word]} row{'s' * (survey.labels[word] != 1)}"
-        yield f"! {word!r} has {rows}: did you mean {other!r}? They are treated as different labels."
-    for text, words in islice(survey.contradictions.items(), MAX_CONTRADICTIONS):
-        snippet = text if len(text) <= MAX_SNIPPET else f"{text[:MAX_SNIPPET]}..."
-        yield f"! {snippet!r} is labelled {' and '.join(words)}: keep one label."
-    if len(survey.contradictions) > MAX_CONTRADICTIONS:
-        yield f"! {len(survey.contradictions) - MAX_CONTRADICTIONS} more texts have several labels."
-    if survey.codes:
-        codes = list(survey.labels)[:MAX_CODES]
-        pairs = ",".join(f"NAME={code}" for code in codes) + ",..." * (len(survey.labels) > len(codes))
-        yield f"! The labels are {survey.codes}: name them for the model with --labels '{pairs}'."
-
-
-def _usage_line(draw: "Draw", kept_back: int, refits: int) -> str:
-    used = len(draw.demonstrations)
-    line = f"All {used:,} rows used" if used == draw.rows else f"{used:,} of {draw.rows:,} rows used"
-    if kept_back:
-        line += f", {kept_back} held out to evaluate on"
-    if draw.seconds is not None:
-        line += f": {about(draw.seconds)}"
-        line += f", then {about(refits * draw.seconds)} for cross-validation" if refits else ""
-    if draw.more is None:
-        return f"{line}."
-    shots, rows, seconds = draw.more
-    what = "all" if rows == draw.rows else f"{rows:,}"
-    return f"{line}; --shots {shots} uses {what}, {about(seconds)}."
-
-
-def about(seconds: float | None) -> str:
-    """Format an estimated time."""
-    return f"about {console.duration(seconds or 0.0)}"

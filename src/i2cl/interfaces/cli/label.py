@@ -25,6 +25,7 @@ from i2cl.tasks.template import DEFAULT_TEMPLATE
 
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
+    from i2cl.labelling import Suggestion
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
 
@@ -68,12 +69,8 @@ def suggest(
     """
     require_new_file(output)
     load.require_options(loading)
-    injection = None
-    if labels is not None:
-        task = _new_task(source, labels, rows)
-    else:
-        injection = _fitted_task(source, rows, places)
-        task = injection.task
+    injection = None if labels is not None else _fitted_task(source, rows, places)
+    task = injection.task if injection else _new_task(source, labels or "", rows)
     known: Sequence[Example] = ()
     if choice.labelled is not None:
         known, _ = read_labelled(choice.labelled, task.labels, multi_label=False, skip=rows.skip_bad_rows)
@@ -103,12 +100,7 @@ def suggest(
             seed=choice.seed,
             progress=bar.advance,
         )
-    lines = [(row.text, task.labels[row.label], "", "") for row in known]
-    lines += [(one.text, "", one.label, f"{max(one.probabilities):.3f}") for one in chosen]
-    with new_file(output) as path, path.open("w", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, *lines])
-    if note := formula_note(sum(map(is_formula, chain.from_iterable(lines)))):
-        console.note(note)
+    _write_suggestions(output, task, known, chosen)
     if json:
         console.print_json({"output": str(output), "suggestions": [asdict(one) for one in chosen]})
         return
@@ -118,6 +110,18 @@ def suggest(
     model = source if injection is None else injection.base.name
     words = shlex.join(["i2cl", "fit", model, str(output)])
     console.say(f"Next: fill in the column label, then {words} -o TASK")
+
+
+def _write_suggestions(
+    output: Path, task: "Task", known: Sequence[Example], chosen: "Sequence[Suggestion]"
+) -> None:
+    """Write the labelled rows, then the suggested texts, as CSV."""
+    lines = [(row.text, task.labels[row.label], "", "") for row in known]
+    lines += [(one.text, "", one.label, f"{max(one.probabilities):.3f}") for one in chosen]
+    with new_file(output) as path, path.open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *lines])
+    if note := formula_note(sum(map(is_formula, chain.from_iterable(lines)))):
+        console.note(note)
 
 
 @options.expanded
