@@ -236,13 +236,6 @@ def describe_prior(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
     return f"Measured on {prior['texts']} unlabelled texts, assuming that classes are {frequencies}."
 
 
-def describe_confidence(description: Mapping[str, Any], scores: Mapping[str, float]) -> str:
-    """Describe the fitted weights, and the four metrics of `i2cl.experiments.confidence` at them."""
-    names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
-    numbers = ", ".join(f"{name} {scores[key]:.3f}" for key, name in names.items())
-    return f"{describe_weights(description)} (fitted on these rows), {numbers}"
-
-
 def describe_weights(description: Mapping[str, Any]) -> str:
     """Describe the weights of an ensemble, or the temperature of the LLM alone."""
     if "ensemble" in description:
@@ -254,7 +247,7 @@ def _listed_weights(weights: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {weight:.2f}" for name, weight in weights.items())
 
 
-def describe_llm_gain(evaluation: Mapping[str, Any]) -> str:
+def _llm_gain(evaluation: Mapping[str, Any]) -> str:
     """Say how many points the LLM adds to the other experts; empty without any."""
     if not (gain := evaluation.get("llm_gain")):
         return ""
@@ -279,13 +272,7 @@ def describe_llm_alone(description: Mapping[str, Any]) -> str:
     return f"{left_out}: accuracy {alone:.3f} instead of {ensemble:.3f} on {evaluation['rows']} rows"
 
 
-def describe_log_loss(temperature: float, evaluation: Mapping[str, Any]) -> str:
-    """Describe the fitted temperature and the log-loss of a multi-label task."""
-    log_loss = f"log-loss {evaluation['log_loss']:.3f} per label"
-    return f"temperature {temperature:.2f} (fitted on these rows), {log_loss}"
-
-
-def describe_label_f1(evaluation: Mapping[str, Any]) -> str:
+def _label_f1(evaluation: Mapping[str, Any]) -> str:
     """Describe F1 and number of rows of each label of a multi-label task, lowest F1 first."""
     scores = {label: one["f1"] for label, one in evaluation["labels"].items() if one is not None}
     listed = [
@@ -299,7 +286,7 @@ def describe_label_f1(evaluation: Mapping[str, Any]) -> str:
     return f"F1 per label at a threshold {how}: {', '.join(listed[:MAX_RECALLS])}{more}{unseen}"
 
 
-def describe_recall(evaluation: Mapping[str, Any]) -> str:
+def _recall(evaluation: Mapping[str, Any]) -> str:
     """Describe recall per label, lowest first; empty if classes are about equally frequent."""
     support = {label: rows for label, rows in evaluation["support"].items() if rows}
     if not support or max(support.values()) < MIN_IMBALANCE * min(support.values()):
@@ -323,7 +310,7 @@ def _confusion(evaluation: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def describe_threshold(selection: Mapping[str, Any]) -> str:
+def _threshold(selection: Mapping[str, Any]) -> str:
     """Describe the confidence threshold for a target accuracy, or the number of rows needed to find one."""
     target, rows = f"{100 * selection['target']:g} %", selection["rows"]
     if "threshold" in selection:
@@ -351,64 +338,69 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
             yield "Not evaluated (`i2cl fit` evaluates if there are held-out or test rows)."
         return
     yield f"Verdict: {evaluation['verdict']}."
+    heading, rows = score_table(evaluation)
+    lines = [[*rows[0]], ["---", *["---:"] * (len(rows[0]) - 1)], *([*row.values()] for row in rows)]
+    yield heading
+    yield "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    yield from score_notes(evaluation)
+    if "confusion" in evaluation and len(evaluation["support"]) <= MAX_RECALLS:
+        yield f"Confusion matrix:\n\n{_confusion(evaluation)}"
+    yield from confidence_notes(description)
+
+
+def score_table(evaluation: Mapping[str, Any]) -> tuple[str, list[dict[str, str]]]:
+    """Return a table of the methods of an evaluation: its heading, and rows of cells by column."""
+    where = f"{evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}"
+    others = {"macro-F1": "macro_f1"}
     if "labels_per_row" in evaluation:
-        yield from _multi_label_results(description)
-        return
-    yield f"Accuracy on {evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}:"
-    lines = ["| method | accuracy | 95 % interval | macro-F1 | fit s | ms/query | bytes |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
-    lines += [
-        f"| {name} | {result['accuracy']:.3f} | {result['low']:.3f} to {result['high']:.3f} "
-        f"| {result['macro_f1']:.3f} | {result['fit_seconds']:.1f} "
-        f"| {_milliseconds(result)} | {result['cached_bytes']} |"
-        for name, result in evaluation["methods"].items()
+        measure, key = "Micro-F1", "micro_f1"
+        where += f", {evaluation['labels_per_row']:.2f} labels per row"
+        others |= {"mAP": "mean_average_precision", "exact": "exact_match"}
+    else:
+        measure, key = "Accuracy", "accuracy"
+    column = f"{measure[0].lower()}{measure[1:]} (95 %)"
+    rows = [
+        {"method": name, column: f"{one[key]:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
+        | {other: f"{one[score]:.3f}" for other, score in others.items()}
+        | {"fit s": f"{one['fit_seconds']:.1f}", "ms/query": _milliseconds(one)}
+        | {"bytes": f"{one['cached_bytes']:.0f}"}
+        for name, one in evaluation["methods"].items()
     ]
-    lines += [
-        f"| {name} | not run: {_escape(why)} | | | | | |" for name, why in evaluation["not_run"].items()
-    ]
-    yield "\n".join(lines)
+    empty = dict.fromkeys(rows[0], "")
+    rows += [empty | {"method": name, column: "not run"} for name in evaluation["not_run"]]
+    return f"{measure} with 95 % interval on {where}:", rows
+
+
+def score_notes(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences about `score_table`: why methods were not run, and the scores of the labels."""
+    for name, why in evaluation["not_run"].items():
+        yield f"{name} was not run: {why}."
     if any("batch_calibration" in name for name in evaluation["methods"]):
         yield BATCH_METHOD_NOTE
-    if recall := describe_recall(evaluation):
-        yield f"{recall}."
-    if len(evaluation["support"]) <= MAX_RECALLS:
-        yield f"Confusion matrix:\n\n{_confusion(evaluation)}"
-    if gain := describe_llm_gain(evaluation):
+    by_label = _recall(evaluation) if "recall" in evaluation else _label_f1(evaluation)
+    if by_label:
+        yield f"{by_label}."
+
+
+def confidence_notes(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences about the weights of the members, the calibration, and the confidence threshold."""
+    evaluation = description["evaluation"]
+    if gain := _llm_gain(evaluation):
         yield f"{gain}."
-    yield f"Calibration: {describe_confidence(description, evaluation['confidence'])}."
+    if "confidence" in evaluation:
+        names = {"log_loss": "log-loss", "brier": "Brier", "ece": "ECE", "aurc": "AURC"}
+        scores = ", ".join(f"{name} {evaluation['confidence'][key]:.3f}" for key, name in names.items())
+    else:
+        scores = f"log-loss {evaluation['log_loss']:.3f} per label"
+    yield f"Calibration: {describe_weights(description)} (fitted on these rows), {scores}."
     if evaluation.get("selection"):
-        yield f"Confidence threshold: {describe_threshold(evaluation['selection'])}."
+        yield f"Confidence threshold: {_threshold(evaluation['selection'])}."
 
 
 def _milliseconds(result: Mapping[str, Any]) -> str:
     """Format the time per query. A server does not measure it, since it does other work at the same time."""
     milliseconds = result.get("milliseconds_per_query")
     return "" if milliseconds is None else f"{milliseconds:.2f}"
-
-
-def _multi_label_results(description: Mapping[str, Any]) -> Iterator[str]:
-    """Yield paragraphs with the compared methods and the metrics of a multi-label task."""
-    evaluation = description["evaluation"]
-    yield (
-        f"Micro-F1 on {evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}, with "
-        f"{evaluation['labels_per_row']:.2f} labels per row:"
-    )
-    lines = [
-        "| method | micro-F1 | 95 % interval | macro-F1 | mAP | exact match | fit s | ms/query | bytes |"
-    ]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
-    lines += [
-        f"| {name} | {one['micro_f1']:.3f} | {one['low']:.3f} to {one['high']:.3f} | {one['macro_f1']:.3f} "
-        f"| {one['mean_average_precision']:.3f} | {one['exact_match']:.3f} | {one['fit_seconds']:.1f} "
-        f"| {_milliseconds(one)} | {int(one['cached_bytes'])} |"
-        for name, one in evaluation["methods"].items()
-    ]
-    lines += [
-        f"| {name} | not run: {_escape(why)} | | | | | | | |" for name, why in evaluation["not_run"].items()
-    ]
-    yield "\n".join(lines)
-    yield f"{describe_label_f1(evaluation)}."
-    yield f"Calibration: {describe_log_loss(description.get('temperature', 1.0), evaluation)}."
 
 
 def _escape(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,62 +82,19 @@ def fit_record(
 
 def _show_evaluation(injection: "Injection") -> str:
     """Print an evaluation. Return the option with its confidence threshold, if it has one, for `predict`."""
-    from i2cl.storage.card import (
-        BATCH_METHOD_NOTE,
-        describe_confidence,
-        describe_label_f1,
-        describe_llm_gain,
-        describe_log_loss,
-        describe_recall,
-        describe_threshold,
-    )
+    from i2cl.storage.card import confidence_notes, score_notes, score_table
 
-    evaluation, multi_label = injection.evaluation, injection.task.multi_label
-    _show_scores(evaluation, multi_label=multi_label)
-    for name, why in evaluation["not_run"].items():
-        console.say(f"{name} was not run: {why}.")
-    if any("batch_calibration" in name for name in evaluation["methods"]):
-        console.say(BATCH_METHOD_NOTE)
-    if by_label := describe_label_f1(evaluation) if multi_label else describe_recall(evaluation):
-        console.say(f"{by_label}.")
-    console.say(f"\nVerdict: {evaluation['verdict']}.")
-    if multi_label:
-        console.say(f"Calibration: {describe_log_loss(injection.temperature, evaluation)}.")
-        return ""
-    if gain := describe_llm_gain(evaluation):
-        console.say(f"{gain}.")
-    chosen = describe_confidence(injection.description(), evaluation["confidence"])
-    console.say(f"Calibration: {chosen}.")
-    selection = evaluation["selection"]
-    if selection:
-        console.say(f"Confidence threshold: {describe_threshold(selection)}.")
-    return f" --min-confidence {selection['threshold']:.6g}" if "threshold" in selection else ""
-
-
-def _show_scores(evaluation: Mapping[str, Any], *, multi_label: bool) -> None:
-    """Print a table of all methods."""
-    from i2cl.storage.card import EVALUATION_ROWS
-
-    where = f"{evaluation['rows']} {EVALUATION_ROWS[evaluation['split']]}"
-    if multi_label:
-        measure, name = "micro-F1", "micro_f1"
-        where += f", {evaluation['labels_per_row']:.2f} labels per row"
-        others = {"macro-F1": "macro_f1", "mAP": "mean_average_precision", "exact": "exact_match"}
-    else:
-        measure, name, others = "accuracy", "accuracy", {"macro-F1": "macro_f1"}
-    column = f"{measure} (95 %)"
-    rows: list[Mapping[str, object]] = [
-        {"method": method, column: f"{one[name]:.3f} ({one['low']:.3f}–{one['high']:.3f})"}
-        | {other: f"{one[key]:.3f}" for other, key in others.items()}
-        | {"fit s": f"{one['fit_seconds']:.1f}", "ms/query": f"{one['milliseconds_per_query']:.2f}"}
-        | {"bytes": int(one["cached_bytes"])}
-        for method, one in evaluation["methods"].items()
-    ]
-    rows += [
-        dict.fromkeys(rows[0], "") | {"method": method, column: "not run"} for method in evaluation["not_run"]
-    ]
-    console.say(f"\n{measure[0].upper()}{measure[1:]} with 95 % interval on {where}:")
+    evaluation = injection.evaluation
+    heading, rows = score_table(evaluation)
+    console.say(f"\n{heading}")
     console.print_table("", rows)
+    for note in score_notes(evaluation):
+        console.say(note)
+    console.say(f"\nVerdict: {evaluation['verdict']}.")
+    for note in confidence_notes(injection.description()):
+        console.say(note)
+    threshold = evaluation.get("selection", {}).get("threshold")
+    return "" if threshold is None else f" --min-confidence {threshold:.6g}"
 
 
 def surveyed(
