@@ -2,18 +2,10 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from fitting import one_line
 from i2cl.experiments.evidence import selective
-from i2cl.experiments.evidence.selective import LEVEL, binomial_tail, min_rows, select, selection
-
-
-@pytest.mark.parametrize(
-    ("errors", "n", "chance"), [(0, 22, 0.1), (5, 100, 0.1), (30, 1000, 0.05), (9, 9, 0.3)]
-)
-def test_binomial_tail_equals_scipy(errors, n, chance):
-    assert binomial_tail(errors, n, chance) == pytest.approx(stats.binom.cdf(errors, n, chance), rel=1e-9)
+from i2cl.experiments.evidence.selective import LEVEL, min_rows, select, selection
 
 
 def test_min_rows_without_errors_pass_the_test():

@@ -4,10 +4,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
 
 from i2cl.experiments.evidence import verdicts
-from i2cl.experiments.evidence.verdicts import LEVEL, mcnemar, paired_interval, rows_for, verdict, wilson
+from i2cl.experiments.evidence.verdicts import LEVEL, mcnemar, paired_interval, rows_for, verdict
 
 FREE = ("zero_shot", "batch")
 INCONCLUSIVE = (
@@ -125,15 +124,7 @@ def test_suggested_number_of_rows_detects_the_gain(monkeypatch, gain, shared):
     assert shown == pytest.approx(verdicts.POWER, abs=0.1)
 
 
-@pytest.mark.parametrize(("right", "n"), [(0, 5), (5, 5), (1, 3), (80, 160), (159, 160)])
-def test_wilson_interval_equals_scipy(right, n):
-    expected = binomtest(right, n).proportion_ci(method="wilson")
-    assert wilson(right, n) == pytest.approx((expected.low, expected.high))
-
-
-@pytest.mark.parametrize(("better", "worse"), [(1, 0), (6, 0), (0, 6), (10, 3), (40, 41), (300, 200)])
-def test_mcnemar_equals_scipy_sign_test(better, worse):
-    assert mcnemar(better, worse) == pytest.approx(binomtest(better, better + worse).pvalue)
+def test_methods_that_answer_alike_do_not_differ():
     assert mcnemar(0, 0) == 1
     low, high = paired_interval(0, 0, 10)
     assert low == -high < 0

@@ -61,6 +61,8 @@ def select(confidences: Confidences, correct: Correct, target: float) -> Selecti
 
     Raises I2CLError as `require_target` does.
     """
+    from scipy.stats import binom
+
     n, confidences = len(confidences), np.floor(confidences * 10**DECIMALS) / 10**DECIMALS
     require_target(target, n)
     order = np.argsort(-confidences, kind="stable")
@@ -69,7 +71,7 @@ def select(confidences: Confidences, correct: Correct, target: float) -> Selecti
     shares, smallest = np.arange(START, 1 + STEP / 2, STEP), min_rows(target)
     ranks = {max(smallest, round(share * n)) for share in shares if round(share * n) <= n} | {n}
     for rank in sorted(ranks):  # fixed in advance, independent of the labels
-        if binomial_tail(int(errors[rank - 1]), rank, 1 - target) > LEVEL:
+        if binom.cdf(errors[rank - 1], rank, 1 - target) > LEVEL:
             break
         last = rank
     if last is None:
@@ -96,6 +98,8 @@ def rows_needed(confidences: Confidences, correct: Correct, target: float) -> in
 
     Returns None if their accuracy is below the target, or more than `MAX_ROWS` rows would be needed.
     """
+    from scipy.stats import binom
+
     order = np.argsort(-confidences, kind="stable")
     first = max(1, round(START * len(confidences)))
     error = (int((~correct[order[:first]]).sum()) + 0.5) / (first + 1)
@@ -103,15 +107,7 @@ def rows_needed(confidences: Confidences, correct: Correct, target: float) -> in
         return None
     rows = min_rows(target)
     while rows * START <= MAX_ROWS:
-        if binomial_tail(round(error * rows), rows, 1 - target) <= LEVEL:
+        if binom.cdf(round(error * rows), rows, 1 - target) <= LEVEL:
             return ceil(rows / START)
         rows = ceil(rows * 1.05)
     return None
-
-
-def binomial_tail(errors: int, n: int, probability: float) -> float:
-    """Return the probability of at most ``errors`` errors in n predictions: ``scipy.stats.binom.cdf``."""
-    k = np.arange(1, errors + 1)
-    steps = np.log((n - k + 1) / k) + log(probability / (1 - probability))
-    logs = n * log(1 - probability) + np.concatenate([[0.0], np.cumsum(steps)])
-    return float(np.exp(logs).sum())

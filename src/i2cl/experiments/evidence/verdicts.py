@@ -6,7 +6,7 @@ a width even where every answer is right.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, comb, floor, log10, sqrt
+from math import ceil, floor, log10, sqrt
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
@@ -186,10 +186,10 @@ def wilson(right: int, n: int) -> tuple[float, float]:
 
     Source: Wilson, Journal of the American Statistical Association 22(158), 1927.
     """
-    share, spread = right / n, Z * Z / n
-    half = sqrt(spread * share * (1 - share) + spread * spread / 4)
-    middle = share + spread / 2
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+    from scipy.stats import binomtest
+
+    low, high = binomtest(right, n).proportion_ci(1 - LEVEL, method="wilson")
+    return float(low), float(high)
 
 
 def mcnemar(better: int, worse: int) -> float:
@@ -198,9 +198,10 @@ def mcnemar(better: int, worse: int) -> float:
     ``better`` and ``worse`` are the rows that only the first and only the second method answers correctly.
     Source: McNemar, Psychometrika 12(2), 1947, as a sign test.
     """
+    from scipy.stats import binomtest
+
     n = better + worse
-    tail = sum(comb(n, k) for k in range(min(better, worse) + 1))
-    return float(min(1, 2 * tail / 2**n))
+    return float(binomtest(better, n).pvalue) if n else 1.0
 
 
 def paired_interval(better: int, worse: int, n: int) -> tuple[float, float]:
