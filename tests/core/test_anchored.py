@@ -13,6 +13,8 @@ from i2cl.core.objective import Objective, score_differences, score_directions, 
 from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import LabelScorer, score
 
+from .derivatives import linearize
+
 WORDS = ("a warm film", "dull, dull, dull", "funny and kind all the way", "no")
 SHOWN = tuple(Example(text, label) for text, label in zip(WORDS, (0, 1, 0, 2), strict=True))
 
@@ -39,7 +41,7 @@ def objective(fit, u, tau):
 
 
 def stationary(fit, u, tau):
-    point, _ = fit.linearize(u)
+    point, _ = linearize(fit, u)
     chances = torch.nn.functional.pad(point.differences, (1, 0)).softmax(-1)[:, 1:].flatten().float()
     return (point.jacobian.T @ chances + tau * u).norm().item()
 
@@ -52,14 +54,15 @@ TO_THE_END = AnchoredConfig(prior_std=3.0, steps=100, tolerance=1e-7, settled=0,
 @SCORINGS
 def test_derivatives_match_finite_differences(model_type, words):
     fit = problem(made(model_type), task(words))
-    fit.first()
+    _, start, _ = fit.first()
+    expected = fit.scores(torch.zeros(fit.size.parameters))
+    torch.testing.assert_close(start.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=1e-4)
     generator = torch.Generator().manual_seed(0)
     u = 0.02 * torch.randn(fit.size.parameters, generator=generator)
     along = torch.randn(fit.size.parameters, generator=generator)
     u[: fit.vector_size] /= fit.unit.flatten().clamp_min(1e-9)
     along[: fit.vector_size] /= fit.unit.flatten().clamp_min(1e-9)
-    point, result = fit.linearize(u)
-    torch.testing.assert_close(result.log_softmax(-1), fit.scores(u).log_softmax(-1), atol=1e-4, rtol=1e-4)
+    point, _ = linearize(fit, u)
     step = 2e-3
 
     def values(at):
@@ -124,9 +127,9 @@ def test_a_fit_ends_at_the_minimum_of_the_objective():
 def moving(words):
     """A problem linearized around 0, other parameters, and the linearization and scores there."""
     fit = problem(made("llama"), task(words))
-    point, _ = fit.linearize(torch.zeros(fit.unit.numel()))
+    point, _ = linearize(fit, torch.zeros(fit.unit.numel()))
     u = 0.05 * torch.randn(fit.unit.numel(), generator=torch.Generator().manual_seed(0))
-    return fit, point, u, *fit.linearize(u)
+    return fit, point, u, *linearize(fit, u)
 
 
 @SCORINGS

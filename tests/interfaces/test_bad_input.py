@@ -72,7 +72,7 @@ FILES = {  # contents by file name; tests/tasks/test_rows.py tests every kind of
 FIT = [*fit(Path("{}")), "-o", "{new}"]
 UNLABELLED = [*FIT, "--unlabelled", "{films}"]
 SEEN, OWN, ASK = "mood-colour-1", ["-o", "{new}"], ["predict", "{artefact}"]
-WRONG = {
+WRONG = {  # tests/interfaces/test_early_errors.py has mistakes that are found without PyTorch
     "rows of one class": ([*fit(Path("{}"), task="one.jsonl"), *OWN], "every label is 'good'"),
     "rows of bad JSON": ([*fit(Path("{}"), task="torn.jsonl"), *OWN], "line 1: bad JSON"),
     "labels of other rows": ([*FIT, "--labels", "up,down"], "label 'bad' is not one of up, down"),
@@ -85,16 +85,12 @@ WRONG = {
     "half a description": (["predict", "half json", "{films}"], "injection.json cannot be read"),
     "half the tensors": (["predict", "half safetensors", "{films}"], "injection.safetensors is damaged"),
     "unknown task": (["fit", "{model}", "sst3", "-o", "{new}"], "did you mean 'sst"),
-    "no such file": (["fit", "{model}", "none.jsonl", "-o", "{new}"], "does not exist"),
     "an option of other commands": (["check", "{model}", "--device-map", "auto"], "--device-map"),
     "unknown method": (["eval", "{model}", "synthetic", "--method", "zero_shto"], "did you mean 'zero_shot'"),
     "unknown option": ([*FIT, "--set", "epoch=3"], "no chosen method has the option"),
-    "malformed option": ([*FIT, "--set", "epochs"], "is not NAME=VALUE"),
     "value out of range": ([*FIT, "--set", "epochs=-1"], "epochs='-1'"),
     "unknown layer": ([*FIT, "--set", "layers=9"], "0 to 1"),
-    "unknown dtype": ([*FIT, "--dtype", "int3"], "'int3' is not one of"),
     "device and map": ([*FIT, "--device", "cpu", "--device-map", "auto"], "exclude each other"),
-    "bad template": ([*FIT, "--template", "{text}"], "it needs {text}, then"),
     "no shots": ([*FIT, "--shots", "0"], "--shots"),
     "seed is a word": ([*FIT, "--seed", "x"], "--seed"),
     "a seed beyond 32 bits": ([*FIT, "--seed", str(2**32)], "--seed"),
@@ -106,14 +102,12 @@ WRONG = {
     "a prior in words": ([*UNLABELLED, "--prior", "half,half"], "write it like 0.5,0.3,0.2"),
     "a prior of three": ([*UNLABELLED, "--prior", "0.5,0.3,0.2"], "3 shares for 2 labels"),
     "a prior above one": ([*UNLABELLED, "--prior", "0.9,0.9"], "sum to 1.8"),
-    "no unlabelled texts": ([*FIT, "--unlabelled", "none.txt"], "does not exist"),
     "unknown flag": (["ls", "tasks", "--jsn"], "--jsn"),
     "unknown command": (["train"], "No such command 'train': see i2cl --help"),
     "unknown listing": (["ls", "models"], "'models'"),
     "no task": (["fit", "{model}"], "see i2cl fit --help"),
     "no test rows": (["eval", "{model}", "{films}", "--template", TEMPLATE, "--shots", "2"], "no test"),
     "half an architecture": (["check", "{model}", "--mlp", "mlp"], "belong together"),
-    "a torn device map": ([*FIT, "--device-map", '{"": '], "is not valid JSON"),
     "a list of devices": ([*FIT, "--device-map", '["cpu"]'], "is not an object"),
     "a map to no device": ([*FIT, "--device-map", '{"": "abacus"}'], "cannot use device 'abacus'"),
     "half a device map": ([*FIT, "--device-map", '{"model.layers.0": "disk"}'], "does not give any device"),
@@ -134,16 +128,11 @@ WRONG = {
     "a column of the name of another": ([*ASK, "{films}", "--keep", "row", "--row-number"], "leave one out"),
     "unknown experiment": (["experiment", "run", "mian"], "did you mean 'main'"),
     "tasks that no experiment has": (["experiment", "run", "main", "--tasks", "sst3"], "unknown task"),
-    "no store": (["report", "nowhere"], "no store at"),
     "no such format": (["report", ".", "--formats", "pdf"], "use one or more of md, csv, html"),
     "two tasks of a name": (["eval", "reference", f"{SEEN},{SEEN}"], "two tasks are named 'mood-colour-1'"),
     "two methods of a name": (["eval", "reference", SEEN, "--method", "i2cl,i2cl"], "two methods are named"),
     "a restart of nothing": (["predict", "{artefact}", "{films}", "--restart"], "--restart needs -o FILE"),
     "chunk of nothing": (["predict", "{artefact}", "{films}", "--chunk", "0"], "--chunk"),
-    "no such model": ([*fit(Path("{}"), model="./none"), "-o", "{new}"], "'./none' does not exist"),
-    "no such artefact": (["predict", "./none/at/all", "{films}"], "no injection at"),
-    "a model is no artefact": (["predict", "{model}", "{films}"], "it has no injection.json"),
-    "no such texts": (["predict", "{artefact}", "none.txt"], "none.txt does not exist"),
 }
 
 

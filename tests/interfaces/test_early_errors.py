@@ -83,7 +83,9 @@ def outcomes(tmp_path_factory):
     environment = os.environ | {"PYTHONPATH": str(Path(i2cl.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
     cases = json.dumps({name: words.split() for name, (words, _) in CASES.items()})
     given = {"input": cases, "cwd": folder, "env": environment, "capture_output": True, "text": True}
+    before = sorted(folder.rglob("*"))
     done = subprocess.run([sys.executable, "-c", RUN_ALL], check=True, **given)
+    assert sorted(folder.rglob("*")) == before
     return {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
 
 

@@ -23,7 +23,6 @@ label: see `i2cl.core.multi_label`.
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -44,7 +43,7 @@ from i2cl.models.encoding import Scoring
 from i2cl.models.memory import MemoryWarning, free_memory
 from i2cl.models.scoring import LabelScorer
 from i2cl.models.training import Settings, StepProgress
-from i2cl.tasks import Example, Task
+from i2cl.tasks import Examples, Task
 
 
 class AnchoredConfig(Settings):
@@ -88,7 +87,7 @@ class AnchoredConfig(Settings):
 def anchor(
     decoder: Decoder,
     task: Task,
-    demonstrations: Sequence[Example],
+    demonstrations: Examples,
     config: AnchoredConfig | None = None,
     *,
     seed: int = 0,
@@ -114,18 +113,7 @@ def anchor(
             on scores that are not finite.
     """
     config = config or AnchoredConfig()
-    if task.multi_label:
-        require_multi_label(task, demonstrations)
-    else:
-        require_demonstrations(task, demonstrations)
-    check_fit_size(len(demonstrations), len({label for example in demonstrations for label in example.ids}))
-    decoder.require_identity()
-    if config.class_weight is not None:
-        task.require_single_label("class_weight")
-        demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
-    scorer = LabelScorer.for_fit(decoder, task, scoring)
-    loss = MultiLabelObjective if task.multi_label else Objective
-    objective = loss(scorer, tuple(demonstrations), config.sublayers)
+    objective = _objective(decoder, task, demonstrations, config, scoring)
     plan = plan_fit(objective.size, fit_memory(config.memory), config.solver, config.steps)
     if plan.warning:
         warnings.warn(plan.warning, MemoryWarning, stacklevel=2)
@@ -144,7 +132,7 @@ def anchor(
         raised = raise_label_mass(decoder, objective.queries, labels, objective.edit(parameters))
         vectors[-1, -1] += raised.vector / decoder.sublayer_scale
         settings["label_mass"] = [raised.before, raised.after]
-    head = LabelHead(scorer.scoring, weights)
+    head = LabelHead(objective.scorer.scoring, weights)
     if isinstance(objective, MultiLabelObjective):
         thresholds = (DEFAULT_THRESHOLD,) * len(task.labels)
         head = replace(head, bias=tuple(objective.bias.tolist()), thresholds=thresholds)
@@ -158,6 +146,23 @@ def anchor(
         report=Report(settings, solution.history),
         seed=seed,
     )
+
+
+def _objective(
+    decoder: Decoder, task: Task, demonstrations: Examples, config: AnchoredConfig, scoring: Scoring
+) -> Objective:
+    """Check the demonstrations and the model, and return the loss of the fit."""
+    if task.multi_label:
+        require_multi_label(task, demonstrations)
+    else:
+        require_demonstrations(task, demonstrations)
+    check_fit_size(len(demonstrations), len({label for example in demonstrations for label in example.ids}))
+    decoder.require_identity()
+    if config.class_weight is not None:
+        task.require_single_label("class_weight")
+        demonstrations = apply_class_weight(demonstrations, task.labels, config.class_weight)
+    loss = MultiLabelObjective if task.multi_label else Objective
+    return loss(LabelScorer.for_fit(decoder, task, scoring), tuple(demonstrations), config.sublayers)
 
 
 def _solve(

@@ -159,8 +159,7 @@ class Objective:
         self, tokens: Float[Tensor, "n tokens"], parameters: Float[Tensor, " parameters"]
     ) -> Float[Tensor, "n labels"]:
         """Compute label scores from log-probabilities or logits of the tokens that they are made of."""
-        weights = self.word_weights(parameters)
-        return self.scorer.labels.mean(tokens) if weights is None else tokens @ weights.to(tokens)
+        return self.labels(parameters).mean(tokens)
 
     def losses(self, scores: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
         """Return the loss of each demonstration, in nats."""
@@ -246,17 +245,6 @@ class Objective:
         factor = balanced_unit(spread, self.unit.shape[-1])
         self.unit = self.unit * factor.view_as(self.unit)
         return factor, float((spread * factor.square()).sum())
-
-    def linearize(
-        self, parameters: Float[Tensor, " parameters"]
-    ) -> tuple[Linearization, Float[Tensor, "n labels"]]:
-        """Linearize around some parameters; return the label scores too. Raises I2CLError as `first`."""
-        size = self.size
-        slopes = torch.empty(size.examples, size.labels - 1, len(parameters))
-        tokens = self._differentiate(slopes, parameters, self.rows)
-        self._differentiate_words(slopes, tokens, self.rows)
-        scores = self.label_scores(tokens, parameters)
-        return self._linearization(scores, slopes), scores
 
     def relinearize(
         self,

@@ -167,22 +167,20 @@ def read_labelled(
     if labels is None:
         if not cells.multi_label:
             _require_not_swapped(path, rows, text_column, label_column)
-        lookup = LabelLookup(_derive_labels(path, rows, known))
-    elif isinstance(labels, LabelLookup):
-        lookup = labels
-    else:
-        lookup = LabelLookup(labels, (cell for row in rows for cell in row.values[1:]))
+        labels = LabelLookup(_derive_labels(path, rows, known))
+    elif not isinstance(labels, LabelLookup):
+        labels = LabelLookup(labels, (cell for row in rows for cell in row.values[1:]))
     examples = []
     for row in rows:
         with bad.collect():
-            ids = [_class_id(row, cell, lookup) for cell in row.values[1:]]
+            ids = [_class_id(row, cell, labels) for cell in row.values[1:]]
             text = _text(row)
             examples.append(Example.multi_label(text, ids) if cells.multi_label else Example(text, ids[0]))
     bad.raise_unless_skipped(total, skip=skip)
     if bad.count:
         message = f"{path}: {bad.count} of {total} rows are skipped: {bad.summary()}"
         warnings.warn(message, ReadAsWarning, stacklevel=2)
-    return tuple(examples), lookup
+    return tuple(examples), labels
 
 
 def require_learnable(path: Path, examples: Sequence[Example], labels: Sequence[str]) -> None:

@@ -45,6 +45,7 @@ BASELINES = 3  # these two, and logistic regression on embeddings or TF-IDF
 EMBEDDINGS, TFIDF = "sentence_embeddings", "tfidf"  # with one logistic regression per label
 MIN_POSITIVES = 5  # rows with a label, below which its threshold is that of all labels together
 RESAMPLES = 2000
+PUBLISHED = ("micro_f1", "macro_f1", "mean_average_precision", "exact_match")  # by the model card
 
 Probabilities = Float[np.ndarray, "rows labels"]
 Indicators = Bool[np.ndarray, "rows labels"]
@@ -148,9 +149,7 @@ def evaluate_multi_label(
     Raises:
         I2CLError: on an empty text.
     """
-    method, threshold = request.method, request.threshold
-    texts, gold = [row.text for row in plan.rows], indicators(plan.rows, len(task.labels))
-    name = method.full_name
+    texts, name = [row.text for row in plan.rows], request.method.full_name
 
     def refitted(some: Examples) -> Predictor:
         return injection_predictor(refit(some) if plan.folds else injection, decoder, task)
@@ -173,20 +172,33 @@ def evaluate_multi_label(
     runs, not_run = run_all(
         {one: partial(run, fit) for one, fit in fits.items()}, {name, ZERO_SHOT}, observer
     )
-    temperature = best_temperature(runs[name].probabilities, gold, method.temperature_prior)
-    tempered = at_temperature(runs[name].probabilities, temperature)
-    answers = {
-        one: decide(tempered if one == name else run.probabilities, gold, threshold)
-        for one, run in runs.items()
-    }
+    gold = indicators(plan.rows, len(task.labels))
+    return _with_evaluation(injection, runs, not_run, gold, plan, request)
+
+
+def _with_evaluation(
+    injection: Injection,
+    runs: Mapping[str, _Run],
+    not_run: dict[str, str],
+    gold: Indicators,
+    plan: EvaluationPlan,
+    request: FitRequest,
+) -> Injection:
+    """Choose temperature and thresholds, and evaluate the answers that they give."""
+    name, threshold, labels = request.method.full_name, request.threshold, injection.task.labels
+    own = runs[name].probabilities
+    temperature = best_temperature(own, gold, request.method.temperature_prior)
+    tempered = at_temperature(own, temperature)
+    probabilities = {one: run.probabilities for one, run in runs.items()} | {name: tempered}
+    answers = {one: decide(values, gold, threshold) for one, values in probabilities.items()}
     evaluation = MultiLabelEvaluation(
         **asdict(_verdict(answers, gold, name)),
-        rows=len(texts),
+        rows=len(gold),
         split=plan.split,
         methods={one: _score(answers[one], gold, run)._asdict() for one, run in runs.items()},
         not_run=not_run,
-        support=dict(zip(task.labels, gold.sum(0).tolist(), strict=True)),
-        labels=_per_label(answers[name], gold, task.labels),
+        support=dict(zip(labels, gold.sum(0).tolist(), strict=True)),
+        labels=_per_label(answers[name], gold, labels),
         labels_per_row=float(gold.sum(1).mean()),
         threshold=threshold,
         log_loss=float(-np.log(np.where(gold, tempered, 1 - tempered) + 1e-12).mean()),
@@ -196,11 +208,9 @@ def evaluate_multi_label(
     injection = injection.with_report(evaluation=asdict(evaluation))
     if plan.folds:  # the model card publishes only metrics of this fit
         return injection
-    score, published = (
-        evaluation.methods[name],
-        ("micro_f1", "macro_f1", "mean_average_precision", "exact_match"),
-    )
-    return injection.with_report(metrics={one: score[one] for one in published} | {"n": len(texts)})
+    score = evaluation.methods[name]
+    metrics = {one: score[one] for one in PUBLISHED}
+    return injection.with_report(metrics=metrics | {"n": len(gold)})
 
 
 def best_temperature(probabilities: Probabilities, gold: Indicators, prior: tuple[float, float]) -> float:

@@ -188,7 +188,7 @@ class LabellingStore:
         """Return a project. Raises RefusalError (404) if there is none."""
         if (project := self.find(name)) is None:
             message = f"there is no labelling project {name!r}"
-            raise RefusalError(404, "unknown_project", message, "see GET /v1/labelling")
+            raise RefusalError(404, "unknown_project", message, "see GET /v1/labelling/projects")
         return project
 
     def find(self, name: str) -> Project | None:

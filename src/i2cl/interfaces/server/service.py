@@ -107,23 +107,22 @@ class Service:
         self.jobs: Jobs | None = None  # None if read-only
         self.labelling: LabellingStore | None = None  # None if read-only
         if not read_only:
-            self.labelling = LabellingStore(folder / STATE / "labelling.sqlite3")
-            self._resources.callback(self.labelling.close)
-            workers: dict[Kind, Callable[[Job], dict[str, Any]]] = {
-                "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
-                "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
-                "labelling": partial(
-                    labelling.run,
-                    batcher=self.batcher,
-                    store=self.labelling,
-                    encoder=next(iter(enabled), None),
-                ),
-            }
-            self.jobs = Jobs(folder / STATE / "jobs", workers)
-            self.jobs.start()
+            self._start_jobs(folder / STATE, next(iter(enabled), None))
         waiting = "Tokens in queued and running requests"
         self.metrics.watch("i2cl_waiting_tokens", waiting, lambda: self.batcher.waiting)
         self.metrics.watch("i2cl_resident_tasks", "Tasks on the device", lambda: len(pool))
+
+    def _start_jobs(self, state: Path, encoder: str | None) -> None:
+        """Open the labelling projects, and resume the jobs."""
+        self.labelling = LabellingStore(state / "labelling.sqlite3")
+        self._resources.callback(self.labelling.close)
+        workers: dict[Kind, Callable[[Job], dict[str, Any]]] = {
+            "fit": partial(fits.run, batcher=self.batcher, tasks=self.tasks),
+            "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
+            "labelling": partial(labelling.run, batcher=self.batcher, store=self.labelling, encoder=encoder),
+        }
+        self.jobs = Jobs(state / "jobs", workers)
+        self.jobs.start()
 
     @property
     def ready(self) -> bool:
