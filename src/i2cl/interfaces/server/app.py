@@ -15,7 +15,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.decisions import error_response
+from i2cl.interfaces.decision_bodies import error_response
 from i2cl.interfaces.server.guard import Access, Guard, GuardedRoute, policy
 from i2cl.interfaces.server.refusals import RefusalError, model_failed, stopping
 from i2cl.interfaces.server.routes import completions, decisions, labelling, management, schemas
@@ -127,7 +127,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Answer every error with JSON, see `i2cl.interfaces.decisions.error_response`."""
+    """Answer every error with JSON, see `i2cl.interfaces.decision_bodies.error_response`."""
 
     def respond(request: Request, refusal: RefusalError) -> JSONResponse:
         service.metrics.refusals.labels(refusal.code).inc()

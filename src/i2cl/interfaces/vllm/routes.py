@@ -23,18 +23,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.interfaces.decisions import (
+from i2cl.interfaces.decision_bodies import (
     DECISIONS,
     SYSTEMONE,
-    Decision,
     DecisionRequest,
     Diagnostics,
-    Question,
     SystemoneRequest,
-    choose_labels,
     describe,
     error_response,
 )
+from i2cl.interfaces.decisions import Decision, Question, choose_labels
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes.schemas import Classification, Classify, require_text_count
 from i2cl.interfaces.vllm.engine import ASLEEP, DROP, LOAD

@@ -4,7 +4,7 @@ import json
 
 from fastapi import FastAPI, Response
 
-from i2cl.interfaces.decisions import (
+from i2cl.interfaces.decision_bodies import (
     DECISIONS,
     SYSTEMONE,
     DecisionRequest,
