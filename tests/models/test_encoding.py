@@ -336,7 +336,7 @@ def test_word_weights_of_a_fit_are_used(decoder):
     "labels",
     [("ab", "bba", "cd"), ("a", "ab", "ba"), ("b", "ab", "ba", "ac", "ca", "cc"), ("cb", "bc", "c", "b")],
 )
-def test_labels_with_the_same_tokens_are_refused(decoder, labels):
+def test_labels_of_the_same_words_get_a_token_each(decoder, labels):
     result = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
     assert len(set(map(frozenset, result.words))) == len(labels)
     if "bba" in labels:  # two have the same letters, so each is represented by one distinct token
@@ -345,7 +345,7 @@ def test_labels_with_the_same_tokens_are_refused(decoder, labels):
         assert result.ids[0] != result.ids[1]
 
 
-def test_labels_without_a_distinct_token_are_refused(decoder):
+def test_labels_without_a_token_of_their_own_get_an_unused_one(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
     result = label_tokens(decoder.encoder, template, labels, "words")
