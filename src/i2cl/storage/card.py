@@ -338,8 +338,8 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
             yield "Not evaluated (`i2cl fit` evaluates if there are held-out or test rows)."
         return
     yield f"Verdict: {evaluation['verdict']}."
-    heading, rows = score_table(evaluation)
-    lines = [[*rows[0]], ["---", *["---:"] * (len(rows[0]) - 1)], *([*row.values()] for row in rows)]
+    heading, table = score_table(evaluation)
+    lines = [[*table[0]], ["---", *["---:"] * (len(table[0]) - 1)], *([*row.values()] for row in table)]
     yield heading
     yield "\n".join(f"| {' | '.join(line)} |" for line in lines)
     yield from score_notes(evaluation)
