@@ -177,7 +177,7 @@ def _archive() -> Path | None:
 def unpacked(archive: Path) -> Path:
     """Unpack a zip archive of an encoder, once, and return its folder.
 
-    The folder lies in the hub client's cache for other libraries (``HF_ASSETS_CACHE``); its name depends on
+    The folder is in the hub client's cache for other libraries (``HF_ASSETS_CACHE``); its name depends on
     the archive's content. Raises I2CLError if the archive is damaged or contains code, or the folder
     cannot be written.
     """

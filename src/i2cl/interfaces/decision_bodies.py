@@ -105,7 +105,7 @@ class ChoiceQuestion(_DecisionQuestion):
     choices: Annotated[list[Choice], Field(min_length=2, max_length=MAX_CHOICES)]
 
     def options(self) -> tuple[Option, ...]:
-        """Return the options; a boolean stands for several words."""
+        """Return the options; a boolean has several words."""
         return tuple(
             Option(
                 (choice.value,) if isinstance(choice.value, str) else BOOLEAN_WORDS[choice.value],

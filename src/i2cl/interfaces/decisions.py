@@ -1,4 +1,4 @@
-"""Questions of the decision APIs, and which labels of a task stand for the options of a question.
+"""Questions of the decision APIs, and which labels of a task match the options of a question.
 
 `i2cl serve` and the vLLM plugin share this module and `i2cl.interfaces.decision_bodies`; they differ in how
 they find tasks and compute probabilities.
@@ -23,7 +23,7 @@ class Option:
     """One option of a question.
 
     Attributes:
-        words: label words that stand for it. A task may use any of them; zero-shot scores the first.
+        words: label words for it. A task may use any of them; zero-shot scores the first.
         description: shown in zero-shot prompts.
     """
 
@@ -74,7 +74,7 @@ class Decision:
 
     Attributes:
         probabilities: of the options, in their order.
-        labels: label words that stand for the options.
+        labels: label words of the options.
         task: the task that answered; None for zero-shot.
         label_mass: see `i2cl.injections.pool.RowScores`.
     """
@@ -144,7 +144,7 @@ def choose_labels(question: Question, task: AnsweringTask) -> list[int]:
 
 
 def _label_index(option: Option, labels: Sequence[str]) -> int | None:
-    """Return the index of the label that stands for an option."""
+    """Return the index of the label that matches an option."""
     words = [normalize_word(word) for word in option.words]
     return next((labels.index(word) for word in words if word in labels), None)
 

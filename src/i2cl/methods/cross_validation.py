@@ -131,7 +131,7 @@ def cross_validate(
         folds: maximum number of folds, see `fold_rows`.
         seed: see `fold_rows`.
         cost: cost of the fit to all demonstrations. Default: the cost of the first refit.
-        rows: further rows to score, which no refit sees; they are assigned to the folds in turn.
+        rows: further rows to score, unseen by all refits; they are assigned to the folds in turn.
 
     Raises:
         I2CLError: as `fold_rows` and ``refit``.

@@ -405,7 +405,7 @@ class LabellingStore:
         return dict(row)
 
     def candidates(self, project: Project, limit: int) -> list[PoolText]:
-        """Return up to ``limit`` texts that nobody has labelled or has now: a fixed random sample."""
+        """Return up to ``limit`` unlabelled texts that are not leased: a fixed random sample."""
         query = (
             f"SELECT texts.id, text, vector, label {_UNANSWERED} AND leased_until <= ? "
             f"ORDER BY {_RANDOM_ORDER} LIMIT ?"

@@ -225,7 +225,7 @@ LabellerId = Annotated[
 
 
 class Labeller(Body):
-    """Who labels the texts of which project."""
+    """A person who labels the texts of a project."""
 
     project: ProjectName
     labeller: LabellerId
@@ -307,7 +307,7 @@ class Classification(BaseModel):
     ) -> "Classification":
         """Build the response from the probabilities and the number of tokens of each text.
 
-        ``thresholds`` are those of a multi-label task, else None.
+        ``thresholds`` belong to a multi-label task; otherwise they are None.
         """
         data = []
         for index, probs in enumerate(probabilities):
