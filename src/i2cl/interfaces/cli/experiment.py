@@ -1,7 +1,7 @@
 """`i2cl experiment ls|run|pack|unpack` and `i2cl report`."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 if TYPE_CHECKING:
     from i2cl.experiments.grid import Cell, Experiment, Scale
     from i2cl.experiments.records import Record
-    from i2cl.experiments.store import Store
 
 app = typer.Typer(
     help="Run the paper's tables and figures, or your own grids: list, run, pack.", no_args_is_help=True
@@ -99,29 +98,25 @@ def run(
                 raise
             message = f"the store has {len(opened.records)} cells; run the same command to resume"
             raise typer.Abort(message) from None
-    by_status = {status: counts[status] for status in ("done", "failed", "skipped")}
-    by_status["kept"] = len({cell.key for cell in cells}) - len(missing)
+        failures = [opened.records[cell.key] for cell in missing if not opened.done(cell.key)]
+    kept = len({cell.key for cell in cells}) - len(missing)
     if json:
-        console.print_json({"store": str(folder), **by_status})
+        by_status = {status: counts[status] for status in ("done", "failed", "skipped")}
+        console.print_json({"store": str(folder), **by_status, "kept": kept})
     else:
-        _show_run(names, folder, by_status, opened, missing)
+        skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+        summary = (
+            f"{counts['done']} cells done, {counts['failed']} failed{skipped}, {kept} already in the store"
+        )
+        console.say(f"{summary}: {folder}")
+        for one in failures:
+            console.say(f"failed: {_name(one.cell)}: {one.error}")
+        which = [] if names == "all" else ["--experiments", names]
+        console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
+        for reason in {one.error for one in opened.records.values() if one.status == "skipped"}:
+            console.note(f"skipped: {reason} (use a new store to try again)")
     if counts["failed"]:
         raise typer.Exit(1)
-
-
-def _show_run(
-    names: str, folder: Path, counts: Mapping[str, int], store: "Store", run: "Sequence[Cell]"
-) -> None:
-    """Print how many cells have run, the errors of those that failed, and the next command."""
-    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
-    done = f"{counts['done']} cells done, {counts['failed']} failed{skipped}"
-    console.say(f"{done}, {counts['kept']} already in the store: {folder}")
-    for one in (store.records[cell.key] for cell in run if not store.done(cell.key)):
-        console.say(f"failed: {_name(one.cell)}: {one.error}")
-    which = [] if names == "all" else ["--experiments", names]
-    console.say(f"next: {shlex.join(['i2cl', 'report', str(folder), *which])}")
-    for reason in {one.error for one in store.records.values() if one.status == "skipped"}:
-        console.note(f"skipped: {reason} (use a new store to try again)")
 
 
 def _cells(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument
@@ -14,7 +14,6 @@ from typer import Argument
 from i2cl.errors import I2CLError
 from i2cl.injections.threshold import require_confidence
 from i2cl.interfaces.batch_prediction.outputs import (
-    Output,
     open_output,
     require_not_input,
     require_writable_file,
@@ -27,10 +26,6 @@ from i2cl.storage.layout import FILES
 from i2cl.tasks.formats import STDIN, RowFormat
 from i2cl.tasks.rows import BadRows, Query, check_queries
 from i2cl.version import __version__
-
-if TYPE_CHECKING:
-    from i2cl.core.injection import Injection
-    from i2cl.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -103,21 +98,32 @@ def predict(
     settings |= vars(form) | {"output_format": table.kind, "keep": table.kept}
     for name, column in table.renamed.items():
         console.note(f"the kept column {name!r} is renamed to {column!r}: the output has its own {name!r}")
+
+    def scored(texts: list[str]) -> list[list[float]]:
+        return injection.head.probabilities(injection.log_probs(decoder, texts, force=force)).tolist()
+
     given: Any = {"chunk": chunk, "resumes": rereadable, "restart": restart}
     given["finish"] = table.finish if table.deferred else None
-    with open_output(output, table.header, settings, **given) as out, _resumable(out), _count_truncated():
+    with open_output(output, table.header, settings, **given) as out:
         if out.kept:
             console.note(f"resuming after {out.kept} rows of an earlier run")
-        with console.progress(None, "predicting, rows", shown=output is not None) as bar:
-            bar.advance(out.kept)
-            decoder = load.artefact_decoder(injection, places.model, load.automatic(loading))
-            cut: Any = {"size": chunk, "start": out.kept, "numbered": form.row_number}
-            for queries in read_chunks(source, **texts, **cut, skip_bad=form.skip_bad_rows):
-                scores = _scores(injection, decoder, queries, force=force)
-                out.write(_lines(table, queries, scores), len(queries))
-                bar.advance(len(queries))
-                if not rereadable:  # otherwise they were counted before
-                    bad.add(*(query.error for query in queries if query.error is not None))
+        try:
+            with console.progress(None, "predicting, rows", shown=output is not None) as bar:
+                bar.advance(out.kept)
+                decoder = load.artefact_decoder(injection, places.model, load.automatic(loading))
+                cut: Any = {"size": chunk, "start": out.kept, "numbered": form.row_number}
+                with _count_truncated():
+                    for queries in read_chunks(source, **texts, **cut, skip_bad=form.skip_bad_rows):
+                        usable = [query.text for query in queries if query.error is None]
+                        rows = scored(usable) if usable else []
+                        out.write(_lines(table, queries, rows), len(queries))
+                        bar.advance(len(queries))
+                        if not rereadable:  # otherwise they were counted before
+                            bad.add(*(query.error for query in queries if query.error is not None))
+        except KeyboardInterrupt:
+            if not (out.resumes and out.rows):
+                raise
+            raise typer.Abort(f"{out.rows} rows are saved; run the same command to resume") from None
     if output is not None:
         before = f", {out.kept} of them from an earlier run" if out.kept else ""
         console.note(f"Saved {output}: {out.rows} rows in {time.perf_counter() - started:.1f} s{before}.")
@@ -159,29 +165,6 @@ def _lines(table: Table, queries: Sequence[Query], scores: Sequence[Sequence[flo
     rows = [next(usable) if query.error is None else None for query in queries]
     errors = [query.error.why if query.error else "" for query in queries]
     return table.lines(rows, [query.kept for query in queries], errors)
-
-
-def _scores(
-    injection: "Injection", decoder: "Decoder", queries: Sequence[Query], *, force: bool
-) -> list[list[float]]:
-    """Return the label probabilities of the usable rows."""
-    texts = [query.text for query in queries if query.error is None]
-    if not texts:
-        return []
-    rows: list[list[float]]
-    rows = injection.head.probabilities(injection.log_probs(decoder, texts, force=force)).tolist()
-    return rows
-
-
-@contextmanager
-def _resumable(out: Output) -> Iterator[None]:
-    """Say how to resume an interrupted run."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not (out.resumes and out.rows):
-            raise
-        raise typer.Abort(f"{out.rows} rows are saved; run the same command to resume") from None
 
 
 @contextmanager
