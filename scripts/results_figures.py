@@ -17,7 +17,7 @@ from i2cl.experiments.report.results import Results
 from i2cl.experiments.statistics import Accuracy
 from i2cl.injections.temperature import normalised
 from results_confidence import confidence_fits
-from results_tables import LABELS, OURS, STORES, find_line, find_lines, is_complete, results
+from results_tables import LABELS, MODELS, OURS, find_line, find_lines, is_complete, results
 
 INK = {
     "#010101": ("ink", "#1f2328", "#f0f6fc"),
@@ -55,8 +55,8 @@ def bars() -> str:
     """Plot the mean accuracy of the rows of `LABELS` on both models, with 95 % intervals."""
     figure = new_figure(8.6, 6.0)
     panels = figure.subplots(1, 2, width_ratios=(1, 1))
-    for axes, store, model in zip(panels, STORES, ("SmolLM2-135M", "Gemma 3 270M"), strict=True):
-        result = results("real", store)
+    for axes, (model, (experiment, store)) in zip(panels, MODELS.items(), strict=True):
+        result = results(experiment, store)
         lines = find_lines(result, tuple(LABELS))
         accuracies = {
             name: accuracy

@@ -24,6 +24,8 @@ from results_confidence import temperatures, thresholds
 from results_figures import FIGURES
 from results_tables import (
     LABELS,
+    LARGER,
+    MODELS,
     OURS,
     ROOT,
     against_first,
@@ -39,6 +41,7 @@ from results_tables import (
     on_task,
     records,
     results,
+    seeds,
     stored_values,
     table,
 )
@@ -64,6 +67,8 @@ OTHERS = {
     "Linear probe": "Linear probe of the LLM",
 }
 EMBEDDINGS = "sentence_embeddings"
+LARGER_COLUMNS = (OURS, "Few-shot, label prior", "Zero-shot, label prior", "Zero-shot", EMBEDDINGS)
+"""Columns of the larger model's table by task."""
 
 
 def main() -> None:
@@ -87,10 +92,10 @@ def fill(text: str) -> str:
 def measured() -> str:
     """List the numbers of tasks, seeds, queries and cells of each model."""
     parts = []
-    for store, model in (("real", "SmolLM2-135M-Instruct"), ("gemma", "Gemma 3 270M")):
-        result = results("real", store)
+    for model, (experiment, store) in (MODELS | {LARGER: ("larger", "qwen")}).items():
+        result = results(experiment, store)
         parts.append(
-            f"- {model}: {len(result.tasks)} tasks, {result.expected_seeds} seeds, at most "
+            f"- {model}: {len(result.tasks)} tasks, {seeds(result, line_of(result, OURS))} seeds, at most "
             f"{result.setting.limit} queries per task; the store has {len(records(store)):,} cells."
         )
     return "\n".join(parts)
@@ -105,8 +110,8 @@ def accuracies() -> str:
 def verdicts() -> str:
     """Compare anchored calibration with every other row, on both models."""
     rows: list[list[str]] = []
-    for store, model in (("real", "SmolLM2-135M"), ("gemma", "Gemma 3 270M")):
-        result = results("real", store)
+    for model, (experiment, store) in MODELS.items():
+        result = results(experiment, store)
         ours = line_of(result, OURS)
         lines = {name: line for name, line in find_lines(result, tuple(LABELS)).items() if name != OURS}
         lines = {name: line for name, line in lines.items() if is_complete(result, line)}
@@ -119,6 +124,30 @@ def verdicts() -> str:
         ]
     head = ["Row", "Mean", "Anchored minus row", "95 % interval", "q", "Stored values per task"]
     return table(head, rows)
+
+
+def larger() -> str:
+    """Compare anchored calibration with every other row on the larger model, whose rows differ in seeds."""
+    result = results("larger", "qwen")
+    ours = line_of(result, OURS)
+    lines = {
+        name: line
+        for name, line in find_lines(result, tuple(LABELS)).items()
+        if line != ours and 3 * len(result.tasks_of(line)) > 2 * len(result.tasks)
+    }
+    cells = differences(result, {name: (ours, line) for name, line in lines.items()})
+    rows = [[f"**{LABELS[OURS]}**", average(result, ours), seeds(result, ours), "", "", ""]]
+    rows += [
+        [LABELS[name], average(result, line), seeds(result, line), *cells[name]]
+        for name, line in lines.items()
+    ]
+    return table(["Row", "Mean", "Seeds", "Anchored minus row", "95 % interval", "q"], rows)
+
+
+def larger_by_task() -> str:
+    """Tabulate the accuracy of the larger model on every task."""
+    result = results("larger", "qwen")
+    return by_task(result, find_lines(result, LARGER_COLUMNS))
 
 
 def losses() -> str:
@@ -370,6 +399,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "by-task": accuracies,
     "verdicts": verdicts,
     "losses": losses,
+    "larger": larger,
+    "larger-by-task": larger_by_task,
     "together": together,
     "products": products,
     "table-1": table_1,

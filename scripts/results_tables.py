@@ -21,7 +21,10 @@ from i2cl.experiments.statistics import Comparison, Difference
 from i2cl.experiments.store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
-STORES = {"real": "docs/experiments/real/store", "gemma": "docs/experiments/gemma/store"}
+STORES = {name: f"docs/experiments/{name}/store" for name in ("real", "gemma", "qwen")}
+MODELS = {"SmolLM2-135M": ("real", "real"), "Gemma 3 270M": ("real", "gemma")}
+"""Experiment and store of each model with all rows and seeds."""
+LARGER = "Qwen2.5-Coder-1.5B"
 
 OURS = "Anchored"
 FALLBACKS = {OURS: "Anchored, recompute all"}
@@ -33,7 +36,10 @@ LABELS = {
     "Zero-shot, batch calibration": "Zero-shot, batch calibration",
     "Few-shot (ICL)": "Few-shot",
     "Few-shot, label prior": "Few-shot, label prior",
+    "Options by letter": "Options by letter, as in decision APIs",
+    "Options by letter, few-shot": "Options by letter, few-shot",
     "TF-IDF": "TF-IDF + logistic regression",
+    "TF-IDF, character n-grams": "Character n-grams + logistic regression",
     "Linear probe": "Linear probe of the LLM",
     "I2CL": "I2CL, fast recipe",
     "IA3": "IA3",
@@ -102,6 +108,11 @@ def average(result: Results, line: Line) -> str:
         return NO_RESULT
     missing = "" if tasks == len(result.tasks) else f" ({tasks} of {len(result.tasks)} tasks)"
     return format_accuracy(accuracy.mean, accuracy.sd, accuracy.seeds) + missing
+
+
+def seeds(result: Results, line: Line) -> str:
+    """Format the number of seeds that a line has on all of its tasks."""
+    return str(len(result.shared_seeds(line, result.tasks_of(line))))
 
 
 def on_task(result: Results, line: Line, task: str) -> str:
