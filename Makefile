@@ -95,6 +95,11 @@ docs-results: $(READY)  ## docs/experiments (runs what the committed store lacks
 	$(VENV)/bin/python scripts/architectures_table.py --measure > docs/architectures.md.new
 	mv docs/architectures.md.new docs/architectures.md
 
+.PHONY: report
+report: $(READY)  ## results/report.pdf, the technical report, from the committed stores
+	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[report]'
+	$(VENV)/bin/python scripts/report_pdf.py results/report.pdf
+
 real-results: $(REAL) $(ENCODER)  ## docs/experiments/real: goes on with the committed store (hours; I2CL_DATA_DIR holds the nine tasks)
 	test -d results/real || $(VENV)/bin/i2cl experiment unpack docs/experiments/real/store results/real
 	$(VENV)/bin/i2cl experiment run $(AS_WRITTEN) --model smollm2 --store results/real

@@ -154,6 +154,8 @@ def learning() -> str:
     for axes, (result, task) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
         draw_curves(axes, result, task)
         axes.set_title(task, fontsize=10, color="#010101")
+        axes.set_xlabel("")  # one label for all panels, because six would overlap
+    figure.supxlabel("demonstrations per class", fontsize=10, color="#010101")
     figure.axes[0].set_ylabel("accuracy, %", color="#010101")
     handles = {
         label: handle

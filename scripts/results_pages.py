@@ -20,6 +20,7 @@ from i2cl.experiments.report.results import Line, Results, outcome
 from i2cl.experiments.report.tables import NO_RESULT, format_accuracy, format_interval, format_points
 from i2cl.experiments.statistics import Difference, accuracy, difference
 from i2cl.injections.temperature import TYPICAL_TEMPERATURE, normalised
+from results_claims import OTHER_MODELS, claims, few_shot_with_prior, summary
 from results_confidence import temperatures, thresholds
 from results_figures import FIGURES
 from results_tables import (
@@ -46,7 +47,7 @@ from results_tables import (
     table,
 )
 
-PAGES = ("docs/results.md", "docs/ablations.md", "docs/guide/confidence.md")
+PAGES = ("docs/results.md", "docs/ablations.md", "docs/guide/confidence.md", "docs/does_it_hold.md")
 
 COLUMNS = (
     OURS,
@@ -419,6 +420,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "frequent": frequent,
     "chat": chat,
     "greedy": greedy,
+    "claims-summary": summary,
+    "claims": claims,
+    "claims-prior": few_shot_with_prior,
+    "claims-elsewhere": partial(claims, OTHER_MODELS, tested=True),
 }
 
 

@@ -61,15 +61,20 @@ def records(store: str) -> tuple[Record, ...]:
 
 
 @cache
-def results(name: str, store: str = "real", limit: int | None = None, skew: int = 1) -> Results:
-    """Return the results of an experiment with this number of queries (default: the largest) and skew.
+def all_results(name: str, store: str = "real") -> list[Results]:
+    """Return the results of an experiment by setting, by descending number of queries.
 
     Seeds above the experiment's own are dropped. Another experiment ran them on some tasks only, and the
     means on each task and over all tasks must use the same seeds.
     """
     experiment = load_experiment(name)
     own_seeds = [one for one in records(store) if one.cell.seed < experiment.full.seeds]
-    by_setting = results_of(experiment, own_seeds)
+    return results_of(experiment, own_seeds)
+
+
+def results(name: str, store: str = "real", limit: int | None = None, skew: int = 1) -> Results:
+    """Return the results of an experiment with this number of queries (default: the largest) and skew."""
+    by_setting = all_results(name, store)
     return next(one for one in by_setting if limit in (None, one.setting.limit) and one.setting.skew == skew)
 
 
