@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import matplotlib as mpl
-import typst
 
 from results_claims import MAIN_MODEL, OTHER_MODELS, claims
 from results_figures import FIGURES, INK
@@ -20,7 +19,9 @@ TEMPLATE = ROOT / "scripts" / "report.typ"
 
 
 def build() -> bytes:
-    """Return the report as PDF."""
+    """Return the report as PDF. Needs the extra ``report``."""
+    import typst
+
     text = TEMPLATE.read_text(encoding="utf-8")
     makers = PARTS | {
         "table-1-by-task": table_1_by_task,
