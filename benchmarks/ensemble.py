@@ -113,11 +113,12 @@ def weak_evidence(one: Scores, rows: int) -> list[dict[str, float]]:
 def show(collected: dict[tuple[str, int], Scores], records: dict[str, dict[str, Any]]) -> None:
     """Print the mean of each method, and the difference of the ensemble from it."""
     tasks = sorted({task for task, _ in collected})
+    seeds = sorted(set.intersection(*({seed for name, seed in collected if name == task} for task in tasks)))
     right = {
         method: [
-            np.stack([records[f"{task} {seed}"][method]["right"] for seed in range(4)])
+            np.stack([records[f"{task} {seed}"][method]["right"] for seed in seeds])
             for task in tasks
-            if all(method in records.get(f"{task} {seed}", {}) for seed in range(4))
+            if all(method in records.get(f"{task} {seed}", {}) for seed in seeds)
         ]
         for method in (*METHODS, *RIVALS)
     }
