@@ -99,8 +99,11 @@ def test_query_that_does_not_fit_is_reported_and_other_errors_propagate():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can set the mark back")
-def test_peak_memory_covers_only_the_block():
+@pytest.mark.parametrize("kept_bytes", ["0", str(2**31 - 1)])
+def test_peak_memory_covers_only_the_block(kept_bytes, monkeypatch):
     """In a separate process, since garbage of other tests would be freed during the block."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", kept_bytes)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", kept_bytes)
     code, out, err = finished(MEASURED)
     assert code == 0, err
     large, small = map(int, out.split())

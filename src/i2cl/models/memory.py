@@ -1,5 +1,6 @@
 """Memory of the machine and of accelerators: sizes, limits of batches, recovery from out-of-memory errors."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ class Peak:
 def peak_memory(device: torch.device) -> Iterator[Peak]:
     """Measure the peak memory of a block; the numbers are available when it ends.
 
-    On Linux the process's high-water mark is reset first
+    On Linux freed memory is returned and the process's high-water mark is reset first
     (https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html). Elsewhere the mark covers the whole
     life of the process.
     """
@@ -125,6 +126,9 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         yield peak
         peak.bytes = torch.cuda.max_memory_allocated(device)
         return
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     peak = Peak(start=_resident_peak())
