@@ -310,7 +310,8 @@ def test_a_file_with_its_own_columns_and_a_test_file_is_fitted(open_page, url):
     expect_text(page, "#state", "Task my tickets is ready, fitted on 2 examples")
     expect_text(page, "#counted", "^2 rows, 1 test rows")
     expect_text(page, "#evaluation", "Accuracy on 1 rows")
-    assert Client(url).tasks()[-1]["labels"] == ["billing", "bug"]
+    labels = {task["id"]: task["labels"] for task in Client(url).tasks()}
+    assert labels["my tickets"] == ["billing", "bug"]
     Client(url).delete("my tickets")
 
 
