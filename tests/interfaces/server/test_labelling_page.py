@@ -43,6 +43,7 @@ def label_by_keyboard(page, count):
     """Give the gold labels of the next texts by the keyboard alone."""
     page.focus("#text")
     for _ in range(count):
+        page.wait_for_selector("#answer:not([aria-busy=true])")  # until then, keys that save are ignored
         before = page.inner_text("#text")
         page.keyboard.press(str(TASK.labels.index(GOLD[before]) + 1))
         page.keyboard.press("Enter")

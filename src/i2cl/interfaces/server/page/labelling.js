@@ -180,11 +180,13 @@ function showFinishError(error) {
 async function act(action) {
   if (busy || !project) return;
   busy = true;
+  $("answer").ariaBusy = "true";
   const inside = $("answer").contains(document.activeElement);
   try {
     await action();
     await nextTexts();
   } catch (error) { showSaveError(error); } finally { busy = false; }
+  $("answer").ariaBusy = "false";
   if (inside && !$("answer").hidden) $("text").focus();
 }
 
