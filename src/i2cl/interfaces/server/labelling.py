@@ -204,7 +204,7 @@ def _vectors(
     pool: Sequence[PoolText],
     encoder: str | None,
 ) -> dict[str, Vector]:
-    """Return vectors by text, of which new ones are saved."""
+    """Return the vector of each text, and save new ones."""
     unknown = [one for one in pool if one.vector is None]
     vectors = {one.text: np.frombuffer(one.vector, np.float32) for one in pool if one.vector is not None}
     if unknown:
