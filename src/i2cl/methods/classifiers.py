@@ -226,24 +226,44 @@ class SetFit(Method):
         require_two_classes(self.name, task, demonstrations)
         require_texts([example.text for example in demonstrations])
         encoder = load_encoder(self.config.encoder, str(decoder.device))
-        head = _train(encoder, demonstrations, seed)
+        from sklearn.linear_model import LogisticRegression
+
+        targets = [one.label for one in demonstrations]
+        head = train_setfit(
+            encoder, LogisticRegression(), [one.text for one in demonstrations], targets, seed
+        )
         encoder.to(decoder.device).eval()
         weights = list(encoder.parameters())
         cost = Cost.of(*weights, trained=sum(weight.numel() for weight in weights)) + regression_cost(head)
         return ClassifierPredictor(partial(embed, encoder), head, len(task.labels), cost)
 
 
-def _train(encoder: Any, demonstrations: Examples, seed: int) -> Any:
-    """Fine-tune an encoder in place, and return a classifier fitted to its vectors."""
+def train_setfit(
+    encoder: Any,
+    head: Any,
+    texts: Sequence[str],
+    targets: Sequence[int] | Sequence[Sequence[int]],
+    seed: int,
+    strategy: str | None = None,
+) -> Any:
+    """Fine-tune an encoder in place, and return a classifier fitted to its vectors.
+
+    Args:
+        encoder: a ``SentenceTransformer``.
+        head: the scikit-learn classifier.
+        texts: training texts.
+        targets: the label index of each text, or a list of zeros and ones for a multi-label task.
+        seed: of the pairs and of the training.
+        strategy: setfit's ``multi_target_strategy``, for a multi-label task.
+    """
     from datasets import Dataset
     from setfit import SetFitModel, Trainer, TrainingArguments, logging
-    from sklearn.linear_model import LogisticRegression
     from transformers import PrinterCallback, ProgressCallback
 
     logging.set_verbosity_warning()  # importing setfit sets it to info
     # SetFitModel.from_pretrained would unpickle the classifier of a folder, which can run code.
-    model = SetFitModel(model_body=encoder, model_head=LogisticRegression())
-    rows = Dataset.from_list([{"text": one.text, "label": one.label} for one in demonstrations])
+    model = SetFitModel(model_body=encoder, model_head=head, multi_target_strategy=strategy)
+    rows = Dataset.from_dict({"text": list(texts), "label": list(targets)})
     with _restore_random_state(), _hide_progress_bars(), tempfile.TemporaryDirectory() as folder:
         quiet = {"show_progress_bar": False, "report_to": "none", "logging_strategy": "no"}
         arguments = TrainingArguments(output_dir=folder, save_strategy="no", seed=seed, **quiet)

@@ -98,7 +98,9 @@ class MultiLabelEvaluation(Verdict):
     log_loss: float
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
+    """Probabilities of one method on the rows, and its cost."""
+
     probabilities: Probabilities
     fit_seconds: float
     milliseconds_per_query: float
@@ -154,7 +156,7 @@ def evaluate_multi_label(
     def refitted(some: Examples) -> Predictor:
         return injection_predictor(refit(some) if plan.folds else injection, decoder, task)
 
-    def run(fit: Callable[[Examples], Predictor]) -> _Run:
+    def run(fit: Callable[[Examples], Predictor]) -> Run:
         started = time.perf_counter()
         predictor: Predictor
         if plan.folds:
@@ -166,9 +168,9 @@ def evaluate_multi_label(
         probabilities = predictor.log_probs(texts, observer.scored).double().exp().numpy()
         milliseconds = 1000 * (time.perf_counter() - fitted) / len(texts)
         fit_seconds = seconds if fit is refitted else (fitted - started) / max(1, plan.folds)
-        return _Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
+        return Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
 
-    fits = _baselines(decoder, task, plan) | {name: refitted}
+    fits = baselines(decoder, task, plan) | {name: refitted}
     runs, not_run = run_all(
         {one: partial(run, fit) for one, fit in fits.items()}, {name, ZERO_SHOT}, observer
     )
@@ -178,7 +180,7 @@ def evaluate_multi_label(
 
 def _with_evaluation(
     injection: Injection,
-    runs: Mapping[str, _Run],
+    runs: Mapping[str, Run],
     not_run: dict[str, str],
     gold: Indicators,
     plan: EvaluationPlan,
@@ -195,7 +197,7 @@ def _with_evaluation(
         **asdict(_verdict(answers, gold, name)),
         rows=len(gold),
         split=plan.split,
-        methods={one: _score(answers[one], gold, run)._asdict() for one, run in runs.items()},
+        methods={one: score_answers(answers[one], gold, run)._asdict() for one, run in runs.items()},
         not_run=not_run,
         support=dict(zip(labels, gold.sum(0).tolist(), strict=True)),
         labels=_per_label(answers[name], gold, labels),
@@ -271,10 +273,13 @@ def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold)
     return answers
 
 
-def _baselines(
+def baselines(
     decoder: Decoder, task: Task, plan: EvaluationPlan
 ) -> dict[str, Callable[[Examples], Predictor]]:
-    """Return how each baseline is fitted to demonstrations."""
+    """Return how each baseline is fitted to demonstrations.
+
+    Without cross-validation, the label frequencies are those of all training rows that are not in the plan.
+    """
     labels, scored = len(task.labels), {row.text for row in plan.rows}
     training = () if plan.folds else [row for row in task.train if row.text not in scored]
 
@@ -330,12 +335,12 @@ def _tfidf(labels: int, shown: Examples) -> Predictor:
 
 
 def _verdict(answers: Mapping[str, Indicators], gold: Indicators, fit: str) -> Verdict:
-    counts = {name: _counts(one, gold) for name, one in answers.items()}
+    counts = {name: label_counts(one, gold) for name, one in answers.items()}
     rivals = {name: compare(counts[fit], one) for name, one in counts.items() if name != fit}
     return verdict(rivals, len(gold), FREE)
 
 
-def _counts(answers: Indicators, gold: Indicators) -> Int[np.ndarray, "rows 2"]:
+def label_counts(answers: Indicators, gold: Indicators) -> Int[np.ndarray, "rows 2"]:
     """Return twice the number of correct labels of each row, and that of its predicted and true labels."""
     return np.stack([2 * (answers & gold).sum(1), answers.sum(1) + gold.sum(1)], 1)
 
@@ -368,10 +373,11 @@ def compare(fit: Int[np.ndarray, "rows 2"], rival: Int[np.ndarray, "rows 2"]) ->
     return Comparison(difference, *_interval(samples), p, float(n * samples.var() + difference**2))
 
 
-def _score(answers: Indicators, gold: Indicators, run: _Run) -> Score:
+def score_answers(answers: Indicators, gold: Indicators, run: Run) -> Score:
+    """Compute the metrics of a method's answers."""
     from sklearn.metrics import average_precision_score, f1_score
 
-    counts = _counts(answers, gold)
+    counts = label_counts(answers, gold)
     present = np.flatnonzero(gold.any(0))
     precisions = [average_precision_score(gold[:, label], run.probabilities[:, label]) for label in present]
     low, high = _interval(_bootstrap(counts)[0])
