@@ -4,15 +4,16 @@ Beyond the paper. "Noisy Self-calibration" minimizes the cross-entropy over the 
 teaches the model to say some label word, and its coefficients may move far from the plain model. Here the
 labels compete with each other only. The objective is
 
-    sum of -w log p(label | query, label words) + tau/2 |theta / s|^2
+    sum of -w log p(label | query, label words) + tau/2 |b / s|^2
 
-where theta are the vectors that are added to each sublayer's output and w is the weight of a demonstration, 1
-by default. The unit s has one value per sublayer, chosen so that every sublayer moves the label scores
-equally: one over the root of the Fisher information at the start of the fit, where all labels count as
-equally probable, averaged over the values of the sublayer. tau follows from ``prior_std``: the standard
-deviation of a query's label scores under the prior, in nats, which means the same on every model. The prior
-is wide. A fit of few examples stays close to the plain model because it starts there and stops early; a
-narrow prior costs accuracy (docs/results.md).
+where b are the vectors that are added to each sublayer's output and w is the weight of a demonstration, 1 by
+default. The solvers' ``parameters`` are b / s. The unit s has one value per sublayer, chosen so that every
+sublayer moves the label scores equally: one over the root of the Fisher information at the start of the fit,
+where all labels count as equally probable, averaged over the values of the sublayer. tau follows from
+``prior_std``: the standard deviation, under the prior, of the label scores around their mean for the query,
+averaged over labels and demonstrations. It is in nats, so it means the same on every model. The prior is
+wide. A fit of few examples stays close to the plain model because it starts there and stops early; a narrow
+prior costs accuracy (docs/ablations.md).
 
 Labels are scored by their first tokens, or by their words where first tokens are shared. Small fits are
 solved by `i2cl.core.gauss_newton`, large ones by `i2cl.core.adamw`; `i2cl.core.plan` chooses. One more vector
@@ -53,8 +54,8 @@ class AnchoredConfig(Settings):
         sublayers: which sublayers get a vector: both of every layer, one of them, or each block's output.
         prior_std: standard deviation of the label scores under the prior, in nats, at most 10,000; 0 yields
             the plain model.
-        steps: maximum number of Gauss-Newton steps. AdamW has its own schedule: of this and the next three
-            options it uses only whether ``steps`` is 0.
+        steps: maximum number of Gauss-Newton steps. 0 yields the plain model. AdamW has its own
+            number of steps, and ignores ``tolerance``, ``trust`` and ``settled``.
         tolerance: relative gain of the objective by an undamped step below which the solver stops.
         trust: share of the predicted gain that a step must achieve; otherwise it is damped. With 0 any gain
             is accepted.

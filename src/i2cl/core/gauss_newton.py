@@ -83,7 +83,7 @@ def fit_gauss_newton(
         history.append(at.loss)
         if progress is not None:
             progress(number + 1, steps, at.loss)
-        if gain * at.damping < tolerance:  # the damping divides the gain of a step
+        if gain * at.damping < tolerance:  # a step damped by d gains about 1 / d of an undamped one
             break
     return Solution(at.parameters, tau if math.isfinite(tau) else None, tuple(history))
 
@@ -106,7 +106,8 @@ def gauss_newton_step(
     directional = (point.jacobian @ start).double().view_as(point.differences)
     kernel = kernel_matrix(point.jacobian)
     while damping <= max_damping:
-        prior_share = 1 / damping  # how far the proximal term's center lies towards the plain model
+        # prior and proximal term add up to a quadratic with center (1 - 1 / damping) * start
+        prior_share = 1 / damping
         offset = point.differences - prior_share * directional
         dual = solve_kernel_regression(offset, kernel, tau * damping, point.example_weights)
         moved = (1 - prior_share) * start + point.jacobian.T @ dual.float()

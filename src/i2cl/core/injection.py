@@ -180,7 +180,8 @@ class Injection:
     of calibration are stored in this linear form, so (0, 1) always means an unchanged sublayer.
 
     Attributes:
-        context: the context vector, axes [layer, (mha, mlp), d].
+        context: one vector per sublayer, extracted (I2CL) or fitted (anchored calibration); axes [layer,
+            (mha, mlp), d].
         coefficients: axes [layer, (mha, mlp), (lambda, beta)].
         task: name, label words and template; saved without its splits.
         base: the model it belongs to.

@@ -27,7 +27,7 @@ from i2cl.models.encoding import LabelTokens
 from i2cl.models.scoring import in_order
 from i2cl.models.training import Backward
 
-RIDGE = 0.001  # nats per mean square of the vector, in units of the residual stream's
+RIDGE = 0.001  # nats per mean(u^2), where the vector is u times the root mean square of the residual stream
 MAX_EVALUATIONS = 60
 MIN_NORM = 1e-3  # share of the stream's norm below which a vector that still changes an answer is dropped
 BATCH_ROWS = 128  # rows that run together; each has the logits of a whole vocabulary
@@ -59,9 +59,10 @@ def raise_label_mass(
         vector, before = torch.zeros_like(states[0]), tail.mass(states)
         with suppress(_NotFiniteError):
             vector = tail.vector(states, tail.label_directions())
+        typical = states.norm(dim=-1).mean()
         answers = tail.answers(states)  # a norm with biases, or a head with several layers, may change them
         while vector.any() and not torch.equal(tail.answers(states + vector), answers):
-            vector = vector / 2 if vector.norm() > MIN_NORM * states.norm() else torch.zeros_like(vector)
+            vector = vector / 2 if vector.norm() > MIN_NORM * typical else torch.zeros_like(vector)
         after = tail.mass(states + vector)
     if not after > before:  # True for NaN
         vector, after = torch.zeros_like(vector), before

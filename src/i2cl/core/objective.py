@@ -217,8 +217,8 @@ class Objective:
     def set_unit_by_gold(self, most: int = MAX_UNIT_EXAMPLES) -> float:
         """Set the unit from the gold labels of up to ``most`` demonstrations.
 
-        This takes a single backward pass. The variance of the gold label's score around the mean of all
-        labels, over demonstrations, equals that over labels where classes are equally frequent.
+        A cheap estimate of `score_variance`: with balanced classes the gold label stands in for a label drawn
+        at random, so one backward pass is enough.
 
         Returns:
             The variance of the label scores under a unit prior.

@@ -52,8 +52,8 @@ def apply_class_weight(
     Args:
         demonstrations: labelled examples.
         labels: the task's label words.
-        class_weight: ``"balanced"`` for the sum of all weights over the number of classes and the sum of the
-            class's weights, which is 1 for each of equally frequent classes; or (label word, weight) pairs.
+        class_weight: ``"balanced"`` for total weight / (number of classes x the class's weight), which is 1
+            if classes are equally frequent; or (label word, weight) pairs.
 
     Raises:
         I2CLError: if a label word is not one of the task's while some class has no weight.

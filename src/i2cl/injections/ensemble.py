@@ -40,7 +40,7 @@ class WeightPrior(NamedTuple):
 TEXT_PRIORS: Mapping[str, WeightPrior] = MappingProxyType(
     {EmbeddingsExpert.name: WeightPrior(0.8, 0.9), TfidfExpert.name: WeightPrior(0.5, 0.9)}
 )
-"""Priors of the text experts: their best weights on eleven tasks are between 0 and 2.3 (docs/ensemble.md)."""
+"""Priors of the text experts, whose best weights on eleven tasks are between 0 and 2.3."""
 
 
 def _names(value: Any) -> Any:

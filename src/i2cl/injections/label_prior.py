@@ -71,7 +71,8 @@ def with_label_prior(
 def without_label_prior(injection: Injection) -> Injection:
     """Return an injection without its `label_bias`, and without results that were measured with it.
 
-    Raises I2CLError for a multi-label task, whose bias holds the thresholds.
+    Raises I2CLError for a multi-label task, whose bias shifts each label's log-odds; see
+    `i2cl.core.multi_label.frequency_bias`.
     """
     injection.task.require_single_label("a label prior", "leave out --drop-prior")
     if injection.head.bias is None:

@@ -308,7 +308,8 @@ class LabelTokens:
     """The tokens of each label as they follow a prompt.
 
     Attributes:
-        ids: token ids of each label; for word-level scoring, one token that represents it in exports.
+        ids: token ids of each label. For word-level scoring, one token per label that stands in for it where
+            a single token is needed, such as in exports.
         full: whether full sequences are scored.
         line: text between the template's query and the label, which becomes part of the query.
         words: for word-level scoring, the tokens of each label; otherwise empty.
