@@ -213,6 +213,28 @@ def test_edit_that_returns_none_changes_nothing(decoder):
     assert look.seen == [(layer, index, True) for layer in (0, 1) for index in (0, 1)]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "training", "limit", "plain"),
+    [
+        (torch.bfloat16, True, 512, True),
+        (torch.bfloat16, True, 6, False),  # a text of 7 tokens is longer
+        (torch.bfloat16, False, 512, False),
+        (torch.float32, True, 512, False),
+    ],
+)
+def test_plain_attention_in_half_precision_training_alone(monkeypatch, dtype, training, limit, plain):
+    class Look(Edit):
+        def output(self, layer, index, output, batch):
+            fused.append(torch.backends.cuda.flash_sdp_enabled())
+
+    fused = []
+    monkeypatch.setattr("i2cl.models.decoder.MAX_PLAIN_ATTENTION", limit)
+    with torch.set_grad_enabled(training):
+        decoder_of("llama", dtype).forward(BATCH, edit=Look())
+    assert fused == [not plain] * 4
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_decoders_of_one_model_share_its_lock():
     model = tiny_model("llama")
     one, other = (Decoder(model, tiny_tokenizer(), name="tiny") for _ in range(2))

@@ -3,14 +3,16 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from i2cl.errors import I2CLError, is_out_of_memory
@@ -48,7 +50,16 @@ CPU_KEY_BUDGET = 4096
 # https://arxiv.org/abs/2205.05198, section 4.1). An upper bound, since frozen weights need less.
 ACTIVATION_BYTES = 34
 
+MAX_PLAIN_ATTENTION = 512  # tokens; beyond, plain attention takes longer than PyTorch's fused kernel
+_ATTENTION = RLock()  # PyTorch's choice of a kernel is one for the whole process
+
 PROBE = "The quick brown fox jumps over the lazy dog.\nIt does so again, 42 times: why?"
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    with _ATTENTION, sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 class Decoder:
@@ -268,13 +279,24 @@ class Decoder:
         select = partial(batching.gather, positions, batch.packed)
         at_head = edit_inputs([(self.model.get_output_embeddings(), select)])
         replaying = nullcontext() if replay is None else replay.during(batch)
-        with lock_of(self.model), at_head, replaying, editing(edit, self.blocks, self.hook_points, batch):
+        attention = self._attention(batch.input_ids.shape[1])
+        changed = editing(edit, self.blocks, self.hook_points, batch)
+        with lock_of(self.model), at_head, replaying, attention, changed:
             logits: Tensor = self.model(input_ids=batch.input_ids, **arguments).logits
         if not torch.is_grad_enabled():
             # A logit of +inf makes every other token impossible, so that the first label would win a tie of
             # -inf. It becomes NaN, which is refused; finite logits do not change.
             logits = logits + 0 * logits.amax(-1, keepdim=True)
         return logits
+
+    def _attention(self, width: int) -> AbstractContextManager[None]:
+        """Return the context that chooses the attention kernel of a pass.
+
+        On a CPU the backward pass of PyTorch's fused attention is slow in half precision: plain attention
+        saves a third of a whole backward pass over texts of 40 tokens (docs/performance.md).
+        """
+        slow = self.device.type == "cpu" and self.model.dtype.itemsize == 2 and torch.is_grad_enabled()
+        return _plain_attention() if slow and width <= MAX_PLAIN_ATTENTION else nullcontext()
 
     def _can_reuse(self, prefix: Prefix, width: int) -> bool:
         """Return whether a prefix's keys are valid before ``width`` more tokens.
