@@ -1,7 +1,7 @@
 """Multi-label accuracy of `i2cl fit`, its baselines, SetFit and LoRA, one line of JSON per method and seed.
 
     python benchmarks/multi_label.py results.jsonl --data DIR/goemotions --dtype bfloat16
-    python benchmarks/multi_label.py results.jsonl --data topics.csv --rows 150
+    python benchmarks/multi_label.py results.jsonl --data topics.csv --rows 150 --characters 500
     python benchmarks/multi_label.py results.jsonl --table
 
 The data is the folder of GoEmotions, or a file with the columns ``text`` and ``labels``, joined by ``;``.
@@ -211,8 +211,11 @@ def single_label_ratio(setting: Setting, scorer: Scorer) -> float:
     return float(ours / plain)
 
 
-def load(path: Path, count: int, rows: int) -> Task:
-    """Read a task with its most frequent labels, and draw its test rows; other labels are dropped."""
+def load(path: Path, count: int, rows: int, characters: int | None) -> Task:
+    """Read a task with its most frequent labels, and draw its test rows.
+
+    Other labels are dropped, and texts are cut to some characters, if given.
+    """
     if path.is_dir():
         words = json.loads((path / "labels.json").read_text())
         train, test = (
@@ -229,7 +232,10 @@ def load(path: Path, count: int, rows: int) -> Task:
     frequency = Counter(label for row in train for label in row.ids)
     place = {label: number for number, (label, _) in enumerate(frequency.most_common(count))}
     train, test = (
-        tuple(Example.multi_label(row.text, [place[one] for one in row.ids if one in place]) for row in part)
+        tuple(
+            Example.multi_label(row.text[:characters], [place[one] for one in row.ids if one in place])
+            for row in part
+        )
         for part in (train, test)
     )
     labels = tuple(words[label] for label in place)
@@ -245,6 +251,7 @@ def main() -> None:
     parser.add_argument("--dtype", help="such as bfloat16 (default: float32 on a CPU)")
     parser.add_argument("--labels", type=int, default=28, help="most frequent labels to keep")
     parser.add_argument("--shots", type=int, default=5, help="examples per label")
+    parser.add_argument("--characters", type=int, help="length to cut texts to (default: uncut)")
     parser.add_argument("--rows", type=int, default=500, help="test rows")
     parser.add_argument("--seeds", type=int, default=4, help="number of seeds")
     parser.add_argument("--methods", nargs="+", default=list(METHODS)[:6], choices=METHODS, help="to run")
@@ -257,9 +264,10 @@ def main() -> None:
         return
     if given.data is None:
         parser.error("--data is missing: give the folder of GoEmotions or a file")
-    task, decoder = load(given.data, given.labels, given.rows), None
+    task, decoder = load(given.data, given.labels, given.rows, given.characters), None
     same = {"data": task.name, "model": given.model, "dtype": given.dtype or "float32"}
     same |= {"labels": len(task.labels), "shots": given.shots, "rows": given.rows}
+    same |= {"characters": given.characters} if given.characters else {}
     for name, seed in product(given.methods, range(given.seeds)):
         key = same | {"method": name, "seed": seed}
         if any(key.items() <= record.items() for record in records):
