@@ -53,8 +53,8 @@ def reliability() -> str:
 
 def bars() -> str:
     """Plot the mean accuracy of the rows of `LABELS` on both models, with 95 % intervals."""
-    figure = new_figure(8.6, 6.0)
-    panels = figure.subplots(1, 2, width_ratios=(1, 1))
+    figure = new_figure(4.9, 9.6)  # narrow, for phones
+    panels = figure.subplots(len(MODELS), 1)
     for axes, (model, (experiment, store)) in zip(panels, MODELS.items(), strict=True):
         result = results(experiment, store)
         lines = find_lines(result, tuple(LABELS))
