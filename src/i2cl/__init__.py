@@ -1,8 +1,8 @@
 """Implicit in-context learning for frozen decoder LLMs.
 
-A few labelled examples become one context vector plus four scalars a layer, injected into the
-residual stream: few-shot accuracy at zero-shot cost. Its names are listed in `__init__.pyi`; each is
-loaded on first use, so importing the package is cheap.
+A few labelled examples become one vector per sublayer, fitted around the plain model and added to the
+sublayer's output: a query costs what a zero-shot prompt costs. Its names are listed in `__init__.pyi`;
+each is loaded on first use, so importing the package is cheap.
 """
 
 import lazy_loader

@@ -1,41 +1,4 @@
-"""The interface of a method, with all that a new one needs.
-
-A method has a name and a `fit`, which returns a predictor; a predictor has a cost, and `log_probs` of shape
-(texts, labels). This method ignores the text and predicts the smoothed frequencies of the labels:
-
-    import torch
-    from dataclasses import dataclass, field
-    from pydantic import Field
-    from i2cl.methods.base import Cost, Method
-    from i2cl.models.training import Settings
-
-    class FrequencyConfig(Settings):
-        smoothing: float = Field(1.0, gt=0)  # added to each label's number of demonstrations
-
-    @dataclass(frozen=True)
-    class Frequency(Method):
-        name = "frequency"
-        summary = "frequencies of the labels among the demonstrations"
-        settings = (FrequencyConfig,)
-        config: FrequencyConfig = field(default_factory=FrequencyConfig)
-
-        def fit(self, decoder, task, demonstrations, seed):
-            counts = torch.full((len(task.labels),), self.config.smoothing)
-            for row in demonstrations:
-                counts[row.label] += 1
-            return FrequencyPredictor((counts / counts.sum()).log(), Cost.of(counts))
-
-    @dataclass(frozen=True)
-    class FrequencyPredictor:
-        log_frequencies: torch.Tensor
-        cost: Cost
-
-        def log_probs(self, texts, progress=None):
-            return self.log_frequencies.expand(len(texts), -1)
-
-`i2cl.evaluate` takes an instance. For the command line and for grids, add the class to ``_ALL`` in
-`i2cl.methods`: ``--set smoothing=2`` then works, and the tests of the contract of methods run with it.
-"""
+"""The interface of a method. docs/guide/extend.md builds one on it, step by step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
