@@ -50,6 +50,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     Most backends raise a plain RuntimeError, so this checks the message. If accelerate is installed, also
     calls its ``should_reduce_batch_size``, which covers more devices. Does not import torch.
     """
+    if isinstance(error, I2CLError):  # of a single row, or of a step that cannot be split
+        return "does not fit into memory" in error.message
     if not isinstance(error, RuntimeError):
         return False
     if type(error).__name__ == "OutOfMemoryError" or any(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from i2cl import InjectionPool, Template
+from i2cl.errors import I2CLError
 from i2cl.interfaces.server.batcher import Batcher, FitStoppedError
 from i2cl.interfaces.server.fits import SharedDecoder
 from i2cl.interfaces.server.task_store import TaskStore
@@ -189,9 +190,15 @@ def test_requests_beyond_the_queue_bound_are_refused(batcher_with_task, busy_mod
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(torch.OutOfMemoryError("no room"), 503), (KeyError("secret text"), 500)]
+    ("error", "status", "code"),
+    [
+        (torch.OutOfMemoryError("no room"), 503, "out_of_memory"),
+        (I2CLError("a query of 9 tokens does not fit into memory"), 503, "out_of_memory"),
+        (I2CLError("encoder '/secret/folder' does not exist"), 500, "unusable"),
+        (KeyError("secret text"), 500, "internal"),
+    ],
 )
-def test_failing_row_does_not_affect_others(batcher_with_task, busy_model, monkeypatch, error, status):
+def test_failing_row_does_not_affect_others(batcher_with_task, busy_model, monkeypatch, error, status, code):
     batcher, store = batcher_with_task
     answers = batcher.pool.score_rows
 
@@ -206,7 +213,7 @@ def test_failing_row_does_not_affect_others(batcher_with_task, busy_model, monke
     busy_model.set()
     assert [len(ticket.done.result(TIMEOUT_SECONDS)) for ticket in (tickets[0], tickets[2])] == [1, 1]
     refused = catch_refusal("", tickets[1].done.result, TIMEOUT_SECONDS)
-    assert (refused.status, "secret" in str(refused)) == (status, False)
+    assert (refused.status, refused.code, "secret" in str(refused)) == (status, code, False)
     assert batcher.waiting == 0
 
 

@@ -327,12 +327,15 @@ class Batcher:
                 return self._score(rows[:half]) + self._score(rows[half:])
             if isinstance(error, NotFiniteError):
                 return [RefusalError(500, "not_finite", error.message, error.hint)]
-            headers = {"Retry-After": "5"}
             if is_out_of_memory(error):
-                message = "the model is out of memory"
-                return [RefusalError(503, "out_of_memory", message, "retry later", headers=headers)]
-            if isinstance(error, I2CLError):  # a single row that does not fit into memory
-                return [RefusalError(503, "out_of_memory", error.message, error.hint, headers=headers)]
+                message, hint = "the model is out of memory", "retry later"
+                if isinstance(error, I2CLError):
+                    message, hint = error.message, error.hint or hint
+                return [RefusalError(503, "out_of_memory", message, hint, headers={"Retry-After": "5"})]
+            if isinstance(error, I2CLError):  # such as a sentence encoder that is no longer installed
+                _log.warning("a task cannot be used: %s", error)
+                message = "the task cannot be used by this server"
+                return [RefusalError(500, "unusable", message, "fit it again, or contact its operator")]
             return [RefusalError.of(error)]
 
     def _store_outcomes(self, ticket: Ticket, answers: Sequence[Outcome]) -> None:
