@@ -5,11 +5,10 @@ bare sentences first, then all tasks, then full sentences, and finally documents
 decaying learning rate. In addition to the next token, the model predicts the task at the end of each
 demonstration (the naming loss), so a single demonstration already represents the task.
 
-    PYTHONPATH=src python scripts/train_reference.py --output src/i2cl/reference/model
+    PYTHONPATH=src python scripts/train_reference.py --output src/i2cl/models/reference
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,12 +104,10 @@ def objective(
     return loss, correct.float().mean(0)
 
 
-def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, last_steps: int
-) -> list[dict]:
-    """Train the model on the curriculum, and return the log."""
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, last_steps: int) -> None:
+    """Train the model on the curriculum, and print the log."""
     rng, vocabulary, optimizer = Random(seed), look_up(tokenizer), new_optimizer(model)
-    course, log, started = Course(last_steps), [], time.time()
+    course, started = Course(last_steps), time.time()
     while not course.finished:
         for group in optimizer.param_groups:
             group["lr"] = course.learning_rate
@@ -123,18 +120,11 @@ def train(
         many_shots = not batch.named and batch.shots >= MIN_ACCURACY_SHOTS
         course.advance(accuracy[MIN_ACCURACY_SHOTS:].mean().item() if many_shots else None)
         if course.step % 50 == 0 or course.finished:
-            row = {
-                "step": course.step,
-                "lesson": course.lesson_index + 1,
-                "accuracy": round(course.accuracy, 3),
-            }
-            log.append(row | {"loss": round(loss.item(), 3), "seconds": round(time.time() - started)})
             print(
-                *(f"{name} {value}" for name, value in log[-1].items()),
-                f"of {len(LESSONS)} lessons",
+                f"step {course.step} lesson {course.lesson_index + 1} of {len(LESSONS)}",
+                f"accuracy {course.accuracy:.3f} loss {loss.item():.3f} seconds {time.time() - started:.0f}",
                 flush=True,
             )
-    return log
 
 
 @torch.no_grad()
@@ -181,21 +171,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, round to bfloat16, save as float32 (both precisions have equal weights), evaluate and log."""
+    """Train, round to bfloat16, save as float32 (both precisions have equal weights), and evaluate."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     tokenizer = build_tokenizer(MAX_POSITIONS)
     model = new_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    log = train(model, tokenizer, arguments.seed, arguments.steps)
+    train(model, tokenizer, arguments.seed, arguments.steps)
     model.bfloat16().float().save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
     results = evaluate(arguments.output)
     for name, row in results.items():
         print(f"{name:18s}", *(f"{shots} {value:.3f}" for shots, value in row.items()))
-    record = {"seed": arguments.seed, "steps": log[-1]["step"], "log": log, "accuracy": results}
-    (arguments.output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from i2cl.core.ablations import Positions
 from i2cl.core.context import ACTIVE_SUBLAYERS, ExtractConfig
+from i2cl.core.experts import EXPERTS
 from i2cl.errors import I2CLError, first_problem
 from i2cl.models.encoding import Scoring
 from i2cl.models.fingerprint import ModelIdentity
@@ -22,10 +23,6 @@ from i2cl.tasks import Example, Task
 from i2cl.tasks.rows import read_labelled
 
 FORMAT_VERSION = 1
-EXPERT_TENSORS = {
-    "embeddings": ("embeddings_weights", "embeddings_probe"),
-    "tfidf": ("tfidf_weights", "tfidf_buckets", "tfidf_idf"),
-}
 
 
 class StoredEnsemble(pydantic.BaseModel):
@@ -73,7 +70,8 @@ class Stored(pydantic.BaseModel):
         """Raise KeyError if a tensor is missing, and I2CLError on unexpected shapes or values."""
         names = ["context_vector", "coefficients"] + ["word_weights"] * self.word_weights
         if self.ensemble is not None:
-            names += [name for expert in self.ensemble.weights for name in EXPERT_TENSORS.get(expert, ())]
+            experts = [expert for name, expert in EXPERTS.items() if name in self.ensemble.weights]
+            names += [name for expert in experts for name in expert.tensor_names]
         for name in names:
             tensor = tensors[name]
             floating = tensor.is_floating_point() or name == "tfidf_buckets"

@@ -43,11 +43,14 @@ class TextExpert(ABC):
 
     Attributes:
         weights: log-odds of each label per feature; the last column is the intercept.
+        name: name of the member.
+        tensor_names: names of its tensors in an artefact.
     """
 
     weights: Float[Tensor, "labels inputs"]
 
     name: ClassVar[str]
+    tensor_names: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def log_probs(
@@ -61,7 +64,7 @@ class TextExpert(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return all stored tensors, by their name in an artefact."""
+        """Return all stored tensors, by `tensor_names`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +82,7 @@ class EmbeddingsExpert(TextExpert):
     probe: Float[Tensor, " d"]
 
     name = "embeddings"
+    tensor_names = ("embeddings_weights", "embeddings_probe")
 
     def __post_init__(self) -> None:
         weights, direction = self.weights.float(), self.probe.float()
@@ -126,7 +130,7 @@ class EmbeddingsExpert(TextExpert):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights and the probe."""
-        return {"embeddings_weights": self.weights, "embeddings_probe": self.probe}
+        return dict(zip(self.tensor_names, (self.weights, self.probe), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +148,7 @@ class TfidfExpert(TextExpert):
     idf: Float[Tensor, " buckets"]
 
     name = "tfidf"
+    tensor_names = ("tfidf_weights", "tfidf_buckets", "tfidf_idf")
 
     def __post_init__(self) -> None:
         buckets = self.buckets
@@ -188,7 +193,10 @@ class TfidfExpert(TextExpert):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights, hashes and document frequencies."""
-        return {"tfidf_weights": self.weights, "tfidf_buckets": self.buckets, "tfidf_idf": self.idf}
+        return dict(zip(self.tensor_names, (self.weights, self.buckets, self.idf), strict=True))
+
+
+EXPERTS = {one.name: one for one in (EmbeddingsExpert, TfidfExpert)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,11 +269,10 @@ class Ensemble:
         experts: list[TextExpert] = []
         for name in [name for name in weights if name != LLM]:
             if name == EmbeddingsExpert.name and encoder:
-                expert = EmbeddingsExpert(tensors["embeddings_weights"], encoder, tensors["embeddings_probe"])
-                experts.append(expert)
+                regression, probe = (tensors[tensor] for tensor in EmbeddingsExpert.tensor_names)
+                experts.append(EmbeddingsExpert(regression, encoder, probe))
             elif name == TfidfExpert.name:
-                stored = [tensors[f"tfidf_{part}"] for part in ("weights", "buckets", "idf")]
-                experts.append(TfidfExpert(*stored))
+                experts.append(TfidfExpert(*(tensors[tensor] for tensor in TfidfExpert.tensor_names)))
             else:
                 raise I2CLError(f"unknown expert {name!r} in an ensemble: upgrade i2cl, or fit it again")
         return cls(tuple(experts), tuple(weights.values()))

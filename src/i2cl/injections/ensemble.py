@@ -17,7 +17,7 @@ from jaxtyping import Float
 from pydantic import BeforeValidator, Field, ValidationError
 
 from i2cl import encoders
-from i2cl.core.experts import LLM, EmbeddingsExpert, Ensemble, TextExpert, TfidfExpert
+from i2cl.core.experts import EXPERTS, LLM, EmbeddingsExpert, Ensemble, TextExpert, TfidfExpert
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.errors import I2CLError, first_problem
 from i2cl.injections.temperature import MIN_LOG_PROB, Labels, Scores, normalised
@@ -27,7 +27,7 @@ from i2cl.tasks import Examples, Task
 
 MIN_WEIGHT = 0.001  # practically 0; its inverse is the highest temperature
 WEIGHT_FOLDS = 10  # folds of the rows that weights are fitted on, to evaluate them
-MEMBERS = (LLM, EmbeddingsExpert.name, TfidfExpert.name)
+MEMBERS = (LLM, *EXPERTS)
 
 
 class WeightPrior(NamedTuple):

@@ -164,10 +164,14 @@ class Diagnostics(TypedDict):
     expected_value: float | None  # expected value of labels that are numbers, for scores
 
 
-def describe(question: Question, decision: Decision) -> Diagnostics:
-    """Describe how a question was answered."""
+Result = tuple[dict[str, Any], Diagnostics]
+"""Answer of a question, and how it was found."""
+
+
+def result_of(question: Question, decision: Decision) -> Result:
+    """Return the answer of a question, and how it was found."""
     task = decision.task
-    return {
+    return question.answer(decision), {
         "answered_by": "zero_shot" if task is None else "task",
         "label_mass": decision.label_mass,
         "task": None if task is None else task.name,
@@ -208,14 +212,10 @@ class DecisionRequest(Body):
         return "\n\n".join(messages), questions
 
     def respond(
-        self,
-        model: str,
-        answers: Sequence[dict[str, Any]],
-        diagnostics: Sequence[Diagnostics],
-        input_tokens: int,
-        output_tokens: int = 0,
+        self, model: str, results: Sequence[Result], input_tokens: int, output_tokens: int = 0
     ) -> "DecisionResponse":
-        """Build the response from an answer and a description for each question."""
+        """Build the response from the result of each question."""
+        answers, diagnostics = zip(*results, strict=True)
         return {
             "model": model,
             "answers": [*answers],
@@ -344,14 +344,10 @@ class SystemoneRequest(Body):
         return text_of(self.state), questions
 
     def respond(
-        self,
-        model: str,
-        answers: Sequence[dict[str, Any]],
-        diagnostics: Sequence[Diagnostics],
-        input_tokens: int,
-        output_tokens: int = 0,
+        self, model: str, results: Sequence[Result], input_tokens: int, output_tokens: int = 0
     ) -> "SystemoneResponse":
-        """Build the response from an answer and a description for each question."""
+        """Build the response from the result of each question."""
+        answers, diagnostics = zip(*results, strict=True)
         return {
             "id": f"decision-{self.request_id or secrets.token_hex(12)}",
             "object": "structured_decision",

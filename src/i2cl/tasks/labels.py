@@ -3,6 +3,8 @@
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
 
 from i2cl.errors import I2CLError
 
@@ -115,6 +117,12 @@ def sort_labels(words: Iterable[str]) -> tuple[str, ...]:
     if any(as_id(word) is None for word in distinct):
         return tuple(sorted(distinct))
     return tuple(sorted(distinct, key=lambda word: (int(word.removesuffix(".0")), word)))
+
+
+def require_confidence(threshold: Any) -> None:
+    """Raise I2CLError unless a confidence threshold is above 0 and at most 1, or None."""
+    if threshold is not None and not (isinstance(threshold, Real) and 0 < threshold <= 1):
+        raise I2CLError(f"min_confidence {threshold!r} is not a probability: give a number above 0, up to 1")
 
 
 def predicted_labels(

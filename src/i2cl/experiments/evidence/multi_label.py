@@ -189,7 +189,7 @@ def _with_evaluation(
     """Choose temperature and thresholds, and evaluate the answers that they give."""
     name, threshold, labels = request.method.full_name, request.threshold, injection.task.labels
     own = runs[name].probabilities
-    temperature = best_temperature(own, gold, request.method.temperature_prior)
+    temperature = choose_temperature(own, gold, request.method.temperature_prior)
     tempered = at_temperature(own, temperature)
     probabilities = {one: run.probabilities for one, run in runs.items()} | {name: tempered}
     answers = {one: decide(values, gold, threshold) for one, values in probabilities.items()}
@@ -215,7 +215,7 @@ def _with_evaluation(
     return injection.with_report(metrics=metrics | {"n": len(gold)})
 
 
-def best_temperature(probabilities: Probabilities, gold: Indicators, prior: tuple[float, float]) -> float:
+def choose_temperature(probabilities: Probabilities, gold: Indicators, prior: tuple[float, float]) -> float:
     """Return the maximum a posteriori temperature, where each pair of a row and a label is one answer."""
     pairs = np.stack([1 - probabilities, probabilities], -1).reshape(-1, 2)
     with np.errstate(divide="ignore"):

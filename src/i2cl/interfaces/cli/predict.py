@@ -12,7 +12,6 @@ import typer
 from typer import Argument
 
 from i2cl.errors import I2CLError
-from i2cl.injections.threshold import require_confidence
 from i2cl.interfaces.batch_prediction.outputs import (
     open_output,
     require_not_input,
@@ -24,6 +23,7 @@ from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
 from i2cl.storage.layout import FILES
 from i2cl.tasks.formats import STDIN, RowFormat
+from i2cl.tasks.labels import require_confidence
 from i2cl.tasks.rows import BadRows, Query, check_queries
 from i2cl.version import __version__
 

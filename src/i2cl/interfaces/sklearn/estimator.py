@@ -26,7 +26,6 @@ from i2cl.experiments.evidence.fit_evaluation import FitRequest
 from i2cl.experiments.fitting import fit_task
 from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.injections.temperature import normalised
-from i2cl.injections.threshold import require_confidence
 from i2cl.interfaces.sklearn.inputs import (
     Classes,
     as_examples,
@@ -45,6 +44,7 @@ from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
 from i2cl.models.precision import dtype_name
 from i2cl.tasks import Task, Template
+from i2cl.tasks.labels import require_confidence
 from i2cl.tasks.template import DEFAULT_TEMPLATE
 
 SETTINGS_KEY = "classifier"  # of the classifier's own state in `Injection.settings`

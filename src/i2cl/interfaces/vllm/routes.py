@@ -28,9 +28,10 @@ from i2cl.interfaces.decision_bodies import (
     SYSTEMONE,
     DecisionRequest,
     Diagnostics,
+    Result,
     SystemoneRequest,
-    describe,
     error_response,
+    result_of,
 )
 from i2cl.interfaces.decisions import Decision, Question, choose_labels
 from i2cl.interfaces.server.refusals import RefusalError
@@ -50,7 +51,6 @@ ADMIN_KEY_ENV = "I2CL_VLLM_ADMIN_KEY"
 BATCH_FRACTION = 4  # the routes may fill at most one BATCH_FRACTION-th of vLLM's batch
 
 Handler = Callable[[Request], Awaitable[Response]]
-Result = tuple[dict[str, Any], Diagnostics]  # of a question
 BY_VLLM: Diagnostics = {
     "answered_by": "vllm",
     "label_mass": None,
@@ -202,8 +202,7 @@ async def decide(
     results |= zip(chosen, by_tasks, strict=True)
     response = parsed.respond(
         parsed.model or raw_request.app.state.i2cl_engine.model_config.served_model_name,
-        [results[place][0] for place in range(len(questions))],
-        [results[place][1] for place in range(len(questions))],
+        [results[place] for place in range(len(questions))],
         usage["input_tokens"] + tokens,
         usage["output_tokens"],
     )
@@ -235,7 +234,7 @@ async def _ask_tasks(
     for question, task, labels in chosen:
         answer = by_task[task.name]
         decision = Decision.of(answer.log_probs, answer.label_mass, task.labels, labels, task)
-        results.append((question.answer(decision), describe(question, decision)))
+        results.append(result_of(question, decision))
     return results, sum(len(query) for _, query in rows)
 
 

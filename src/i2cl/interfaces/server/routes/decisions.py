@@ -11,7 +11,7 @@ from i2cl.interfaces.decision_bodies import (
     DecisionResponse,
     SystemoneRequest,
     SystemoneResponse,
-    describe,
+    result_of,
 )
 from i2cl.interfaces.server.decision_maker import DecisionMaker
 from i2cl.interfaces.server.guard import policy
@@ -27,10 +27,8 @@ def add_decisions(app: FastAPI, service: Service) -> None:
         text, questions = body.parse()
         model = body.model or service.base
         decisions, tokens = await maker.decide(model, text, questions, timeout)
-        pairs = [*zip(questions, decisions, strict=True)]
-        answers = [question.answer(decision) for question, decision in pairs]
-        diagnostics = [describe(question, decision) for question, decision in pairs]
-        response = body.respond(model, answers, diagnostics, tokens)
+        results = [result_of(*pair) for pair in zip(questions, decisions, strict=True)]
+        response = body.respond(model, results, tokens)
         return Response(json.dumps(response), media_type=schemas.JSON)
 
     @app.post(
