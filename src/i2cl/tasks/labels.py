@@ -121,7 +121,7 @@ def sort_labels(words: Iterable[str]) -> tuple[str, ...]:
 
 def require_confidence(threshold: Any) -> None:
     """Raise I2CLError unless a confidence threshold is above 0 and at most 1, or None."""
-    if threshold is not None and not (isinstance(threshold, Real) and 0 < threshold <= 1):
+    if threshold is not None and not (isinstance(threshold, Real) and 0 < float(threshold) <= 1):
         raise I2CLError(f"min_confidence {threshold!r} is not a probability: give a number above 0, up to 1")
 
 
