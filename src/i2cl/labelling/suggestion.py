@@ -27,7 +27,6 @@ from i2cl.tasks.sample import text_key
 PRIOR_TEXTS = 64  # texts that the label prior of zero-shot proposals is measured on
 NEIGHBOURS = 20  # nearest texts in a cluster, which show how typical a text is
 STATE_DEPTH = 0.93  # relative position of the layer whose states stand in for a sentence embedding
-PROGRESS_TEXTS = 64  # texts between two progress calls
 
 Vectors = Float[np.ndarray, "texts d"]
 
@@ -141,7 +140,7 @@ def text_vectors(
     def states(some: Sequence[str]) -> Tensor:
         return query_states(scorer, some, [layer], pooled=pooled)[:, 0, -1]
 
-    vectors = torch.cat(list(in_parts(states, texts, PROGRESS_TEXTS, progress)))
+    vectors = torch.cat(list(in_parts(states, texts, encoders.PROGRESS_TEXTS, progress)))
     return torch.nn.functional.normalize(vectors, dim=-1).numpy()
 
 

@@ -273,7 +273,7 @@ class Task:
         free = [example.text for example in self._unused_rows(demonstrations)]
         return tuple(Random(f"unlabelled {seed}").sample(free, min(n, len(free))))
 
-    def skewed(self, ratio: int, limit: int | None = None, seed: int = 0) -> "Task":
+    def skewed(self, ratio: int, limit: int | None = None) -> "Task":
         """Return an imbalanced version of the task: classes with an odd id become rarer.
 
         Used to test methods that assume equal class frequencies.
@@ -282,7 +282,6 @@ class Task:
             ratio: one in ``ratio`` rows of the classes with an odd id is kept.
             limit: approximate number of test rows; classes with an even id get ``ratio`` times as many as the
                 others, if they have them. Default: sample test rows like training rows.
-            seed: seed of the sample.
 
         Raises:
             I2CLError: for a multi-label task.
@@ -297,7 +296,7 @@ class Task:
         if limit is not None:
             pairs = zip(test, weights, strict=True)
             quotas[1] = [min(len(group), limit * weight // sum(weights)) for group, weight in pairs]
-        rng = Random(f"skewed {seed}")
+        rng = Random("skewed 0")
         return replace(
             self,
             train=sample_per_class(train, quotas[0], rng),

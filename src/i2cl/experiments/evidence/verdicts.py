@@ -163,8 +163,7 @@ def rows_for(gain: float, spread: float) -> int:
             answers correctly.
     """
     apart = max(spread, gain)
-    level, power = NormalDist().inv_cdf(1 - LEVEL / 2), NormalDist().inv_cdf(POWER)
-    exact = ((level * sqrt(apart) + power * sqrt(apart - gain**2)) / gain) ** 2
+    exact = ((Z * sqrt(apart) + NormalDist().inv_cdf(POWER) * sqrt(apart - gain**2)) / gain) ** 2
     unit = int(10 ** max(0, floor(log10(exact)) - 1))
     return ceil(exact / unit) * unit
 

@@ -16,10 +16,11 @@ from starlette.types import Scope
 
 from i2cl.errors import I2CLError
 from i2cl.interfaces.decision_bodies import error_response
+from i2cl.interfaces.server.client import DIGEST_HEADER
 from i2cl.interfaces.server.guard import Access, Guard, GuardedRoute, policy
 from i2cl.interfaces.server.refusals import RefusalError, model_failed, stopping
 from i2cl.interfaces.server.routes import completions, decisions, labelling, management, schemas
-from i2cl.interfaces.server.service import DIGEST_HEADER, Service
+from i2cl.interfaces.server.service import Service
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")

@@ -16,6 +16,7 @@ from i2cl import encoders as sentence_encoders
 from i2cl.injections.pool import InjectionPool, RowScores, TaskQuery
 from i2cl.interfaces.server import files, fits, labelling
 from i2cl.interfaces.server.batcher import Batcher
+from i2cl.interfaces.server.client import DIGEST_HEADER
 from i2cl.interfaces.server.jobs import Job, Jobs, Kind
 from i2cl.interfaces.server.labelling_store import LabellingStore
 from i2cl.interfaces.server.metrics import Metrics
@@ -33,7 +34,6 @@ MAX_TIMEOUT_SECONDS = 1e9  # finite, because an infinite deadline marks rows of 
 PARSING_THREADS = 2
 ENCODING_THREADS = 32  # most of them wait if many requests name a task that is being loaded
 
-DIGEST_HEADER = "X-I2CL-Digest"
 LARGE_ANSWER = 4096  # probabilities above which an answer is serialized on a worker thread
 
 T = TypeVar("T")

@@ -12,10 +12,11 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 
+from i2cl.interfaces.server.client import DIGEST_HEADER
 from i2cl.interfaces.server.guard import policy
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import schemas
-from i2cl.interfaces.server.service import DIGEST_HEADER, Answer, Service
+from i2cl.interfaces.server.service import Answer, Service
 
 MIN_PROBABILITY = 1e-38  # keeps log probabilities finite, because JSON has no infinity
 _STREAM: dict[int | str, dict[str, Any]] = {
