@@ -108,6 +108,16 @@ def test_default_fit_generates_labels_and_keeps_predictions():
     assert apart[-1] > 0
 
 
+def test_vector_that_changes_answers_is_halved_however_many_queries_there_are(monkeypatch):
+    decoder, queries = made("llama"), 100 * QUERIES
+    edit = edit_of(decoder)
+    plain = label_mass._streams(decoder, queries, edit)
+    limit = 0.2 * plain.norm(dim=-1).mean()
+    monkeypatch.setattr(label_mass, "MIN_NORM", 0.1)
+    monkeypatch.setattr(label_mass._Tail, "answers", lambda _, states: (states - plain).norm(dim=-1) > limit)
+    assert limit / 2 < raise_label_mass(decoder, queries, tokens(LABELS), edit).vector.norm() <= limit
+
+
 def test_fit_is_unchanged_if_no_vector_helps():
     decoder = made("llama")
     for config in ({"steps": 0}, {"sublayers": "mha"}, {"sublayers": "hidden"}):
