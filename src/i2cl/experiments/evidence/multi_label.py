@@ -41,7 +41,7 @@ from i2cl.tasks import Examples, Task
 FREQUENCY = "label_frequency"  # predicts the frequency of each label in the training rows
 ZERO_SHOT = "zero_shot"  # the plain model, with thresholds from the demonstrations
 FREE = (FREQUENCY, ZERO_SHOT)  # baselines that need no fit
-BASELINES = 3  # these two, and logistic regression on embeddings or TF-IDF
+N_BASELINES = 3  # these two, and logistic regression on embeddings or TF-IDF
 EMBEDDINGS, TFIDF = "sentence_embeddings", "tfidf"  # with one logistic regression per label
 MIN_POSITIVES = 5  # rows with a label, below which its threshold is that of all labels together
 RESAMPLES = 2000

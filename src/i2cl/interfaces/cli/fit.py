@@ -303,7 +303,7 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
                 )
             if plan.rows:
                 rivals = len(BASELINES) + len(plan.compare) + 1
-                rivals = multi_label.BASELINES if injection.task.multi_label else rivals
+                rivals = multi_label.N_BASELINES if injection.task.multi_label else rivals
                 bar.restart(len(plan.rows) * (rivals + 1), "evaluating")
 
         def refit_step(self, done: int, total: int, _loss: float) -> None:
