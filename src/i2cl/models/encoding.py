@@ -286,8 +286,8 @@ def _unmarked(part: str) -> tuple[str, list[int]]:
 # Log-probability, in nats, that replaces -inf in word-level scoring; far below any other.
 MIN_TOKEN_SCORE = -65504.0
 
-# How labels are scored: by the first token, the full token sequence, or the words in any order. "auto": by
-# the first token if it differs between labels; otherwise fits use words, and other methods full sequences.
+# How labels are scored: by the first token, the full token sequence, or the words without their order. "auto":
+# by the first token if it differs between labels; otherwise fits use words, and other methods full sequences.
 Scoring = Literal["auto", "first_token", "sequence", "words"]
 
 
@@ -408,8 +408,9 @@ def label_tokens(
     would be the first token of every label. With full sequences, if one label is a prefix of another, such as
     "not" and "not spam", all labels include an end token: without it "not spam" could never be more probable
     than "not". With ``scoring="words"`` a label's score is the weighted mean of its tokens' log-probabilities
-    after the query, in any order, so one pass scores all labels. Labels with the same set of tokens, such as
-    "card lost" and "lost card", are represented by one token each (`keywords`), whose meaning a fit learns.
+    at the one position after the query, so one pass scores all labels. Labels with the same set of tokens,
+    such as "card lost" and "lost card", are represented by one token each (`keywords`), whose meaning a fit
+    learns.
 
     With ``multi_label``, labels are scored by their words against a token of the first of `REFERENCE_WORDS`
     that has one which is in no label.
