@@ -286,8 +286,9 @@ def _unmarked(part: str) -> tuple[str, list[int]]:
 # Log-probability, in nats, that replaces -inf in word-level scoring; far below any other.
 MIN_TOKEN_SCORE = -65504.0
 
-# How labels are scored: by the first token, the full token sequence, or the words without their order. "auto":
-# by the first token if it differs between labels; otherwise fits use words, and other methods full sequences.
+# How labels are scored: by the first token, the full token sequence, or the words without their order.
+# "auto": by the first token if it differs between labels; otherwise fits use words, and other methods full
+# sequences.
 Scoring = Literal["auto", "first_token", "sequence", "words"]
 
 
