@@ -34,7 +34,7 @@ from i2cl import Decoder, Example, Task, Template, load_task
 from i2cl.core.multi_label import frequency_bias, indicators
 from i2cl.encoders import MINILM, embed, load_encoder
 from i2cl.experiments.draw import up_to
-from i2cl.experiments.evidence import plan_evaluation
+from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
 from i2cl.experiments.evidence.multi_label import (
     EMBEDDINGS,
     FREQUENCY,

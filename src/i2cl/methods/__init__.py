@@ -1,4 +1,4 @@
-"""Registry of methods. To add one, see `i2cl.methods.base`."""
+"""Registry of methods. To add one, see docs/guide/extend.md."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -11,13 +11,3 @@ Three functions matter, in the order in which they are called:
 Rows are drawn before, with `i2cl.experiments.draw`. Comparisons of methods over seeds and tasks, for reports,
 are in `i2cl.experiments.statistics`.
 """
-
-from i2cl.experiments.evidence.fit_evaluation import (
-    EvaluationPlan,
-    FitEvaluation,
-    FitObserver,
-    evaluate_fit,
-    plan_evaluation,
-)
-
-__all__ = ["EvaluationPlan", "FitEvaluation", "FitObserver", "evaluate_fit", "plan_evaluation"]

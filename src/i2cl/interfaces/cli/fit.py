@@ -20,8 +20,7 @@ from i2cl.storage.layout import own_files
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
     from i2cl.experiments.draw import Draw, Shots
-    from i2cl.experiments.evidence import EvaluationPlan
-    from i2cl.experiments.evidence.fit_evaluation import FitRequest
+    from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitRequest
     from i2cl.injections.ensemble import EnsembleConfig
     from i2cl.methods import Injector, Method
     from i2cl.models.decoder import Decoder
@@ -184,8 +183,7 @@ def fit(
     texts = _unlabelled(method_options, rows)
 
     load.libraries()
-    from i2cl.experiments.evidence import plan_evaluation
-    from i2cl.experiments.evidence.fit_evaluation import FitRequest
+    from i2cl.experiments.evidence.fit_evaluation import FitRequest, plan_evaluation
     from i2cl.experiments.fitting import require_supported
     from i2cl.tasks.formats import is_row_file
 

@@ -12,7 +12,7 @@ from i2cl.interfaces.cli import console
 if TYPE_CHECKING:
     from i2cl.core.injection import Injection
     from i2cl.experiments.draw import Draw
-    from i2cl.experiments.evidence import EvaluationPlan
+    from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan
     from i2cl.models.decoder import Decoder
     from i2cl.tasks import Task
     from i2cl.tasks.survey import Survey

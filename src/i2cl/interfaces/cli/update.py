@@ -59,8 +59,7 @@ def update(
     load.libraries()
     from i2cl.core.injection import Injection
     from i2cl.experiments.draw import Draw
-    from i2cl.experiments.evidence import plan_evaluation
-    from i2cl.experiments.evidence.fit_evaluation import FitRequest
+    from i2cl.experiments.evidence.fit_evaluation import FitRequest, plan_evaluation
     from i2cl.experiments.fitting import require_supported
     from i2cl.injections.ensemble import EnsembleConfig
 

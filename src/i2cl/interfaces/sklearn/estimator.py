@@ -21,8 +21,7 @@ from i2cl.core.experts import LLM
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
 from i2cl.experiments.draw import up_to, warn_of_small_classes
-from i2cl.experiments.evidence import plan_evaluation
-from i2cl.experiments.evidence.fit_evaluation import FitRequest
+from i2cl.experiments.evidence.fit_evaluation import FitRequest, plan_evaluation
 from i2cl.experiments.fitting import fit_task
 from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.injections.temperature import normalised
