@@ -6,19 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fitting import injected, one_line
-from i2cl import CalibrationConfig, Example, with_label_prior
+from fitting import one_line
+from i2cl import Example, with_label_prior
 from i2cl.injections.label_prior import FewTextsWarning, without_label_prior
 from i2cl.methods.injecting import injection_predictor as predictor_of
 from i2cl.methods.postprocessing import LabelPrior
 
 TEXTS = ["a warm film", "dull", "one of the best of them all"]
 UNLABELLED = [f"film number {number} is {number % 7}" + " indeed" * (number % 3) for number in range(40)]
-
-
-@pytest.fixture
-def injection(decoder, task):
-    return injected(decoder, task, task.sample(2), CalibrationConfig(epochs=2))
 
 
 def test_scores_match_the_wrapper(injection, decoder, task):

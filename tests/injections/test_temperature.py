@@ -5,19 +5,14 @@ import math
 import pytest
 import torch
 
-from fitting import injected, one_line
-from i2cl import CalibrationConfig, with_label_prior, with_temperature
+from fitting import one_line
+from i2cl import with_label_prior, with_temperature
 from i2cl.core.injection import TEMPERATURES
 from i2cl.models.scoring import label_log_probs
 
 TEXTS = ["a warm film", "dull", "one of the best of them all"]
 UNLABELLED = [f"film number {number} is {number % 7}" for number in range(32)]
 BIAS = (0.75, -0.5)
-
-
-@pytest.fixture
-def injection(decoder, task):
-    return injected(decoder, task, task.sample(2), CalibrationConfig(epochs=2))
 
 
 @pytest.mark.parametrize("bias", [None, BIAS])

@@ -10,6 +10,13 @@ from i2cl.interfaces.server.refusals import RefusalError
 
 TEXTS = ASKED
 HOST = "http://127.0.0.1"
+CLASSIFY_SCOPE = {
+    "type": "http",
+    "method": "POST",
+    "path": "/v1/classify",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
+}
 TAR, LINES = {"Content-Type": "application/x-tar"}, {"Content-Type": "application/jsonl"}
 
 

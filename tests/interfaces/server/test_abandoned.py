@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.guard import Access
 
-from .conftest import TEXTS, catch_refusal, make_injection
+from .conftest import CLASSIFY_SCOPE, TEXTS, catch_refusal, make_injection
 
 
 @pytest.fixture
@@ -47,14 +47,6 @@ def post_and_disconnect(app):
     """Send a request whose client disconnects after its body, and return the status of the response."""
     body = b'{"model": "films", "input": "second"}'
     messages = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
-    headers = [(b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/classify",
-        "query_string": b"",
-        "headers": headers,
-    }
 
     async def post():
         async def receive():
@@ -66,7 +58,7 @@ def post_and_disconnect(app):
         async def send(message):
             sent.append(message)
 
-        await app(scope, receive, send)
+        await app(CLASSIFY_SCOPE.copy(), receive, send)
         return sent[0]["status"]
 
     return post

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from i2cl.interfaces.server.app import make_app
 from i2cl.interfaces.server.guard import Access, Guard
 
-from .conftest import HOST, LINES, TAR, make_injection
+from .conftest import CLASSIFY_SCOPE, HOST, LINES, TAR, make_injection
 
 ADMIN, READ = "admin-0123456789abc", "read-0123456789abcd"
 ACCESS = Access({ADMIN: "admin", READ: "read"})
@@ -93,15 +93,7 @@ def test_unauthorized_body_is_not_read(service):
     async def send(message):
         sent.append(message)
 
-    headers = [(b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/classify",
-        "query_string": b"",
-        "headers": headers,
-    }
-    asyncio.run(make_app(service, ACCESS)(scope, receive, send))
+    asyncio.run(make_app(service, ACCESS)(CLASSIFY_SCOPE.copy(), receive, send))
     assert sent[0]["status"] == 401
 
 
