@@ -9,7 +9,7 @@ from i2cl import Example, Injection, Task, Template, make_methods
 from i2cl.core import gauss_newton
 from i2cl.core.anchored import AnchoredConfig, anchor
 from i2cl.core.gauss_newton import Step, gauss_newton_step, solve_kernel_regression, summed_loss
-from i2cl.core.objective import Objective, score_differences, score_directions, score_variance, wrong_labels
+from i2cl.core.objective import Objective, score_differences, score_directions, score_variance
 from i2cl.models.edits import AffineEdit
 from i2cl.models.scoring import LabelScorer, score
 
@@ -146,17 +146,6 @@ def test_only_unsettled_demonstrations_are_differentiated_again(words):
     torch.testing.assert_close(after.differences[~settled], fresh.differences[~settled], atol=1e-4, rtol=1e-4)
     wanted = torch.nn.functional.cross_entropy(scores.double(), fit.gold, reduction="sum")
     assert summed_loss(after.differences) == pytest.approx(wanted.item(), rel=1e-5)
-
-
-def test_labels_that_do_not_compete_keep_their_derivatives():
-    fit, point, u, fresh, scores = moving(words=True)
-    others = scores.softmax(-1).gather(1, wrong_labels(fit.gold, 3))
-    competing = others >= others.median()
-    assert 0 < competing.sum() < competing.numel()
-    before = point.jacobian.clone().view(*point.differences.shape, -1)
-    now = fit.relinearize(point, u, scores, range(len(SHOWN)), competing).jacobian.view(*before.shape)
-    assert torch.equal(now[~competing], before[~competing])
-    torch.testing.assert_close(now[competing], fresh.jacobian.view_as(now)[competing], atol=1e-5, rtol=1e-4)
 
 
 def test_a_step_that_gains_less_than_predicted_is_damped():
@@ -316,21 +305,3 @@ def test_gauss_newton_fits_word_weights():
     start = LabelScorer(decoder, task(words=True), "words").labels.word_weights
     torch.testing.assert_close(weights.sum(0), torch.ones(3))
     assert (weights - start).abs().max() > 1e-3
-
-
-def test_from_the_second_step_on_only_competing_labels_are_differentiated(monkeypatch):
-    decoder, passes = made("llama"), []
-    differentiate = Objective._differentiate_pairs
-
-    def recorded(fit, slopes, parameters, columns, directions):
-        passes.append([len(of_row) for of_row in columns.values()])
-        return differentiate(fit, slopes, parameters, columns, directions)
-
-    monkeypatch.setattr(Objective, "_differentiate_pairs", recorded)
-    monkeypatch.setattr(gauss_newton, "COMPETING", 0.3)
-    anchor(decoder, task(words=True), SHOWN, AnchoredConfig(steps=3, tolerance=0))
-    assert passes[0] == [2, 2, 2, 2]
-    assert sum(passes[1]) < 8
-    passes.clear()
-    anchor(decoder, task(), SHOWN, AnchoredConfig(steps=2, tolerance=0))
-    assert passes == [[2, 2, 2, 2]] * 2

@@ -72,7 +72,7 @@ def test_the_cost_grows_with_labels_and_steps():
 
     assert passes(2) < passes(3) < passes(10)
     assert passes(10, steps=1) < passes(10, steps=2) < passes(10, steps=4)
-    assert passes(24, words=True) < passes(24)  # later steps differentiate competing labels only
+    assert passes(24) < passes(24, words=True)  # fits most examples later
 
 
 @pytest.mark.parametrize("solver", ["gauss_newton", "adamw"])

@@ -21,7 +21,6 @@ from i2cl.models.training import StepProgress
 MAX_NEWTON_STEPS = 50  # of the linearized problem; it takes about six
 DAMPING = 8.0  # factor on the proximal term, first used in the second step, and whenever a step is retried
 MAX_DAMPING = 1e6
-COMPETING = 0.01  # minimum probability of labels that are differentiated again, for word-level scoring
 
 
 class Step(NamedTuple):
@@ -70,10 +69,7 @@ def fit_gauss_newton(
             chosen = (
                 (objective.losses(at.scores) >= (settled if number > 1 else 0.0)).nonzero()[:, 0].tolist()
             )
-            # With many labels most of them are out of the question after the first step.
-            skips = objective.words and settled
-            competing = objective.wrong_probabilities(at.scores) >= COMPETING if skips else None
-            point = objective.relinearize(point, at.parameters, at.scores, chosen, competing)
+            point = objective.relinearize(point, at.parameters, at.scores, chosen)
             damping, max_damping = DAMPING, MAX_DAMPING if chosen else DAMPING
         accepted = gauss_newton_step(objective, point, at, tau, trust, damping, max_damping)
         if accepted is None:

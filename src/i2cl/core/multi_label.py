@@ -81,10 +81,6 @@ class MultiLabelObjective(Objective):
         losses = softplus(self.signs[rows].to(scores) * scores).sum(1)
         return self.relative_weights(rows, losses) @ losses
 
-    def wrong_probabilities(self, scores: Float[Tensor, "n labels"]) -> Float[Tensor, "n labels"]:
-        """Return the probability of the wrong answer of each pair of an example and a label."""
-        return (self.signs * scores).sigmoid()
-
     def _directions(self) -> Float[Tensor, "n labels labels"]:
         return torch.diag_embed(self.signs)
 

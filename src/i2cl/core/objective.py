@@ -5,15 +5,13 @@ word counts. In a batch every row gets its own copy of the vectors, so one backw
 derivatives for one wrong label of each row.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
@@ -142,7 +140,8 @@ class Objective:
         size, labels = self.size, self.scorer.labels
         slopes = torch.empty(size.examples, size.labels - 1, size.parameters)
         vectors = slopes[..., : self.vector_size]
-        tokens = self._differentiate(slopes, torch.zeros(size.parameters), self.rows)
+        zeros = torch.zeros(size.parameters)
+        tokens = self._differentiate(slopes, zeros, self.rows, self._directions())
         factor, variance = self._set_unit(self._score_variance(vectors))
         vectors.mul_(factor)
         if labels.words:
@@ -185,10 +184,6 @@ class Objective:
             return like.new_ones(len(rows))
         return self.example_weights[rows].to(like) * (len(self.queries) / self.total_weight)
 
-    def wrong_probabilities(self, scores: Float[Tensor, "n labels"]) -> Float[Tensor, "n others"]:
-        """Return the probability of the wrong answer of each pair."""
-        return scores.softmax(-1).gather(1, wrong_labels(self.gold, scores.shape[1]))
-
     def _directions(self) -> Float[Tensor, "n others labels"]:
         """Return the derivatives of the pairs with respect to the label scores."""
         return score_directions(self.gold, len(self.scorer.labels.ids))
@@ -230,10 +225,7 @@ class Objective:
             return variance
         directions = self._gold_directions()
         slopes = torch.empty(len(directions), 1, self.vector_size)
-        pairs = {row: [0] for row in self.rows}
-        zeros = torch.zeros(self.vector_size)
-        tokens = self._differentiate_pairs(slopes, zeros, pairs, directions[:, None])
-        _require_finite(tokens, slopes)
+        self._differentiate(slopes, torch.zeros(self.vector_size), self.rows, directions[:, None])
         return self._set_unit(weighted_mean(slopes[:, 0].square_(), self.example_weights))[1]
 
     def _gold_directions(self) -> Float[Tensor, "n labels"]:
@@ -252,58 +244,31 @@ class Objective:
         parameters: Float[Tensor, " parameters"],
         scores: Float[Tensor, "n labels"],
         chosen: Sequence[int],
-        competing: Bool[Tensor, "n others"] | None = None,
     ) -> Linearization:
         """Linearize around other parameters, of which the label scores are known.
 
-        Only the ``chosen`` demonstrations are differentiated again, and of these only the ``competing``
-        pairs, if given. Overwrites ``point.jacobian`` in place.
+        Only the ``chosen`` demonstrations are differentiated again. Overwrites ``point.jacobian`` in place.
         """
-        if competing is not None:
-            chosen = [row for row in chosen if competing[row].any()]
         slopes = point.jacobian.view(len(self.queries), -1, point.jacobian.shape[1])
         if chosen:
-            tokens = self._differentiate(slopes, parameters, chosen, competing)
+            tokens = self._differentiate(slopes, parameters, chosen, self._directions())
             self._differentiate_words(slopes, tokens, chosen)
         return self._linearization(scores, slopes)
 
     def _differentiate(
         self,
-        slopes: Float[Tensor, "n others parameters"],
-        parameters: Float[Tensor, " parameters"],
-        chosen: Sequence[int],
-        competing: Bool[Tensor, "n others"] | None = None,
-    ) -> Float[Tensor, "chosen tokens"]:
-        """Write the derivatives of the pairs of some demonstrations in the vectors; return token scores."""
-        directions = self._directions()
-        every = list(range(directions.shape[1]))
-        pairs = {
-            row: every if competing is None else competing[row].nonzero()[:, 0].tolist() for row in chosen
-        }
-        tokens = self._differentiate_pairs(slopes, parameters, pairs, directions)
-        _require_finite(tokens, *(slopes[row, of_row, : self.vector_size] for row, of_row in pairs.items()))
-        return tokens
-
-    def _differentiate_pairs(
-        self,
         slopes: Float[Tensor, "n pairs parameters"],
         parameters: Float[Tensor, " parameters"],
-        pairs: dict[int, list[int]],
+        rows: Sequence[int],
         directions: Float[Tensor, "n pairs labels"],
     ) -> Float[Tensor, "rows tokens"]:
-        """Write the derivatives of some pairs of each row in the vectors; return token scores of the rows.
+        """Write the derivatives of all pairs of some rows in the vectors; return token scores of the rows.
 
-        Rows with similar numbers of pairs share batches: a batch takes as many backward passes as its row
-        with the most pairs.
+        Raises I2CLError if one of them is not finite.
         """
         decoder, labels = self.scorer.decoder, self.labels(parameters)
-        groups = defaultdict(list)
-        for row, of_row in pairs.items():
-            groups[len(of_row).bit_length()].append(row)
-        place = {row: number for number, row in enumerate(pairs)}
-        parts: list[tuple[list[int], Tensor]] = []
 
-        def differentiate(rows: Sequence[int], batch: Batch) -> Tensor:
+        def differentiate(batch: Batch) -> Tensor:
             chosen = [rows[number] for number in batch.rows]
             leaf, edit = self._row_vectors(parameters, batch.rows, len(rows))
             backward = Backward([leaf], decoder.model.dtype)
@@ -311,25 +276,18 @@ class Objective:
                 logits = decoder.forward(batch, edit=edit)[:, 0].float()
                 tokens = logits[:, list(labels.tokens)]
                 scores = labels.mean(tokens)
-                for number in range(max(len(pairs[row]) for row in chosen)):
+                for pair in range(directions.shape[1]):
                     decoder.pause()
-                    written = [(at, row) for at, row in enumerate(chosen) if number < len(pairs[row])]
-                    lines, active = map(list, zip(*written, strict=True))
-                    of_rows = [pairs[row][number] for row in active]
-                    weights = directions[active, of_rows].to(scores)
-                    (slope,) = backward.gradients((scores[lines] * weights).sum())
-                    slopes[active, of_rows, : self.vector_size] = self._in_units(slope)[lines]
+                    (slope,) = backward.gradients((scores * directions[chosen, pair].to(scores)).sum())
+                    slopes[chosen, pair, : self.vector_size] = self._in_units(slope)
             return tokens.detach().cpu()
 
-        for rows in groups.values():
-            batches = decoder.run_batches(
-                [self.queries[row] for row in rows],
-                partial(differentiate, rows),
-                training=True,
-                row_bytes=self._row_bytes,
-            )
-            parts += [([place[rows[at]] for at in batch.rows], tokens) for batch, tokens in batches]
-        return in_order(parts)
+        batches = decoder.run_batches(
+            [self.queries[row] for row in rows], differentiate, training=True, row_bytes=self._row_bytes
+        )
+        tokens = in_order((batch.rows, tokens) for batch, tokens in batches)
+        _require_finite(tokens, *(slopes[row, :, : self.vector_size] for row in rows))
+        return tokens
 
     def _differentiate_words(
         self,

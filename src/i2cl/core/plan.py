@@ -28,8 +28,10 @@ FREE_MEMORY_SHARE = 0.25  # of the free memory, for a fit that sets no limit
 # Cost of passes over the examples, in units of one inference pass.
 TRAINING_FORWARD = 1.5
 BACKWARD = 1.3
-LATER_PAIRS = 0.55  # share of the pairs that later steps differentiate, for word-level scoring
-LATER_STEPS = 1.8  # cost of all later steps in units of the first one, for first-token scoring
+# A later step differentiates only the examples that are not fitted yet: share of the first step's cost.
+LATER_STEP = 0.6
+LATER_WORD_STEP = 0.87  # the same for word-level scoring, which fits most examples later
+RETRIES = 2  # inference passes of a later step, which may be tried again with more damping
 
 ADAMW = TrainConfig(epochs=5, batch_size=8, lr=1e-3, lr_final=0.0, warmup=0.05, weight_decay=0.0)
 ADAMW_WORDS = ADAMW.model_copy(update={"epochs": 8, "batch_size": 16})  # word-level scoring
@@ -127,11 +129,9 @@ def _gauss_newton(size: FitSize, steps: int) -> FitPlan:
     first = TRAINING_FORWARD + BACKWARD * wrong + 1
     if steps <= 1:
         return FitPlan("gauss_newton", first + TRAINING_FORWARD, first / (first + TRAINING_FORWARD))
-    if size.words:
-        later = (steps - 1) * (TRAINING_FORWARD + BACKWARD * max(1.0, LATER_PAIRS * wrong))
-    else:
-        later = LATER_STEPS * (TRAINING_FORWARD + BACKWARD * wrong)
-    passes = first + later + steps - 1 + TRAINING_FORWARD
+    share = LATER_WORD_STEP if size.words else LATER_STEP
+    later = (steps - 1) * (share * (TRAINING_FORWARD + BACKWARD * wrong) + RETRIES)
+    passes = first + later + TRAINING_FORWARD
     return FitPlan("gauss_newton", passes, first / passes)
 
 
