@@ -311,7 +311,7 @@ def difference(ours: dict[int, dict], theirs: dict[int, dict]) -> str:
     precisions = [[one[seed]["mean_average_precision"] for seed in seeds] for one in (ours, theirs)]
     low, gain, high = (100 * one for one in (micro.low, micro.difference, micro.high))
     return (
-        f"{len(seeds)} seeds, micro-F1 {gain:+.1f} ({low:+.1f} to {high:+.1f}), p = {micro.p:.3f}; "
+        f"{len(seeds)} seeds, micro-F1 {gain:+.1f} ({low:+.1f} to {high:+.1f}), p = {micro.p:.4f}; "
         f"mAP {spread(100 * np.subtract(*precisions))}"
     )
 
