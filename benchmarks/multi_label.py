@@ -60,7 +60,7 @@ from i2cl.tasks.template import DEFAULT_TEMPLATE
 
 METRICS = ("micro_f1", "macro_f1", "mean_average_precision", "exact_match")
 COSTS = ("fit_seconds", "milliseconds_per_query")
-LORA_EPOCHS = 20  # as in the comparison of single-label tasks; AdamW of a fit takes about 27
+LORA_EPOCHS = 20  # as in the comparison of single-label tasks; AdamW takes 35 for 107 examples
 TIMED_QUERIES = 50  # of the comparison with a single-label query
 
 Probabilities = Float[np.ndarray, "rows labels"]
