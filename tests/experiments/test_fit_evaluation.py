@@ -269,6 +269,13 @@ def test_no_verdict_from_rows_that_miss_a_label(decoder, imbalanced):
     assert result.metrics == {}
 
 
+def test_rows_of_one_label_are_no_evaluation_where_cross_validation_is_impossible(imbalanced):
+    rare = replace(imbalanced, train=imbalanced.train[:-1])  # the second label has one row
+    plan = plan_evaluation(rare, (*rare.train[:4], rare.train[-1]))
+    assert plan.rows == ()
+    assert plan.reason.endswith("give two texts per label")
+
+
 def test_no_confidence_threshold_from_rows_that_miss_a_label(imbalanced):
     shown = (*imbalanced.train[:4], *imbalanced.train[-2:])
     for folds in (0, 3):

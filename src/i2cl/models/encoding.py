@@ -444,7 +444,7 @@ def label_tokens(
             "labels share their first token: use scoring='words' or scoring='sequence', or other label words"
         )
     if shared and scoring == "auto":
-        message = "labels share their first token: scoring full label sequences instead"
+        message = "labels share their first token: full label sequences are scored, which is slower"
         warnings.warn(message, ScoringWarning, stacklevel=2)
     if begun := _begun(sequences):
         ended = _behind(encoder, template, labels, line, template.separator)

@@ -202,7 +202,8 @@ def plan_evaluation(
     """Choose the rows to evaluate a fit on.
 
     Test rows if the task has any; else training rows that are not demonstrations, if they cover every label;
-    else cross-validation over all of these rows.
+    else cross-validation over all of these rows. If a label has one text only, which allows no
+    cross-validation, the held-out rows are used if they have at least two labels and half of all.
 
     Args:
         task: with its rows.
@@ -232,7 +233,9 @@ def plan_evaluation(
         rows = sample_rows(rows, MAX_CROSS_VALIDATED_ROWS, seed)
         parts = len(fold_rows(task, demonstrations, folds, seed))
         return EvaluationPlan("demonstrations", rows, parts)
-    return EvaluationPlan("train", held_out, missing=missing, reason="" if held_out else reason)
+    if not held_out or (folds and len(present) < max(2, len(task.labels) / 2)):
+        return EvaluationPlan(reason=reason)
+    return EvaluationPlan("train", held_out, missing=missing)
 
 
 def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...]:
