@@ -117,7 +117,20 @@ def test_without_all_labels_the_base_model_chooses(client, service, task):
     job = end_round(service)
     assert (job.status, job.events[-1]["missing"]) == ("done", ["negative"])
     assert error_of(client.post("/v1/labelling/finish", json=FILMS)) == (409, "label_missing")
+    finish = FILMS | {"omit_empty_labels": True}  # a single label is no task
+    assert error_of(client.post("/v1/labelling/finish", json=finish)) == (409, "label_missing")
     assert following(client)[0]["proposal"] in LABELS
+
+
+def test_finish_can_omit_labels_without_a_text(client, service, task):
+    create(client, texts_of(task), labels=[*LABELS, "mixed"])
+    label_ten(client, service, task)
+    reply = client.post("/v1/labelling/finish", json=FILMS)
+    assert error_of(reply) == (409, "label_missing")
+    assert "'mixed'" in reply.json()["error"]["message"]
+    reply = client.post("/v1/labelling/finish", json=FILMS | {"omit_empty_labels": True})
+    assert wait_until_ended(service.jobs.get(reply.json()["id"])).status == "done"
+    assert client.get("/v1/models/films").json()["labels"] == LABELS
 
 
 @pytest.mark.parametrize("labels", [["positive"], LABELS])

@@ -341,7 +341,18 @@ async function exportLabels() {
 async function finish() {
   const name = project.id, tasks = (await json("GET", "v1/models")).data;
   if (tasks.some((task) => task.id === name && task.object === "model" && task.parent) && !confirm(`Replace the task ${name}?`)) return;
-  await followFit((await post("finish", {})).id);
+  await followFit((await queueFit()).id);
+}
+
+// Queue the fit. Labels without a text are left out of the task if the user agrees.
+async function queueFit() {
+  try {
+    return await post("finish", {});
+  } catch (error) {
+    if (error.code !== "label_missing" || !project.labelled) throw error;
+    if (!confirm(`${error.message}. Finish without?`)) throw error;
+    return post("finish", { omit_empty_labels: true });
+  }
 }
 
 // Follow the fit of the task to its end, reconnecting if the server is restarted.

@@ -118,7 +118,7 @@ def add_labelling(app: FastAPI, service: Service) -> None:
     @policy("admin", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
     async def finish(body: schemas.Finish, request: Request) -> Response:
         store = store_of(service)
-        options = _fit_options(store, store.project(body.project), body.name)
+        options = _fit_options(store, body)
         return await service.run_blocking(queue_fit, service, request, options)
 
     @app.post("/v1/feedback", summary="Correct the answer of a task")
@@ -261,16 +261,24 @@ def _without_too_long(scorer: LabelScorer, texts: list[str]) -> Iterator[str]:
         yield from texts
 
 
-def _fit_options(store: LabellingStore, project: Project, name: str | None) -> schemas.Fit:
-    """Return the fit of all labels of a project. Raises RefusalError (409) if a label has no text."""
+def _fit_options(store: LabellingStore, body: schemas.Finish) -> schemas.Fit:
+    """Return the fit of all labels of a project, or of two and more labels that have a text, if requested.
+
+    Raises RefusalError (409) if another label has no text.
+    """
+    project = store.project(body.project)
     rows = store.labelled(project)
-    if missing := [label for label in project.labels if label not in {row.label for row in rows}]:
-        message = f"no text is labelled {missing[0]!r}"
-        raise RefusalError(409, "label_missing", message, "label one, or create a project without that label")
+    used = {row.label for row in rows}
+    labels = [label for label in project.labels if label in used]
+    missing = [label for label in project.labels if label not in used]
+    if missing and not (body.omit_empty_labels and len(labels) > 1):
+        message = f"no text is labelled {' or '.join(map(repr, missing))}"
+        hint = "label one text of each, or finish without them ('omit_empty_labels')"
+        raise RefusalError(409, "label_missing", message, hint)
     return schemas.Fit(
-        name=name or project.name,
+        name=body.name or project.name,
         template=project.template,
-        labels=list(project.labels),
+        labels=labels,
         examples=[{"text": row.text, "label": row.label} for row in rows],
         shots=max(len(rows), 1),  # all rows, evaluated by cross-validation
     )

@@ -248,10 +248,14 @@ class LabelAnswer(Labeller):
 
 
 class Finish(Body):
-    """The project to fit, and the name of the task, by default that of the project."""
+    """The project to fit, and the name of the task, by default that of the project.
+
+    Labels without a text are an error, or are left out of the task.
+    """
 
     project: ProjectName
     name: Name | None = None
+    omit_empty_labels: bool = False
 
 
 class Feedback(Body):
