@@ -261,9 +261,9 @@ def test_skipped_rows_have_empty_predictions(home, tmp_path, capsys, kind):
     assert result["label"].fillna("")[[1, 3]].tolist() == ["", ""]
     numbers = result.select_dtypes("number")
     assert numbers.loc[[1, 3]].isna().all(axis=None)
-    pandas.testing.assert_frame_equal(
-        numbers.loc[[0, 2, 4]].reset_index(drop=True), expected.select_dtypes("number")
-    )
+    usable_rows = numbers.loc[[0, 2, 4]].reset_index(drop=True)
+    # Rows of other batches may differ by rounding, in the last of six digits.
+    pandas.testing.assert_frame_equal(usable_rows, expected.select_dtypes("number"), atol=2e-6)
 
 
 def test_json_lines_contain_the_error_of_a_skipped_row(home, tmp_path):

@@ -1,6 +1,5 @@
 """Methods against a direct computation, and the contract of all methods."""
 
-import textwrap
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from fitting import FAMILIES, SHOWN, WORDS, fit, injected, left_as_found, made, 
 from i2cl import CalibrationConfig, Decoder, Example, I2CLError, Task, Template, calibrate, extract
 from i2cl.core.context import ContextVector, ExtractConfig
 from i2cl.core.recipe import RECIPES
-from i2cl.methods import METHODS, Cost, base, make_methods
+from i2cl.methods import METHODS, Cost, make_methods
 from i2cl.methods.i2cl_variants import NoiseConfig, noise_like
 from i2cl.methods.postprocessing import Product, Wrapper
 from i2cl.models.scoring import LabelScorer
@@ -330,12 +329,3 @@ def test_product_excludes_a_label_that_one_method_has_not_seen(name, films, demo
     scores = fit(name, made("llama"), three, shown).log_probs(TEXTS)
     assert (scores[:, 1] == -torch.inf).all()
     torch.testing.assert_close(scores.exp().sum(-1), torch.ones(len(TEXTS), dtype=scores.dtype))
-
-
-def test_example_of_a_new_method_runs(decoder, task):
-    example = textwrap.dedent(base.__doc__.split(":\n\n", 1)[1].split("`i2cl.evaluate`")[0])
-    defined = {"__name__": "example"}
-    exec(example, defined)
-    method = defined["Frequency"].from_options({"smoothing": "2"})
-    scores = method.fit(decoder, task, task.train[:3], 0).log_probs(TEXTS)
-    torch.testing.assert_close(scores.exp(), torch.tensor([[4 / 7, 3 / 7]]).expand(len(TEXTS), 2))
