@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--words", required=True, help="label words by id, separated by commas")
     parser.add_argument("--model", default="smollm2", help="model of i2cl")
     parser.add_argument("--dtype", default="auto", help="of the model")
-    parser.add_argument("--labels", type=int, default=5, help="number of labels, of which one is added")
+    parser.add_argument("--labels", type=int, default=5, help="number of labels; the last one is added later")
     parser.add_argument("--shots", type=int, default=5, help="examples per label")
     parser.add_argument("--rows", type=int, default=200, help="test rows")
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds")
