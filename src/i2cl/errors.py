@@ -44,14 +44,18 @@ class I2CLError(ValueError):
         self.message, self.hint = message, hint
 
 
+class MemoryLimitError(I2CLError):
+    """A single query, or a step that cannot be split, does not fit into memory."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that an accelerator or the CPU ran out of memory.
 
     Most backends raise a plain RuntimeError, so this checks the message. If accelerate is installed, also
     calls its ``should_reduce_batch_size``, which covers more devices. Does not import torch.
     """
-    if isinstance(error, I2CLError):  # of a single row, or of a step that cannot be split
-        return "does not fit into memory" in error.message
+    if isinstance(error, MemoryLimitError):
+        return True
     if not isinstance(error, RuntimeError):
         return False
     if type(error).__name__ == "OutOfMemoryError" or any(

@@ -14,7 +14,7 @@ from i2cl.core.context import ContextVector, require_demonstrations
 from i2cl.core.injection import Injection, LabelHead, Report
 from i2cl.core.recipe import CalibrationConfig
 from i2cl.core.weights import apply_class_weight, example_weights
-from i2cl.errors import I2CLError, is_out_of_memory
+from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory
 from i2cl.models.batching import Batch, budget_chunks, packing_pays, shared_front
 from i2cl.models.decoder import Decoder
 from i2cl.models.edits import AffineEdit
@@ -105,7 +105,7 @@ def _minimize(
         if not is_out_of_memory(error):
             raise
         hint = "use shorter texts, a smaller batch_size, or load the model in bfloat16"
-        raise I2CLError(f"a step of calibration does not fit into memory: {hint}") from None
+        raise MemoryLimitError(f"a step of calibration does not fit into memory: {hint}") from None
 
 
 def _require_options(

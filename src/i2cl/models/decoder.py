@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from i2cl.errors import I2CLError, is_out_of_memory
+from i2cl.errors import I2CLError, MemoryLimitError, is_out_of_memory
 from i2cl.models import batching
 from i2cl.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from i2cl.models.batching import Batch, Ids, longest_first, make_batch
@@ -456,7 +456,7 @@ class Decoder:
         """Free cached memory, warn, and return the token limit for half of a batch that did not fit."""
         if rows == 1:
             hint = "shorten it, or load the model in bfloat16 or with device_map='auto'"
-            raise I2CLError(f"a query of {length + reserve} tokens does not fit into memory: {hint}")
+            raise MemoryLimitError(f"a query of {length + reserve} tokens does not fit into memory: {hint}")
         empty_cache = getattr(getattr(torch, self.device.type, None), "empty_cache", None)
         if empty_cache is not None:  # cuda, mps and xpu
             empty_cache()

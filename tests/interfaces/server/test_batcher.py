@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from i2cl import InjectionPool, Template
-from i2cl.errors import I2CLError
+from i2cl.errors import I2CLError, MemoryLimitError
 from i2cl.interfaces.server.batcher import Batcher, FitStoppedError
 from i2cl.interfaces.server.fits import SharedDecoder
 from i2cl.interfaces.server.task_store import TaskStore
@@ -193,7 +193,7 @@ def test_requests_beyond_the_queue_bound_are_refused(batcher_with_task, busy_mod
     ("error", "status", "code"),
     [
         (torch.OutOfMemoryError("no room"), 503, "out_of_memory"),
-        (I2CLError("a query of 9 tokens does not fit into memory"), 503, "out_of_memory"),
+        (MemoryLimitError("a query of 9 tokens does not fit into memory"), 503, "out_of_memory"),
         (I2CLError("encoder '/secret/folder' does not exist"), 500, "unusable"),
         (KeyError("secret text"), 500, "internal"),
     ],
