@@ -10,6 +10,7 @@ from i2cl.errors import I2CLError
 
 BOOLEANS = ("false", "true")  # in the order of their class ids
 _MAX_ID_DIGITS = 9
+_MAX_NAMED = 5  # label words in a message
 # Control and format characters (zero-width space, byte order mark, word joiner) and all kinds of space.
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Zl", "Zp", "Zs"})
 
@@ -24,6 +25,14 @@ def is_blank(text: str) -> bool:
 def normalize_word(word: str) -> str:
     """Return a label word or task name in Unicode NFC: macOS and some exports write 'é' as 'e' + accent."""
     return unicodedata.normalize("NFC", word)
+
+
+def name_labels(words: Sequence[str]) -> str:
+    """Return up to five label words for a sentence: "'a', 'b' or 'c'"."""
+    names = [repr(word) for word in words[:_MAX_NAMED]]
+    if len(words) > _MAX_NAMED:
+        names.append(f"{len(words) - _MAX_NAMED} more")
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 class LabelLookup:

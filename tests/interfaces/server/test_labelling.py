@@ -2,6 +2,7 @@
 
 import csv
 import io
+import threading
 
 import pytest
 
@@ -110,13 +111,76 @@ def test_a_round_follows_every_ten_labels(client, service, task):
     assert end_round(service).events[-1]["labels"] == 10
 
 
-def test_without_all_labels_the_base_model_chooses(client, service, task):
+@pytest.mark.parametrize(("during", "labels"), [(10, [0, 10, 20]), (9, [0, 10])])
+def test_ten_labels_during_a_round_start_the_next_one(client, service, task, monkeypatch, during, labels):
+    create(client, texts_of(task))
+    texts = following(client, count=20)
+    end_round(service)
+    started, released, followed = threading.Event(), threading.Event(), threading.Event()
+    make_task, follow_up = labelling.task_of, service.jobs._on_end
+
+    def wait(*given):
+        started.set()
+        assert released.wait(60)
+        return make_task(*given)
+
+    monkeypatch.setattr(labelling, "task_of", wait)
+    monkeypatch.setattr(service.jobs, "_on_end", lambda *given: (follow_up(*given), followed.set()))
+    for text in texts[:10]:
+        answer(client, text, gold(task, text["text"]))
+    assert started.wait(60)
+    for text in texts[10 : 10 + during]:
+        answer(client, text, gold(task, text["text"]))
+    released.set()  # from here on, no request starts a round
+    assert followed.wait(60)
+    assert end_round(service).status == "done"
+    project = service.labelling.project("films")
+    assert [one.labels for one in service.labelling.rounds(project)] == labels
+
+
+def test_a_round_that_cannot_follow_does_not_stop_later_ones(
+    open_service, make_client, task, monkeypatch, caplog
+):
+    monkeypatch.setattr(labelling, "queue_next_round", lambda *_, **__: 1 / 0)
+    service = open_service()
+    client = make_client(service)
+    create(client, texts_of(task))
+    assert label_ten(client, service, task).status == "done"
+    assert "division by zero" in caplog.text
+
+
+def test_rounds_propose_the_labels_that_have_a_text(client, service, task):
+    create(client, texts_of(task), labels=["mixed", *LABELS])
+    job = label_ten(client, service, task)
+    assert (job.status, job.events[-1]["missing"]) == ("done", ["mixed"])
+    state = client.get(URL).json()
+    assert state["per_label"]["mixed"] == 0
+    assert [one["labels"] for one in state["rounds"]] == [10]
+    assert {text["proposal"] for text in following(client)} <= set(LABELS)
+
+
+def test_the_only_text_of_a_label_counts_as_wrong(client, service, task):
+    texts = texts_of(task)
+    labels = [*(gold(task, text) for text in texts[:11]), "mixed"]
+    rows = "text,label\n" + "".join(f"{text},{label}\n" for text, label in zip(texts, labels, strict=False))
+    file = {"name": "films.csv", "content": rows}
+    create(client, file, labels=["mixed", *LABELS], label_column="label")
+    assert end_round(service).events[-1]["labels"] == 12
+    (only,) = client.get(URL).json()["rounds"]
+    right = 12 * only["accuracy"]
+    assert right == pytest.approx(round(right))
+    assert 0 < round(right) <= 11
+
+
+def test_without_two_labels_the_base_model_chooses(client, service, task):
     create(client, texts_of(task))
     for text in following(client):
         answer(client, text, "positive")
     job = end_round(service)
     assert (job.status, job.events[-1]["missing"]) == ("done", ["negative"])
-    assert error_of(client.post("/v1/labelling/finish", json=FILMS)) == (409, "label_missing")
+    reply = client.post("/v1/labelling/finish", json=FILMS)
+    assert error_of(reply) == (409, "label_missing")
+    assert reply.json()["error"]["hint"] == "label one text of each"
     finish = FILMS | {"omit_empty_labels": True}  # a single label is no task
     assert error_of(client.post("/v1/labelling/finish", json=finish)) == (409, "label_missing")
     assert following(client)[0]["proposal"] in LABELS

@@ -94,6 +94,39 @@ def test_texts_are_labelled_by_keyboard_and_served(open_page, url):
     assert page.locator("#answer").is_hidden()
 
 
+def test_finish_asks_whether_to_leave_out_labels_without_a_text(open_page, url):
+    page = open_page(f"{url}/labelling")
+
+    def finish(answer):
+        with page.expect_event("dialog") as asked:
+            page.once("dialog", answer)
+            page.click("#serve")
+        return asked.value.message
+
+    create(page, "partial", labels=f"{LABELS}, grey, white")
+    label_by_keyboard(page, 10)
+    assert len({GOLD[row] for row in labelled_texts(page)}) == len(TASK.labels), "every colour is labelled"
+    expect_text(page, "#counts", "^partial: 10 of 60 texts labelled. No text has the label grey or white yet")
+    expect_text(page, "#choices", r"grey\(0\).*white\(0\)$")
+    expect_text(page, "#round", "Labels without a text are not proposed")
+    check_accessible(page)
+    question = "No text has the label grey or white. Finish without them?"
+    assert finish(lambda dialog: dialog.dismiss()) == question
+    assert finish(lambda dialog: dialog.accept()) == question
+    expect_text(page, "#served", "Task partial is served, fitted on 10 labels")
+    client = Client(url)
+    assert [job["kind"] for job in client.jobs() if job.get("name") == "partial"].count("fit") == 1
+    assert client.classify("partial", [TEXTS[0]])[0].label in TASK.labels
+
+
+def labelled_texts(page):
+    """Return the texts in the exported file."""
+    with page.expect_download() as download:
+        page.click("#export")
+    _, *rows = download.value.path().read_text().splitlines()
+    return [row.rpartition(",")[0] for row in rows]
+
+
 def test_two_people_label_different_texts_of_one_project(open_page, url):
     ann = open_page(f"{url}/labelling")
     create(ann, "shared")
@@ -185,7 +218,7 @@ def test_bad_input_is_reported_in_one_line(open_page, url):
         expect_text(page, "#counts", f"{count} of 2 texts labelled")
     expect_text(page, "#saved", "No text is left")
     page.click("#serve")
-    expect_text(page, "#served", "no text is labelled 'bad': label one")
+    expect_text(page, "#served", "no text has the label 'bad': label one text of each$")
     page.click("#new summary")
     page.click("#create .main")
     expect_text(page, "#state", "there is a labelling project 'few': continue it, delete it")

@@ -114,15 +114,21 @@ class Job:
 class Jobs:
     """All jobs of a server. One job of each kind runs at a time, in the order of arrival."""
 
-    def __init__(self, folder: Path, workers: Mapping[Kind, Callable[[Job], dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: Mapping[Kind, Callable[[Job], dict[str, Any]]],
+        on_end: Callable[["Jobs", Job], None] | None = None,
+    ) -> None:
         """Read the jobs of an earlier process.
 
         Args:
             folder: has a folder for each job.
             workers: functions that run a job of each kind, from where it stopped, and return the fields of
                 its ``done`` event.
+            on_end: called on the thread of a job that ran and has ended; its errors are logged.
         """
-        self._root, self._workers = folder, workers
+        self._root, self._workers, self._on_end = folder, workers, on_end
         self._jobs: dict[str, Job] = {}  # oldest first
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in workers}
         self._changed = threading.Condition()
@@ -303,6 +309,11 @@ class Jobs:
                     return
                 job = self._waiting[kind].popleft()
             self._run(job)
+            if job.ended and self._on_end is not None:
+                try:
+                    self._on_end(self, job)
+                except Exception as error:  # noqa: BLE001 - must not stop the thread
+                    _log.warning("no job follows job %s (%s)", job.id, error)
 
     def _run(self, job: Job) -> None:
         try:

@@ -6,6 +6,8 @@ fits, a round runs on the model thread between requests. It reads its rows from 
 """
 
 import math
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +35,7 @@ from i2cl.interfaces.server.labelling_store import (
 )
 from i2cl.labelling.label_issues import review
 from i2cl.labelling.suggestion import choose_typical, text_vectors, zero_shot_log_probs
-from i2cl.methods.cross_validation import cross_validation_error, fold_rows
+from i2cl.methods.cross_validation import fold_rows
 from i2cl.models.decoder import Decoder
 from i2cl.tasks import Example, Examples, Task, Template
 
@@ -45,6 +47,7 @@ TYPICAL_SLOPE, SLOPE_STD = 0.09, 0.15
 """Change of the accuracy in a round, divided by the change of the logarithm of the number of labels: mean and
 standard deviation in simulations (docs/guide/label.md)."""
 
+_queueing = threading.Lock()
 Vector = Float[np.ndarray, " d"]  # see i2cl.labelling.text_vectors
 
 
@@ -57,22 +60,41 @@ def latest_job(jobs: Jobs, project: Project) -> Job | None:
 
 def queue_round(jobs: Jobs, store: LabellingStore, project: Project) -> None:
     """Queue a round if there is none yet, or after `LABELS_PER_ROUND` labels since the last one."""
-    last = latest_job(jobs, project)
-    if last is not None and not last.ended:
-        return
-    rounds = store.rounds(project)
-    if last is not None or rounds:
-        known = max(last.request["answer"] if last else 0, rounds[-1].answer if rounds else 0)
-        if store.answers_since(project, known) < LABELS_PER_ROUND:
+    with _queueing:  # two requests at the same time queue one round
+        last = latest_job(jobs, project)
+        if last is not None and not last.ended:
             return
-    answer = store.last_answer(project)
-    jobs.add("labelling", {"name": project.name, "project": project.id, "answer": answer}, {})
+        rounds = store.rounds(project)
+        if last is not None or rounds:
+            known = max(last.request["answer"] if last else 0, rounds[-1].answer if rounds else 0)
+            if store.answers_since(project, known) < LABELS_PER_ROUND:
+                return
+        answer = store.last_answer(project)
+        jobs.add("labelling", {"name": project.name, "project": project.id, "answer": answer}, {})
 
 
-def task_of(project: Project, rows: Sequence[LabelledText] = ()) -> Task:
-    """Return the task of a project, with its labelled texts as training rows."""
-    examples = tuple(Example(row.text, project.labels.index(row.label)) for row in rows)
-    return Task(project.name, project.labels, Template(project.template), train=examples)
+def queue_next_round(jobs: Jobs, job: Job, store: LabellingStore) -> None:
+    """Queue the next round when one has ended, if enough labels were given in the meantime.
+
+    Raises RefusalError, OSError or WriteError like `Jobs.add`.
+    """
+    if job.kind == "labelling":
+        project = store.find(job.request["name"])
+        if project is not None and project.id == job.request["project"]:
+            queue_round(jobs, store, project)
+
+
+def task_of(project: Project, rows: Sequence[LabelledText]) -> Task:
+    """Return the task of the labels that have a text, with the labelled texts as training rows.
+
+    As long as fewer than two labels have a text, the task has all labels and no rows.
+    """
+    used = {row.label for row in rows}
+    labels = tuple(label for label in project.labels if label in used)
+    if len(labels) < 2:
+        return Task(project.name, project.labels, Template(project.template))
+    examples = tuple(Example(row.text, labels.index(row.label)) for row in rows)
+    return Task(project.name, labels, Template(project.template), train=examples)
 
 
 def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) -> dict[str, Any]:
@@ -96,24 +118,25 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
         candidates = store.candidates(project, MAX_CANDIDATES)
         rows = [LabelledText(one.id, one.text, one.label) for one in taken if one.label is not None]
         task = task_of(project, rows)
-        missing = [label for label in task.labels if label not in {row.label for row in rows}]
         vectors = _vectors(job, decoder, task, store, [*taken, *candidates], encoder)
         texts = [one.text for one in candidates]
         chosen = _choose(texts, [one.text for one in taken], vectors)
-        if missing:
-            result, issues = Round(answer, len(rows), None, None), list[Issue]()
-            log_probs = zero_shot_log_probs(decoder, task, texts, chosen) if chosen else torch.empty(0)
-        else:
+        if task.train:
             classifier = TextClassifier(task, vectors if encoder else None)
-            weight, accuracy, issues = _cross_validate(decoder, classifier, rows)
+            weight, accuracy, issues = _cross_validate(decoder, project, rows, classifier.vectors)
             result = Round(answer, len(rows), classifier.name, accuracy)
             log_probs = classifier.log_probs(task.train, [texts[at] for at in chosen])
             log_probs = (weight * log_probs).log_softmax(-1)
+        else:
+            result, issues = Round(answer, len(rows), None, None), list[Issue]()
+            log_probs = zero_shot_log_probs(decoder, task, texts, chosen) if chosen else torch.empty(0)
         proposals = [
             Proposal(candidates[at].id, task.labels[int(row.argmax())], float(row.max().exp()))
             for at, row in zip(chosen, log_probs, strict=True)
         ]
         store.save_round(project, result, issues, proposals)
+        used = {row.label for row in rows}
+        missing = [label for label in project.labels if label not in used]
         return {"labels": len(rows), "missing": missing, "accuracy": result.accuracy and result.accuracy[0]}
 
     fields: dict[str, Any] = batcher.run(work).result()
@@ -158,16 +181,20 @@ class TextClassifier:
 
 
 def _cross_validate(
-    decoder: Decoder, classifier: TextClassifier, rows: Sequence[LabelledText]
+    decoder: Decoder, project: Project, rows: Sequence[LabelledText], vectors: Mapping[str, Vector] | None
 ) -> tuple[float, tuple[float, float, float] | None, list[Issue]]:
-    """Cross-validate a classifier.
+    """Cross-validate a classifier on the labels that have two texts or more.
 
     Returns:
-        The weight that calibrates its log-probabilities; its accuracy with a 95 % interval, or None if a
-        label has a single text; and labels that are probably wrong.
+        The weight that calibrates its log-probabilities; its accuracy on all texts with a 95 % interval,
+        where the only text of a label counts as wrong, or None if fewer than two labels have two texts; and
+        labels that are probably wrong.
     """
+    counts, labelled = Counter(row.label for row in rows), len(rows)
+    rows = [row for row in rows if counts[row.label] > 1]
+    classifier = TextClassifier(task_of(project, rows), vectors)
     task, prior = classifier.task, TEXT_PRIORS[classifier.name]
-    if cross_validation_error(task, task.train, FOLDS):
+    if not task.train:
         return prior.mean, None, []
     log_probs = classifier.held_out_log_probs()
     gold = np.array([row.label for row in task.train])
@@ -184,7 +211,7 @@ def _cross_validate(
         )
         for issue in review(decoder, task, task.train, log_probs=calibrated)
     ]
-    return weight, (right / len(rows), *wilson(right, len(rows))), issues
+    return weight, (right / labelled, *wilson(right, labelled)), issues
 
 
 def _choose(texts: Sequence[str], taken: Sequence[str], vectors: Mapping[str, Vector]) -> list[int]:

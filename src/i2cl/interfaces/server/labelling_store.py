@@ -61,7 +61,7 @@ CREATE TABLE IF NOT EXISTS rounds (
     project INTEGER NOT NULL REFERENCES projects ON DELETE CASCADE,
     answer INTEGER NOT NULL,  -- the last one that it knew
     labels INTEGER NOT NULL,
-    classifier TEXT,  -- NULL: none, because labels are missing
+    classifier TEXT,  -- NULL: none, because fewer than two labels have a text
     accuracy REAL,  -- in a cross-validation; NULL: not measured
     low REAL,
     high REAL,
@@ -135,7 +135,8 @@ class Round:
     Attributes:
         answer: id of the last answer that the fit knew.
         labels: number of labelled texts.
-        classifier: what was fitted, such as ``"embeddings"``; None while labels are missing.
+        classifier: what was fitted, such as ``"embeddings"``; None while fewer than two labels
+            have a text.
         accuracy: in a cross-validation, with its 95 % interval; None if it was not measured.
     """
 

@@ -121,7 +121,8 @@ class Service:
             "batch": partial(files.run, batcher=self.batcher, tasks=self.tasks),
             "labelling": partial(labelling.run, batcher=self.batcher, store=self.labelling, encoder=encoder),
         }
-        self.jobs = Jobs(state / "jobs", workers)
+        follow_up = partial(labelling.queue_next_round, store=self.labelling)
+        self.jobs = Jobs(state / "jobs", workers, follow_up)
         self.jobs.start()
 
     @property

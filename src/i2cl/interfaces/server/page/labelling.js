@@ -26,6 +26,8 @@ const queryPath = (route) => `v1/labelling/${route}?project=${encodeURIComponent
 const post = (route, body) => json("POST", `v1/labelling/${route}`, { project: project.id, ...body });
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+const anyOf = new Intl.ListFormat("en", { type: "disjunction" });
+const emptyLabels = () => project.labels.filter((label) => !project.per_label[label]);
 
 // Projects
 
@@ -134,7 +136,7 @@ async function create(event) {
 function makeChoices() {
   $("choices").replaceChildren($("choices").firstElementChild, ...project.labels.map((label, place) => {
     const choice = element("label"), key = place < 9 ? element("kbd", String(place + 1)) : "";
-    choice.append(element("input", undefined, { type: "radio", name: "label", value: String(place) }), key, element("span", label));
+    choice.append(element("input", undefined, { type: "radio", name: "label", value: String(place) }), key, element("span", label), element("span", "", { class: "count" }));
     return choice;
   }));
 }
@@ -164,7 +166,8 @@ async function nextTexts() {
     show("saved", "Choosing the first texts");
     setTimeout(() => nextTexts().catch(showSaveError), WAIT_MS);
   } else if (!queue.length) {
-    show("saved", "No text is left: all are labelled, skipped, or with another person.");
+    const counts = project.labels.map((label) => `${label} ${project.per_label[label]}`).join(", ");
+    show("saved", `No text is left: all are labelled (${counts}), skipped, or with another person.`);
   } else if ($("saved").textContent === "Choosing the first texts") show("saved", "");
 }
 
@@ -249,10 +252,12 @@ async function readState() {
 }
 
 function showState() {
-  const { labelled, texts, skipped, labellers, per_label: perLabel } = project;
+  const { labelled, texts, skipped, labellers, labels, per_label: perLabel } = project;
+  const empty = emptyLabels();
+  const missing = labelled && empty.length ? ` No text has the label ${anyOf.format(empty)} yet.` : "";
   const others = labellers > 1 ? ` ${labellers} people are labelling.` : "";
-  $("counts").textContent = `${project.id}: ${labelled} of ${plural(texts, "text")} labelled${skipped ? `, ${skipped} skipped` : ""}. ${
-    Object.entries(perLabel).map(([label, count]) => `${label} ${count}`).join(", ")}.${others}`;
+  $("counts").textContent = `${project.id}: ${labelled} of ${plural(texts, "text")} labelled${skipped ? `, ${skipped} skipped` : ""}.${missing}${others}`;
+  $("choices").querySelectorAll(".count").forEach((count, place) => { count.textContent = `(${perLabel[labels[place]]})`; });
   showRound(project.job);
   showCurve(project);
   showExpected(project);
@@ -265,7 +270,8 @@ function showRound(job) {
   if (job?.status === "queued") text = "Waiting for the model: you can go on labelling.";
   else if (job?.status === "running") text = `${last.event === "embedding" ? `Comparing ${plural(last.texts, "text")}` : "Choosing texts"}: you can go on labelling.`;
   else if (job?.status === "failed") text = `The last round failed: ${last.error.message}`;
-  else if (last?.missing?.length) text = `The proposals are zero-shot answers: no text is labelled ${last.missing.join(" or ")} yet.`;
+  else if (last?.labels && project.labels.length - last.missing.length < 2) text = "The proposals are zero-shot answers until two labels have a text.";
+  else if (last?.labels && last.missing.length) text = "Labels without a text are not proposed: choose them yourself.";
   if ($("round").textContent !== text) show("round", text, job?.status === "failed");
 }
 
@@ -338,21 +344,15 @@ async function exportLabels() {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
+// Fit and serve the task. Labels without a text are left out of it if the user agrees.
 async function finish() {
   const name = project.id, tasks = (await json("GET", "v1/models")).data;
   if (tasks.some((task) => task.id === name && task.object === "model" && task.parent) && !confirm(`Replace the task ${name}?`)) return;
-  await followFit((await queueFit()).id);
-}
-
-// Queue the fit. Labels without a text are left out of the task if the user agrees.
-async function queueFit() {
-  try {
-    return await post("finish", {});
-  } catch (error) {
-    if (error.code !== "label_missing" || !project.labelled) throw error;
-    if (!confirm(`${error.message}. Finish without?`)) throw error;
-    return post("finish", { omit_empty_labels: true });
-  }
+  await readState();
+  if (project?.id !== name) return;
+  const empty = emptyLabels(), omit = empty.length > 0 && project.labels.length - empty.length > 1;
+  if (omit && !confirm(`No text has the label ${anyOf.format(empty)}. Finish without ${empty.length === 1 ? "it" : "them"}?`)) return;
+  await followFit((await post("finish", { omit_empty_labels: omit })).id);
 }
 
 // Follow the fit of the task to its end, reconnecting if the server is restarted.

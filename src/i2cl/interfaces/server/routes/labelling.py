@@ -22,7 +22,7 @@ from i2cl.models.encoding import TooLongError
 from i2cl.models.scoring import LabelScorer
 from i2cl.tasks import Task, Template
 from i2cl.tasks.formats import preview
-from i2cl.tasks.labels import LabelLookup, is_blank, normalize_word
+from i2cl.tasks.labels import LabelLookup, is_blank, name_labels, normalize_word
 from i2cl.tasks.rows import Query as TextRow, read_queries
 
 MAX_PROJECT_BODY = 64 * 2**20  # bytes of a file of texts
@@ -272,8 +272,10 @@ def _fit_options(store: LabellingStore, body: schemas.Finish) -> schemas.Fit:
     labels = [label for label in project.labels if label in used]
     missing = [label for label in project.labels if label not in used]
     if missing and not (body.omit_empty_labels and len(labels) > 1):
-        message = f"no text is labelled {' or '.join(map(repr, missing))}"
-        hint = "label one text of each, or finish without them ('omit_empty_labels')"
+        message = f"no text has the label {name_labels(missing)}"
+        hint = "label one text of each"
+        if len(labels) > 1:
+            hint += ", or finish without them ('omit_empty_labels')"
         raise RefusalError(409, "label_missing", message, hint)
     return schemas.Fit(
         name=body.name or project.name,
