@@ -78,7 +78,7 @@ WRONG = {  # tests/interfaces/test_early_errors.py has mistakes that are found w
     "labels of other rows": ([*FIT, "--labels", "up,down"], "label 'bad' is not one of up, down"),
     "a label without rows": (
         [*fit(Path("{}"), task="one.jsonl"), *OWN, "--labels", "bad,good"],
-        "class 'bad' has 0 training examples",
+        "no text has the label 'bad': add texts with it, or leave it out of the labels",
     ),
     "an empty text": ([*ASK, "gap.txt", *OWN], "line 2: the text is empty"),
     "a device that is not there": ([*FIT, "--device", "cuda:7"], "cannot use device 'cuda:7'"),

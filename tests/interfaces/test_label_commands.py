@@ -28,7 +28,7 @@ def test_label_fit_suggest_again_and_review(folder, said, refused):
     out = said(*NEW, "-o", "first.csv")
     assert out.splitlines() == [
         "Saved first.csv: 4 texts to label, chosen from 24.",
-        "Next: fill in the column label, then i2cl fit reference first.csv -o TASK",
+        "Next: fill in the column label, then i2cl fit reference first.csv --labels blue,red -o TASK",
     ]
     rows = table(folder / "first.csv")
     assert [set(row) for row in rows] == [{"text", "label", "suggested", "probability"}] * 4
@@ -52,6 +52,20 @@ def test_label_fit_suggest_again_and_review(folder, said, refused):
     every = jsonl(folder / "every.jsonl", [{"text": text, "label": "red"} for text in TEXTS])
     out = refused("suggest", "mood", "texts.txt", "--labelled", every, "-n", 1, "-o", "fourth.csv")
     assert "every text of texts.txt is labelled" in out
+
+
+def test_labels_without_a_text_are_named(folder, said, refused):
+    rows = [{"text": "a sad day", "label": "blue"}, {"text": "a glad day", "label": "red"}]
+    jsonl(folder / "few.jsonl", rows)
+    words = ("suggest", "reference", "texts.txt", "--labels", "blue,red,green,grey", "-n", 4)
+    assert "No text has" not in said(*words, "-o", "first.csv")
+    words = (*words, "--labelled", "few.jsonl")
+    line = "No text has the label 'green' or 'grey' yet: label one, or fit without it."
+    assert line in said(*words, "-o", "second.csv").splitlines()
+    assert json.loads(said(*words, "-o", "third.csv", "--json"))["labels_without_text"] == ["green", "grey"]
+    fit = ("fit", "reference", "few.jsonl", "--labels", "blue,red,green,grey", "-o", "mood")
+    assert "no text has the label 'green' or 'grey': add texts with them" in refused(*fit)
+    assert not (folder / "mood").exists()
 
 
 def test_review_lists_the_flipped_row_and_changes_none(folder, said, refused, monkeypatch):

@@ -53,7 +53,8 @@ def test_samples_never_change_and_ignore_the_global_random_state():
     ("train", "shots", "message"),
     [
         ((20, 3, 20), 5, "class 'green' has 3 training examples, fewer than 5 shots"),
-        ((20, 0, 20), 1, "class 'green' has 0 training examples, fewer than 1 shots"),
+        ((20, 0, 20), 1, "no text has the label 'green': add texts with it, or leave it out of the labels"),
+        ((20, 0, 0), 1, "no text has the label 'green' or 'blue': add texts with them"),
         ((0, 0, 0), 1, "has no train examples"),
         ((9, 9, 9), 0, "0 shots per class requested"),
     ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from i2cl.errors import I2CLError, first_problem, require_utf8
-from i2cl.tasks.labels import is_blank, normalize_word
+from i2cl.tasks.labels import is_blank, name_labels, normalize_word
 from i2cl.tasks.template import Template
 
 if TYPE_CHECKING:
@@ -218,11 +218,17 @@ class Task:
         count = self.shots if shots is None else shots
         _check_shots(self.name, count)
         groups = group_by_label(self._rows("train"), len(self.labels))
+        if empty := [word for word, group in zip(self.labels, groups, strict=True) if not group]:
+            it = "it" if len(empty) == 1 else "them"
+            raise I2CLError(
+                f"task {self.name!r}: no text has the label {name_labels(empty)}: add texts with {it}, or "
+                f"leave {it} out of the labels"
+            )
         for word, group in zip(self.labels, groups, strict=True):
             if len(group) < count:
                 raise I2CLError(
                     f"task {self.name!r}: class {word!r} has {len(group)} training examples, fewer than "
-                    f"{count} shots: {'use fewer shots or ' if group else ''}add rows of that class"
+                    f"{count} shots: use fewer shots or add rows of that class"
                 )
         if self.multi_label:
             return sample_multi_label(self.train, len(self.labels), count, Random(seed))

@@ -19,6 +19,7 @@ from i2cl.storage.atomic import new_file, require_new_file
 from i2cl.storage.layout import DESCRIPTION
 from i2cl.tasks import Example
 from i2cl.tasks.formats import Columns, Row, rows_or_errors
+from i2cl.tasks.labels import name_labels
 from i2cl.tasks.rows import BadRows, read_labelled, read_queries
 from i2cl.tasks.sample import sample_texts
 from i2cl.tasks.template import DEFAULT_TEMPLATE
@@ -101,14 +102,20 @@ def suggest(
             progress=bar.advance,
         )
     _write_suggestions(output, task, known, chosen)
+    used = {row.label for row in known}
+    empty = [word for label, word in enumerate(task.labels) if label not in used] if known else []
     if json:
-        console.print_json({"output": str(output), "suggestions": [asdict(one) for one in chosen]})
+        found = [asdict(one) for one in chosen]
+        console.print_json({"output": str(output), "labels_without_text": empty, "suggestions": found})
         return
     before = f" after {len(known)} labelled rows" if known else ""
     count = "1 text" if choice.number == 1 else f"{choice.number} texts"
     console.say(f"Saved {output}: {count} to label{before}, chosen from {len(candidates):,}.")
+    if empty:
+        console.say(f"No text has the label {name_labels(empty)} yet: label one, or fit without it.")
     model = source if injection is None else injection.base.name
-    words = shlex.join(["i2cl", "fit", model, str(output)])
+    named = [] if labels is None else ["--labels", ",".join(task.labels)]
+    words = shlex.join(["i2cl", "fit", model, str(output), *named])
     console.say(f"Next: fill in the column label, then {words} -o TASK")
 
 
