@@ -1,33 +1,37 @@
 """Simulate labelling with gold labels: what `i2cl suggest` and `i2cl review` are worth.
 
     python benchmarks/active_learning.py choice minilm trec,sst2 -o choice.jsonl
+    python benchmarks/active_learning.py choice smollm2 trec,sst2 --seeds 2 --dtype bfloat16 -o decoder.jsonl
     python benchmarks/active_learning.py noise minilm trec,sst2 -o noise.jsonl
     python benchmarks/active_learning.py table choice.jsonl
 
-`choice` labels texts of a pool in batches: at random, typical ones (as `suggest` does), or
-typical ones first, and after 20 labels those that a fit to the labels so far is uncertain about. It measures
-the accuracy on test rows after each batch. `noise` flips 10 % of the labels of random rows, and measures how
-many of them `review` finds, and the accuracy before and after these are corrected.
+`choice` labels texts of a pool in batches of ten: at random, typical ones (as `suggest` does), or typical
+ones first, and after 20 labels those that a fit to the labels so far is uncertain about. It measures the
+accuracy on test rows. `noise` flips 10 % of the labels of random rows, and measures how many of them `review`
+finds, and the accuracy before and after these are corrected.
 
 The model is ``minilm`` (logistic regression on sentence embeddings) or a decoder with anchored calibration,
-which is slower and therefore gets fewer batches and texts (`Scale`). Appends a line of JSON per task and
-seed; existing lines are not run again. The tasks need I2CL_DATA_DIR or the hub.
+which is slower and is therefore measured less often (`Scale`). The typical texts are those of MiniLM for
+both. Appends a line of JSON per task and seed; existing lines are not run again. The tasks need I2CL_DATA_DIR
+or the hub.
 """
 
 import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from random import Random
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from scipy.stats import t
 from sklearn.cluster import KMeans
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
@@ -42,6 +46,7 @@ from tables import measure_missing
 
 STRATEGIES = ("random", "typical", "uncertain")
 VECTORS = Path("vectors")  # folder of embeddings, to resume without embedding again
+BATCH = 10  # texts that are chosen at a time
 FIRST = 20  # labels that are chosen without a fit
 OVERSAMPLING = 3  # uncertain texts that are clustered, for each text to choose
 NOISE = 0.1  # share of labels that are flipped
@@ -54,22 +59,20 @@ class Scale:
     """Size of a simulation.
 
     Attributes:
-        labels: numbers of labels after which the accuracy is measured; the batches end there.
+        labels: for each strategy, the numbers of labels with which the accuracy is measured.
         pool: number of unlabelled texts.
-        scored: number of them that a fit scores for each choice.
         test: number of test rows.
         noisy: numbers of labelled rows with noise.
     """
 
-    labels: tuple[int, ...]
+    labels: Mapping[str, Sequence[int]]
     pool: int
-    scored: int
     test: int
     noisy: tuple[int, ...]
 
 
-CHEAP = Scale((10, 20, 30, 40, 50, 60, 70, 80), pool=2000, scored=2000, test=600, noisy=(80, 200))
-DEAR = Scale((10, 20, 40, 80), pool=2000, scored=400, test=150, noisy=(80,))
+CHEAP = Scale(dict.fromkeys(STRATEGIES, range(10, 90, 10)), pool=2000, test=600, noisy=(80, 200))
+DEAR = Scale({"random": (40, 60), "typical": (40,)}, pool=2000, test=200, noisy=(80,))
 
 
 @dataclass(frozen=True)
@@ -96,18 +99,23 @@ class Simulation:
 
     def fit(self, chosen: Sequence[int], rows: Sequence[Example]) -> Predict:
         """Fit to rows of the pool, given by their indices and with their labels."""
+        labels = [row.label for row in rows]
+        known = sorted(set(labels))  # labels without a text are left out, as `i2cl fit` does
+        if len(known) == 1:
+            return lambda some, _: np.tile(np.eye(len(self.task.labels))[labels[0]], (len(some), 1))
         if self.decoder is not None:
-            decoder, task = self.decoder, replace(self.task, train=(), test=())
+            decoder, words = self.decoder, tuple(self.task.labels[label] for label in known)
+            task = replace(self.task, labels=words, train=(), test=())
+            rows = [replace(row, label=known.index(row.label)) for row in rows]
             injection = anchor(decoder, task, rows, seed=self.seed)
 
             def score(some: Sequence[int], test: bool) -> Probabilities:
                 texts = [(self.test if test else self.rows)[at].text for at in some]
-                return injection.log_probs(decoder, texts).exp().numpy()
+                probabilities = np.zeros((len(some), len(self.task.labels)))
+                probabilities[:, known] = injection.log_probs(decoder, texts).exp().numpy()
+                return probabilities
 
             return score
-        labels = [row.label for row in rows]
-        if len(set(labels)) == 1:
-            return lambda some, _: np.tile(np.eye(len(self.task.labels))[labels[0]], (len(some), 1))
         model = LogisticRegression(C=EmbeddingsConfig().embeddings_c, max_iter=10_000)
         model.fit(self.vectors[chosen], labels)
 
@@ -145,27 +153,29 @@ def choice(name: str, seed: int, scale: Scale, decoder: Decoder | None) -> dict[
     """Return the accuracy of each strategy after each batch."""
     simulation = Simulation.of(name, scale, seed, decoder)
     started = time.process_time()
-    accuracies = {one: _label(simulation, one) for one in STRATEGIES}
-    return {"labels": scale.labels, "accuracy": accuracies, "cpu_seconds": time.process_time() - started}
+    accuracies = {one: _label(simulation, one, sizes) for one, sizes in scale.labels.items()}
+    return {"accuracy": accuracies, "cpu_seconds": round(time.process_time() - started)}
 
 
-def _label(simulation: Simulation, strategy: str) -> list[float]:
+def _label(simulation: Simulation, strategy: str, sizes: Sequence[int]) -> dict[int, float]:
+    """Return the accuracy by number of labels."""
     chosen: list[int] = []
-    accuracies: list[float] = []
-    for size in simulation.scale.labels:
+    accuracies: dict[int, float] = {}
+    for size in range(BATCH, max(sizes) + 1, BATCH):
         taken = set(chosen)
         rest = [at for at in range(len(simulation.rows)) if at not in taken]
-        vectors, n = simulation.vectors, size - len(chosen)
+        vectors = simulation.vectors
         if strategy == "random":
-            new = range(n)
+            new = list(range(BATCH))
         elif strategy == "typical" or size <= FIRST:
-            new = choose_typical(vectors[rest], n, vectors[chosen], simulation.seed)
+            new = choose_typical(vectors[rest], BATCH, vectors[chosen], simulation.seed)
         else:
-            rest = rest[: simulation.scale.scored]
-            new = choose_uncertain(vectors[rest], predict(rest, False), n, simulation.seed)
+            new = choose_uncertain(vectors[rest], predict(rest, False), BATCH, simulation.seed)
         chosen += [rest[at] for at in new]
-        predict = simulation.fit(chosen, [simulation.rows[at] for at in chosen])
-        accuracies.append(round(simulation.accuracy(predict), 4))
+        if strategy == "uncertain" or size in sizes:
+            predict = simulation.fit(chosen, [simulation.rows[at] for at in chosen])
+        if size in sizes:
+            accuracies[size] = round(simulation.accuracy(predict), 4)
     return accuracies
 
 
@@ -234,26 +244,53 @@ def _out_of_fold(
     return np.exp(normalised(scores, likely_temperature(scores, labels, 1.0, 1.0)))
 
 
+def show_choice(records: Sequence[dict[str, Any]], tasks: Sequence[str]) -> None:
+    """Print the accuracy by strategy and number of labels, in percent, and how it differs from random texts.
+
+    The 95 % intervals of the differences are t-intervals over the tasks.
+    """
+
+    def mean_of(task: str, strategy: str, size: str) -> float:
+        return 100 * mean(one["accuracy"][strategy][size] for one in records if one["task"] == task)
+
+    curves = records[0]["accuracy"]
+    print("strategy", "labels", "mean", *tasks, sep="\t")
+    for strategy, curve in curves.items():
+        for size in curve:
+            means = [mean_of(task, strategy, size) for task in tasks]
+            print(strategy, size, *(f"{value:.1f}" for value in (mean(means), *means)), sep="\t")
+    for strategy in curves:
+        for size, other in product(curves[strategy], curves["random"]):
+            if strategy != "random" and int(size) <= int(other) <= int(size) + 2 * BATCH:
+                gaps = [mean_of(task, strategy, size) - mean_of(task, "random", other) for task in tasks]
+                margin = t.ppf(0.975, len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5 if gaps[1:] else np.nan
+                print(f"{strategy} {size} - random {other}: {mean(gaps):+.1f} +- {margin:.1f} points")
+    if len(curves["typical"]) > 2:
+        show_forecast(
+            np.array([[*one["accuracy"]["typical"].values()] for one in records]), [*curves["typical"]]
+        )
+
+
+def show_forecast(curves: Float[np.ndarray, "runs sizes"], sizes: Sequence[str]) -> None:
+    """Print how much ten more labels change the accuracy, and how well that is forecast."""
+    logs = np.log([int(size) for size in sizes])
+    changes, steps = np.diff(curves), np.diff(logs)
+    slopes = changes / steps
+    print(f"typical: change / change of log(labels): {slopes.mean():.3f}, std {slopes.std():.3f}")
+    later = range(2, len(sizes))  # steps from there on have a curve to extrapolate
+    own = [[np.polyfit(logs[:at], curve[:at], 1)[0] * steps[at - 1] for at in later] for curve in curves]
+    for name, forecast in (("mean slope", slopes.mean() * steps[1:]), ("own curve", np.array(own))):
+        error = 100 * np.abs(changes[:, 1:] - forecast).mean()
+        print(f"mean absolute error of the next step, forecast from the {name}: {error:.1f} points")
+
+
 def show(path: Path) -> None:
     """Print the means over tasks and seeds, and over the seeds of each task, in percent."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     tasks = list(dict.fromkeys(record["task"] for record in records))
     print(f"{len(tasks)} tasks, {len(records)} runs")
     if "accuracy" in records[0]:
-        sizes = records[0]["labels"]
-        print("strategy", *sizes, *(f"{task}@40" for task in tasks), sep="\t")
-        for strategy in STRATEGIES:
-            curves = {
-                task: np.mean([one["accuracy"][strategy] for one in records if one["task"] == task], 0)
-                for task in tasks
-            }
-            means = np.mean(list(curves.values()), 0)
-            at_40 = [curve[sizes.index(40)] for curve in curves.values()]
-            print(strategy, *(f"{100 * value:.1f}" for value in (*means, *at_40)), sep="\t")
-        slopes = np.array([np.diff(one["accuracy"]["typical"]) for one in records]) / np.diff(np.log(sizes))
-        print(
-            f"typical: gain over that of the logarithm of labels: {slopes.mean():.3f}, std {slopes.std():.3f}"
-        )
+        show_choice(records, tasks)
         return
     sizes = [name for name in records[0] if name.isdigit()]
     names = list(records[0][sizes[0]])
@@ -275,6 +312,7 @@ def main() -> None:
         command.add_argument("model", help="minilm, or a decoder")
         command.add_argument("tasks", help="separated by commas")
         command.add_argument("--seeds", type=int, default=4)
+        command.add_argument("--dtype", help="of a decoder, such as bfloat16")
         command.add_argument("-o", "--output", type=Path, required=True)
     commands.add_parser("table").add_argument("output", type=Path)
     given = parser.parse_args()
@@ -283,7 +321,8 @@ def main() -> None:
         return
     warnings.simplefilter("ignore", ScoringWarning)
     cheap = given.model == MINILM
-    decoder, scale = (None, CHEAP) if cheap else (Decoder.from_pretrained(given.model), DEAR)
+    decoder = None if cheap else Decoder.from_pretrained(given.model, dtype=given.dtype)
+    scale = CHEAP if cheap else DEAR
     measure = {"choice": choice, "noise": noise}[given.command]
     run = partial(measure, scale=scale, decoder=decoder)
     measure_missing(given.output, given.tasks.split(","), given.seeds, run)

@@ -3,10 +3,10 @@
     python scripts/labelling_session.py smollm2 trec -o session
 
 The task is a name or a file with the columns text and label. The page gets its texts only; each label that
-the script types is the text's own. The server is killed with SIGKILL in the middle and started again. Prints
-the minutes of each part, the seconds of each round, and the accuracy of the served task on the texts that
-were not labelled; saves screenshots at widths of 1,280 and 390 pixels. Exits with 1 if axe finds a violation
-(with axe-playwright-python).
+the script types is the text's own. The server is killed with SIGKILL in the middle and started again. Labels
+without a text are left out at the end. Prints the minutes of each part, the seconds of each round, and the
+accuracy of the served task on the texts that were not labelled; saves screenshots at widths of 1,280 and 390
+pixels. Exits with 1 if axe finds a violation (with axe-playwright-python).
 
 Needs the extra ``serve``, playwright, and Chromium.
 """
@@ -34,6 +34,7 @@ from processes import COMMAND, Program, until
 
 NAME = "session"
 WIDTHS = (1280, 390)  # pixels
+KEYS = 9  # labels that have a key
 NEXT = """text => document.querySelector('#answer').hidden
                  || document.querySelector('#text').textContent !== text"""
 TIMEOUT = 3600.0  # seconds for the first texts, a round, or the fit
@@ -75,7 +76,11 @@ class Session:
             self.page.wait_for_selector("#answer:not([hidden])")
             self.page.focus("#text")
             before = self.page.text_content("#text")
-            self.page.keyboard.press(str(self.labels.index(self.gold[before]) + 1))
+            place = self.labels.index(self.gold[before])
+            if place < KEYS:
+                self.page.keyboard.press(str(place + 1))
+            else:
+                self.page.check(f"#choices input[value='{place}']")
             self.page.keyboard.press("Enter")
             self.page.wait_for_function(NEXT, arg=before)
 
@@ -101,7 +106,13 @@ class Session:
         assert all(job["status"] == "done" for job in rounds(client)), rounds(client)
 
     def finish(self) -> None:
-        """Press the button that fits and serves the task, and wait for it."""
+        """Press the button that fits and serves the task, answer its question, and wait for the task."""
+
+        def accept(dialog: Any) -> None:
+            print(dialog.message)
+            dialog.accept()
+
+        self.page.on("dialog", accept)
         self.page.click("#serve")
         self.page.wait_for_selector("#code:not([hidden]), #served.wrong")
         assert self.page.locator("#code").is_visible(), self.page.text_content("#served")
