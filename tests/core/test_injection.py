@@ -60,7 +60,7 @@ def test_scores_match_a_linear_edit(sublayers, positions):
         batch = make_batch([ids], torch.device("cpu"))
         with torch.no_grad():
             logits = decoder.forward(batch, edit=edit)[0, 0].log_softmax(-1)
-        among = logits[list(labels.first)].log_softmax(-1)
+        among = logits[list(labels.representatives)].log_softmax(-1)
         assert torch.allclose(result, among, atol=2e-5)
         own = score(decoder, [ids], labels, edit=injection.edit())[0]
         assert torch.allclose(own.log_softmax(-1), result, atol=2e-5)
@@ -327,7 +327,7 @@ def test_label_log_mass_is_the_log_probability_of_any_label():
     injection = random_injection(decoder, task, 0)
     asked = injection.scorer(decoder)
     wide = next_token_log_probabilities(decoder, asked.queries(TEXTS), edit=injection.edit())
-    wanted = wide[:, list(asked.labels.first)].logsumexp(-1)
+    wanted = wide[:, list(asked.labels.representatives)].logsumexp(-1)
     torch.testing.assert_close(injection.label_log_mass(decoder, TEXTS), wanted)
     biased = injection.with_head(bias=(3.0, 0.0), temperature=2.0)
     torch.testing.assert_close(biased.label_log_mass(decoder, TEXTS), wanted)

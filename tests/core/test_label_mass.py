@@ -21,7 +21,12 @@ RMS = ("llama", "mixtral", "granite", "glm4", "gpt_oss", "afmoe")
 
 GIVEN = (("a warm film", 0), ("dull, dull, dull", 1), ("kind and funny", 0), ("no", 2))
 SHOWN = tuple(Example(text, label) for text, label in GIVEN)
-WORDS = LabelTokens(((40,), (90,), (200,)), full=False, words=((40, 7), (90,), (40, 200, 11)))
+WORDS = LabelTokens(
+    ((40, 7), (90,), (40, 200, 11)),
+    full=False,
+    words=((40, 7), (90,), (40, 200, 11)),
+    keywords=(40, 90, 200),
+)
 
 
 def tokens(first):
@@ -78,8 +83,8 @@ def test_words_become_probable_with_an_exported_head():
     pushed = AffineEdit(shift, edit.scale)
     tables = [next_token_log_probabilities(decoder, OTHERS, edit=one) for one in (edit, pushed)]
     assert torch.equal(*(WORDS.scores(table).argmax(-1) for table in tables))
-    with edit_outputs([(decoder.model.lm_head, WORDS.at_first)]):
-        spoken = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(WORDS.first)]
+    with edit_outputs([(decoder.model.lm_head, WORDS.at_representatives)]):
+        spoken = next_token_log_probabilities(decoder, QUERIES, edit=pushed)[:, list(WORDS.representatives)]
     assert spoken.logsumexp(-1).exp().mean().item() == pytest.approx(result.after, abs=1e-4)
     assert result.after > 2 * result.before
 
@@ -92,7 +97,7 @@ def test_default_fit_generates_labels_and_keeps_predictions():
     texts = [f"{word} {other}" for word in begins for other in ends]
     scorer = LabelScorer(decoder, TASK)
     queries = scorer.queries(texts)
-    firsts = torch.tensor(scorer.labels.first)
+    firsts = torch.tensor(scorer.labels.representatives)
     greedy = next_token_log_probabilities(decoder, queries, edit=says.edit()).argmax(-1)
     says_one = torch.isin(greedy, firsts)
     assert says_one.float().mean() > 0.9  # of a random model

@@ -98,7 +98,7 @@ def test_word_level_rows_of_the_head_are_rounded_once():
     injection = weighted(decoder, injection)
     head = decoder.model.lm_head.weight.float()
     made = Folding(decoder, injection).tensor("lm_head.weight")
-    assert torch.equal(made, injection.scorer(decoder).labels.at_first(head.T).T.bfloat16())
+    assert torch.equal(made, injection.scorer(decoder).labels.at_representatives(head.T).T.bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -316,8 +316,8 @@ def test_word_level_scores_are_means_over_tokens(decoder):
     expected.insert(2, d)
     torch.testing.assert_close(result.scores(wide), torch.stack(expected, -1))
     torch.testing.assert_close(result.mean(wide[..., list(result.tokens)]), result.scores(wide))
-    changed = result.at_first(wide)
-    torch.testing.assert_close(changed[..., list(result.first)], result.scores(wide))
+    changed = result.at_representatives(wide)
+    torch.testing.assert_close(changed[..., list(result.representatives)], result.scores(wide))
     assert (changed != wide).any((0, 1)).sum() <= len(labels)
 
 
@@ -340,16 +340,18 @@ def test_labels_of_the_same_words_get_a_token_each(decoder, labels):
     result = label_tokens(decoder.encoder, Template("{text}\n{label}"), labels, "words")
     assert len(set(map(frozenset, result.words))) == len(labels)
     if "bba" in labels:  # two have the same letters, so each is represented by one distinct token
-        assert result.words == (result.ids[0], result.ids[1], decoder.encoder.plain("cd"))
-        assert len(result.ids[0]) == 1
-        assert result.ids[0] != result.ids[1]
+        first, second, _ = result.keywords
+        assert result.words == ((first,), (second,), decoder.encoder.plain("cd"))
+        assert first != second
 
 
 def test_labels_without_a_token_of_their_own_get_an_unused_one(decoder):
     template = Template("Text: {text}\nTopic:\n{label}")
     labels = ("xa", "xb", "xab", "xbc", "xbb")
     result = label_tokens(decoder.encoder, template, labels, "words")
-    tokens = [token for (token,) in result.ids]
+    tokens = result.keywords
+    assert result.representatives == tokens
+    assert result.sequences == tuple(map(decoder.encoder.plain, labels))
     assert len(set(tokens)) == len(labels)
     own = [set(decoder.encoder.plain(label)) for label in labels]
     # Five labels over four characters: four labels can get distinct characters.

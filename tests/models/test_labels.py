@@ -38,7 +38,7 @@ def test_no_label_is_a_prefix_of_another(case, seed):
         warnings.simplefilter("ignore", ScoringWarning)
         asked = LabelScorer(decoder, Task("films", labels, TEMPLATE))
         result = asked.scores(["a warm film"])[0]
-    ids = asked.labels.ids
+    ids = asked.labels.sequences
     assert not any(one != other and other[: len(one)] == one for one in ids for other in ids)
     (end,) = {one[-1] for one in ids}  # what ends all of them: the separator's first token
     assert end == encode("\n")[0]
@@ -52,7 +52,7 @@ def test_no_label_is_a_prefix_of_another(case, seed):
 
 def test_labels_that_are_no_prefix_are_unchanged():
     result = label_tokens(decoder_of("llama").encoder, TEMPLATE, LABELS, "sequence")
-    assert result.ids == tuple(map(encode, LABELS))
+    assert result.sequences == tuple(map(encode, LABELS))
 
 
 def test_labels_end_with_eos_if_the_separator_merges():
@@ -61,7 +61,7 @@ def test_labels_end_with_eos_if_the_separator_merges():
     assert encode("on")[:1] != encode("o")
     with pytest.warns(ScoringWarning):
         result = label_tokens(decoder.encoder, template, ("a o", "a o a"))
-    assert {ids[-1] for ids in result.ids} == {decoder.tokenizer.eos_token_id}
+    assert {ids[-1] for ids in result.sequences} == {decoder.tokenizer.eos_token_id}
     decoder = Decoder(decoder.model, copy.deepcopy(decoder.tokenizer))
     decoder.tokenizer.eos_token = None
     message = r"label .a o. is a prefix of label .a o a..*use other label words"
@@ -75,7 +75,7 @@ def test_newline_before_labels_belongs_to_the_query(case):
     asked = LabelScorer(decoder, Task("films", LABELS, Template("Review: {text}\nSentiment:\n{label}")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert asked.labels.ids == tuple(map(encode, LABELS))
+        assert asked.labels.sequences == tuple(map(encode, LABELS))
     assert not asked.labels.full
     assert asked.labels.line == "\n"
     assert asked.queries(["dull"]) == [encode("Review: dull\nSentiment:\n")]
@@ -89,7 +89,7 @@ def test_newline_that_merges_with_labels_belongs_to_them():
     decoder = Decoder(tiny_model("llama"), tokenizer)
     asked = LabelScorer(decoder, Task("films", ("x", "ab"), Template("{text}:\n{label}")))
     assert asked.labels.line == ""
-    assert [tokenizer.decode(list(ids)) for ids in asked.labels.ids] == ["\nx", "\nab"]
+    assert [tokenizer.decode(list(ids)) for ids in asked.labels.sequences] == ["\nx", "\nab"]
 
 
 def merging_tokenizer():
@@ -146,7 +146,7 @@ def test_long_augmenting_paths_are_supported():
 
 @pytest.mark.parametrize("fitted", [False, True])
 def test_token_of_probability_zero_excludes_only_its_labels(fitted):
-    labels = LabelTokens(((1,), (2,), (3,)), full=False, words=((1, 4), (2,), (3, 5)))
+    labels = LabelTokens(((1, 4), (2,), (3, 5)), full=False, words=((1, 4), (2,), (3, 5)), keywords=(1, 2, 3))
     if fitted:
         labels = labels.with_word_weights(labels.word_weights + 0.001)
     logits = torch.zeros(2, 6)

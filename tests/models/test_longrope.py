@@ -36,7 +36,7 @@ def ids(length, start=1):
 
 def by_hand(decoder, row, labels):
     """Compute scores from one row per label without a cache."""
-    wanted = [label if labels.full else label[:1] for label in labels.ids]
+    wanted = [label if labels.full else label[:1] for label in labels.sequences]
     with torch.no_grad():
         return torch.stack([log_probability(decoder, row, label) for label in wanted])
 

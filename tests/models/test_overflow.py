@@ -55,7 +55,7 @@ def test_impossible_label_is_never_predicted_and_raises_nothing():
     asked = LabelScorer(decoder, task)
 
     def forbid(_module, _inputs, logits):
-        return logits.index_fill(-1, torch.tensor([asked.labels.first[0]]), -torch.inf)
+        return logits.index_fill(-1, torch.tensor([asked.labels.representatives[0]]), -torch.inf)
 
     decoder.model.lm_head.register_forward_hook(forbid)
     scores = asked.scores(TEXTS)
@@ -72,7 +72,7 @@ def test_labels_of_unequal_length_match_separate_scores_in_half_precision(attent
     assert decoder.can_fork
     with torch.no_grad():
         rows = [
-            [log_probability(decoder, query, ids) for ids in asked.labels.ids]
+            [log_probability(decoder, query, ids) for ids in asked.labels.sequences]
             for query in asked.queries(texts)
         ]
     alone = torch.tensor(rows, dtype=torch.float32)

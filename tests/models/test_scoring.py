@@ -133,7 +133,7 @@ def test_queries_beyond_a_window_or_the_context_do_not_share_a_row(limited):
     decoder, asked = limited
     assert decoder.can_fork
     queries = asked.queries(["dull", "a warm film", "where is the longest river"])
-    lengths = [len(query) + len(Trie.of(asked.labels.ids).tokens) for query in queries]
+    lengths = [len(query) + len(Trie.of(asked.labels.sequences).tokens) for query in queries]
     assert min(lengths) <= 42 < max(lengths)
     decoder.tokens = 0
     result, once = score(decoder, queries, asked.labels), decoder.tokens
@@ -274,13 +274,13 @@ def test_labels_are_encoded_in_context():
     encoder, spaced = decoder_of("llama").encoder, Template("Review: {text}\nSentiment: {label}")
     with pytest.warns(ScoringWarning):
         result = label_tokens(encoder, spaced, LABELS)
-    assert result.ids == tuple(encode(" " + label) for label in LABELS)
+    assert result.sequences == tuple(encode(" " + label) for label in LABELS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result, forced = (
             label_tokens(encoder, TEMPLATE, LABELS, scoring) for scoring in ("auto", "sequence")
         )
-    assert result.ids == tuple(encode(label) for label in LABELS)
+    assert result.sequences == tuple(encode(label) for label in LABELS)
     assert (result.full, result.room, result.target(0)) == (False, 0, encode("positive")[:1])
     room = max(len(encode(label)) for label in LABELS) - 1
     assert (forced.full, forced.room, forced.target(1)) == (True, room, encode("negative"))

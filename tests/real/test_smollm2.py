@@ -128,7 +128,7 @@ def test_a_chat_is_asked_as_its_template_says(decoder, instruction):
     assert prompt == asked
     (ids,) = scorer.queries(["dull"])
     assert ids == tuple(decoder.tokenizer(chat.template.query("dull") + scorer.labels.line).input_ids)
-    assert [decoder.tokenizer.decode(list(one)) for one in scorer.labels.ids] == list(TASK.labels)
+    assert [decoder.tokenizer.decode(list(one)) for one in scorer.labels.sequences] == list(TASK.labels)
 
 
 def test_a_short_fit_learns_its_demonstrations(decoder):

@@ -105,14 +105,14 @@ class _Tail:
     """
 
     def __init__(self, decoder: Decoder, labels: LabelTokens) -> None:
-        self.decoder, self.tokens, self.labels = decoder, labels, list(labels.first)
+        self.decoder, self.tokens, self.labels = decoder, labels, list(labels.representatives)
         self.replay = Replay(decoder.blocks)
 
     def logits(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, "rows vocab"]:
         """Compute next-token logits from states of the last block, in float32; gradients flow if enabled."""
         batch = make_batch([(self.labels[0],)] * len(states), self.decoder.device)
         logits = self.decoder.forward(batch, edit=_Ending(self.decoder, states), replay=self.replay)
-        return self.tokens.at_first(logits[:, 0].float().to(states.device))
+        return self.tokens.at_representatives(logits[:, 0].float().to(states.device))
 
     def losses(self, states: Float[Tensor, "rows d"]) -> Float[Tensor, " rows"]:
         """Compute the negative log of the labels' total probability."""

@@ -34,7 +34,7 @@ class MultiLabelObjective(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        labels = len(self.scorer.labels.ids)
+        labels = len(self.scorer.labels.sequences)
         self.gold = torch.from_numpy(indicators(self.demonstrations, labels)).float()
         self.bias = torch.zeros(labels)
 

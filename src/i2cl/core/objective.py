@@ -95,8 +95,8 @@ class Objective:
     def size(self) -> FitSize:
         """Size of the fit."""
         labels = self.scorer.labels
-        words = len(labels.tokens) * len(labels.ids) if labels.words else 0
-        return FitSize(len(self.queries), len(labels.ids), self.vector_size + words, words > 0)
+        words = len(labels.tokens) * len(labels.sequences) if labels.words else 0
+        return FitSize(len(self.queries), len(labels.sequences), self.vector_size + words, words > 0)
 
     @property
     def has_last_vector(self) -> bool:
@@ -186,7 +186,7 @@ class Objective:
 
     def _directions(self) -> Float[Tensor, "n others labels"]:
         """Return the derivatives of the pairs with respect to the label scores."""
-        return score_directions(self.gold, len(self.scorer.labels.ids))
+        return score_directions(self.gold, len(self.scorer.labels.sequences))
 
     def _score_variance(self, slopes: Float[Tensor, "n others parameters"]) -> Float[Tensor, " parameters"]:
         return score_variance(slopes, self.example_weights)
@@ -229,7 +229,7 @@ class Objective:
         return self._set_unit(weighted_mean(slopes[:, 0].square_(), self.example_weights))[1]
 
     def _gold_directions(self) -> Float[Tensor, "n labels"]:
-        labels = len(self.scorer.labels.ids)
+        labels = len(self.scorer.labels.sequences)
         return one_hot(self.gold, labels).float() - 1 / labels
 
     def _set_unit(self, spread: Float[Tensor, " parameters"]) -> tuple[Float[Tensor, " parameters"], float]:

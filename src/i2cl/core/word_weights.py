@@ -28,7 +28,7 @@ class WordWeights:
 
     def __init__(self, labels: LabelTokens, tokens: Float[Tensor, "n tokens"]) -> None:
         """``tokens``: `token_scores` of the demonstrations."""
-        self.start, count = labels.word_weights, len(labels.ids)
+        self.start, count = labels.word_weights, len(labels.sequences)
         variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean().item()
         self.unit = count / math.sqrt(max(variance, 1e-12) * (count - 1))
 

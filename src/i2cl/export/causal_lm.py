@@ -119,7 +119,7 @@ def usage(injection: Injection, labels: LabelTokens, name: str, form: Form) -> s
     task = injection.task
     prompt = task.template.query(TEXT_FIELD) + labels.line
     code = (LLAMA_CPP if form == "gguf" else TRANSFORMERS).format(
-        labels=dict(zip(task.labels, labels.first, strict=True)),
+        labels=dict(zip(task.labels, labels.representatives, strict=True)),
         bias=list(injection.label_bias or ()) or 0.0,
         temperature=injection.temperature,
         name=name,

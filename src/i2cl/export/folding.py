@@ -109,7 +109,7 @@ class Folding:
         else:  # a bias that only the folded model has
             folded = torch.zeros(self.shapes[name])
         if self._changes_head and name.rpartition(".")[0] == lm_head_name(self.model):
-            folded = self.labels.at_first(folded.float().movedim(0, -1)).movedim(-1, 0)
+            folded = self.labels.at_representatives(folded.float().movedim(0, -1)).movedim(-1, 0)
         if name in self.scales:
             folded = folded.float() * self.scales[name]
         if name in self.constants:

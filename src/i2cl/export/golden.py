@@ -125,7 +125,7 @@ def make_golden(decoder: Decoder, injection: Injection) -> Golden:
     texts, alone = [TEXTS[row] for row in whole], injection.llm_alone()
     return Golden(
         labels=list(injection.task.labels),
-        label_tokens=list(labels.first),
+        label_tokens=list(labels.representatives),
         label_bias=list(injection.label_bias or ()),
         temperature=injection.temperature,
         texts=texts,

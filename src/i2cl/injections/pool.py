@@ -65,7 +65,9 @@ class TaskQuery:
     def tokens(self) -> int:
         """Maximum number of tokens that run; full-sequence scoring may run the query with each label."""
         labels = self.task.scorer.labels
-        return sum(len(self.ids) + len(label) - 1 for label in labels.ids) if labels.full else len(self.ids)
+        if not labels.full:
+            return len(self.ids)
+        return sum(len(self.ids) + len(label) - 1 for label in labels.sequences)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +208,7 @@ class InjectionPool:
             require_finite(values, self.decoder)
             for row, task, padded in zip(rows, tasks, values, strict=True):
                 row_labels = task.scorer.labels
-                label_scores = padded[: len(row_labels.ids)]
+                label_scores = padded[: len(row_labels.sequences)]
                 log_probs = task.head.log_probs(label_scores, others.get(row))
                 mass = None if row_labels.words else float(label_scores.logsumexp(-1).exp())
                 scores[row] = RowScores(log_probs, mass)

@@ -59,7 +59,7 @@ class PromptPredictor:
     def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
         """Return the log-probability of each label word."""
         decoder, labels = self.scorer.decoder, self.scorer.labels
-        scores = torch.empty(len(texts), len(labels.ids))
+        scores = torch.empty(len(texts), len(labels.sequences))
         for rows, queries, prefix in self._split_by_cache(texts):
             scores[rows] = score(decoder, queries, labels, edit=self.edit, prefix=prefix, progress=progress)
         require_finite(scores, decoder)

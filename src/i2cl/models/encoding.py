@@ -309,32 +309,34 @@ class LabelTokens:
     """The tokens of each label as they follow a prompt.
 
     Attributes:
-        ids: token ids of each label. For word-level scoring, one token per label that stands in for it where
-            a single token is needed, such as in exports.
+        sequences: all tokens of each label.
         full: whether full sequences are scored.
         line: text between the template's query and the label, which becomes part of the query.
-        words: for word-level scoring, the tokens of each label; otherwise empty.
+        words: for word-level scoring, the tokens of each label that count, each once; otherwise empty.
+        keywords: for word-level scoring, a different token for each label (`choose_keywords`); otherwise
+            empty.
         fitted_weights: replace the default `word_weights`. Every token may count for every label.
         reference: in a multi-label task, the token that every label is compared with: label scores are
             log-odds of the label's words against it. None otherwise.
     """
 
-    ids: tuple[Ids, ...]
+    sequences: tuple[Ids, ...]
     full: bool
     line: str = ""
     words: tuple[Ids, ...] = ()
+    keywords: Ids = ()
     fitted_weights: Float[Tensor, "tokens labels"] | None = field(default=None, compare=False)
     reference: int | None = None
 
     @property
-    def first(self) -> Ids:
-        """The first token of each label."""
-        return tuple(ids[0] for ids in self.ids)
+    def representatives(self) -> Ids:
+        """One token per label where one is needed, such as in exports: the first token or the keyword."""
+        return self.keywords or tuple(ids[0] for ids in self.sequences)
 
     @cached_property
     def tokens(self) -> Ids:
         """Tokens whose log-probabilities after the query yield the label scores, unless `full`."""
-        tokens = tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.first
+        tokens = tuple(dict.fromkeys(token for ids in self.words for token in ids)) or self.representatives
         return tokens if self.reference is None else (*tokens, self.reference)
 
     @cached_property
@@ -359,7 +361,7 @@ class LabelTokens:
 
     def with_word_weights(self, fitted: Float[Tensor, "tokens labels"]) -> "LabelTokens":
         """Return a copy with fitted word weights. Raises I2CLError if their shape does not fit."""
-        if fitted.shape != (sizes := (len(self.tokens), len(self.ids))):
+        if fitted.shape != (sizes := (len(self.tokens), len(self.sequences))):
             raise I2CLError(
                 f"word weights have (tokens, labels) {tuple(fitted.shape)}, but these labels need {sizes}: "
                 "fit it again"
@@ -377,22 +379,22 @@ class LabelTokens:
         # A token of another label may have probability 0, and 0 * -inf is NaN.
         return tokens.clamp(min=MIN_TOKEN_SCORE) @ self.word_weights.to(tokens)
 
-    def at_first(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
-        """Return logits with each label's score at its first token, as the head of an export does."""
+    def at_representatives(self, wide: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
+        """Return logits with each label's score at its representative, as the head of an export does."""
         if not self.words:
             return wide
         made = wide.clone()
-        made[..., list(self.first)] = self.scores(wide)
+        made[..., list(self.representatives)] = self.scores(wide)
         return made
 
     def target(self, label: int) -> Ids:
-        """Return the target of calibration over the vocabulary: the first token, or all of them."""
-        return self.ids[label] if self.full else self.ids[label][:1]
+        """Return the target of calibration over the vocabulary: the representative, or the full sequence."""
+        return self.sequences[label] if self.full else (self.representatives[label],)
 
     @property
     def room(self) -> int:
         """Number of context tokens that scoring needs after the query."""
-        return max(map(len, self.ids)) - 1 if self.full else 0
+        return max(map(len, self.sequences)) - 1 if self.full else 0
 
 
 def label_tokens(
@@ -410,7 +412,7 @@ def label_tokens(
     "not" and "not spam", all labels include an end token: without it "not spam" could never be more probable
     than "not". With ``scoring="words"`` a label's score is the weighted mean of its tokens' log-probabilities
     at the one position after the query, so one pass scores all labels. Labels with the same set of tokens,
-    such as "card lost" and "lost card", are represented by one token each (`keywords`), whose meaning a fit
+    such as "card lost" and "lost card", are scored by one token each (`choose_keywords`), whose meaning a fit
     learns.
 
     With ``multi_label``, labels are scored by their words against a token of the first of `REFERENCE_WORDS`
@@ -460,13 +462,15 @@ def _require_words(scoring: Scoring) -> Scoring:
 
 
 def _word_tokens(encoder: PromptEncoder, labels: Sequence[str], sequences: Sequence[Ids]) -> LabelTokens:
-    first = [(token,) for token in keywords(encoder, labels, sequences)]
+    chosen = choose_keywords(encoder, labels, sequences)
     words = [tuple(dict.fromkeys(ids)) for ids in sequences]
     sets = Counter(map(frozenset, words))
-    while len(sets) < len(words):  # again, since the representative token may be another label's word
-        words = [ids if sets[frozenset(ids)] == 1 else one for ids, one in zip(words, first, strict=True)]
+    while len(sets) < len(words):  # again, since the keyword may be another label's word
+        words = [
+            ids if sets[frozenset(ids)] == 1 else (token,) for ids, token in zip(words, chosen, strict=True)
+        ]
         sets = Counter(map(frozenset, words))
-    return LabelTokens(tuple(first), full=False, words=tuple(words))
+    return LabelTokens(tuple(sequences), full=False, words=tuple(words), keywords=chosen)
 
 
 def _reference(encoder: PromptEncoder, template: Template, labels: LabelTokens) -> int:
@@ -491,7 +495,7 @@ def _check_special_tokens(encoder: PromptEncoder, template: Template, labels: Se
         )
 
 
-def keywords(encoder: PromptEncoder, labels: Sequence[str], sequences: Sequence[Ids]) -> Ids:
+def choose_keywords(encoder: PromptEncoder, labels: Sequence[str], sequences: Sequence[Ids]) -> Ids:
     """Choose a different token for each label.
 
     Candidates are the label's tokens, rarest first, then its words in other spellings. If a token is taken,

@@ -188,7 +188,7 @@ def score(
         Scores in float32 on the CPU; -inf beyond the labels of a query that has fewer than others.
     """
     each = [labels] * max(1, len(queries)) if isinstance(labels, LabelTokens) else labels
-    most = max((len(one.ids) for one in each), default=0)
+    most = max((len(one.sequences) for one in each), default=0)
     scores = torch.full((len(queries), most), -torch.inf)
     request = _Request(decoder, queries, each[: len(queries)], edit, prefix)
     with decoder.frozen(), torch.no_grad():
@@ -284,7 +284,7 @@ class _Request:
         limits = (decoder.window, decoder.max_length, MAX_FORK_LENGTH)
         limit = min(limit for limit in limits if limit)
         for row, (query, labels) in enumerate(zip(self.queries, self.labels, strict=True)):
-            fits = may_fork and len(query) + len(Trie.of(labels.ids).tokens) <= limit
+            fits = may_fork and len(query) + len(Trie.of(labels.sequences).tokens) <= limit
             (forks if fits else others).append(row)
         yield from self._forked(forks)
         yield from self._one_row_per_label(others)
@@ -302,7 +302,7 @@ class _Request:
         """Score labels by their first tokens or words: one row per query."""
         for batch, values in self.next_token_log_probs():
             each = [self.labels[row] for row in batch.rows]
-            places = _cells(batch.rows, [len(labels.ids) for labels in each])
+            places = _cells(batch.rows, [len(labels.sequences) for labels in each])
             if all(labels is each[0] for labels in each):
                 yield places, each[0].scores(values).flatten(), len(batch.rows)
             else:
@@ -311,7 +311,7 @@ class _Request:
 
     def _forked(self, chosen: Sequence[int]) -> Iterator[Part]:
         """Score full sequences: one row per query, followed by all of its labels."""
-        tries = [Trie.of(self.labels[row].ids) for row in chosen]
+        tries = [Trie.of(self.labels[row].sequences) for row in chosen]
 
         def run(batch: Batch) -> list[Tensor]:
             some = [tries[place] for place in batch.rows]
@@ -327,19 +327,19 @@ class _Request:
 
     def _one_row_per_label(self, chosen: Sequence[int]) -> Iterator[Part]:
         """Score full sequences: one row for each query and label."""
-        pairs = [(row, label) for row in chosen for label in range(len(self.labels[row].ids))]
-        ids = [self.queries[row] + self.labels[row].ids[label][:-1] for row, label in pairs]
+        pairs = [(row, label) for row in chosen for label in range(len(self.labels[row].sequences))]
+        ids = [self.queries[row] + self.labels[row].sequences[label][:-1] for row, label in pairs]
 
         def run(group: Batch) -> Tensor:
             some = [pairs[place] for place in group.rows]
-            targets = [self.labels[row].ids[column] for row, column in some]
+            targets = [self.labels[row].sequences[column] for row, column in some]
             batch = labelled_batch([self.queries[row] for row, _ in some], targets, self.decoder.device)
             batch = replace(batch, rows=tuple(row for row, _ in some))
             return sequence_log_probabilities(self.decoder, batch, targets, self.edit, self.prefix)
 
         for group, values in self.decoder.run_batches(ids, run, reserve=self._reserve):
             rows, columns = zip(*(pairs[place] for place in group.rows), strict=True)
-            finished = sum(1 / len(self.labels[row].ids) for row in rows)
+            finished = sum(1 / len(self.labels[row].sequences) for row in rows)
             yield (torch.tensor(rows), torch.tensor(columns)), values, finished
 
     @property

@@ -67,7 +67,7 @@ def test_labels_with_a_common_prefix_share_its_prompt(llm, base, task):
     frontend.load(llm, "whole", injection_for(base, several_tokens).with_head(scoring="sequence"))
     served = frontend.TASKS.get("whole")
     prompts = served.prompts((5, 6, 7))
-    prefixes = {ids[:place] for ids in served.scorer.labels.ids for place in range(len(ids))}
+    prefixes = {ids[:place] for ids in served.scorer.labels.sequences for place in range(len(ids))}
     assert sorted(prompt.prefix for prompt in prompts) == sorted(prefixes)
     assert {prompt.query for prompt in prompts} == {(5, 6, 7)}
 

@@ -104,7 +104,7 @@ class ServedTask:
     def _label_ids(self) -> tuple[Ids, ...]:
         """Label tokens that are scored: full sequences, or single tokens after the query."""
         labels = self.scorer.labels
-        return labels.ids if labels.full else tuple((token,) for token in labels.tokens)
+        return labels.sequences if labels.full else tuple((token,) for token in labels.tokens)
 
     @cached_property
     def _next_tokens(self) -> dict[Ids, tuple[int, ...]]:
