@@ -9,9 +9,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
 
 from fitting import injected, one_line
 from i2cl import CalibrationConfig, Decoder, Example, Injection, evaluate, make_methods
+from i2cl.encoders import HUB_ID, EmbeddingsConfig
 from i2cl.experiments.confidence import confidence
 from i2cl.experiments.evidence import fit_evaluation
 from i2cl.experiments.evidence.fit_evaluation import (
@@ -28,6 +32,7 @@ from i2cl.injections.ensemble import cross_fitted, likely_weights
 from i2cl.methods.ensemble import llm_prior
 from i2cl.methods.prompting import PromptPredictor
 from i2cl.models.scoring import LabelScorer
+from i2cl.storage.card import model_card, score_notes
 from processes import finished
 from tiny import tiny_model, tiny_tokenizer
 
@@ -269,6 +274,58 @@ def test_no_verdict_from_rows_that_miss_a_label(decoder, imbalanced):
     assert result.metrics == {}
 
 
+@pytest.fixture
+def rare(task):
+    """Twelve training rows of two labels, and one row of a third; no test rows."""
+    rows = [Example(f"{task.train[at % 4].text} {at}", at % 2) for at in range(12)]
+    return replace(task, labels=(*task.labels, "rare"), train=(*rows, Example("seldom", 2)), test=())
+
+
+def test_only_text_of_a_label_stays_in_every_refit_and_is_not_scored(decoder, rare):
+    (method,) = make_methods(["anchored"], {"steps": 1})
+    plan, refits = plan_evaluation(rare, rare.train), []
+
+    def make(rest):
+        refits.append(rest)
+        return method.fit_injection(decoder, rare, rest, 0)
+
+    assert (plan.split, plan.folds, plan.missing) == ("demonstrations", 3, ())
+    assert plan.not_evaluated == ("rare",)
+    assert set(plan.rows) == set(rare.train[:-1])
+    injection = method.fit_injection(decoder, rare, rare.train, 0)
+    result = evaluated(injection, decoder, rare, rare.train, plan, method=method, refit=make)
+    assert [rest.count(rare.train[-1]) for rest in refits] == [1, 1, 1]
+    value = result.evaluation
+    assert value["not_evaluated"] == ["rare"]
+    assert value["outcome"] != "unknown"
+    assert value["support"] == dict(zip(rare.labels, (6, 6, 0), strict=True))
+    assert value["recall"]["rare"] is None
+    assert value["methods"]["majority_class"]["macro_f1"] == pytest.approx((2 / 3) / 2), "of two labels"
+    assert result.metrics == {}
+    line = "The label 'rare' was not evaluated, because it has one text."
+    assert line in list(score_notes(value))
+    assert line in model_card(result.description(), "folder")
+
+
+def test_held_out_rows_of_all_labels_but_rare_ones_need_no_refit(decoder, rare):
+    shown = (*rare.train[:4], rare.train[-1])
+    plan = plan_evaluation(rare, shown)
+    assert (plan.split, plan.folds, plan.missing, plan.not_evaluated) == ("train", 0, (), ("rare",))
+    injection = injected(decoder, rare, shown, CalibrationConfig(epochs=2))
+    result = evaluated(injection, decoder, rare, shown, plan)
+    assert result.evaluation["outcome"] != "unknown"
+    assert result.metrics == {}, "the card publishes only accuracies on every label"
+    one_line("labelled 'rare'", plan.require_target, 0.8)
+
+
+def test_rare_label_in_held_out_rows_is_scored_in_a_cross_validation(rare):
+    held_out = Example("seldom, too", 2)
+    rare = replace(rare, train=(*rare.train, held_out))
+    plan = plan_evaluation(rare, rare.train[:-1])
+    assert (plan.split, plan.not_evaluated) == ("demonstrations", ())
+    assert set(plan.rows) == {*rare.train} - {rare.train[-2]}
+
+
 def test_rows_of_one_label_are_no_evaluation_where_cross_validation_is_impossible(imbalanced):
     rare = replace(imbalanced, train=imbalanced.train[:-1])  # the second label has one row
     plan = plan_evaluation(rare, (*rare.train[:4], rare.train[-1]))
@@ -291,12 +348,38 @@ def test_held_out_rows_include_at_least_one_of_each_label(task):
 
 
 def test_advice_depends_on_the_rival():
-    advice = partial(fit_evaluation._advice, ["anchored", "char_tfidf"])
-    assert advice("sentence_embeddings").endswith("leave out --experts")
-    assert advice("char_tfidf").startswith("use it alone")
+    advice = partial(fit_evaluation._advice, ["anchored", "char_tfidf"], EmbeddingsConfig())
+    assert advice("sentence_embeddings").endswith("leave out --experts, to combine it with the LLM")
+    assert "cheaper" in advice("char_tfidf")
+    assert "--experts" not in advice("char_tfidf")
+    assert "--experts llm" in advice("anchored")
     assert "label prior" in advice("majority_class")
     assert "longer prompts" in advice("few_shot")
-    assert advice("zero_shot") == "use it instead"
+    assert "needs no fit" in advice("zero_shot")
+    assert advice("menu") == "use menu instead"
+
+
+@pytest.mark.parametrize("encoder", [None, "minilm", "/home/me/encoder"])
+def test_advice_for_text_methods_is_a_program_that_runs(monkeypatch, encoder):
+    """The programs are run as they are printed, with an encoder that counts letters."""
+    names = []
+
+    class Encoder:
+        def __init__(self, name):
+            names.append(name)
+
+        def encode(self, texts, *, normalize_embeddings):
+            assert normalize_embeddings
+            return np.array([[text.count("a"), text.count("b")] for text in texts], float)
+
+    rival = "sentence_embeddings" if encoder else "char_tfidf"
+    config = EmbeddingsConfig(encoder=encoder) if encoder else None
+    program = fit_evaluation._advice([rival], config, rival).split(": ")[1]
+    scope = {"SentenceTransformer": Encoder, "make_pipeline": make_pipeline}
+    scope |= {"LogisticRegression": LogisticRegression, "TfidfVectorizer": TfidfVectorizer}
+    fitted = eval(program, scope | {"texts": ["aab", "abb"], "labels": ["x", "y"]})
+    assert fitted.classes_.tolist() == ["x", "y"]
+    assert names == {None: [], "minilm": [HUB_ID], "/home/me/encoder": ["encoder"]}[encoder]
 
 
 FIT = """

@@ -102,10 +102,12 @@ def test_fit_prints_evaluation_and_verdict(call, home, tmp_path):
     for part in (
         f"{score['accuracy']:.3f} ({score['low']:.3f}–{score['high']:.3f})",
         *("on 12 training rows that are not demonstrations", "needs the whole batch"),
-        f"Verdict: {evaluation['verdict']}.",
+        f"Verdict: {evaluation['verdict']}.\nAdvice: {evaluation['advice']}.",
     ):
         assert part in out
-    assert kept["verdict"] in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
+    card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
+    assert kept["verdict"] in card
+    assert f"Advice: {kept['advice']}." in card
     arguments = fit_arguments(home, tmp_path / "new", "--test", str(home / "test.jsonl"), "--json")
     evaluation = json.loads(call(*arguments, "--evaluate", "6")[1])["evaluation"]
     assert (evaluation["rows"], evaluation["split"]) == (6, "test")  # where there are some

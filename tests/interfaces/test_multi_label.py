@@ -21,7 +21,7 @@ from i2cl import (
     encoders,
     make_methods,
 )
-from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitRequest
+from i2cl.experiments.evidence.fit_evaluation import EvaluationPlan, FitRequest, plan_evaluation
 from i2cl.experiments.evidence.multi_label import choose_thresholds, compare, decide
 from i2cl.experiments.fitting import fit_task
 from i2cl.export import export_classifier, verify
@@ -115,6 +115,21 @@ def test_fit_evaluates_and_chooses_thresholds(fitted):
     card = (fitted / "README.md").read_text()
     assert "Labels, of which a text has any number: billing, login, refund" in card
     assert "| anchored |" in card
+
+
+def test_row_with_the_only_text_of_a_label_is_in_every_refit_and_not_scored(model):
+    decoder = Decoder.from_pretrained(model)
+    rows = [Example.multi_label(text, ids) for text, ids in ROWS]
+    rows.append(Example.multi_label("where is my parcel, charged twice", [0, 3]))
+    task = Task("t", (*LABELS, "delivery"), Template(TEMPLATE), train=tuple(rows), multi_label=True)
+    plan = plan_evaluation(task, rows, folds=2)
+    assert (plan.folds, plan.not_evaluated, set(plan.rows)) == (2, ("delivery",), set(rows[:-1]))
+    (method,) = make_methods(["anchored"], {"steps": 1})
+    request = FitRequest(method, EnsembleConfig(experts=("llm",)))
+    injection = fit_task(decoder, task, rows, request, plan)
+    assert injection.evaluation["not_evaluated"] == ["delivery"]
+    assert injection.evaluation["labels"]["delivery"] is None
+    assert injection.evaluation["outcome"] != "unknown"
 
 
 def test_predict_writes_labels_and_probabilities(call, fitted, tmp_path):

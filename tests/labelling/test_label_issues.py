@@ -71,6 +71,14 @@ def test_each_row_is_scored_by_a_fit_that_has_not_seen_it(decoder, task):
     assert torch.equal(log_probs, out_of_fold_log_probs(decoder, three, changed, folds=2))
 
 
+def test_a_label_with_many_copies_of_one_text_is_reviewed(decoder, task):
+    three = replace(task, labels=("positive", "negative", "neutral"))
+    rows = [*task.train[:8], *[Example("so so", 2)] * 300, Example("hm", 2)]
+    log_probs = out_of_fold_log_probs(decoder, three, rows, folds=2)
+    assert log_probs[-2].tolist() == [-torch.inf, -torch.inf, 0], "all drawn rows of the label have this text"
+    assert log_probs[-1].exp().sum() == pytest.approx(1)
+
+
 def test_one_label_is_refused(decoder, task):
     rows = [row for row in task.train if row.label == 0] + [Example("alone", 1)]
     message = "fewer than two labels have two texts or more: label more texts"

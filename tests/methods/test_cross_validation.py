@@ -1,6 +1,7 @@
 """Cross-validation: assignment of rows to folds, and scores of held-out rows."""
 
 from collections import Counter
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -16,8 +17,10 @@ from i2cl.methods.cross_validation import (
     cross_validation_error,
     fold_rows,
     require_folds,
+    single_text_labels,
 )
 from i2cl.methods.injecting import injection_predictor
+from i2cl.methods.prompting import PromptPredictor
 
 
 def rows(*labels):
@@ -41,6 +44,51 @@ def test_every_refit_has_all_labels_and_every_row_is_held_out_once(counts, folds
         assert len(rest) == len(counts)
         for label, count in enumerate(counts):
             assert count - rest[label] <= -(-count // len(result))  # spread as evenly as possible
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_only_text_of_a_label_is_in_no_fold(seed):
+    shown = (*rows(0, 0, 0, 1, 1, 1, 2), Example("text 6", 2), Example("text 7", 0), Example("text 7", 3))
+    result = fold_rows(of(4), shown, 3, seed)
+    assert sorted(row for fold in result for row in fold) == list(range(6)), "'text 7' is all that 'd' has"
+    assert len(result) == 3, "the median of the labels in folds, not of all"
+    assert single_text_labels(shown) == {2, 3}
+
+
+def test_row_with_the_only_text_of_one_of_its_labels_is_in_no_fold():
+    labels = [(0,), (0, 1), (0,), (2,), (2,), ()]
+    shown = [Example.multi_label(f"text {at}", one) for at, one in enumerate(labels)]
+    result = fold_rows(replace(of(3), multi_label=True), shown)
+    assert sorted(row for fold in result for row in fold) == [0, 2, 3, 4, 5]
+
+
+def test_cross_validation_scores_only_texts_that_a_refit_has_not_seen(decoder, task):
+    shown = (*rows(0, 0, 1, 1), Example("alone", 2))
+    task, refits = replace(task, labels=(*task.labels, "rare"), train=(), test=()), []
+
+    def refit(rest):
+        refits.append(rest)
+        return fit("zero_shot", decoder, task, rest)
+
+    predictor = cross_validate(task, shown, refit, 2, rows=(*shown, Example("new", 2)))
+    assert all(shown[-1] in rest and len(rest) == 3 for rest in refits)
+    assert set(predictor.fold_of) == {"text 0", "text 1", "text 2", "text 3", "new"}
+    with pytest.raises(KeyError):
+        predictor.log_probs(["alone"])
+
+
+@pytest.mark.parametrize("name", ["temperature", "ensemble"])
+def test_wrappers_are_fitted_on_labels_with_two_texts(decoder, task, name):
+    draws = [(*task.sample(shots), Example("alone", 2)) for shots in (1, 3)]
+    task = replace(task, labels=(*task.labels, "rare"), test=())
+    options = {"experts": "llm,tfidf"} if name == "ensemble" else {}
+    typical, fitted = (fit(f"zero_shot+{name}", decoder, task, shown, **options) for shown in draws)
+    if name == "ensemble":
+        assert typical.weights != fitted.weights
+    else:
+        assert isinstance(typical, PromptPredictor)
+        assert fitted.temperature != 1
+    assert fitted.log_probs(["a text"]).shape == (1, 3)
 
 
 def test_duplicates_share_a_fold_and_the_seed_shuffles_texts():

@@ -117,8 +117,7 @@ def out_of_fold_log_probs(
     if len(kept) < 2:
         raise I2CLError("fewer than two labels have two texts or more: label more texts")
     known = replace(task, labels=tuple(task.labels[label] for label in kept), train=(), test=())
-    scored = [index for index, row in enumerate(rows) if row.label in kept]
-    relabelled = [replace(rows[index], label=kept.index(rows[index].label)) for index in scored]
+    relabelled = [replace(row, label=kept.index(row.label)) for row in rows if row.label in kept]
     groups = group_by_label(relabelled, len(kept))
     shown = sample_per_class(groups, [min(MAX_SHOTS, len(group)) for group in groups], Random(seed))
     encoder = encoders.local_encoder()
@@ -132,8 +131,9 @@ def out_of_fold_log_probs(
         return predictor
 
     predictor = cross_validate(known, shown, refit, folds, seed, rows=relabelled)
-    scores = predictor.log_probs([row.text for row in relabelled])
-    labels = np.array([row.label for row in relabelled])
+    scored = [at for at, row in enumerate(rows) if row.label in kept and row.text in predictor.fold_of]
+    scores = predictor.log_probs([rows[at].text for at in scored])
+    labels = np.array([kept.index(rows[at].label) for at in scored])
     temperature = likely_temperature(scores.numpy(), labels, *method.temperature_prior)
     log_probs = torch.full((len(rows), len(task.labels)), -torch.inf)
     log_probs[range(len(rows)), [row.label for row in rows]] = 0.0

@@ -1,8 +1,9 @@
 """K-fold cross-validation, for measurements without further labelled rows."""
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -20,18 +21,26 @@ def require_folds(folds: int) -> None:
         raise I2CLError(f"folds={folds}: give 2 or more, since each fold is scored by a fit to the others")
 
 
+def single_text_labels(demonstrations: Sequence[Example]) -> set[int]:
+    """Return the labels with a single text: a fit without that text would not know the label."""
+    pairs = {(label, example.text) for example in demonstrations for label in example.ids}
+    counts = Counter(label for label, _ in pairs)
+    return {label for label, count in counts.items() if count == 1}
+
+
 def fold_rows(
     task: Task, demonstrations: Sequence[Example], folds: int = FOLDS, seed: int = 0
 ) -> list[list[int]]:
     """Split the demonstrations into folds; each refit leaves out one.
 
-    Every label is spread over the folds as evenly as its texts allow, and equal texts stay in the same fold.
-    There are at most ``folds`` folds, and at most as many as the median label has texts. Otherwise a refit
-    would have fewer texts of exactly those labels that it is scored on.
+    The only text of a label is in no fold, so every refit has it. Other labels are spread over the folds as
+    evenly as their texts allow, and equal texts stay in the same fold. There are at most ``folds`` folds, and
+    at most as many as the median label in them has texts. Otherwise a refit would have fewer texts of exactly
+    those labels that it is scored on.
 
     Args:
         task: gives the label words.
-        demonstrations: labelled examples, at least two texts per label.
+        demonstrations: labelled examples, at least two texts for at least two labels.
         folds: maximum number of folds.
         seed: shuffles the texts before they are assigned.
 
@@ -39,13 +48,14 @@ def fold_rows(
         The row numbers of each fold, in ascending order.
 
     Raises:
-        I2CLError: for fewer than two folds, or if a refit would not see all labels.
+        I2CLError: for fewer than two folds, if the folds have fewer than two labels, or if a refit would not
+            see all labels.
     """
     require_folds(folds)
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, example in enumerate(demonstrations):
         rows_of[example.text].append(row)
-    groups = list(rows_of.values())
+    single = single_text_labels(demonstrations)
     every = [label for example in demonstrations for label in example.ids]
     frequencies = np.bincount(every, minlength=len(task.labels))
 
@@ -53,7 +63,12 @@ def fold_rows(
         labels = {label for row in rows for label in demonstrations[row].ids}
         return sorted(labels, key=lambda label: frequencies[label])
 
-    parts: list[list[int]] = [[] for _ in range(min(folds, len(groups), max(2, int(np.median(frequencies)))))]
+    groups = [rows for rows in rows_of.values() if single.isdisjoint(labels_of(rows))]
+    in_folds = {label for rows in groups for label in labels_of(rows)}
+    if len(in_folds) < 2:
+        raise _missing_labels_error(name for at, name in enumerate(task.labels) if at not in in_folds)
+    typical = int(np.median(frequencies[sorted(in_folds)]))
+    parts: list[list[int]] = [[] for _ in range(min(folds, len(groups), max(2, typical)))]
     assigned = np.zeros((len(parts), len(task.labels)), dtype=int)  # rows of each label by fold
     order = [groups[at] for at in np.random.default_rng(seed).permutation(len(groups))]
     # rows of a multi-label task may have no label: they come last
@@ -66,12 +81,17 @@ def fold_rows(
         for row in rows:
             assigned[fold, list(demonstrations[row].ids)] += 1
     in_one_fold = (assigned == frequencies).any(0)
-    if missing := [repr(name) for name, alone in zip(task.labels, in_one_fold, strict=True) if alone]:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise I2CLError(
-            f"a refit would not know the label {', '.join(missing[:3])}{more}: give two texts per label"
-        )
+    if in_one_fold.any():
+        raise _missing_labels_error(compress(task.labels, in_one_fold))
     return [sorted(rows) for rows in parts if rows]
+
+
+def _missing_labels_error(labels: Iterable[str]) -> I2CLError:
+    names = [repr(label) for label in labels]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return I2CLError(
+        f"a refit would not know the label {', '.join(names[:3])}{more}: give two texts per label"
+    )
 
 
 def cross_validation_error(
@@ -91,7 +111,8 @@ class CrossValidatedPredictor:
 
     Attributes:
         refits: one predictor per fold.
-        fold_of: index of the refit that scores each text.
+        fold_of: index of the refit that scores each text. The only text of a label has none: every refit has
+            seen it.
         cost: cost of the fit to all demonstrations.
     """
 
@@ -100,7 +121,7 @@ class CrossValidatedPredictor:
     cost: Cost
 
     def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
-        """Score texts that were given to `cross_validate`. Raises KeyError for others."""
+        """Score texts in `fold_of`. Raises KeyError for others."""
         if not texts:
             return self.refits[0].log_probs([])
         rows_of: dict[int, list[int]] = defaultdict(list)
@@ -122,7 +143,7 @@ def cross_validate(
     cost: Cost | None = None,
     rows: Sequence[Example] = (),
 ) -> CrossValidatedPredictor:
-    """Refit once per fold to the demonstrations of the other folds.
+    """Refit once per fold to the demonstrations that are not in it.
 
     Args:
         task: gives the label words.
@@ -138,8 +159,9 @@ def cross_validate(
     """
     parts = fold_rows(task, demonstrations, folds, seed)
     fold_of = {demonstrations[row].text: fold for fold, rows in enumerate(parts) for row in rows}
-    others = [[one for one in demonstrations if fold_of[one.text] != fold] for fold in range(len(parts))]
-    further = dict.fromkeys(row.text for row in rows if row.text not in fold_of)
+    others = [[one for one in demonstrations if fold_of.get(one.text) != fold] for fold in range(len(parts))]
+    shown = {one.text for one in demonstrations}
+    further = dict.fromkeys(row.text for row in rows if row.text not in shown)
     fold_of |= {text: number % len(parts) for number, text in enumerate(further)}
     refits = [refit(tuple(rest)) for rest in others]
     return CrossValidatedPredictor(refits, fold_of, refits[0].cost if cost is None else cost)

@@ -55,7 +55,8 @@ class PooledPredictor:
 class Ensemble(Wrapper):
     """A log-linear pool of a method and text experts, with weights from a cross-validation.
 
-    With one example per class, cross-validation is not possible, and the weights are the typical ones.
+    With one example per class, cross-validation is not possible, and the weights are the typical ones. With
+    one example of some classes, the rows of the other classes choose them.
     """
 
     name = "ensemble"
@@ -74,11 +75,12 @@ class Ensemble(Wrapper):
         fitted = [inner, *(method.fit(decoder, task, shown, seed) for method in methods[1:])]
         weights = tuple(prior.mean for prior in priors)
         if not cross_validation_error(task, shown, FOLDS, seed):
-            queries, gold = [row.text for row in shown], np.array([row.label for row in shown])
             held_out = [
                 cross_validate(task, shown, partial(method.fit, decoder, task, seed=seed), FOLDS, seed)
                 for method in methods
             ]
+            scored = [row for row in shown if row.text in held_out[0].fold_of]
+            queries, gold = [row.text for row in scored], np.array([row.label for row in scored])
             each = [predictor.log_probs(queries).double().log_softmax(-1) for predictor in held_out]
             weights = likely_weights(torch.stack(each).numpy(), gold, priors)
         return PooledPredictor(tuple(fitted), weights)

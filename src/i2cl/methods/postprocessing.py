@@ -193,7 +193,8 @@ class Temperature(Wrapper):
     """Temperature scaling of another method, chosen by k-fold cross-validation on the demonstrations.
 
     See `i2cl.injections.temperature.likely_temperature`. With one example per class, cross-validation is not
-    possible, and probabilities are unchanged.
+    possible, and probabilities are unchanged. With one example of some classes, those of the other classes
+    choose the temperature.
     """
 
     name = "temperature"
@@ -208,8 +209,9 @@ class Temperature(Wrapper):
             return inner
         refit = partial(self.inner.fit, decoder, task, seed=seed)
         held_out = cross_validate(task, shown, refit, folds, seed)
-        scores = held_out.log_probs([example.text for example in shown]).numpy()
-        gold = np.array([example.label for example in shown])
+        scored = [example for example in shown if example.text in held_out.fold_of]
+        scores = held_out.log_probs([example.text for example in scored]).numpy()
+        gold = np.array([example.label for example in scored])
         temperature = likely_temperature(scores, gold, *self.inner.temperature_prior)
         cost = inner.cost + Cost(cached_values=1, cached_bytes=8)
         return PostProcessedPredictor(

@@ -300,6 +300,15 @@ def _recall(evaluation: Mapping[str, Any]) -> str:
     return f"Recall per label: {listed}{more}"
 
 
+def _not_evaluated(labels: Sequence[str]) -> str:
+    """Say that labels have too few texts to be evaluated."""
+    listed = ", ".join(map(repr, labels[:MAX_RECALLS]))
+    listed += f" and {len(labels) - MAX_RECALLS} more" if len(labels) > MAX_RECALLS else ""
+    if len(labels) == 1:
+        return f"The label {listed} was not evaluated, because it has one text."
+    return f"The labels {listed} were not evaluated, because they have one text each."
+
+
 def _confusion(evaluation: Mapping[str, Any]) -> str:
     """Return the confusion matrix as a Markdown table: true labels in rows, predicted labels in columns."""
     labels = [_escape(label) for label in evaluation["support"]]
@@ -338,6 +347,8 @@ def _results(description: Mapping[str, Any]) -> Iterator[str]:
             yield "Not evaluated (`i2cl fit` evaluates if there are held-out or test rows)."
         return
     yield f"Verdict: {evaluation['verdict']}."
+    if advice := evaluation.get("advice"):
+        yield f"Advice: {advice}."
     heading, table = score_table(evaluation)
     lines = [[*table[0]], ["---", *["---:"] * (len(table[0]) - 1)], *([*row.values()] for row in table)]
     yield heading
@@ -375,6 +386,8 @@ def score_notes(evaluation: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences about `score_table`: why methods were not run, and the scores of the labels."""
     for name, why in evaluation["not_run"].items():
         yield f"{name} was not run: {why}."
+    if labels := evaluation.get("not_evaluated"):
+        yield _not_evaluated(labels)
     if any("batch_calibration" in name for name in evaluation["methods"]):
         yield BATCH_METHOD_NOTE
     by_label = _recall(evaluation) if "recall" in evaluation else _label_f1(evaluation)

@@ -15,7 +15,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from i2cl.core.experts import NGRAMS, TFIDF_C
 from i2cl.core.injection import Injection
+from i2cl.encoders import HUB_ID, MINILM, EmbeddingsConfig
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import confidence, highest
 from i2cl.experiments.evaluation import (
@@ -47,12 +49,14 @@ from i2cl.methods.cross_validation import (
     cross_validate,
     cross_validation_error,
     fold_rows,
+    single_text_labels,
 )
 from i2cl.methods.ensemble import Ensemble, llm_prior, text_methods
 from i2cl.methods.injecting import injection_predictor
 from i2cl.methods.postprocessing import LabelPrior
 from i2cl.models.decoder import Decoder
 from i2cl.models.encoding import Scoring
+from i2cl.storage.atomic import public_name
 from i2cl.tasks import Example, Examples, Task
 
 TEXT_METHODS = (SentenceEmbeddings.name, CharTfidf.name)
@@ -120,7 +124,10 @@ class FitRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy of one method with its 95 % interval (`wilson`), macro-F1, and cost per task."""
+    """Accuracy of one method with its 95 % interval (`wilson`), macro-F1, and cost per task.
+
+    Macro-F1 is the mean over the labels that at least one row has.
+    """
 
     accuracy: float
     low: float
@@ -151,6 +158,7 @@ class FitEvaluation(Verdict):
             ``low`` and ``high`` of its 95 % interval; empty for the LLM alone.
         selection: the confidence threshold for a target accuracy
             (`i2cl.experiments.evidence.selective.selection`); empty if none was requested.
+        not_evaluated: see `EvaluationPlan`.
     """
 
     rows: int
@@ -163,6 +171,7 @@ class FitEvaluation(Verdict):
     confidence: dict[str, float]
     llm_gain: dict[str, float]
     selection: dict[str, Any]
+    not_evaluated: list[str]
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,9 @@ class EvaluationPlan:
         split: see `FitEvaluation`.
         rows: the rows; none if the fit is not evaluated.
         folds: number of refits of a cross-validation, else 0.
-        missing: labels without a row.
+        missing: labels without a row, which make a verdict impossible.
+        not_evaluated: labels without a row, because they have a single text, which every fit needs. The
+            verdict is on the other labels.
         reason: why the fit is not evaluated; empty if it is, or if no evaluation was requested.
         compare: methods to compare the fit with, besides `BASELINES` and text experts.
     """
@@ -182,13 +193,15 @@ class EvaluationPlan:
     rows: tuple[Example, ...] = ()
     folds: int = 0
     missing: tuple[str, ...] = ()
+    not_evaluated: tuple[str, ...] = ()
     reason: str = ""
     compare: tuple[Method, ...] = ()
 
     def require_target(self, target: float) -> None:
         """Raise I2CLError if these rows cannot support a confidence threshold for a target accuracy."""
-        if self.folds or self.missing:
-            what = f"no held-out row is labelled {self.missing[0]!r}" if self.missing else "there are too few"
+        absent = (*self.missing, *self.not_evaluated)
+        if self.folds or absent:
+            what = f"no held-out row is labelled {absent[0]!r}" if absent else "there are too few"
             raise I2CLError(
                 f"a target accuracy needs held-out rows of every label, but {what}: raise --evaluate, give "
                 "rows with --test FILE, or fit with fewer --shots"
@@ -202,8 +215,9 @@ def plan_evaluation(
     """Choose the rows to evaluate a fit on.
 
     Test rows if the task has any; else training rows that are not demonstrations, if they cover every label;
-    else cross-validation over all of these rows. If a label has one text only, which allows no
-    cross-validation, the held-out rows are used if they have at least two labels and half of all.
+    else cross-validation over all of these rows. Labels with a single text are not evaluated: that text is a
+    demonstration of every fit. If cross-validation is not possible, the held-out rows are used if they have
+    at least two labels and half of all.
 
     Args:
         task: with its rows.
@@ -222,20 +236,31 @@ def plan_evaluation(
         return EvaluationPlan()
     shown = {example.text: example for example in reversed(demonstrations)}
     held_out = sample_rows([row for row in task.test or task.train if row.text not in shown], limit)
-    present = {label for row in held_out for label in row.ids}
-    missing = tuple(word for label, word in enumerate(task.labels) if label not in present)
+    missing = _labels_without(task, held_out)
+    present = len(task.labels) - len(missing)
     if held_out and (task.test or not missing):
         return EvaluationPlan("test" if task.test else "train", held_out, missing=missing)
+    single = {task.labels[label] for label in single_text_labels(demonstrations)}
+    if present > 1 and single.issuperset(missing):
+        return EvaluationPlan("train", held_out, not_evaluated=missing)
     if not folds:
         reason = "no labelled rows remain to score: fit with fewer --shots"
     elif not (reason := cross_validation_error(task, demonstrations, folds, seed)):
-        rows = (*reversed(shown.values()), *held_out)
-        rows = sample_rows(rows, MAX_CROSS_VALIDATED_ROWS, seed)
-        parts = len(fold_rows(task, demonstrations, folds, seed))
-        return EvaluationPlan("demonstrations", rows, parts)
-    if not held_out or (folds and len(present) < max(2, len(task.labels) / 2)):
+        parts = fold_rows(task, demonstrations, folds, seed)
+        in_folds = {demonstrations[row].text for part in parts for row in part}
+        scored = [row for row in reversed(shown.values()) if row.text in in_folds]
+        rows = sample_rows([*scored, *held_out], MAX_CROSS_VALIDATED_ROWS, seed)
+        not_evaluated = _labels_without(task, rows)
+        return EvaluationPlan("demonstrations", rows, len(parts), not_evaluated=not_evaluated)
+    if not held_out or (folds and present < max(2, len(task.labels) / 2)):
         return EvaluationPlan(reason=reason)
     return EvaluationPlan("train", held_out, missing=missing)
+
+
+def _labels_without(task: Task, rows: Examples) -> tuple[str, ...]:
+    """Return the labels that none of the rows has."""
+    present = {label for row in rows for label in row.ids}
+    return tuple(word for label, word in enumerate(task.labels) if label not in present)
 
 
 def sample_rows(rows: Examples, limit: int, seed: int = 0) -> tuple[Example, ...]:
@@ -339,9 +364,8 @@ def evaluate_fit(
     calls = {other.full_name: partial(run, fit, other) for other, fit in fits.items()}
     runs, not_run = run_all(calls, {"zero_shot", *members}, observer)
     priors = [llm_prior(method), *(TEXT_PRIORS[name] for name in experts)]
-    return _with_evaluation(
-        injection, runs, not_run, [runs[name] for name in members], priors, plan, request.target
-    )
+    evaluated_members = [runs[name] for name in members]
+    return _with_evaluation(injection, runs, not_run, evaluated_members, priors, plan, request)
 
 
 @dataclass(frozen=True)
@@ -410,7 +434,7 @@ def _with_evaluation(
     members: Sequence[Run],
     priors: Sequence[WeightPrior],
     plan: EvaluationPlan,
-    target: float | None,
+    request: FitRequest,
 ) -> Injection:
     """Fit the weights of the members, whose first one is the LLM, and evaluate their pool."""
     gold = np.array(members[0].gold)
@@ -425,9 +449,8 @@ def _with_evaluation(
     correct = gold == predictions
     rivals = {name: _correct(one) for name, one in runs.items() if one is not run}
     counts = {name: _discordant(correct, rival) for name, rival in rivals.items()}
-    comparison = verdict(
-        counts, run.n, FREE, missing=plan.missing, advise=partial(_advice, [one.method for one in members])
-    )
+    advise = partial(_advice, [one.method for one in members], request.ensemble.embeddings)
+    comparison = verdict(counts, run.n, FREE, missing=plan.missing, cheaper=TEXT_METHODS, advise=advise)
     confusion = np.zeros((len(run.labels), len(run.labels)), dtype=int)
     np.add.at(confusion, (gold, predictions), 1)
     support = confusion.sum(1).tolist()
@@ -450,12 +473,14 @@ def _with_evaluation(
         confusion=confusion.tolist(),
         confidence=asdict(confidence(pooled, gold, predictions)),
         llm_gain=llm_gain,
-        selection=selection(highest(pooled), correct, target) if target is not None else {},
+        selection={} if request.target is None else selection(highest(pooled), correct, request.target),
+        not_evaluated=list(plan.not_evaluated),
     )
     if not plan.missing:
         injection = _with_weights(injection, log_probs, gold, priors)
     injection = injection.with_report(evaluation=asdict(evaluation))
-    if plan.folds or plan.missing:  # the model card publishes only accuracies of this fit on every label
+    # the model card publishes only accuracies of this fit on every label
+    if plan.folds or plan.missing or plan.not_evaluated:
         return injection
     measured = {"accuracy": run.accuracy, "macro_f1": run.macro_f1, "n": run.n}
     return injection.with_report(metrics=measured)
@@ -492,15 +517,26 @@ def _pooled_run(members: Sequence[Run], pooled: Float[np.ndarray, "rows labels"]
     return members[0].model_copy(update=changes)
 
 
-def _advice(members: Collection[str], rival: str) -> str:
+def _advice(members: Collection[str], embeddings: EmbeddingsConfig | None, rival: str) -> str:
     """Return what to do if a rival is more accurate than the fit."""
-    if rival in members:
-        return "use it alone, or give more rows, which make the weights more reliable"
     if rival in TEXT_METHODS:
-        return "use it, or combine both: leave out --experts"
+        program = (
+            f"make_pipeline(TfidfVectorizer(analyzer='char_wb', ngram_range={NGRAMS}, sublinear_tf=True), "
+            f"LogisticRegression(C={TFIDF_C:g})).fit(texts, labels)"
+        )
+        if rival == SentenceEmbeddings.name and embeddings is not None:
+            name = HUB_ID if embeddings.encoder == MINILM else public_name(embeddings.encoder)
+            vectors = f"SentenceTransformer({name!r}).encode(texts, normalize_embeddings=True)"
+            program = f"LogisticRegression(C={embeddings.embeddings_c:g}).fit({vectors}, labels)"
+        combine = "" if rival in members else "; or leave out --experts, to combine it with the LLM"
+        return f"{rival} alone is the cheaper choice, since it needs no LLM: {program}{combine}"
+    if rival in members:
+        return f"use {rival} alone (--experts llm), or give more rows, which make the weights more reliable"
     if rival == "majority_class":
         return "use more rows (--shots) or a label prior (--unlabelled, --prior)"
-    return "use it if its longer prompts are affordable" if rival == "few_shot" else "use it instead"
+    if rival == "few_shot":
+        return "use few_shot if its longer prompts are affordable"
+    return f"use {rival}, which needs no fit, or fit more rows" if rival in FREE else f"use {rival} instead"
 
 
 def _discordant(ours: Bool[np.ndarray, " rows"], other: Bool[np.ndarray, " rows"]) -> Counts:
@@ -514,4 +550,5 @@ def _correct(run: Run) -> Bool[np.ndarray, " rows"]:
 def _score(run: Run) -> Score:
     low, high = wilson(int(_correct(run).sum()), run.n)
     milliseconds = 1000 * run.predict_seconds / run.n
-    return Score(run.accuracy, low, high, run.macro_f1, run.fit_seconds, milliseconds, run.cost.cached_bytes)
+    macro = run.macro_f1 * (len(run.labels) / len(set(run.gold)))  # the F1 of a label without rows is 0
+    return Score(run.accuracy, low, high, macro, run.fit_seconds, milliseconds, run.cost.cached_bytes)

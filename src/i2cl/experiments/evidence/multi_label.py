@@ -85,6 +85,7 @@ class MultiLabelEvaluation(Verdict):
         labels_per_row: mean number of labels of a row.
         threshold: how thresholds were chosen.
         log_loss: mean logistic loss per label of the fit at its temperature, which these rows chose, in nats.
+        not_evaluated: see `i2cl.experiments.evidence.fit_evaluation.EvaluationPlan`.
     """
 
     rows: int
@@ -96,6 +97,7 @@ class MultiLabelEvaluation(Verdict):
     labels_per_row: float
     threshold: Threshold
     log_loss: float
+    not_evaluated: list[str]
 
 
 class Run(NamedTuple):
@@ -204,11 +206,12 @@ def _with_evaluation(
         labels_per_row=float(gold.sum(1).mean()),
         threshold=threshold,
         log_loss=float(-np.log(np.where(gold, tempered, 1 - tempered) + 1e-12).mean()),
+        not_evaluated=list(plan.not_evaluated),
     )
     thresholds = choose_thresholds(tempered, gold) if threshold == "f1" else injection.head.thresholds
     injection = injection.with_head(temperature=temperature, thresholds=thresholds)
     injection = injection.with_report(evaluation=asdict(evaluation))
-    if plan.folds:  # the model card publishes only metrics of this fit
+    if plan.folds or plan.not_evaluated:  # the model card publishes only metrics of this fit on every label
         return injection
     score = evaluation.methods[name]
     metrics = {one: score[one] for one in PUBLISHED}

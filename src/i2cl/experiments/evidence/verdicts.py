@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 LEVEL = 0.05  # significance level of the tests; intervals cover 1 - LEVEL
 POWER = 0.8  # power of the sample sizes that a verdict suggests
 WORTHWHILE = 0.05  # a smaller gain over a baseline without a fit does not justify a fit
-GAINS = (WORTHWHILE, 0.1)  # gains that a verdict suggests sample sizes for
+SMALLEST = 0.01  # no sample size is suggested for a smaller difference
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 Outcome = Literal["better", "worse", "no_gain", "inconclusive", "unknown"]
@@ -47,7 +47,8 @@ class Verdict:
         outcome: ``"better"`` than every free baseline, ``"worse"`` than some rival, ``"no_gain"``: a gain of
             `WORTHWHILE` over a free baseline is ruled out, ``"inconclusive"``, or ``"unknown"`` where the
             rows cannot support a verdict.
-        verdict: the same in words, with what to do.
+        verdict: the same in words.
+        advice: what to do or measure next; empty if no rival calls for it.
         against: the strongest rival: a significantly better one if there is one, else the most accurate.
         difference: accuracy of the fit minus that rival's, as a share.
         low: lower bound of its 95 % interval (`paired_interval`).
@@ -57,6 +58,7 @@ class Verdict:
 
     outcome: Outcome
     verdict: str
+    advice: str
     against: str
     difference: float
     low: float
@@ -70,7 +72,8 @@ def verdict(
     free: Collection[str],
     *,
     missing: Sequence[str] = (),
-    advise: Callable[[str], str] = lambda _: "use it instead",
+    cheaper: Collection[str] = (),
+    advise: Callable[[str], str] = "use {} instead".format,
 ) -> Verdict:
     """Compare a fit with its rivals on the same rows.
 
@@ -80,6 +83,7 @@ def verdict(
         n: number of rows.
         free: names of the rivals that need no fit: the fit has to beat each of them.
         missing: labels without a row among the n, which make every comparison meaningless.
+        cheaper: names of rivals, besides the free ones, that the advice prefers if they are as accurate.
         advise: returns what to do, given the name of a rival that is more accurate.
     """
     compared = {
@@ -94,26 +98,40 @@ def verdict(
     outcome: Outcome
     if missing:
         shown = ", ".join(map(repr, missing[:3])) + (f" and {len(missing) - 3} more" * (len(missing) > 3))
-        outcome, words = "unknown", f"none, because none of the {rows} is labelled {shown}"
+        outcome, words, advice = "unknown", f"none, because none of the {rows} is labelled {shown}", ""
     elif worse_than:
-        outcome = "worse"
+        outcome, advice = "worse", advise(against)
         words = f"{against} is significantly better by {_points(-difference)} {_interval(-high, -low)}"
-        words += f" on {rows}: {advise(against)}"
+        words += f" on {rows}"
     else:
-        outcome, words = _not_worse(compared, n, free, advise)
-        if against not in free and difference < 0:
+        outcome, words, advice = *_not_worse(compared, n, free), ""
+        if difference < 0 and against not in free:
             ahead = f"{against} is {_points(-difference)} ahead {_interval(-high, -low, ', not significant')}"
             worthwhile = -difference >= WORTHWHILE
-            words = f"{ahead}: {advise(against)}. The fit is {words}" if worthwhile else f"{words}. {ahead}"
-    return Verdict(outcome, words, against, difference, low, high, ps[against])
+            words = f"{ahead}. The fit is {words}" if worthwhile else f"{words}. {ahead}"
+        if level_with := [name for name, one in compared.items() if one.difference <= 0 or one.p >= LEVEL]:
+            nearest = _strongest(compared, level_with)
+            advice = _rows_to_show(compared[nearest])
+            lead = -compared[nearest].difference
+            cheap = nearest in free or nearest in cheaper
+            if lead >= (0 if cheap else WORTHWHILE) or (outcome == "no_gain" and nearest in free):
+                advice = "; ".join(filter(None, [advise(nearest), advice]))
+            elif advice:
+                advice += f" from {nearest}"
+    return Verdict(outcome, words, advice, against, difference, low, high, ps[against])
 
 
-def _not_worse(
-    rivals: Mapping[str, Comparison],
-    n: int,
-    free: Collection[str],
-    advise: Callable[[str], str],
-) -> tuple[Outcome, str]:
+def _rows_to_show(compared: Comparison) -> str:
+    """Say how many rows would show a difference that is not significant; empty if it is ruled out."""
+    size = abs(compared.difference)
+    if size < SMALLEST and compared.low > -WORTHWHILE and compared.high < WORTHWHILE:
+        return ""
+    gain = size if size >= SMALLEST else WORTHWHILE
+    rows = f"{rows_for(gain, compared.spread):,}"
+    return f"about {rows} held-out rows would show a difference of {_points(gain)}"
+
+
+def _not_worse(rivals: Mapping[str, Comparison], n: int, free: Collection[str]) -> tuple[Outcome, str]:
     """Outcome and words against the free baselines, none of which is significantly better.
 
     The fit is better than every baseline only if every comparison is significant, so these tests need no
@@ -122,7 +140,7 @@ def _not_worse(
     baselines = {name: one for name, one in rivals.items() if name in free}
     level_with = [name for name, one in baselines.items() if one.difference <= 0 or one.p >= LEVEL]
     best = _strongest(baselines, level_with or baselines)
-    difference, low, high, _, spread = baselines[best]
+    difference, low, high, *_ = baselines[best]
     rows = f"{n} row{'s' * (n != 1)}"
     if low > 0 and not level_with:
         return (
@@ -131,13 +149,9 @@ def _not_worse(
         )
     if high < WORTHWHILE:
         gain = f"a gain of {100 * WORTHWHILE:.0f} points over {best} is ruled out on {rows}"
-        return "no_gain", f"worth little: {gain} {_interval(low, high)}; {advise(best)}"
-    five, ten = (f"{rows_for(gain, spread):,}" for gain in GAINS)
-    ahead = f" ({_points(difference, sign=True)})"
-    return "inconclusive", (
-        f"not significantly different from {best}{ahead} on {rows}; detecting a gain of "
-        f"{100 * GAINS[0]:.0f} points takes about {five} rows, of {100 * GAINS[1]:.0f} points about {ten}"
-    )
+        return "no_gain", f"worth little: {gain} {_interval(low, high)}"
+    ahead = _points(difference, sign=True)
+    return "inconclusive", f"not significantly different from {best} ({ahead}) on {rows}"
 
 
 def _strongest(rivals: Mapping[str, Comparison], names: Collection[str]) -> str:

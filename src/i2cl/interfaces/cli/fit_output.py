@@ -91,6 +91,8 @@ def _show_evaluation(injection: "Injection") -> str:
     for note in score_notes(evaluation):
         console.say(note)
     console.say(f"\nVerdict: {evaluation['verdict']}.")
+    if evaluation["advice"]:
+        console.say(f"Advice: {evaluation['advice']}.")
     for note in confidence_notes(injection.description()):
         console.say(note)
     threshold = evaluation.get("selection", {}).get("threshold")

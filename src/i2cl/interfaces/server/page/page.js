@@ -208,10 +208,12 @@ async function showTask() {
   const task = await json("GET", `v1/tasks/${urlName(name)}`), scores = task.evaluation;
   if ($("tasks").value !== name) return; // another task was chosen meanwhile
   const how = scores?.split === "demonstrations" ? " Evaluated by cross-validation." : "";
-  $("what").textContent = `${name}: ${task.labels.length} labels, fitted on ${task.demonstrations} examples.${how}`;
+  const single = scores?.not_evaluated?.length ? ` Not evaluated, because they have one text: ${scores.not_evaluated.join(", ")}.` : "";
+  $("what").textContent = `${name}: ${task.labels.length} labels, fitted on ${task.demonstrations} examples.${how}${single}`;
   $("evaluation").hidden = !scores;
   $("errors").hidden = !scores?.confusion;
-  $("verdict").textContent = scores ? `Verdict: ${scores.verdict}.` : "Not evaluated: no labelled rows were left for that.";
+  const advice = scores?.advice ? ` Advice: ${scores.advice}.` : "";
+  $("verdict").textContent = scores ? `Verdict: ${scores.verdict}.${advice}` : "Not evaluated: no labelled rows were left for that.";
   if (!scores) return;
   showScores(scores, tokensRead[task.digest]);
   if (scores.confusion) showConfusion(task.labels, scores);
