@@ -73,7 +73,7 @@ def text_scores(name: str, seed: int, limit: int) -> np.ndarray:
     shown, texts = task.sample(None, seed), [row.text for row in task.queries(limit)]
     embeddings = EmbeddingsExpert.fit(EmbeddingsConfig(encoder="minilm"), task, shown, "cpu")
     experts = (embeddings, TfidfExpert.fit(task, shown))
-    return np.stack([expert.log_probs(texts, "cpu").double().numpy() for expert in experts])
+    return np.stack([expert.scores(texts, "cpu").double().log_softmax(-1).numpy() for expert in experts])
 
 
 def evaluate(one: Scores) -> dict[str, Any]:

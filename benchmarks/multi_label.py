@@ -10,7 +10,9 @@ the highest F1 on the other half, as `i2cl fit --threshold f1` chooses them; the
 no thresholds. Runs that the file already has are skipped, so a killed run continues. Seconds are CPU seconds,
 which other work on the machine changes little: set ``OMP_NUM_THREADS=1``.
 
-Besides the method ``anchored``, two other designs can be run, one_vs_rest and yes_no: see their functions.
+The method ``ensemble`` is what `i2cl fit` does by default. Its seconds include the evaluation, whose refits
+choose the weights. It also writes the line of ``anchored``, which is its LLM alone. Two other designs can be
+run, one_vs_rest and yes_no: see their functions.
 """
 
 import argparse
@@ -30,13 +32,12 @@ import torch
 from jaxtyping import Float
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from i2cl import Decoder, Example, Task, Template, load_task
+from i2cl import Decoder, Example, Injection, Task, Template, load_task
 from i2cl.core.multi_label import frequency_bias, indicators
 from i2cl.encoders import MINILM, embed, load_encoder
 from i2cl.experiments.draw import up_to
-from i2cl.experiments.evidence.fit_evaluation import plan_evaluation
+from i2cl.experiments.evidence.fit_evaluation import FitObserver, FitRequest, plan_evaluation
 from i2cl.experiments.evidence.multi_label import (
-    EMBEDDINGS,
     FREQUENCY,
     ZERO_SHOT,
     Run,
@@ -46,10 +47,13 @@ from i2cl.experiments.evidence.multi_label import (
     label_counts,
     score_answers,
 )
+from i2cl.experiments.fitting import fit_task
+from i2cl.injections.ensemble import EnsembleConfig
 from i2cl.methods.adapters import AdapterPredictor, adapted
 from i2cl.methods.anchored import Anchored
 from i2cl.methods.base import Cost
-from i2cl.methods.classifiers import train_setfit
+from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings, train_setfit
+from i2cl.methods.cross_validation import FOLDS
 from i2cl.methods.injecting import injection_predictor
 from i2cl.methods.peft import LoRA, LoRASettings
 from i2cl.models.batching import make_batch
@@ -74,6 +78,7 @@ class Setting(NamedTuple):
     task: Task
     shown: Examples  # the training rows
     seed: int
+    folds: int = FOLDS  # refits that choose the weights of an ensemble; 0 for typical weights
 
     @property
     def texts(self) -> list[str]:
@@ -86,10 +91,44 @@ class Setting(NamedTuple):
         return indicators(self.shown, len(self.task.labels)).astype(int)
 
 
+class FittedEnsemble(NamedTuple):
+    """A fitted ensemble, as a `Scorer`."""
+
+    injection: Injection
+    decoder: Decoder
+    llm_seconds: float  # CPU seconds of the fit without the evaluation
+
+    def __call__(self, texts: Sequence[str]) -> Probabilities:
+        """Compute the probability of each label of each text."""
+        return self.injection.log_probs(self.decoder, texts).double().exp().numpy()
+
+    @property
+    def alone(self) -> "FittedEnsemble":
+        """The LLM alone."""
+        return self._replace(injection=self.injection.llm_alone())
+
+
+def ensemble(setting: Setting) -> FittedEnsemble:
+    """Fit one injection and the text experts, with weights from a cross-validation: what `i2cl fit` does."""
+
+    class Observer(FitObserver):
+        seconds = 0.0
+
+        def fitted(self, injection: Injection, seconds: float) -> None:  # noqa: ARG002
+            self.seconds = seconds
+
+    task, observer = replace(setting.task, train=setting.shown, test=()), Observer()
+    plan = plan_evaluation(task, setting.shown, len(setting.shown) * bool(setting.folds), setting.folds)
+    request = FitRequest(Anchored(), seed=setting.seed)
+    clock = time.process_time
+    injection = fit_task(setting.decoder, task, setting.shown, request, plan, observer, clock)
+    return FittedEnsemble(injection, setting.decoder, observer.seconds)
+
+
 def anchored(setting: Setting) -> Scorer:
-    """Fit one injection with the logistic loss of each label: what `i2cl fit` does."""
-    decoder, task, shown, seed = setting
-    injection = Anchored().fit_injection(decoder, task, shown, seed)
+    """Fit one injection with the logistic loss of each label: the LLM alone."""
+    decoder, task = setting.decoder, setting.task
+    injection = Anchored().fit_injection(decoder, task, setting.shown, setting.seed)
     predictor = injection_predictor(injection, decoder, task)
     return lambda texts: predictor.log_probs(texts).double().exp().numpy()
 
@@ -169,14 +208,19 @@ def lora(setting: Setting) -> Scorer:
 def baseline(name: str, setting: Setting) -> Scorer:
     """Fit a baseline of `i2cl fit`."""
     plan = plan_evaluation(setting.task, setting.shown, len(setting.task.test), 0, setting.seed)
-    predictor = baselines(setting.decoder, setting.task, plan)[name](setting.shown)
+    fits = baselines(setting.decoder, setting.task, plan, EnsembleConfig())
+    predictor = fits[name](setting.shown)
     return lambda texts: predictor.log_probs(texts).double().exp().numpy()
 
 
 METHODS: dict[str, Callable[[Setting], Scorer]] = {
-    **{name: partial(baseline, name) for name in (FREQUENCY, ZERO_SHOT, EMBEDDINGS)},
-    **{each.__name__: each for each in (anchored, setfit, lora, one_vs_rest, yes_no)},
+    **{
+        name: partial(baseline, name)
+        for name in (FREQUENCY, ZERO_SHOT, SentenceEmbeddings.name, CharTfidf.name)
+    },
+    **{each.__name__: each for each in (ensemble, anchored, setfit, lora, one_vs_rest, yes_no)},
 }
+DEFAULT_METHODS = list(METHODS)[:-2]
 
 
 def timed(work: Callable, *arguments: object) -> tuple[Any, float]:
@@ -185,16 +229,29 @@ def timed(work: Callable, *arguments: object) -> tuple[Any, float]:
     return work(*arguments), time.process_time() - started
 
 
-def run(name: str, setting: Setting) -> dict[str, object]:
-    """Fit a method and score it on the test rows."""
+def run(name: str, setting: Setting) -> dict[str, dict[str, object]]:
+    """Fit a method and score it on the test rows; of an ensemble, also the LLM alone. Return both by name."""
+    scorer, fit_seconds = timed(METHODS[name], setting)
+    records = {name: evaluate(name, setting, scorer, fit_seconds)}
+    if isinstance(scorer, FittedEnsemble):
+        weights = scorer.injection.ensemble.description()["weights"]
+        records[name] |= {"weights": weights, "temperature": scorer.injection.temperature}
+        alone = anchored.__name__
+        records[alone] = evaluate(alone, setting, scorer.alone, scorer.llm_seconds)
+    return records
+
+
+def evaluate(name: str, setting: Setting, scorer: Scorer, fit_seconds: float) -> dict[str, object]:
+    """Score a fitted method on the test rows."""
     rows = setting.task.test
     texts, gold = [row.text for row in rows], indicators(rows, len(setting.task.labels))
-    scorer, fit_seconds = timed(METHODS[name], setting)
     probabilities, seconds = timed(scorer, texts)
     result = Run(probabilities, fit_seconds, 1000 * seconds / len(texts), 0)
     answers = decide(probabilities, gold, "f1")
     scores = score_answers(answers, gold, result)._asdict()
     record = {one: scores[one] for one in (*METRICS, *COSTS)}
+    bounded = np.clip(np.where(gold, probabilities, 1 - probabilities), 1e-12, 1)
+    record["log_loss"] = float(-np.log(bounded).mean())
     record["micro_f1_at_0.5"] = score_answers(probabilities >= 0.5, gold, result).micro_f1
     if name == "anchored":
         record["single_label_ratio"] = single_label_ratio(setting, scorer)
@@ -254,7 +311,8 @@ def main() -> None:
     parser.add_argument("--characters", type=int, help="length to cut texts to (default: uncut)")
     parser.add_argument("--rows", type=int, default=500, help="test rows")
     parser.add_argument("--seeds", type=int, default=4, help="number of seeds")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS)[:6], choices=METHODS, help="to run")
+    parser.add_argument("--folds", type=int, default=FOLDS, help="refits that choose an ensemble's weights")
+    parser.add_argument("--methods", nargs="+", default=DEFAULT_METHODS, choices=METHODS, help="to run")
     parser.add_argument("--table", action="store_true", help="print the results and run nothing")
     given = parser.parse_args()
     lines = given.results.read_text().splitlines() if given.results.exists() else []
@@ -268,15 +326,21 @@ def main() -> None:
     same = {"data": task.name, "model": given.model, "dtype": given.dtype or "float32"}
     same |= {"labels": len(task.labels), "shots": given.shots, "rows": given.rows}
     same |= {"characters": given.characters} if given.characters else {}
+
+    def is_missing(key: dict) -> bool:
+        return not any(key.items() <= record.items() for record in records)
+
     for name, seed in product(given.methods, range(given.seeds)):
-        key = same | {"method": name, "seed": seed}
-        if any(key.items() <= record.items() for record in records):
+        if not is_missing(same | {"method": name, "seed": seed}):
             continue
         decoder = decoder or Decoder.from_pretrained(given.model, dtype=given.dtype)
         shown = up_to(task, given.shots, seed)
-        record = key | {"examples": len(shown)} | run(name, Setting(decoder, task, shown, seed))
-        with given.results.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        for method, result in run(name, Setting(decoder, task, shown, seed, given.folds)).items():
+            key = same | {"method": method, "seed": seed}
+            if is_missing(key):
+                records.append(key | {"examples": len(shown)} | result)
+                with given.results.open("a") as file:
+                    file.write(json.dumps(records[-1]) + "\n")
 
 
 def show(records: list[dict]) -> None:
@@ -292,8 +356,9 @@ def show(records: list[dict]) -> None:
             cells += [f"{np.mean(values[one]):.0f}" for one in COSTS]
             print(f"| {name} | {len(seeds)} |", " | ".join(cells), "|")
         print()
-        for name in methods.keys() - {"anchored"}:
-            print(f"anchored - {name}: {difference(methods['anchored'], methods[name])}")
+        ours = "ensemble" if "ensemble" in methods else "anchored"
+        for name in methods.keys() - {ours}:
+            print(f"{ours} - {name}: {difference(methods[ours], methods[name])}")
 
 
 def spread(values: Float[np.ndarray, " seeds"]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
+from sklearn.multiclass import OneVsRestClassifier
 from sklearn.pipeline import make_pipeline
 
 from fitting import injected, one_line
@@ -348,7 +349,7 @@ def test_held_out_rows_include_at_least_one_of_each_label(task):
 
 
 def test_advice_depends_on_the_rival():
-    advice = partial(fit_evaluation._advice, ["anchored", "char_tfidf"], EmbeddingsConfig())
+    advice = partial(fit_evaluation.advice, ["anchored", "char_tfidf"], EmbeddingsConfig())
     assert advice("sentence_embeddings").endswith("leave out --experts, to combine it with the LLM")
     assert "cheaper" in advice("char_tfidf")
     assert "--experts" not in advice("char_tfidf")
@@ -359,8 +360,9 @@ def test_advice_depends_on_the_rival():
     assert advice("menu") == "use menu instead"
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("encoder", [None, "minilm", "/home/me/encoder"])
-def test_advice_for_text_methods_is_a_program_that_runs(monkeypatch, encoder):
+def test_advice_for_text_methods_is_a_program_that_runs(encoder, multi_label):
     """The programs are run as they are printed, with an encoder that counts letters."""
     names = []
 
@@ -374,11 +376,13 @@ def test_advice_for_text_methods_is_a_program_that_runs(monkeypatch, encoder):
 
     rival = "sentence_embeddings" if encoder else "char_tfidf"
     config = EmbeddingsConfig(encoder=encoder) if encoder else None
-    program = fit_evaluation._advice([rival], config, rival).split(": ")[1]
+    program = fit_evaluation.advice([rival], config, rival, multi_label=multi_label).split(": ")[1]
     scope = {"SentenceTransformer": Encoder, "make_pipeline": make_pipeline}
     scope |= {"LogisticRegression": LogisticRegression, "TfidfVectorizer": TfidfVectorizer}
-    fitted = eval(program, scope | {"texts": ["aab", "abb"], "labels": ["x", "y"]})
-    assert fitted.classes_.tolist() == ["x", "y"]
+    scope |= {"OneVsRestClassifier": OneVsRestClassifier, "texts": ["aab", "abb"]}
+    scope |= {"indicators": [[1, 0], [0, 1]]} if multi_label else {"labels": ["x", "y"]}
+    fitted = eval(program, scope)
+    assert fitted.classes_.tolist() == ([0, 1] if multi_label else ["x", "y"])
     assert names == {None: [], "minilm": [HUB_ID], "/home/me/encoder": ["encoder"]}[encoder]
 
 

@@ -87,7 +87,7 @@ def fitted(model, tmp_path_factory):
         "steps=2",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoders, "local_encoder", lambda: None)  # TF-IDF is faster
+        patch.setattr(encoders, "local_encoder", lambda: None)  # n-grams alone are faster
         assert run("fit", model, path, "-o", folder / "task", *words) == 0
     return folder / "task"
 
@@ -107,7 +107,8 @@ def test_three_formats_hold_the_same_task(tmp_path):
 def test_fit_evaluates_and_chooses_thresholds(fitted):
     injection = Injection.from_pretrained(fitted)
     evaluation = injection.evaluation
-    assert [*evaluation["methods"]] == ["label_frequency", "zero_shot", "tfidf", "anchored"]
+    assert [*evaluation["methods"]] == ["label_frequency", "zero_shot", "char_tfidf", "anchored", "ensemble"]
+    assert injection.ensemble.names == ("llm", "tfidf")
     assert set(evaluation["support"]) == set(LABELS)
     assert evaluation["verdict"]
     assert injection.head.thresholds != (0.5,) * 3
@@ -153,17 +154,46 @@ def test_exported_classifier_answers_with_a_sigmoid(fitted, tmp_path):
     injection = Injection.from_pretrained(fitted)
     decoder = Decoder.from_pretrained(injection.base.name)
     notes = export_classifier(decoder, injection, tmp_path / "out")
-    assert any("threshold" in note for note in notes)
+    (note,) = (note for note in notes if "threshold" in note)
+    assert f"billing {injection.ensemble.llm_thresholds[0]:.4g}, " in note
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["problem_type"]
         == "multi_label_classification"
     )
     assert verify(tmp_path / "out").passed
     classify = pipeline("text-classification", model=str(tmp_path / "out"), device="cpu", top_k=None)
-    wanted = injection.log_probs(decoder, TEXTS[:4]).exp()
+    wanted = injection.llm_alone().log_probs(decoder, TEXTS[:4]).exp()
     for answer, row in zip(classify(TEXTS[:4]), wanted, strict=True):
         scores = {one["label"]: one["score"] for one in answer}
         assert [scores[label] for label in LABELS] == pytest.approx(row.tolist(), abs=1e-4)
+
+
+def test_export_says_that_it_holds_the_llm_alone(said, fitted, tmp_path):
+    out = said("export", fitted, tmp_path / "out", "--no-golden")
+    scores = Injection.from_pretrained(fitted).evaluation["methods"]
+    micro_f1 = [f"{scores[name]['micro_f1']:.3f}" for name in ("anchored", "ensemble")]
+    assert f"the LLM alone, without tfidf: micro-F1 {' instead of '.join(micro_f1)} on " in out
+
+
+def test_experts_llm_fits_the_llm_alone(call, model, tmp_path):
+    words = (
+        "--label-separator",
+        ";",
+        "--experts",
+        "llm",
+        "--shots",
+        "2",
+        "--evaluate",
+        "8",
+        "--set",
+        "steps=1",
+    )
+    code, out, err = call("fit", model, separated(tmp_path / "rows.csv"), "-o", tmp_path / "task", *words)
+    assert code == 0, err
+    injection = Injection.from_pretrained(tmp_path / "task")
+    assert injection.ensemble is None
+    assert "ensemble" not in injection.evaluation["methods"]
+    assert "Calibration: temperature" in out
 
 
 @pytest.mark.parametrize("form", ["causal-lm", "peft", "gguf"])
@@ -187,6 +217,9 @@ def test_estimator_takes_indicators(model):
     estimator.fit(TEXTS, table)
     probabilities = estimator.predict_proba(TEXTS)
     assert estimator.classes_.tolist() == list(LABELS)
+    assert estimator.injection_.ensemble.names == ("llm", "tfidf")
+    log_probs = estimator.injection_.log_probs(decoder, TEXTS)
+    assert probabilities == pytest.approx(log_probs.exp().numpy(), abs=1e-6)
     assert probabilities.shape == table.shape
     assert np.array_equal(estimator.predict(TEXTS), (probabilities >= 0.5).astype(int))
     assert np.array_equal(estimator.decision_function(TEXTS) >= 0, probabilities >= 0.5)

@@ -5,7 +5,8 @@ Beyond the paper. The members of an `Ensemble` are combined by a log-linear pool
     log p(label) = sum over members of weight * log p_member(label), normalized,
 
 which is a product of experts with fitted exponents (Genest and Zidek 1986,
-https://doi.org/10.1214/ss/1177013825). `i2cl.injections.ensemble` fits the weights.
+https://doi.org/10.1214/ss/1177013825). In a multi-label task every label is a classification with two
+answers, so the weights multiply log-odds. `i2cl.injections.ensemble` fits the weights.
 """
 
 import math
@@ -16,9 +17,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from i2cl.core.multi_label import indicators
 from i2cl.encoders import (
     MIN_PROBE_COSINE,
     EmbeddingsConfig,
@@ -39,7 +41,7 @@ TFIDF_C = 10.0  # scikit-learn's C
 
 @dataclass(frozen=True, eq=False)
 class TextExpert(ABC):
-    """Logistic regression on features of a text.
+    """Logistic regression on features of a text; in a multi-label task, one per label.
 
     Attributes:
         weights: log-odds of each label per feature; the last column is the intercept.
@@ -53,11 +55,12 @@ class TextExpert(ABC):
     tensor_names: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def log_probs(
+    def scores(
         self, texts: Sequence[str], device: str, progress: Progress | None = None
     ) -> Float[Tensor, "texts labels"]:
-        """Compute the log-probability of each label, in float32.
+        """Compute the score of each label, in float32.
 
+        In a multi-label task, scores are log-odds; else log-probabilities, up to a constant per text.
         ``progress`` is called as texts finish. Raises I2CLError on an empty text, or if a package or the
         encoder of the fit is missing.
         """
@@ -118,15 +121,15 @@ class EmbeddingsExpert(TextExpert):
             hint = "give the encoder of the fit with --encoder or encoder=, or fit it again"
             raise I2CLError(f"the encoder {self.encoder!r} yields other embeddings than at the fit: {hint}")
 
-    def log_probs(
+    def scores(
         self, texts: Sequence[str], device: str, progress: Progress | None = None
     ) -> Float[Tensor, "texts labels"]:
-        """Compute the log-probability of each label; see `TextExpert.log_probs`."""
+        """Compute the score of each label; see `TextExpert.scores`."""
         self.require_encoder(device)
         if not texts:
             return self.weights.new_empty(0, len(self.weights))
         vectors = torch.from_numpy(embed(frozen_encoder(self.encoder, device), texts, progress))
-        return regression_log_probs(self.weights, vectors)
+        return regression_scores(self.weights, vectors)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights and the probe."""
@@ -171,13 +174,13 @@ class TfidfExpert(TextExpert):
         weights = fit_regression(features, task, demonstrations, TFIDF_C)
         return cls(weights, torch.from_numpy(buckets.astype(np.int32)), torch.tensor(tfidf.idf_).float())
 
-    def log_probs(
+    def scores(
         self,
         texts: Sequence[str],
         device: str = "cpu",  # noqa: ARG002 - always the CPU
         progress: Progress | None = None,
     ) -> Float[Tensor, "texts labels"]:
-        """Compute the log-probability of each label; see `TextExpert.log_probs`."""
+        """Compute the score of each label; see `TextExpert.scores`."""
         from scipy.sparse import diags
         from sklearn.preprocessing import normalize
 
@@ -189,7 +192,7 @@ class TfidfExpert(TextExpert):
         odds = features @ self.weights[:, :-1].double().numpy().T + self.weights[:, -1].numpy()
         if progress is not None:
             progress(len(texts))
-        return torch.from_numpy(odds).float().log_softmax(-1)
+        return torch.from_numpy(odds).float()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights, hashes and document frequencies."""
@@ -206,10 +209,12 @@ class Ensemble:
     Attributes:
         experts: the text experts.
         weights: weight of the LLM, then of each text expert; not negative.
+        llm_thresholds: thresholds of a multi-label task for the LLM alone, if they were fitted.
     """
 
     experts: tuple[TextExpert, ...]
     weights: tuple[float, ...]
+    llm_thresholds: tuple[float, ...] | None = None
 
     def require_labels(self, count: int) -> None:
         """Raise I2CLError unless there is a weight of at least 0 per member, and experts fit the labels."""
@@ -240,20 +245,26 @@ class Ensemble:
         ]
         return replace(self, experts=tuple(moved))
 
-    def text_log_probs(self, texts: Sequence[str], device: str) -> Float[Tensor, "texts experts labels"]:
-        """Compute the log-probabilities of all text experts. Raises I2CLError as `TextExpert.log_probs`."""
-        return torch.stack([expert.log_probs(texts, device) for expert in self.experts], 1)
+    def text_scores(self, texts: Sequence[str], device: str) -> Float[Tensor, "texts experts labels"]:
+        """Compute the scores of all text experts. Raises I2CLError as `TextExpert.scores`."""
+        return torch.stack([expert.scores(texts, device) for expert in self.experts], 1)
 
     def description(self) -> dict[str, Any]:
         """Return the JSON description, which `from_stored` reads together with the experts' tensors."""
         description: dict[str, Any] = {"weights": dict(zip(self.names, self.weights, strict=True))}
         if self.embeddings is not None:
             description["encoder"] = self.embeddings.encoder
+        if self.llm_thresholds is not None:
+            description["llm_thresholds"] = list(self.llm_thresholds)
         return description
 
     @classmethod
     def from_stored(
-        cls, weights: Mapping[str, float], encoder: str | None, tensors: Mapping[str, Tensor]
+        cls,
+        weights: Mapping[str, float],
+        encoder: str | None,
+        tensors: Mapping[str, Tensor],
+        llm_thresholds: tuple[float, ...] | None = None,
     ) -> Self:
         """Return a stored ensemble.
 
@@ -261,6 +272,7 @@ class Ensemble:
             weights: by member.
             encoder: sentence encoder of the member ``"embeddings"``.
             tensors: the experts' tensors.
+            llm_thresholds: thresholds for the LLM alone.
 
         Raises:
             KeyError: if a tensor is missing.
@@ -275,15 +287,14 @@ class Ensemble:
                 experts.append(TfidfExpert(*(tensors[tensor] for tensor in TfidfExpert.tensor_names)))
             else:
                 raise I2CLError(f"unknown expert {name!r} in an ensemble: upgrade i2cl, or fit it again")
-        return cls(tuple(experts), tuple(weights.values()))
+        return cls(tuple(experts), tuple(weights.values()), llm_thresholds)
 
 
 def pool(
-    log_probs: Float[Tensor, "*queries members labels"], weights: Sequence[float]
+    scores: Float[Tensor, "*queries members labels"], weights: Sequence[float]
 ) -> Float[Tensor, "*queries labels"]:
-    """Combine the members' log-probabilities by a log-linear pool, normalized, in float32."""
-    scaled = torch.tensor(weights, dtype=torch.float64)[:, None] * log_probs.double()
-    return scaled.sum(-2).log_softmax(-1).float()
+    """Return the weighted sum of the members' scores, in float64: the scores of a log-linear pool."""
+    return (torch.tensor(weights, dtype=torch.float64)[:, None] * scores.double()).sum(-2)
 
 
 def _count_ngrams(texts: Sequence[str]) -> Any:
@@ -300,10 +311,20 @@ def _count_ngrams(texts: Sequence[str]) -> Any:
 def fit_regression(
     features: Any, task: Task, demonstrations: Examples, c: float
 ) -> Float[Tensor, "labels inputs"]:
-    """Fit scikit-learn's logistic regression, and return weights with the intercept as last column."""
+    """Fit scikit-learn's logistic regression, and return weights with the intercept as last column.
+
+    In a multi-label task there is one regression per label (one-vs-rest). Its class weights are balanced, so
+    that only the LLM takes into account how rare a label is: in a sum of log-odds, each expert would count it
+    again.
+    """
     from sklearn.linear_model import LogisticRegression
 
-    labels, weights = zip(*((example.label, example.weight) for example in demonstrations), strict=True)
+    weights = [example.weight for example in demonstrations]
+    if task.multi_label:
+        gold = indicators(demonstrations, len(task.labels))
+        columns = [_fit_label(features, column, weights, c) for column in gold.T]
+        return torch.from_numpy(np.stack(columns)).float()
+    labels = [example.label for example in demonstrations]
     model = LogisticRegression(C=c, max_iter=10_000).fit(features, labels, sample_weight=weights)
     odds = torch.from_numpy(np.column_stack([model.coef_, model.intercept_])).float()
     odds = torch.cat([-odds / 2, odds / 2]) if len(odds) == 1 else odds  # binary: one row for both labels
@@ -313,8 +334,21 @@ def fit_regression(
     return every
 
 
-def regression_log_probs(
+def _fit_label(
+    features: Any, gold: Bool[np.ndarray, " texts"], weights: Sequence[float], c: float
+) -> Float[np.ndarray, " inputs"]:
+    """Fit the regression of one label of a multi-label task; zeros if every text or no text has the label."""
+    from sklearn.linear_model import LogisticRegression
+
+    if gold.all() or not gold.any():
+        return np.zeros(features.shape[1] + 1)
+    model = LogisticRegression(C=c, class_weight="balanced", max_iter=10_000)
+    model.fit(features, gold, sample_weight=weights)
+    return np.append(model.coef_[0], model.intercept_)
+
+
+def regression_scores(
     weights: Float[Tensor, "labels inputs"], features: Float[Tensor, "texts features"]
 ) -> Float[Tensor, "texts labels"]:
-    """Return the log-probabilities of a logistic regression, whose intercept is the last column."""
-    return (features @ weights[:, :-1].T + weights[:, -1]).log_softmax(-1)
+    """Return the label scores of a logistic regression, whose intercept is the last column."""
+    return features @ weights[:, :-1].T + weights[:, -1]

@@ -51,8 +51,8 @@ class LabelHead:
     the label words (`i2cl.models.encoding.LabelTokens`). The bias is added. Without an ensemble the
     temperature then divides; with one, the LLM is pooled with the text experts instead.
 
-    In a multi-label task (``thresholds`` is not None) scores are log-odds of each label: the sigmoid replaces
-    the softmax, and a text has every label whose probability reaches its threshold.
+    In a multi-label task (``thresholds`` is not None) all members' scores are log-odds of each label: the
+    sigmoid replaces the softmax, and a text has every label whose probability reaches its threshold.
 
     Attributes:
         scoring: how labels are scored, in the fit and in prediction.
@@ -111,19 +111,19 @@ class LabelHead:
         if self.ensemble is not None:
             self.ensemble.require_labels(count)
 
-    def text_log_probs(
+    def text_scores(
         self, texts: Sequence[str], device: torch.device
     ) -> Float[Tensor, "texts experts labels"] | None:
-        """Compute the log-probabilities of the text experts; None without an ensemble.
+        """Compute the label scores of the text experts; None without an ensemble.
 
-        Raises I2CLError as `i2cl.core.experts.TextExpert.log_probs`.
+        Raises I2CLError as `i2cl.core.experts.TextExpert.scores`.
         """
-        return None if self.ensemble is None else self.ensemble.text_log_probs(texts, str(device))
+        return None if self.ensemble is None else self.ensemble.text_scores(texts, str(device))
 
     def log_probs(
         self,
         scores: Float[Tensor, "*queries labels"],
-        text_log_probs: Float[Tensor, "*queries experts labels"] | None = None,
+        text_scores: Float[Tensor, "*queries experts labels"] | None = None,
     ) -> Float[Tensor, "*queries labels"]:
         """Turn label scores into log-probabilities among the labels, normalized, in float32.
 
@@ -132,18 +132,19 @@ class LabelHead:
         Args:
             scores: the LLM's scores of the labels, up to a constant per query; in a multi-label task,
                 log-odds.
-            text_log_probs: those of the text experts; required with an ensemble.
+            text_scores: those of the text experts; required with an ensemble.
         """
         bias = None if self.bias is None else torch.tensor(self.bias)
-        if self.multi_label:
-            odds = scores if bias is None else scores + bias
-            return logsigmoid(odds.double() / self.temperature).float()
-        if self.ensemble is None:
+        if self.ensemble is None and not self.multi_label:
             return label_log_probs(scores, bias, self.temperature)
-        if text_log_probs is None:
-            raise ValueError("an ensemble needs the log-probabilities of its text experts")
-        llm = label_log_probs(scores, bias)
-        return pool(torch.cat([llm[..., None, :], text_log_probs], -2), self.ensemble.weights)
+        odds = scores.double() if bias is None else scores.double() + bias
+        if self.ensemble is None:
+            odds = odds / self.temperature
+        elif text_scores is None:
+            raise ValueError("an ensemble needs the scores of its text experts")
+        else:
+            odds = pool(torch.cat([odds[..., None, :], text_scores], -2), self.ensemble.weights)
+        return (logsigmoid(odds) if self.multi_label else odds.log_softmax(-1)).float()
 
     def probabilities(self, log_probs: Float[Tensor, "*queries labels"]) -> Float[Tensor, "*queries labels"]:
         """Return the probabilities of `log_probs`."""
@@ -232,8 +233,16 @@ class Injection:
         return replace(self, head=replace(self.head, **changes))
 
     def llm_alone(self) -> "Injection":
-        """Return a copy without text experts, which exports and vLLM cannot hold."""
-        return self if self.head.ensemble is None else self.with_head(ensemble=None)
+        """Return a copy without text experts, which exports and vLLM cannot hold.
+
+        In a multi-label task it has the thresholds of the LLM alone; `DEFAULT_THRESHOLD` without any.
+        """
+        if self.head.ensemble is None:
+            return self
+        if not self.task.multi_label:
+            return self.with_head(ensemble=None)
+        default = (DEFAULT_THRESHOLD,) * len(self.task.labels)
+        return self.with_head(ensemble=None, thresholds=self.head.ensemble.llm_thresholds or default)
 
     def with_report(self, **changes: Any) -> "Injection":
         """Return a copy with changed fields of the `Report`."""
@@ -279,7 +288,7 @@ class Injection:
             I2CLError: on an empty text, or another model.
         """
         self.require_base(decoder, force=force)
-        others = self.head.text_log_probs(texts, decoder.device)  # first: a missing encoder fails early
+        others = self.head.text_scores(texts, decoder.device)  # first: a missing encoder fails early
         scores = self.scorer(decoder, scoring).scores(texts, edit=self.edit(), progress=progress)
         return self.head.log_probs(scores, others)
 
@@ -425,7 +434,9 @@ class Injection:
     @classmethod
     def _of(cls, stored: artefact.Stored, tensors: Mapping[str, Tensor]) -> "Injection":
         base, kept = ModelIdentity.from_dict(stored.base_model), stored.ensemble
-        ensemble = None if kept is None else Ensemble.from_stored(kept.weights, kept.encoder, tensors)
+        ensemble = None
+        if kept is not None:
+            ensemble = Ensemble.from_stored(kept.weights, kept.encoder, tensors, kept.llm_thresholds)
         weights = tensors["word_weights"] if stored.word_weights else None
         return cls(
             context=ContextVector(tensors["context_vector"], stored.extraction, stored.demonstrations, base),

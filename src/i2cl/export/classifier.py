@@ -94,7 +94,7 @@ def export_classifier(
         notes += ["Remove whitespace at the end of texts: it is encoded differently than by i2cl."]
     if len(tensors) > 1:
         notes += ["Run it in float32 or bfloat16: float16 overflows in its last layer."]
-    if (thresholds := injection.head.thresholds) and set(thresholds) != {DEFAULT_THRESHOLD}:
+    if (thresholds := injection.llm_alone().head.thresholds) and set(thresholds) != {DEFAULT_THRESHOLD}:
         listed = ", ".join(
             f"{word} {one:.4g}" for word, one in zip(injection.task.labels, thresholds, strict=True)
         )

@@ -4,7 +4,7 @@ Beyond the paper. The weights are a maximum a posteriori estimate from predictio
 were not fitted to. Their prior is normal, restricted to weights of at least 0, so a few rows leave them near
 the typical weights of other tasks, and many can set the weight of a useless member to 0. The log-loss of the
 pool is convex in the weights. A weight is an inverse temperature: a pool of one member is temperature
-scaling.
+scaling. In a multi-label task every pair of a row and a label counts as a row with two labels: no or yes.
 """
 
 import warnings
@@ -137,24 +137,28 @@ def fit_ensemble(
         device: of the sentence encoder.
 
     Returns:
-        The ensemble, or None if the LLM is the only member: for a multi-label task, or if a label has no
-        demonstration, which text experts could not predict.
+        The ensemble, or None if the LLM is the only member, or if a label has no demonstration, which text
+        experts could not predict.
 
     Raises:
         I2CLError: if a package or the encoder is missing, or a text is empty.
     """
-    texts = [example.text for example in demonstrations]
-    names = () if task.multi_label else config.members_for(texts, device)[1:]
-    if not names or {example.label for example in demonstrations} != {*range(len(task.labels))}:
+    names = config.members_for([example.text for example in demonstrations], device)[1:]
+    present = {label for example in demonstrations for label in example.ids}
+    if not names or present != {*range(len(task.labels))}:
         return None
-    experts: list[TextExpert] = []
-    for name in names:
-        if name == TfidfExpert.name:
-            experts.append(TfidfExpert.fit(task, demonstrations))
-        elif config.embeddings is not None:
-            experts.append(EmbeddingsExpert.fit(config.embeddings, task, demonstrations, device))
-    priors = [llm, *(TEXT_PRIORS[expert.name] for expert in experts)]
-    return Ensemble(tuple(experts), tuple(prior.mean for prior in priors))
+    experts = tuple(fit_expert(name, config, task, demonstrations, device) for name in names)
+    return Ensemble(experts, (llm.mean, *(TEXT_PRIORS[name].mean for name in names)))
+
+
+def fit_expert(
+    name: str, config: EnsembleConfig, task: Task, demonstrations: Examples, device: str
+) -> TextExpert:
+    """Fit a text expert by its name. Raises I2CLError as `fit_ensemble`."""
+    if name == TfidfExpert.name:
+        return TfidfExpert.fit(task, demonstrations)
+    embeddings = config.embeddings or EmbeddingsConfig(embeddings_c=config.embeddings_c)
+    return EmbeddingsExpert.fit(embeddings, task, demonstrations, device)
 
 
 def likely_weights(
@@ -192,25 +196,35 @@ def cross_fitted(
     gold: Labels,
     priors: Sequence[WeightPrior],
     folds: int = WEIGHT_FOLDS,
+    groups: Labels | None = None,
 ) -> Scores:
     """Return the pool's log-probability of each row, at weights fitted to the rows of the other folds.
 
-    Folds are stratified by label if every label has at least one row per fold. With 0 folds or a single row,
-    the weights are the means of the priors.
-    """
-    from sklearn.model_selection import KFold, StratifiedKFold
+    Folds are stratified by label if every label has at least one row per fold. With 0 folds, a single row or
+    a single group, the weights are the means of the priors.
 
-    if not folds or len(gold) < 2:
-        return _pooled(log_probs, [prior.mean for prior in priors])
-    folds = min(folds, len(gold))
+    Args:
+        log_probs: log-probabilities of the members on rows that they were not fitted to.
+        gold: index of the correct label of each row.
+        priors: prior of each member's weight.
+        folds: maximum number of folds.
+        groups: group of each row: rows of one group stay in one fold, and folds are not stratified.
+    """
+    from sklearn.model_selection import GroupKFold, KFold, StratifiedKFold
+
+    folds = min(folds, len(np.unique(np.arange(len(gold)) if groups is None else groups)))
+    if folds < 2:
+        return pool_log_probs(log_probs, [prior.mean for prior in priors])
     stratified = np.unique(gold, return_counts=True)[1].min() >= folds
-    splitter = (StratifiedKFold if stratified else KFold)(folds, shuffle=True, random_state=0)
+    kind = GroupKFold if groups is not None else StratifiedKFold if stratified else KFold
+    splitter = kind(folds, shuffle=True, random_state=0)
     pooled = np.empty(log_probs.shape[1:])
-    for rest, some in splitter.split(gold, gold):
+    for rest, some in splitter.split(gold, gold, groups):
         weights = likely_weights(log_probs[:, rest], gold[rest], priors)
-        pooled[some] = _pooled(log_probs[:, some], weights)
+        pooled[some] = pool_log_probs(log_probs[:, some], weights)
     return pooled
 
 
-def _pooled(log_probs: Float[np.ndarray, "members rows labels"], weights: Sequence[float]) -> Scores:
+def pool_log_probs(log_probs: Float[np.ndarray, "members rows labels"], weights: Sequence[float]) -> Scores:
+    """Return the log-probabilities of a log-linear pool, normalized over the labels."""
     return normalised(np.tensordot(weights, np.maximum(log_probs, MIN_LOG_PROB), 1))

@@ -197,7 +197,7 @@ class InjectionPool:
             I2CLError: if a single row does not fit into memory, or a score is NaN.
         """
         scores: dict[int, RowScores] = {}
-        others = self._text_log_probs(queries)
+        others = self._text_scores(queries)
         by_kind = defaultdict(list)
         for row, query in enumerate(queries):
             by_kind[query.task.kind].append(row)
@@ -214,18 +214,18 @@ class InjectionPool:
                 scores[row] = RowScores(log_probs, mass)
         return [scores[row] for row in range(len(queries))]
 
-    def _text_log_probs(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, "experts labels"]]:
-        """Return the log-probabilities of text experts, by row, of queries whose task has some."""
+    def _text_scores(self, queries: Sequence[TaskQuery]) -> dict[int, Float[Tensor, "experts labels"]]:
+        """Return the label scores of text experts, by row, of queries whose task has some."""
         by_ensemble = defaultdict(list)
         for row, query in enumerate(queries):
             if query.task.head.ensemble is not None:
                 by_ensemble[query.task.head.ensemble].append(row)
-        log_probs: dict[int, Tensor] = {}
+        scores: dict[int, Tensor] = {}
         for ensemble, rows in by_ensemble.items():
             texts = [queries[row].text for row in rows]
-            values = ensemble.text_log_probs(texts, str(self.decoder.device))
-            log_probs |= zip(rows, values, strict=True)
-        return log_probs
+            values = ensemble.text_scores(texts, str(self.decoder.device))
+            scores |= zip(rows, values, strict=True)
+        return scores
 
     def _queries(self, texts: Sequence[str], task_ids: Sequence[str]) -> list[TaskQuery]:
         if len(texts) != len(task_ids):

@@ -161,7 +161,7 @@ class ExpertPredictor:
 
     def log_probs(self, texts: Sequence[str], progress: Progress | None = None) -> LabelScores:
         """Return log-probabilities; minus infinity for labels without a demonstration."""
-        return self.expert.log_probs(texts, self.device, progress)
+        return self.expert.scores(texts, self.device, progress).log_softmax(-1)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class PooledPredictor:
         """Return the pool's log-probabilities; ``progress`` is called by the first member."""
         first, *others = self.members
         each = [first.log_probs(texts, progress), *(other.log_probs(texts) for other in others)]
-        return pool(torch.stack([scores.log_softmax(-1) for scores in each], 1), self.weights)
+        return pool(torch.stack(each, 1), self.weights).log_softmax(-1).float()
 
 
 class Ensemble(Wrapper):

@@ -32,6 +32,7 @@ METRICS = {
 BATCH_METHOD_NOTE = (
     "zero_shot+batch_calibration needs the whole batch: it subtracts the mean scores of the batch."
 )
+THRESHOLDS = "A text gets every label whose probability reaches its value in `thresholds`."
 MIN_IMBALANCE = 1.5  # recall per label is reported from this ratio of the largest to the smallest class
 MAX_RECALLS = 20  # labels whose recall is reported, lowest first
 
@@ -192,10 +193,13 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
         yield "Labels are scored at word level, with a learned weight for each token (`word_weights`)."
     if "ensemble" in description:
         ensemble = description["ensemble"]
-        yield (
-            "The answer combines several experts: log-probabilities over the labels are multiplied by the "
-            f"weights {_listed_weights(ensemble['weights'])}, added and normalized (a log-linear pool)."
-        )
+        weights = f"multiplied by the weights {_listed_weights(ensemble['weights'])}"
+        if "thresholds" in description:
+            pooled = f"their log-odds of each label are {weights}, and added"
+            yield f"Several experts are combined: {pooled}. A sigmoid gives the probability. {THRESHOLDS}"
+        else:
+            pooled = f"log-probabilities over the labels are {weights}, added and normalized"
+            yield f"The answer combines several experts: {pooled} (a log-linear pool)."
         if "encoder" in ensemble:
             encoder = _escape(public_name(ensemble["encoder"]))
             yield (
@@ -207,8 +211,7 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
     elif "thresholds" in description:
         yield (
             "Each label has its own probability: the sigmoid of its score, plus `label_bias`, divided by the "
-            f"`temperature`, {description.get('temperature', 1.0):g}. A text gets every label whose "
-            "probability reaches its value in `thresholds`."
+            f"`temperature`, {description.get('temperature', 1.0):g}. {THRESHOLDS}"
         )
         return
     elif "temperature" in description:
@@ -219,7 +222,8 @@ def _fit_paragraphs(description: Mapping[str, Any]) -> Iterator[str]:
     if "label_bias" in description:
         prior = description["settings"].get("label_prior")
         details = f" {_escape(describe_prior(description['task']['labels'], prior))}" if prior else ""
-        yield f"`label_bias` is added to the log-probabilities over the labels.{details}"
+        scores = "LLM's log-odds" if "thresholds" in description else "log-probabilities over the labels"
+        yield f"`label_bias` is added to the {scores}.{details}"
 
 
 def describe_prior(labels: Sequence[str], prior: Mapping[str, Any]) -> str:
@@ -261,15 +265,17 @@ def _llm_gain(evaluation: Mapping[str, Any]) -> str:
 
 
 def describe_llm_alone(description: Mapping[str, Any]) -> str:
-    """Say that an export leaves out the text experts, with both accuracies; empty for the LLM alone."""
+    """Say that an export leaves out the text experts, with the scores of both; empty for the LLM alone."""
     if "ensemble" not in description:
         return ""
     _, *experts = description["ensemble"]["weights"]
     left_out = f"the LLM alone, without {' and '.join(experts)}"
     if not (evaluation := description.get("evaluation")):
         return left_out
-    *_, alone, ensemble = (one["accuracy"] for one in evaluation["methods"].values())
-    return f"{left_out}: accuracy {alone:.3f} instead of {ensemble:.3f} on {evaluation['rows']} rows"
+    *_, alone, ensemble = evaluation["methods"].values()
+    key, name = ("accuracy",) * 2 if "accuracy" in alone else ("micro_f1", "micro-F1")
+    scores = f"{name} {alone[key]:.3f} instead of {ensemble[key]:.3f}"
+    return f"{left_out}: {scores} on {evaluation['rows']} rows"
 
 
 def _label_f1(evaluation: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ pytest.importorskip("fastapi")
 
 from i2cl import Example, Task, Template
 from i2cl.core.anchored import AnchoredConfig, anchor
+from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
 
 from .conftest import TEXTS
 
@@ -17,9 +18,11 @@ TASK = Task(
 )
 
 
-@pytest.fixture
-def injection(service):
+@pytest.fixture(params=["llm", "llm,tfidf"])
+def injection(request, service):
+    config = EnsembleConfig(experts=request.param)
     made = anchor(service.decoder, TASK, ROWS, AnchoredConfig(steps=1))
+    made = made.with_head(ensemble=fit_ensemble(config, WeightPrior(0.4, 0.2), TASK, ROWS, "cpu"))
     service.tasks.put("mixed", made)
     return made
 

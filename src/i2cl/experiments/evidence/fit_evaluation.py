@@ -449,7 +449,7 @@ def _with_evaluation(
     correct = gold == predictions
     rivals = {name: _correct(one) for name, one in runs.items() if one is not run}
     counts = {name: _discordant(correct, rival) for name, rival in rivals.items()}
-    advise = partial(_advice, [one.method for one in members], request.ensemble.embeddings)
+    advise = partial(advice, [one.method for one in members], request.ensemble.embeddings)
     comparison = verdict(counts, run.n, FREE, missing=plan.missing, cheaper=TEXT_METHODS, advise=advise)
     confusion = np.zeros((len(run.labels), len(run.labels)), dtype=int)
     np.add.at(confusion, (gold, predictions), 1)
@@ -477,7 +477,7 @@ def _with_evaluation(
         not_evaluated=list(plan.not_evaluated),
     )
     if not plan.missing:
-        injection = _with_weights(injection, log_probs, gold, priors)
+        injection = with_weights(injection, log_probs, gold, priors)
     injection = injection.with_report(evaluation=asdict(evaluation))
     # the model card publishes only accuracies of this fit on every label
     if plan.folds or plan.missing or plan.not_evaluated:
@@ -486,7 +486,7 @@ def _with_evaluation(
     return injection.with_report(metrics=measured)
 
 
-def _with_weights(
+def with_weights(
     injection: Injection,
     log_probs: Float[np.ndarray, "members rows labels"],
     gold: Int[np.ndarray, " rows"],
@@ -517,17 +517,26 @@ def _pooled_run(members: Sequence[Run], pooled: Float[np.ndarray, "rows labels"]
     return members[0].model_copy(update=changes)
 
 
-def _advice(members: Collection[str], embeddings: EmbeddingsConfig | None, rival: str) -> str:
+def advice(
+    members: Collection[str], embeddings: EmbeddingsConfig | None, rival: str, *, multi_label: bool = False
+) -> str:
     """Return what to do if a rival is more accurate than the fit."""
+
+    def regression(c: float) -> str:
+        if multi_label:
+            return f"OneVsRestClassifier(LogisticRegression(C={c:g}, class_weight='balanced'))"
+        return f"LogisticRegression(C={c:g})"
+
     if rival in TEXT_METHODS:
+        gold = "indicators" if multi_label else "labels"
         program = (
             f"make_pipeline(TfidfVectorizer(analyzer='char_wb', ngram_range={NGRAMS}, sublinear_tf=True), "
-            f"LogisticRegression(C={TFIDF_C:g})).fit(texts, labels)"
+            f"{regression(TFIDF_C)}).fit(texts, {gold})"
         )
         if rival == SentenceEmbeddings.name and embeddings is not None:
             name = HUB_ID if embeddings.encoder == MINILM else public_name(embeddings.encoder)
             vectors = f"SentenceTransformer({name!r}).encode(texts, normalize_embeddings=True)"
-            program = f"LogisticRegression(C={embeddings.embeddings_c:g}).fit({vectors}, labels)"
+            program = f"{regression(embeddings.embeddings_c)}.fit({vectors}, {gold})"
         combine = "" if rival in members else "; or leave out --experts, to combine it with the LLM"
         return f"{rival} alone is the cheaper choice, since it needs no LLM: {program}{combine}"
     if rival in members:

@@ -7,32 +7,41 @@ https://aclanthology.org/C00-2137), which swaps the answers of the two methods r
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from i2cl import encoders
 from i2cl.core.injection import DEFAULT_THRESHOLD, Injection
 from i2cl.core.multi_label import frequency_bias, indicators
-from i2cl.encoders import EmbeddingsConfig
 from i2cl.experiments.evidence.fit_evaluation import (
+    TEXT_METHODS,
     EvaluationPlan,
     FitObserver,
     FitRequest,
     Threshold,
+    advice,
     run_all,
+    with_weights,
 )
 from i2cl.experiments.evidence.verdicts import LEVEL, Comparison, Verdict, verdict
-from i2cl.injections.temperature import likely_temperature
+from i2cl.injections.ensemble import (
+    TEXT_PRIORS,
+    EnsembleConfig,
+    WeightPrior,
+    cross_fitted,
+    fit_expert,
+    pool_log_probs,
+)
 from i2cl.methods import Cost, Predictor
 from i2cl.methods.base import LabelScores
-from i2cl.methods.classifiers import TfidfConfig
+from i2cl.methods.classifiers import ExpertPredictor
 from i2cl.methods.cross_validation import cross_validate
+from i2cl.methods.ensemble import Ensemble, llm_prior, text_methods
 from i2cl.methods.injecting import NO_COST, injection_predictor
 from i2cl.models.decoder import Decoder
 from i2cl.models.scoring import LabelScorer, Progress
@@ -41,8 +50,7 @@ from i2cl.tasks import Examples, Task
 FREQUENCY = "label_frequency"  # predicts the frequency of each label in the training rows
 ZERO_SHOT = "zero_shot"  # the plain model, with thresholds from the demonstrations
 FREE = (FREQUENCY, ZERO_SHOT)  # baselines that need no fit
-N_BASELINES = 3  # these two, and logistic regression on embeddings or TF-IDF
-EMBEDDINGS, TFIDF = "sentence_embeddings", "tfidf"  # with one logistic regression per label
+N_BASELINES = 4  # these two, and the text experts
 MIN_POSITIVES = 5  # rows with a label, below which its threshold is that of all labels together
 RESAMPLES = 2000
 PUBLISHED = ("micro_f1", "macro_f1", "mean_average_precision", "exact_match")  # by the model card
@@ -82,9 +90,12 @@ class MultiLabelEvaluation(Verdict):
         not_run: why other methods could not run, by method.
         support: number of rows with each label.
         labels: F1, precision and recall of the fit by label; None for a label without a row.
+        llm_gain: what the LLM adds to the text experts of an ensemble: the difference of their micro-F1,
+            ``low`` and ``high`` of its 95 % interval; empty for the LLM alone.
         labels_per_row: mean number of labels of a row.
         threshold: how thresholds were chosen.
-        log_loss: mean logistic loss per label of the fit at its temperature, which these rows chose, in nats.
+        log_loss: mean logistic loss per label of the fit, in nats. The weights of an ensemble, or the
+            temperature, are chosen for each row by the others (`i2cl.injections.ensemble.cross_fitted`).
         not_evaluated: see `i2cl.experiments.evidence.fit_evaluation.EvaluationPlan`.
     """
 
@@ -94,6 +105,7 @@ class MultiLabelEvaluation(Verdict):
     not_run: dict[str, str]
     support: dict[str, int]
     labels: dict[str, dict[str, float] | None]
+    llm_gain: dict[str, float]
     labels_per_row: float
     threshold: Threshold
     log_loss: float
@@ -136,7 +148,9 @@ def evaluate_multi_label(
     refit: Callable[[Examples], Injection],
     observer: FitObserver,
 ) -> Injection:
-    """Return the injection with its evaluation, temperature and thresholds, all from the same rows.
+    """Return the injection with its evaluation, weights and thresholds, all from the same rows.
+
+    The weights are those of the ensemble's members; for the LLM alone, the temperature.
 
     Args:
         injection: the fit.
@@ -172,44 +186,62 @@ def evaluate_multi_label(
         fit_seconds = seconds if fit is refitted else (fitted - started) / max(1, plan.folds)
         return Run(probabilities, fit_seconds, milliseconds, predictor.cost.cached_bytes)
 
-    fits = baselines(decoder, task, plan) | {name: refitted}
+    fits = baselines(decoder, task, plan, request.ensemble) | {name: refitted}
+    experts = injection.ensemble.names[1:] if injection.ensemble else ()
+    texts_by_expert = text_methods(request.ensemble)
+    members = [name, *(texts_by_expert[expert].full_name for expert in experts)]
     runs, not_run = run_all(
-        {one: partial(run, fit) for one, fit in fits.items()}, {name, ZERO_SHOT}, observer
+        {one: partial(run, fit) for one, fit in fits.items()}, {ZERO_SHOT, *members}, observer
     )
+    priors = [llm_prior(request.method), *(TEXT_PRIORS[expert] for expert in experts)]
     gold = indicators(plan.rows, len(task.labels))
-    return _with_evaluation(injection, runs, not_run, gold, plan, request)
+    return _with_evaluation(injection, runs, not_run, members, priors, gold, plan, request)
 
 
 def _with_evaluation(
     injection: Injection,
-    runs: Mapping[str, Run],
+    runs: dict[str, Run],
     not_run: dict[str, str],
+    members: Sequence[str],
+    priors: Sequence[WeightPrior],
     gold: Indicators,
     plan: EvaluationPlan,
     request: FitRequest,
 ) -> Injection:
-    """Choose temperature and thresholds, and evaluate the answers that they give."""
-    name, threshold, labels = request.method.full_name, request.threshold, injection.task.labels
-    own = runs[name].probabilities
-    temperature = choose_temperature(own, gold, request.method.temperature_prior)
-    tempered = at_temperature(own, temperature)
-    probabilities = {one: run.probabilities for one, run in runs.items()} | {name: tempered}
+    """Fit the weights of the members, whose first one is the LLM, and evaluate their pool."""
+    threshold, labels = request.threshold, injection.task.labels
+    pairs = pair_log_probs([runs[name].probabilities for name in members])
+    name, pooled = members[0], cross_fitted_probabilities(pairs, gold, priors)
+    if len(members) > 1:
+        name = Ensemble.name
+        runs = runs | {name: _pooled_run([runs[one] for one in members], pooled)}
+    probabilities = {one: run.probabilities for one, run in runs.items()} | {name: pooled}
     answers = {one: decide(values, gold, threshold) for one, values in probabilities.items()}
+    counts = {one: label_counts(answer, gold) for one, answer in answers.items()}
+    rivals = {one: compare(counts[name], rival) for one, rival in counts.items() if one != name}
+    llm_gain: dict[str, float] = {}
+    if len(members) > 1:
+        without = decide(cross_fitted_probabilities(pairs[1:], gold, priors[1:]), gold, threshold)
+        gain = compare(counts[name], label_counts(without, gold))
+        llm_gain = {"difference": gain.difference, "low": gain.low, "high": gain.high}
+    advise = partial(advice, members, request.ensemble.embeddings, multi_label=True)
     evaluation = MultiLabelEvaluation(
-        **asdict(_verdict(answers, gold, name)),
+        **asdict(verdict(rivals, len(gold), FREE, cheaper=TEXT_METHODS, advise=advise)),
         rows=len(gold),
         split=plan.split,
         methods={one: score_answers(answers[one], gold, run)._asdict() for one, run in runs.items()},
         not_run=not_run,
         support=dict(zip(labels, gold.sum(0).tolist(), strict=True)),
         labels=_per_label(answers[name], gold, labels),
+        llm_gain=llm_gain,
         labels_per_row=float(gold.sum(1).mean()),
         threshold=threshold,
-        log_loss=float(-np.log(np.where(gold, tempered, 1 - tempered) + 1e-12).mean()),
+        log_loss=float(-np.log(np.where(gold, pooled, 1 - pooled) + 1e-12).mean()),
         not_evaluated=list(plan.not_evaluated),
     )
-    thresholds = choose_thresholds(tempered, gold) if threshold == "f1" else injection.head.thresholds
-    injection = injection.with_head(temperature=temperature, thresholds=thresholds)
+    injection = with_weights(injection, pairs, gold.ravel().astype(int), priors)
+    if threshold == "f1":
+        injection = _with_thresholds(injection, pairs, gold)
     injection = injection.with_report(evaluation=asdict(evaluation))
     if plan.folds or plan.not_evaluated:  # the model card publishes only metrics of this fit on every label
         return injection
@@ -218,17 +250,49 @@ def _with_evaluation(
     return injection.with_report(metrics=metrics | {"n": len(gold)})
 
 
-def choose_temperature(probabilities: Probabilities, gold: Indicators, prior: tuple[float, float]) -> float:
-    """Return the maximum a posteriori temperature, where each pair of a row and a label is one answer."""
-    pairs = np.stack([1 - probabilities, probabilities], -1).reshape(-1, 2)
-    with np.errstate(divide="ignore"):
-        return likely_temperature(np.log(pairs), gold.astype(int).ravel(), *prior)
+def _with_thresholds(
+    injection: Injection, pairs: Float[np.ndarray, "members pairs 2"], gold: Indicators
+) -> Injection:
+    """Choose thresholds by F1 for the LLM alone, and for the ensemble."""
+
+    def choose(weights: Sequence[float]) -> tuple[float, ...]:
+        log_probs = pool_log_probs(pairs[: len(weights)], weights)
+        return choose_thresholds(np.exp(log_probs[:, 1]).reshape(gold.shape), gold)
+
+    alone, ensemble = choose([1 / injection.temperature]), injection.ensemble
+    if ensemble is None:
+        return injection.with_head(thresholds=alone)
+    ensemble = replace(ensemble, llm_thresholds=alone)
+    return injection.with_head(thresholds=choose(ensemble.weights), ensemble=ensemble)
 
 
-def at_temperature(probabilities: Probabilities, temperature: float) -> Probabilities:
-    """Divide log-odds by a temperature."""
-    bounded = np.clip(probabilities, 1e-12, 1 - 1e-12)
-    return np.asarray(1 / (1 + ((1 - bounded) / bounded) ** (1 / temperature)))
+def pair_log_probs(probabilities: Sequence[Probabilities]) -> Float[np.ndarray, "members pairs 2"]:
+    """Return the log-probabilities of both answers, no and yes, for each pair of a row and a label.
+
+    Args:
+        probabilities: of each member.
+    """
+    bounded = np.clip(np.stack(probabilities).reshape(len(probabilities), -1), 1e-12, 1 - 1e-12)
+    return np.asarray(np.log(np.stack([1 - bounded, bounded], -1)))
+
+
+def cross_fitted_probabilities(
+    pairs: Float[np.ndarray, "members pairs 2"], gold: Indicators, priors: Sequence[WeightPrior]
+) -> Probabilities:
+    """Return the pool's probabilities, at weights that other rows chose."""
+    rows = np.repeat(np.arange(len(gold)), gold.shape[1])
+    log_probs = cross_fitted(pairs, gold.ravel().astype(int), priors, groups=rows)
+    return np.asarray(np.exp(log_probs[:, 1]).reshape(gold.shape))
+
+
+def _pooled_run(members: Sequence[Run], pooled: Probabilities) -> Run:
+    """Return the run of an ensemble, which takes the time and storage of all members."""
+    return Run(
+        pooled,
+        sum(one.fit_seconds for one in members),
+        sum(one.milliseconds_per_query for one in members),
+        sum(one.cached_bytes for one in members),
+    )
 
 
 def choose_thresholds(probabilities: Probabilities, gold: Indicators) -> tuple[float, ...]:
@@ -277,13 +341,14 @@ def decide(probabilities: Probabilities, gold: Indicators, threshold: Threshold)
 
 
 def baselines(
-    decoder: Decoder, task: Task, plan: EvaluationPlan
+    decoder: Decoder, task: Task, plan: EvaluationPlan, config: EnsembleConfig
 ) -> dict[str, Callable[[Examples], Predictor]]:
-    """Return how each baseline is fitted to demonstrations.
+    """Return how each baseline is fitted to demonstrations. All text experts are among them.
 
     Without cross-validation, the label frequencies are those of all training rows that are not in the plan.
     """
-    labels, scored = len(task.labels), {row.text for row in plan.rows}
+    labels, device = len(task.labels), str(decoder.device)
+    scored = {row.text for row in plan.rows}
     training = () if plan.folds else [row for row in task.train if row.text not in scored]
 
     def frequency(shown: Examples) -> Predictor:
@@ -296,51 +361,15 @@ def baselines(
         bias = frequency_bias(scores, torch.from_numpy(indicators(shown, labels)).float())
         return _Baseline(lambda texts: (scorer.scores(texts) + bias).double().sigmoid().numpy())
 
-    encoder = encoders.local_encoder()
-    fit = partial(_embeddings, encoder, str(decoder.device)) if encoder else _tfidf
-    return {
-        FREQUENCY: frequency,
-        ZERO_SHOT: zero_shot,
-        EMBEDDINGS if encoder else TFIDF: partial(fit, labels),
-    }
+    def text_expert(name: str, shown: Examples) -> Predictor:
+        expert = fit_expert(name, config, task, shown, device)
+        cost = ExpertPredictor(expert, device).cost
+        return _Baseline(lambda texts: expert.scores(texts, device).double().sigmoid().numpy(), cost)
 
-
-def _one_vs_rest(c: float) -> Any:
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.multiclass import OneVsRestClassifier
-
-    return OneVsRestClassifier(LogisticRegression(C=c, class_weight="balanced", max_iter=10_000))
-
-
-def _embeddings(encoder: str, device: str, labels: int, shown: Examples) -> Predictor:
-    model, config = encoders.frozen_encoder(encoder, device), EmbeddingsConfig()
-    vectors = encoders.embed(model, [row.text for row in shown])
-    head = _one_vs_rest(config.embeddings_c).fit(vectors, indicators(shown, labels))
-    stored = labels * (vectors.shape[1] + 1)
-    return _Baseline(
-        lambda texts: np.asarray(head.predict_proba(encoders.embed(model, texts))),
-        Cost(stored, stored, 8 * stored),
-    )
-
-
-def _tfidf(labels: int, shown: Examples) -> Predictor:
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.pipeline import make_pipeline
-
-    config = TfidfConfig()
-    ngrams = (1, config.tfidf_words)
-    vectorizer = TfidfVectorizer(ngram_range=ngrams, sublinear_tf=True, token_pattern=r"\w+")  # noqa: S106
-    model = make_pipeline(vectorizer, _one_vs_rest(config.tfidf_c))
-    model.fit([row.text for row in shown], indicators(shown, labels))
-    trained = labels * (len(vectorizer.idf_) + 1)
-    stored = trained + len(vectorizer.idf_)
-    return _Baseline(lambda texts: np.asarray(model.predict_proba(texts)), Cost(trained, stored, 8 * stored))
-
-
-def _verdict(answers: Mapping[str, Indicators], gold: Indicators, fit: str) -> Verdict:
-    counts = {name: label_counts(one, gold) for name, one in answers.items()}
-    rivals = {name: compare(counts[fit], one) for name, one in counts.items() if name != fit}
-    return verdict(rivals, len(gold), FREE)
+    fits: dict[str, Callable[[Examples], Predictor]] = {FREQUENCY: frequency, ZERO_SHOT: zero_shot}
+    for name, method in text_methods(config).items():
+        fits[method.full_name] = partial(text_expert, name)
+    return fits
 
 
 def label_counts(answers: Indicators, gold: Indicators) -> Int[np.ndarray, "rows 2"]:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, fit_regression, regression_log_probs
+from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, fit_regression, regression_scores
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.experiments.evidence.verdicts import Z, wilson
 from i2cl.injections.ensemble import TEXT_PRIORS, likely_weights
@@ -163,11 +163,11 @@ class TextClassifier:
     def log_probs(self, rows: Examples, texts: Sequence[str]) -> Float[Tensor, "texts labels"]:
         """Fit to some rows, and return the log-probabilities of texts."""
         if self.vectors is None:
-            return TfidfExpert.fit(self.task, rows).log_probs(texts)
+            return TfidfExpert.fit(self.task, rows).scores(texts).log_softmax(-1)
         known = np.stack([self.vectors[row.text] for row in rows])
         weights = fit_regression(known, self.task, rows, EmbeddingsConfig().embeddings_c)
         asked = torch.tensor(np.array([self.vectors[text] for text in texts]))
-        return regression_log_probs(weights, asked.view(len(texts), known.shape[1]))
+        return regression_scores(weights, asked.view(len(texts), known.shape[1])).log_softmax(-1)
 
     def held_out_log_probs(self) -> Float[Tensor, "rows labels"]:
         """Return the log-probabilities of all labelled texts, each by a fit without its fold."""
