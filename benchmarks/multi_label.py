@@ -6,7 +6,7 @@
 
 The data is the folder of GoEmotions, or a file with the columns ``text`` and ``labels``, joined by ``;``.
 Every method gets the same training rows. Its answers for one half of the test rows use the thresholds with
-the highest F1 on the other half, as `i2cl fit --threshold f1` chooses them; the mean average precision needs
+the highest F1 on the other half, as `i2cl fit` chooses them; the mean average precision needs
 no thresholds. Runs that the file already has are skipped, so a killed run continues. Seconds are CPU seconds,
 which other work on the machine changes little: set ``OMP_NUM_THREADS=1``.
 

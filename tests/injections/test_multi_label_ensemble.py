@@ -15,7 +15,7 @@ from i2cl.core.experts import EmbeddingsExpert, TfidfExpert, fit_regression
 from i2cl.encoders import EmbeddingsConfig
 from i2cl.experiments.evidence.fit_evaluation import FitRequest, plan_evaluation
 from i2cl.experiments.evidence.multi_label import cross_fitted_probabilities, pair_log_probs
-from i2cl.experiments.fitting import fit_task
+from i2cl.experiments.fitting import fit_task, require_supported
 from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
 from i2cl.injections.temperature import with_temperature
 from i2cl.storage.card import describe_llm_alone
@@ -197,7 +197,7 @@ def test_fit_chooses_the_weights_and_evaluates_the_ensemble(words_encoder, folds
     task = replace(TASK, train=ROWS)
     plan = plan_evaluation(task, shown, folds=folds)
     assert (plan.folds, bool(plan.rows)) == (folds, True)
-    request = FitRequest(method, ENCODER, threshold="f1")
+    request = FitRequest(method, ENCODER)
     result = fit_task(decoder, task, shown, request, plan)
     evaluation, scores = result.evaluation, result.evaluation["methods"]
     names = ["label_frequency", "zero_shot", "char_tfidf", "sentence_embeddings", "anchored", "ensemble"]
@@ -223,12 +223,20 @@ def test_fit_chooses_the_weights_and_evaluates_the_ensemble(words_encoder, folds
 def test_fit_of_the_llm_alone_has_no_ensemble():
     (method,) = make_methods(["anchored"], {"steps": 1})
     task = replace(TASK, train=ROWS)
-    request = FitRequest(method, EnsembleConfig(experts="llm"))
+    request = FitRequest(method, EnsembleConfig(experts="llm"), threshold="0.5")
     result = fit_task(decoder_of("llama"), task, ROWS[:16], request, plan_evaluation(task, ROWS[:16]))
     assert result.ensemble is None
     assert list(result.evaluation["methods"]) == ["label_frequency", "zero_shot", "char_tfidf", "anchored"]
     assert result.evaluation["llm_gain"] == {}
     assert result.temperature != 1
+    assert result.head.thresholds == (0.5,) * 3
+
+
+@pytest.mark.parametrize("threshold", ["0.5", "f1"])
+def test_threshold_of_a_single_label_task_is_refused(threshold):
+    (method,) = make_methods(["anchored"])
+    message = "--threshold is for multi-label tasks, and this one has one label per text: omit it"
+    one_line(message, require_supported, TASKS[0], FitRequest(method, threshold=threshold))
 
 
 def test_missing_scores_of_text_experts_are_an_error(injection):

@@ -81,8 +81,6 @@ def fitted(model, tmp_path_factory):
         "3",
         "--evaluate",
         "20",
-        "--threshold",
-        "f1",
         "--set",
         "steps=2",
     )
@@ -298,7 +296,8 @@ def test_label_frequency_is_counted_on_rows_that_are_not_scored(model):
     scored = tuple(Example(f"c{number}", -1, labels=(0,)) for number in range(6))
     task = Task("words", ("one", "two"), Template(TEMPLATE), train=shown + scored, multi_label=True)
     (method,) = make_methods(["anchored"], {"steps": 0})
-    request, plan = FitRequest(method, EnsembleConfig(experts=("llm",))), EvaluationPlan("train", scored)
+    request = FitRequest(method, EnsembleConfig(experts=("llm",)), threshold="0.5")
+    plan = EvaluationPlan("train", scored)
     evaluation = fit_task(Decoder.from_pretrained(model), task, shown, request, plan).evaluation
     assert evaluation["methods"]["label_frequency"]["micro_f1"] == pytest.approx(2 / 3)
 

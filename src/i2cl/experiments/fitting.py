@@ -111,7 +111,7 @@ def _with_label_prior(
 def require_supported(task: Task, request: FitRequest) -> None:
     """Raise I2CLError if a multi-label task is to be fitted with an option that it does not support."""
     if not task.multi_label:
-        if request.threshold != "0.5":
+        if request.threshold is not None:
             raise I2CLError(
                 "--threshold is for multi-label tasks, and this one has one label per text: omit it"
             )

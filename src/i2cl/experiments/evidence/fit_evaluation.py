@@ -117,7 +117,7 @@ class FitRequest:
     unlabelled: Sequence[str] = ()
     shares: Sequence[float] | None = None
     target: float | None = None
-    threshold: Threshold = "0.5"
+    threshold: Threshold | None = None
     command: str = ""
     keep_examples: bool = False
 

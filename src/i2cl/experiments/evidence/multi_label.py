@@ -159,7 +159,8 @@ def evaluate_multi_label(
         demonstrations: the rows of the fit.
         plan: see `i2cl.experiments.evidence.fit_evaluation.plan_evaluation`; it must have rows.
         request: options of the fit, of which ``threshold`` says how thresholds are chosen: ``"0.5"``, or
-            ``"f1"`` for the highest F1 of each label.
+            ``"f1"`` for the highest F1 of each label, which is the default: where labels are rare, calibrated
+            probabilities seldom reach 0.5.
         seconds: duration of the fit.
         refit: fits to some of the demonstrations.
         observer: receives progress.
@@ -209,7 +210,7 @@ def _with_evaluation(
     request: FitRequest,
 ) -> Injection:
     """Fit the weights of the members, whose first one is the LLM, and evaluate their pool."""
-    threshold, labels = request.threshold, injection.task.labels
+    threshold, labels = request.threshold or "f1", injection.task.labels
     pairs = pair_log_probs([runs[name].probabilities for name in members])
     name, pooled = members[0], cross_fitted_probabilities(pairs, gold, priors)
     if len(members) > 1:

@@ -141,10 +141,10 @@ class EvaluationOptions:
         min=0,
         callback=_folds,
     )
-    threshold: Literal["0.5", "f1"] = opt(
-        "0.5",
+    threshold: Literal["0.5", "f1"] | None = opt(
+        None,
         "Multi-label tasks: give a text every label with a probability of at least 0.5, or of the threshold "
-        "per label with the highest F1 on the held-out rows.",
+        "per label with the highest F1 on the held-out rows (default).",
     )
     target_accuracy: float | None = opt(
         None,
