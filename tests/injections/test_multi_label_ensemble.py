@@ -116,8 +116,15 @@ def test_label_without_a_demonstration_leaves_the_llm_alone(words_encoder):
 def test_temperature_divides_the_pooled_log_odds(injection):
     decoder = decoder_of("llama")
     plain = injection.log_probs(decoder, TEXTS).double().exp().logit()
-    found = with_temperature(injection, 3.0).log_probs(decoder, TEXTS).double().exp().logit()
+    warm = with_temperature(injection, 3.0)
+    found = warm.log_probs(decoder, TEXTS).double().exp().logit()
     torch.testing.assert_close(found, plain / 3, rtol=1e-3, atol=1e-4)
+    assert warm.head.thresholds[0] == 0.5
+    for one in (injection, injection.llm_alone()):
+        assert with_temperature(one, 3.0).predict(decoder, TEXTS) == one.predict(decoder, TEXTS)
+    assert with_temperature(injection, 0.001).head.thresholds == pytest.approx((0.5, 0, 1), abs=1e-9)
+    cold = with_temperature(warm, 1.0)
+    assert cold.head.thresholds == pytest.approx(injection.head.thresholds)
 
 
 def test_saved_ensemble_gives_the_same_answers_in_mixed_batches(injection, tmp_path):

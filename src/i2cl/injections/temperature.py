@@ -24,6 +24,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # bounds of the search
 # Smaller log-probabilities (nats), including minus infinity, are clipped to float16's minimum.
 MIN_LOG_PROB = float(np.finfo(np.float16).min)
 
+_MIN_THRESHOLD = 1e-12  # a threshold is inside (0, 1), also at extreme temperatures
 _BISECTION_STEPS = 50  # relative precision better than 1e-14
 
 Scores = Float[np.ndarray, "queries labels"]
@@ -33,19 +34,30 @@ Labels = Int[np.ndarray, " queries"]
 def with_temperature(injection: Injection, temperature: float) -> Injection:
     """Return an injection with another `temperature`.
 
-    Above 1, probabilities are less confident; at 1, they are the model's own. The weights of an ensemble are
-    all multiplied by the same factor. Predictions and their metrics do not change. The recorded command is
-    removed, since it would not reproduce the temperature.
+    Above 1, probabilities are less confident; at 1, they are the model's own. The weights of an ensemble and
+    the log-odds of thresholds are all multiplied by the same factor. Predictions and their metrics do not
+    change. The recorded command is removed, since it would not reproduce the temperature.
 
     Raises:
         I2CLError: on a temperature outside `i2cl.core.injection.TEMPERATURES`.
     """
+    from scipy.special import expit, logit
+
     changed = injection.with_head(temperature=float(temperature)).with_report(command="")
-    if injection.ensemble is None:
+    factor, ensemble = injection.temperature / changed.temperature, injection.ensemble
+
+    def rescale(thresholds: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if thresholds is None:
+            return None
+        scaled = expit(factor * logit(thresholds))
+        return tuple(np.clip(scaled, _MIN_THRESHOLD, 1 - _MIN_THRESHOLD).tolist())
+
+    changed = changed.with_head(thresholds=rescale(injection.head.thresholds))
+    if ensemble is None:
         return changed
-    factor = injection.temperature / changed.temperature
-    weights = tuple(factor * weight for weight in injection.ensemble.weights)
-    return changed.with_head(ensemble=replace(injection.ensemble, weights=weights))
+    weights = tuple(factor * weight for weight in ensemble.weights)
+    llm_thresholds = rescale(ensemble.llm_thresholds)
+    return changed.with_head(ensemble=replace(ensemble, weights=weights, llm_thresholds=llm_thresholds))
 
 
 def normalised(scores: Scores, temperature: float = 1.0) -> Scores:
