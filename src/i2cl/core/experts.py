@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from i2cl.core.multi_label import indicators
+from i2cl.core.ngrams import HASH_BUCKETS, count_ngrams
 from i2cl.encoders import (
     MIN_PROBE_COSINE,
     EmbeddingsConfig,
@@ -34,8 +35,6 @@ from i2cl.models.scoring import Progress, require_texts
 from i2cl.tasks import Examples, Task
 
 LLM = "llm"  # name of the LLM among the members of an ensemble
-NGRAMS = (1, 5)  # lengths of the character n-grams
-HASH_BUCKETS = 2**18  # n-grams are stored as hashes, so that an artefact contains no fragments of texts
 TFIDF_C = 10.0  # scikit-learn's C
 
 
@@ -165,9 +164,15 @@ class TfidfExpert(TextExpert):
 
         Raises I2CLError on an empty text.
         """
+        from scipy.sparse import csr_matrix
         from sklearn.feature_extraction.text import TfidfTransformer
 
-        counts = _count_ngrams([example.text for example in demonstrations])
+        texts = [example.text for example in demonstrations]
+        require_texts(texts)
+        indices, data = zip(*count_ngrams(texts), strict=True)
+        ends = np.cumsum([0, *map(len, indices)])
+        shape = (len(texts), HASH_BUCKETS)
+        counts = csr_matrix((np.concatenate(data), np.concatenate(indices), ends), shape)
         buckets = np.unique(counts.indices)
         tfidf = TfidfTransformer(sublinear_tf=True)
         features = tfidf.fit_transform(counts[:, buckets])
@@ -181,15 +186,14 @@ class TfidfExpert(TextExpert):
         progress: Progress | None = None,
     ) -> Float[Tensor, "texts labels"]:
         """Compute the score of each label; see `TextExpert.scores`."""
-        from scipy.sparse import diags
-        from sklearn.preprocessing import normalize
-
-        if not texts:
-            return self.weights.new_empty(0, len(self.weights))
-        counts = _count_ngrams(texts)[:, self.buckets.numpy()]
-        counts.data = 1 + np.log(counts.data)
-        features = normalize(counts @ diags(self.idf.numpy()))
-        odds = features @ self.weights[:, :-1].double().numpy().T + self.weights[:, -1].numpy()
+        require_texts(texts)
+        known, idf, weights = self.buckets.numpy(), self.idf.numpy(), self.weights[:, :-1].double().numpy()
+        odds = np.empty((len(texts), len(weights)))
+        for row, (buckets, counts) in enumerate(count_ngrams(texts)):
+            _, places, columns = np.intersect1d(buckets, known, assume_unique=True, return_indices=True)
+            features = (1 + np.log(counts[places])) * idf[columns]
+            norm = np.linalg.norm(features) or 1.0  # no n-gram is known
+            odds[row] = weights[:, columns] @ (features / norm) + self.weights[:, -1].numpy()
         if progress is not None:
             progress(len(texts))
         return torch.from_numpy(odds).float()
@@ -295,17 +299,6 @@ def pool(
 ) -> Float[Tensor, "*queries labels"]:
     """Return the weighted sum of the members' scores, in float64: the scores of a log-linear pool."""
     return (torch.tensor(weights, dtype=torch.float64)[:, None] * scores.double()).sum(-2)
-
-
-def _count_ngrams(texts: Sequence[str]) -> Any:
-    """Count hashed n-grams, as a sparse matrix of shape (texts, HASH_BUCKETS)."""
-    from sklearn.feature_extraction.text import HashingVectorizer
-
-    require_texts(texts)
-    hashing = HashingVectorizer(
-        analyzer="char_wb", ngram_range=NGRAMS, n_features=HASH_BUCKETS, norm=None, alternate_sign=False
-    )
-    return hashing.transform(texts)
 
 
 def fit_regression(

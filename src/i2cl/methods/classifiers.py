@@ -20,7 +20,7 @@ from torch import Tensor
 
 from i2cl.core.context import require_demonstrations
 from i2cl.core.experts import EmbeddingsExpert, TextExpert, TfidfExpert
-from i2cl.encoders import EmbeddingsConfig, EncoderConfig, embed, load_encoder
+from i2cl.encoders import EmbeddingsConfig, EncoderConfig, embed, load_sentence_transformer
 from i2cl.errors import I2CLError, require_packages
 from i2cl.methods.base import Cost, LabelScores, Method
 from i2cl.models.decoder import Decoder
@@ -225,7 +225,7 @@ class SetFit(Method):
         require_packages(self.name, "embeddings", "setfit", "datasets", "accelerate")
         require_two_classes(self.name, task, demonstrations)
         require_texts([example.text for example in demonstrations])
-        encoder = load_encoder(self.config.encoder, str(decoder.device))
+        encoder = load_sentence_transformer(self.config.encoder, str(decoder.device))
         from sklearn.linear_model import LogisticRegression
 
         targets = [one.label for one in demonstrations]

@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from i2cl.core.experts import NGRAMS, TFIDF_C
+from i2cl.core.experts import TFIDF_C
 from i2cl.core.injection import Injection
+from i2cl.core.ngrams import NGRAMS
 from i2cl.encoders import HUB_ID, MINILM, EmbeddingsConfig
 from i2cl.errors import I2CLError, is_out_of_memory
 from i2cl.experiments.confidence import confidence, highest
