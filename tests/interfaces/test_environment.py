@@ -1,12 +1,15 @@
-"""The command line sets OpenMP's spinning and the allocator's thresholds, unless the user has."""
+"""What the command line sets for its process: OpenMP's spinning, the allocator and the end of Python."""
 
 import os
+import subprocess
 import sys
 from unittest.mock import patch
 
 import pytest
 
+import processes
 from i2cl.interfaces import cli
+from i2cl.version import __version__
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
@@ -41,3 +44,11 @@ def test_freed_memory_is_kept():
 )
 def test_variables_of_the_user_are_kept(names, environment):
     assert variables_after_main(names, environment) == environment
+
+
+def test_garbage_is_not_collected_at_exit():
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
+    program += "from i2cl.interfaces.cli import main; main(['--version'])"
+    command = [sys.executable, "-c", program]
+    output = subprocess.check_output(command, env=processes.environment(), text=True)
+    assert output.splitlines() == [__version__, "True"]

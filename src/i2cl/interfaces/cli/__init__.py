@@ -1,6 +1,8 @@
 """The command line `i2cl`. Commands import PyTorch only when they need it, so that `--help` is fast."""
 
+import atexit
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -105,6 +107,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with 0 (success), 1 (a check failed), 2 (invalid input) or 130 (interrupted)."""
     _limit_spinning()
     _keep_freed_memory()
+    atexit.register(
+        gc.freeze
+    )  # otherwise Python searches all imported modules for garbage at exit, repeatedly
     console.escape()
     code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
