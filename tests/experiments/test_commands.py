@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from commands import run
 from experiments.runs import GRID, ONE, cell, kept, run_alone
 from fitting import one_line
 from i2cl import Decoder, load_task
@@ -153,8 +154,15 @@ workers.get_context = lambda _: get_context("fork")
 """Prepended to a program to make its workers start fast."""
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert run(*written(folder)) == 0
+    return Store.open(folder / "store")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-def test_run_resumes_after_kill(tmp_path, workers):
+def test_run_resumes_after_kill(uninterrupted, tmp_path, workers):
     """Every kill leaves a readable store, and the next run adds only missing cells."""
     folder = tmp_path / "store"
     arguments = [*written(tmp_path)[:-1], workers]
@@ -182,10 +190,7 @@ def test_run_resumes_after_kill(tmp_path, workers):
     assert all(one.status == "done" for one in store.records.values())
     on_disk = (folder / "cells.jsonl").read_text().splitlines()
     assert len(on_disk) == len({json.loads(line)["key"] for line in on_disk}) == len(store.records) == 14
-    straight = tmp_path / "straight"
-    code, _, errors = finished(FORKING + COMMAND, *arguments[:3], "--store", straight, "--workers", "1")
-    assert code == 0, errors
-    for key, record in Store.open(straight).records.items():
+    for key, record in uninterrupted.records.items():
         assert kept(record) == kept(store.records[key])
 
 

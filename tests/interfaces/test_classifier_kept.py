@@ -30,7 +30,7 @@ def test_cross_validation_loads_a_named_model_once(tmp_path, monkeypatch):
     tiny_folder(tmp_path)
     load = Mock(wraps=Decoder.from_pretrained)
     monkeypatch.setattr(shared.Decoder, "from_pretrained", load)
-    classifier = I2CLClassifier(tmp_path, shots=1, settings=QUICK)
+    classifier = I2CLClassifier(tmp_path, shots=1, settings=QUICK, evaluate=0)
     assert len(cross_val_score(classifier, X, Y, cv=3)) == 3
     assert [call.args for call in load.call_args_list] == [(str(tmp_path),)]
 
@@ -129,8 +129,7 @@ def test_pickle_loads_in_a_new_process(tmp_path):
 
 def test_pickle_keeps_the_precision(tmp_path):
     tiny_folder(tmp_path)
-    half = I2CLClassifier(Decoder.from_pretrained(str(tmp_path), dtype="bfloat16"), shots=1, settings=QUICK)
-    half.fit(X, Y)
+    half = quick(model=Decoder.from_pretrained(str(tmp_path), dtype="bfloat16")).fit(X, Y)
     result = pickle.loads(pickle.dumps(half))
     assert result.dtype == "bfloat16"
     assert np.array_equal(result.decision_function(QUERIES), half.decision_function(QUERIES))
@@ -138,7 +137,7 @@ def test_pickle_keeps_the_precision(tmp_path):
 
 def test_changed_model_under_the_same_name_is_rejected(tmp_path):
     tiny_folder(tmp_path)
-    by_name = I2CLClassifier(str(tmp_path), shots=1, settings=QUICK).fit(X, Y)
+    by_name = quick(model=str(tmp_path)).fit(X, Y)
     by_model = quick(model=Decoder.from_pretrained(str(tmp_path))).fit(X, Y)
     unfitted = quick(model=Decoder.from_pretrained(str(tmp_path)))
     carried = [pickle.dumps(one) for one in (by_name, by_model, unfitted)]
@@ -160,7 +159,7 @@ def test_pickled_in_memory_model_must_be_passed_again():
 def test_saved_classifier_predicts_the_same_after_loading(tmp_path):
     ids = [TASK.labels.index(word) for word in Y]
     words = dict(enumerate(TASK.labels))
-    made = I2CLClassifier(reference(), shots=2, labels=words, recipe="released", settings=QUICK).fit(X, ids)
+    made = quick(shots=2, labels=words, recipe="released").fit(X, ids)
     made.save_pretrained(tmp_path / "mood")
     result = I2CLClassifier.from_pretrained(tmp_path / "mood")
     assert result.classes_.tolist() == [0, 1, 2, 3]

@@ -1,5 +1,6 @@
 """I2CLClassifier in forked children and threads, and what it prints."""
 
+import json
 import os
 
 import joblib
@@ -30,36 +31,28 @@ def refit():
 """
 
 
-@FORKS
-@pytest.mark.parametrize("work", ["predict", "refit"])
-def test_forked_process_can_predict_and_fit(work):
-    program = f"""{FITTED}
-child = multiprocessing.get_context("fork").Process(target=lambda: print({work}() == here, flush=True))
-child.start()
-child.join(100)
-child.kill()
-"""
-    code, out, errors = finished(program, OMP_NUM_THREADS="2")
-    assert (code, out.strip()) == (0, "True"), errors
+IN_CHILDREN = f"""{FITTED}
+import json
+from i2cl.models.restore import frozen
+from transformers.utils.logging import is_progress_bar_enabled
 
+print("fitted", is_progress_bar_enabled(), file=sys.stderr, flush=True)
 
-@FORKS
-def test_forked_worker_predicts_on_one_thread():
-    program = f"""{FITTED}
+def tell(name, value):
+    print(json.dumps([name, value]), flush=True)
+
+for work in (predict, refit):
+    target = lambda: tell(work.__name__, work() == here)
+    child = multiprocessing.get_context("fork").Process(target=target)
+    child.start()
+    child.join(100)
+    child.kill()
 if os.fork() == 0:
-    print(predict() == here, torch.get_num_threads(), flush=True)
+    tell("child", [predict() == here, torch.get_num_threads()])
     os._exit(0)
 os.wait()
-print(torch.get_num_threads())
-"""
-    code, out, errors = finished(program, OMP_NUM_THREADS="2")
-    assert (code, out.split()) == (0, ["True", "1", "2"]), errors
+tell("parent", torch.get_num_threads())
 
-
-@FORKS
-def test_fork_during_use_of_the_model_raises_in_the_child():
-    program = f"""{FITTED}
-from i2cl.models.restore import frozen
 model, entered, leave = classifier._loaded_decoder.model, threading.Event(), threading.Event()
 
 def borrow():
@@ -74,17 +67,50 @@ if os.fork() == 0:
     try:
         predict()
     except ValueError as error:
-        print(error, flush=True)
+        tell("during use", str(error))
     os._exit(0)
 os.wait()
 leave.set()
 thread.join()
-print(predict() == here)
+tell("after use", predict() == here)
 """
-    code, out, errors = finished(program)
-    first, last = out.splitlines()
-    assert first.startswith("this process was forked while another thread was using the model: load it")
-    assert (code, last) == (0, "True"), errors
+
+
+@pytest.fixture(scope="module")
+def children():
+    """What one fitted process and its forked children print: values by name, and stderr."""
+    code, out, errors = finished(IN_CHILDREN, OMP_NUM_THREADS="2")
+    assert code == 0, errors
+    return dict(map(json.loads, out.splitlines())), errors
+
+
+@FORKS
+@pytest.mark.parametrize("work", ["predict", "refit"])
+def test_forked_process_can_predict_and_fit(children, work):
+    printed, errors = children
+    assert printed.get(work), errors
+
+
+@FORKS
+def test_forked_worker_predicts_on_one_thread(children):
+    printed, errors = children
+    assert (printed["child"], printed["parent"]) == ([True, 1], 2), errors
+
+
+@FORKS
+def test_fork_during_use_of_the_model_raises_in_the_child(children):
+    printed, errors = children
+    message = "this process was forked while another thread was using the model: load it"
+    assert printed["during use"].startswith(message), errors
+    assert printed["after use"]
+
+
+@FORKS
+def test_fit_prints_nothing_and_leaves_progress_bars_enabled(children):
+    printed, errors = children
+    assert errors.partition("fitted")[0] == ""
+    assert errors.splitlines()[0] == "fitted True"
+    assert set(printed) == {"predict", "refit", "child", "parent", "during use", "after use"}
 
 
 def test_threaded_grid_search_equals_sequential_one():
@@ -99,20 +125,8 @@ def test_threaded_grid_search_equals_sequential_one():
     assert best(2) == best(1)
 
 
-QUIET = f"""{FITTED}
-import warnings
-from transformers.utils.logging import is_progress_bar_enabled
-print(is_progress_bar_enabled(), file=sys.stderr)
-"""
-
-
-def test_fit_and_predict_print_nothing():
-    code, out, errors = finished(QUIET)
-    assert (code, out, errors.strip()) == (0, "", "True")
-
-
 def test_verbose_shows_loading_progress():
-    code, _, errors = finished(QUIET.replace('settings={"steps": 1}', "verbose=True"))
+    code, _, errors = finished(FITTED.replace('settings={"steps": 1}', 'settings={"steps": 1}, verbose=True'))
     assert code == 0
     assert "Loading weights" in errors
 

@@ -17,7 +17,7 @@ from i2cl.interfaces.batch_prediction.outputs import open_output
 from i2cl.interfaces.batch_prediction.prediction import digest, read_chunks
 from i2cl.interfaces.batch_prediction.tables import Table
 from i2cl.interfaces.cli import main
-from processes import COMMAND, Program, finished, until
+from processes import COMMAND, Program, until
 
 ROWS, CHUNK = 600, 10
 
@@ -27,7 +27,8 @@ def home(tmp_path_factory):
     """A fitted injection, texts, and the output of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("home")
     task = "mood-colour-1"
-    assert run("fit", "reference", task, "-o", folder / "mood", "--shots", "2", "--set", "epochs=1") == 0
+    options = ("--shots", "2", "--set", "epochs=1", "--evaluate", "0")
+    assert run("fit", "reference", task, "-o", folder / "mood", *options) == 0
     texts = [example.text for example in load_task(task).test]
     many = [texts[row % len(texts)] + " " * (row % 3) for row in range(ROWS)]
     (folder / "texts.txt").write_text("".join(f"{text}\n" for text in many), encoding="utf-8")
@@ -44,7 +45,7 @@ def lines_of(path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_predict_resumes_after_kill_with_identical_output(home, tmp_path):
+def test_predict_resumes_after_kill_with_identical_output(home, tmp_path, call):
     output, part = tmp_path / "out.tsv", tmp_path / ".out.tsv.part"
     kept = []
     for more in (1, ROWS // 5, ROWS // 3):
@@ -61,7 +62,7 @@ def test_predict_resumes_after_kill_with_identical_output(home, tmp_path):
     assert kept[0] < kept[1] < kept[2] < ROWS
     with part.open("a") as handle:
         handle.write("ha")  # a torn line
-    code, out, message = finished(COMMAND, *arguments(home, output))
+    code, out, message = call(*arguments(home, output))
     assert (code, out) == (0, "")
     first, last = message.splitlines()
     assert first == f"resuming after {kept[-1]} rows of an earlier run"
