@@ -43,7 +43,7 @@ LABELS_PER_ROUND = 10
 MAX_CANDIDATES = 2000  # texts among which a round chooses: a random sample of larger projects
 SUGGESTIONS = 30  # texts per round, so that people who are faster than the rounds get some too
 FOLDS = 10  # of the cross-validation
-TYPICAL_SLOPE, SLOPE_STD = 0.09, 0.15
+TYPICAL_SLOPE, SLOPE_STD = 0.10, 0.15
 """Change of the accuracy in a round, divided by the change of the logarithm of the number of labels: mean and
 standard deviation in simulations (docs/guide/label.md)."""
 

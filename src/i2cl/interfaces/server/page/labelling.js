@@ -281,7 +281,7 @@ function showCurve({ rounds, classifier }) {
   const last = rounds.at(-1);
   $("measured").textContent = `With ${plural(last.labels, "label")}, a classifier on ${CLASSIFIERS[classifier]} is right about ${
     percent(last.accuracy)} of the labelled texts in a cross-validation (95 % interval ${(100 * last.low).toFixed(0)} to ${
-    percent(last.high)}). The task adds the LLM, which is fitted and evaluated when you finish.`;
+    (100 * last.high).toFixed(0)} %). The task adds the LLM, which is fitted and evaluated when you finish.`;
   const { left, right, top, bottom } = CHART, most = last.labels;
   const x = (labels) => left + (right - left) * labels / most, y = (share) => bottom - (bottom - top) * share;
   const nodes = [0, 0.5, 1].flatMap((share) => [
