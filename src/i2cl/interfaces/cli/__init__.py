@@ -107,9 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with 0 (success), 1 (a check failed), 2 (invalid input) or 130 (interrupted)."""
     _limit_spinning()
     _keep_freed_memory()
-    atexit.register(
-        gc.freeze
-    )  # otherwise Python searches all imported modules for garbage at exit, repeatedly
+    atexit.register(gc.freeze)  # else the exit searches all imported modules for garbage, for a second
     console.escape()
     code = _run(sys.argv[1:] if arguments is None else arguments)
     try:
