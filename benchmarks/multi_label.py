@@ -137,9 +137,11 @@ def one_vs_rest(setting: Setting) -> Scorer:
     """Fit one injection per label, each with its own vectors; a query takes one pass per label."""
 
     def fit(label: int) -> Scorer:
-        task = replace(setting.task.without_data(), labels=(setting.task.labels[label],))
-        shown = [Example.multi_label(row.text, [0] if label in row.ids else []) for row in setting.shown]
-        return anchored(setting._replace(task=task, shown=shown))
+        labels = ("none", setting.task.labels[label])
+        task = replace(setting.task.without_data(), labels=labels, multi_label=False)
+        shown = [Example(row.text, int(label in row.ids)) for row in setting.shown]
+        predictor = Anchored().fit(setting.decoder, task, shown, setting.seed)
+        return lambda texts: predictor.log_probs(texts).double().softmax(-1)[:, 1:].numpy()
 
     scorers = [fit(label) for label in range(len(setting.task.labels))]
     return lambda texts: np.concatenate([scorer(texts) for scorer in scorers], 1)
