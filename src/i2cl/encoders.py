@@ -152,7 +152,7 @@ def _load_errors(name: str) -> Iterator[None]:
 class PooledEncoder:
     """A transformer whose token states are pooled to a unit-length embedding.
 
-    Its embeddings equal those of ``SentenceTransformer.encode``, bit for bit on a CPU.
+    ``encode`` returns what ``SentenceTransformer.encode`` returns, bit for bit on a CPU.
 
     Attributes:
         model: the transformers model.
