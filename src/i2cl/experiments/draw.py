@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from random import Random
 from statistics import median_low
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from i2cl.core.anchored import fit_memory
 from i2cl.core.context import ACTIVE_SUBLAYERS
@@ -56,6 +56,8 @@ class Draw:
         keep_back: one row in this many was held out, 0 for none; see `up_to`.
         seconds: estimated time of the fit; None before the model is known.
         first_step: share of that time that the first step takes.
+        refits: whether a cross-validation fits again for each fold, instead of sharing derivatives with this
+            fit (`i2cl.core.anchored.anchor_folds`).
         more: a larger number of shots that the user may prefer, with its number of rows and seconds.
     """
 
@@ -65,12 +67,13 @@ class Draw:
     keep_back: int = 0
     seconds: float | None = None
     first_step: float = 1.0
+    refits: bool = True
     more: tuple[int, int, float] | None = None
 
     def timed(self, decoder: Decoder, task: Task, method: Method) -> "Draw":
         """Return the same draw with an estimate of the time that the fit takes."""
-        seconds, first_step = _Speed.of(decoder, task, method).estimate(self.demonstrations)
-        return replace(self, seconds=seconds, first_step=first_step)
+        estimate = _Speed.of(decoder, task, method).estimate(self.demonstrations)
+        return replace(self, **estimate._asdict())
 
 
 def up_to(task: Task, shots: int, seed: int, keep_back: int = 0) -> tuple[Example, ...]:
@@ -196,7 +199,8 @@ def draw_within_budget(
             if (seconds := speed.seconds(larger_draw)) < inf:
                 more = larger, len(larger_draw), seconds
             break
-    return Draw(demonstrations, count, len(task.train), keep_back, *speed.estimate(demonstrations), more)
+    estimate = speed.estimate(demonstrations)
+    return Draw(demonstrations, count, len(task.train), keep_back, *estimate, more)
 
 
 def _largest(task: Task) -> int:
@@ -207,6 +211,14 @@ def _largest(task: Task) -> int:
 def _check_size(shown: Examples) -> None:
     """Raise I2CLError if there are more demonstrations or labels than anchored calibration takes."""
     check_fit_size(len(shown), len({label for row in shown for label in row.ids}))
+
+
+class _Estimate(NamedTuple):
+    """Attributes of a `Draw` that depend on the model."""
+
+    seconds: float
+    first_step: float
+    refits: bool
 
 
 @dataclass(frozen=True)
@@ -238,12 +250,12 @@ class _Speed:
     def seconds(self, shown: Examples) -> float:
         """Estimate the seconds of a fit; infinite if it does not fit into memory."""
         try:
-            return self.estimate(shown)[0]
+            return self.estimate(shown).seconds
         except I2CLError:
             return inf
 
-    def estimate(self, shown: Examples) -> tuple[float, float]:
-        """Estimate the seconds of a fit, and the share of them until its first progress report.
+    def estimate(self, shown: Examples) -> "_Estimate":
+        """Estimate the duration of a fit.
 
         Counts forward and backward passes; `benchmarks/estimates.py` compares with real fits. A fit may need
         fewer steps, and other work on the machine slows it down. Raises I2CLError as `plan_fit`.
@@ -254,7 +266,7 @@ class _Speed:
         by_tokens = ceil(tokens / decoder.training_budget)
         batches = max(by_tokens, ceil(len(shown) / plan.batch_size) if plan.batch_size else 1)
         seconds = plan.passes * (tokens * self.seconds_per_token + batches * self.seconds_per_batch)
-        return seconds, plan.first_step
+        return _Estimate(seconds, plan.first_step, plan.solver != "gauss_newton")
 
     def _plan(self, shown: Examples) -> FitPlan:
         decoder, method = self.scorer.decoder, self.method

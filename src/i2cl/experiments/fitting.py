@@ -1,7 +1,7 @@
 """Fit a task and evaluate the fit: what the command line, the server and `I2CLClassifier` share."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from i2cl.core.injection import Injection
@@ -18,6 +18,7 @@ from i2cl.experiments.evidence.multi_label import evaluate_multi_label
 from i2cl.injections.ensemble import fit_ensemble
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods.anchored import Anchored
+from i2cl.methods.cross_validation import fold_rows, without_rows
 from i2cl.methods.ensemble import llm_prior
 from i2cl.models.decoder import Decoder
 from i2cl.models.language import warn_of_language
@@ -52,15 +53,21 @@ def fit_task(
     observer = observer or FitObserver()
     require_supported(task, request)
     warn_of_language(decoder, [row.text for row in demonstrations])
-    started = clock()
-    injection = _fit(decoder, task, demonstrations, request, observer)
+    started, seed = clock(), request.seed
+    folds = fold_rows(task, demonstrations, plan.folds, seed) if plan.folds else []
+    injection, without = _fit(decoder, task, demonstrations, folds, request, observer)
     seconds = clock() - started
     observer.fitted(injection, seconds)
     if not plan.rows:
         return injection
 
+    rests = (without_rows(demonstrations, fold) for fold in folds)
+    approximate = dict(zip(rests, without, strict=False))
+
     def refit(rest: Examples) -> Injection:
-        again = refitting(request.method, injection)(decoder, task, rest, request.seed, observer.refit_step)
+        again = approximate.get(tuple(rest))
+        if again is None:
+            again = refitting(request.method, injection)(decoder, task, rest, seed, observer.refit_step)
         return _with_label_prior(again, decoder, request)
 
     evaluate = evaluate_multi_label if task.multi_label else evaluate_fit
@@ -78,12 +85,21 @@ def fit_task(
 
 
 def _fit(
-    decoder: Decoder, task: Task, demonstrations: Examples, request: FitRequest, observer: FitObserver
-) -> Injection:
-    """Fit the LLM, its label prior and the text experts, at typical weights and temperature."""
+    decoder: Decoder,
+    task: Task,
+    demonstrations: Examples,
+    folds: Sequence[Sequence[int]],
+    request: FitRequest,
+    observer: FitObserver,
+) -> tuple[Injection, tuple[Injection, ...]]:
+    """Fit the LLM, its label prior and the text experts, at typical weights and temperature.
+
+    Returns:
+        The injection, and the LLM's without each fold if `Injector.fit_folds` yields them.
+    """
     method = request.method
-    injection = method.fit_injection(
-        decoder, task, demonstrations, request.seed, observer.step, request.scoring
+    injection, without = method.fit_folds(
+        decoder, task, demonstrations, folds, request.seed, observer.step, request.scoring
     )
     if request.unlabelled:
         observer.scoring_unlabelled(len(request.unlabelled))
@@ -97,7 +113,8 @@ def _fit(
     settings = injection.settings
     if ensemble is not None and ensemble.embeddings is not None:
         settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
-    return injection.with_head(ensemble=ensemble).with_report(command=request.command, settings=settings)
+    injection = injection.with_head(ensemble=ensemble)
+    return injection.with_report(command=request.command, settings=settings), without
 
 
 def _with_label_prior(

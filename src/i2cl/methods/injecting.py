@@ -1,6 +1,7 @@
 """Methods that fit an `i2cl.Injection`, which can be stored, served and exported."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -50,6 +51,32 @@ class Injector(Method):
         Raises:
             I2CLError: if the model or the demonstrations are unsuitable, or the fit diverges.
         """
+
+    def fit_folds(
+        self,
+        decoder: Decoder,
+        task: Task,
+        demonstrations: Examples,
+        folds: Sequence[Sequence[int]],
+        seed: int = 0,
+        progress: StepProgress | None = None,
+        scoring: Scoring = "auto",
+    ) -> tuple[Injection, tuple[Injection, ...]]:
+        """Fit an injection, and approximate the fits without each fold if the method can do so at no cost.
+
+        Args:
+            decoder: the frozen model.
+            task: label words and template.
+            demonstrations: labelled examples.
+            folds: numbers of the demonstrations of each fold.
+            seed: seed of everything random.
+            progress: called after each step.
+            scoring: how labels are scored.
+
+        Returns:
+            The injection, and one without each fold or none.
+        """
+        return self.fit_injection(decoder, task, demonstrations, seed, progress, scoring), ()
 
     def weighted(self, task: Task, demonstrations: Examples) -> Examples:
         """Return the demonstrations with the weights that the fit gives them."""

@@ -295,10 +295,10 @@ def _observer(bar: console.Bar, first_step: float, plan: "EvaluationPlan", outpu
             injection.save_pretrained(output)  # the evaluation may take longer than the fit
             self.saved, self.seconds = True, seconds
             if plan.folds:
-                console.note(
-                    f"no held-out rows of every label: running {plan.folds}-fold cross-validation, up to "
-                    f"{console.duration((plan.folds - 1) * seconds)} (--folds 0 skips it)"
-                )
+                kind = f"running {plan.folds}-fold cross-validation"
+                if injection.settings.get("solved_by") != "gauss_newton":
+                    kind += f", up to {console.duration((plan.folds - 1) * seconds)}"
+                console.note(f"no held-out rows of every label: {kind} (--folds 0 skips it)")
             if plan.rows:
                 rivals = len(BASELINES) + len(plan.compare) + 1
                 rivals = multi_label.N_BASELINES if injection.task.multi_label else rivals

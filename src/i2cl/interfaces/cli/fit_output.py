@@ -114,7 +114,12 @@ def surveyed(
     distinct = "" if survey.distinct == survey.rows else f", {survey.distinct:,} of them distinct"
     first = f"Rows: {survey.rows:,}{distinct}; the longest text has {tokens:,} tokens{window}."
     return record, "\n".join(
-        (first, *_label_lines(survey), _usage_line(draw, kept_back, max(0, plan.folds - 1)), "")
+        (
+            first,
+            *_label_lines(survey),
+            _usage_line(draw, kept_back, max(0, plan.folds - 1) if draw.refits else 0),
+            "",
+        )
     )
 
 
