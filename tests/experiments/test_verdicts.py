@@ -82,6 +82,14 @@ def test_a_cheaper_rival_that_is_as_accurate_is_preferred():
     assert verdict(rivals, 160, FREE).advice == f"{rows} from embeddings"
 
 
+def test_an_own_member_is_advised_only_if_it_is_cheaper_or_well_ahead():
+    rivals = {"zero_shot": (60, 1), "batch": (60, 1), "llm": (5, 9), "tfidf": (9, 9)}
+    parts = {"parts": ("llm", "tfidf"), "cheaper": ("tfidf",)}
+    assert verdict(rivals, 160, FREE, **parts).advice.startswith("use tfidf instead; ")
+    assert verdict(rivals | {"tfidf": (40, 1)}, 160, FREE, **parts).advice == ""
+    assert verdict(rivals | {"llm": (2, 12)}, 160, FREE, **parts).advice.startswith("use llm instead")
+
+
 def test_no_rows_are_suggested_where_a_difference_is_ruled_out():
     rivals = {"zero_shot": (60, 1), "batch": (60, 1), "embeddings": (2, 2)}
     assert verdict(rivals, 160, FREE, cheaper=("embeddings",)).advice == "use embeddings instead"

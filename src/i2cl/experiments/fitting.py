@@ -11,15 +11,15 @@ from i2cl.experiments.evidence.fit_evaluation import (
     FitObserver,
     FitRequest,
     evaluate_fit,
-    refitting,
     typical_temperature,
 )
 from i2cl.experiments.evidence.multi_label import evaluate_multi_label
 from i2cl.injections.ensemble import fit_ensemble
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.methods.anchored import Anchored
-from i2cl.methods.cross_validation import fold_rows, without_rows
+from i2cl.methods.cross_validation import fold_rows
 from i2cl.methods.ensemble import llm_prior
+from i2cl.methods.injecting import fit_with_refits
 from i2cl.models.decoder import Decoder
 from i2cl.models.language import warn_of_language
 from i2cl.models.scoring import Progress
@@ -53,22 +53,16 @@ def fit_task(
     observer = observer or FitObserver()
     require_supported(task, request)
     warn_of_language(decoder, [row.text for row in demonstrations])
-    started, seed = clock(), request.seed
-    folds = fold_rows(task, demonstrations, plan.folds, seed) if plan.folds else []
-    injection, without = _fit(decoder, task, demonstrations, folds, request, observer)
+    started = clock()
+    folds = fold_rows(task, demonstrations, plan.folds, request.seed) if plan.folds else []
+    injection, refit = _fit(decoder, task, demonstrations, folds, request, observer)
     seconds = clock() - started
     observer.fitted(injection, seconds)
     if not plan.rows:
         return injection
 
-    rests = (without_rows(demonstrations, fold) for fold in folds)
-    approximate = dict(zip(rests, without, strict=False))
-
-    def refit(rest: Examples) -> Injection:
-        again = approximate.get(tuple(rest))
-        if again is None:
-            again = refitting(request.method, injection)(decoder, task, rest, seed, observer.refit_step)
-        return _with_label_prior(again, decoder, request)
+    def with_prior(rest: Examples) -> Injection:
+        return _with_label_prior(refit(rest), decoder, request)
 
     evaluate = evaluate_multi_label if task.multi_label else evaluate_fit
     return evaluate(
@@ -79,7 +73,7 @@ def fit_task(
         plan,
         request,
         seconds=seconds,
-        refit=refit,
+        refit=with_prior,
         observer=observer,
     )
 
@@ -91,15 +85,23 @@ def _fit(
     folds: Sequence[Sequence[int]],
     request: FitRequest,
     observer: FitObserver,
-) -> tuple[Injection, tuple[Injection, ...]]:
+) -> tuple[Injection, Callable[[Examples], Injection]]:
     """Fit the LLM, its label prior and the text experts, at typical weights and temperature.
 
     Returns:
-        The injection, and the LLM's without each fold if `Injector.fit_folds` yields them.
+        The injection, and the refits of the LLM without its label prior (`fit_with_refits`).
     """
     method = request.method
-    injection, without = method.fit_folds(
-        decoder, task, demonstrations, folds, request.seed, observer.step, request.scoring
+    injection, refit = fit_with_refits(
+        method,
+        decoder,
+        task,
+        demonstrations,
+        folds,
+        request.seed,
+        observer.step,
+        request.scoring,
+        observer.refit_step,
     )
     if request.unlabelled:
         observer.scoring_unlabelled(len(request.unlabelled))
@@ -114,7 +116,7 @@ def _fit(
     if ensemble is not None and ensemble.embeddings is not None:
         settings = settings | {"embeddings_c": request.ensemble.embeddings_c}
     injection = injection.with_head(ensemble=ensemble)
-    return injection.with_report(command=request.command, settings=settings), without
+    return injection.with_report(command=request.command, settings=settings), refit
 
 
 def _with_label_prior(

@@ -81,7 +81,7 @@ class Anchored(Injector):
         return apply_class_weight(demonstrations, task.labels, self.anchoring.class_weight)
 
     def with_solver_of(self, injection: Injection) -> Self:
-        """Return the method with the solver that made an injection, for refits to fewer demonstrations.
+        """Return the method with the solver that made an injection; see `Injector`.
 
         Gauss-Newton need not be requested: a smaller fit uses it as well, unless memory has become scarce.
         """

@@ -42,7 +42,6 @@ from i2cl.injections.ensemble import (
     likely_weights,
 )
 from i2cl.methods import Cost, Injector, Method, Predictor, make_methods
-from i2cl.methods.anchored import Anchored
 from i2cl.methods.classifiers import CharTfidf, SentenceEmbeddings
 from i2cl.methods.cross_validation import (
     FOLDS,
@@ -391,16 +390,6 @@ class _Refits:
         return Fitted(method, predictor, tuple(shown), self.seed, seconds)
 
 
-def refitting(method: Injector, injection: Injection) -> Callable[..., Injection]:
-    """Return ``method.fit_injection`` with the solver and the scoring that made ``injection``.
-
-    With fewer demonstrations, the automatic choice could differ, and a cross-validation would measure a
-    different kind of fit.
-    """
-    same_solver = method.with_solver_of(injection) if isinstance(method, Anchored) else method
-    return partial(same_solver.fit_injection, scoring=injection.scoring)
-
-
 def typical_temperature(method: Method, task: Task, demonstrations: Examples) -> float | None:
     """Return the temperature for a fit that is not evaluated; None with one example of some class.
 
@@ -450,8 +439,11 @@ def _with_evaluation(
     correct = gold == predictions
     rivals = {name: _correct(one) for name, one in runs.items() if one is not run}
     counts = {name: _discordant(correct, rival) for name, rival in rivals.items()}
-    advise = partial(advice, [one.method for one in members], request.ensemble.embeddings)
-    comparison = verdict(counts, run.n, FREE, missing=plan.missing, cheaper=TEXT_METHODS, advise=advise)
+    names = [one.method for one in members]
+    advise = partial(advice, names, request.ensemble.embeddings)
+    comparison = verdict(
+        counts, run.n, FREE, missing=plan.missing, cheaper=TEXT_METHODS, parts=names, advise=advise
+    )
     confusion = np.zeros((len(run.labels), len(run.labels)), dtype=int)
     np.add.at(confusion, (gold, predictions), 1)
     support = confusion.sum(1).tolist()

@@ -227,7 +227,7 @@ def _with_evaluation(
         llm_gain = {"difference": gain.difference, "low": gain.low, "high": gain.high}
     advise = partial(advice, members, request.ensemble.embeddings, multi_label=True)
     evaluation = MultiLabelEvaluation(
-        **asdict(verdict(rivals, len(gold), FREE, cheaper=TEXT_METHODS, advise=advise)),
+        **asdict(verdict(rivals, len(gold), FREE, cheaper=TEXT_METHODS, parts=members, advise=advise)),
         rows=len(gold),
         split=plan.split,
         methods={one: score_answers(answers[one], gold, run)._asdict() for one, run in runs.items()},

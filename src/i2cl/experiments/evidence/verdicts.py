@@ -73,6 +73,7 @@ def verdict(
     *,
     missing: Sequence[str] = (),
     cheaper: Collection[str] = (),
+    parts: Collection[str] = (),
     advise: Callable[[str], str] = "use {} instead".format,
 ) -> Verdict:
     """Compare a fit with its rivals on the same rows.
@@ -84,6 +85,8 @@ def verdict(
         free: names of the rivals that need no fit: the fit has to beat each of them.
         missing: labels without a row among the n, which make every comparison meaningless.
         cheaper: names of rivals, besides the free ones, that the advice prefers if they are as accurate.
+        parts: names of rivals that are members of the fit. One that is not cheaper gets advice only if it is
+            `WORTHWHILE` ahead.
         advise: returns what to do, given the name of a rival that is more accurate.
     """
     compared = {
@@ -109,7 +112,13 @@ def verdict(
             ahead = f"{against} is {_points(-difference)} ahead {_interval(-high, -low, ', not significant')}"
             worthwhile = -difference >= WORTHWHILE
             words = f"{ahead}. The fit is {words}" if worthwhile else f"{words}. {ahead}"
-        if level_with := [name for name, one in compared.items() if one.difference <= 0 or one.p >= LEVEL]:
+        level_with = [
+            name
+            for name, one in compared.items()
+            if (one.difference <= 0 or one.p >= LEVEL)
+            and (name not in parts or name in cheaper or one.difference <= -WORTHWHILE)
+        ]
+        if level_with:
             nearest = _strongest(compared, level_with)
             advice = _rows_to_show(compared[nearest])
             lead = -compared[nearest].difference
