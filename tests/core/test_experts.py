@@ -17,7 +17,7 @@ from i2cl.injections.ensemble import EnsembleConfig, WeightPrior, fit_ensemble
 from i2cl.injections.label_prior import with_label_prior
 from i2cl.injections.pool import InjectionPool
 from i2cl.injections.temperature import with_temperature
-from i2cl.interfaces.batch_prediction.prediction import digest
+from i2cl.interfaces.batch_prediction import digest
 from i2cl.interfaces.cli.fit import _without_folders
 from i2cl.interfaces.vllm.worker import PackedEdit
 from i2cl.models.language import LanguageWarning

@@ -9,8 +9,13 @@ import pytest
 from commands import listed
 from fitting import one_line
 from i2cl import I2CLError
-from i2cl.interfaces.batch_prediction.outputs import open_output, require_not_input, source_state
-from i2cl.interfaces.batch_prediction.tables import Table, output_format
+from i2cl.interfaces.batch_prediction import (
+    Table,
+    open_output,
+    output_format,
+    require_not_input,
+    source_state,
+)
 from i2cl.tasks.files import RowError
 
 HEADER = "label\n"

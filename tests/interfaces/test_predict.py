@@ -13,10 +13,9 @@ import torch
 
 from commands import jsonl, listed, run
 from i2cl import Injection, load_task, with_temperature
-from i2cl.interfaces.batch_prediction.outputs import open_output
-from i2cl.interfaces.batch_prediction.prediction import digest, read_chunks
-from i2cl.interfaces.batch_prediction.tables import Table
+from i2cl.interfaces.batch_prediction import Table, digest, open_output, read_chunks
 from i2cl.interfaces.cli import main
+from i2cl.tasks.rows import read_queries
 from processes import COMMAND, Program, until
 
 ROWS, CHUNK = 600, 10
@@ -352,7 +351,7 @@ def peak_memory(folder, rows):
     (folder / "texts.txt").write_text("".join(f"text number {row}\n" for row in range(rows)))
     tracemalloc.start()
     with open_output(folder / "out.tsv", "length\n", {}, chunk=256) as out:
-        for queries in read_chunks(str(folder / "texts.txt"), size=256):
+        for queries in read_chunks(read_queries(str(folder / "texts.txt")), 256):
             out.write("".join(f"{len(query.text)}\n" for query in queries), len(queries))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()

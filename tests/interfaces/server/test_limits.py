@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from i2cl.interfaces.server import guard
-from i2cl.interfaces.server.guard import Access, Guard, Policy
-from i2cl.interfaces.server.metrics import Metrics
+from i2cl.interfaces.server.guard import Access, Guard, Metrics, Policy
 
 
 def send_through(app, parts, expected=None):

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from i2cl.interfaces.decision_bodies import DECISIONS, SYSTEMONE
+from i2cl.interfaces.decisions import DECISIONS, SYSTEMONE
 
 from .standins import in_a_loop, injection_for
 from .test_routes import call, make_app, saved, started  # noqa: F401 - fixture

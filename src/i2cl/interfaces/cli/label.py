@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.batch_prediction.tables import formula_note, is_formula
+from i2cl.interfaces.batch_prediction import formula_note, is_formula
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.interfaces.cli.predict import PlaceOptions

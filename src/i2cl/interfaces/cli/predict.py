@@ -12,19 +12,23 @@ import typer
 from typer import Argument
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.batch_prediction.outputs import (
+from i2cl.interfaces.batch_prediction import (
+    OutputFormat,
+    Table,
+    digest,
     open_output,
+    output_format as chosen_format,
+    read_chunks,
     require_not_input,
     require_writable_file,
     source_state,
 )
-from i2cl.interfaces.batch_prediction.tables import OutputFormat, Table, output_format as chosen_format
 from i2cl.interfaces.cli import console, load, options
 from i2cl.interfaces.cli.options import ModelOptions, opt
 from i2cl.storage.layout import FILES
 from i2cl.tasks.formats import STDIN, RowFormat
 from i2cl.tasks.labels import require_confidence
-from i2cl.tasks.rows import BadRows, Query, check_queries
+from i2cl.tasks.rows import BadRows, Query, check_queries, read_queries
 from i2cl.version import __version__
 
 
@@ -87,7 +91,6 @@ def predict(
 
     load.libraries()
     from i2cl.core.injection import Injection
-    from i2cl.interfaces.batch_prediction.prediction import digest, read_chunks
 
     injection = Injection.from_pretrained(artefact, encoder=places.encoder)
     loading = load.of_artefact(loading, injection, places.model)
@@ -111,12 +114,12 @@ def predict(
             with console.progress(None, "predicting, rows", shown=output is not None) as bar:
                 bar.advance(out.kept)
                 decoder = load.artefact_decoder(injection, places.model, load.automatic(loading))
-                cut: Any = {"size": chunk, "start": out.kept, "numbered": form.row_number}
+                rows = read_queries(source, **texts, skip=form.skip_bad_rows)
                 with _count_truncated():
-                    for queries in read_chunks(source, **texts, **cut, skip_bad=form.skip_bad_rows):
+                    for queries in read_chunks(rows, chunk, out.kept, numbered=form.row_number):
                         usable = [query.text for query in queries if query.error is None]
-                        rows = scored(usable) if usable else []
-                        out.write(_lines(table, queries, rows), len(queries))
+                        scores = scored(usable) if usable else []
+                        out.write(_lines(table, queries, scores), len(queries))
                         bar.advance(len(queries))
                         if not rereadable:  # otherwise they were counted before
                             bad.add(*(query.error for query in queries if query.error is not None))

@@ -10,7 +10,6 @@ from typer import Argument
 from i2cl.errors import I2CLError
 from i2cl.interfaces.cli import console, fit, load, options
 from i2cl.interfaces.cli.fit import EvaluationOptions
-from i2cl.interfaces.cli.fit_output import surveyed
 from i2cl.interfaces.cli.options import ModelOptions, TaskOptions, opt
 from i2cl.storage.atomic import require_writable
 from i2cl.storage.layout import own_files
@@ -82,7 +81,7 @@ def update(
     injection.require_base(decoder)
     drawn = Draw(task.train, len(task.train), len(task.train)).timed(decoder, task, method)
     plan = plan_evaluation(task, task.train, evaluation.evaluate, evaluation.folds, injection.seed)
-    survey, summary = surveyed(task, decoder, drawn, plan)
+    survey, summary = fit.surveyed(task, decoder, drawn, plan)
     if not json:
         console.say(summary, wrapped=True)
     fit.fit_and_show(decoder, task, drawn, request, plan, output, survey, json=json)

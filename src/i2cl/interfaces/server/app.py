@@ -15,12 +15,12 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.decision_bodies import error_response
+from i2cl.interfaces.decisions import error_response
 from i2cl.interfaces.server.client import DIGEST_HEADER
 from i2cl.interfaces.server.guard import Access, Guard, GuardedRoute, policy
 from i2cl.interfaces.server.refusals import RefusalError, model_failed, stopping
 from i2cl.interfaces.server.routes import completions, decisions, labelling, management, schemas
-from i2cl.interfaces.server.service import Service
+from i2cl.interfaces.server.service import Service, off_loop
 from i2cl.version import __version__
 
 PAGE = Path(__file__).with_name("page")
@@ -93,14 +93,14 @@ def _add_classification(app: FastAPI, service: Service) -> None:
     async def classify(body: schemas.Classify, timeout: schemas.Timeout = None) -> Response:
         texts = [body.input] if isinstance(body.input, str) else body.input
         answer = await service.classify(body.model, texts, timeout)
+        entry, chances = answer.entry, answer.probabilities
 
         def serialize() -> str:
-            entry, probabilities = answer.entry, answer.probabilities
-            return schemas.Classification.of(
-                body, entry.labels, probabilities, answer.tokens, entry.thresholds
-            ).model_dump_json()
+            reply = schemas.Classification.of(body, entry.labels, chances, answer.tokens, entry.thresholds)
+            return reply.model_dump_json()
 
-        return await service.json_response(answer, serialize)
+        content = await off_loop(len(chances) * len(entry.labels), serialize)
+        return Response(content, media_type=schemas.JSON, headers={DIGEST_HEADER: entry.digest})
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
@@ -128,7 +128,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Answer every error with JSON, see `i2cl.interfaces.decision_bodies.error_response`."""
+    """Answer every error with JSON, see `i2cl.interfaces.decisions.error_response`."""
 
     def respond(request: Request, refusal: RefusalError) -> JSONResponse:
         service.metrics.refusals.labels(refusal.code).inc()

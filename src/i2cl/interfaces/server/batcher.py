@@ -72,7 +72,7 @@ class Batcher:
         Args:
             pool: scores the rows.
             bound: maximum number of tokens in queued and running requests.
-            observer: an `i2cl.interfaces.server.metrics.Metrics`, told about every batch.
+            observer: an `i2cl.interfaces.server.guard.Metrics`, told about every batch.
         """
         self.pool, self.bound = pool, bound
         self.waiting = 0  # tokens in queued and running requests

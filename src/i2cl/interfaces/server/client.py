@@ -15,8 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 from i2cl.errors import I2CLError, require_packages
@@ -47,25 +46,6 @@ class Prediction:
     probabilities: dict[str, float]  # by label
     digest: str  # of the task's version
     labels: tuple[str, ...] = ()  # all labels, in a multi-label task; else the label, if there is one
-
-
-class FitOptions(TypedDict, total=False):
-    """Optional fields of ``POST /v1/tasks``, see /openapi.json."""
-
-    labels: Sequence[str] | None
-    text_column: str
-    label_column: str
-    label_separator: str | None
-    label_columns: Sequence[str]
-    test: Sequence[Mapping[str, Any]]
-    instruction: str | None
-    chat: bool
-    shots: int | None
-    seed: int
-    method: str | None
-    recipe: str | None
-    settings: Mapping[str, str | int | float | bool]
-    evaluate: int
 
 
 class AsyncClient:
@@ -112,9 +92,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def classify(
@@ -126,31 +104,21 @@ class AsyncClient:
         """
         if isinstance(texts, str):
             raise I2CLError("texts is one string: give a list of texts")
-        body: dict[str, Any] = {"model": task, "input": list(texts)}
-        if min_confidence is not None:
-            body["min_confidence"] = min_confidence
+        body = {"model": task, "input": list(texts), "min_confidence": min_confidence}
         response = await self._send("POST", "/v1/classify", _json(body))
         reply, digest = response.json(), response.headers.get(DIGEST_HEADER, "")
-        return [
-            Prediction(
-                item["label"],
-                dict(zip(reply["labels"], item["probs"], strict=True)),
-                digest,
-                tuple(item["labels"]),
-            )
-            for item in reply["data"]
-        ]
+        predictions = []
+        for item in reply["data"]:
+            probabilities = dict(zip(reply["labels"], item["probs"], strict=True))
+            predictions.append(Prediction(item["label"], probabilities, digest, tuple(item["labels"])))
+        return predictions
 
     async def tasks(self) -> list[dict[str, Any]]:
         """List all tasks: ``id``, ``digest``, ``created``, ``labels``, ``source``."""
         return list((await self._send("GET", "/v1/tasks")).json()["data"])
 
     async def fit(
-        self,
-        name: str,
-        examples: Sequence[Mapping[str, str]],
-        template: str,
-        **options: Unpack[FitOptions],
+        self, name: str, examples: Sequence[Mapping[str, Any]], template: str, **options: Any
     ) -> str:
         """Start a fit, and return its job's id.
 
@@ -158,7 +126,8 @@ class AsyncClient:
             name: name of the task.
             examples: rows with ``text`` and ``label``.
             template: with ``{text}`` and ``{label}``.
-            options: other fields of the request; see `FitOptions`.
+            options: other fields of ``POST /v1/tasks``, such as ``shots`` and ``text_column``; see
+                /openapi.json.
 
         Raises:
             ServerError: naming invalid rows.
@@ -206,14 +175,11 @@ class AsyncClient:
     async def jobs(self) -> list[dict[str, Any]]:
         """List all jobs, newest first."""
         jobs: list[dict[str, Any]] = []
-        has_more = True
-        while has_more:
-            params: dict[str, str | int] = {"limit": JOBS_PER_PAGE}
-            if jobs:
-                params["after"] = jobs[-1]["id"]
+        page: dict[str, Any] = {"has_more": True}
+        while page["has_more"]:
+            params = {"limit": JOBS_PER_PAGE} | ({"after": jobs[-1]["id"]} if jobs else {})
             page = (await self._send("GET", "/v1/jobs", params=params)).json()
             jobs += page["data"]
-            has_more = page["has_more"]
         return jobs
 
     async def job(self, job: str) -> dict[str, Any]:
@@ -342,9 +308,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     classify = _blocking(AsyncClient.classify)

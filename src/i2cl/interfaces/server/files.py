@@ -84,7 +84,10 @@ def read_lines(
             row = {"line": number, **line.model_dump(), "model": name}
             written = rows.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             size += 2 * written + BYTES_PER_ANSWER + BYTES_PER_PROBABILITY * labels[name]
-            _check_size(size, number)
+            if size > MAX_JOB_BYTES:
+                limit = f"{MAX_JOB_BYTES / 1e9:.1f} GB"
+                message = f"the file with its answers would exceed {limit} on line {number}"
+                raise RefusalError(413, "file_too_long", message, "split it")
         if len(refused) == MAX_ERRORS:
             break
     if count == len(blank):
@@ -98,12 +101,6 @@ def _raise_if_invalid(refused: list[str], count: int) -> None:
         raise RefusalError(422, "bad_rows", refused[0], rows=refused)
     if not count:
         raise RefusalError(422, "bad_input", "the file has no lines", "send at least one")
-
-
-def _check_size(size: int, line: int) -> None:
-    if size > MAX_JOB_BYTES:
-        message = f"the file with its answers would exceed {MAX_JOB_BYTES / 1e9:.1f} GB on line {line}"
-        raise RefusalError(413, "file_too_long", message, "split it")
 
 
 def _nonblank_lines(body: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -137,6 +134,7 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     FitStoppedError if the job is cancelled.
     """
     digests, rows, out = job.request["digests"], job.request["rows"], job.folder / OUTPUT
+    encode = partial(tasks.queries_of_version, copies=job.folder / TASKS)
     with Journal.open(out, group=CHUNK) as journal, (job.folder / INPUT).open("rb") as lines:
         done = journal.kept
         with out.open("rb") as written:
@@ -144,22 +142,17 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
         deque(islice(lines, done), maxlen=0)
         while chunk := [json.loads(line) for line in islice(lines, CHUNK)]:
             job.raise_if_cancelled()
-            answers = _answers(
-                chunk, digests, batcher, partial(tasks.queries_of_version, copies=job.folder / TASKS)
-            )
+            answers = _answers(chunk, digests, batcher, encode)
             records = [
                 {name: line[name] for name in ("line", "custom_id", "model")} | answer
                 for line, answer in zip(chunk, answers, strict=True)
             ]
-            journal.append(b"".join(map(_json_line, records)))
+            texts = (json.dumps(one, ensure_ascii=False).translate(LINE_BREAKS) + "\n" for one in records)
+            journal.append("".join(texts).encode())
             done += len(chunk)
             failures += sum("error" in record for record in records)
             job.publish_progress("rows", done=done, rows=rows, failed=failures)
     return {"rows": rows, "failed": failures, "labels": job.request["labels"]}
-
-
-def _json_line(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).translate(LINE_BREAKS).encode() + b"\n"
 
 
 def _answers(
@@ -176,9 +169,8 @@ def _answers(
             rows += encode(digests[line["model"]], [line["input"]])
             indices.append(index)
         except TextError as error:
-            answers[index] = RefusalError(
-                422, "bad_input", f"the text {error.problems[0]}", error.hint
-            ).body()
+            refusal = RefusalError(422, "bad_input", f"the text {error.problems[0]}", error.hint)
+            answers[index] = refusal.body()
         except I2CLError as error:
             answers[index] = RefusalError.of(error).body()
     scored = batcher.submit_slices(rows).done.result() if rows else ()

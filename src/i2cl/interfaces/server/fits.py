@@ -92,28 +92,29 @@ def read_task(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path)
     task = task.with_prompt_options(decoder.tokenizer, chat=request.chat, instruction=instruction)
     method, _ = _method(request, tasks)
     require_supported(task, FitRequest(method))
-    drawn = _draw(request, task, method)
+    drawn = _draw(request, task, method, shots=request.shots, keep_back=None)
     scorer = LabelScorer(decoder, task)
     for rows in (task.train, task.test):
         scorer.queries([example.text for example in rows], cut=False)
     return task, drawn
 
 
-def max_demonstrations(task: Task, drawn: Draw | None, seed: int) -> int:
-    """Return the maximum number of rows of the fit; see `i2cl.experiments.draw.draw_within_budget`."""
-    return len(drawn.demonstrations if drawn else up_to(task, MAX_SHOTS, seed))
-
-
-def survey_of(decoder: Decoder, task: Task) -> dict[str, Any]:
-    """Describe the training rows as JSON, with a few of the texts that have several labels."""
+def check(decoder: Decoder, tasks: TaskStore, request: FitJob, folder: Path) -> dict[str, Any]:
+    """Describe the rows of a fit request as JSON, with a few of the texts that have several labels. Raises as
+    `read_task`.
+    """
+    task, drawn = read_task(decoder, tasks, request, folder)
     survey = Survey.from_task(task)
     shown = islice(survey.contradictions.items(), MAX_SHOWN_CONTRADICTIONS)
-    return survey.record() | {
+    most = drawn.demonstrations if drawn else up_to(task, MAX_SHOTS, request.seed)
+    data = survey.record() | {
         "contradictions": [{"text": text[:SNIPPET_CHARACTERS], "labels": words} for text, words in shown],
         "contradicting": len(survey.contradictions),
         "longest_tokens": max(map(len, decoder.encoder(list(survey.longest)))),
         "most_tokens": decoder.max_length,
     }
+    rows = {"rows": len(task.train), "test_rows": len(task.test), "demonstrations": len(most)}
+    return {"object": "check", "labels": list(task.labels), **rows, "data": data}
 
 
 def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
@@ -160,22 +161,22 @@ def run(job: Job, batcher: Batcher, tasks: TaskStore) -> dict[str, Any]:
     }
 
 
-def _draw(request: FitJob, task: Task, method: Injector) -> Draw | None:
+def _draw(
+    request: FitJob, task: Task, method: Injector, *, shots: int | None, keep_back: int | None
+) -> Draw | None:
     scored = bool(request.evaluate) and not task.test
-    return draw(task, method, request.shots, request.seed, from_file=True, keep_back=None, scored=scored)
+    return draw(task, method, shots, request.seed, from_file=True, keep_back=keep_back, scored=scored)
 
 
 def _draw_in_time(folder: Path, request: FitJob, decoder: Decoder, task: Task, method: Injector) -> Draw:
     """Draw as many demonstrations as can be fitted in time; after a restart, as many as before."""
-    path, seed = folder / "draw.json", request.seed
-    scored = bool(request.evaluate) and not task.test
+    path = folder / "draw.json"
     if path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        shots, keep_back = saved["shots"], saved["keep_back"]
-        again = draw(task, method, shots, seed, from_file=True, keep_back=keep_back, scored=scored)
+        again = _draw(request, task, method, **json.loads(path.read_text(encoding="utf-8")))
         assert again is not None  # noqa: S101 - None only without a number of shots
         return again.timed(decoder, task, method)
-    drawn = draw_within_budget(decoder, task, method, seed, keep_back=None, scored=scored)
+    scored = bool(request.evaluate) and not task.test
+    drawn = draw_within_budget(decoder, task, method, request.seed, keep_back=None, scored=scored)
     path.write_text(json.dumps({"shots": drawn.shots, "keep_back": drawn.keep_back}), encoding="utf-8")
     return drawn
 
@@ -184,7 +185,6 @@ def _load_rows(request: FitJob, folder: Path) -> Task:
     test_path = next(folder.glob("input.test.*"), None)
     train_path = next(path for path in folder.glob("input.*") if path != test_path)
     template = Template(request.template)
-    text_column, label_column = request.text_column or "text", request.label_column or "label"
     if request.labels is not None:
         Task(request.name, tuple(request.labels), template)  # raises once here instead of once per row
     try:
@@ -192,8 +192,8 @@ def _load_rows(request: FitJob, folder: Path) -> Task:
             train_path,
             template=template,
             labels=request.labels,
-            text_column=text_column,
-            label_column=label_column,
+            text_column=request.text_column,
+            label_column=request.label_column,
             label_separator=request.label_separator,
             label_columns=request.label_columns,
             test_path=test_path,

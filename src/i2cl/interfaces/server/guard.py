@@ -6,6 +6,7 @@ authorization never depends on how the path is spelled or which prefix the appli
 """
 
 import asyncio
+import collections
 import hashlib
 import hmac
 import ipaddress
@@ -14,8 +15,7 @@ import re
 import secrets
 import time
 import traceback
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,13 +25,13 @@ from typing import IO, Any, Literal, TypeVar
 from urllib.parse import quote
 
 from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, busy
 
 Role = Literal["read", "admin"]
@@ -57,6 +57,9 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # other ids are replaced: they would end up in the log
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 _log = logging.getLogger("i2cl.server")
 _access_log = logging.getLogger("i2cl.server.access")
@@ -148,32 +151,25 @@ class Access:
             message = f"host {name[:100]!a} is not allowed"
             raise RefusalError(421, "unknown_host", message, "add it with --allowed-host")
 
-    def role(self, header: str) -> Role | None:
-        """Return the role of an Authorization header, comparing tokens in constant time."""
-        scheme, _, given = header.partition(" ")
-        match: Role | None = None
-        for token, role in self.tokens.items():
-            if hmac.compare_digest(token.encode(), given.strip().encode()) and scheme.lower() == "bearer":
-                match = role
-        return match
-
-    def reader(self, header: str) -> str:
-        """Return a stable, non-reversible id of the token in an Authorization header."""
-        return hashlib.sha256(header.partition(" ")[2].strip().encode()).hexdigest()[:16]
-
     def authorize(self, required: Role, header: str) -> str | None:
-        """Check an Authorization header, and return the id of a read token; None for an admin, or if the
-        server has no tokens. Raises RefusalError: 401 without a valid token, 403 for an insufficient role.
+        """Check an Authorization header, comparing tokens in constant time.
+
+        Returns a stable, non-reversible id of a read token; None for an admin, or if the server has no
+        tokens. Raises RefusalError: 401 without a valid token, 403 for an insufficient role.
         """
         if not self.tokens:
             return None
-        role = self.role(header)
-        if role is None:
+        scheme, _, token = header.partition(" ")
+        given = token.strip().encode()
+        roles = [role for known, role in self.tokens.items() if hmac.compare_digest(known.encode(), given)]
+        if not roles or scheme.lower() != "bearer":
             hint, headers = "send Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
             raise RefusalError(401, "no_token", "missing or invalid token", hint, headers=headers)
-        if required == "admin" and role != "admin":
+        if "admin" in roles:
+            return None
+        if required == "admin":
             raise RefusalError(403, "read_token", "this token is read-only", "use an admin token")
-        return self.reader(header) if role == "read" else None
+        return hashlib.sha256(given).hexdigest()[:16]
 
 
 def read_tokens(path: Path) -> dict[str, Role]:
@@ -204,6 +200,38 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class Metrics:
+    """Prometheus metrics of a server. None is labelled by task: there may be thousands of tasks."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter("i2cl_requests", "Requests", ["route", "status"], registry=registry)
+        self.refusals = Counter("i2cl_refusals", "Refused requests by reason", ["reason"], registry=registry)
+        self._rows = Histogram("i2cl_batch_rows", "Rows per batch", buckets=_SIZES, registry=registry)
+        self._tasks = Histogram("i2cl_batch_tasks", "Tasks per batch", buckets=_SIZES, registry=registry)
+        self._running = Histogram(
+            "i2cl_running_seconds", "Duration of a batch", buckets=_SECONDS, registry=registry
+        )
+        queued = "Time of a request in the queue"
+        self._waiting = Histogram("i2cl_waiting_seconds", queued, buckets=_SECONDS, registry=registry)
+
+    def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Add a gauge; ``read`` is called whenever the metrics are exported."""
+        Gauge(name, help_text, registry=self._registry).set_function(read)
+
+    def batch(self, *, rows: int, tasks: int, seconds: float, waited: Sequence[float]) -> None:
+        """Record a batch; ``waited``: seconds that each of its requests was queued."""
+        self._rows.observe(rows)
+        self._tasks.observe(tasks)
+        self._running.observe(seconds)
+        for queued in waited:
+            self._waiting.observe(queued)
+
+    def text(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        return generate_latest(self._registry)
+
+
 @dataclass(eq=False)
 class Guard:
     """Outermost ASGI application. It also counts requests and bodies in flight, for `GuardedRoute`."""
@@ -211,7 +239,9 @@ class Guard:
     app: Any  # the application inside
     access: Access
     metrics: Metrics  # counts requests and errors
-    in_flight: Counter[str] = field(default_factory=Counter)  # requests, event streams and body bytes
+    in_flight: collections.Counter[str] = field(
+        default_factory=collections.Counter
+    )  # requests, event streams and body bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection; see https://asgi.readthedocs.io."""

@@ -29,7 +29,7 @@ from i2cl.interfaces.server.refusals import RefusalError, busy, stopping
 from i2cl.storage.atomic import WriteError, sync_to_disk, write_text_atomic
 
 Kind = Literal["fit", "batch", "labelling"]
-RECORD = "job.json"
+RECORD, SAVED_FIELDS = "job.json", ("kind", "request", "created", "events", "cancelled", "owner")
 FINAL_STATES = ("done", "failed", "cancelled")
 PERSISTED_EVENTS = ("queued", "started", "resumed", *FINAL_STATES)
 MAX_QUEUED = 100  # queued jobs of a kind
@@ -54,7 +54,7 @@ class Job:
     # `MAX_PROGRESS_EVENTS` progress events are kept.
     events: list[dict[str, Any]] = field(default_factory=list)
     cancelled: bool = False  # whether cancellation was requested
-    owner: str | None = None  # id of the read token that sent it, see `guard.Access.reader`
+    owner: str | None = None  # id of the read token that sent it, see `guard.Access.authorize`
 
     @property
     def id(self) -> str:
@@ -78,10 +78,10 @@ class Job:
         return {"event": event, "at": max(round(time.time(), 3), earliest), **fields}
 
     def publish_progress(self, name: str, **fields: Any) -> None:
-        """Append a progress event, and drop old ones. It is not saved."""
-        times = [event["at"] for event in self.events if event["event"] not in PERSISTED_EVENTS]
-        dropped = times[: max(0, len(times) + 1 - MAX_PROGRESS_EVENTS)]
-        kept = [event for event in self.events if event["at"] not in dropped]
+        """Append a progress event, and drop the oldest one above the limit. It is not saved."""
+        kept, progress = self.events, [one for one in self.events if one["event"] not in PERSISTED_EVENTS]
+        if len(progress) >= MAX_PROGRESS_EVENTS:
+            kept = [event for event in kept if event is not progress[0]]
         self.events = [*kept, self.make_event(name, **fields)]
 
     def raise_if_cancelled(self) -> None:
@@ -100,15 +100,8 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON: its status, and its last event."""
         described = {name: value for name, value in self.request.items() if name in {"name", "rows", "tasks"}}
-        return {
-            "id": self.id,
-            "object": "job",
-            "kind": self.kind,
-            "created": int(self.created),
-            "status": self.status,
-            **described,
-            "last": self.events[-1],
-        }
+        state = {"id": self.id, "object": "job", "kind": self.kind, "created": int(self.created)}
+        return state | {"status": self.status, **described, "last": self.events[-1]}
 
 
 class Jobs:
@@ -160,12 +153,9 @@ class Jobs:
             jobs = [job for job in self._jobs.values() if job.owner == owner]
         used = sum(job.disk_bytes() for job in jobs)
         if used + size > MAX_BYTES_PER_READER:
-            limit = f"the limit of a read token is {MAX_BYTES_PER_READER / 1e9:.1f} GB"
-            hint = "download answers, then DELETE /v1/jobs/ID"
-            message = (
-                f"jobs of this token take {used / 1e9:.1f} GB, this one up to {size / 1e9:.1f} GB; {limit}"
-            )
-            raise RefusalError(403, "quota", message, hint)
+            message = f"jobs of this token take {used / 1e9:.1f} GB, this one up to {size / 1e9:.1f} GB; "
+            message += f"the limit of a read token is {MAX_BYTES_PER_READER / 1e9:.1f} GB"
+            raise RefusalError(403, "quota", message, "download answers, then DELETE /v1/jobs/ID")
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -240,14 +230,8 @@ class Jobs:
 
     def _save(self, job: Job, events: Sequence[dict[str, Any]], folder: Path) -> None:
         with self._saving:
-            record = {
-                "kind": job.kind,
-                "request": job.request,
-                "created": job.created,
-                "events": [event for event in events if event["event"] in PERSISTED_EVENTS],
-                "cancelled": job.cancelled,
-                "owner": job.owner,
-            }
+            record = {name: getattr(job, name) for name in SAVED_FIELDS}
+            record["events"] = [event for event in events if event["event"] in PERSISTED_EVENTS]
             write_text_atomic(folder / RECORD, json.dumps(record) + "\n")
 
     def cancel(self, job: Job) -> None:
@@ -290,7 +274,8 @@ class Jobs:
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             try:
-                jobs.append(_load_job(folder))
+                record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+                jobs.append(Job(folder, **{name: record[name] for name in SAVED_FIELDS}))
             except (OSError, LookupError, TypeError, ValueError) as error:
                 _log.warning("job %s is ignored: %s cannot be read (%s)", folder.name, RECORD, error)
         self._jobs = {job.id: job for job in sorted(jobs, key=lambda job: (job.created, job.id))}
@@ -360,19 +345,6 @@ class Jobs:
         for job in finished[MAX_FINISHED:]:
             with suppress(OSError):  # retried when the next job ends
                 self.delete(job)
-
-
-def _load_job(folder: Path) -> Job:
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    return Job(
-        folder,
-        record["kind"],
-        record["request"],
-        record["created"],
-        record["events"],
-        record["cancelled"],
-        record["owner"],
-    )
 
 
 def _remove(job: Job, pattern: str) -> None:

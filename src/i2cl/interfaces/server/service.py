@@ -10,16 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
-from starlette.responses import Response
-
 from i2cl import encoders as sentence_encoders
 from i2cl.injections.pool import InjectionPool, RowScores, TaskQuery
 from i2cl.interfaces.server import files, fits, labelling
 from i2cl.interfaces.server.batcher import Batcher
-from i2cl.interfaces.server.client import DIGEST_HEADER
+from i2cl.interfaces.server.guard import Metrics
 from i2cl.interfaces.server.jobs import Job, Jobs, Kind
 from i2cl.interfaces.server.labelling_store import LabellingStore
-from i2cl.interfaces.server.metrics import Metrics
 from i2cl.interfaces.server.refusals import RefusalError, deadline_passed
 from i2cl.interfaces.server.routes.schemas import require_text_count
 from i2cl.interfaces.server.task_store import STATE, Entry, TaskStore
@@ -155,9 +152,8 @@ class Service:
         scores = await self.score(rows, deadline)
 
         def finish() -> Answer:
-            heads = (row.task.head for row in rows)
-            pairs = zip(heads, scores, strict=True)
-            probabilities = [head.probabilities(row.log_probs).tolist() for head, row in pairs]
+            pairs = zip(rows, scores, strict=True)
+            probabilities = [row.task.head.probabilities(one.log_probs).tolist() for row, one in pairs]
             return Answer(entry, probabilities, [len(row.ids) for row in rows])
 
         return await off_loop(len(rows) * len(entry.labels), finish)
@@ -188,13 +184,6 @@ class Service:
         finally:
             self.batcher.cancel(ticket)
 
-    async def json_response(self, answer: Answer, serialize: Callable[[], str]) -> Response:
-        """Return serialized JSON, with the digest of the task's version in a header."""
-        size = len(answer.probabilities) * len(answer.entry.labels)
-        content = await off_loop(size, serialize)
-        headers = {DIGEST_HEADER: answer.entry.digest}
-        return Response(content, media_type="application/json", headers=headers)
-
     async def run_blocking(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run long work, such as parsing, on a worker thread. Raises RefusalError (503) during shutdown."""
         self.batcher.require_running()
@@ -207,19 +196,16 @@ class Service:
         injection = await self.run_blocking(unpack, body)
         rows = await self.run_blocking(lambda: self.tasks.prepare(injection).queries(["a"], cut=False))
         if rows[0].tokens > self.batcher.bound:
-            message = (
-                f"a text takes {rows[0].tokens} tokens with all labels, but the limit is {self.batcher.bound}"
-            )
+            tokens, limit = rows[0].tokens, self.batcher.bound
+            message = f"a text takes {tokens} tokens with all labels, but the limit is {limit}"
             raise RefusalError(422, "bad_artefact", message, "use fewer or shorter labels")
         scored = asyncio.wrap_future(self.batcher.submit_slices(rows, large=False).done)
         await asyncio.wait([scored])
         (outcome,) = scored.result()
         if isinstance(outcome, RefusalError):
-            reasons = {
-                "not_finite": unusable_artefact(),
-                "internal": unusable_artefact("scoring a text fails"),
-            }
-            raise reasons.get(outcome.code, outcome)
+            if outcome.code == "internal":
+                raise unusable_artefact("scoring a text fails")
+            raise unusable_artefact() if outcome.code == "not_finite" else outcome
         return await self.run_blocking(self.tasks.put, name, injection)
 
     def close(self) -> None:

@@ -163,13 +163,22 @@ class TaskStore:
         """Raise RefusalError if a new task cannot have a name: 422 if it is invalid, 409 if a task folder
         has it, 403 if the store is read-only.
         """
-        require_name(name)
+        self._require_valid(name)
         self.require_writable()
-        self._require_unreserved(name)
         if name not in self._named and self._folder_entry(name) is not None:
             raise _folder_conflict(name, "choose another name, or replace the folder")
 
-    def _require_unreserved(self, name: str) -> None:
+    def _require_valid(self, name: str) -> None:
+        """Raise RefusalError (422) for a name that cannot be used in a URL or a table, or is reserved."""
+        if (
+            not 0 < len(name) <= MAX_NAME_LENGTH
+            or name != name.strip()
+            or {".", ".."} & {*name.split("/")}  # clients resolve these in a URL
+            or LONE_SURROGATE.search(name)
+            or not name.isprintable()
+        ):
+            hint = f"use 1 to {MAX_NAME_LENGTH} printable characters, without spaces around them or '../'"
+            raise RefusalError(422, "bad_name", f"invalid task name {name!a}", hint)
         if name in self._reserved:
             raise RefusalError(422, "bad_name", f"{name!r} is the name of the base model", "choose another")
 
@@ -252,25 +261,26 @@ class TaskStore:
         """Return a loaded task. A lock per digest keeps loading from blocking other tasks."""
         with self._lock:
             if digest in self._last_used:
-                self._last_used.move_to_end(digest)
-                return self.pool.task(digest)
+                return self._touch(digest)
             loading = self._loading.setdefault(digest, threading.Lock())
         try:
             with loading:
-                with self._lock:
-                    loaded = digest in self._last_used
-                if not loaded:
+                if digest not in self._last_used:  # else another thread has loaded it
                     self._load(digest, copies)
                 with self._lock:
-                    self._last_used[digest] = None
-                    self._last_used.move_to_end(digest)
-                    task = self.pool.task(digest)
-                    while len(self._last_used) > self._max_resident:
-                        self.pool.drop(self._last_used.popitem(last=False)[0])
-                    return task
+                    return self._touch(digest)
         finally:
             with self._lock:
                 self._loading.pop(digest, None)
+
+    def _touch(self, digest: str) -> LoadedTask:
+        """Return a loaded task as the last used one, and drop those used least recently."""
+        self._last_used[digest] = None
+        self._last_used.move_to_end(digest)
+        task = self.pool.task(digest)
+        while len(self._last_used) > self._max_resident:
+            self.pool.drop(self._last_used.popitem(last=False)[0])
+        return task
 
     def _load(self, digest: str, copies: Path | None) -> None:
         try:
@@ -333,17 +343,11 @@ class TaskStore:
         self._save_names(self._named)
 
     def _read_names(self) -> dict[str, Entry]:
-        records = json.loads(self._names_file.read_text(encoding="utf-8"))
-        return {
-            record["name"]: Entry(
-                record["name"],
-                record["digest"],
-                record["created"],
-                tuple(record["labels"]),
-                thresholds=None if record["thresholds"] is None else tuple(record["thresholds"]),
-            )
-            for record in records
-        }
+        names = {}
+        for record in json.loads(self._names_file.read_text(encoding="utf-8")):
+            lists = {name: record[name] and tuple(record[name]) for name in ("labels", "thresholds")}
+            names[record["name"]] = Entry(**record | lists)
+        return names
 
     def _save_names(self, names: dict[str, Entry]) -> None:
         records = [asdict(entry) for entry in names.values()]
@@ -400,8 +404,7 @@ class TaskStore:
     def _read_folder(self, name: str) -> Entry | RefusalError:
         folder = self._root / name
         try:
-            require_name(name)
-            self._require_unreserved(name)
+            self._require_valid(name)
             injection = Injection.from_pretrained(folder)
             self.prepare(injection)
             created = int((folder / DESCRIPTION).stat().st_mtime)
@@ -447,16 +450,3 @@ def content_digest(folder: Path) -> str:
         content = (folder / name).read_bytes() if (folder / name).is_file() else b""
         sha.update(name.encode() + sha256(content).digest())
     return sha.hexdigest()
-
-
-def require_name(name: str) -> None:
-    """Raise RefusalError (422) for a name that cannot be used in a URL or a table."""
-    if (
-        not 0 < len(name) <= MAX_NAME_LENGTH
-        or name != name.strip()
-        or {".", ".."} & {*name.split("/")}  # clients resolve these in a URL
-        or LONE_SURROGATE.search(name)
-        or not name.isprintable()
-    ):
-        hint = f"use 1 to {MAX_NAME_LENGTH} printable characters, without spaces around them or '../'"
-        raise RefusalError(422, "bad_name", f"invalid task name {name!a}", hint)

@@ -34,8 +34,7 @@ from i2cl.interfaces.sklearn.inputs import (
     label_names,
     label_words,
 )
-from i2cl.interfaces.sklearn.quiet import quiet_unless_verbose
-from i2cl.interfaces.sklearn.shared import NO_MODEL, ModelSource, find_decoder
+from i2cl.interfaces.sklearn.shared import NO_MODEL, ModelSource, find_decoder, quiet_unless_verbose
 from i2cl.methods import METHODS, make_injector
 from i2cl.methods.cross_validation import require_folds
 from i2cl.methods.i2cl import I2CL

@@ -1,11 +1,16 @@
-"""Share loaded models between the estimators of a process."""
+"""State of a process that its estimators share: loaded models, and the silence of other libraries."""
 
 import os
-from functools import lru_cache
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, wraps
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
+
+from transformers.utils import logging
 
 from i2cl.errors import I2CLError
 from i2cl.models.decoder import Decoder
@@ -24,6 +29,11 @@ _Key = tuple[str, str | None, str | None, str | None, tuple[Any, ...]]
 
 _ALIVE: "WeakValueDictionary[_Key, Decoder]" = WeakValueDictionary()
 _LOADING = Lock()
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LOCK = Lock()
+_ACTIVE: list[ExitStack] = []  # one per running call; closing the first, which is popped last, restores all
 
 
 def _reset_after_fork() -> None:
@@ -94,3 +104,39 @@ def _loaded(key: _Key) -> Decoder:
         decoder = Decoder.from_pretrained(name, revision=revision, dtype=dtype, device=device)
         _ALIVE[key] = decoder
     return decoder
+
+
+def quiet_unless_verbose(method: F) -> F:
+    """Decorate a method of an estimator: without ``verbose``, it runs in `quiet_libraries`."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.verbose:
+            return method(self, *args, **kwargs)
+        with quiet_libraries():
+            return method(self, *args, **kwargs)
+
+    return cast("F", run)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide transformers' progress bars and all FutureWarnings while the block runs.
+
+    These settings are global, so concurrent calls share them: the first one changes them, the last one
+    restores them.
+    """
+    with _LOCK:
+        settings = ExitStack()
+        if not _ACTIVE:
+            settings.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            if logging.is_progress_bar_enabled():
+                logging.disable_progress_bar()
+                settings.callback(logging.enable_progress_bar)
+        _ACTIVE.append(settings)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _ACTIVE.pop().close()

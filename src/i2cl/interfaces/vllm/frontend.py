@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from i2cl.core.injection import Injection, LabelHead
 from i2cl.errors import I2CLError, did_you_mean
 from i2cl.export.folding import skeleton
-from i2cl.interfaces.batch_prediction.prediction import digest as artefact_digest
+from i2cl.interfaces.batch_prediction import digest as artefact_digest
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.support import DIGEST, NAME

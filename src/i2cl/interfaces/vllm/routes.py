@@ -23,17 +23,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from i2cl.core.injection import Injection
 from i2cl.errors import I2CLError
-from i2cl.interfaces.decision_bodies import (
+from i2cl.interfaces.decisions import (
     DECISIONS,
     SYSTEMONE,
+    Decision,
     DecisionRequest,
     Diagnostics,
+    Question,
     Result,
     SystemoneRequest,
+    choose_labels,
     error_response,
     result_of,
 )
-from i2cl.interfaces.decisions import Decision, Question, choose_labels
 from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes.schemas import Classification, Classify, require_text_count
 from i2cl.interfaces.vllm.engine import ASLEEP, DROP, LOAD

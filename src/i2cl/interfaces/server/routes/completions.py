@@ -7,10 +7,11 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
 
 from i2cl.interfaces.server.client import DIGEST_HEADER
 from i2cl.interfaces.server.guard import policy
@@ -34,14 +35,12 @@ def add_chat(app: FastAPI, service: Service) -> None:
         responses=_STREAM,
     )
     @policy("read", schemas.JSON, max_body=schemas.MAX_JSON_BODY)
-    async def chat(
-        body: schemas.Chat, response: Response, timeout: schemas.Timeout = None
-    ) -> dict[str, Any] | Response:
+    async def chat(body: schemas.Chat, timeout: schemas.Timeout = None) -> Response:
         answer = await service.classify(body.model, [_text_of(body)], timeout)
         if answer.entry.thresholds is not None:
             problem = f"{body.model!r} is a multi-label task, and the answer of a chat is one label"
             raise _unsupported(problem, "send the text to /v1/classify", "model")
-        response.headers[DIGEST_HEADER] = answer.entry.digest
+        headers = {DIGEST_HEADER: answer.entry.digest}
         head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -53,11 +52,11 @@ def add_chat(app: FastAPI, service: Service) -> None:
             with_usage = bool(body.stream_options and body.stream_options.get("include_usage"))
             chunks = _chunks(head, label, logprobs, usage if with_usage else None)
             content = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-            headers = dict(response.headers)
             return Response(content, media_type="text/event-stream", headers=headers)
         message = {"role": "assistant", "content": label, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
-        return head | {"object": "chat.completion", "choices": [choice], "usage": usage}
+        reply = head | {"object": "chat.completion", "choices": [choice], "usage": usage}
+        return JSONResponse(reply, headers=headers)
 
 
 def _choice(answer: Answer, top_logprobs: int | None) -> tuple[str, dict[str, Any], dict[str, int]]:
@@ -89,23 +88,26 @@ def _chunks(
 def _text_of(body: schemas.Chat) -> str:
     """Return the text to classify: the content of the only user message.
 
-    System and developer messages are ignored, because a task has its own prompt.
-
-    Raises:
-        RefusalError: 400 if the request asks for anything but the label of one text.
+    System and developer messages are ignored, because a task has its own prompt. Raises RefusalError (400) if
+    the request asks for anything but the label of one text.
     """
-    _require_classification(body)
-    roles = [message.role for message in body.messages]
-    if unsupported := [role for role in roles if role not in {"system", "developer", "user"}]:
-        message = f"messages with role {unsupported[0]!r} are not supported"
-        raise _unsupported(message, "send one user message with the text", "messages")
-    if roles.count("user") != 1:
-        message = f"the request has {roles.count('user')} user messages, but one text is classified at a time"
-        raise _unsupported(message, "send one user message with the text", "messages")
-    return _content(body.messages[roles.index("user")].content)
-
-
-def _content(content: str | Sequence[schemas.Part] | None) -> str:
+    response_type = (body.response_format or {}).get("type", "text")
+    for field, what, unsupported in (
+        ("n", f"n={body.n}", body.n not in {None, 1}),
+        ("tools", "tools", body.tools),
+        ("response_format", f"response_format {response_type!r}", response_type != "text"),
+        ("modalities", "modalities other than text", set(body.modalities or ()) - {"text"}),
+    ):
+        if unsupported:
+            message = f"{what} is not supported, because the answer is one label"
+            raise _unsupported(message, f"leave {field} out", field)
+    hint, roles = "send one user message with the text", [message.role for message in body.messages]
+    if others := [role for role in roles if role not in {"system", "developer", "user"}]:
+        raise _unsupported(f"messages with role {others[0]!r} are not supported", hint, "messages")
+    if (count := roles.count("user")) != 1:
+        problem = f"the request has {count} user messages, but one text is classified at a time"
+        raise _unsupported(problem, hint, "messages")
+    content = body.messages[roles.index("user")].content
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -113,23 +115,8 @@ def _content(content: str | Sequence[schemas.Part] | None) -> str:
             problem = f"content parts of type {part.type!r} are not supported"
             if part.type == "text":
                 problem = "a content part of type 'text' has no text"
-            hint = 'send parts such as {"type": "text", "text": "..."}'
-            raise _unsupported(problem, hint, "messages")
+            raise _unsupported(problem, 'send parts such as {"type": "text", "text": "..."}', "messages")
     return "\n".join(part.text or "" for part in content)
-
-
-def _require_classification(body: schemas.Chat) -> None:
-    response_type = (body.response_format or {}).get("type", "text")
-    for unsupported, what in (
-        (body.n not in {None, 1}, f"n={body.n}"),
-        (body.tools, "tools"),
-        (response_type != "text", f"response_format {response_type!r}"),
-        (set(body.modalities or ()) - {"text"}, "modalities other than text"),
-    ):
-        if unsupported:
-            field = what.split("=")[0].split()[0]
-            message = f"{what} is not supported, because the answer is one label"
-            raise _unsupported(message, f"leave {field} out", field)
 
 
 def _unsupported(message: str, hint: str, param: str) -> RefusalError:

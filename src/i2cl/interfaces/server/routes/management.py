@@ -154,24 +154,18 @@ def add_batches(app: FastAPI, service: Service) -> None:
     def answers(identity: str, request: Request) -> FileResponse:
         job = _own(service, request, identity)
         if job.kind != "batch":
-            raise RefusalError(
-                404, "unknown_job", f"job {identity!r} is not a batch job", f"see /v1/jobs/{identity}"
-            )
+            message, hint = f"job {identity!r} is not a batch job", f"see /v1/jobs/{identity}"
+            raise RefusalError(404, "unknown_job", message, hint)
         if job.status != "done":
             hint = f"see /v1/jobs/{identity}/events"
             raise RefusalError(409, "not_done", f"job {identity!r} is {job.status}", hint)
         return FileResponse(job.folder / files.OUTPUT, media_type="application/jsonl")
 
 
-def _sees(request: Request, job: Job) -> bool:
-    reader = request.scope.get(READER)
-    return reader is None or job.owner == reader
-
-
 def _own(service: Service, request: Request, identity: str) -> Job:
     """Return a job that the caller may see. Raises RefusalError (404) otherwise."""
-    job = jobs_of(service).get(identity)
-    if not _sees(request, job):
+    job, reader = jobs_of(service).get(identity), request.scope.get(READER)
+    if reader is not None and job.owner != reader:
         raise unknown_job(identity)
     return job
 
@@ -202,19 +196,10 @@ def queue_fit(service: Service, request: Request, options: schemas.Fit) -> Respo
     with jobs.scratch() as folder:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
-        task, drawn = fits.read_task(service.decoder, service.tasks, job, folder)
-    if not options.check:
-        return _accepted(request, jobs.add("fit", job.model_dump(exclude={"check"}), inputs))
-    return JSONResponse(
-        {
-            "object": "check",
-            "labels": list(task.labels),
-            "rows": len(task.train),
-            "test_rows": len(task.test),
-            "demonstrations": fits.max_demonstrations(task, drawn, options.seed),
-            "data": fits.survey_of(service.decoder, task),
-        }
-    )
+        if options.check:
+            return JSONResponse(fits.check(service.decoder, service.tasks, job, folder))
+        fits.read_task(service.decoder, service.tasks, job, folder)  # raises on rows that cannot be used
+    return _accepted(request, jobs.add("fit", job.model_dump(exclude={"check"}), inputs))
 
 
 def _input_files(options: schemas.Fit) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -242,10 +227,8 @@ def queue_batch(service: Service, request: Request, model: str | None) -> Respon
             count, names, size = files.read_lines(body, model, service.tasks.entry, rows)
         tasks = folder / files.TASKS
         entries = {name: service.tasks.copy(name, tasks) for name in names}
-        job_request = files.job_request(entries, count, size)
-        return _accepted(
-            request, jobs.add("batch", job_request, {files.INPUT: path, files.TASKS: tasks}, owner)
-        )
+        inputs = {files.INPUT: path, files.TASKS: tasks}
+        return _accepted(request, jobs.add("batch", files.job_request(entries, count, size), inputs, owner))
 
 
 def jobs_of(service: Service) -> Jobs:

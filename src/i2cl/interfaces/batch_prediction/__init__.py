@@ -1,1 +1,0 @@
-"""Classify files of any length in chunks, resuming after a kill."""
