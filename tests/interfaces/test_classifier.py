@@ -311,14 +311,6 @@ def test_tables_and_sparse_matrices_are_rejected():
     one_line("X is a sparse matrix: pass the texts themselves", wrong, CountVectorizer().fit_transform(X))
 
 
-@pytest.mark.parametrize("method", ["predict", "predict_proba", "decision_function"])
-def test_unfitted_classifier_raises_not_fitted_error(method):
-    with pytest.raises(NotFittedError):
-        getattr(quick(), method)(QUERIES)
-    with pytest.raises(NotFittedError):
-        quick().save_pretrained("nowhere")
-
-
 def test_failed_refit_keeps_the_previous_fit():
     result = quick().fit(X, Y)
     before = result.predict_proba(QUERIES)

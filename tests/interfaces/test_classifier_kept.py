@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import pickle
-from dataclasses import replace
 from unittest.mock import Mock
 
 import joblib
@@ -193,21 +192,6 @@ def test_loaded_injection_with_changed_settings_can_be_refitted(tmp_path):
     again = clone(result).set_params(settings=QUICK, shots=1).fit(X, Y)
     assert again.predict(QUERIES).shape == (len(QUERIES),)
     make_injector(result.method, result.settings, result.recipe)  # its own settings are known options
-
-
-@pytest.mark.parametrize("bias", [None, tuple(50.0 * (word == "red") for word in TASK.labels)])
-def test_injection_loads_with_label_words_as_classes(tmp_path, bias):
-    assert list(TASK.labels) != sorted(TASK.labels)
-    backwards = replace(fitted().injection_.task, labels=TASK.labels)
-    injection = replace(fitted().injection_, task=backwards).with_head(bias=bias).with_report(settings={})
-    injection.save_pretrained(tmp_path / "mood")
-    result = I2CLClassifier.from_pretrained(tmp_path / "mood", model=reference())
-    assert result.classes_.tolist() == sorted(TASK.labels)
-    wanted = injection.log_probs(reference(), QUERIES).softmax(-1).numpy()
-    order = [TASK.labels.index(word) for word in result.classes_]
-    np.testing.assert_allclose(result.predict_proba(QUERIES), wanted[:, order], rtol=1e-5)
-    said = fitted().predict(QUERIES).tolist() if bias is None else ["red"] * len(QUERIES)
-    assert result.predict(QUERIES).tolist() == said
 
 
 def test_grid_search_over_numpy_numbers_can_be_saved(tmp_path):

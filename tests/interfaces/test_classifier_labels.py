@@ -13,17 +13,13 @@ from sklearn.multiclass import OneVsRestClassifier
 from sklearn.pipeline import make_pipeline
 
 from fitting import one_line
-from i2cl import I2CLError, Injection
+from i2cl import I2CLError
 from i2cl.interfaces.sklearn import I2CLClassifier
 from i2cl.interfaces.sklearn.inputs import label_words
 from interfaces.test_classifier import QUERIES, TASK, X, Y, quick, reference
 
 WORDS = sorted(TASK.labels)
-LABELS = {
-    "list": WORDS,
-    "dict": {word: word for word in WORDS},
-    "dict of ids": dict(enumerate(WORDS)),
-}
+LABELS = {"list": WORDS, "dict": {word: word for word in WORDS}, "dict of ids": dict(enumerate(WORDS))}
 STEP = {"steps": 1}
 
 
@@ -167,10 +163,3 @@ def test_artefact_with_invalid_class_dtype_is_rejected(tmp_path, dtype):
     made.save_pretrained(tmp_path / "task")
     with pytest.raises(I2CLError, match="unknown dtype"):
         I2CLClassifier.from_pretrained(tmp_path / "task")
-
-
-def test_saved_task_of_boolean_classes_predicts_label_words(tmp_path):
-    made = one_step(labels=["no", "yes"]).fit(X, POSITIVE)
-    made.save_pretrained(tmp_path / "task")
-    answers = Injection.from_pretrained(tmp_path / "task").predict(reference(), QUERIES)
-    assert [word == "yes" for word in answers] == made.predict(QUERIES).tolist()

@@ -3,11 +3,8 @@
 import json
 import os
 
-import joblib
 import pytest
-from sklearn.model_selection import GridSearchCV
 
-from interfaces.test_classifier import QUERIES, X, Y, quick, reference
 from processes import finished
 from tiny import tiny_folder
 
@@ -111,18 +108,6 @@ def test_fit_prints_nothing_and_leaves_progress_bars_enabled(children):
     assert errors.partition("fitted")[0] == ""
     assert errors.splitlines()[0] == "fitted True"
     assert set(printed) == {"predict", "refit", "child", "parent", "during use", "after use"}
-
-
-def test_threaded_grid_search_equals_sequential_one():
-    def best(jobs):
-        with joblib.parallel_config("threading"):
-            search = GridSearchCV(quick(settings={"steps": 1}), {"shots": [1, 2]}, cv=2, n_jobs=jobs).fit(
-                X, Y
-            )
-        assert search.best_estimator_.model is reference()
-        return search.cv_results_["mean_test_score"].tolist(), search.predict(QUERIES).tolist()
-
-    assert best(2) == best(1)
 
 
 def test_verbose_shows_loading_progress():

@@ -125,6 +125,8 @@ def test_fit_compares_with_further_methods(call, home, tmp_path, folds):
     assert "--compare" in Injection.from_pretrained(tmp_path / "new").command
     card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
     assert all(f"| {name} |" in card for name in compared)
+    assert ("16 labelled rows by cross-validation" in card) == bool(folds)
+    assert ("no held-out rows of every label: running 2-fold cross-validation" in err) == bool(folds)
 
 
 def test_fit_lists_compared_methods_that_fail(call, home, tmp_path):
@@ -168,19 +170,6 @@ def test_fit_without_evaluation_rows_says_how_to_add_some(call, home, tmp_path, 
     assert line == f"Not evaluated: {why}, or give rows with --test FILE."
     assert json.loads(call(*arguments, "--json")[1])["evaluation"] is None
     assert Injection.from_pretrained(tmp_path / "new").evaluation == {}
-
-
-def test_fit_without_held_out_rows_cross_validates(call, home, tmp_path):
-    arguments = fit_arguments(home, tmp_path / "new", "--shots", "8", "--folds", "2", "--json")
-    code, out, err = call(*arguments)
-    assert code == 0, err
-    record = json.loads(out)
-    evaluation = record["evaluation"]
-    assert (evaluation["rows"], evaluation["split"], record["metrics"]) == (16, "demonstrations", {})
-    assert list(evaluation["methods"]) == [*BASELINES, "i2cl", "ensemble"]
-    assert "no held-out rows of every label: running 2-fold cross-validation" in err
-    card = (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
-    assert "16 labelled rows by cross-validation" in card
 
 
 def test_evaluate_0_skips_evaluation_and_one_fold_is_rejected(call, refused, home, tmp_path):

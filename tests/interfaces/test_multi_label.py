@@ -74,16 +74,7 @@ def fitted(model, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("fits")
     path = separated(folder / "rows.csv")
-    words = (
-        "--label-separator",
-        ";",
-        "--shots",
-        "3",
-        "--evaluate",
-        "20",
-        "--set",
-        "steps=2",
-    )
+    words = ("--label-separator", ";", "--shots", "3", "--evaluate", "20", "--set", "steps=2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoders, "local_encoder", lambda: None)  # n-grams alone are faster
         assert run("fit", model, path, "-o", folder / "task", *words) == 0

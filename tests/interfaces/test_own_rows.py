@@ -137,16 +137,6 @@ def test_loss_no_better_than_guessing_is_reported(call, model, tmp_path):
     assert "the loss is no better than guessing" in err
 
 
-def test_built_in_task_has_no_row_summary(call, said, tmp_path, model):
-    words = ["fit", "reference", "mood-colour-1", "-o", tmp_path / "m", "--shots", 1, "--evaluate", 0]
-    assert said(*words, "--set", "steps=1").startswith("Saved ")
-    fitted(call, model, write(tmp_path / "mine.csv", ROWS), tmp_path / "new", "--evaluate", "0")
-    assert Injection.from_pretrained(tmp_path / "new").task.template.format == "Text: {text}\nLabel: {label}"
-    path = write(tmp_path / "test.csv", ROWS)
-    words = ["eval", model, path, "--test", path, "--method", "zero_shot", "--workers", "1"]
-    assert call(*words)[0] == 0
-
-
 def test_class_weights_reach_the_fit_and_the_recorded_command(call, model, tmp_path):
     path = write(tmp_path / "mine.csv", [*ROWS[:6], ROWS[7]])
     more = ("--class-weight", "balanced", "--evaluate", "0")

@@ -277,12 +277,6 @@ def test_json_lines_contain_the_error_of_a_skipped_row(home, tmp_path):
     assert record["error"].startswith("the text is empty")
 
 
-def test_bad_rows_are_named_with_the_skip_option(home, tmp_path, refused):
-    line = refused("predict", home / "mood", with_gaps(tmp_path / "a.jsonl"), "-o", tmp_path / "out.tsv")
-    assert "2 of 5 rows cannot be used: lines 2 and 4: the text is empty" in line
-    assert line.endswith("or skip such rows (--skip-bad-rows)")
-
-
 def test_file_without_usable_rows_is_refused_when_skipping(home, tmp_path, refused):
     path = jsonl(tmp_path / "a.jsonl", [{"txt": "one"}, {"txt": "two"}])
     line = refused("predict", home / "mood", path, "-o", tmp_path / "out.tsv", "--skip-bad-rows")
@@ -320,12 +314,6 @@ def test_renamed_column_is_announced(home, tmp_path, capsys):
     assert message.count("is renamed to") == 1
 
 
-def test_column_names_are_unique():
-    kept = ("label", "input.label", "x")
-    names = Table(("a", "x"), "parquet", kept, deferred=True).columns
-    assert names == ("input.label", "input.input.label", "input.x", "label", "a", "x")
-
-
 def test_csv_has_bom_quotes_and_crlf_for_excel(home, tmp_path, tricky):
     output = tmp_path / "out.csv"
     assert run("predict", home / "mood", tricky, "-o", output, "--output-format", "jsonl") == 0
@@ -335,15 +323,6 @@ def test_csv_has_bom_quotes_and_crlf_for_excel(home, tmp_path, tricky):
     assert content.startswith(b"\xef\xbb\xbftext,label,")
     assert b'\r\n"commas, ""quotes"" and;",' in content
     assert content.count(b"\r\n") == 101
-
-
-def test_unusual_encoding_and_delimiter_are_announced(home, tmp_path, capsys):
-    path = tmp_path / "a.csv"
-    path.write_bytes("id;text\n1;sch\u00f6n\n".encode("cp1252"))
-    assert run("predict", home / "mood", path) == 0
-    message = capsys.readouterr().err
-    assert f"note: {path} is read as Windows-1252" in message
-    assert f"note: {path} is read with semicolons between its cells" in message
 
 
 def peak_memory(folder, rows):
@@ -364,13 +343,6 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
     most = peak_memory(tmp_path, 100_000)
     # room for a chunk and for other threads; all rows as str would take four times the size of the file
     assert most < (tmp_path / "texts.txt").stat().st_size / 4
-
-
-@pytest.mark.parametrize("threshold", ["0", "-0.5", "1.01", "nan", "inf"])
-def test_invalid_min_confidence_is_refused(home, tmp_path, refused, threshold):
-    line = refused(*arguments(home, tmp_path / "out.tsv", "--min-confidence", threshold))
-    assert f"min_confidence {float(threshold)} is not a probability: " in line
-    assert listed(tmp_path) == []
 
 
 def test_truncated_texts_are_counted_over_all_chunks(home, tmp_path, capsys):

@@ -14,10 +14,8 @@ import torch
 pytest.importorskip("fastapi")
 
 from fitting import one_line
-from i2cl.errors import I2CLError
 from i2cl.interfaces.server.guard import Access, read_tokens
 from i2cl.interfaces.server.jobs import Job
-from i2cl.interfaces.server.refusals import RefusalError
 from i2cl.interfaces.server.routes import management
 from i2cl.interfaces.server.service import Service
 
@@ -151,6 +149,11 @@ def test_chat_refuses_images_and_audio_naming_the_part(client, part):
     assert f"content parts of type '{part['type']}' are not supported" in reply.json()["error"]["message"]
 
 
+def test_chat_has_at_most_as_many_top_logprobs_as_labels(client):
+    user = [{"role": "user", "content": TEXT}]
+    assert [len(chat_logprobs(client, user, top_logprobs=most)) for most in (0, 1, 20)] == [0, 1, 2]
+
+
 def test_chat_stream_ends_with_usage_and_done(client):
     whole = client.post(CHAT, json=CHAT_BODY).json()
     streamed = client.post(CHAT, json=CHAT_BODY | {"stream": True, "stream_options": {"include_usage": True}})
@@ -164,11 +167,6 @@ def test_chat_stream_ends_with_usage_and_done(client):
     assert answer["choices"][0]["delta"]["content"] == whole["choices"][0]["message"]["content"]
     assert end["choices"][0]["finish_reason"] == "stop"
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
-
-
-def test_chat_stream_errors_are_plain_json(client):
-    reply = client.post(CHAT, json=CHAT_BODY | {"stream": True, "model": "none"})
-    assert error_of(reply) == (404, "unknown_task")
 
 
 def test_invalid_paths_methods_bodies_and_headers_are_refused(client, monkeypatch):
@@ -214,10 +212,10 @@ def test_unexpected_error_does_not_reveal_its_message(client, service, monkeypat
         raise KeyError("a user's text")
 
     monkeypatch.setattr(service.tasks, "queries", fails)
-    reply = client.post(CLASSIFY, json=CLASSIFY_BODY)
+    reply = client.post(CLASSIFY, json=CLASSIFY_BODY, headers={"X-Request-Id": "seven"})
     assert error_of(reply) == (500, "internal")
     assert "a user's text" not in reply.text + caplog.text
-    assert "KeyError at test_app.py" in caplog.text
+    assert re.search(r"KeyError at test_app.py:.* id=seven", caplog.text)
 
 
 def test_a_reading_token_sends_files_and_sees_its_own_jobs(service, make_client, monkeypatch):
@@ -324,16 +322,6 @@ def test_cancelled_request_does_not_run(service):
     time.sleep(0.1)
     count = re.compile(rb"i2cl_batch_rows_count (\S+)")
     assert count.search(service.metrics.text())[1] == count.search(before)[1]
-
-
-def test_error_has_its_hint_as_a_field():
-    error = RefusalError(422, "bad_input", "it is 'a: b'", "write 'c: d'").body()["error"]
-    assert (error["message"], error["hint"]) == ("it is 'a: b': write 'c: d'", "write 'c: d'")
-
-
-def test_error_of_the_library_names_no_command_line_options():
-    error = RefusalError.of(I2CLError("labels are numbers: pass the label words (--labels), one for each"))
-    assert error.body()["error"]["message"] == "labels are numbers: pass the label words, one for each"
 
 
 TICKETS = "ticket_text,category\nmy card was charged twice,billing\nthe app crashes,bug\n"

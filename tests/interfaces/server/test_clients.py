@@ -1,6 +1,5 @@
 """Clients: OpenAI's against a running server, with and without a token, and the retries of our own."""
 
-import asyncio
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -84,25 +83,6 @@ def test_openai_stream_gives_the_same_label(served):
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert streamed == whole.choices[0].message.content
         assert chunks[-1].usage == whole.usage
-
-
-def test_openai_async_client_gives_the_same_label(served):
-    openai = pytest.importorskip("openai", reason="needs openai")
-    url, token, right = served
-
-    async def labels():
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token or "none", max_retries=0) as client:
-            replies = [client.chat.completions.create(**wrapped_chat(text)) for text in TEXTS]
-            whole = [reply.choices[0].message.content for reply in await asyncio.gather(*replies)]
-            streamed = []
-            for text in TEXTS:
-                stream = await client.chat.completions.create(**wrapped_chat(text), stream=True)
-                parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-                streamed.append("".join(parts))
-        return whole, streamed
-
-    best = [("positive", "negative")[probs[1] > probs[0]] for probs in right]
-    assert asyncio.run(labels()) == (best, best)
 
 
 def test_client_reports_an_invalid_url_or_folder(tmp_path):

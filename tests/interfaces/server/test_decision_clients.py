@@ -1,6 +1,5 @@
 """Decision APIs as clients use them: openai, LiteLLM, and the curl commands of the guide."""
 
-import asyncio
 import json
 import re
 import shlex
@@ -55,22 +54,6 @@ def test_openai_client_decides(served):
     with pytest.raises(openai.BadRequestError, match="has no label 'neutral'") as refused:
         client.decisions.create(model="reference", input=TEXT, questions=[wrong])
     assert refused.value.param == "questions[0]"
-
-
-def test_openai_async_client_decides(served):
-    openai = pytest.importorskip("openai", reason="needs openai")
-    url, expected = served
-    if not hasattr(openai.AsyncOpenAI, "decisions"):
-        pytest.skip("needs openai 3.57 or later")
-
-    async def decide():
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            return await client.decisions.create(model="films", input=TEXT, questions=[QUESTION])
-
-    (answer,) = asyncio.run(decide()).answers
-    assert {item.value: item.probability for item in answer.probabilities} == pytest.approx(
-        expected, abs=1e-5
-    )
 
 
 def test_litellm_decides_by_openai_route(served):

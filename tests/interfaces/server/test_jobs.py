@@ -3,7 +3,6 @@
 import io
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +12,7 @@ import torch
 from i2cl.interfaces.server import files, jobs
 from processes import until
 
-from .conftest import TEXTS, make_injection
+from .conftest import LINES, TEXTS, make_injection
 
 FIT_REQUEST = {"name": "films", "template": "Review: {text}\nSentiment: {label}", "labels": None, "shots": 2}
 FIT_REQUEST |= {"seed": 0, "method": None, "recipe": None, "settings": {"steps": 1}, "evaluate": 4}
@@ -136,13 +135,6 @@ def test_batch_resumes_after_kill(open_service, tmp_path, monkeypatch):
         assert one["label"] == result.events[-1]["labels"][one["model"]][int(scores.argmax())]
 
 
-def test_running_and_queued_jobs_can_be_cancelled(service, task):
-    runs, waits = start_two_slow_fits(service, task)
-    for job in (waits, runs):
-        service.jobs.cancel(job)
-        assert wait_until_ended(job).status == "cancelled"
-
-
 def test_failed_fit_reports_its_error(service, task, monkeypatch):
     fails = Mock(side_effect=KeyError("a user's text"))
     monkeypatch.setattr("i2cl.methods.anchored.Anchored.fit_injection", fails)
@@ -185,6 +177,17 @@ def test_batch_answers_name_the_line_of_the_file(service):
     assert [one["line"] for one in answers(job)] == [2, 4]
 
 
+@pytest.mark.parametrize(
+    "custom_id", ["\x00\x1b[31m\n\r\ufeff\U0001f600", "a\u2028b\u2029c\x85d\x1cd", 10**22]
+)
+def test_a_custom_id_returns_unchanged_on_a_line_of_its_own(client, service, custom_id):
+    line = json.dumps({"input": "a good film", "custom_id": custom_id})
+    job = client.post("/v1/batches?model=films", content=line, headers=LINES).json()["id"]
+    wait_until_ended(service.jobs.get(job))
+    (answer,) = client.get(f"/v1/batches/{job}").text.splitlines()
+    assert json.loads(answer)["custom_id"] == custom_id
+
+
 @pytest.mark.parametrize("kind", ["runs", "waits"])
 def test_cancellation_survives_a_kill(open_service, task, monkeypatch, kind):
     service = open_service()
@@ -222,13 +225,3 @@ def test_number_of_progress_events_is_bounded(service, make_client):
     seen = round(1000 * job.events[-2]["at"])
     reply = make_client(service).get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": str(seen)})
     assert reply.text.startswith(f"id: {round(1000 * job.events[-1]['at'])}\nevent: done\n")
-
-
-def test_cross_validated_fit_stores_no_timings(service, task):
-    job = run_fit(service, replace(task, train=task.train[:4]))
-    assert job.status == "done", job.events[-1]
-    methods = service.tasks.injection(job.events[-1]["digest"]).evaluation["methods"]
-    assert methods.keys() >= {"zero_shot", "anchored"}
-    assert not any("milliseconds_per_query" in one for one in methods.values())
-    card = (service.tasks._artefacts / job.events[-1]["digest"] / "README.md").read_text()
-    assert "| zero_shot |" in card

@@ -101,16 +101,6 @@ def test_texts_become_a_served_task(client, service, task):
     assert reply.json()["labels"] == LABELS
 
 
-def test_a_round_follows_every_ten_labels(client, service, task):
-    create(client, texts_of(task))
-    *nine, tenth = following(client)
-    for text in nine:
-        answer(client, text, gold(task, text["text"]))
-    assert end_round(service).events[-1]["labels"] == 0
-    answer(client, tenth, gold(task, tenth["text"]))
-    assert end_round(service).events[-1]["labels"] == 10
-
-
 @pytest.mark.parametrize(("during", "labels"), [(10, [0, 10, 20]), (9, [0, 10])])
 def test_ten_labels_during_a_round_start_the_next_one(client, service, task, monkeypatch, during, labels):
     create(client, texts_of(task))
@@ -287,16 +277,6 @@ def test_bad_projects_are_refused_in_one_line(client, change, status, code, word
     assert client.get(PROJECTS).json()["data"] == []
 
 
-def test_fewer_texts_than_ten_are_all_suggested(client, service):
-    create(client, ["a warm film", "dull", "so so"])
-    texts = following(client)
-    assert len(texts) == 3
-    for text, label in zip(texts, ["positive", "negative", None], strict=True):
-        answer(client, text, label)
-    assert following(client) == []
-    assert client.get(URL).json()["labelled"] == 2
-
-
 def test_a_project_of_the_same_name_or_unknown_project_is_refused(client):
     create(client, ["a", "b"])
     assert error_of(create(client, ["c"])) == (409, "project_exists")
@@ -348,12 +328,7 @@ def test_texts_are_not_logged(client, service, caplog):
 
 def test_labelling_needs_an_admin_token(service, make_client):
     client = make_client(service, Access({ADMIN: "admin", READ: "read"}))
-    for method, path in (
-        ("GET", PROJECTS),
-        ("GET", URL),
-        ("GET", "/v1/labelling/export"),
-        ("DELETE", URL),
-    ):
+    for method, path in (("GET", PROJECTS), ("GET", URL), ("GET", "/v1/labelling/export"), ("DELETE", URL)):
         assert error_of(client.request(method, path, headers=bearer(READ))) == (403, "read_token")
     for path in (PROJECTS, "/v1/labelling/next", "/v1/labelling/answers", "/v1/feedback"):
         assert error_of(client.post(path, json={}, headers=bearer(READ))) == (403, "read_token")

@@ -58,14 +58,6 @@ def test_text_of_another_person_is_refused(store, project):
     assert store.answers_since(project, 0) == 1
 
 
-def test_unknown_labels_texts_and_projects_are_refused(store, project):
-    assert catch_refusal("not one of good, bad", store.answer, project, 1, "ugly", "ann").status == 422
-    assert catch_refusal("has no text 99", store.answer, project, 99, "good", "ann").status == 404
-    assert catch_refusal("no labelling project", store.project, "none").status == 404
-    assert catch_refusal("labelled nothing yet", store.undo, project, "ann").status == 409
-    assert catch_refusal("delete it", store.create, "films", LABELS, "", {}).status == 409
-
-
 def test_undo_returns_the_last_text_of_the_same_person(store, project):
     first, second = store.lease(project, "ann", 2)
     (other,) = store.lease(project, "bob", 1)

@@ -42,6 +42,7 @@ REFUSED = [
     (CLASSIFY, {"model": "films", "input": ["so " * 100] * 500}, 413, "request_too_long"),
     (CLASSIFY, {"model": "films", "input": ["a"] * 2049}, 413, "too_many_texts"),
     (CHAT, {"model": "films", "messages": [], "stream": True}, 422, "bad_request"),
+    *((CHAT, CHAT_BODY | {"top_logprobs": value}, 422, "bad_request") for value in (21, 1.5, True)),
     *((CHAT, CHAT_BODY | more, 400, "unsupported") for more in ({"n": 2}, {"tools": [{}]})),
     (CHAT, CHAT_BODY | {"response_format": {"type": "json_object"}}, 400, "unsupported"),
     (CHAT, CHAT_BODY | {"modalities": ["text", "audio"]}, 400, "unsupported"),
@@ -54,6 +55,15 @@ REFUSED = [
 def test_invalid_requests_are_refused(client, path, body, status, code):
     assert error_of(client.post(path, json=body)) == (status, code)
     assert client.post(CLASSIFY, json=CLASSIFY_BODY).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31m.csv", "a\u2028.csv"])
+def test_file_names_with_control_characters_are_refused(client, name):
+    examples = {"name": name, "content": "text,label\na good film,good\na bad film,bad\n"}
+    reply = client.post("/v1/tasks", json=FIT_BODY | {"examples": examples})
+    message = reply.json()["error"]["message"]
+    assert (reply.status_code, message.isprintable()) == (422, True)
+    assert "has control characters: rename it" in message
 
 
 def second_row(text, label="y"):
@@ -157,6 +167,9 @@ def test_all_invalid_rows_are_listed(client):
         ('{"input": "a"}\n{"input": 1}', "line 2"),
         ('{"input": "a"}\n{', "line 2"),
         ('{"input": "a", "url": "x"}', "line 1"),
+        ('{"input": "a", "custom_id": "\\ud83d"}', "line 1: "),
+        ('{"input": "a", "custom_id": NaN}', "line 1: "),
+        ('{"input": "a", "custom_id": true}', "line 1: "),
     ],
 )
 def test_invalid_batch_files_are_refused(client, body, expected):

@@ -13,12 +13,7 @@ from safetensors.torch import load, save
 
 from i2cl.interfaces.server import files as of_texts
 from i2cl.interfaces.server.refusals import RefusalError
-from i2cl.interfaces.server.uploads import (
-    MAX_DESCRIPTION,
-    MAX_LABELS,
-    require_finite_in_use,
-    unpack,
-)
+from i2cl.interfaces.server.uploads import MAX_DESCRIPTION, MAX_LABELS, require_finite_in_use, unpack
 from i2cl.models.scoring import NotFiniteError
 
 from .conftest import LINES, TAR, catch_refusal, make_injection

@@ -137,18 +137,6 @@ def test_a_request_gets_its_tasks_salt_and_a_plain_one_keeps_its_own(core):
     assert Request.from_engine_core_request(asked(salt=result), None).cache_salt != result
 
 
-def test_a_request_for_a_replaced_slot_is_rejected(core):
-    core.collective_rpc(LOAD, args=(ONE.rows, ONE.scales))
-    running = Request.from_engine_core_request(asked(ONE.digest), None)
-    core.collective_rpc(DROP, args=(ONE.digest,))
-    late = Request.from_engine_core_request(asked(ONE.digest), None)  # let in before the drop
-    del running, late
-    for number in (2, 3):
-        other = PackedEdit.of(torch.full((1, 2, 4), float(number)), torch.zeros(1, 2))
-        core.collective_rpc(LOAD, args=(other.rows, other.scales))
-    one_line("send it again", Request.from_engine_core_request, asked(ONE.digest), None)
-
-
 def test_the_executor_gets_the_settings_or_the_start_fails(core):
     config = vllm_config(additional_config={"other": 1})
     assert Executor(config).vllm_config.additional_config["i2cl"]["slots"] == 64

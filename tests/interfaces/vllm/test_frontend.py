@@ -12,7 +12,6 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from fitting import one_line, weighted
-from i2cl.errors import I2CLError
 from i2cl.interfaces.vllm import frontend
 from i2cl.interfaces.vllm.engine import DROP, LOAD
 from i2cl.interfaces.vllm.support import DIGEST
@@ -116,17 +115,6 @@ def test_requests_for_unknown_tasks_are_rejected(llm, base, task, extra, reason)
         assert asked.extra_args == fine
 
 
-def test_a_request_keeps_its_task_version(llm, base, task):
-    first, second = (injection_for(base, task, seed) for seed in (0, 1))
-    frontend.load(llm, "a", first)
-    served = frontend.TASKS.get("a")
-    frontend.load(llm, "a", second)
-    frontend.drop(llm, "a")
-    request = parameters(served, served.prompts((5, 6, 7))[0])
-    frontend.TASKS.admit(request)
-    assert request.extra_args == {"i2cl": "a", DIGEST: served.edit.digest}
-
-
 def test_verify_calls_the_original_and_rejects_unknown_tasks(llm):
     calls = []
     verify = partial(frontend.wrap_verify, lambda params, *args: calls.append(args))
@@ -181,13 +169,6 @@ def test_requests_without_a_misplaced_task_pass_as_before(llm, base, task):
         assert check_model(body) is None
     assert check_model(BodyWithTasks(model="base", vllm_xargs={"i2cl": "mood"})) is None
     assert check_model(Body(model="else")) == "no model else"
-
-
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_an_interrupted_request_raises(reason):
-    output = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason, logprobs=None)])
-    with pytest.raises(I2CLError, match=r"the engine ended this request: .*: retry once the engine runs"):
-        frontend.Prompt((1, 2), (), (3,)).edges(output)
 
 
 def test_a_task_of_another_model_and_bad_questions_are_refused(llm, base, task):

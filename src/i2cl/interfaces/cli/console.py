@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,7 @@ from i2cl.tasks.files import ReadAsWarning
 if TYPE_CHECKING:
     from i2cl.experiments.records import Run
 
-MIN_FOLD_WIDTH = 20  # a cell of at most this many characters is not folded if the terminal is wide enough
-GAP = 3  # characters between two columns
+MAX_TABLE_WIDTH = 10_000  # characters
 SPEED_PERIOD = 3600.0  # seconds of progress that the estimated time left is based on
 HEARTBEAT_S = 60.0  # time between two lines of progress where stderr is not a terminal
 SHORT_S = 10.0  # the estimated time of a shorter fit is not printed
@@ -105,37 +103,28 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     On a narrow terminal, the gaps between columns shrink first; then cells are folded, between words and
     after a plus. If that is not enough, lines exceed the terminal's width: no text is cut off.
     """
-    cells = [[name, *(str(row[name]) for row in rows)] for name in rows[0]]
-    longest = sum(min(_line(texts), max(MIN_FOLD_WIDTH, _word(texts))) for texts in cells)
-    gap = GAP if longest + GAP * len(cells) <= out.width else GAP - 1
-    if longest + gap * len(cells) > out.width:
-        cells = [[text.replace("+", "+\n") for text in texts] for texts in cells]
-    widths, least = list(map(_line, cells)), list(map(_word, cells))
-
-    def room(column: int) -> tuple[bool, int]:
-        return widths[column] > least[column], widths[column]
-
-    while sum(widths) + gap * len(cells) > out.width and widths != least:
-        widths[max(range(len(cells)), key=room)] -= 1
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.collapse_padding = gap < GAP
-    if (needed := sum(widths) + gap * len(cells)) > out.width:
-        table.width = needed
-    for (name, value), width in zip(rows[0].items(), widths, strict=True):
-        number = isinstance(value, int | float) or str(value)[:1].isdigit()
-        table.add_column(Text(name), justify="right" if number else "left", width=width)
-    for row in islice(zip(*cells, strict=True), 1, None):  # skips the names of the columns
-        table.add_row(*map(Text, row))
+    unlimited = out.options.update(max_width=MAX_TABLE_WIDTH)
+    table = _table(title, rows, fold="+")
+    table.collapse_padding = out.measure(table, options=unlimited).maximum > out.width
+    if out.measure(table, options=unlimited).maximum > out.width:
+        table = _table(title, rows, fold="+\n")
+        table.collapse_padding = True
+        if (least := out.measure(table, options=out.options.update(max_width=1)).minimum) > out.width:
+            table.width = least
     with write_errors("stdout"):
         out.print(table, crop=False)
 
 
-def _line(texts: Sequence[str]) -> int:
-    return max(len(line) for text in texts for line in (text.splitlines() or [""]))
-
-
-def _word(texts: Sequence[str]) -> int:
-    return max((len(word) for text in texts for word in text.split()), default=0)
+def _table(title: str, rows: Sequence[Mapping[str, object]], fold: str) -> Table:
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, value in rows[0].items():
+        cells = [name, *(str(row[name]).replace("+", fold) for row in rows)]
+        number = isinstance(value, int | float) or str(value)[:1].isdigit()
+        longest = max(len(word) for cell in (*cells, "-") for word in cell.split())
+        table.add_column(Text(name), justify="right" if number else "left", min_width=longest)
+    for row in rows:
+        table.add_row(*(Text(str(row[name]).replace("+", fold)) for name in rows[0]))
+    return table
 
 
 @contextmanager

@@ -96,13 +96,7 @@ def _require_distinct(what: str, names: Sequence[str]) -> None:
         raise I2CLError(f"two {what} are named {duplicates[0]!r}: remove one, or run it separately")
 
 
-def show(
-    runs: "Sequence[Run]",
-    title: str,
-    failures: "Sequence[NotRun]" = (),
-    *,
-    as_json: bool,
-) -> None:
+def show(runs: "Sequence[Run]", title: str, failures: "Sequence[NotRun]" = (), *, as_json: bool) -> None:
     """Print every run as JSON, or tables of means over seeds."""
     from i2cl.experiments.confidence import NAMES
     from i2cl.experiments.evaluation import summarize

@@ -100,10 +100,7 @@ class ModelOptions:
         "and the checkpoint at most 16 bits, else float32. checkpoint: the checkpoint's own. Default: auto "
         "for fit, predict and serve; otherwise float32 on a CPU, else the checkpoint's own.",
     )
-    device_map: str | None = opt(
-        None,
-        'auto, or JSON such as \'{"": "disk"}\' (both need accelerate).',
-    )
+    device_map: str | None = opt(None, 'auto, or JSON such as \'{"": "disk"}\' (both need accelerate).')
     offload_folder: Path | None = opt(None, "Folder for weights that the device map places on 'disk'.")
     quantization: Literal["8bit", "4bit"] | None = opt(
         None, "Quantize weights to 8 or 4 bits (i2cl\\[quant]); default: the checkpoint's precision."

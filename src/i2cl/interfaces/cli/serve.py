@@ -24,8 +24,7 @@ class AccessOptions:
         None, "File of lines 'admin TOKEN' and 'read TOKEN'; required unless --host is a loopback address."
     )
     allowed_host: list[str] | None = opt(
-        None,
-        "Allowed Host header, repeatable; default: localhost on a loopback address, else any.",
+        None, "Allowed Host header, repeatable; default: localhost on a loopback address, else any."
     )
     allow_origin: list[str] | None = opt(
         None, "Allowed CORS origin, such as https://example.org, repeatable."

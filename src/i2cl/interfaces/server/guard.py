@@ -239,9 +239,8 @@ class Guard:
     app: Any  # the application inside
     access: Access
     metrics: Metrics  # counts requests and errors
-    in_flight: collections.Counter[str] = field(
-        default_factory=collections.Counter
-    )  # requests, event streams and body bytes
+    # requests, event streams and body bytes
+    in_flight: collections.Counter[str] = field(default_factory=collections.Counter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection; see https://asgi.readthedocs.io."""

@@ -86,19 +86,13 @@ def require_supported(config: Any) -> None:
     model, parallel = config.model_config, config.parallel_config
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     checks = (
-        (
-            model.architecture in SUBLAYERS,
-            f"unknown sublayers (supported: {', '.join(sorted(SUBLAYERS))})",
-        ),
+        (model.architecture in SUBLAYERS, f"unknown sublayers (supported: {', '.join(sorted(SUBLAYERS))})"),
         (
             not parallel.enable_dbo and parallel.ubatch_size <= 1,
             "dual-batch overlap splits batches, which the slots do not follow: disable it",
         ),
         (ranks == 1, "context parallelism splits a request's tokens over ranks: disable it"),
-        (
-            parallel.pipeline_parallel_size == 1,
-            "pipeline parallelism was not tested: use tensor parallelism",
-        ),
+        (parallel.pipeline_parallel_size == 1, "pipeline parallelism was not tested: use tensor parallelism"),
         (
             parallel.data_parallel_size == 1 and parallel._api_process_count == 1,  # noqa: SLF001
             "tasks need one front end and one engine: start several servers behind a load balancer",

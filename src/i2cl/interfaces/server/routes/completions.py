@@ -21,7 +21,7 @@ from i2cl.interfaces.server.service import Answer, Service
 
 MIN_PROBABILITY = 1e-38  # keeps log probabilities finite, because JSON has no infinity
 _STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
 
 
