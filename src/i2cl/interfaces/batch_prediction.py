@@ -91,29 +91,24 @@ def digest(injection: "Injection") -> str:
     return sha.hexdigest()
 
 
+@dataclass
 class Output:
-    """An output that predictions are written to.
+    """An output that predictions are written to."""
 
-    Attributes:
-        kept: rows of an earlier run.
-        rows: all rows written, including those.
-        note: note for the user about the finished file; empty if there is none.
-        resumes: whether rows survive the end of this process.
-    """
+    append: Callable[[str], None]
+    header: str
+    path: Path | None  # None for stdout
+    kept: int = 0  # rows of an earlier run
+    resumes: bool = False  # whether rows survive the end of this process
+    note: str = ""  # for the user, about the finished file
 
-    def __init__(
-        self, append: Callable[[str], None], header: str, path: Path | None, kept: int = 0, *, resumes: bool
-    ) -> None:
-        self._append, self._header, self._path = append, header, path
-        self.kept = kept
-        self.rows = kept
-        self.note = ""
-        self.resumes = resumes
+    def __post_init__(self) -> None:
+        self.rows = self.kept  # all rows written
 
     def write(self, lines: str, rows: int) -> None:
         """Write the lines of ``rows`` rows, with the header before the first. Raises I2CLError on failure."""
-        with _write_errors(self._path):
-            self._append(lines if self.rows else self._header + lines)
+        with _write_errors(self.path):
+            self.append(lines if self.rows else self.header + lines)
         self.rows += rows
 
 
@@ -149,12 +144,12 @@ def open_output(
     """
     print_text = partial(print, end="", flush=True)
     if path is None:
-        yield Output(partial(print_text, file=sys.stdout), header, path, resumes=False)
+        yield Output(partial(print_text, file=sys.stdout), header, path)
     elif path.exists() and not path.is_file():
         with _write_errors(path):
             handle = path.open("w", encoding="utf-8")
         try:
-            yield Output(partial(print_text, file=handle), header, path, resumes=False)
+            yield Output(partial(print_text, file=handle), header, path)
         finally:
             with _write_errors(path):  # closing flushes, which fails again on a full disk
                 handle.close()
@@ -185,9 +180,8 @@ def _partial_file(
             if not _has_rows(rows_file):
                 _discard(rows_file, settings_file)
             raise
-    output = Output(
-        lambda lines: journal.append(lines.encode()), header, path, journal.kept, resumes=chunk > 0
-    )
+    write = lambda lines: journal.append(lines.encode())  # noqa: E731
+    output = Output(write, header, path, journal.kept, resumes=chunk > 0)
     try:
         with stack:
             yield output

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from i2cl.errors import I2CLError
-from i2cl.interfaces.server.labelling_store import Issue, LabellingStore, PoolText, Proposal, Round
+from i2cl.interfaces.server.labelling_store import Issue, LabellingStore, PoolText, Round
 
 from .conftest import catch_refusal
 
@@ -95,7 +95,7 @@ def test_corrections_replace_the_label_and_are_counted(store, project):
 def test_proposals_come_first_and_issues_leave_the_list_once_confirmed(store, project):
     for text in (1, 2, 3):
         store.answer(project, text, "good", "ann")
-    proposals = [Proposal(9, "bad", 0.5), Proposal(5, "good", 0.75)]
+    proposals = [(9, "bad", 0.5), (5, "good", 0.75)]
     issues = [Issue(1, "good", "bad", 0.25, (2,)), Issue(3, "good", "bad", 0.375)]
     store.save_round(
         project, Round(store.last_answer(project), 3, "tfidf", (0.5, 0.25, 0.75)), issues, proposals

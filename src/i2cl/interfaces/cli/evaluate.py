@@ -87,7 +87,11 @@ def evaluate(
             on_failure=add_failure,
         )
     title = f"{model}: mean ± standard deviation over {seeds} seed(s)"
-    show(runs, title, sorted(failures, key=lambda one: (one.task, one.method, one.seed)), as_json=json)
+    failures.sort(key=lambda one: (one.task, one.method, one.seed))
+    if json:
+        console.print_json([one.record() for one in (*runs, *failures)])
+    else:
+        _show(runs, title, failures)
 
 
 def _require_distinct(what: str, names: Sequence[str]) -> None:
@@ -96,14 +100,11 @@ def _require_distinct(what: str, names: Sequence[str]) -> None:
         raise I2CLError(f"two {what} are named {duplicates[0]!r}: remove one, or run it separately")
 
 
-def show(runs: "Sequence[Run]", title: str, failures: "Sequence[NotRun]" = (), *, as_json: bool) -> None:
-    """Print every run as JSON, or tables of means over seeds."""
+def _show(runs: "Sequence[Run]", title: str, failures: "Sequence[NotRun]") -> None:
+    """Print tables of means over seeds, and what was not run."""
     from i2cl.experiments.confidence import NAMES
     from i2cl.experiments.evaluation import summarize
 
-    if as_json:
-        console.print_json([run.record() for run in runs] + [one.record() for one in failures])
-        return
     summaries = summarize(runs)
     rows: list[Mapping[str, object]] = [
         {"task": row.task, "method": row.method}
@@ -125,9 +126,9 @@ def show(runs: "Sequence[Run]", title: str, failures: "Sequence[NotRun]" = (), *
             for one in summaries
         ]
         console.print_table("Calibration of the probabilities", metrics)
-    for task, method, reason in dict.fromkeys((one.task, one.method, one.reason) for one in failures):
-        seeds = [
-            str(one.seed) for one in failures if (one.task, one.method, one.reason) == (task, method, reason)
-        ]
-        with_seeds = f" with seed {', '.join(seeds)}" if (task, method) in ran else ""
+    seeds: dict[tuple[str, str, str], list[str]] = {}
+    for one in failures:
+        seeds.setdefault((one.task, one.method, one.reason), []).append(str(one.seed))
+    for (task, method, reason), numbers in seeds.items():
+        with_seeds = f" with seed {', '.join(numbers)}" if (task, method) in ran else ""
         console.say(f"{method} was not run on {task}{with_seeds}: {reason}.")

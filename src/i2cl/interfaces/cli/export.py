@@ -181,20 +181,18 @@ def _verify_here(
 
 def _show_verification(outcome: "Verification", *, json: bool) -> None:
     count, right = len(outcome.labels), sum(expected == found for expected, found in outcome.labels)
-    if json:
-        names = ("passed", "worst", "tolerance", "retokenized")
-        record = {name: getattr(outcome, name) for name in names}
-        console.print_json(record | {"labels": {"right": right, "of": count}})
-        return
-    console.say(
+    record: dict[str, Any] = {"passed": outcome.passed, "worst": outcome.worst}
+    record |= {"tolerance": outcome.tolerance, "retokenized": outcome.retokenized}
+    text = (
         f"{'Passed' if outcome.passed else 'Failed'}: {right} of {count} labels agree, largest difference of "
         f"a probability {outcome.worst:.1e} (tolerance {outcome.tolerance:.0e})."
     )
     if outcome.retokenized:
         example = outcome.retokenized[0].splitlines()[0]
-        console.say(
-            f"Its tokenizer gives {len(outcome.retokenized)} prompts other token ids, such as {example!r}."
+        text += (
+            f"\nIts tokenizer gives {len(outcome.retokenized)} prompts other token ids, such as {example!r}."
         )
+    console.answer(record | {"labels": {"right": right, "of": count}}, text, as_json=json)
 
 
 def push(

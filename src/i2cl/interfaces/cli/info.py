@@ -72,17 +72,15 @@ def _architectures() -> list[Mapping[str, Any]]:
 def _methods() -> list[Mapping[str, Any]]:
     from i2cl.methods import METHODS
 
-    return [
-        {"name": name, "what": method.summary, "needs": method.needs, "cached": method.formula}
-        | {
-            "paper_row": method.paper_row,
-            "options": {
-                option: {"default": words.split("|")[0], "choices": words.split("|") if "|" in words else []}
-                for option, words in method.options().items()
-            },
-        }
-        for name, method in METHODS.items()
-    ]
+    rows = []
+    for name, method in METHODS.items():
+        options = {}
+        for option, words in method.options().items():
+            default, *others = words.split("|")
+            options[option] = {"default": default, "choices": [default, *others] if others else []}
+        row = {"name": name, "what": method.summary, "needs": method.needs, "cached": method.formula}
+        rows.append(row | {"paper_row": method.paper_row, "options": options})
+    return rows
 
 
 @options.expanded

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -78,11 +78,9 @@ def suggest(
     candidates = _read_texts(texts, rows, choice, known)
     if not candidates:
         raise I2CLError(f"every text of {texts} is labelled in {choice.labelled}: add texts")
-    if choice.number > len(candidates):
-        raise I2CLError(
-            f"{texts} has {len(candidates)} distinct texts without a label, fewer than {choice.number}: add "
-            "texts, or ask for fewer (-n)"
-        )
+    if choice.number > (count := len(candidates)):
+        problem = f"{texts} has {count} distinct texts without a label, fewer than {choice.number}"
+        raise I2CLError(f"{problem}: add texts, or ask for fewer (-n)")
     load.libraries()
     from i2cl.labelling import suggest as choose
 
@@ -91,16 +89,9 @@ def suggest(
         task = task.with_prompt_options(decoder.tokenizer, chat=rows.chat, instruction=rows.instruction)
     else:
         decoder = _decoder_of(injection, places, loading)
-    with console.progress(len(candidates), "comparing texts") as bar:
-        chosen = choose(
-            decoder,
-            injection or task,
-            candidates,
-            choice.number,
-            labelled=[row.text for row in known],
-            seed=choice.seed,
-            progress=bar.advance,
-        )
+    given: Any = {"labelled": [row.text for row in known], "seed": choice.seed}
+    with console.progress(count, "comparing texts") as bar:
+        chosen = choose(decoder, injection or task, candidates, choice.number, progress=bar.advance, **given)
     _write_suggestions(output, task, known, chosen)
     used = {row.label for row in known}
     empty = [word for label, word in enumerate(task.labels) if label not in used] if known else []
@@ -109,8 +100,8 @@ def suggest(
         console.print_json({"output": str(output), "labels_without_text": empty, "suggestions": found})
         return
     before = f" after {len(known)} labelled rows" if known else ""
-    count = "1 text" if choice.number == 1 else f"{choice.number} texts"
-    console.say(f"Saved {output}: {count} to label{before}, chosen from {len(candidates):,}.")
+    what = "1 text" if choice.number == 1 else f"{choice.number} texts"
+    console.say(f"Saved {output}: {what} to label{before}, chosen from {count:,}.")
     if empty:
         console.say(f"No text has the label {name_labels(empty)} yet: label one, or fit without it.")
     model = source if injection is None else injection.base.name
@@ -178,7 +169,8 @@ def review(
     if issues:
         table = [
             {"where": numbered[one.row], "label": one.label, "suggested": one.suggested}
-            | {"probability": f"{one.probability:.3f}", "text": _snippet(one.text)}
+            | {"probability": f"{one.probability:.3f}"}
+            | {"text": _snippet(one.text)}
             | {"near-duplicates": ", ".join(numbered[row] for row in one.near_duplicates)}
             for one in issues
         ]
@@ -210,9 +202,8 @@ def _fitted_task(name: str, rows: TaskOptions, places: PlaceOptions) -> "Injecti
     from i2cl.storage.card import BUNDLED
 
     if name in BUNDLED or (Path(name).exists() and not (Path(name) / DESCRIPTION).is_file()):
-        raise I2CLError(
-            f"{name!r} is a model, not a fitted task: name the labels (--labels 'billing,delivery')"
-        )
+        problem = f"{name!r} is a model, not a fitted task"
+        raise I2CLError(f"{problem}: name the labels (--labels 'billing,delivery')")
     if rows.template is not None or rows.chat or rows.instruction is not None:
         raise I2CLError(f"{name!r} has its own prompt: leave out --template, --chat and --instruction")
     return _injection(name, places)

@@ -1,7 +1,7 @@
 """Load models and tasks from the values of command-line options."""
 
 import json
-import sys
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -55,10 +55,8 @@ def _device_map(typed: str | None) -> str | dict[str, Any] | None:
         hint = 'write it like \'{"": "cpu"}\''
         raise I2CLError(f"--device-map {typed!r} is not valid JSON ({error}): {hint}") from None
     if not isinstance(devices, dict) or not all(isinstance(one, str | int) for one in devices.values()):
-        raise I2CLError(
-            f"--device-map {typed!r} is not an object from modules to devices: write it like "
-            '\'{"": "cpu"}\', with a device, cpu or disk for every module'
-        )
+        hint = 'write it like \'{"": "cpu"}\', with a device, cpu or disk for every module'
+        raise I2CLError(f"--device-map {typed!r} is not an object from modules to devices: {hint}")
     return devices
 
 
@@ -87,9 +85,8 @@ def require_model(name: str) -> None:
 def require_store(folder: Path) -> None:
     """Check before PyTorch is imported that the folder of a store exists. Raises I2CLError."""
     if not folder.is_dir():
-        raise I2CLError(
-            f"no store at {str(folder)!r}: create one with `i2cl experiment run NAME --store DIR`"
-        )
+        hint = "create one with `i2cl experiment run NAME --store DIR`"
+        raise I2CLError(f"no store at {str(folder)!r}: {hint}")
 
 
 def require_artefact(name: str) -> None:
@@ -103,10 +100,8 @@ def require_artefact(name: str) -> None:
 
         folder = download(name, None, FILES)
     if not (folder / DESCRIPTION).is_file():
-        raise I2CLError(
-            f"{name!r} is not an artefact, it has no {DESCRIPTION}: create one with "
-            "`i2cl fit MODEL TASK -o FOLDER`"
-        )
+        hint = "create one with `i2cl fit MODEL TASK -o FOLDER`"
+        raise I2CLError(f"{name!r} is not an artefact, it has no {DESCRIPTION}: {hint}")
 
 
 def of_artefact(options: ModelOptions, injection: "Injection", model: str | None) -> ModelOptions:
@@ -134,23 +129,15 @@ def artefact_decoder(injection: "Injection", model: str | None, options: ModelOp
 
 
 def quiet() -> None:
-    """Disable progress bars and warnings of the libraries that load models."""
-    import logging as standard
+    """Disable progress bars and warnings of the libraries that load models, and the hub client's messages on
+    retries.
+    """
+    from transformers.utils import logging as transformers_logging
 
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    for library in ("accelerate", "bitsandbytes", "torchao"):
-        standard.getLogger(library).setLevel(standard.ERROR)
-    _quiet_hub()
-
-
-def _quiet_hub() -> None:
-    """Hide the hub client's messages on retries; the final error is reported."""
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for library in ("accelerate", "bitsandbytes", "huggingface_hub", "torchao"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def local_task(name: str, options: TaskOptions) -> "Task | None":
@@ -169,8 +156,7 @@ def task(name: str, options: TaskOptions) -> "Task":
     from i2cl.tasks import load_task
     from i2cl.tasks.loaders import default_template
 
-    if "huggingface_hub" in sys.modules:
-        _quiet_hub()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     return load_task(
         name,
         data_dir=options.data_dir,

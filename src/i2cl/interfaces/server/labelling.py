@@ -9,7 +9,6 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from i2cl.interfaces.server.labelling_store import (
     LabellingStore,
     PoolText,
     Project,
-    Proposal,
     Round,
 )
 from i2cl.labelling.label_issues import review
@@ -122,16 +120,16 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
         texts = [one.text for one in candidates]
         chosen = _choose(texts, [one.text for one in taken], vectors)
         if task.train:
-            classifier = TextClassifier(task, vectors if encoder else None)
-            weight, accuracy, issues = _cross_validate(decoder, project, rows, classifier.vectors)
-            result = Round(answer, len(rows), classifier.name, accuracy)
-            log_probs = classifier.log_probs(task.train, [texts[at] for at in chosen])
+            embeddings, expert = (vectors, EmbeddingsExpert) if encoder else (None, TfidfExpert)
+            weight, accuracy, issues = _cross_validate(decoder, project, rows, embeddings, expert.name)
+            result = Round(answer, len(rows), expert.name, accuracy)
+            log_probs = _log_probs(task, task.train, [texts[at] for at in chosen], embeddings)
             log_probs = (weight * log_probs).log_softmax(-1)
         else:
             result, issues = Round(answer, len(rows), None, None), list[Issue]()
             log_probs = zero_shot_log_probs(decoder, task, texts, chosen) if chosen else torch.empty(0)
         proposals = [
-            Proposal(candidates[at].id, task.labels[int(row.argmax())], float(row.max().exp()))
+            (candidates[at].id, task.labels[int(row.argmax())], float(row.max().exp()))
             for at, row in zip(chosen, log_probs, strict=True)
         ]
         store.save_round(project, result, issues, proposals)
@@ -143,45 +141,27 @@ def run(job: Job, batcher: Batcher, store: LabellingStore, encoder: str | None) 
     return fields
 
 
-@dataclass(frozen=True)
-class TextClassifier:
-    """A text expert (`i2cl.core.experts`), whose fit takes milliseconds if the embeddings are known.
+def _log_probs(
+    task: Task, rows: Examples, texts: Sequence[str], vectors: Mapping[str, Vector] | None
+) -> Float[Tensor, "texts labels"]:
+    """Fit a text expert to rows, and return the log-probabilities of texts.
 
-    Attributes:
-        task: gives the labels and all labelled texts.
-        vectors: embeddings by text, for `EmbeddingsExpert`; None for `TfidfExpert`.
+    ``vectors``: embeddings by text, with which a fit takes milliseconds; None for n-grams.
     """
-
-    task: Task
-    vectors: Mapping[str, Vector] | None
-
-    @property
-    def name(self) -> str:
-        """Name of the expert."""
-        return TfidfExpert.name if self.vectors is None else EmbeddingsExpert.name
-
-    def log_probs(self, rows: Examples, texts: Sequence[str]) -> Float[Tensor, "texts labels"]:
-        """Fit to some rows, and return the log-probabilities of texts."""
-        if self.vectors is None:
-            return TfidfExpert.fit(self.task, rows).scores(texts).log_softmax(-1)
-        known = np.stack([self.vectors[row.text] for row in rows])
-        weights = fit_regression(known, self.task, rows, EmbeddingsConfig().embeddings_c)
-        asked = torch.tensor(np.array([self.vectors[text] for text in texts]))
-        return regression_scores(weights, asked.view(len(texts), known.shape[1])).log_softmax(-1)
-
-    def held_out_log_probs(self) -> Float[Tensor, "rows labels"]:
-        """Return the log-probabilities of all labelled texts, each by a fit without its fold."""
-        rows = self.task.train
-        log_probs = torch.empty(len(rows), len(self.task.labels))
-        for fold in fold_rows(self.task, rows, FOLDS):
-            held_out = set(fold)
-            rest = tuple(row for at, row in enumerate(rows) if at not in held_out)
-            log_probs[fold] = self.log_probs(rest, [rows[at].text for at in fold])
-        return log_probs
+    if vectors is None:
+        return TfidfExpert.fit(task, rows).scores(texts).log_softmax(-1)
+    known = np.stack([vectors[row.text] for row in rows])
+    weights = fit_regression(known, task, rows, EmbeddingsConfig().embeddings_c)
+    asked = torch.tensor(np.array([vectors[text] for text in texts]))
+    return regression_scores(weights, asked.view(len(texts), known.shape[1])).log_softmax(-1)
 
 
 def _cross_validate(
-    decoder: Decoder, project: Project, rows: Sequence[LabelledText], vectors: Mapping[str, Vector] | None
+    decoder: Decoder,
+    project: Project,
+    rows: Sequence[LabelledText],
+    vectors: Mapping[str, Vector] | None,
+    expert: str,
 ) -> tuple[float, tuple[float, float, float] | None, list[Issue]]:
     """Cross-validate a classifier on the labels that have two texts or more.
 
@@ -192,25 +172,22 @@ def _cross_validate(
     """
     counts, labelled = Counter(row.label for row in rows), len(rows)
     rows = [row for row in rows if counts[row.label] > 1]
-    classifier = TextClassifier(task_of(project, rows), vectors)
-    task, prior = classifier.task, TEXT_PRIORS[classifier.name]
+    task, prior = task_of(project, rows), TEXT_PRIORS[expert]
     if not task.train:
         return prior.mean, None, []
-    log_probs = classifier.held_out_log_probs()
+    log_probs = torch.empty(len(rows), len(task.labels))  # of each row by a fit without its fold
+    for fold in fold_rows(task, task.train, FOLDS):
+        held_out = set(fold)
+        rest = tuple(row for at, row in enumerate(task.train) if at not in held_out)
+        log_probs[fold] = _log_probs(task, rest, [rows[at].text for at in fold], vectors)
     gold = np.array([row.label for row in task.train])
     right = int((log_probs.argmax(-1).numpy() == gold).sum())
     (weight,) = likely_weights(log_probs[None].numpy(), gold, [prior])
     calibrated = (weight * log_probs).log_softmax(-1)
-    issues = [
-        Issue(
-            rows[issue.row].id,
-            issue.label,
-            issue.suggested,
-            issue.probability,
-            tuple(rows[row].id for row in issue.near_duplicates),
-        )
-        for issue in review(decoder, task, task.train, log_probs=calibrated)
-    ]
+    issues = []
+    for found in review(decoder, task, task.train, log_probs=calibrated):
+        near = tuple(rows[row].id for row in found.near_duplicates)
+        issues.append(Issue(rows[found.row].id, found.label, found.suggested, found.probability, near))
     return weight, (right / labelled, *wilson(right, labelled)), issues
 
 

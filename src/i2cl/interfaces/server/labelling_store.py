@@ -109,15 +109,6 @@ class PoolText:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A text to label next, with its most probable label."""
-
-    text: int
-    label: str
-    confidence: float
-
-
-@dataclass(frozen=True)
 class Issue:
     """A labelled text whose label is probably wrong."""
 
@@ -194,9 +185,8 @@ class LabellingStore:
 
     def find(self, name: str) -> Project | None:
         """Return a project, or None."""
-        return next(
-            (_project(row) for row in self._rows("SELECT * FROM projects WHERE name = ?", name)), None
-        )
+        rows = self._rows("SELECT * FROM projects WHERE name = ?", name)
+        return _project(rows[0]) if rows else None
 
     def projects(self) -> list[Project]:
         """Return all projects, by name."""
@@ -259,25 +249,20 @@ class LabellingStore:
         """
         now = time.time()
         with self._transaction() as database:
-            mine = database.execute(
-                f"SELECT texts.id {_UNANSWERED} AND labeller = ? AND leased_until > ? "
-                f"ORDER BY place IS NULL, place, {_RANDOM_ORDER}",
-                (project.id, labeller, now),
-            ).fetchall()
-            free = database.execute(
-                f"SELECT texts.id {_UNANSWERED} AND leased_until <= ? "
-                f"ORDER BY place IS NULL, place, {_RANDOM_ORDER} LIMIT ?",
-                (project.id, now, max(0, count - len(mine))),
-            ).fetchall()
-            ids = [row["id"] for row in (*mine[:count], *free)]
-            for text in ids:
-                database.execute(
-                    "UPDATE texts SET labeller = ?, leased_until = ? WHERE id = ?",
-                    (labeller, now + LEASE_SECONDS, text),
-                )
-            return [self._described(text) for text in ids]
+            rows = database.execute(
+                f"SELECT texts.id {_UNANSWERED} AND (labeller = ? OR leased_until <= ?) "
+                f"ORDER BY leased_until <= ?, place IS NULL, place, {_RANDOM_ORDER} LIMIT ?",
+                (project.id, labeller, now, now, count),
+            )
+            ids = [row["id"] for row in rows.fetchall()]
+            return [self._lease(text, labeller) for text in ids]
 
-    def _described(self, text: int) -> dict[str, Any]:
+    def _lease(self, text: int, labeller: str) -> dict[str, Any]:
+        """Lease a text to a labeller, and return it as JSON."""
+        self._connection.execute(
+            "UPDATE texts SET labeller = ?, leased_until = ? WHERE id = ?",
+            (labeller, time.time() + LEASE_SECONDS, text),
+        )
         (row,) = self._rows(
             "SELECT texts.id, text, label, proposal, confidence FROM texts "
             "LEFT JOIN current ON text_id = texts.id WHERE texts.id = ?",
@@ -315,14 +300,11 @@ class LabellingStore:
                 raise RefusalError(404, "unknown_text", message, "get the next texts", param="text")
             if row["id"] is not None and replaces is None and row["label"] == label:
                 return  # the request was repeated
+            hint, message = "get the next texts", f"this text already has the label {row['label']!r}"
             if row["label"] != replaces:
-                message = f"this text already has the label {row['label']!r}"
-                raise RefusalError(409, "labelled", message, "get the next texts")
-            leased = row["id"] is None and row["labeller"] != labeller and row["leased_until"] > time.time()
-            if leased:
-                raise RefusalError(
-                    409, "leased", "another person is labelling this text", "get the next texts"
-                )
+                raise RefusalError(409, "labelled", message, hint)
+            if row["id"] is None and row["labeller"] != labeller and row["leased_until"] > time.time():
+                raise RefusalError(409, "leased", "another person is labelling this text", hint)
             self._answer(text, label, labeller)
 
     def _answer(self, text: int | None, label: str | None, labeller: str) -> None:
@@ -363,11 +345,7 @@ class LabellingStore:
             if row is None:
                 raise RefusalError(409, "nothing_to_undo", "you have labelled nothing yet", "label a text")
             database.execute("DELETE FROM answers WHERE id = ?", (row["id"],))
-            database.execute(
-                "UPDATE texts SET labeller = ?, leased_until = ? WHERE id = ?",
-                (labeller, time.time() + LEASE_SECONDS, row["text"]),
-            )
-            return self._described(row["text"])
+            return self._lease(row["text"], labeller)
 
     # Results
 
@@ -427,16 +405,22 @@ class LabellingStore:
             database.executemany("UPDATE texts SET vector = ?2 WHERE id = ?1", vectors)
 
     def save_round(
-        self, project: Project, result: Round, issues: Sequence[Issue], proposals: Sequence[Proposal]
+        self,
+        project: Project,
+        result: Round,
+        issues: Sequence[Issue],
+        proposals: Sequence[tuple[int, str, float]],
     ) -> None:
-        """Save the result of a fit; ``proposals`` are the texts to label next, best first."""
+        """Save the result of a fit; ``proposals``: ids of the texts to label next, best first, each with its
+        most probable label and the probability.
+        """
         accuracy = result.accuracy or (None, None, None)
         saved = json.dumps([vars(issue) for issue in issues])
         with self._transaction() as database:
             database.execute("UPDATE texts SET place = NULL WHERE project = ?", (project.id,))
             database.executemany(
                 "UPDATE texts SET place = ?, proposal = ?, confidence = ? WHERE id = ?",
-                [(place, one.label, one.confidence, one.text) for place, one in enumerate(proposals)],
+                [(place, label, chance, text) for place, (text, label, chance) in enumerate(proposals)],
             )
             database.execute(
                 "INSERT INTO rounds "
@@ -448,15 +432,11 @@ class LabellingStore:
     def rounds(self, project: Project) -> list[Round]:
         """Return the results of all fits, oldest first."""
         rows = self._rows("SELECT * FROM rounds WHERE project = ? ORDER BY id", project.id)
-        return [
-            Round(
-                row["answer"],
-                row["labels"],
-                row["classifier"],
-                None if row["accuracy"] is None else (row["accuracy"], row["low"], row["high"]),
-            )
-            for row in rows
-        ]
+        results = []
+        for row in rows:
+            accuracy = None if row["accuracy"] is None else (row["accuracy"], row["low"], row["high"])
+            results.append(Round(row["answer"], row["labels"], row["classifier"], accuracy))
+        return results
 
     def issues(self, project: Project) -> list[dict[str, Any]]:
         """Return the probably wrong labels of the last fit, worst first, without those that were corrected or
@@ -472,16 +452,11 @@ class LabellingStore:
             "WHERE project = ? AND current.id <= ? AND label IS NOT NULL"
         )
         known = {row["id"]: dict(row) for row in self._rows(query, project.id, last[0]["answer"])}
-        return [
-            known[issue["text"]]
-            | {
-                "suggested": issue["suggested"],
-                "probability": issue["probability"],
-                "near_duplicates": [known[text] for text in issue["near_duplicates"] if text in known],
-            }
-            for issue in json.loads(last[0]["issues"])
-            if issue["text"] in known
-        ]
+        issues = [issue for issue in json.loads(last[0]["issues"]) if issue["text"] in known]
+        for issue in issues:
+            near = [known[text] for text in issue["near_duplicates"] if text in known]
+            issue.update(known[issue["text"]], near_duplicates=near)
+        return issues
 
 
 def _project(row: sqlite3.Row) -> Project:

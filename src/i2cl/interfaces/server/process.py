@@ -55,6 +55,39 @@ def run_server(
     Returns:
         Whether the server ended because it had failed; the process should then exit with an error.
     """
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Shut down on SIGTERM or Ctrl-C; the second one does not wait for running requests.
+
+            Unlike uvicorn's own, it does not raise the signal again after the shutdown.
+            """
+            loop = asyncio.get_running_loop()
+            signals = (signal.SIGINT, signal.SIGTERM)
+            for number in signals:
+                loop.add_signal_handler(number, self.shut_down, number)
+            try:
+                yield
+            finally:
+                for number in signals:
+                    loop.remove_signal_handler(number)
+
+        def shut_down(self, number: int) -> None:
+            ending()
+            self.handle_exit(number, None)
+
+        async def on_tick(self, counter: int) -> bool:
+            if failed() and not self.should_exit:
+                _log.critical("shutting down because the model thread has died: restart the server")
+                self.should_exit = True
+            return await super().on_tick(counter)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            if self.started:
+                ready()
+
     config = uvicorn.Config(
         app,
         ws="none",
@@ -65,50 +98,5 @@ def run_server(
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
-    server = _Server(config, ready, ending, failed)
-    server.run(sockets=[listener])
+    Server(config).run(sockets=[listener])
     return failed()
-
-
-class _Server(uvicorn.Server):
-    """Server that does not raise the signal again after the shutdown, unlike uvicorn's own."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        ready: Callable[[], None],
-        ending: Callable[[], None],
-        failed: Callable[[], bool] = lambda: False,
-    ) -> None:
-        super().__init__(config)
-        self._ready, self._ending, self._failed = ready, ending, failed
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Shut down on SIGTERM or Ctrl-C; the second one does not wait for running requests."""
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM)
-        for number in signals:
-            loop.add_signal_handler(number, self._shut_down, number)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
-
-    def _shut_down(self, number: int) -> None:
-        self._ending()
-        self.handle_exit(number, None)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second. Returning True ends the server."""
-        if self._failed() and not self.should_exit:
-            _log.critical("shutting down because the model thread has died: restart the server")
-            self.should_exit = True
-        return await super().on_tick(counter)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start accepting requests."""
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._ready()
