@@ -1,22 +1,28 @@
-"""What all commands share: help, JSON, groups of options, bars; and lists."""
+"""What all commands share (help, JSON, groups of options, bars, the process), lists, and the model cache."""
 
 import io
 import json
 import math
+import os
 import re
 import shlex
+import subprocess
+import sys
 import time
 from functools import partial
 from itertools import count
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import typer
 from rich.console import Console
 
+import processes
+from i2cl.interfaces import cli
 from i2cl.interfaces.cli import EXAMPLES, app, console
 from i2cl.methods import METHODS
 from i2cl.models import loading
+from i2cl.storage import model_cache
 from i2cl.version import __version__
 from processes import until
 
@@ -182,3 +188,96 @@ def test_lists_as_json_and_as_tables(call, words, shown):
     assert [key for key in result if not key.isidentifier()] == []
     code, out, err = call(*words)
     assert (code, err, shown in out) == (0, "", True)
+
+
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def variables_after_main(names, environment):
+    """Return the variables of these names after a command that starts with this environment."""
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    with patch.dict(os.environ, others | environment, clear=True):
+        with pytest.raises(SystemExit):
+            cli.main(["--version"])
+        return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def test_threads_spin_for_a_short_while():
+    assert variables_after_main(OPENMP, {}) == {"GOMP_SPINCOUNT": cli.SPIN_COUNT}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="thresholds of glibc")
+def test_freed_memory_is_kept():
+    assert variables_after_main(MALLOC, {}) == dict.fromkeys(MALLOC[:2], str(cli.KEPT_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("names", "environment"),
+    [
+        (OPENMP, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        (OPENMP, {"GOMP_SPINCOUNT": "1000"}),
+        (MALLOC, {"MALLOC_TRIM_THRESHOLD_": "1000000"}),
+        (MALLOC, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+    ],
+)
+def test_variables_of_the_user_are_kept(names, environment):
+    assert variables_after_main(names, environment) == environment
+
+
+def test_garbage_is_not_collected_at_exit():
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
+    program += "from i2cl.interfaces.cli import main; main(['--version'])"
+    command = [sys.executable, "-c", program]
+    output = subprocess.check_output(command, env=processes.environment(), text=True)
+    assert output.splitlines() == [__version__, "True"]
+
+
+@pytest.fixture
+def entries(tmp_path, monkeypatch):
+    """Two entries in a cache that also has a file of the user's and an interrupted conversion."""
+    monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path))
+    folder = model_cache.cache_folder()
+    for dtype in ("float32", "bfloat16"):
+        write = lambda fresh: (fresh / "model.safetensors").write_bytes(bytes(2_000_000))  # noqa: E731
+        assert model_cache.add_entry(folder / f"abc-{dtype}", tmp_path / "film.gguf", dtype, 0, write)
+    (folder / ".abc-float32-x1").mkdir()
+    (folder / "own.gguf").write_text("")
+    return folder
+
+
+def test_cache_lists_file_dtype_and_size(said, entries):
+    out = said("cache")
+    assert out.count("film.gguf") == 2
+    assert "bfloat16" in out
+    assert f"2 converted models in {entries}." in out
+    record = json.loads(said("cache", "--json"))
+    assert record["folder"] == str(entries)
+    assert [model["dtype"] for model in record["models"]] == ["bfloat16", "float32"]
+    assert all(2_000_000 < model["bytes"] < 2_001_000 for model in record["models"])
+
+
+def test_clear_deletes_entries_and_leaves_other_files(said, entries):
+    assert said("cache", "--clear") == f"Deleted 2 converted models from {entries}.\n"
+    assert [path.name for path in entries.iterdir()] == ["own.gguf"]
+    assert said("cache") == f"0 converted models in {entries}.\n"
+
+
+def test_missing_folder_is_an_empty_cache(said, tmp_path, monkeypatch):
+    monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path / "none"))
+    assert json.loads(said("cache", "--json"))["models"] == []
+    assert json.loads(said("cache", "--clear", "--json"))["deleted"] == 0
+
+
+def test_entry_is_not_created_where_it_would_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path))
+    folder = model_cache.cache_folder() / "abc-float32"
+    write = lambda fresh: pytest.fail("written")  # noqa: E731
+    assert not model_cache.add_entry(folder, tmp_path / "film.gguf", "float32", 2**60, write)
+    assert not folder.exists()
+
+
+def test_default_folder_is_the_platforms_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv(model_cache.CACHE_VARIABLE)
+    monkeypatch.setattr(model_cache, "user_cache_path", lambda name, **_: tmp_path / name)
+    assert model_cache.cache_folder() == tmp_path / "i2cl" / "gguf"
